@@ -1,0 +1,40 @@
+# Every target sets up what it needs: a fresh clone runs `make demo` or `make test` and nothing else.
+VENV   := .venv
+PYTHON := $(VENV)/bin/python
+PIP    := $(PYTHON) -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+READY  := $(VENV)/.ready
+
+.PHONY: help setup demo test lint types layers pytest bits clean
+help:
+	@echo "make demo    train a small GPT on Python's own source with 2 workers, about one minute"
+	@echo "make test    lint, types, import layers, tests"
+	@echo "make bits    the full product of workers, lanes, buckets and models: one hash each"
+	@echo "make clean   remove the virtual environment and run folders"
+
+setup: $(READY)
+$(READY): pyproject.toml constraints.txt
+	test -x $(PYTHON) || python3 -m venv $(VENV)
+	$(PIP) torch numpy
+	$(PIP) hatchling editables
+	$(PIP) --no-build-isolation --editable '.[dev]'
+	@touch $@
+
+demo: setup
+	$(VENV)/bin/paceline run --workers 2 examples/train_gpt.py --run-dir runs/demo
+
+test: lint types layers pytest
+lint: setup
+	$(PYTHON) -m ruff check .
+	$(PYTHON) -m ruff format --check .
+types: setup
+	$(PYTHON) -m mypy
+layers: setup
+	$(VENV)/bin/lint-imports
+pytest: setup
+	$(PYTHON) -m pytest
+
+bits: setup
+	$(PYTHON) -m pytest tests/bits --full-product
+
+clean:
+	rm -rf $(VENV) runs

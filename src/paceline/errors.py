@@ -1,0 +1,52 @@
+"""Every error paceline raises on purpose, drawn once.
+
+    PacelineError
+    ├── WorldError            the environment contradicts itself, or the workers could not meet
+    ├── LaunchError           the launcher was asked for something it can't start
+    ├── ConfigError           lanes, batch sizes or options that can't be honoured together
+    ├── LoopError             the training loop broke a rule of the work queue
+    ├── ReplicaError          workers that should hold the same thing don't
+    ├── NonFiniteLossError    a loss that is NaN or infinite, with its step and lane
+    ├── PeerLostError         another worker left, died or fell silent
+    └── CheckpointError       a state that can't be saved or loaded
+
+The text is for the person awake at 3 a.m.: where, what was expected, what came, what to do.
+"""
+
+from __future__ import annotations
+
+
+class PacelineError(Exception):
+    """The root of the tree; catch it to catch everything paceline raises on purpose."""
+
+
+class WorldError(PacelineError):
+    """The environment contradicts itself, or the workers could not meet."""
+
+
+class LaunchError(PacelineError):
+    """The launcher was asked for something it can't start."""
+
+
+class ConfigError(PacelineError):
+    """Lanes, batch sizes or options that can't be honoured together."""
+
+
+class LoopError(PacelineError):
+    """The training loop broke a rule of the work queue (docs/concepts/loop.md)."""
+
+
+class ReplicaError(PacelineError):
+    """Workers that should hold the same thing don't."""
+
+
+class NonFiniteLossError(PacelineError):
+    """A loss that is NaN or infinite, with its step and lane."""
+
+
+class PeerLostError(PacelineError):
+    """Another worker left, died or fell silent; the launcher looks for the cause there, not here."""
+
+
+class CheckpointError(PacelineError):
+    """A state that can't be saved or loaded."""
