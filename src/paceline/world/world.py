@@ -16,6 +16,8 @@ from dataclasses import dataclass, field
 
 from paceline.errors import WorldError
 
+LOOPBACK = "127.0.0.1"
+
 
 @dataclass(frozen=True)
 class ControlSocket:
@@ -45,9 +47,16 @@ class LaunchSettings:
     backend: str | None = None
     seed: int | None = None
 
+    def __post_init__(self) -> None:
+        for name, value, least in (("lanes", self.lanes, 1), ("threads", self.threads, 1), ("seed", self.seed, 0)):
+            if value is not None and value < least:
+                raise WorldError(f"the launcher's setting {name} is {value}; it must be at least {least}")
+
 
 @dataclass(frozen=True)
 class World:
+    """`host_address` is where this host's tensors travel; None: not known here, ask `environment.tensor_address`."""
+
     rank: int = 0
     size: int = 1
     local_rank: int = 0
@@ -56,6 +65,7 @@ class World:
     hosts: int = 1
     source: str = "alone"
     rendezvous: Rendezvous | None = None
+    host_address: str | None = LOOPBACK
     settings: LaunchSettings = field(default_factory=LaunchSettings)
 
     def __post_init__(self) -> None:
@@ -72,6 +82,7 @@ class World:
         check(self.local_size <= self.size, f"{self.local_size} workers on this host but {self.size} in all")
         check(0 <= self.host_rank < self.hosts, f"host {self.host_rank} of {self.hosts} hosts")
         check(self.hosts <= self.size, f"{self.hosts} hosts but only {self.size} workers")
+        check(self.host_address != "", "the host address is empty")
         check(
             self.size == 1 or self.rendezvous is not None,
             f"{self.size} workers and no place to meet (set MASTER_ADDR and MASTER_PORT, or start with `paceline run`)",
