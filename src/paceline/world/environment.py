@@ -32,8 +32,10 @@ from __future__ import annotations
 import hashlib
 import os
 import re
+import socket
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from enum import Enum
 from ipaddress import ip_address
 
 from paceline.errors import WorldError
@@ -90,6 +92,59 @@ def worker_environment(world: World) -> dict[str, str]:
     }
 
 
+def parent_environment(threads: int | None) -> dict[str, str]:
+    """What the process that workers are forked from starts with: the user's variables, without the job's secret.
+
+    Thread pools are sized when numpy and torch are imported, so the count must be there before. None keeps what the
+    user set, as torchrun does.
+    """
+    variables = {name: value for name, value in os.environ.items() if name != "PACELINE_SECRET"}
+    if threads is not None:
+        variables["OMP_NUM_THREADS"] = str(threads)
+    return variables
+
+
+def thread_limit() -> int | None:
+    """OMP_NUM_THREADS as the user set it; None where it is unset or a list per nesting level."""
+    return int(os.environ["OMP_NUM_THREADS"]) if _is_number(os.environ, "OMP_NUM_THREADS") else None
+
+
+def job_secret() -> str | None:
+    """The secret that supervisors of one job prove to each other; a file (`--secret-file`) is the other way."""
+    return _text(os.environ, "PACELINE_SECRET")
+
+
+def visible_accelerators() -> list[str] | None:
+    """CUDA_VISIBLE_DEVICES as a list, None where it is unset and every device is visible."""
+    devices = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return None if devices is None else [device for device in devices.split(",") if device.strip() not in ("", "-1")]
+
+
+def tensor_address(world: World) -> str:
+    """The address this host's tensors leave from: the launcher's word, else the interface that reaches the others.
+
+    gloo would take whatever the host name resolves to, which on many distributions is 127.0.1.1.
+    """
+    if world.host_address is not None:
+        return world.host_address
+    # TEST-NET-1 is routed like any outside address, and connecting a datagram socket sends nothing.
+    outside = TcpRendezvous("192.0.2.1", DEFAULT_PORT)
+    for place in (world.rendezvous, outside):
+        if isinstance(place, TcpRendezvous):
+            try:
+                with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+                    probe.connect((place.address, place.port))
+                    address = str(probe.getsockname()[0])
+            except OSError:
+                continue
+            if not is_loopback(address):
+                return address
+    raise WorldError(
+        f"rank {world.rank}: {world.hosts} hosts, but no interface of this one leads to the others; "
+        "set PACELINE_HOST_ADDRESS to this host's address on their network"
+    )
+
+
 def fix_cublas_workspace() -> str:
     """cuBLAS gives the same bits only with a fixed workspace, and reads this when CUDA starts, so it comes before."""
     return os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -103,8 +158,8 @@ def from_paceline(variables: Variables) -> World | None:
     if place is None:
         return None
     rank, size = place
-    local_rank, local_size = _place_or(variables, "PACELINE_LOCAL_RANK", "PACELINE_LOCAL_SIZE", (rank, size))
-    host_rank, hosts = _place_or(variables, "PACELINE_HOST_RANK", "PACELINE_HOSTS", (0, 1))
+    host_rank, hosts = _place(variables, "PACELINE_HOST_RANK", "PACELINE_HOSTS", "set both, or neither") or (0, 1)
+    local_rank, local_size = _local(variables, ("PACELINE_LOCAL_RANK", "PACELINE_LOCAL_SIZE"), place, hosts == 1)
     path = _text(variables, "PACELINE_CONTROL")
     if path is None and size > 1:
         raise WorldError(
@@ -469,7 +524,7 @@ def _with_mpi_names(
     variables: Variables, place: tuple[int, int], local_names: tuple[str, str], job: str | None, source: str
 ) -> World:
     rank, size = place
-    local_rank, local_size = _place_or(variables, *local_names, (rank, size))
+    local_rank, local_size = _local(variables, local_names, place, default_to_place=size == 1)
     host_rank, hosts = _host_by_host(
         rank, size, local_rank, local_size, "use --map-by slot and as many workers per host"
     )
@@ -611,8 +666,14 @@ def _place(variables: Variables, rank_name: str, size_name: str, advice: str) ->
     return rank, size
 
 
-def _place_or(variables: Variables, rank_name: str, size_name: str, default: tuple[int, int]) -> tuple[int, int]:
-    return _place(variables, rank_name, size_name, "set both, or neither") or default
+def _local(
+    variables: Variables, names: tuple[str, str], place: tuple[int, int], default_to_place: bool
+) -> tuple[int, int]:
+    """(local rank, local size), which are (rank, size) where all workers are known to be on this host."""
+    local = _place(variables, *names, "set both, or neither")
+    if local is None and not default_to_place:
+        raise WorldError(f"{names[0]} and {names[1]} are not set: nothing says which of the workers are on this host")
+    return local or place
 
 
 def _beyond(rank_name: str, rank: int, size_name: str, size: int) -> WorldError:
@@ -647,15 +708,178 @@ class Launcher:
     read: Callable[[Variables], World | None]
     signs: tuple[str, ...]
     """Any of these set means that the launcher was here, whether or not it started this process."""
+    also_reads: tuple[str, ...] = ()
+
+    def seen(self, variables: Variables) -> bool:
+        return any(_text(variables, name) is not None for name in self.signs)
+
+    def evidence(self, variables: Variables) -> str:
+        values = {name: _text(variables, name) for name in self.signs + self.also_reads}
+        return " ".join(f"{name}={','.join(value.split())}" for name, value in values.items() if value is not None)
 
 
+MASTER = ("MASTER_ADDR", "MASTER_PORT")
+TORCH = ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", *MASTER)
 LAUNCHERS = (
-    Launcher("paceline run", from_paceline, ("PACELINE_RANK", "PACELINE_WORLD_SIZE")),
-    Launcher("torchrun", from_torchrun, ("TORCHELASTIC_RUN_ID",)),
-    Launcher("RANK and WORLD_SIZE", from_hand, ("RANK", "WORLD_SIZE", "LOCAL_RANK")),
-    Launcher("Open MPI", from_open_mpi, ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE")),
-    Launcher("MPI (PMI)", from_pmi, ("PMI_RANK", "PMI_SIZE")),
-    Launcher("SLURM", from_slurm, ("SLURM_JOB_ID", "SLURM_PROCID", "SLURM_NTASKS")),
-    Launcher("Kubeflow", from_kubeflow, ("PET_NNODES", "PET_NPROC_PER_NODE", "PET_NODE_RANK")),
-    Launcher("SkyPilot", from_skypilot, ("SKYPILOT_NODE_RANK", "SKYPILOT_NODE_IPS")),
+    Launcher(
+        "paceline run",
+        from_paceline,
+        signs=("PACELINE_RANK", "PACELINE_WORLD_SIZE"),
+        also_reads=tuple(f"PACELINE_{name}" for name in ("LOCAL_RANK", "LOCAL_SIZE", "HOST_RANK", "HOSTS", "CONTROL")),
+    ),
+    Launcher(
+        "torchrun",
+        from_torchrun,
+        signs=("TORCHELASTIC_RUN_ID",),
+        also_reads=("RANK", "WORLD_SIZE", *TORCH, "TORCHELASTIC_USE_AGENT_STORE"),
+    ),
+    Launcher("RANK and WORLD_SIZE", from_hand, signs=("RANK", "WORLD_SIZE", "LOCAL_RANK"), also_reads=TORCH[1:]),
+    Launcher(
+        "Open MPI",
+        from_open_mpi,
+        signs=("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+        also_reads=("OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE", *MASTER),
+    ),
+    Launcher(
+        "MPI (PMI)",
+        from_pmi,
+        signs=("PMI_RANK", "PMI_SIZE"),
+        also_reads=("MPI_LOCALRANKID", "MPI_LOCALNRANKS", *MASTER),
+    ),
+    Launcher(
+        "SLURM",
+        from_slurm,
+        signs=("SLURM_JOB_ID", "SLURM_PROCID", "SLURM_NTASKS"),
+        also_reads=(
+            *(f"SLURM_{name}" for name in ("STEP_ID", "STEP_NUM_TASKS", "LOCALID", "NODEID", "NNODES")),
+            *(f"SLURM_{name}" for name in ("STEP_TASKS_PER_NODE", "TASKS_PER_NODE", "STEP_NODELIST", "JOB_NODELIST")),
+            *MASTER,
+        ),
+    ),
+    Launcher(
+        "Kubeflow",
+        from_kubeflow,
+        signs=("PET_NNODES", "PET_NODE_RANK"),
+        also_reads=("PET_NPROC_PER_NODE", "PET_MASTER_ADDR", "PET_MASTER_PORT"),
+    ),
+    Launcher(
+        "SkyPilot",
+        from_skypilot,
+        signs=("SKYPILOT_NODE_RANK", "SKYPILOT_NODE_IPS"),
+        also_reads=("SKYPILOT_NUM_NODES", "SKYPILOT_NUM_GPUS_PER_NODE"),
+    ),
 )
+
+
+# ---- the same reading, in words ----------------------------------------------------------------------------
+
+
+class Level(Enum):
+    OK = "ok"
+    WARNING = "warning"
+    PROBLEM = "problem"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of `paceline doctor`: about what, how it stands, and what to do where it stands badly."""
+
+    level: Level
+    about: str
+    text: str
+    advice: str = ""
+
+
+def explain(variables: Variables | None = None) -> list[Finding]:
+    """What `read_world` found, by which variables, what it passed over and why, and what is wrong."""
+    variables = os.environ if variables is None else variables
+    try:
+        world = read_world(variables)
+    except WorldError as error:
+        seen = [launcher for launcher in LAUNCHERS if launcher.seen(variables)]
+        evidence = [Finding(Level.OK, launcher.name, launcher.evidence(variables)) for launcher in seen]
+        return [Finding(Level.PROBLEM, "world", str(error)), *evidence]
+    passed_over = [x for x in LAUNCHERS if x.name != world.source and x.seen(variables) and not _same(x, world)]
+    return [
+        Finding(Level.OK, "world", _in_words(world)),
+        _found_by(world, variables),
+        *_meeting(world),
+        *(_passed_over(launcher, world, variables) for launcher in passed_over),
+        *_settings_in_words(world),
+        *_left_over(world, variables),
+    ]
+
+
+def _same(launcher: Launcher, world: World) -> bool:
+    """torchrun speaks through RANK and WORLD_SIZE: they are its own, not another launcher's."""
+    return launcher.read is from_hand and world.source == "torchrun"
+
+
+def _in_words(world: World) -> str:
+    if world.size == 1:
+        return "one worker, alone" if world.source == "alone" else f"one worker, started by {world.source}"
+    place = f"rank {world.rank} of {world.size} workers, local rank {world.local_rank} of {world.local_size}"
+    return f"{place}, host {world.host_rank} of {world.hosts}"
+
+
+def _found_by(world: World, variables: Variables) -> Finding:
+    for launcher in LAUNCHERS:
+        if launcher.name == world.source:
+            return Finding(Level.OK, "found by", f"{launcher.name}: {launcher.evidence(variables)}")
+    advice = "start more workers with `paceline run --workers N script.py`"
+    return Finding(Level.OK, "found by", "no launcher started this process", advice)
+
+
+def _meeting(world: World) -> list[Finding]:
+    match world.rendezvous:
+        case ControlSocket(path):
+            where = f"the supervisor's socket {path}"
+        case TcpRendezvous(address, port, by_agent):
+            where = f"{address}:{port}, served by {'the torchrun agent' if by_agent else 'rank 0'}"
+        case _:
+            return []
+    return [Finding(Level.OK, "meets at", where)]
+
+
+def _passed_over(launcher: Launcher, world: World, variables: Variables) -> Finding:
+    evidence = launcher.evidence(variables)
+    if launcher.read is from_slurm and not started_by_srun(variables):
+        tasks = _text(variables, "SLURM_NTASKS") or "1"
+        advice = f"start all {tasks} with `srun python script.py` or `paceline run --workers {tasks} script.py`"
+        unused = world.size == 1 and tasks != "1"
+        return Finding(
+            Level.WARNING if unused else Level.OK,
+            launcher.name,
+            f"inside an allocation of {tasks} tasks, but srun did not start this process ({evidence})",
+            advice if unused else "",
+        )
+    try:
+        other = launcher.read(variables)
+    except WorldError as error:
+        return Finding(Level.WARNING, launcher.name, f"passed over for {world.source}, and contradictory: {error}")
+    if other is None:
+        return Finding(
+            Level.OK, launcher.name, f"passed over for {world.source}: it does not say the rank ({evidence})"
+        )
+    if (other.rank, other.size) == (world.rank, world.size):
+        return Finding(Level.OK, launcher.name, f"passed over for {world.source}, and says the same ({evidence})")
+    said = f"says rank {other.rank} of {other.size}; passed over because {world.source} is the inner launcher"
+    return Finding(Level.OK, launcher.name, f"{said} ({evidence})")
+
+
+def _settings_in_words(world: World) -> list[Finding]:
+    chosen = {name: value for name, value in vars(world.settings).items() if value is not None}
+    return (
+        [Finding(Level.OK, "settings", " ".join(f"{name}={value}" for name, value in chosen.items()))] if chosen else []
+    )
+
+
+def _left_over(world: World, variables: Variables) -> Iterator[Finding]:
+    """Signs that more workers were meant than came."""
+    if world.source == "alone" and (address := _text(variables, "MASTER_ADDR")) is not None:
+        advice = "set RANK and WORLD_SIZE too, or start with `paceline run`"
+        yield Finding(Level.WARNING, "MASTER_ADDR", f"MASTER_ADDR={address} is set, but no rank: not used", advice)
+    accelerators = _text(variables, "SKYPILOT_NUM_GPUS_PER_NODE") or "1"
+    if world.source == "SkyPilot" and accelerators not in ("0", "1"):
+        advice = f"use all with `paceline run --workers {accelerators} script.py`"
+        yield Finding(Level.WARNING, "SkyPilot", f"{accelerators} accelerators on this host, and one worker", advice)

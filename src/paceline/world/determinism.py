@@ -1,0 +1,153 @@
+"""What bits depend on besides the data, and how each is pinned.
+
+| bits depend on           | pinned by                                                                        |
+|--------------------------|----------------------------------------------------------------------------------|
+| random numbers           | `mix(seed, step, lane, …)`: every draw has its own seed, at any world size       |
+| threads per worker       | `default_threads`: a function of cores and lanes, never of the number of workers |
+| the order of atomic adds | `make_deterministic`; CPUs too: `index_put_(accumulate=True)` adds in any order  |
+| torch, BLAS, CPU or GPU  | nothing pins them: `fingerprint` records them, to compare on resume and join     |
+
+torch is imported where it is used: the supervisor counts threads without waiting seconds for it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import os
+import random
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from paceline.world import environment
+
+if TYPE_CHECKING:
+    import torch
+
+Fact = str | int | bool
+
+
+def mix(*parts: int | str) -> int:
+    """A stable 63-bit seed from what it is for: `mix(seed, step, lane, micro_batch, "dropout")`."""
+    # repr keeps 1, 23 and 12, 3 apart, and 1 and "1"; int() makes numpy's and torch's integers read as Python's.
+    text = repr([part if isinstance(part, str) else int(part) for part in parts])
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
+
+
+def seed_everything(seed: int, device: torch.device | None = None) -> None:
+    """Seed random, numpy, torch's CPU and the accelerator: `device`, or the current one where it has started.
+
+    Called for every micro-batch, so unlike `torch.manual_seed` (over 100 µs, all devices, a queue that grows while CUDA
+    has not started) it touches one generator per library.
+    """
+    import torch
+
+    random.seed(seed)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(seed & 0xFFFF_FFFF)
+    torch.default_generator.manual_seed(seed)
+    if device is not None and device.type != "cpu":
+        torch.get_device_module(device).manual_seed(seed)
+    elif device is None and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        torch.cuda.manual_seed(seed)
+
+
+def make_deterministic(device_type: str) -> None:
+    """Only algorithms that give the same bits twice; torch raises, naming the operation, where it has none.
+
+    TF32 is deterministic and the user's to choose; `fingerprint` records the choice.
+    """
+    import torch
+
+    if device_type == "cuda":
+        environment.fix_cublas_workspace()
+        torch.backends.cudnn.benchmark = False
+        torch.backends.cudnn.deterministic = True
+    # Filling fresh memory with NaN finds reads of uninitialised memory; it changes no bit and costs a pass over each.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    torch.use_deterministic_algorithms(True)
+
+
+def fingerprint(device: torch.device | None = None) -> dict[str, Fact]:
+    """Everything two runs must share for their bits to agree, besides lanes and seed; compare as dicts."""
+    import torch
+
+    facts: dict[str, Fact] = {
+        "torch": torch.__version__,
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        "blas": _blas(torch.__config__.show()),
+        "threads": torch.get_num_threads(),
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "matmul_precision": torch.get_float32_matmul_precision(),
+        "device": "cpu",
+    }
+    if device is not None and device.type == "cuda":
+        facts |= {
+            "device": torch.cuda.get_device_name(device),
+            "cuda": torch.version.cuda or "none",
+            "cudnn": torch.backends.cudnn.version() or 0,  # type: ignore[no-untyped-call]
+            "cudnn_benchmark": torch.backends.cudnn.benchmark,
+            "matmul_tf32": torch.backends.cuda.matmul.fp32_precision,
+            "conv_tf32": torch.backends.cudnn.conv.fp32_precision,  # type: ignore[attr-defined]
+        }
+    elif device is not None:
+        facts["device"] = device.type
+    return facts
+
+
+def default_threads(lanes: int) -> int:
+    """Threads per worker: cores // lanes, so that L workers of one lane each just fill the host."""
+    return max(1, usable_cores() // lanes)
+
+
+def usable_cores(root: Path = Path("/")) -> int:
+    """CPUs this process may use: its affinity, or the control group's quota (rounded up) where that is less."""
+    return min([len(os.sched_getaffinity(0)), *(max(1, math.ceil(quota)) for quota in cpu_quotas(root))])
+
+
+def cpu_quotas(root: Path = Path("/")) -> Iterator[float]:
+    """CPUs granted by each control group above this process; a group without a limit is left out."""
+    for line in _lines(root / "proc/self/cgroup"):
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            yield from _quotas_v2(root / "sys/fs/cgroup", path)
+        elif "cpu" in controllers.split(","):
+            yield from _quotas_v1(root / "sys/fs/cgroup" / controllers, path)
+
+
+def _quotas_v2(mount: Path, path: str) -> Iterator[float]:
+    for group in _upwards(mount, path):
+        for line in _lines(group / "cpu.max"):
+            quota, period = line.split()
+            if quota != "max":
+                yield int(quota) / int(period)
+
+
+def _quotas_v1(mount: Path, path: str) -> Iterator[float]:
+    for group in _upwards(mount, path):
+        quota, period = _lines(group / "cpu.cfs_quota_us"), _lines(group / "cpu.cfs_period_us")
+        if quota and period and int(quota[0]) > 0:
+            yield int(quota[0]) / int(period[0])
+
+
+def _upwards(mount: Path, path: str) -> Iterator[Path]:
+    """The group and all above it. Inside a container the path may be the host's; then only the mount itself exists."""
+    group = Path(path.lstrip("/"))
+    return (mount / part for part in (group, *group.parents))
+
+
+def _lines(file: Path) -> list[str]:
+    try:
+        return file.read_text().splitlines()
+    except OSError:
+        return []
+
+
+def _blas(config: str) -> str:
+    """The BLAS torch was built with and, where it says so, its version."""
+    kind = re.search(r"BLAS_INFO=(\w+)", config)
+    version = re.search(r"Math Kernel Library Version (\S+)", config)
+    return " ".join(match[1] for match in (kind, version) if match) or "unknown"
