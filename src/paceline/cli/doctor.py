@@ -1,0 +1,189 @@
+"""`paceline doctor`: what a worker started here would find, one line each: ok, warning or problem, and what to do.
+
+    ok       world        rank 0 of 2 workers, local rank 0 of 2, host 0 of 1
+    ok       found by     torchrun: TORCHELASTIC_RUN_ID=none RANK=0 WORLD_SIZE=2 …
+    warning  host name    resolves to 127.0.1.1: gloo would listen there …
+
+Exits with 0 when nothing is a problem, with 1 otherwise. Run it the way the script is run (`srun paceline doctor`,
+`torchrun --no-python … paceline doctor`) to see that world.
+"""
+
+from __future__ import annotations
+
+import platform
+import resource
+import shutil
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from paceline.errors import WorldError
+from paceline.world.determinism import default_threads, usable_cores
+from paceline.world.environment import Finding, Level, explain, is_loopback, read_world
+from paceline.world.world import LOOPBACK
+
+GIB = 1024**3
+MIB = 1024**2
+COLOURS = {Level.OK: "green", Level.WARNING: "yellow", Level.PROBLEM: "bold red"}
+
+
+def doctor() -> None:
+    """Say which world this process is in, by which launcher and why, and what on this host would stop training."""
+    findings = [*explain(), *host(), *torch_build(), *network()]
+    show(findings, Console(soft_wrap=False))
+    if any(finding.level is Level.PROBLEM for finding in findings):
+        raise typer.Exit(1)
+
+
+def show(findings: list[Finding], console: Console) -> None:
+    table = Table(box=None, show_header=False, pad_edge=False)
+    table.add_column(no_wrap=True)
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    for finding in findings:
+        what_to_do = f"\n→ {finding.advice}" if finding.advice else ""
+        level = Text(finding.level.value, style=COLOURS[finding.level])
+        table.add_row(level, finding.about, Text(finding.text + what_to_do))
+    console.print(table)
+
+
+# ---- the host ----------------------------------------------------------------------------------------------
+
+
+def host() -> Iterator[Finding]:
+    yield cores(usable_cores(), workers_here())
+    yield memory(psutil.virtual_memory().available, psutil.virtual_memory().total)
+    yield shared_memory(Path("/dev/shm"))
+    yield open_files(*resource.getrlimit(resource.RLIMIT_NOFILE))
+
+
+def workers_here() -> int:
+    try:
+        return read_world().local_size
+    except WorldError:
+        return 1  # `explain` reports it; the host's own lines still help
+
+
+def cores(usable: int, workers: int) -> Finding:
+    threads = default_threads(workers)
+    text = f"{usable} usable of {psutil.cpu_count() or usable}; {threads} threads per worker with {workers} lanes"
+    if workers > usable:
+        advice = f"expect no gain beyond {usable} workers on this host"
+        return Finding(Level.WARNING, "cores", f"{text}; {workers} workers share {usable} cores", advice)
+    return Finding(Level.OK, "cores", text)
+
+
+def memory(available: int, total: int) -> Finding:
+    text = f"{available / GIB:.1f} GiB available of {total / GIB:.1f} GiB"
+    if available < GIB:
+        return Finding(
+            Level.WARNING, "memory", text, "one worker with torch imported takes about 0.3 GiB, plus the model"
+        )
+    return Finding(Level.OK, "memory", text)
+
+
+def shared_memory(folder: Path) -> Finding:
+    if not folder.is_dir():
+        return Finding(Level.PROBLEM, "shared memory", f"{folder} does not exist", f"mount a tmpfs at {folder}")
+    usage = shutil.disk_usage(folder)
+    text = f"{folder}: {usage.free / MIB:,.0f} MiB free of {usage.total / MIB:,.0f} MiB"
+    if usage.free < 128 * MIB:  # containers get 64 MiB by default; loader processes hand batches over through it
+        return Finding(Level.WARNING, "shared memory", text, "start the container with --shm-size=2g or --ipc=host")
+    return Finding(Level.OK, "shared memory", text)
+
+
+def open_files(soft: int, hard: int) -> Finding:
+    endless = resource.RLIM_INFINITY
+    text = f"limit {'none' if soft == endless else soft} (may be raised to {'any' if hard == endless else hard})"
+    if soft != endless and soft < 1024:
+        return Finding(
+            Level.WARNING, "open files", text, "raise it with `ulimit -n 4096`: every pair of workers takes some"
+        )
+    return Finding(Level.OK, "open files", text)
+
+
+# ---- torch -------------------------------------------------------------------------------------------------
+
+
+def torch_build() -> Iterator[Finding]:
+    import torch
+    import torch.distributed as dist
+
+    capability = torch.backends.cpu.get_cpu_capability()
+    yield Finding(
+        Level.OK, "torch", f"{torch.__version__} on Python {platform.python_version()}, CPU kernels {capability}"
+    )
+    if not dist.is_available():
+        advice = "install a torch build with torch.distributed"
+        yield Finding(Level.PROBLEM, "backends", "this torch was built without torch.distributed", advice)
+        return
+    yield accelerator()
+    yield backends({"gloo": dist.is_gloo_available(), "nccl": dist.is_nccl_available(), "mpi": dist.is_mpi_available()})
+
+
+def accelerator() -> Finding:
+    import torch
+
+    if not torch.accelerator.is_available():
+        return Finding(Level.OK, "accelerator", "none: workers train on the CPU")
+    device = torch.accelerator.current_accelerator()
+    count = torch.accelerator.device_count()
+    if device is None or device.type != "cuda":
+        return Finding(Level.OK, "accelerator", f"{count} × {device}")
+    names = ", ".join(sorted({torch.cuda.get_device_name(index) for index in range(count)}))
+    local = workers_here()
+    if local > count:
+        advice = "NCCL refuses two workers on one GPU: start fewer workers, or use --backend gloo"
+        return Finding(Level.WARNING, "accelerator", f"{count} × {names} for {local} workers", advice)
+    return Finding(Level.OK, "accelerator", f"{count} × {names}")
+
+
+def backends(available: dict[str, bool]) -> Finding:
+    text = ", ".join(f"{name} {'yes' if there else 'no'}" for name, there in available.items())
+    if not available["gloo"]:
+        return Finding(Level.PROBLEM, "backends", text, "CPU tensors need gloo: install a torch build that has it")
+    return Finding(Level.OK, "backends", text)
+
+
+# ---- the network -------------------------------------------------------------------------------------------
+
+
+def network() -> Iterator[Finding]:
+    yield loopback()
+    yield host_name(socket.gethostname())
+
+
+def loopback() -> Finding:
+    try:
+        with socket.socket() as listener, socket.socket() as caller:
+            listener.bind((LOOPBACK, 0))
+            listener.listen()
+            listener.settimeout(2)
+            caller.settimeout(2)
+            caller.connect(listener.getsockname())
+            listener.accept()[0].close()
+    except OSError as error:
+        advice = "workers of one host meet there: bring it up (`ip link set lo up`) or allow it in the sandbox"
+        return Finding(Level.PROBLEM, "loopback", f"{LOOPBACK} does not take connections: {error}", advice)
+    return Finding(Level.OK, "loopback", f"{LOOPBACK} takes connections")
+
+
+def host_name(name: str) -> Finding:
+    """gloo, left alone, listens on whatever the host name resolves to; paceline tells it the address instead."""
+    advice = "paceline doesn't rely on it; for plain torch.distributed set GLOO_SOCKET_IFNAME"
+    try:
+        addresses = sorted({str(entry[4][0]) for entry in socket.getaddrinfo(name, None)})
+    except OSError as error:
+        return Finding(
+            Level.WARNING, "host name", f"{name} does not resolve ({error}): gloo would fail to start", advice
+        )
+    text = f"{name} resolves to {', '.join(addresses)}"
+    if all(is_loopback(address) for address in addresses):
+        return Finding(Level.OK, "host name", f"{text}: enough for one host, out of reach for others")
+    return Finding(Level.OK, "host name", text)
