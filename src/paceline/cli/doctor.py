@@ -17,16 +17,16 @@ import socket
 from collections.abc import Iterator
 from pathlib import Path
 
-import psutil
+import psutil  # type: ignore[import-untyped]
 import typer
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from paceline.errors import WorldError
-from paceline.world.determinism import default_threads, usable_cores
-from paceline.world.environment import Finding, Level, explain, is_loopback, read_world
-from paceline.world.world import LOOPBACK
+from paceline.world.determinism import usable_cores
+from paceline.world.environment import Finding, Level, explain, is_loopback, read_world, tensor_address
+from paceline.world.world import LOOPBACK, TcpRendezvous, World
 
 GIB = 1024**3
 MIB = 1024**2
@@ -35,13 +35,27 @@ COLOURS = {Level.OK: "green", Level.WARNING: "yellow", Level.PROBLEM: "bold red"
 
 def doctor() -> None:
     """Say which world this process is in, by which launcher and why, and what on this host would stop training."""
-    findings = [*explain(), *host(), *torch_build(), *network()]
-    show(findings, Console(soft_wrap=False))
+    world = world_or_alone()
+    findings = [*explain(), *host(world), *torch_build(world), *network(world)]
+    show(findings, Console())
     if any(finding.level is Level.PROBLEM for finding in findings):
         raise typer.Exit(1)
 
 
+def world_or_alone() -> World:
+    """`explain` reports a world that contradicts itself; the host's own lines still help."""
+    try:
+        return read_world()
+    except WorldError:
+        return World()
+
+
 def show(findings: list[Finding], console: Console) -> None:
+    if not console.is_terminal:  # for grep and for logs: one finding is one line, however long
+        for finding in findings:
+            what_to_do = f" → {finding.advice}" if finding.advice else ""
+            print(f"{finding.level.value:<8} {finding.about:<20} {finding.text}{what_to_do}", file=console.file)
+        return
     table = Table(box=None, show_header=False, pad_edge=False)
     table.add_column(no_wrap=True)
     table.add_column(no_wrap=True)
@@ -56,26 +70,20 @@ def show(findings: list[Finding], console: Console) -> None:
 # ---- the host ----------------------------------------------------------------------------------------------
 
 
-def host() -> Iterator[Finding]:
-    yield cores(usable_cores(), workers_here())
+def host(world: World) -> Iterator[Finding]:
+    yield cores(usable_cores(), world)
     yield memory(psutil.virtual_memory().available, psutil.virtual_memory().total)
     yield shared_memory(Path("/dev/shm"))
     yield open_files(*resource.getrlimit(resource.RLIMIT_NOFILE))
 
 
-def workers_here() -> int:
-    try:
-        return read_world().local_size
-    except WorldError:
-        return 1  # `explain` reports it; the host's own lines still help
-
-
-def cores(usable: int, workers: int) -> Finding:
-    threads = default_threads(workers)
-    text = f"{usable} usable of {psutil.cpu_count() or usable}; {threads} threads per worker with {workers} lanes"
-    if workers > usable:
-        advice = f"expect no gain beyond {usable} workers on this host"
-        return Finding(Level.WARNING, "cores", f"{text}; {workers} workers share {usable} cores", advice)
+def cores(usable: int, world: World) -> Finding:
+    lanes = world.settings.lanes or world.size
+    threads = world.settings.threads or max(1, usable // lanes)
+    text = f"{usable} usable of {psutil.cpu_count() or usable}; threads per worker: {threads} (lanes: {lanes})"
+    if world.local_size * threads > usable:
+        advice = "workers will wait for each other: start fewer, or give each fewer threads with --threads"
+        return Finding(Level.WARNING, "cores", f"{text}; {world.local_size} workers share {usable} cores", advice)
     return Finding(Level.OK, "cores", text)
 
 
@@ -111,7 +119,7 @@ def open_files(soft: int, hard: int) -> Finding:
 # ---- torch -------------------------------------------------------------------------------------------------
 
 
-def torch_build() -> Iterator[Finding]:
+def torch_build(world: World) -> Iterator[Finding]:
     import torch
     import torch.distributed as dist
 
@@ -123,11 +131,11 @@ def torch_build() -> Iterator[Finding]:
         advice = "install a torch build with torch.distributed"
         yield Finding(Level.PROBLEM, "backends", "this torch was built without torch.distributed", advice)
         return
-    yield accelerator()
+    yield accelerator(world.local_size)
     yield backends({"gloo": dist.is_gloo_available(), "nccl": dist.is_nccl_available(), "mpi": dist.is_mpi_available()})
 
 
-def accelerator() -> Finding:
+def accelerator(workers: int) -> Finding:
     import torch
 
     if not torch.accelerator.is_available():
@@ -137,10 +145,9 @@ def accelerator() -> Finding:
     if device is None or device.type != "cuda":
         return Finding(Level.OK, "accelerator", f"{count} × {device}")
     names = ", ".join(sorted({torch.cuda.get_device_name(index) for index in range(count)}))
-    local = workers_here()
-    if local > count:
+    if workers > count:
         advice = "NCCL refuses two workers on one GPU: start fewer workers, or use --backend gloo"
-        return Finding(Level.WARNING, "accelerator", f"{count} × {names} for {local} workers", advice)
+        return Finding(Level.WARNING, "accelerator", f"{count} × {names} for {workers} workers", advice)
     return Finding(Level.OK, "accelerator", f"{count} × {names}")
 
 
@@ -154,9 +161,29 @@ def backends(available: dict[str, bool]) -> Finding:
 # ---- the network -------------------------------------------------------------------------------------------
 
 
-def network() -> Iterator[Finding]:
+def network(world: World) -> Iterator[Finding]:
     yield loopback()
     yield host_name(socket.gethostname())
+    if isinstance(world.rendezvous, TcpRendezvous):
+        yield meeting_place(world.rendezvous)
+    if world.hosts > 1:
+        yield tensors_leave_from(world)
+
+
+def meeting_place(rendezvous: TcpRendezvous) -> Finding:
+    try:
+        addresses = resolve(rendezvous.address)
+    except OSError as error:
+        advice = "set MASTER_ADDR to a name or address of rank 0's host that every host knows"
+        return Finding(Level.PROBLEM, "meeting place", f"{rendezvous.address} does not resolve: {error}", advice)
+    return Finding(Level.OK, "meeting place", f"{rendezvous.address} resolves to {', '.join(addresses)}")
+
+
+def tensors_leave_from(world: World) -> Finding:
+    try:
+        return Finding(Level.OK, "tensor address", tensor_address(world))
+    except WorldError as error:
+        return Finding(Level.PROBLEM, "tensor address", str(error))
 
 
 def loopback() -> Finding:
@@ -178,7 +205,7 @@ def host_name(name: str) -> Finding:
     """gloo, left alone, listens on whatever the host name resolves to; paceline tells it the address instead."""
     advice = "paceline doesn't rely on it; for plain torch.distributed set GLOO_SOCKET_IFNAME"
     try:
-        addresses = sorted({str(entry[4][0]) for entry in socket.getaddrinfo(name, None)})
+        addresses = resolve(name)
     except OSError as error:
         return Finding(
             Level.WARNING, "host name", f"{name} does not resolve ({error}): gloo would fail to start", advice
@@ -187,3 +214,7 @@ def host_name(name: str) -> Finding:
     if all(is_loopback(address) for address in addresses):
         return Finding(Level.OK, "host name", f"{text}: enough for one host, out of reach for others")
     return Finding(Level.OK, "host name", text)
+
+
+def resolve(name: str) -> list[str]:
+    return sorted({str(entry[4][0]) for entry in socket.getaddrinfo(name, None)})
