@@ -1,0 +1,158 @@
+"""`paceline run`: from flags to a `Job`, checked before anything starts."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.machinery
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from paceline.errors import LaunchError
+from paceline.launch.hosts import Address
+from paceline.launch.supervisor import Hosts, Job, supervise
+from paceline.launch.worker_main import Script
+from paceline.world import environment
+from paceline.world.world import LaunchSettings
+
+# Everything after the script's name is the script's, also what looks like a flag of ours.
+COMMAND = {"context_settings": {"allow_interspersed_args": False}}
+
+
+def run(
+    script: Annotated[str, typer.Argument(help="script.py, or with -m a module", show_default=False)],
+    arguments: Annotated[list[str] | None, typer.Argument(help="passed to the script untouched")] = None,
+    workers: Annotated[
+        str | None,
+        typer.Option(
+            "--workers", "--nproc-per-node", "--nproc_per_node",
+            help="workers on this host, or auto: one per accelerator [default: 1]", show_default=False,
+        ),
+    ] = None,
+    lanes: Annotated[
+        int | None, typer.Option(min=1, help="logical workers, fixed for the life of the job [default: the workers]")
+    ] = None,
+    threads: Annotated[
+        int | None, typer.Option(min=1, help="threads per worker [default: cores // lanes, at least 1]")
+    ] = None,
+    backend: Annotated[str | None, typer.Option(help="how tensors travel, such as gloo or nccl")] = None,
+    seed: Annotated[int | None, typer.Option(min=0, help="seed of the job")] = None,
+    module: Annotated[bool, typer.Option("-m", "--module", help="run a module, as python -m does")] = False,
+    hosts: Annotated[
+        str | None,
+        typer.Option("--hosts", "--nnodes", help="hosts in the job; one `paceline run` on each [default: 1]"),
+    ] = None,
+    host_rank: Annotated[
+        int | None, typer.Option("--host-rank", "--node-rank", "--node_rank", min=0, help="which host this is, from 0")
+    ] = None,
+    coordinator: Annotated[
+        str | None, typer.Option(help="ADDRESS:PORT of host 0, where the hosts meet", show_default=False)
+    ] = None,
+    secret_file: Annotated[
+        Path | None, typer.Option(help="what all hosts of the job know (or PACELINE_SECRET in the environment)")
+    ] = None,
+    meet_timeout_s: Annotated[float, typer.Option(help="how long to wait for the other hosts")] = 300.0,
+    master_addr: Annotated[str | None, typer.Option("--master-addr", "--master_addr", hidden=True)] = None,
+    master_port: Annotated[int | None, typer.Option("--master-port", "--master_port", hidden=True)] = None,
+    standalone: Annotated[bool, typer.Option("--standalone", hidden=True)] = False,
+) -> None:  # fmt: skip
+    """Start workers that train together: paceline run --workers 4 train.py --epochs 3
+
+    torchrun's names are accepted too: --nproc-per-node, --nnodes, --node-rank, --master-addr, --master-port,
+    --standalone. Exit codes: 0 all well, 1 a worker failed, 2 wrong usage, 3 could not meet, 128+n killed by signal n,
+    130 Ctrl-C, 143 SIGTERM.
+    """
+    known = None if standalone else environment.launch_defaults()
+    host_count = _host_count(hosts) if hosts is not None else (known.hosts if known is not None else 1)
+    job = Job(
+        script=_find(script, arguments or [], module),
+        workers=_worker_count(workers if workers is not None else (known.workers if known is not None else None)),
+        settings=LaunchSettings(lanes, threads, backend, seed),
+        hosts=None
+        if host_count == 1
+        else Hosts(
+            count=host_count,
+            rank=_host_rank(host_rank, known),
+            coordinator=_coordinator(coordinator, master_addr, master_port, known),
+            secret=_secret(secret_file),
+            meet_timeout_s=meet_timeout_s,
+        ),
+    )
+    raise typer.Exit(asyncio.run(supervise(job)))
+
+
+def _find(target: str, arguments: Sequence[str], is_module: bool) -> Script:
+    if is_module:
+        top = target.partition(".")[0]
+        if importlib.machinery.PathFinder.find_spec(top, [os.getcwd(), *sys.path]) is None:
+            raise LaunchError(f"no module named {top!r} in {os.getcwd()} or among the installed packages")
+    elif not Path(target).exists():
+        hint = "; a module is run with -m" if not target.endswith(".py") else ""
+        raise LaunchError(f"no script {target!r} in {os.getcwd()}{hint}")
+    return Script(target, tuple(arguments), is_module)
+
+
+def _worker_count(asked: str | int | None) -> int:
+    if asked is None:
+        return 1
+    if asked == "auto":
+        return max(1, _accelerators())
+    try:
+        return int(asked)
+    except ValueError:
+        raise LaunchError(f"--workers {asked!r} is neither a number nor auto") from None
+
+
+def _accelerators() -> int:
+    """GPUs that this process may use, without importing torch or starting CUDA, which no fork survives."""
+    visible = environment.visible_accelerators()
+    return len(list(Path("/dev").glob("nvidia[0-9]*"))) if visible is None else len(visible)
+
+
+def _host_count(text: str) -> int:
+    fewest, colon, most = text.partition(":")
+    if colon and fewest != most:
+        raise LaunchError(f"--hosts {text}: a changing number of hosts is not supported; give one number")
+    if not fewest.isdecimal() or int(fewest) < 1:
+        raise LaunchError(f"--hosts {text!r} is not a number of hosts, such as 2")
+    return int(fewest)
+
+
+def _host_rank(asked: int | None, known: environment.LaunchDefaults | None) -> int:
+    if asked is not None:
+        return asked
+    if known is None:
+        raise LaunchError("several hosts need --host-rank on each: 0 for the coordinator, then 1, 2, …")
+    return known.host_rank
+
+
+def _coordinator(
+    asked: str | None, master_addr: str | None, master_port: int | None, known: environment.LaunchDefaults | None
+) -> Address:
+    if asked is not None:
+        return Address.parse(asked)
+    if master_addr is not None:
+        return Address(master_addr, master_port or environment.DEFAULT_PORT)
+    if known is None or known.coordinator is None:
+        raise LaunchError("several hosts need --coordinator ADDRESS:PORT, an address of host 0 that all can reach")
+    return Address(known.coordinator.address, known.coordinator.port)
+
+
+def _secret(file: Path | None) -> bytes:
+    if file is None:
+        secret = environment.job_secret()
+    else:
+        try:
+            secret = file.read_text().strip()
+        except (OSError, UnicodeDecodeError) as error:
+            raise LaunchError(f"--secret-file {file} can't be read: {error}") from error
+    if not secret:
+        raise LaunchError(
+            "several hosts need a secret that all of them know: `openssl rand -hex 32 > secret`, "
+            "copy it to every host, and pass --secret-file secret (or set PACELINE_SECRET)"
+        )
+    return secret.encode()

@@ -1,0 +1,234 @@
+"""The supervisor's end of the control channel: one Unix socket per host, many workers, one table of keys.
+
+    worker 0 ──┐                                          ┌─ told(rank, kind, body)
+    worker 1 ──┼── run folder (0700) / control.sock ──▶ Listener
+    worker 2 ──┘                                          └─ answer(rank, kind, body, timeout_s) ──▶ reply
+
+A tell is handled in order and at once. A question may have to wait (for a key that another worker will set), so each
+one is a task of its own and the connection goes on being read. The keys live in the coordinator; see `hosts` for how
+another host's supervisor passes questions on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import stat
+from base64 import b64decode, b64encode
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from paceline.errors import WorldError
+
+Body = dict[str, Any]
+
+LINE_LIMIT = 64 * 2**20
+"""A line longer than this is not one of ours."""
+
+logger = logging.getLogger(__name__)
+
+
+class Listener(Protocol):
+    """Whoever decides what a worker's words mean."""
+
+    def told(self, rank: int, kind: str, body: Body) -> None: ...
+    async def answer(self, rank: int, kind: str, body: Body, timeout_s: float) -> Body: ...
+
+
+class Link:
+    """JSON lines in both directions over one connection."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reader = reader
+        self._writer = writer
+
+    @property
+    def local_address(self) -> str:
+        return str(self._writer.get_extra_info("sockname")[0])
+
+    @property
+    def remote_address(self) -> str:
+        return str(self._writer.get_extra_info("peername")[0])
+
+    def send(self, message: Body) -> None:
+        """Queue a message; a peer that has gone is noticed by `receive`, not here."""
+        if not self._writer.is_closing():
+            self._writer.write(json.dumps(message, separators=(",", ":")).encode() + b"\n")
+
+    async def receive(self) -> Body | None:
+        """The next message; None when the other side has gone."""
+        try:
+            line = await self._reader.readline()
+        except (ConnectionError, TimeoutError):
+            return None
+        except ValueError as error:
+            raise WorldError(f"a message of more than {LINE_LIMIT:,} bytes on the control channel") from error
+        if not line.endswith(b"\n"):
+            return None
+        try:
+            message = json.loads(line)
+        except ValueError as error:
+            raise WorldError(f"not a control message: {line[:80]!r}") from error
+        if not isinstance(message, dict):
+            raise WorldError(f"not a control message: {line[:80]!r}")
+        return message
+
+    async def close(self) -> None:
+        self._writer.close()
+        try:
+            await asyncio.wait_for(self._writer.wait_closed(), timeout=1.0)
+        except (OSError, TimeoutError):
+            self._writer.transport.abort()
+
+
+class ControlServer:
+    """Accepts this host's workers and hands what they say to a `Listener`."""
+
+    def __init__(self, path: Path, listener: Listener) -> None:
+        self._path = path
+        self._listener = listener
+        self._server: asyncio.Server | None = None
+        self._links: set[asyncio.Task[None]] = set()
+
+    async def start(self) -> None:
+        self._server = await asyncio.start_unix_server(self._accept, path=self._path, limit=LINE_LIMIT)
+        self._path.chmod(stat.S_IRUSR | stat.S_IWUSR)
+
+    async def close(self) -> None:
+        if self._server is not None:
+            self._server.close()
+        await _cancel(self._links)
+
+    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._links.add(task)
+        link = Link(reader, writer)
+        try:
+            await self._serve(link)
+        except WorldError as error:
+            logger.warning("a worker's connection was dropped: %s", error)
+        except asyncio.CancelledError:
+            pass  # the server is closing; asyncio would log a cancelled handler as an error
+        finally:
+            self._links.discard(task)
+            await link.close()
+
+    async def _serve(self, link: Link) -> None:
+        hello = await link.receive()
+        if hello is None:
+            return
+        if hello.get("kind") != "hello":
+            raise WorldError(f"the first words were {hello.get('kind')!r} and not 'hello'")
+        rank = int(hello["body"]["rank"])
+        self._listener.told(rank, "hello", hello["body"])
+        questions: set[asyncio.Task[None]] = set()
+        try:
+            while (message := await link.receive()) is not None:
+                if "id" not in message:
+                    self._listener.told(rank, message["kind"], message["body"])
+                    continue
+                task = asyncio.create_task(reply(link, message, self._asker(rank)))
+                questions.add(task)
+                task.add_done_callback(questions.discard)
+        finally:
+            await _cancel(questions)
+
+    def _asker(self, rank: int) -> Callable[[str, Body, float], Awaitable[Body]]:
+        async def ask(kind: str, body: Body, timeout_s: float) -> Body:
+            return await self._listener.answer(rank, kind, body, timeout_s)
+
+        return ask
+
+
+class Speaker(Protocol):
+    def send(self, message: Body) -> None: ...
+
+
+async def reply(link: Speaker, message: Body, ask: Callable[[str, Body, float], Awaitable[Body]]) -> None:
+    """Answer one question over the link it came from; an error of ours travels back as its text."""
+    try:
+        body = await ask(message["kind"], message["body"], float(message["timeout_s"]))
+    except WorldError as error:
+        link.send({"id": message["id"], "error": str(error)})
+    else:
+        link.send({"id": message["id"], "body": body})
+
+
+async def _cancel(tasks: set[asyncio.Task[None]]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+class KeyValues:
+    """The table behind the store: strings to bytes, with waiting."""
+
+    def __init__(self) -> None:
+        self._values: dict[str, bytes] = {}
+        self._changed = asyncio.Event()
+
+    async def answer(self, kind: str, body: Body, timeout_s: float, connected: Callable[[], str]) -> Body:
+        keys: list[str] = body["keys"]
+        values = [b64decode(value) for value in body.get("values", [])]
+        match kind:
+            case "store.set":
+                for key, value in zip(keys, values, strict=True):
+                    self._put(key, value)
+                return {}
+            case "store.get" | "store.wait":
+                missing = await self._wait(keys, timeout_s)
+                if missing:
+                    return {"late": _late(missing, timeout_s, connected())}
+                return {} if kind == "store.wait" else {"values": [_pack(self._values[key]) for key in keys]}
+            case "store.check":
+                return {"value": all(key in self._values for key in keys)}
+            case "store.add":
+                total = int(self._values.get(keys[0], b"0")) + int(body["amount"])
+                self._put(keys[0], str(total).encode())
+                return {"value": total}
+            case "store.append":
+                self._put(keys[0], self._values.get(keys[0], b"") + values[0])
+                return {}
+            case "store.compare_set":
+                return {"value": _pack(self._compare_set(keys[0], *values))}
+            case "store.delete":
+                return {"value": self._values.pop(keys[0], None) is not None}
+            case "store.count":
+                return {"value": len(self._values)}
+        raise WorldError(f"the supervisor has no answer to {kind!r}; worker and supervisor are of different versions")
+
+    def _put(self, key: str, value: bytes) -> None:
+        self._values[key] = value
+        self._changed.set()  # wakes everyone who waits now;
+        self._changed = asyncio.Event()  # who comes later waits for the next change
+
+    def _compare_set(self, key: str, expected: bytes, desired: bytes) -> bytes:
+        """TCPStore's rule: an absent key matches only an empty expectation, and then `expected` comes back."""
+        present = self._values.get(key)
+        if present == expected or (present is None and not expected):
+            self._put(key, desired)
+            return desired
+        return expected if present is None else present
+
+    async def _wait(self, keys: Sequence[str], timeout_s: float) -> list[str]:
+        """Wait until every key is there; the keys still missing when time is up."""
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + timeout_s
+        while missing := [key for key in keys if key not in self._values]:
+            try:
+                await asyncio.wait_for(self._changed.wait(), timeout=max(0.0, deadline - loop.time()))
+            except TimeoutError:
+                return missing
+        return []
+
+
+def _late(missing: Sequence[str], timeout_s: float, connected: str) -> str:
+    named = ", ".join(repr(key) for key in missing[:3]) + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")
+    return f"waited {timeout_s:g} s for key {named}, which no worker has set; {connected}"
+
+
+def _pack(value: bytes) -> str:
+    return b64encode(value).decode()

@@ -1,0 +1,234 @@
+"""What workers print, line by line, each with its rank; and one line of progress beneath.
+
+    worker 0 stdout ─▶ Lines("[0] ") ─┐                         ┌─▶ stdout   [0] loss 2.31
+    worker 1 stdout ─▶ Lines("[1] ") ─┼─▶ Screen (one thread) ──┤            [1] loss 2.33
+    worker 1 stderr ─▶ Lines("[1] ") ─┘                         └─▶ stderr
+
+Bytes stay bytes: a worker may print what is not UTF-8. The screen writes from its own thread, because a terminal held
+by Ctrl-S or a pipe into `less` would otherwise hold up the supervisor, and with it Ctrl-C. When it can't keep up, the
+pipes are read no further until it has, so a fast worker waits instead of filling our memory.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import queue
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+
+PROGRESS_EVERY_S = 5.0
+"""How often a line of progress is written where it can't be redrawn in place."""
+
+STATE_EVERY_S = 1.0
+"""How often one state of a bar that redraws itself with \\r (tqdm) becomes a line."""
+
+LONGEST_LINE = 2**20
+BACKLOG_LIMIT = 4 * 2**20
+ERASE_LINE = b"\r\x1b[2K"
+
+
+class Stream(Enum):
+    STDOUT = 1
+    STDERR = 2
+
+
+class Lines:
+    """Cuts one worker's bytes into whole lines and puts the prefix before each.
+
+    `\\r` means "write over this line": only what a terminal would still show is kept, and of a bar that keeps
+    redrawing itself one state per `STATE_EVERY_S` is shown.
+    """
+
+    def __init__(self, prefix: bytes) -> None:
+        self._prefix = prefix
+        self._held = bytearray()
+        self._state_shown = float("-inf")
+
+    def feed(self, chunk: bytes, now: float) -> bytes:
+        self._held += chunk
+        *whole, rest = self._held.split(b"\n")
+        shown = [self._line(line) for line in whole]
+        if b"\r" in rest:
+            states, _, rest = rest.rpartition(b"\r")
+            if not rest:  # "…50%\r": the bar moves the cursor back first; what it wrote is still to be seen
+                states, rest = states.rpartition(b"\r")[0], states.rpartition(b"\r")[2] + b"\r"
+            if states.strip(b"\r") and now - self._state_shown >= STATE_EVERY_S:
+                shown.append(self._line(states))
+                self._state_shown = now
+        if len(rest) > LONGEST_LINE:
+            shown.append(self._line(rest))
+            rest = bytearray()
+        self._held = bytearray(rest)
+        return b"".join(shown)
+
+    def end(self) -> bytes:
+        """What is left when the worker has gone, as a line."""
+        rest, self._held = self._held, bytearray()
+        return self._line(rest) if rest.strip(b"\r") else b""
+
+    def _line(self, line: bytes | bytearray) -> bytes:
+        visible = line.rstrip(b"\r").rpartition(b"\r")[2]
+        return self._prefix + bytes(visible) + b"\n"
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Where the job is, as rank 0 tells it."""
+
+    step: int
+    total: int | None = None
+    fields: Mapping[str, float | int | str] = field(default_factory=dict)
+
+    def text(self) -> str:
+        of = f"/{self.total}" if self.total else ""
+        return " · ".join(
+            [f"step {self.step}{of}", *(f"{name} {_short(value)}" for name, value in self.fields.items())]
+        )
+
+
+def _short(value: float | int | str) -> str:
+    if isinstance(value, float):
+        return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+    return f"{value:,}" if isinstance(value, int) else value
+
+
+class Screen:
+    """The only writer to the supervisor's stdout and stderr. Close it: that is when the last lines come out."""
+
+    def __init__(self, stdout_fd: int, stderr_fd: int, *, on_room: Callable[[], None] = lambda: None) -> None:
+        self._fds = {Stream.STDOUT: stdout_fd, Stream.STDERR: stderr_fd}
+        self._live = os.isatty(stdout_fd)
+        self._on_room = on_room
+        self._items: queue.SimpleQueue[tuple[Stream, bytes] | Progress | None] = queue.SimpleQueue()
+        self._backlog = 0
+        self._lock = threading.Lock()
+        self._progress: Progress | None = None
+        self._written: Progress | None = None
+        self._written_at = float("-inf")
+        self._drawn = False
+        self._thread = threading.Thread(target=self._run, name="paceline-screen", daemon=True)
+        self._thread.start()
+
+    @property
+    def full(self) -> bool:
+        return self._backlog > BACKLOG_LIMIT
+
+    @property
+    def shows_progress(self) -> bool:
+        return self._progress is not None
+
+    def write(self, stream: Stream, data: bytes) -> None:
+        if data:
+            with self._lock:
+                self._backlog += len(data)
+            self._items.put((stream, data))
+
+    def say(self, text: str) -> None:
+        """A line of the supervisor's own."""
+        self.write(Stream.STDERR, text.encode(errors="backslashreplace") + b"\n")
+
+    def progress(self, progress: Progress) -> None:
+        self._items.put(progress)
+
+    def close(self, timeout_s: float) -> bool:
+        """Write out what is left; False when stdout or stderr took too long to take it."""
+        self._items.put(None)
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        while (item := self._items.get()) is not None:
+            if isinstance(item, Progress):
+                self._show_progress(item)
+                continue
+            stream, data = item
+            self._erase()
+            self._put(stream, data)
+            was_full = self.full
+            with self._lock:
+                self._backlog -= len(data)
+            if was_full and not self.full:
+                self._on_room()
+            if self._items.empty():
+                self._draw()
+        self._finish_progress()
+
+    def _show_progress(self, progress: Progress) -> None:
+        self._progress = progress
+        now = time.monotonic()
+        if self._live:
+            if now - self._written_at >= 0.1 or progress.step == progress.total:
+                self._erase()
+                self._draw()
+                self._written_at = now
+        elif now - self._written_at >= PROGRESS_EVERY_S:
+            self._write_progress(progress)
+            self._written_at = now
+
+    def _finish_progress(self) -> None:
+        if self._progress is None:
+            return
+        if self._live:
+            self._erase()
+            self._put(Stream.STDOUT, _drawn(self._progress, self._width()).encode() + b"\n")
+        elif self._progress != self._written:
+            self._write_progress(self._progress)
+
+    def _write_progress(self, progress: Progress) -> None:
+        self._put(Stream.STDOUT, f"paceline: {progress.text()}\n".encode())
+        self._written = progress
+
+    def _draw(self) -> None:
+        if self._live and self._progress is not None:
+            self._put(Stream.STDOUT, _drawn(self._progress, self._width()).encode())
+            self._drawn = True
+
+    def _erase(self) -> None:
+        if self._drawn:
+            self._put(Stream.STDOUT, ERASE_LINE)
+            self._drawn = False
+
+    def _width(self) -> int:
+        try:
+            return os.get_terminal_size(self._fds[Stream.STDOUT]).columns or 80
+        except OSError:
+            return 80
+
+    def _put(self, stream: Stream, data: bytes) -> None:
+        view = memoryview(data)
+        fd = self._fds.get(stream)
+        while fd is not None and view:
+            try:
+                view = view[os.write(fd, view) :]
+            except BlockingIOError:
+                time.sleep(0.01)  # somebody else made our terminal non-blocking; it is still ours to wait for
+            except OSError:
+                # The reader left (`| head`, a closed terminal). A job of days should not die of that: go on in silence.
+                del self._fds[stream]
+                self._live = self._live and stream is not Stream.STDOUT
+                return
+
+
+def _drawn(progress: Progress, width: int) -> str:
+    """The progress line in the terminal's own colours, at most one row."""
+    from rich.console import Console  # imported late: most runs never draw one, and it costs 50 ms
+    from rich.progress_bar import ProgressBar
+    from rich.table import Table
+    from rich.text import Text
+
+    out = io.StringIO()
+    console = Console(file=out, force_terminal=True, width=max(20, width - 1), legacy_windows=False)
+    row = Table.grid(padding=(0, 1))
+    text = Text(progress.text(), no_wrap=True, overflow="ellipsis")
+    if progress.total and width >= 60:
+        row.add_column(width=20, no_wrap=True)
+        row.add_column(no_wrap=True)
+        row.add_row(ProgressBar(total=progress.total, completed=progress.step, width=20), text)
+    else:
+        row.add_row(text)
+    console.print(row, end="", soft_wrap=False)
+    return out.getvalue().splitlines()[0].rstrip()

@@ -1,0 +1,217 @@
+"""The stable: one process per host that imports torch once and forks every worker from it.
+
+    supervisor (no torch) ──starts──▶ stable (torch loaded, one thread) ──forks──▶ worker 0, worker 1, …
+
+`import torch` costs about a second and the first optimizer another (it imports `torch._dynamo`); a fork costs ten
+milliseconds and shares the pages. The stable runs no tensor code and starts no thread, so what it forks is clean.
+
+Nothing outlives the supervisor. The stable is told of its death twice (the channel ends, and SIGTERM by
+PR_SET_PDEATHSIG), kills every worker's process group, and as their *subreaper* also what they left behind; workers in
+turn die with the stable. When a worker ends, its group is killed *before* it is reaped, while its number can't have
+been given to another process.
+
+    supervisor ──▶ {"kind": "start", "rank": 0, "control": …, "variables": {…}} + stdout and stderr as descriptors
+               ──▶ {"kind": "signal", "signal": 15}                       to the process group of every worker
+               ◀── {"kind": "ready"}, {"kind": "started", "rank", "pid"}, {"kind": "exited", "rank", "status"}
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import json
+import os
+import selectors
+import shutil
+import signal
+import socket
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from paceline.launch.worker_main import Assignment, Script, run_worker
+
+PR_SET_PDEATHSIG = 1
+PR_SET_CHILD_SUBREAPER = 36
+MESSAGE_LIMIT = 128 * 2**10
+LAST_REAPING_S = 1.0
+
+
+class Stable:
+    """The main loop of the process; it owns the workers' process ids, and is the only one to signal or reap them."""
+
+    def __init__(self, channel: socket.socket, run_folder: Path) -> None:
+        self._channel = channel
+        self._run_folder = run_folder
+        self._serving = False
+        self._ranks: dict[int, int] = {}
+        self._told_to_end = False
+        self._woken, self._waker = socket.socketpair()
+        self._waker.setblocking(False)
+        self._woken.setblocking(False)
+        signal.set_wakeup_fd(self._waker.fileno(), warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, lambda number, frame: None)
+        signal.signal(signal.SIGTERM, self._sigterm)
+
+    def serve(self) -> Assignment | None:
+        """Fork workers until the supervisor goes: None in the stable itself, an assignment in each new worker."""
+        self._serving = True
+        self._tell({"kind": "ready"})
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._channel, selectors.EVENT_READ)
+            selector.register(self._woken, selectors.EVENT_READ)
+            while not self._told_to_end:
+                ready = [key.fileobj for key, _ in selector.select()]
+                if self._woken in ready:
+                    self._woken.recv(4096)
+                    self._reap()
+                if self._channel in ready:
+                    assignment = self._obey()
+                    if assignment is not None:
+                        return assignment
+        return None
+
+    def end(self) -> None:
+        """Leave nothing: no worker, no grandchild, and no run folder where the supervisor was killed before it."""
+        self._end_workers()
+        with contextlib.suppress(FileNotFoundError):  # the rule: a supervisor that lives removes its own
+            shutil.rmtree(self._run_folder)
+
+    def _end_workers(self) -> None:
+        """Kill what is left, adopted grandchildren included. SIGKILL asks nobody, so this takes milliseconds."""
+        deadline = time.monotonic() + LAST_REAPING_S
+        while time.monotonic() < deadline:
+            for pid in self._ranks:
+                _kill_group(pid, signal.SIGKILL)
+            for pid in _children():
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            try:
+                pid, _ = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                return
+            if pid == 0:
+                time.sleep(0.005)
+            self._ranks.pop(pid, None)
+
+    def _obey(self) -> Assignment | None:
+        data, descriptors, _, _ = socket.recv_fds(self._channel, MESSAGE_LIMIT, 2)
+        if not data:
+            self._told_to_end = True
+            return None
+        message = json.loads(data)
+        if message["kind"] == "signal":
+            for pid in self._ranks:
+                _kill_group(pid, message["signal"])
+            return None
+        assignment = Assignment(message["rank"], message["control"], message["variables"])
+        if self._fork(assignment, descriptors):
+            return assignment
+        for descriptor in descriptors:
+            os.close(descriptor)
+        return None
+
+    def _fork(self, assignment: Assignment, outputs: list[int]) -> bool:
+        """True in the child."""
+        stable = os.getpid()
+        pid = os.fork()
+        if pid:
+            self._ranks[pid] = assignment.rank
+            self._tell({"kind": "started", "rank": assignment.rank, "pid": pid})
+            return False
+        os.setsid()  # Ctrl-C at the terminal reaches only the supervisor, and killpg reaches the worker's children
+        die_with_parent(stable, signal.SIGKILL)
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        for own in (self._channel, self._woken, self._waker):
+            own.close()
+        for descriptor, standard in zip(outputs, (1, 2), strict=True):
+            os.dup2(descriptor, standard)
+            os.close(descriptor)
+        sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+        return True
+
+    def _reap(self) -> None:
+        while True:
+            try:
+                ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            except ChildProcessError:
+                return
+            if ended is None:
+                return
+            rank = self._ranks.pop(ended.si_pid, None)
+            if rank is not None:
+                _kill_group(ended.si_pid, signal.SIGKILL)
+            _, status = os.waitpid(ended.si_pid, 0)
+            if rank is not None:
+                self._tell({"kind": "exited", "rank": rank, "status": os.waitstatus_to_exitcode(status)})
+
+    def _tell(self, message: dict[str, Any]) -> None:
+        try:
+            self._channel.send(json.dumps(message).encode())
+        except (BrokenPipeError, ConnectionResetError):
+            self._told_to_end = True
+
+    def _sigterm(self, number: int, frame: FrameType | None) -> None:
+        self._told_to_end = True
+        if not self._serving:  # importing torch goes on for a second or two, and raising inside an import may be caught
+            self.end()
+            os._exit(128 + number)
+
+
+def die_with_parent(parent: int, by: signal.Signals) -> None:
+    """Have the kernel send `by` when the parent dies; leave at once where it has died already."""
+    _prctl(PR_SET_PDEATHSIG, by)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def _prctl(option: int, value: int) -> None:
+    if ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0):
+        raise OSError(ctypes.get_errno(), "prctl")
+
+
+def _kill_group(pid: int, number: int) -> None:
+    try:
+        os.killpg(pid, number)
+    except ProcessLookupError:
+        # It has just been forked and has no group of its own yet, or nobody of the group is left.
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)
+
+
+def _children() -> Iterator[int]:
+    """Every child of this process, adopted ones included."""
+    for task in Path("/proc/self/task").glob("*/children"):
+        yield from map(int, task.read_text().split())
+
+
+def preload() -> None:
+    """Import what every training script imports, in the order in which the first optimizer would."""
+
+    # Collected garbage would dirty pages that all workers share; what exists now lives as long as they do.
+    gc.collect()
+    gc.freeze()
+
+
+def main() -> None:
+    channel, supervisor, run_folder, form, target, *arguments = sys.argv[1:]
+    stable = Stable(socket.socket(fileno=int(channel)), Path(run_folder))
+    die_with_parent(int(supervisor), signal.SIGTERM)
+    _prctl(PR_SET_CHILD_SUBREAPER, 1)
+    preload()
+    assignment = stable.serve()
+    if assignment is None:
+        stable.end()
+        return
+    run_worker(assignment, Script(target, tuple(arguments), is_module=form == "module"))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,432 @@
+"""`paceline run`: start this host's workers, watch them, end them all, and say how it went.
+
+    meet the other hosts ─▶ stable ─▶ fork workers ─▶ wait for the outcome ─▶ stop what still runs ─▶ last words
+
+It imports no torch, so it is up before torchrun has read its first line, and it runs on asyncio alone. What it opens
+(run folder, sockets, pipes, processes) it closes on every way out; if it is killed itself, the stable does so.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from paceline.errors import LaunchError
+from paceline.launch.control_channel import ControlServer
+from paceline.launch.decision import Coordinator, Decider, Member
+from paceline.launch.hosts import Address, Arrival, Gathering, Seat, free_port, join
+from paceline.launch.output import Lines, Screen, Stream
+from paceline.launch.stable import LAST_REAPING_S, MESSAGE_LIMIT
+from paceline.launch.verdict import signal_name
+from paceline.launch.worker_main import Script
+from paceline.world import environment
+from paceline.world.world import LOOPBACK, ControlSocket, LaunchSettings, World
+
+GRACE_S = 1.0
+"""Between SIGTERM and SIGKILL."""
+DRAIN_S = 0.5
+LAST_WORDS_S = 5.0
+CHANNEL_TIMEOUT_S = 30.0
+LONGEST_SOCKET_PATH = 100
+
+
+@dataclass(frozen=True)
+class Hosts:
+    """Where several supervisors meet."""
+
+    count: int
+    rank: int
+    coordinator: Address
+    secret: bytes
+    meet_timeout_s: float
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.rank < self.count:
+            raise LaunchError(f"--host-rank {self.rank} of --hosts {self.count}; host ranks count from 0")
+
+
+@dataclass(frozen=True)
+class Job:
+    """All that `paceline run` was asked for."""
+
+    script: Script
+    workers: int
+    settings: LaunchSettings
+    hosts: Hosts | None = None
+
+    def __post_init__(self) -> None:
+        if self.workers < 1:
+            raise LaunchError(f"--workers {self.workers}; a job has at least one")
+        if self.hosts is None:
+            settle(self.settings, self.workers)
+
+
+def settle(settings: LaunchSettings, size: int) -> LaunchSettings:
+    """The settings of a job of this many workers; an error where they can't be honoured."""
+    lanes = settings.lanes
+    if lanes is not None and lanes < size:
+        raise LaunchError(
+            f"{size} workers but only {lanes} lane{'s' if lanes > 1 else ''}; every worker rides at least one: "
+            f"use --workers {lanes}, or --lanes {size} or more (lanes are fixed for the life of a job)"
+        )
+    return settings
+
+
+def default_threads(settings: LaunchSettings, size: int) -> int | None:
+    """Threads per worker before the engine has its say: a function of lanes, so that bits don't depend on workers."""
+    if settings.threads is not None:
+        return settings.threads
+    if environment.thread_limit() is not None:
+        return None
+    return max(1, len(os.sched_getaffinity(0)) // (settings.lanes or size))
+
+
+def worker_variables(seat: Seat, local_rank: int, control: str) -> dict[str, str]:
+    """One worker's environment: ours, and torchrun's names for scripts that know only those."""
+    world = World(
+        rank=seat.first_rank + local_rank,
+        size=seat.size,
+        local_rank=local_rank,
+        local_size=seat.workers,
+        host_rank=seat.host_rank,
+        hosts=seat.hosts,
+        source="paceline run",
+        rendezvous=ControlSocket(control),
+        host_address=seat.host_address,
+        settings=seat.settings,
+    )
+    return {
+        **environment.worker_environment(world),
+        "RANK": str(world.rank),
+        "WORLD_SIZE": str(world.size),
+        "LOCAL_RANK": str(world.local_rank),
+        "LOCAL_WORLD_SIZE": str(world.local_size),
+        "GROUP_RANK": str(world.host_rank),
+        "MASTER_ADDR": seat.master_address,
+        "MASTER_PORT": str(seat.master_port),
+    }
+
+
+async def supervise(job: Job) -> int:
+    """Run the job on this host; the exit code (see `verdict`)."""
+    return await Supervisor(job).run()
+
+
+class Supervisor:
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self._loop = asyncio.get_running_loop()
+        self._screen = Screen(sys.stdout.fileno(), sys.stderr.fileno(), on_room=self._make_room)
+        self._decider: Decider | None = None
+        self._interrupted: asyncio.Future[signal.Signals] = self._loop.create_future()
+        self._hurry = asyncio.Event()
+        self._outputs: list[WorkerOutput] = []
+        self._running: dict[int, int] = {}
+        self._all_ended = asyncio.Event()
+
+    async def run(self) -> int:
+        try:
+            with self._signals(), run_folder() as folder:
+                return await self._run(folder)
+        finally:
+            self._screen.close(LAST_WORDS_S)
+
+    async def _run(self, folder: Path) -> int:
+        met = await self._meet()
+        if met is None:
+            self._screen.say("paceline: stopped while waiting for the other hosts")
+            return 128 + self._interrupted.result()
+        seat, decider = met
+        self._decider = decider
+        control = folder / "control.sock"
+        server = ControlServer(control, decider)
+        stable = StableProcess(self._job.script, folder, default_threads(seat.settings, seat.size))
+        try:
+            await server.start()
+            watching = asyncio.create_task(self._watch(stable, seat, str(control)))
+            outcome = await decider.outcome
+            await self._catch_up()
+            self._say(outcome.lines)
+            await self._stop(stable)
+            watching.cancel()
+        finally:
+            await stable.close()
+            await server.close()
+            await decider.close()
+        await self._drain()
+        self._say(outcome.closing)
+        return outcome.code
+
+    async def _meet(self) -> tuple[Seat, Decider] | None:
+        """This host's seat and who decides; None when we were interrupted before everyone was there."""
+        job, hosts = self._job, self._job.hosts
+        if hosts is None:
+            port = free_port(LOOPBACK)
+            seat = Seat(0, 1, 0, job.workers, job.workers, job.settings, LOOPBACK, LOOPBACK, port)
+            return seat, Coordinator(seat, {}, self._screen.progress)
+        meeting = asyncio.create_task(self._meet_hosts(hosts))
+        either: set[asyncio.Future[Any]] = {meeting, self._interrupted}
+        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+        if meeting.done():
+            return meeting.result()
+        meeting.cancel()
+        await asyncio.gather(meeting, return_exceptions=True)
+        return None
+
+    async def _meet_hosts(self, hosts: Hosts) -> tuple[Seat, Decider]:
+        job = self._job
+        arrival = Arrival(hosts.rank, hosts.count, job.workers, job.settings)
+        if hosts.rank > 0:
+            seat, link = await join(hosts.coordinator, arrival, hosts.secret, hosts.meet_timeout_s)
+            return seat, Member(link)
+        gathering = Gathering(hosts.coordinator, arrival, hosts.secret, self._screen.say)
+        seat, links = await gathering.meet(hosts.meet_timeout_s, lambda size: settle(job.settings, size))
+        return seat, Coordinator(seat, links, self._screen.progress)
+
+    async def _watch(self, stable: StableProcess, seat: Seat, control: str) -> None:
+        """Pass on what the stable reports, from `ready` to the last exit."""
+        assert self._decider is not None
+        while (message := await stable.receive()) is not None:
+            match message["kind"]:
+                case "ready":
+                    for local_rank in range(seat.workers):
+                        self._start_worker(stable, seat, local_rank, control)
+                case "started":
+                    self._running[message["rank"]] = message["pid"]
+                    self._decider.started(message["rank"], message["pid"])
+                case "exited":
+                    del self._running[message["rank"]]
+                    if not self._running:
+                        self._all_ended.set()
+                    self._decider.exited(message["rank"], message["status"])
+        self._decider.broken(*await self._explain_end(stable))
+
+    def _start_worker(self, stable: StableProcess, seat: Seat, local_rank: int, control: str) -> None:
+        rank = seat.first_rank + local_rank
+        prefix = f"[{rank}] ".encode() if seat.size > 1 else b""
+        pipes = {stream: os.pipe() for stream in Stream}
+        stable.start_worker(rank, control, worker_variables(seat, local_rank, control), [w for _, w in pipes.values()])
+        for stream, (reading, writing) in pipes.items():
+            os.close(writing)
+            self._outputs.append(WorkerOutput(reading, stream, prefix, self._screen, self._loop))
+
+    async def _explain_end(self, stable: StableProcess) -> tuple[str, int]:
+        """The stable ended by itself: its workers die with it by the kernel's hand, their children by ours."""
+        for pid in self._running.values():
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(pid, signal.SIGKILL)
+        self._running.clear()
+        self._all_ended.set()
+        status = await stable.wait(GRACE_S)
+        if status is not None and status < 0:
+            number = -status
+            return f"the process that workers are forked from was killed by {signal_name(number)}", 128 + number
+        return f"the process that imports torch for the workers ended with code {status}; its error is above", 1
+
+    async def _stop(self, stable: StableProcess) -> None:
+        """SIGTERM, a moment of grace, SIGKILL; a second Ctrl-C skips the moment."""
+        if not self._running:
+            return
+        self._all_ended.clear()
+        stable.signal_workers(signal.SIGTERM)
+        hurry = asyncio.create_task(self._hurry.wait())
+        ended = asyncio.create_task(self._all_ended.wait())
+        await asyncio.wait({hurry, ended}, timeout=GRACE_S, return_when=asyncio.FIRST_COMPLETED)
+        if self._running:
+            stable.signal_workers(signal.SIGKILL)
+            await asyncio.wait({ended}, timeout=GRACE_S)
+        hurry.cancel()
+        ended.cancel()
+
+    # ---- output -------------------------------------------------------------------------------------------
+
+    async def _catch_up(self) -> None:
+        """Show what workers have written so far, so that the verdict comes after it."""
+        for output in self._outputs:
+            output.read_all()
+        await asyncio.sleep(0)
+
+    async def _drain(self) -> None:
+        """Everyone has ended: read to the end. A grandchild that kept our pipe open is not waited for."""
+        deadline = self._loop.time() + DRAIN_S
+        while any(output.is_open for output in self._outputs) and self._loop.time() < deadline:
+            await asyncio.sleep(0.01)
+        for output in self._outputs:
+            output.close()
+
+    def _make_room(self) -> None:
+        """Called on the screen's thread."""
+        self._loop.call_soon_threadsafe(self._resume)
+
+    def _resume(self) -> None:
+        for output in self._outputs:
+            output.resume()
+
+    def _say(self, lines: tuple[str, ...]) -> None:
+        for line in lines:
+            self._screen.say(line)
+
+    # ---- signals ------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def _signals(self) -> Iterator[None]:
+        watched = [signal.SIGINT, signal.SIGTERM]
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup asked us to outlive the terminal
+            watched.append(signal.SIGHUP)
+        for number in watched:
+            self._loop.add_signal_handler(number, self._interrupt, number)
+        try:
+            yield
+        finally:
+            for number in watched:
+                self._loop.remove_signal_handler(number)
+
+    def _interrupt(self, number: signal.Signals) -> None:
+        if self._interrupted.done():
+            self._hurry.set()
+            return
+        self._interrupted.set_result(number)
+        if self._decider is not None:
+            self._decider.interrupted(number)
+
+
+class StableProcess:
+    """The supervisor's handle on the stable: one process and one channel, both closed together."""
+
+    def __init__(self, script: Script, folder: Path, threads: int | None) -> None:
+        self._channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            form = "module" if script.is_module else "file"
+            # -P: the current folder must not shadow what torch imports; the worker puts the script's own in front.
+            python = [sys.executable, "-P", "-m", "paceline.launch.stable"]
+            self._process = subprocess.Popen(
+                [*python, str(theirs.fileno()), str(os.getpid()), str(folder), form, script.target, *script.arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+                env=environment.parent_environment(threads),
+                start_new_session=True,
+            )
+        self._channel.setblocking(False)
+
+    def start_worker(self, rank: int, control: str, variables: dict[str, str], outputs: list[int]) -> None:
+        message = {"kind": "start", "rank": rank, "control": control, "variables": variables}
+        self._send(message, outputs)
+
+    def signal_workers(self, number: signal.Signals) -> None:
+        self._send({"kind": "signal", "signal": int(number)}, [])
+
+    async def receive(self) -> dict[str, Any] | None:
+        """The next report; None when the stable has gone."""
+        try:
+            data = await asyncio.get_running_loop().sock_recv(self._channel, MESSAGE_LIMIT)
+        except ConnectionError:
+            return None
+        if not data:
+            return None
+        message: dict[str, Any] = json.loads(data)
+        return message
+
+    async def wait(self, timeout_s: float) -> int | None:
+        deadline = time.monotonic() + timeout_s
+        while (status := self._process.poll()) is None and time.monotonic() < deadline:
+            await asyncio.sleep(0.005)
+        return status
+
+    async def close(self) -> None:
+        """End of the channel: the stable kills what is left of its workers and leaves."""
+        self._channel.close()
+        if await self.wait(GRACE_S + LAST_REAPING_S) is None:
+            self._process.kill()
+            self._process.wait()
+
+    def _send(self, message: dict[str, Any], descriptors: list[int]) -> None:
+        self._channel.settimeout(CHANNEL_TIMEOUT_S)  # it reads between forks of 10 ms each: never long
+        try:
+            socket.send_fds(self._channel, [json.dumps(message).encode()], descriptors)
+        except (BrokenPipeError, ConnectionResetError):
+            pass  # it has died; `receive` tells the same in a moment, with more to say
+        finally:
+            self._channel.setblocking(False)
+
+
+class WorkerOutput:
+    """One pipe of one worker, read as far as the screen keeps up."""
+
+    def __init__(self, fd: int, stream: Stream, prefix: bytes, screen: Screen, loop: asyncio.AbstractEventLoop) -> None:
+        self._fd = fd
+        self._stream = stream
+        self._lines = Lines(prefix)
+        self._alone = not prefix
+        self._screen = screen
+        self._loop = loop
+        self._reading = False
+        self.is_open = True
+        os.set_blocking(fd, False)
+        self.resume()
+
+    def resume(self) -> None:
+        if self.is_open and not self._reading:
+            self._loop.add_reader(self._fd, self._read)
+            self._reading = True
+
+    def read_all(self) -> None:
+        """What is in the pipe now: at most its size, so a fast worker can't keep us here."""
+        for _ in range(32):
+            if not self.is_open or not self._read():
+                return
+
+    def close(self) -> None:
+        if self.is_open:
+            self.is_open = False
+            self._pause()
+            os.close(self._fd)
+            self._screen.write(self._stream, self._lines.end())
+
+    def _read(self) -> bool:
+        try:
+            chunk = os.read(self._fd, 2**16)
+        except BlockingIOError:
+            return False
+        if not chunk:
+            self.close()
+            return False
+        if self._alone and not self._screen.shows_progress:
+            self._screen.write(self._stream, chunk)  # one worker and nothing of ours on the screen: its own bytes
+        else:
+            self._screen.write(self._stream, self._lines.feed(chunk, time.monotonic()))
+        if self._screen.full:
+            self._pause()
+        return True
+
+    def _pause(self) -> None:
+        if self._reading:
+            self._loop.remove_reader(self._fd)
+            self._reading = False
+
+
+@contextlib.contextmanager
+def run_folder() -> Iterator[Path]:
+    """A folder that only this user can enter, gone when the job is. Its name must fit a Unix socket address."""
+    place = tempfile.gettempdir()
+    if len(place) > LONGEST_SOCKET_PATH - len("/paceline-12345678/control.sock"):
+        place = "/tmp"
+    folder = Path(tempfile.mkdtemp(prefix="paceline-", dir=place))
+    try:
+        yield folder
+    finally:
+        with contextlib.suppress(FileNotFoundError):  # a stable that was told twice may have been quicker
+            shutil.rmtree(folder)

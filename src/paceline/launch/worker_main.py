@@ -1,0 +1,108 @@
+"""What a worker does from its birth by fork to its end: become itself, run the script, say why it failed.
+
+The script runs as `__main__`, with the `sys.argv` and `sys.path[0]` that `python script.py ARGS` would give it, so the
+same file runs under `paceline run`, torchrun and plain python.
+
+An exception that escapes is not printed here: it is reported, traceback and all, and the supervisor prints the one
+that explains the others. Only when nobody takes the report does it go to stderr.
+"""
+
+from __future__ import annotations
+
+import os
+import runpy
+import sys
+import traceback
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import TracebackType
+from typing import NoReturn
+
+from paceline.errors import PacelineError, PeerLostError, WorldError
+from paceline.world import environment
+from paceline.world.control import ControlClient
+
+REPORT_TIMEOUT_S = 5.0
+
+
+@dataclass(frozen=True)
+class Script:
+    """A file, or a module's name, and its arguments."""
+
+    target: str
+    arguments: tuple[str, ...] = ()
+    is_module: bool = False
+
+    @property
+    def command(self) -> list[str]:
+        return [*(["-m"] if self.is_module else []), self.target, *self.arguments]
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """What makes a forked process a particular worker."""
+
+    rank: int
+    control: str
+    variables: Mapping[str, str]
+
+
+def run_worker(assignment: Assignment, script: Script) -> NoReturn:
+    environment.enter(assignment.variables)
+    _differ_from_siblings()
+    try:
+        _run(script)
+    except SystemExit:
+        raise  # the script's own choice; the supervisor reads the code
+    except BaseException as error:
+        sys.stdout.flush()
+        _report(error, assignment)
+        sys.exit(1)
+    sys.exit(0)
+
+
+def _run(script: Script) -> None:
+    if script.is_module:
+        sys.argv = [script.target, *script.arguments]  # run_module puts the file's path in [0]
+        sys.path.insert(0, os.getcwd())
+        runpy.run_module(script.target, run_name="__main__", alter_sys=True)
+    else:
+        sys.argv = [script.target, *script.arguments]
+        if not os.path.isdir(script.target):  # a folder with a __main__.py puts itself on the path
+            sys.path.insert(0, os.path.dirname(os.path.realpath(script.target)))
+        runpy.run_path(script.target, run_name="__main__")
+
+
+def _differ_from_siblings() -> None:
+    """numpy seeded itself in our common parent; unseeded draws must not be the same on every worker.
+
+    Python's `random` does this by itself after a fork, and torch starts from a fixed seed in every process anyway.
+    """
+    if "numpy.random" in sys.modules:
+        sys.modules["numpy.random"].seed()
+
+
+def _report(error: BaseException, assignment: Assignment) -> None:
+    text = "".join(traceback.format_exception(type(error), error, _script_frames(error.__traceback__)))
+    try:
+        client = ControlClient.connect(assignment.control, assignment.rank, timeout_s=REPORT_TIMEOUT_S)
+        client.ask(
+            "failed",
+            timeout_s=REPORT_TIMEOUT_S,
+            type=type(error).__name__,
+            text=str(error),
+            traceback=text,
+            ours=isinstance(error, PacelineError),
+            secondary=isinstance(error, PeerLostError),
+        )
+        client.close()
+    except WorldError as lost:
+        print(f"{text}paceline: rank {assignment.rank}: could not report this: {lost}", file=sys.stderr, flush=True)
+
+
+def _script_frames(frames: TracebackType | None) -> TracebackType | None:
+    """The traceback from the script's first line on; how the launcher got there is no news to its author."""
+    ours = (__file__, runpy.__file__, "<frozen runpy>")
+    while frames is not None and frames.tb_frame.f_code.co_filename in ours:
+        frames = frames.tb_next
+    return frames

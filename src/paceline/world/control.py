@@ -1,0 +1,141 @@
+"""The worker's end of the control channel: JSON lines over the Unix socket of this host's supervisor.
+
+    worker ──▶ {"kind": "step", "body": {"step": 17}}                                   tell: nobody answers
+    worker ──▶ {"kind": "store.get", "body": {"keys": ["a"]}, "id": 4, "timeout_s": 30}  ask: waits for its id
+    worker ◀── {"id": 4, "body": {"values": ["MQ=="]}}   or   {"id": 4, "error": "…"}
+
+Any thread may tell or ask. One daemon thread reads; when the line goes dead the supervisor is gone, nobody is left to
+coordinate with, and the process ends itself with `SUPERVISOR_GONE`. Tensors never travel here; torch isn't imported.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import struct
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn
+
+from paceline.errors import WorldError
+
+JSON = str | int | float | bool | None | Sequence["JSON"] | Mapping[str, "JSON"]
+
+SUPERVISOR_GONE = 74
+"""Exit code of a worker whose supervisor went away."""
+
+ANSWER_MARGIN_S = 5.0
+"""The supervisor answers a question it can't settle when its time is up; only then do we stop waiting for it."""
+
+SEND_TIMEOUT_S = 30.0
+
+
+class ControlClient:
+    """A connection to the supervisor. Whoever connects closes it; the end of the process does so too."""
+
+    def __init__(self, connection: socket.socket, rank: int) -> None:
+        self._connection = connection
+        self._rank = rank
+        self._sending = threading.Lock()
+        self._waiting = threading.Lock()
+        self._questions: dict[int, _Question] = {}
+        self._asked = 0
+        self._closing = False
+        self._reader = threading.Thread(target=self._read, name="paceline-control", daemon=True)
+
+    @classmethod
+    def connect(cls, path: str, rank: int, *, timeout_s: float = 30.0) -> ControlClient:
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        connection.settimeout(timeout_s)
+        try:
+            connection.connect(path)
+        except OSError as error:
+            connection.close()
+            raise WorldError(
+                f"rank {rank}: no supervisor answers at {path} ({error.strerror or error}); "
+                "the `paceline run` that started this worker has ended"
+            ) from error
+        connection.settimeout(None)  # the reader waits as long as the job lasts; what is sent has its own limit:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(SEND_TIMEOUT_S), 0))
+        client = cls(connection, rank)
+        client._reader.start()
+        client.tell("hello", rank=rank, pid=os.getpid())
+        return client
+
+    def tell(self, kind: str, **fields: JSON) -> None:
+        """Fire and forget; what one thread tells arrives in its order."""
+        self._send({"kind": kind, "body": fields})
+
+    def ask(self, kind: str, *, timeout_s: float, **fields: JSON) -> dict[str, Any]:
+        """The supervisor's answer; `WorldError` with its own words when it says no, or when time is up."""
+        question = _Question()
+        with self._waiting:
+            self._asked += 1
+            number = self._asked
+            self._questions[number] = question
+        try:
+            self._send({"kind": kind, "body": fields, "id": number, "timeout_s": timeout_s})
+            if not question.answered.wait(timeout_s + ANSWER_MARGIN_S):
+                raise WorldError(
+                    f"rank {self._rank}: the supervisor did not answer {kind!r} within "
+                    f"{timeout_s + ANSWER_MARGIN_S:g} s; it is overloaded or stopped (SIGSTOP?)"
+                )
+        finally:
+            with self._waiting:
+                del self._questions[number]
+        if "error" in question.answer:
+            raise WorldError(f"rank {self._rank}: {question.answer['error']}")
+        body: dict[str, Any] = question.answer["body"]
+        return body
+
+    def close(self) -> None:
+        self._closing = True
+        with contextlib.suppress(OSError):  # the other side closed first
+            self._connection.shutdown(socket.SHUT_RDWR)
+        if threading.current_thread() is not self._reader:
+            self._reader.join(timeout=SEND_TIMEOUT_S)
+        self._connection.close()
+
+    def _send(self, message: dict[str, Any]) -> None:
+        line = json.dumps(message, separators=(",", ":")).encode() + b"\n"
+        try:
+            with self._sending:
+                self._connection.sendall(line)
+        except (BrokenPipeError, ConnectionResetError):
+            self._supervisor_gone()
+        except BlockingIOError as error:
+            raise WorldError(
+                f"rank {self._rank}: the supervisor took nothing from this worker for {SEND_TIMEOUT_S:g} s; "
+                "it is stopped (SIGSTOP?) or the host is out of memory"
+            ) from error
+
+    def _read(self) -> None:
+        try:
+            with self._connection.makefile("rb") as lines:
+                for line in lines:
+                    self._hear(json.loads(line))
+        except OSError:
+            pass  # a reset connection is a supervisor that went away, like the end of the stream
+        if not self._closing:
+            self._supervisor_gone()
+
+    def _hear(self, message: dict[str, Any]) -> None:
+        with self._waiting:
+            question = self._questions.get(message["id"])
+        if question is not None:  # otherwise its asker ran out of time and left
+            question.answer = message
+            question.answered.set()
+
+    def _supervisor_gone(self) -> NoReturn:
+        # Not an exception: no thread could handle it, and a half-alive worker would hold its port and memory.
+        print(f"paceline: rank {self._rank}: the supervisor is gone; this worker leaves", file=sys.stderr, flush=True)
+        os._exit(SUPERVISOR_GONE)
+
+
+class _Question:
+    def __init__(self) -> None:
+        self.answered = threading.Event()
+        self.answer: dict[str, Any] = {}
