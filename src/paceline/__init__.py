@@ -2,4 +2,22 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
+from paceline import errors
+from paceline.world.world import World
+
+if TYPE_CHECKING:
+    from paceline.engine.engine import Engine
+
 __version__ = "0.1.0"
+__all__ = ["Engine", "World", "__version__", "errors"]
+
+
+def __getattr__(name: str) -> Any:
+    """The launcher imports this package too, and must not wait seconds for torch: the Engine comes when asked for."""
+    if name == "Engine":
+        from paceline.engine.engine import Engine
+
+        return Engine
+    raise AttributeError(f"module 'paceline' has no attribute {name!r}")

@@ -1,0 +1,132 @@
+"""The canonical sum: lanes are added along one fixed binary tree that does not know how many workers there are.
+
+    level 3                 0                    A node at level k sums the present lanes of [i·2^k, (i+1)·2^k).
+                    ┌───────┴───────┐            A node with one present child *is* that child, so nothing is
+    level 2         0               4            ever added to a lane that is not there.
+                ┌───┴───┐       ┌───┘
+    level 1     0       2       4                Each node is named by its lowest lane, which makes the whole tree a
+              ┌─┴─┐   ┌─┴─┐   ┌─┘                list of merges "left += right":
+    lanes     0   1   2   3   4                      (0,1) (2,3) (0,2) (0,4)
+
+A worker performs the merges whose lanes it all holds and is left with its *roots*; whoever receives the roots of all
+workers performs the rest. Both sides do the same additions in the same order, so the cut between them changes no bit.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+
+
+@dataclass(frozen=True)
+class Merge:
+    """`left += right`: the two children of the tree node at `level` that holds lane `left`."""
+
+    left: int
+    right: int
+    level: int
+
+
+@lru_cache(maxsize=256)
+def merges(present: tuple[int, ...]) -> tuple[Merge, ...]:
+    """The canonical tree over the lanes that have samples, leaves first."""
+    out: list[Merge] = []
+    nodes = sorted(present)
+    level = 0
+    while len(nodes) > 1:
+        level += 1
+        parents: list[int] = []
+        for node in nodes:
+            if parents and parents[-1] >> level == node >> level:
+                out.append(Merge(parents[-1], node, level))
+            else:
+                parents.append(node)
+        nodes = parents
+    return tuple(out)
+
+
+def neighbouring_lanes(lanes: int, workers: int) -> tuple[tuple[int, ...], ...]:
+    """Which lanes each worker rides: worker i of N rides i·L//N up to (i+1)·L//N."""
+    cuts = [worker * lanes // workers for worker in range(workers + 1)]
+    return tuple(tuple(range(low, high)) for low, high in itertools.pairwise(cuts))
+
+
+@dataclass(frozen=True)
+class SumPlan:
+    """Who performs which merge of one step: a pure function of the lanes present and of who holds them."""
+
+    present: tuple[int, ...]
+    holders: tuple[tuple[int, ...], ...]
+
+    def __post_init__(self) -> None:
+        held = sorted(lane for lanes in self.holders for lane in lanes)
+        if held != sorted(self.present):
+            raise ValueError(f"lanes {sorted(self.present)} are present but workers hold {held}")
+
+    @cached_property
+    def _worker_of(self) -> dict[int, int]:
+        return {lane: worker for worker, lanes in enumerate(self.holders) for lane in lanes}
+
+    @cached_property
+    def _local(self) -> tuple[tuple[Merge, ...], ...]:
+        """The merges inside one worker, per worker."""
+        local: list[list[Merge]] = [[] for _ in self.holders]
+        for merge in merges(self.present):
+            below = {self._worker_of[lane] for lane in self.present if lane >> merge.level == merge.left >> merge.level}
+            if len(below) == 1:
+                local[below.pop()].append(merge)
+        return tuple(tuple(found) for found in local)
+
+    def merges_after(self, worker: int, lane: int) -> tuple[Merge, ...]:
+        """The merges that become possible on `worker` once `lane` is finished, lanes being finished in order."""
+        return tuple(
+            merge
+            for merge in self._local[worker]
+            if lane == max(held for held in self.holders[worker] if held >> merge.level == merge.left >> merge.level)
+        )
+
+    def roots(self, worker: int) -> tuple[int, ...]:
+        """The partial sums that `worker` is left with, named by their lowest lane."""
+        merged = {merge.right for merge in self._local[worker]}
+        return tuple(lane for lane in sorted(self.holders[worker]) if lane not in merged)
+
+    @cached_property
+    def between_workers(self) -> tuple[Merge, ...]:
+        """The merges that need roots of more than one worker, in order."""
+        local = {merge for found in self._local for merge in found}
+        return tuple(merge for merge in merges(self.present) if merge not in local)
+
+    @property
+    def one_root_each(self) -> bool:
+        return all(len(self.roots(worker)) == 1 for worker in range(len(self.holders)))
+
+    @cached_property
+    def is_pairwise(self) -> bool:
+        """True when the rest of the tree pairs neighbours, then pairs of pairs, …: recursive halving's own order."""
+        workers = len(self.holders)
+        if not self.one_root_each or workers & (workers - 1):
+            return False
+        root = [self.roots(worker)[0] for worker in range(workers)]
+        expected = []
+        distance = 1
+        while distance < workers:
+            expected += [(root[low], root[low + distance]) for low in range(0, workers, 2 * distance)]
+            distance *= 2
+        return sorted(expected) == sorted((merge.left, merge.right) for merge in self.between_workers)
+
+
+@lru_cache(maxsize=256)
+def sum_plan(lanes: int, workers: int, present: tuple[int, ...]) -> SumPlan:
+    """The plan for workers that ride neighbouring lanes, of which only `present` have samples this step."""
+    there = set(present)
+    holders = tuple(tuple(lane for lane in ride if lane in there) for ride in neighbouring_lanes(lanes, workers))
+    return SumPlan(present=tuple(sorted(present)), holders=holders)
+
+
+def owner_ranges(elements: int, owners: int, block: int = 64) -> Sequence[tuple[int, int]]:
+    """Cut `elements` into one range per owner, on block boundaries; a small buffer leaves the last owners nothing."""
+    blocks = -(-elements // block)
+    cuts = [min(elements, owner * blocks // owners * block) for owner in range(owners)] + [elements]
+    return list(itertools.pairwise(cuts))

@@ -1,0 +1,195 @@
+"""How tensors move between workers: one group of processes, seen as messages and a few native collectives.
+
+A thin shell over a c10d process group that belongs to us alone (never the global default group), so that a user's own
+`torch.distributed` calls and ours can't get into each other's order. Every wait ends: c10d enforces `timeout_s`, and
+what it reports becomes a `PeerLostError` that says which worker was waited for and what it last said about itself.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import PrefixStore, Store
+
+from paceline.errors import ConfigError, PeerLostError, WorldError
+from paceline.world.world import World
+
+
+class Handle(Protocol):
+    """Something under way that can be waited for."""
+
+    def wait(self) -> None: ...
+
+
+class Communicator:
+    """The workers of one world. All ranks call collectives in the same order; messages are matched by tag."""
+
+    def __init__(self, group: Any, store: Store, world: World, *, backend: str, timeout_s: float) -> None:
+        self._group = group
+        self._store = store
+        self._world = world
+        self.backend = backend
+        self.rank = world.rank
+        self.size = world.size
+        self.timeout_s = timeout_s
+
+    @classmethod
+    def connect(
+        cls, world: World, store: Store, *, backend: str, device: torch.device, timeout_s: float
+    ) -> Communicator:
+        prefixed = PrefixStore("paceline/group", store)
+        try:
+            group = _build_group(world, prefixed, backend, device, timeout_s)
+        except (RuntimeError, ValueError) as error:
+            raise WorldError(
+                f"worker {world.rank} of {world.size} could not join the {backend} group within {timeout_s:.0f} s: "
+                f"{_first_line(error)}; are all {world.size} workers running, and can their hosts reach each other?"
+            ) from error
+        return cls(group, PrefixStore("paceline/notes", store), world, backend=backend, timeout_s=timeout_s)
+
+    # -- messages ------------------------------------------------------------------------------------------------
+
+    def send(self, tensor: Tensor, *, to: int, tag: int) -> Work:
+        return self._started(lambda: self._group.send([tensor], to, tag), f"sending to worker {to}")
+
+    def receive(self, tensor: Tensor, *, source: int, tag: int) -> Work:
+        return self._started(lambda: self._group.recv([tensor], source, tag), f"waiting for worker {source}")
+
+    # -- native collectives --------------------------------------------------------------------------------------
+
+    def all_reduce(self, tensor: Tensor) -> Work:
+        """Native sum, in whatever order the backend likes: the bits depend on the size and the number of workers."""
+        return self._started(lambda: self._group.allreduce([tensor]), "in an all-reduce")
+
+    def all_gather(self, tensor: Tensor) -> tuple[Tensor, Work]:
+        """Equal-sized tensors of all workers, as rows."""
+        flat = tensor.contiguous().view(-1)
+        out = torch.empty((self.size, flat.numel()), dtype=flat.dtype, device=flat.device)
+        return out, self._started(lambda: self._group._allgather_base(out.view(-1), flat), "in an all-gather")
+
+    def all_to_all(self, out: Tensor, sent: Tensor, received_counts: list[int], sent_counts: list[int]) -> Work:
+        return self._started(
+            lambda: self._group.alltoall_base(out, sent, received_counts, sent_counts), "in an all-to-all"
+        )
+
+    def broadcast(self, tensor: Tensor, *, root: int) -> Work:
+        options = dist.BroadcastOptions()
+        options.rootRank = root
+        return self._started(lambda: self._group.broadcast([tensor], options), f"waiting for worker {root}")
+
+    def barrier(self) -> None:
+        _, handle = self.all_gather(torch.zeros(1, dtype=torch.uint8))
+        handle.wait()
+
+    def gather_json(self, value: Any) -> list[Any]:
+        """Every worker's value, in rank order. For start-up and checks; not for the hot path."""
+        payload = json.dumps(value).encode()
+        lengths, handle = self.all_gather(torch.tensor([len(payload)], dtype=torch.int64))
+        handle.wait()
+        longest = int(lengths.max())
+        padded = torch.zeros(max(1, longest), dtype=torch.uint8)
+        padded[: len(payload)] = torch.frombuffer(bytearray(payload or b"\0"), dtype=torch.uint8)[: len(payload)]
+        rows, handle = self.all_gather(padded)
+        handle.wait()
+        sizes = lengths.view(-1).tolist()
+        return [json.loads(bytes(rows[rank, : sizes[rank]].tolist())) for rank in range(self.size)]
+
+    # -- notes: what a worker says about itself when it can no longer take part -----------------------------------
+
+    def leave_note(self, text: str) -> None:
+        """Tell peers that wait for us why we won't come; they read it while they wait."""
+        self._store.set(f"left/{self.rank}", text)
+
+    def take_back_note(self) -> None:
+        self._store.delete_key(f"left/{self.rank}")
+
+    def notes(self) -> dict[int, str]:
+        found: dict[int, str] = {}
+        for rank in range(self.size):
+            if rank != self.rank and self._store.check([f"left/{rank}"]):
+                found[rank] = self._store.get(f"left/{rank}").decode()
+        return found
+
+    def raise_if_left(self) -> None:
+        for rank, note in self.notes().items():
+            raise PeerLostError(f"worker {self.rank} waited for worker {rank}, but {note}")
+
+    def close(self) -> None:
+        shutdown = getattr(self._group, "shutdown", None)
+        if shutdown is not None:
+            shutdown()
+        self._group = None
+
+    def _started(self, start: Callable[[], Any], doing: str) -> Work:
+        try:
+            work = start()
+        except RuntimeError as error:
+            raise self._lost(error, doing) from error
+        return Work(work, self, doing)
+
+    def _lost(self, error: RuntimeError, doing: str) -> PeerLostError:
+        try:
+            notes = self.notes()
+        except (RuntimeError, OSError, WorldError):  # the store may have died with the peer that served it
+            notes = {}
+        for rank, note in notes.items():
+            return PeerLostError(f"worker {self.rank} waited for worker {rank}, but {note}")
+        return PeerLostError(f"worker {self.rank} lost its peers {doing}: {_first_line(error)}")
+
+
+class Work:
+    """Something under way in c10d whose failure names the peer."""
+
+    def __init__(self, work: Any, owner: Communicator, doing: str) -> None:
+        self._work, self._owner, self._doing = work, owner, doing
+
+    def wait(self) -> None:
+        try:
+            self._work.wait()
+        except RuntimeError as error:
+            raise self._owner._lost(error, self._doing) from error
+
+    def wait_watching(self, look_every_s: float = 0.5) -> None:
+        """Wait for a collective, and look at the peers' notes while it takes long."""
+        deadline = time.monotonic() + self._owner.timeout_s
+        while not self._work.is_completed():
+            try:
+                self._work.wait(timedelta(seconds=look_every_s))
+            except RuntimeError as error:
+                if self._work.is_completed() or time.monotonic() > deadline:
+                    raise self._owner._lost(error, self._doing) from error
+                self._owner.raise_if_left()
+        self.wait()
+
+
+def wait_all(handles: Sequence[Handle]) -> None:
+    for handle in handles:
+        handle.wait()
+
+
+def _build_group(world: World, store: Store, backend: str, device: torch.device, timeout_s: float) -> Any:
+    if backend == "gloo":
+        options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+        options._timeout = timedelta(seconds=timeout_s)
+        options._threads = 2
+        # Without a name gloo listens on whatever the host name resolves to, which may be any interface.
+        options._devices = [dist.ProcessGroupGloo.create_device(hostname=world.host_address)]
+        return dist.ProcessGroupGloo(store, world.rank, world.size, options)
+    if backend == "nccl":
+        if device.type != "cuda":
+            raise ConfigError(f"backend 'nccl' moves CUDA tensors only, but this worker trains on {device.type}")
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = timedelta(seconds=timeout_s)
+        return dist.ProcessGroupNCCL(store, world.rank, world.size, options)
+    raise ConfigError(f"backend {backend!r} is not known; choose gloo or nccl")
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -1,0 +1,87 @@
+"""Direct canonical all-reduce: every range has an owner that finishes the tree.   steps: 2   bytes sent: 2·(N-1)/N · Z
+
+    scatter    every worker sends each owner its slice of each of its roots
+    finish     the owner performs the remaining merges of the canonical tree on its range
+    gather     the owner sends the finished range to everybody
+
+Works for any number of workers and any number of roots, none included. With r roots a worker sends r times as much in
+the first phase; that is the price of a number of workers that does not divide the lanes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from paceline.collectives.canonical_sum import SumPlan, owner_ranges
+from paceline.collectives.communicator import Communicator, Handle, wait_all
+from paceline.collectives.scratch import Scratch
+
+
+def direct_all_reduce(
+    comm: Communicator, plan: SumPlan, roots: Mapping[int, Tensor], out: Tensor, *, tag: int, scratch: Scratch
+) -> None:
+    """Finish the canonical sum of all workers' roots into `out`, which may be one of the roots."""
+    ranges = owner_ranges(out.numel(), comm.size)
+    own = slice(*ranges[comm.rank])
+    others = [(comm.rank + hop) % comm.size for hop in range(1, comm.size)]
+    foreign = [(peer, root) for peer in others for root in plan.roots(peer)]
+
+    width = own.stop - own.start
+    received = scratch.take(out, width * len(foreign)).view(len(foreign), width)
+    incoming: list[Handle] = []
+    outgoing: list[Handle] = []
+    if width:
+        incoming = [comm.receive(row, source=peer, tag=tag) for (peer, _), row in zip(foreign, received, strict=True)]
+    for peer in others:
+        low, high = ranges[peer]
+        if low < high:
+            outgoing += [comm.send(roots[root][low:high], to=peer, tag=tag) for root in plan.roots(comm.rank)]
+    wait_all(incoming)
+    if width:
+        parts = {root: tensor[own] for root, tensor in roots.items()}
+        parts |= {root: row for (_, root), row in zip(foreign, received, strict=True)}
+        for merge in plan.between_workers:
+            parts[merge.left].add_(parts.pop(merge.right))
+        (total,) = parts.values()
+        if total.data_ptr() != out[own].data_ptr():
+            out[own].copy_(total)
+    wait_all(outgoing)
+
+    handles: list[Handle] = []
+    for peer in others:
+        low, high = ranges[peer]
+        if low < high:
+            handles.append(comm.receive(out[low:high], source=peer, tag=tag + 1))
+    if width:
+        handles += [comm.send(out[own], to=peer, tag=tag + 1) for peer in others]
+    wait_all(handles)
+
+
+def direct_all_reduce_by_collectives(
+    comm: Communicator, plan: SumPlan, roots: Mapping[int, Tensor], out: Tensor
+) -> None:
+    """The same sum for backends whose point-to-point can't take this device's tensors: all-to-all, then all-gather."""
+    blocks = -(-out.numel() // comm.size)
+    width = -(-blocks // 64) * 64
+    mine = list(plan.roots(comm.rank))
+    sent = torch.zeros((comm.size, len(mine), width), dtype=out.dtype, device=out.device)
+    for peer in range(comm.size):
+        low, high = min(peer * width, out.numel()), min((peer + 1) * width, out.numel())
+        for row, root in enumerate(mine):
+            sent[peer, row, : high - low] = roots[root][low:high]
+    per_peer = [len(plan.roots(peer)) for peer in range(comm.size)]
+    received = torch.empty(sum(per_peer) * width, dtype=out.dtype, device=out.device)
+    comm.all_to_all(
+        received, sent.view(-1), [count * width for count in per_peer], [len(mine) * width] * comm.size
+    ).wait()
+    names = [root for peer in range(comm.size) for root in plan.roots(peer)]
+    parts = dict(zip(names, received.view(len(names), width).unbind(0), strict=True))
+    for merge in plan.between_workers:
+        parts[merge.left].add_(parts.pop(merge.right))
+    (total,) = parts.values()
+    gathered, handle = comm.all_gather(total)
+    handle.wait()
+    out.copy_(gathered.view(-1)[: out.numel()])

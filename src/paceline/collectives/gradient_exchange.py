@@ -1,0 +1,147 @@
+"""Buckets on their way: start the exchange of one bucket's roots while backward goes on, and hand back the sum.
+
+    reduction   workers                    how
+    exact       1                          nothing: all merges were local
+    exact       2, one root each           native all-reduce (a + b = b + a: the canonical bits)
+    exact       4, 8, … one root each      recursive halving and doubling
+    exact       otherwise                  direct: slices to their owners, the rest of the tree, slices back
+    fast        any                        native all-reduce of each worker's own sum, in the backend's order
+
+Native collectives are started by the caller, in bucket order, which is the same on every worker. The others run on a
+few threads of their own and are matched by tag, so their order does not matter; torch and gloo release the interpreter
+while they add and wait.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Mapping
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from paceline.collectives.canonical_sum import SumPlan
+from paceline.collectives.communicator import Communicator, Handle
+from paceline.collectives.direct_all_reduce import direct_all_reduce, direct_all_reduce_by_collectives
+from paceline.collectives.halving_doubling import halving_doubling
+from paceline.collectives.scratch import Scratch
+
+Reduction = Literal["exact", "fast"]
+
+# Two buckets under way keep both directions of a link busy; more threads only take cores from backward.
+THREADS = 2
+# Rounds of one exchange use consecutive tags: halving needs log2(64) of them, direct two.
+TAGS_PER_BUCKET = 8
+
+
+class PendingSum:
+    """One bucket's sum; `wait` returns it, in the memory that the exchange chose."""
+
+    def __init__(self, out: Tensor, handle: Handle | None = None) -> None:
+        self._out, self._handle = out, handle
+
+    def wait(self) -> Tensor:
+        if self._handle is not None:
+            self._handle.wait()
+            self._handle = None
+        return self._out
+
+
+class GradientExchange:
+    def __init__(self, comm: Communicator | None, reduction: Reduction) -> None:
+        self._comm = comm
+        self._reduction = reduction
+        self._threads = _ExchangeThreads() if comm is not None else None
+
+    def start(self, bucket: int, plan: SumPlan, roots: Mapping[int, Tensor], spare: Callable[[], Tensor]) -> PendingSum:
+        """Begin the sum of `roots` over all workers; `spare` gives a buffer to a worker that has no root."""
+        comm = self._comm
+        if comm is None:
+            (total,) = roots.values()
+            return PendingSum(total)
+        if self._reduction == "fast":
+            out = _sum_in_order(roots, spare)
+            return PendingSum(out, comm.all_reduce(out))
+        assert self._threads is not None
+        tag = bucket * TAGS_PER_BUCKET
+        if plan.is_pairwise:
+            (out,) = roots.values()
+            if comm.size == 2:
+                return PendingSum(out, comm.all_reduce(out))
+            if out.device.type == "cpu":
+                return PendingSum(
+                    out, self._threads.run(lambda scratch: halving_doubling(comm, out, tag=tag, scratch=scratch))
+                )
+        out = next(iter(roots.values())) if roots else spare()
+        if out.device.type != "cpu":
+            direct_all_reduce_by_collectives(comm, plan, roots, out)
+            return PendingSum(out)
+        return PendingSum(
+            out, self._threads.run(lambda scratch: direct_all_reduce(comm, plan, roots, out, tag=tag, scratch=scratch))
+        )
+
+    def close(self) -> None:
+        if self._threads is not None:
+            self._threads.close()
+
+
+def _sum_in_order(roots: Mapping[int, Tensor], spare: Callable[[], Tensor]) -> Tensor:
+    if not roots:
+        return spare().zero_()
+    first, *rest = roots.values()
+    for root in rest:
+        first.add_(root)
+    return first
+
+
+class _ExchangeThreads:
+    """Threads that run exchanges in the order given; a failure is raised where the result is waited for."""
+
+    def __init__(self) -> None:
+        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._threads: list[threading.Thread] = []
+
+    def run(self, exchange: Callable[[Scratch], None]) -> Handle:
+        if not self._threads:
+            for number in range(THREADS):
+                thread = threading.Thread(target=self._work, name=f"paceline-exchange-{number}", daemon=True)
+                thread.start()
+                self._threads.append(thread)
+        job = _Job(exchange)
+        self._jobs.put(job)
+        return job
+
+    def close(self) -> None:
+        for _ in self._threads:
+            self._jobs.put(None)
+        for thread in self._threads:
+            thread.join(timeout=1.0)
+        self._threads.clear()
+
+    def _work(self) -> None:
+        scratch = Scratch()
+        while (job := self._jobs.get()) is not None:
+            job.run(scratch)
+
+
+class _Job:
+    def __init__(self, exchange: Callable[[Scratch], None]) -> None:
+        self._exchange = exchange
+        self._done = threading.Event()
+        self._error: BaseException | None = None
+
+    def run(self, scratch: Scratch) -> None:
+        try:
+            with torch.no_grad():
+                self._exchange(scratch)
+        except BaseException as error:
+            self._error = error
+        finally:
+            self._done.set()
+
+    def wait(self) -> None:
+        self._done.wait()  # ends: every message inside the exchange has the group's timeout
+        if self._error is not None:
+            raise self._error

@@ -1,0 +1,67 @@
+"""What an Engine is told, checked at birth."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from paceline.collectives.gradient_exchange import Reduction
+from paceline.errors import ConfigError
+from paceline.world.world import World
+
+STRATEGIES = ("ddp",)
+OnNonFinite = Literal["stop", "skip", "continue"]
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """The job's constants. Lanes and threads are for life: the bits depend on them, never on the number of workers."""
+
+    lanes: int
+    accumulate: int
+    seed: int
+    strategy: str
+    reduction: Reduction
+    backend: str
+    threads: int
+    bucket_mib: float
+    overlap: bool
+    global_batch_size: int | None
+    on_nonfinite: OnNonFinite
+    timeout_s: float
+
+    def __post_init__(self) -> None:
+        def check(ok: bool, text: str) -> None:
+            if not ok:
+                raise ConfigError(text)
+
+        check(self.lanes >= 1, f"lanes={self.lanes}: a job has at least one lane")
+        check(self.accumulate >= 1, f"accumulate={self.accumulate}: a lane has at least one micro-batch per step")
+        check(self.threads >= 1, f"threads={self.threads}: a worker computes with at least one thread")
+        check(self.bucket_mib > 0, f"bucket_mib={self.bucket_mib}: a bucket holds at least one gradient")
+        check(self.timeout_s > 0, f"timeout_s={self.timeout_s}: a wait of no time always fails")
+        check(
+            self.strategy in STRATEGIES,
+            f"strategy={self.strategy!r} is not known; choose one of {', '.join(STRATEGIES)}",
+        )
+        check(self.reduction in ("exact", "fast"), f"reduction={self.reduction!r} is not known; choose exact or fast")
+        check(
+            self.on_nonfinite in ("stop", "skip", "continue"),
+            f"on_nonfinite={self.on_nonfinite!r} is not known; choose stop, skip or continue",
+        )
+
+    def check_against(self, world: World) -> None:
+        if world.size > self.lanes:
+            raise ConfigError(
+                f"{world.size} workers but only {self.lanes} lanes: {world.size - self.lanes} of them would have "
+                f"nothing to do; start with --lanes {world.size} or more, or with --workers {self.lanes}"
+            )
+
+
+def one_of(name: str, in_script: int | None, by_launcher: int | None) -> int | None:
+    """A value that both the script and the launcher may give, but not differently."""
+    if in_script is not None and by_launcher is not None and in_script != by_launcher:
+        raise ConfigError(
+            f"the script says {name}={in_script} and the launcher says --{name} {by_launcher}; give one of them"
+        )
+    return in_script if in_script is not None else by_launcher

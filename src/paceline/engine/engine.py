@@ -1,0 +1,509 @@
+"""The Engine: an ordinary PyTorch loop, on any number of workers, with the same bits.
+
+    engine = paceline.Engine()
+    model, optimizer, loader = engine.prepare(model, optimizer, loader)
+    for batch in loader:
+        loss = loss_fn(model(batch[0]), batch[1])
+        engine.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+
+The objects are the user's own, with hooks: no wrapper. What happens inside a step is told in `train_step.py`, the rules
+of the loop in docs/concepts/loop.md.
+"""
+
+from __future__ import annotations
+
+import atexit
+import sys
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch._C._distributed_c10d import PrefixStore
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
+
+from paceline.checkpoint.state_folder import read_state, write_state
+from paceline.collectives.canonical_sum import neighbouring_lanes
+from paceline.collectives.communicator import Communicator
+from paceline.collectives.gradient_exchange import Reduction
+from paceline.data.loader import Deal, ShardedLoader
+from paceline.engine.config import EngineConfig, OnNonFinite, one_of
+from paceline.engine.evaluation import EvaluationLoader, padded_rows
+from paceline.engine.prepared_loader import PreparedLoader
+from paceline.engine.progress import Progress
+from paceline.engine.replicas import check_same_models, weights_hash
+from paceline.engine.train_step import Timing, TrainStep
+from paceline.errors import CheckpointError, ConfigError, LoopError, PacelineError, ReplicaError
+from paceline.world.control import ControlClient
+from paceline.world.determinism import default_threads, fingerprint, make_deterministic, mix, seed_everything
+from paceline.world.environment import read_world
+from paceline.world.rendezvous_store import open_store
+from paceline.world.world import ControlSocket, World
+
+Operation = Literal["sum", "mean", "max", "min"]
+DEFAULT_SEED = 0
+
+
+class Engine:
+    """A worker's view of the job. Create it before the model: it seeds, so that all workers build the same weights."""
+
+    def __init__(
+        self,
+        *,
+        lanes: int | None = None,
+        accumulate: int = 1,
+        seed: int | None = None,
+        strategy: str = "ddp",
+        reduction: Reduction = "exact",
+        backend: str | None = None,
+        threads: int | None = None,
+        device: str | torch.device | None = None,
+        bucket_mib: float = 4.0,
+        overlap: bool = True,
+        global_batch_size: int | None = None,
+        on_nonfinite: OnNonFinite = "stop",
+        timeout_s: float = 600.0,
+        world: World | None = None,
+    ) -> None:
+        self.world = read_world() if world is None else world
+        told = self.world.settings
+        self.device = _find_device(self.world, device)
+        lanes = one_of("lanes", lanes, told.lanes) or self.world.size
+        self.config = EngineConfig(
+            lanes=lanes,
+            accumulate=accumulate,
+            seed=one_of("seed", seed, told.seed) if (seed, told.seed) != (None, None) else DEFAULT_SEED,  # type: ignore[arg-type]
+            strategy=strategy,
+            reduction=reduction,
+            backend=backend or told.backend or ("nccl" if self.device.type == "cuda" else "gloo"),
+            threads=one_of("threads", threads, told.threads) or default_threads(lanes),
+            bucket_mib=bucket_mib,
+            overlap=overlap,
+            global_batch_size=global_batch_size,
+            on_nonfinite=on_nonfinite,
+            timeout_s=timeout_s,
+        )
+        self.config.check_against(self.world)
+        self._client = _call_supervisor(self.world)
+        self._store = open_store(self.world, self._client, timeout_s) if self.world.size > 1 else None
+        self._comm = self._connect()
+        torch.set_num_threads(self.config.threads)
+        if reduction == "exact":
+            make_deterministic(self.device.type)
+        seed_everything(mix(self.config.seed, "start"))
+        self._models: list[nn.Module] = []
+        self._optimizers: list[Optimizer] = []
+        self._schedulers: list[Any] = []
+        self._step: TrainStep | None = None
+        self._loader: PreparedLoader | None = None
+        self._evaluations: list[EvaluationLoader] = []
+        self._in_loop = False
+        self._closed = False
+        atexit.register(self.close)
+
+    # -- the five lines of a loop ------------------------------------------------------------------------------------
+
+    def prepare(self, *objects: Any) -> Any:
+        """Take the model, optimizer, scheduler and training loader, in any order, and hand the same objects back.
+
+        A loader given in a call without an optimizer is an evaluation loader.
+        """
+        training = any(isinstance(thing, Optimizer) for thing in objects)
+        loaders = [thing for thing in objects if isinstance(thing, DataLoader)]
+        if training and len(loaders) > 1:
+            raise ConfigError(
+                f"prepare() got {len(loaders)} loaders beside an optimizer and can't tell which one trains; give the "
+                "training loader here and the others in a prepare() call of their own"
+            )
+        for thing in objects:
+            self._adopt(thing)
+        if training:
+            self._start_training()
+        out = tuple(self._prepared(thing, training) for thing in objects)
+        return out if len(out) > 1 else out[0]
+
+    def backward(self, loss: Tensor, *, weight: float | Tensor | None = None, last: bool = True) -> None:
+        """Backward for this item. `loss` is the mean over `weight` samples or tokens (default: the samples handed out).
+
+        `last=False` holds buckets back when an item has several losses.
+        """
+        self._training().backward(loss, None if weight is None else float(weight), last=last)
+
+    def update(self, optimizer: Optimizer, loss_fn: Callable[[Any], Any]) -> None:
+        """Run `loss_fn(batch)` for every item of this step and let `optimizer` act: one call per optimizer (a GAN).
+
+        `loss_fn` returns the loss, or (loss, weight). The loop's body then runs once per step.
+        """
+        step, loader = self._training(), self._loader
+        if loader is None or step.item is None:
+            raise LoopError("engine.update() belongs inside `for batch in loader` of a prepared training loader")
+        if id(optimizer) not in {id(known) for known in self._optimizers}:
+            raise LoopError("engine.update() got an optimizer that was not given to engine.prepare()")
+        step.retract_item()
+        for item, batch in loader.rest_of_step():
+            step.begin_item(item, optimizers=[optimizer])
+            result = loss_fn(batch)
+            loss, weight = result if isinstance(result, tuple) else (result, None)
+            step.backward(loss, weight, last=True)
+        step.finish_update(optimizer)
+
+    def clip_grad_norm_(self, max_norm: float) -> float:
+        """Clip the gradient of the global batch by its norm; call it between `backward` and `step`. Returns the norm.
+
+        On items before the step's last one there is no gradient yet: the norm of the step before is returned.
+        """
+        return self._training().clip(max_norm)
+
+    def mean(self, name: str, value: Tensor | float, *, weight: float | None = None) -> None:
+        """Collect a value of this item; after the step `engine.means[name]` is its mean over the global batch."""
+        self._training().add_mean(name, value.detach() if isinstance(value, Tensor) else value, weight)
+
+    @property
+    def means(self) -> dict[str, float]:
+        return self._training().means
+
+    @property
+    def step(self) -> int:
+        """Committed steps."""
+        return self._step.step if self._step is not None else 0
+
+    @property
+    def stepped(self) -> bool:
+        """True after an item whose step acted: the moment for logging, evaluation, saving."""
+        return self._step is not None and self._step.stepped
+
+    @property
+    def timing(self) -> Timing:
+        return self._training().timing
+
+    def stop(self) -> None:
+        """End the loop on all workers after this step (or the next one that is still open)."""
+        self._training().stop()
+
+    def progress(self, loader: Any, *, total: int | None = None) -> Progress:
+        """The loader with a progress line; `total` in steps."""
+        if total is None and isinstance(loader, PreparedLoader):
+            total = self.step + loader.plan.steps
+        return Progress(loader, total=total, main=self.is_main_process, client=self._client, engine=self)
+
+    # -- between steps -----------------------------------------------------------------------------------------------
+
+    @property
+    def is_main_process(self) -> bool:
+        return self.world.is_main
+
+    def print(self, *values: object, **options: Any) -> None:
+        """Print once, not once per worker."""
+        if self.is_main_process:
+            print(*values, **({"flush": True} | options))
+
+    def reduce(self, tensor: Tensor, operation: Operation = "mean") -> Tensor:
+        """Combine one tensor of each worker, in rank order, at a step boundary."""
+        self._check_boundary("reduce")
+        if operation not in ("sum", "mean", "max", "min"):
+            raise ConfigError(f"engine.reduce: operation {operation!r} is not known; choose sum, mean, max or min")
+        rows = self._gathered(tensor.detach())
+        if operation == "max":
+            return rows.amax(0)
+        if operation == "min":
+            return rows.amin(0)
+        total = rows[0].clone()
+        for row in rows[1:]:
+            total += row
+        return total / len(rows) if operation == "mean" else total
+
+    def gather_for_metrics(self, values: Any) -> Any:
+        """All workers' results of this round of an evaluation loader, every sample once, in the dataset's order."""
+        self._check_boundary("gather_for_metrics")
+        if isinstance(values, dict):
+            return {key: self.gather_for_metrics(value) for key, value in values.items()}
+        if isinstance(values, list | tuple):
+            return type(values)(self.gather_for_metrics(value) for value in values)
+        value = torch.as_tensor(values, device=self.device).detach()
+        value = value.reshape(1) if value.dim() == 0 else value
+        if self._comm is None:
+            return value
+        lengths = self._gathered(torch.tensor([value.shape[0]], device=self.device)).view(-1).tolist()
+        rows = self._gathered(padded_rows(value, max(lengths)))
+        evaluation = next((loader for loader in self._evaluations if loader.real_rows is not None), None)
+        real = range(self.world.size) if evaluation is None or evaluation.real_rows is None else evaluation.real_rows
+        return torch.cat([rows[rank][: lengths[rank]] for rank in real])
+
+    def barrier(self) -> None:
+        self._check_boundary("barrier")
+        if self._comm is not None:
+            self._comm.barrier()
+
+    def weights_hash(self) -> str:
+        """`sha256:…` of parameters and persistent buffers; raises if the workers don't agree."""
+        self._check_boundary("weights_hash")
+        mine = weights_hash(self._models)
+        hashes = [mine] if self._comm is None else self._comm.gather_json(mine)
+        if len(set(hashes)) > 1:
+            raise ReplicaError(f"the workers' weights differ: {dict(enumerate(hashes))}")
+        return mine
+
+    def save_state(self, folder: str | Path) -> None:
+        """Everything needed to continue, at a step boundary; written once, by the main worker."""
+        self._check_boundary("save_state")
+        step, loader = self._training(), self._loader
+        failure: str | None = None
+        if self.is_main_process:
+            tree = {
+                "job": self._job_facts(),
+                "step": step.step,
+                "position": loader.position_after(step) if loader is not None else 0,
+                "models": [dict(model.state_dict()) for model in self._models],
+                "optimizers": [optimizer.state_dict() for optimizer in self._optimizers],
+                "schedulers": [scheduler.state_dict() for scheduler in self._schedulers],
+            }
+            try:
+                write_state(Path(folder), tree)
+            except PacelineError as error:
+                failure = str(error)
+        failures = [failure] if self._comm is None else self._comm.gather_json(failure)
+        for text in failures:
+            if text is not None:
+                raise CheckpointError(text)
+
+    def load_state(self, folder: str | Path) -> None:
+        """Continue from `save_state`, on any number of workers, with the next sample."""
+        self._check_boundary("load_state")
+        step = self._training()
+        tree = read_state(Path(folder))
+        self._check_job(Path(folder), tree["job"])
+        kinds = (("models", self._models), ("optimizers", self._optimizers), ("schedulers", self._schedulers))
+        for kind, objects in kinds:
+            if len(tree[kind]) != len(objects):
+                raise CheckpointError(f"{folder} holds {len(tree[kind])} {kind}, this job prepared {len(objects)}")
+            for thing, state in zip(objects, tree[kind], strict=True):
+                try:
+                    thing.load_state_dict(state)
+                except (RuntimeError, ValueError, KeyError) as error:
+                    raise CheckpointError(f"the {kind[:-1]} in {folder} does not fit this job's: {error}") from error
+        step.step = tree["step"]
+        if self._loader is not None:
+            self._loader.position = tree["position"]
+        check_same_models(self._comm, self._models)
+        seed_everything(mix(self.config.seed, "between", step.step, 0))
+
+    def close(self) -> None:
+        """Leave the job: threads, hooks, group and control connection end. Called at exit by itself."""
+        if self._closed:
+            return
+        self._closed = True
+        atexit.unregister(self.close)
+        if self._in_loop and self._comm is not None:
+            self._say_left()
+        if self._step is not None:
+            self._step.close()
+        if self._comm is not None:
+            self._comm.close()
+        if self._client is not None:
+            self._client.close()
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # -- parts -------------------------------------------------------------------------------------------------------
+
+    def _connect(self) -> Communicator | None:
+        if self._store is None:
+            return None
+        store = PrefixStore("paceline", self._store)
+        return Communicator.connect(
+            self.world, store, backend=self.config.backend, device=self.device, timeout_s=self.config.timeout_s
+        )
+
+    def _adopt(self, thing: Any) -> None:
+        if isinstance(thing, nn.Module):
+            self._models.append(thing.to(self.device))
+        elif isinstance(thing, Optimizer):
+            self._optimizers.append(thing)
+        elif _is_scheduler(thing):
+            self._schedulers.append(thing)
+        elif not isinstance(thing, DataLoader):
+            raise ConfigError(
+                f"engine.prepare() takes models, optimizers, schedulers and DataLoaders, not {type(thing).__name__}"
+            )
+
+    def _start_training(self) -> None:
+        if self._step is not None:
+            raise ConfigError("engine.prepare() was given an optimizer twice; prepare all optimizers in one call")
+        if not self._models:
+            raise ConfigError("engine.prepare() got an optimizer but no model; give both in one call")
+        check_same_models(self._comm, self._models)
+        self._step = TrainStep(self.config, self._comm, self._models, self._optimizers, self._schedulers)
+        self._step.on_step = self._tell_step
+        for optimizer in self._optimizers:
+            _patch_optimizer(optimizer, self._step)
+        for scheduler in self._schedulers:
+            _patch_scheduler(scheduler, self._step)
+
+    def _prepared(self, thing: Any, training: bool) -> Any:
+        if not isinstance(thing, DataLoader):
+            return thing
+        if not training:
+            self._evaluations.append(EvaluationLoader(thing, self.world, self.device))
+            return self._evaluations[-1]
+        step = self._training()
+        ride = neighbouring_lanes(self.config.lanes, self.world.size)[self.world.rank]
+        deal = Deal(self.config.lanes, self.config.accumulate, ride, self.config.seed, self.config.global_batch_size)
+        source = ShardedLoader(thing, deal)
+        step.nominal_weight = _power_of_two_below(source.plan.global_batch)
+        self._loader = PreparedLoader(source, step, self.device, on_enter=self._enter_loop, on_leave=self._leave_loop)
+        self.print(self._described(source))
+        return self._loader
+
+    def _described(self, source: ShardedLoader) -> str:
+        plan, config = source.plan, self.config
+        return (
+            f"paceline: global batch {plan.global_batch} = {_count(plan.lanes, 'lane')} × "
+            f"{_count(plan.accumulate, 'micro-batch', 'es')} × {_count(plan.batch_size, 'sample')} · "
+            f"{_count(self.world.size, 'worker')} × {_count(config.threads, 'thread')} ({self.world.source}) · "
+            f"{config.strategy}, {config.reduction} · "
+            f"{config.backend if self.world.size > 1 else 'no'} communication · {self.device.type} · "
+            f"{plan.samples:,} samples, {_count(plan.steps, 'step')} an epoch"
+        )
+
+    def _enter_loop(self) -> None:
+        if self._comm is not None:
+            self._comm.take_back_note()
+        self._in_loop = True
+        if self._client is not None:
+            self._client.tell("phase", name="training")
+
+    def _leave_loop(self, early: bool) -> None:
+        self._in_loop = False
+        step = self._training()
+        if early:
+            if step.inside_step:
+                step.broken = f"this worker left its training loop inside step {step.step + 1}"
+            self._say_left()
+        if self._client is not None and not (early and step.inside_step):
+            self._client.tell("phase", name="idle")
+
+    def _say_left(self) -> None:
+        if self._comm is None:
+            return
+        step = self._training()
+        where = f"inside step {step.step + 1}" if step.inside_step else f"after step {step.step}"
+        self._comm.leave_note(f"it left its training loop {where}")
+
+    def _tell_step(self) -> None:
+        if self._client is not None:
+            self._client.tell("step", step=self.step)
+
+    def _training(self) -> TrainStep:
+        if self._step is None:
+            raise LoopError("nothing to train yet: give a model and an optimizer to engine.prepare() first")
+        return self._step
+
+    def _check_boundary(self, name: str) -> None:
+        if self._step is None:
+            return
+        frame = sys._getframe(2)
+        caller = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+        if self._step.broken:
+            raise LoopError(f"engine.{name}() at {caller}: {self._step.broken}; end a loop early with engine.stop()")
+        if self._step.inside_step:
+            raise LoopError(
+                f"engine.{name}() at {caller} was called inside step {self.step + 1}: workers have different numbers of "
+                "items there, so it would hang; call it when engine.stepped is true, or use engine.mean() for values"
+            )
+
+    def _gathered(self, tensor: Tensor) -> Tensor:
+        if self._comm is None:
+            return tensor.unsqueeze(0)
+        rows, handle = self._comm.all_gather(tensor)
+        handle.wait()
+        return rows.view(self.world.size, *tensor.shape)
+
+    def _job_facts(self) -> dict[str, Any]:
+        config = self.config
+        facts: dict[str, Any] = {
+            "lanes": config.lanes,
+            "accumulate": config.accumulate,
+            "seed": config.seed,
+            "reduction": config.reduction,
+        }
+        if self._loader is not None:
+            facts |= {"batch_size": self._loader.plan.batch_size, "samples": self._loader.plan.samples}
+        return facts | {f"machine {name}": value for name, value in fingerprint(self.device).items()}
+
+    def _check_job(self, folder: Path, saved: dict[str, Any]) -> None:
+        mine = self._job_facts()
+        differing = [
+            f"{name} was {saved.get(name)!r}, is {value!r}" for name, value in mine.items() if saved.get(name) != value
+        ]
+        if differing:
+            raise CheckpointError(
+                f"the state in {folder} belongs to another job, so the bits would not continue: {'; '.join(differing)}"
+            )
+
+
+def _call_supervisor(world: World) -> ControlClient | None:
+    if not isinstance(world.rendezvous, ControlSocket):
+        return None
+    return ControlClient.connect(world.rendezvous.path, world.rank)
+
+
+def _find_device(world: World, wanted: str | torch.device | None) -> torch.device:
+    if wanted is not None:
+        return torch.device(wanted)
+    if not torch.accelerator.is_available():
+        return torch.device("cpu")
+    kind = torch.accelerator.current_accelerator()
+    assert kind is not None
+    count = torch.accelerator.device_count()
+    if world.local_size > count:
+        raise ConfigError(
+            f"{world.local_size} workers on this host but {count} {kind.type} device(s); "
+            f"start with --workers {count}, or train on the CPU with Engine(device='cpu')"
+        )
+    device = torch.device(kind.type, world.local_rank)
+    torch.accelerator.set_device_index(world.local_rank)
+    return device
+
+
+def _patch_optimizer(optimizer: Optimizer, step: TrainStep) -> None:
+    original = optimizer.step
+    step.adopt(optimizer, original)
+
+    def acts_once_per_step(self: Optimizer, closure: Any = None) -> Any:
+        return step.optimizer_step(self, closure)
+
+    # A scheduler made before prepare() has wrapped step() already and warns when the mark of that is gone.
+    if getattr(original, "_wrapped_by_lr_sched", False):
+        acts_once_per_step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+    # A bound method, because a scheduler made later looks at `step.__func__`.
+    optimizer.step = types.MethodType(acts_once_per_step, optimizer)  # type: ignore[method-assign]
+
+
+def _patch_scheduler(scheduler: Any, step: TrainStep) -> None:
+    original = scheduler.step
+
+    def acts_with_the_optimizer(self: Any, *args: Any, **options: Any) -> Any:
+        return original(*args, **options) if step.scheduler_acts() else None
+
+    scheduler.step = types.MethodType(acts_with_the_optimizer, scheduler)
+
+
+def _is_scheduler(thing: Any) -> bool:
+    return isinstance(thing, torch.optim.lr_scheduler.LRScheduler | torch.optim.lr_scheduler.ReduceLROnPlateau)
+
+
+def _power_of_two_below(value: int) -> float:
+    return float(1 << max(0, value.bit_length() - 1))
+
+
+def _count(number: int, noun: str, plural: str = "s") -> str:
+    return f"{number} {noun}{'' if number == 1 else plural}"

@@ -1,0 +1,86 @@
+"""Buffers such as BatchNorm statistics: every lane starts the step from the step's buffers.
+
+    step's buffers ──► lane 0 ──► what lane 0 leaves becomes the next step's, on every worker
+                   ├─► lane 1 ──► dropped
+                   └─► lane 2 ──► dropped
+
+That is what DDP's broadcast of rank 0's buffers does, said in lanes: it does not depend on who rode which lane. Buffers
+are restored when a lane's first micro-batch is handed out, never between a forward and its backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from paceline.collectives.communicator import Communicator
+
+
+class LaneBuffers:
+    def __init__(self, models: Sequence[nn.Module]) -> None:
+        self._models = models
+        self._live: list[Tensor] = []
+        self._at_start: list[Tensor] = []
+        self._kept: list[Tensor] | None = None
+        self._touched = False
+
+    def start_step(self) -> None:
+        seen: dict[int, Tensor] = {}
+        for model in self._models:
+            for buffer in model.buffers():
+                if buffer.numel():
+                    seen.setdefault(id(buffer), buffer)
+        self._live = list(seen.values())
+        same = len(self._live) == len(self._at_start) and all(
+            a.shape == b.shape and a.dtype == b.dtype and a.device == b.device
+            for a, b in zip(self._live, self._at_start, strict=True)
+        )
+        if not same:
+            self._at_start = [torch.empty_like(buffer) for buffer in self._live]
+        self._copy(self._live, self._at_start)
+        self._kept = None
+        self._touched = False
+
+    def start_lane(self) -> None:
+        if self._touched:
+            self._copy(self._at_start, self._live)
+        self._touched = True
+
+    def finish_lane(self, *, keep: bool) -> None:
+        """After the lane's last forward; `keep` for the step's lowest lane, whose buffers live on."""
+        if keep and self._live:
+            self._kept = [buffer.detach().clone() for buffer in self._live]
+
+    def changed(self) -> list[bool]:
+        """Which buffers the step changed, as the worker that rode the lowest lane sees it; others see no change."""
+        if self._kept is None:
+            return [False] * len(self._live)
+        return [not torch.equal(a, b) for a, b in zip(self._kept, self._at_start, strict=True)]
+
+    def finish_step(self, comm: Communicator | None, owner: int, changed: Sequence[bool]) -> None:
+        """Every worker takes over what the lowest lane left; `owner` is the worker that rode it."""
+        if not self._live:
+            return
+        final = list(self._at_start)
+        moved = [number for number, is_changed in enumerate(changed) if is_changed]
+        for number in moved:
+            final[number] = self._kept[number] if self._kept is not None else self._live[number]
+        if comm is not None and moved:
+            packed = torch.cat([_bytes(final[number]) for number in moved])
+            comm.broadcast(packed, root=owner).wait()
+            parts = torch.split(packed, [_bytes(final[number]).numel() for number in moved])
+            for number, part in zip(moved, parts, strict=True):
+                # A slice may start at an odd byte; a clone starts where its dtype can.
+                final[number] = part.clone().view(final[number].dtype).view(final[number].shape)
+        self._copy(final, self._live)
+
+    def _copy(self, source: Sequence[Tensor], target: Sequence[Tensor]) -> None:
+        if source:
+            with torch.no_grad():
+                torch._foreach_copy_(list(target), list(source))
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.detach().contiguous().view(-1).view(torch.uint8)

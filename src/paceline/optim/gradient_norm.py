@@ -1,0 +1,44 @@
+"""The norm of all gradients, by the block rule: the same bits however the tensors are cut.
+
+    parameter     |------ block ------|------ block ------|-- tail --|       counted from the parameter's first element
+    inside        one norm in fp32, over the same 4096 elements wherever they live
+    between       squares of the blocks' norms, added exactly (`math.fsum`), then rounded once
+
+A sum of per-worker partial sums would depend on where the shards end; this does not.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+BLOCK = 4096
+
+
+def block_norms(gradient: Tensor) -> Tensor:
+    """The norm of each block of one gradient."""
+    flat = gradient.detach().contiguous().view(-1)
+    whole = flat.numel() // BLOCK * BLOCK
+    rows: Tensor = torch.linalg.vector_norm(flat[:whole].view(-1, BLOCK), dim=1, dtype=torch.float32)
+    if whole == flat.numel():
+        return rows
+    tail = torch.linalg.vector_norm(flat[whole:].view(1, -1), dim=1, dtype=torch.float32)
+    return torch.cat([rows, tail])
+
+
+def global_norm(gradients: Iterable[Tensor]) -> float:
+    norms = [block_norms(gradient) for gradient in gradients]
+    if not norms:
+        return 0.0
+    squares = torch.cat([norm.to("cpu", torch.float64) for norm in norms]).square_().tolist()
+    if not all(map(math.isfinite, squares)):
+        return math.nan if any(map(math.isnan, squares)) else math.inf
+    return math.sqrt(math.fsum(squares))
+
+
+def clip_coefficient(norm: float, max_norm: float) -> float:
+    """What gradients are multiplied by, as in PyTorch: at most 1, and never a division by zero."""
+    return min(1.0, max_norm / (norm + 1e-6))

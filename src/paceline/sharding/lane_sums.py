@@ -1,0 +1,86 @@
+"""Lane sums: one bucket's gradients on their way from `.grad` to this worker's roots.
+
+    .grad ──take──► node of the lane ──merge──► roots        a binary counter: about log2(lanes)+1 buffers are alive
+
+A large gradient is *moved*: the tensor that backward made becomes the node. Small ones are copied into one flat buffer
+from a pool. A parameter unused in a lane counts as +0.0 there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from paceline.collectives.canonical_sum import SumPlan
+from paceline.sharding.bucket import Bucket, Member
+
+
+class LaneSums:
+    """The nodes of one bucket that this worker holds, named by lane."""
+
+    def __init__(self, bucket: Bucket, parameters: Sequence[Parameter]) -> None:
+        self.bucket = bucket
+        self._parameters = [parameters[member.parameter] for member in bucket.members]
+        self._pool: list[Tensor] = []
+        self.nodes: dict[int, Tensor] = {}
+
+    def take(self, lane: int, gradients: Sequence[Tensor | None]) -> None:
+        """Make the members' finished gradients of `lane` a node of the tree."""
+        if self.bucket.alone and gradients[0] is not None:
+            self.nodes[lane] = _memory_in_order(gradients[0], self.bucket.dtype)
+            return
+        flat = self.buffer()
+        there = [(place, g) for place, g in enumerate(gradients) if g is not None]
+        if len(there) < len(gradients):
+            flat.zero_()
+        views = member_views(self.bucket, flat)
+        torch._foreach_copy_([views[place] for place, _ in there], [gradient for _, gradient in there])
+        self.nodes[lane] = flat
+
+    def take_nothing(self, lane: int) -> None:
+        """A lane whose micro-batches were all skipped by the loop: it was dealt samples, and adds +0.0."""
+        self.nodes[lane] = self.buffer().zero_()
+
+    def merge(self, plan: SumPlan, worker: int, lane: int) -> None:
+        for step in plan.merges_after(worker, lane):
+            right = self.nodes.pop(step.right)
+            self.nodes[step.left].add_(right)
+            self.give_back(right)
+
+    def buffer(self) -> Tensor:
+        if self._pool:
+            return self._pool.pop()
+        return torch.empty(self.bucket.elements, dtype=self.bucket.dtype, device=self.bucket.device)
+
+    def give_back(self, flat: Tensor) -> None:
+        # What backward allocated itself is not ours to keep: holding it would only add to the peak.
+        if not self.bucket.alone:
+            self._pool.append(flat)
+
+    def hand_out(self, total: Tensor, used: Sequence[bool]) -> None:
+        """Make the finished sum the parameters' gradients; a parameter that no lane used keeps None."""
+        for parameter, view, is_used in zip(self._parameters, member_views(self.bucket, total), used, strict=True):
+            parameter.grad = _as_gradient_of(parameter, view) if is_used else None
+
+
+def member_views(bucket: Bucket, flat: Tensor) -> list[Tensor]:
+    return [_view(flat, member) for member in bucket.members]
+
+
+def _view(flat: Tensor, member: Member) -> Tensor:
+    return flat[member.offset : member.offset + member.elements].view(member.shape)
+
+
+def _memory_in_order(gradient: Tensor, dtype: torch.dtype) -> Tensor:
+    """The gradient's elements in logical order as one flat tensor, without a copy where that is possible."""
+    return gradient.detach().to(dtype).contiguous().view(-1)
+
+
+def _as_gradient_of(parameter: Parameter, view: Tensor) -> Tensor:
+    """A fused optimizer walks parameter and gradient by memory, so the gradient needs the parameter's strides."""
+    if parameter.dtype == view.dtype and parameter.stride() == view.stride():
+        return view
+    return torch.empty_like(parameter, memory_format=torch.preserve_format).copy_(view)
