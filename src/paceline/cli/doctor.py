@@ -2,7 +2,7 @@
 
     ok       world        rank 0 of 2 workers, local rank 0 of 2, host 0 of 1
     ok       found by     torchrun: TORCHELASTIC_RUN_ID=none RANK=0 WORLD_SIZE=2 …
-    warning  host name    resolves to 127.0.1.1: gloo would listen there …
+    warning  cores        2 usable of 2; threads per worker: 1 (lanes: 4); 4 workers share 2 cores
 
 Exits with 0 when nothing is a problem, with 1 otherwise. Run it the way the script is run (`srun paceline doctor`,
 `torchrun --no-python … paceline doctor`) to see that world.

@@ -392,8 +392,11 @@ def started_by_srun(variables: Variables) -> bool:
 
 def expand_nodelist(nodelist: str) -> Iterator[str]:
     """`node[1-3,7],gpu-02` -> node1 node2 node3 node7 gpu-02, one at a time."""
-    for item in re.findall(r"(?:[^,\[\]]|\[[^\[\]]*\])+", nodelist):
-        yield from _expand_brackets(item)
+    item = r"(?:[^,\[\]]|\[[^\[\]]*\])+"
+    if nodelist and not re.fullmatch(f"{item}(?:,{item})*", nodelist):
+        raise WorldError(f"SLURM's node list {nodelist!r} is not of the form node[1-3,7],gpu-02")
+    for hosts in re.findall(item, nodelist):
+        yield from _expand_brackets(hosts)
 
 
 def tasks_per_node(counts: str) -> list[int]:
@@ -879,6 +882,11 @@ def _left_over(world: World, variables: Variables) -> Iterator[Finding]:
     if world.source == "alone" and (address := _text(variables, "MASTER_ADDR")) is not None:
         advice = "set RANK and WORLD_SIZE too, or start with `paceline run`"
         yield Finding(Level.WARNING, "MASTER_ADDR", f"MASTER_ADDR={address} is set, but no rank: not used", advice)
+    said_local = _text(variables, "LOCAL_RANK") or _text(variables, "LOCAL_WORLD_SIZE")
+    if world.source == "RANK and WORLD_SIZE" and world.hosts > 1 and said_local is None:
+        text = "taken as one worker per host, because MASTER_ADDR is not loopback"
+        advice = "with several per host set LOCAL_RANK and LOCAL_WORLD_SIZE, or start with `paceline run`"
+        yield Finding(Level.OK, "local rank", text, advice)
     accelerators = _text(variables, "SKYPILOT_NUM_GPUS_PER_NODE") or "1"
     if world.source == "SkyPilot" and accelerators not in ("0", "1"):
         advice = f"use all with `paceline run --workers {accelerators} script.py`"
