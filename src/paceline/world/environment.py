@@ -583,7 +583,7 @@ def _settings(variables: Variables, size: int) -> LaunchSettings:
     if lanes is not None and lanes < size:
         raise WorldError(
             f"PACELINE_LANES={lanes} but there are {size} workers: a worker without a lane has nothing to do; "
-            f"give at least {size} lanes, or start {lanes} workers"
+            f"give at least {size} lanes, or start no more workers than lanes"
         )
     return LaunchSettings(
         lanes=lanes,
