@@ -108,3 +108,9 @@ def test_a_workers_socket_is_named() -> None:
     found = explain({"PACELINE_RANK": "0", "PACELINE_WORLD_SIZE": "1", "PACELINE_CONTROL": "/run/paceline/socket"})
     assert about(found, "world").text == "one worker, started by paceline run"
     assert about(found, "meets at").text == "the supervisor's socket /run/paceline/socket"
+
+
+def test_the_rank_that_paceline_run_sets_for_other_libraries_is_its_own() -> None:
+    for_others = {"RANK": "0", "WORLD_SIZE": "1", "GROUP_RANK": "0"}
+    found = explain({"PACELINE_RANK": "0", "PACELINE_WORLD_SIZE": "1"} | for_others)
+    assert [finding.about for finding in found] == ["world", "found by"]

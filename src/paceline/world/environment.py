@@ -814,8 +814,8 @@ def explain(variables: Variables | None = None) -> list[Finding]:
 
 
 def _same(launcher: Launcher, world: World) -> bool:
-    """torchrun speaks through RANK and WORLD_SIZE: they are its own, not another launcher's."""
-    return launcher.read is from_hand and world.source == "torchrun"
+    """torchrun and `paceline run` set RANK and WORLD_SIZE too: they are their own, not another launcher's."""
+    return launcher.read is from_hand and world.source in ("torchrun", "paceline run")
 
 
 def _in_words(world: World) -> str:
