@@ -19,6 +19,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from paceline.errors import ConfigError, PeerLostError, WorldError
+from paceline.world.environment import tensor_address
 from paceline.world.world import World
 
 
@@ -180,7 +181,7 @@ def _build_group(world: World, store: Store, backend: str, device: torch.device,
         options._timeout = timedelta(seconds=timeout_s)
         options._threads = 2
         # Without a name gloo listens on whatever the host name resolves to, which may be any interface.
-        options._devices = [dist.ProcessGroupGloo.create_device(hostname=world.host_address)]
+        options._devices = [dist.ProcessGroupGloo.create_device(hostname=tensor_address(world))]
         return dist.ProcessGroupGloo(store, world.rank, world.size, options)
     if backend == "nccl":
         if device.type != "cuda":

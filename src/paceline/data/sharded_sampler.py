@@ -5,8 +5,8 @@
     micro-batch 1              lane 0    lane 1    lane 2
 
 The last, smaller step deals what is left into as few micro-batches as can hold it, of equal length, first micro-batches
-first; nobody gets a sample twice and a lane that gets nothing is *absent* from the step. All of it is a function of the step's number: the number of workers
-appears nowhere.
+first; nobody gets a sample twice and a lane that gets nothing is *absent* from the step. All of it is a function of the
+step's number: the number of workers appears nowhere.
 """
 
 from __future__ import annotations

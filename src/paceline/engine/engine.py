@@ -260,7 +260,7 @@ class Engine:
                 "position": loader.position_after(step) if loader is not None else 0,
                 "models": [dict(model.state_dict()) for model in self._models],
                 "optimizers": [optimizer.state_dict() for optimizer in self._optimizers],
-                "schedulers": [scheduler.state_dict() for scheduler in self._schedulers],
+                "schedulers": [_scheduler_state(scheduler) for scheduler in self._schedulers],
             }
             try:
                 write_state(Path(folder), tree)
@@ -330,6 +330,8 @@ class Engine:
             self._optimizers.append(thing)
         elif _is_scheduler(thing):
             self._schedulers.append(thing)
+            if self._step is not None:  # made from a prepared optimizer, as a schedule over len(loader) must be
+                _patch_scheduler(thing, self._step)
         elif not isinstance(thing, DataLoader):
             raise ConfigError(
                 f"engine.prepare() takes models, optimizers, schedulers and DataLoaders, not {type(thing).__name__}"
@@ -416,8 +418,8 @@ class Engine:
             raise LoopError(f"engine.{name}() at {caller}: {self._step.broken}; end a loop early with engine.stop()")
         if self._step.inside_step:
             raise LoopError(
-                f"engine.{name}() at {caller} was called inside step {self.step + 1}: workers have different numbers of "
-                "items there, so it would hang; call it when engine.stepped is true, or use engine.mean() for values"
+                f"engine.{name}() at {caller} was called inside step {self.step + 1}: workers have different numbers "
+                "of items there, so it would hang; call it when engine.stepped is true, or use engine.mean() for values"
             )
 
     def _gathered(self, tensor: Tensor) -> Tensor:

@@ -36,8 +36,9 @@ class LaneSums:
         there = [(place, g) for place, g in enumerate(gradients) if g is not None]
         if len(there) < len(gradients):
             flat.zero_()
-        views = member_views(self.bucket, flat)
-        torch._foreach_copy_([views[place] for place, _ in there], [gradient for _, gradient in there])
+        if there:
+            views = member_views(self.bucket, flat)
+            torch._foreach_copy_([views[place] for place, _ in there], [gradient for _, gradient in there])
         self.nodes[lane] = flat
 
     def take_nothing(self, lane: int) -> None:

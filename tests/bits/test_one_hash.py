@@ -1,0 +1,77 @@
+"""The promise: the final weights have the same bits on 1, 2, 3 … workers, for any bucket size."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+
+from tests.bits.programs import PROGRAMS, compiled, convnet, gpt
+from tests.workers import hashes, run_workers
+
+
+@cache
+def hash_of_one_process(program: str, lanes: int, accumulate: int) -> str:
+    (found,) = hashes(run_workers(PROGRAMS[program], 1, lanes=lanes, accumulate=accumulate))
+    return found
+
+
+# program, workers, lanes, accumulate, bucket_mib: every pair of values appears in some row.
+PAIRWISE = [
+    ("gpt", 2, 4, 1, 4.0), ("gpt", 3, 5, 2, 0.001), ("gpt", 4, 8, 1, 0.01), ("gpt", 3, 4, 1, 0.01),
+    ("convnet", 2, 5, 1, 0.001), ("convnet", 3, 4, 2, 4.0), ("convnet", 4, 4, 1, 0.01),
+    ("lstm", 4, 5, 1, 4.0), ("lstm", 2, 8, 2, 0.01), ("lstm", 3, 8, 1, 0.001),
+    ("clipped", 4, 4, 2, 0.001), ("clipped", 3, 8, 1, 4.0), ("clipped", 2, 5, 1, 0.01),
+    ("short_last_step", 2, 4, 1, 0.01), ("short_last_step", 3, 5, 1, 4.0), ("short_last_step", 4, 4, 1, 0.001),
+    ("scheduled", 3, 4, 1, 0.001), ("scheduled", 4, 8, 2, 4.0), ("scheduled", 2, 4, 2, 0.01),
+    ("gan", 2, 4, 1, 0.001), ("gan", 3, 5, 1, 0.01), ("gan", 4, 8, 2, 4.0),
+    ("odd_parameters", 3, 4, 2, 0.001), ("odd_parameters", 4, 5, 1, 0.01), ("odd_parameters", 2, 8, 1, 4.0),
+]  # fmt: skip
+EVERYTHING = [
+    (program, workers, lanes, accumulate, bucket)
+    for program in PROGRAMS
+    for workers in (2, 3, 4)
+    for lanes in (4, 5, 8)
+    for accumulate in (1, 2)
+    for bucket in (0.001, 0.01, 4.0)
+]
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "case" in metafunc.fixturenames:
+        cases = EVERYTHING if metafunc.config.getoption("--full-product") else PAIRWISE
+        metafunc.parametrize("case", cases, ids=["-".join(map(str, case)) for case in cases])
+
+
+def test_any_number_of_workers_gives_the_bits_of_one_process(case: tuple[str, int, int, int, float]) -> None:
+    program, workers, lanes, accumulate, bucket_mib = case
+    found = hashes(run_workers(PROGRAMS[program], workers, lanes=lanes, accumulate=accumulate, bucket_mib=bucket_mib))
+    assert found == {hash_of_one_process(program, lanes, accumulate)}
+
+
+def test_loader_processes_and_overlap_change_no_bit() -> None:
+    job: dict[str, Any] = {"lanes": 4, "samples": 33, "epochs": 1}
+    plain = hashes(run_workers(convnet, 1, **job))
+    assert hashes(run_workers(convnet, 2, num_workers=2, overlap=False, **job)) == plain
+
+
+def test_two_threads_per_worker_give_one_hash() -> None:
+    job: dict[str, Any] = {"lanes": 4, "threads": 2, "epochs": 1, "samples": 32}
+    assert hashes(run_workers(gpt, 2, **job)) == hashes(run_workers(gpt, 1, **job))
+
+
+def test_a_compiled_model_gives_the_bits_of_one_process() -> None:
+    assert hashes(run_workers(compiled, 2, lanes=4)) == hashes(run_workers(compiled, 1, lanes=4))
+
+
+def test_another_seed_or_number_of_lanes_gives_other_bits() -> None:
+    """The oracle can fail: it sees what it is meant to see."""
+    found = [hash_of_one_process("gpt", lanes, 1) for lanes in (4, 5)]
+    (reseeded,) = hashes(run_workers(gpt, 1, lanes=4, seed=1))
+    assert len({*found, reseeded}) == 3
+
+
+def test_fast_reduction_trains_to_nearly_the_same_weights() -> None:
+    """`fast` promises agreement between the workers of one run, not bits across numbers of workers."""
+    assert len(hashes(run_workers(gpt, 3, lanes=4, reduction="fast", epochs=1))) == 1
