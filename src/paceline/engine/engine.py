@@ -260,7 +260,8 @@ class Engine:
                 "position": loader.position_after(step) if loader is not None else 0,
                 "models": [dict(model.state_dict()) for model in self._models],
                 "optimizers": [optimizer.state_dict() for optimizer in self._optimizers],
-                "schedulers": [_scheduler_state(scheduler) for scheduler in self._schedulers],
+                # state_dict() is the scheduler's __dict__, in which prepare() put a step() of ours.
+                "schedulers": [{k: v for k, v in s.state_dict().items() if k != "step"} for s in self._schedulers],
             }
             try:
                 write_state(Path(folder), tree)
