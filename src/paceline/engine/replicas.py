@@ -66,9 +66,12 @@ def check_same_models(comm: Communicator | None, models: Sequence[nn.Module]) ->
         return
     tables: list[dict[str, list[Any]]] = comm.gather_json(mine)
     for rank, table in enumerate(tables):
-        for complaint in _differences(tables[0], table):
+        complaints = list(_differences(tables[0], table))
+        if complaints:
+            # Another shape says more about the cause than the other values that come with it.
+            first = next((text for text in complaints if "other values" not in text), complaints[0])
             raise ReplicaError(
-                f"the models differ: {complaint.format(rank=rank)}; "
+                f"the models differ: {first.format(rank=rank)}; "
                 "build the model from the same seed and config on every worker (create the Engine before the model)"
             )
 

@@ -1,0 +1,237 @@
+"""What several workers do together: agree, notice when they don't, evaluate, stop, save and continue."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from paceline import Engine, World
+from paceline.errors import CheckpointError
+from tests.bits.programs import TiedGpt
+from tests.engine.loops import prepared
+from tests.workers import hashes, run_workers
+
+# -- start-up and drift ------------------------------------------------------------------------------------------------
+
+
+def builds_another_model(world: World, *, how: str) -> None:
+    with Engine(world=world) as engine:
+        if world.rank == 1 and how == "values":
+            torch.manual_seed(99)
+        wide = 9 if world.rank == 1 and how == "shape" else 8
+        layers: list[nn.Module] = [nn.Linear(wide, 4), nn.Linear(4, 1)]
+        if world.rank == 1 and how == "name":
+            layers.append(nn.Linear(1, 1))
+        model = nn.Sequential(*layers)
+        engine.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+@pytest.mark.parametrize(
+    ("how", "text"),
+    [
+        ("values", r"'0\.bias' has other values on worker 1 than on worker 0"),
+        ("shape", r"'0\.weight' has shape \[4, 9\] on worker 1, \[4, 8\] on worker 0"),
+        ("name", r"worker 1 has '2\.bias', worker 0 has not"),
+    ],
+)
+def test_models_that_differ_are_refused_on_every_worker_with_the_first_difference(how: str, text: str) -> None:
+    for result in run_workers(builds_another_model, 2, how=how):
+        assert result.error is not None
+        assert re.search(text, result.error), result.error
+        assert result.error.startswith("ReplicaError: the models differ")
+
+
+def drifts(world: World) -> None:
+    with Engine(world=world) as engine:
+        model, optimizer, loader = prepared(engine)
+        for x, y in loader:
+            engine.backward(F.mse_loss(model(x), y))
+            optimizer.step()
+            if engine.step == 2 and world.rank == 2:
+                model.weight.data[0, 3] += 1e-7
+
+
+def test_a_replica_that_drifts_is_named_with_its_tensor() -> None:
+    for result in run_workers(drifts, 3):
+        assert result.error is not None
+        assert result.error.startswith("ReplicaError: before step 3 the weights have drifted apart: 'weight'")
+        assert "on worker 2 from the others" in result.error
+
+
+# -- leaving -----------------------------------------------------------------------------------------------------------
+
+
+def leaves(world: World, *, how: str) -> int:
+    with Engine(world=world, lanes=4, timeout_s=20) as engine:
+        model, optimizer, loader = prepared(engine, samples=160)
+        for x, y in loader:
+            engine.backward(F.mse_loss(model(x), y))
+            if engine.step == 2 and world.rank == 1 and how == "break inside":
+                break
+            optimizer.step()
+            if engine.step == 2 and world.rank == 1 and how == "break after":
+                break
+            if engine.step == 2 and world.rank == 1 and how == "exit":
+                os._exit(0)
+        return engine.step
+
+
+@pytest.mark.parametrize(
+    ("how", "text"),
+    [
+        ("break inside", "worker 0 waited for worker 1, but it left its training loop inside step 3"),
+        ("break after", "worker 0 waited for worker 1, but it left its training loop after step 2"),
+        ("exit", "worker 0 lost its peers"),
+    ],
+)
+def test_a_worker_that_leaves_alone_is_named_by_those_who_wait(how: str, text: str) -> None:
+    first, second = run_workers(leaves, 2, how=how, timeout_s=30)
+    assert first.error is not None
+    assert first.error.startswith("PeerLostError: " + text), first.error
+    if how == "exit":
+        assert second.error == "Died: exit code 0"
+
+
+def stops(world: World) -> tuple[int, int]:
+    with Engine(world=world, lanes=4) as engine:
+        model, optimizer, loader = prepared(engine, samples=160)
+        for x, y in loader:
+            if engine.step == 2 and world.rank == 1:
+                engine.stop()
+            engine.backward(F.mse_loss(model(x), y))
+            optimizer.step()
+        return engine.step, loader.position
+
+
+def test_stop_by_one_worker_ends_the_loop_of_all_after_the_same_step() -> None:
+    assert [result.value for result in run_workers(stops, 3)] == [(3, 48)] * 3
+
+
+def has_nan(world: World) -> None:
+    with Engine(world=world, lanes=4) as engine:
+        model, optimizer, loader = prepared(engine, samples=64)
+        for x, y in loader:
+            bad = engine.step == 1 and bool((x == loader.dataset.tensors[0][28]).all(1).any())  # in lane 3 of step 2
+            engine.backward(F.mse_loss(model(x), y) * (math.nan if bad else 1.0))
+            optimizer.step()
+
+
+def test_a_nan_on_one_worker_stops_all_with_its_step_and_lane() -> None:
+    for result in run_workers(has_nan, 3):
+        assert result.error is not None
+        assert result.error.startswith("NonFiniteLossError: the loss of step 2 is nan in lane 3")
+
+
+# -- evaluation --------------------------------------------------------------------------------------------------------
+
+
+def evaluates(world: World, *, samples: int) -> tuple[list[float], float]:
+    with Engine(world=world, lanes=4) as engine:
+        prepared(engine)
+        ids = torch.arange(samples, dtype=torch.float32)
+        loader = engine.prepare(DataLoader(TensorDataset(ids), batch_size=3))
+        seen = [engine.gather_for_metrics({"id": batch})["id"] for (batch,) in loader]
+        ranks = engine.reduce(torch.tensor([float(world.rank)]), "max")
+        return torch.cat(seen).tolist(), ranks.item()
+
+
+@pytest.mark.parametrize(("workers", "samples"), [(1, 10), (2, 10), (3, 10), (3, 2), (4, 13)])
+def test_evaluation_sees_every_sample_once_in_order(workers: int, samples: int) -> None:
+    for result in run_workers(evaluates, workers, samples=samples):
+        assert result.error is None, result.traceback
+        assert result.value == ([float(i) for i in range(samples)], workers - 1)
+
+
+# -- saving ------------------------------------------------------------------------------------------------------------
+
+
+def trains(world: World, *, until: int, folder: str | None, resume: bool, **job: Any) -> str:
+    with Engine(world=world, **{"lanes": 4, "accumulate": 2} | job) as engine:
+        model = TiedGpt()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.02, total_steps=20)
+        text = torch.randint(0, 32, (75, 17), generator=torch.Generator().manual_seed(2))
+        loader = DataLoader(TensorDataset(text[:, :-1], text[:, 1:]), batch_size=4, shuffle=True)
+        model, optimizer, loader, schedule = engine.prepare(model, optimizer, loader, schedule)
+        if resume:
+            assert folder is not None
+            engine.load_state(folder)
+        while engine.step < until:
+            for x, y in loader:
+                engine.backward(F.cross_entropy(model(x).flatten(0, 1), y.flatten()))
+                optimizer.step()
+                schedule.step()
+                if engine.stepped and engine.step == until:
+                    break
+        if folder is not None and not resume:
+            engine.save_state(folder)
+        return engine.weights_hash()
+
+
+@pytest.mark.parametrize(("before", "after"), [(1, 3), (3, 2)])
+def test_a_run_stopped_and_continued_on_other_workers_ends_with_the_same_bits(
+    before: int, after: int, tmp_path: Path
+) -> None:
+    folder = str(tmp_path / "state")
+    straight = hashes(run_workers(trains, 1, until=8, folder=None, resume=False))
+    hashes(run_workers(trains, before, until=4, folder=folder, resume=False))
+    assert hashes(run_workers(trains, after, until=8, folder=folder, resume=True)) == straight
+
+
+def test_a_state_of_another_job_or_a_damaged_one_is_refused(tmp_path: Path) -> None:
+    folder = tmp_path / "state"
+    trains(World(), until=1, folder=str(folder), resume=False)
+    with pytest.raises(CheckpointError, match=r"another job.*accumulate was 2, is 1; seed was 0, is 7"):
+        trains(World(), until=2, folder=str(folder), resume=True, accumulate=1, seed=7)
+    tensors = folder / "tensors.safetensors"
+    data = bytearray(tensors.read_bytes())
+    data[-1] ^= 1
+    tensors.write_bytes(data)
+    with pytest.raises(CheckpointError, match="damaged"):
+        trains(World(), until=2, folder=str(folder), resume=True)
+    with pytest.raises(CheckpointError, match="there is no saved state"):
+        trains(World(), until=2, folder=str(tmp_path / "nowhere"), resume=True)
+
+
+# -- overlap, and what is left behind ----------------------------------------------------------------------------------
+
+
+def counts_buckets(world: World, *, overlap: bool) -> int:
+    with Engine(world=world, overlap=overlap, bucket_mib=0.001) as engine:
+        model = nn.Sequential(*(nn.Linear(32, 32) for _ in range(6)), nn.Linear(32, 1))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        data = TensorDataset(torch.randn(64, 32), torch.randn(64, 1))
+        model, optimizer, loader = engine.prepare(model, optimizer, DataLoader(data, batch_size=4))
+        for x, y in loader:
+            engine.backward(F.mse_loss(model(x), y))
+            optimizer.step()
+        return engine.timing.left_during_backward
+
+
+def test_buckets_leave_while_backward_runs_unless_told_otherwise() -> None:
+    assert min(result.value for result in run_workers(counts_buckets, 2, overlap=True)) >= 6
+    assert [result.value for result in run_workers(counts_buckets, 2, overlap=False)] == [0, 0]
+
+
+def leaves_nothing(world: World) -> list[str]:
+    with Engine(world=world, lanes=4) as engine:
+        model, optimizer, loader = prepared(engine)
+        for x, y in loader:
+            engine.backward(F.mse_loss(model(x), y))
+            optimizer.step()
+    assert not any(p._post_accumulate_grad_hooks for p in model.parameters())
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("paceline")]
+
+
+def test_closing_ends_threads_and_removes_hooks() -> None:
+    assert [result.value for result in run_workers(leaves_nothing, 3)] == [[], [], []]
