@@ -13,7 +13,8 @@ from pathlib import Path
 
 import psutil
 import pytest
-from conftest import QUICK, Launch, alive, wait_until
+
+from tests.launch.launching import QUICK, Launch, alive, wait_until
 
 Start = Callable[..., Launch]
 
@@ -71,7 +72,7 @@ client.tell("progress", step=1, total=1, fields={"loss": 0.5})
         assert f"[{rank}] caf\ufffd without an end\n" in finished.out
         assert f"[{rank}] to stderr\n" in finished.err
     assert "paceline: step 1/1 · loss 0.5\n" in finished.out
-    assert list(started.temporary.iterdir()) == []
+    assert started.run_folders() == []
 
 
 def test_a_worker_that_raises_is_named_first_with_its_step_and_traceback(launch: Start) -> None:
@@ -116,7 +117,9 @@ raise PeerLostError("worker 2 left") if rank else RuntimeError("pair.cc:534] Con
     finished = started.finish()
     assert finished.code == 128 + signal.SIGKILL
     lines = finished.err.splitlines()
-    assert re.fullmatch(r"paceline: worker 2 \(pid \d+\) was killed by SIGKILL at step 17 \(out of memory\?\)", lines[0])
+    assert re.fullmatch(
+        r"paceline: worker 2 \(pid \d+\) was killed by SIGKILL at step 17 \(out of memory\?\)", lines[0]
+    )
     assert "worker 1 (PeerLostError: worker 2 left)" in lines[1]
     assert len(lines) == 2
     assert "[2] last words\n" in finished.out
@@ -162,7 +165,7 @@ def test_interrupting_stops_everything(launch: Start, number: signal.Signals, sa
     finished = started.finish()
     assert (finished.code, finished.err) == (128 + number, f"paceline: stopped by {says} at step 3\n")
     assert alive(pids) == []
-    assert list(started.temporary.iterdir()) == []
+    assert started.run_folders() == []
 
 
 def test_a_second_ctrl_c_does_not_wait_for_workers_that_ignore_sigterm(launch: Start) -> None:
@@ -183,7 +186,7 @@ def test_no_process_and_no_folder_outlives_a_killed_supervisor_by_two_seconds(la
     assert len(set(pids)) == 7  # the stable, two workers, two children of each
     started.process.kill()
     wait_until(lambda: not alive(pids), 2, "nobody is left")
-    wait_until(lambda: not list(started.temporary.iterdir()), 1, "the run folder is gone")
+    wait_until(lambda: not started.run_folders(), 1, "the run folder is gone")
 
 
 def test_killing_the_stable_ends_the_job_with_its_grandchildren(launch: Start) -> None:
@@ -233,7 +236,11 @@ def test_a_module_runs_as_main(launch: Start, tmp_path: Path) -> None:
     [
         ("nowhere.py", 2, "no script 'nowhere.py' in "),
         ("-m nowhere", 2, "no module named 'nowhere'"),
-        ("--workers 4 --lanes 2 {me}", 2, "4 workers but only 2 lanes; every worker rides at least one: use --workers 2"),
+        (
+            "--workers 4 --lanes 2 {me}",
+            2,
+            "4 workers but only 2 lanes; every worker rides at least one: use",
+        ),
         ("--workers 0 {me}", 2, "--workers 0; a job has at least one"),
         ("--workers two {me}", 2, "--workers 'two' is neither a number nor auto"),
         ("--nnodes 2 {me}", 2, "several hosts need --host-rank"),
@@ -242,7 +249,11 @@ def test_a_module_runs_as_main(launch: Start, tmp_path: Path) -> None:
         ("--hosts 2 --node_rank 0 {me}", 2, "several hosts need --coordinator"),
         ("--hosts 2 --node-rank 0 --master-addr 127.0.0.1 {me}", 2, "several hosts need a secret"),
         ("--hosts 2 --host-rank 0 --coordinator 127.0.0.1 --secret-file {me} {me}", 2, "is not ADDRESS:PORT"),
-        ("--hosts 2 --host-rank 0 --coordinator 127.0.0.1:{busy} --secret-file {me} {me}", 3, "port {busy} on 127.0.0.1"),
+        (
+            "--hosts 2 --host-rank 0 --coordinator 127.0.0.1:{busy} --secret-file {me} {me}",
+            3,
+            "port {busy} on 127.0.0.1",
+        ),
         (
             "--hosts 2 --host-rank 1 --coordinator 127.0.0.1:{free} --secret-file {me} --meet-timeout-s 0.3 {me}",
             3,
@@ -291,7 +302,8 @@ key = base64.b64encode(str(rank).encode()).decode()
 control.ask("store.set", timeout_s=10, keys=[f"rank{rank}"], values=[key])
 size = int(os.environ["PACELINE_WORLD_SIZE"])
 answer = control.ask("store.get", timeout_s=10, keys=[f"rank{r}" for r in range(size)])
-place = [os.environ[f"PACELINE_{n}"] for n in ("LOCAL_RANK", "LOCAL_SIZE", "HOST_RANK", "HOSTS", "HOST_ADDRESS", "SEED")]
+names = ("LOCAL_RANK", "LOCAL_SIZE", "HOST_RANK", "HOSTS", "HOST_ADDRESS", "SEED")
+place = [os.environ.get(f"PACELINE_{name}") for name in names]
 print("met", *[base64.b64decode(v).decode() for v in answer["values"]], "as", *place)
 assert "PACELINE_SECRET" not in os.environ
 control.tell("step", step=5)
@@ -332,7 +344,7 @@ def test_a_wrong_secret_is_refused_on_both_sides_and_the_job_goes_on_waiting(lau
     refused = stranger.finish()
     assert refused.code == 3
     assert refused.err == (
-        "paceline: the coordinator does not know this job's secret; give every host the same --secret-file\n"
+        "paceline: the coordinator has another secret than this host; give every host the same --secret-file\n"
     )
     guest = launch(f"{where} --host-rank 1", MEETS_THE_OTHERS, environment={"PACELINE_SECRET": "right"})
     one = first.finish()

@@ -1,4 +1,4 @@
-"""`paceline`, except that the stable imports no torch: a launch takes 0.3 s, for tests of what has nothing to do with it."""
+"""`paceline`, except that the stable imports no torch: a launch takes 0.3 s."""
 
 from __future__ import annotations
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import logging
 import stat
 from base64 import b64decode, b64encode
 from collections.abc import Awaitable, Callable, Sequence
@@ -27,7 +26,8 @@ Body = dict[str, Any]
 LINE_LIMIT = 64 * 2**20
 """A line longer than this is not one of ours."""
 
-logger = logging.getLogger(__name__)
+NONSENSE = (LookupError, TypeError, ValueError)
+"""What reading a message of the wrong form raises; it must not take the connection, and so the worker, with it."""
 
 
 class Listener(Protocol):
@@ -86,9 +86,10 @@ class Link:
 class ControlServer:
     """Accepts this host's workers and hands what they say to a `Listener`."""
 
-    def __init__(self, path: Path, listener: Listener) -> None:
+    def __init__(self, path: Path, listener: Listener, complain: Callable[[str], None]) -> None:
         self._path = path
         self._listener = listener
+        self._complain = complain
         self._server: asyncio.Server | None = None
         self._links: set[asyncio.Task[None]] = set()
 
@@ -109,7 +110,7 @@ class ControlServer:
         try:
             await self._serve(link)
         except WorldError as error:
-            logger.warning("a worker's connection was dropped: %s", error)
+            self._complain(f"paceline: a worker's connection was dropped: {error}")
         except asyncio.CancelledError:
             pass  # the server is closing; asyncio would log a cancelled handler as an error
         finally:
@@ -123,18 +124,24 @@ class ControlServer:
         if hello.get("kind") != "hello":
             raise WorldError(f"the first words were {hello.get('kind')!r} and not 'hello'")
         rank = int(hello["body"]["rank"])
-        self._listener.told(rank, "hello", hello["body"])
+        self._tell(rank, hello)
         questions: set[asyncio.Task[None]] = set()
         try:
             while (message := await link.receive()) is not None:
                 if "id" not in message:
-                    self._listener.told(rank, message["kind"], message["body"])
+                    self._tell(rank, message)
                     continue
                 task = asyncio.create_task(reply(link, message, self._asker(rank)))
                 questions.add(task)
                 task.add_done_callback(questions.discard)
         finally:
             await _cancel(questions)
+
+    def _tell(self, rank: int, message: Body) -> None:
+        try:
+            self._listener.told(rank, message["kind"], message["body"])
+        except NONSENSE as error:
+            self._complain(f"paceline: worker {rank} told {message.get('kind')!r}, which makes no sense: {error}")
 
     def _asker(self, rank: int) -> Callable[[str, Body, float], Awaitable[Body]]:
         async def ask(kind: str, body: Body, timeout_s: float) -> Body:
@@ -153,6 +160,9 @@ async def reply(link: Speaker, message: Body, ask: Callable[[str, Body, float], 
         body = await ask(message["kind"], message["body"], float(message["timeout_s"]))
     except WorldError as error:
         link.send({"id": message["id"], "error": str(error)})
+    except NONSENSE as error:
+        said = f"the question {message.get('kind')!r} makes no sense: {type(error).__name__}: {error}"
+        link.send({"id": message["id"], "error": said})
     else:
         link.send({"id": message["id"], "body": body})
 

@@ -65,7 +65,7 @@ class Coordinator:
             case "progress":
                 self._on_progress(Progress(int(body["step"]), body.get("total"), body.get("fields") or {}))
             case _:
-                raise WorldError(f"worker {rank} told {kind!r}, which this supervisor does not know")
+                raise ValueError("this supervisor does not know it")
 
     async def answer(self, rank: int, kind: str, body: Body, timeout_s: float) -> Body:
         if kind == "failed":
@@ -178,7 +178,13 @@ class Coordinator:
     def _spawn(self, work: Any) -> None:
         task: asyncio.Task[None] = asyncio.create_task(work)
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(self._finished)
+
+    def _finished(self, task: asyncio.Task[None]) -> None:
+        """An error of our own in the background ends the job with it, instead of leaving everyone waiting."""
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None and not self.outcome.done():
+            self.outcome.set_exception(error)
 
 
 class Member:
@@ -190,6 +196,7 @@ class Member:
         self._answers: dict[int, asyncio.Future[Body]] = {}
         self._asked = 0
         self._listening = asyncio.create_task(self._listen())
+        self._listening.add_done_callback(self._heard_all)
 
     def told(self, rank: int, kind: str, body: Body) -> None:
         self._link.send({"kind": "told", "rank": rank, "what": kind, "body": body})
@@ -247,3 +254,7 @@ class Member:
     def _decide(self, outcome: Outcome) -> None:
         if not self.outcome.done():
             self.outcome.set_result(outcome)
+
+    def _heard_all(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and (error := task.exception()) is not None and not self.outcome.done():
+            self.outcome.set_exception(error)

@@ -131,7 +131,7 @@ async def prove_as_host(link: Link, secret: bytes) -> SealedLink:
     challenge = await _expect(link)
     theirs = str(challenge.get("nonce"))
     if not _proved(challenge.get("proof"), secret, "coordinator", mine, theirs):
-        raise WorldError("the coordinator does not know this job's secret; give every host the same --secret-file")
+        raise WorldError("the coordinator has another secret than this host; give every host the same --secret-file")
     link.send({"proof": _prove(secret, "host", mine, theirs)})
     verdict = await _expect(link)
     if verdict.get("welcome") is not True:

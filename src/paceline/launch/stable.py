@@ -8,9 +8,12 @@ milliseconds and shares the pages. The stable runs no tensor code and starts no 
 Nothing outlives the supervisor. The stable is told of its death twice (the channel ends, and SIGTERM by
 PR_SET_PDEATHSIG), kills every worker's process group, and as their *subreaper* also what they left behind; workers in
 turn die with the stable. When a worker ends, its group is killed *before* it is reaped, while its number can't have
-been given to another process.
+been given to another process: by SIGTERM, so that helpers that clean up after it (multiprocessing's resource tracker
+unlinks shared memory) still can, and after `LINGER_S` by SIGKILL.
 
-    supervisor ──▶ {"kind": "start", "rank": 0, "control": …, "variables": {…}} + stdout and stderr as descriptors
+A request to start comes with the worker's stdout and stderr as open descriptors:
+
+    supervisor ──▶ {"kind": "start", "rank": 0, "control": …, "variables": {…}}
                ──▶ {"kind": "signal", "signal": 15}                       to the process group of every worker
                ◀── {"kind": "ready"}, {"kind": "started", "rank", "pid"}, {"kind": "exited", "rank", "status"}
 """
@@ -29,7 +32,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -39,6 +42,7 @@ from paceline.launch.worker_main import Assignment, Script, run_worker
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
 MESSAGE_LIMIT = 128 * 2**10
+LINGER_S = 0.25
 LAST_REAPING_S = 1.0
 
 
@@ -50,6 +54,7 @@ class Stable:
         self._run_folder = run_folder
         self._serving = False
         self._ranks: dict[int, int] = {}
+        self._lingering: dict[int, float] = {}
         self._told_to_end = False
         self._woken, self._waker = socket.socketpair()
         self._waker.setblocking(False)
@@ -57,6 +62,7 @@ class Stable:
         signal.set_wakeup_fd(self._waker.fileno(), warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda number, frame: None)
         signal.signal(signal.SIGTERM, self._sigterm)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
 
     def serve(self) -> Assignment | None:
         """Fork workers until the supervisor goes: None in the stable itself, an assignment in each new worker."""
@@ -66,10 +72,10 @@ class Stable:
             selector.register(self._channel, selectors.EVENT_READ)
             selector.register(self._woken, selectors.EVENT_READ)
             while not self._told_to_end:
-                ready = [key.fileobj for key, _ in selector.select()]
+                ready = [key.fileobj for key, _ in selector.select(LINGER_S / 5 if self._lingering else None)]
                 if self._woken in ready:
                     self._woken.recv(4096)
-                    self._reap()
+                self._reap()
                 if self._channel in ready:
                     assignment = self._obey()
                     if assignment is not None:
@@ -83,21 +89,17 @@ class Stable:
             shutil.rmtree(self._run_folder)
 
     def _end_workers(self) -> None:
-        """Kill what is left, adopted grandchildren included. SIGKILL asks nobody, so this takes milliseconds."""
+        """Kill the workers, then what they left behind, adopted grandchildren in groups of their own included."""
         deadline = time.monotonic() + LAST_REAPING_S
-        while time.monotonic() < deadline:
-            for pid in self._ranks:
-                _kill_group(pid, signal.SIGKILL)
-            for pid in _children():
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
-            try:
-                pid, _ = os.waitpid(-1, os.WNOHANG)
-            except ChildProcessError:
-                return
-            if pid == 0:
-                time.sleep(0.005)
-            self._ranks.pop(pid, None)
+        for pid in self._ranks:
+            os.kill(pid, signal.SIGKILL)
+        while (self._ranks or self._lingering) and time.monotonic() < deadline:
+            self._reap()
+            time.sleep(0.005)
+        while (left := list(_children())) and time.monotonic() < deadline:
+            for pid in left:
+                os.kill(pid, signal.SIGKILL)  # ours to reap, so the number is still its own
+                os.waitpid(pid, 0)
 
     def _obey(self) -> Assignment | None:
         data, descriptors, _, _ = socket.recv_fds(self._channel, MESSAGE_LIMIT, 2)
@@ -139,19 +141,29 @@ class Stable:
         return True
 
     def _reap(self) -> None:
-        while True:
-            try:
-                ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-            except ChildProcessError:
-                return
-            if ended is None:
-                return
-            rank = self._ranks.pop(ended.si_pid, None)
-            if rank is not None:
-                _kill_group(ended.si_pid, signal.SIGKILL)
-            _, status = os.waitpid(ended.si_pid, 0)
-            if rank is not None:
-                self._tell({"kind": "exited", "rank": rank, "status": os.waitstatus_to_exitcode(status)})
+        """Report workers that ended, and take leave of their groups."""
+        for pid, rank in list(self._ranks.items()):
+            ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            if ended is not None:
+                del self._ranks[pid]
+                self._lingering[pid] = time.monotonic() + LINGER_S
+                _kill_group(pid, signal.SIGTERM)
+                status = ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
+                self._tell({"kind": "exited", "rank": rank, "status": status})
+        if self._lingering:
+            self._bury(list(_children()))
+
+    def _bury(self, children: list[int]) -> None:
+        """Reap the ended worker last of its group; its orphans have become our own children by then."""
+        groups: dict[int, int] = {}
+        for pid in children:
+            if pid not in self._ranks and pid not in self._lingering and os.waitpid(pid, os.WNOHANG)[0] == 0:
+                groups[pid] = os.getpgid(pid)
+        for pid, deadline in list(self._lingering.items()):
+            if pid not in groups.values() or time.monotonic() >= deadline:
+                _kill_group(pid, signal.SIGKILL)
+                os.waitpid(pid, 0)
+                del self._lingering[pid]
 
     def _tell(self, message: dict[str, Any]) -> None:
         try:
@@ -193,12 +205,8 @@ def _children() -> Iterator[int]:
         yield from map(int, task.read_text().split())
 
 
-PRELOADED = ("torch", "torch.distributed", "torch._dynamo", "torch.nn.parallel.distributed")
-"""What the first lines of a training script import; the first optimizer or DDP object imports `torch._dynamo`."""
-
-
-def preload() -> None:
-    for module in PRELOADED:
+def preload(modules: Sequence[str]) -> None:
+    for module in modules:
         importlib.import_module(module)
     # Collected garbage would dirty pages that all workers share; what exists now lives as long as they do.
     gc.collect()
@@ -206,11 +214,11 @@ def preload() -> None:
 
 
 def main() -> None:
-    channel, supervisor, run_folder, form, target, *arguments = sys.argv[1:]
+    channel, supervisor, run_folder, modules, form, target, *arguments = sys.argv[1:]
     stable = Stable(socket.socket(fileno=int(channel)), Path(run_folder))
     die_with_parent(int(supervisor), signal.SIGTERM)
     _prctl(PR_SET_CHILD_SUBREAPER, 1)
-    preload()
+    preload(modules.split())
     assignment = stable.serve()
     if assignment is None:
         stable.end()

@@ -35,6 +35,9 @@ from paceline.launch.worker_main import Script
 from paceline.world import environment
 from paceline.world.world import LOOPBACK, ControlSocket, LaunchSettings, World
 
+PRELOADED: tuple[str, ...] = ("torch", "torch.distributed", "torch._dynamo", "torch.nn.parallel.distributed")
+"""What the first lines of a training script import; the first optimizer or DDP object imports `torch._dynamo`."""
+
 GRACE_S = 1.0
 """Between SIGTERM and SIGKILL."""
 DRAIN_S = 0.5
@@ -108,8 +111,11 @@ def worker_variables(seat: Seat, local_rank: int, control: str) -> dict[str, str
         host_address=seat.host_address,
         settings=seat.settings,
     )
+    # gloo listens on whatever the host's name resolves to, unless it is told where.
+    gloo = {"GLOO_SOCKET_IFNAME": "lo"} if seat.hosts == 1 else {}
     return {
         **environment.worker_environment(world),
+        **gloo,
         "RANK": str(world.rank),
         "WORLD_SIZE": str(world.size),
         "LOCAL_RANK": str(world.local_rank),
@@ -152,11 +158,16 @@ class Supervisor:
         seat, decider = met
         self._decider = decider
         control = folder / "control.sock"
-        server = ControlServer(control, decider)
+        server = ControlServer(control, decider, self._screen.say)
         stable = StableProcess(self._job.script, folder, default_threads(seat.settings, seat.size))
         try:
             await server.start()
             watching = asyncio.create_task(self._watch(stable, seat, str(control)))
+            # Whichever ends first: a report that makes no sense must not leave us waiting for an outcome.
+            either: set[asyncio.Future[Any]] = {watching, decider.outcome}
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+            if watching.done():
+                watching.result()
             outcome = await decider.outcome
             await self._catch_up()
             self._say(outcome.lines)
@@ -311,9 +322,10 @@ class StableProcess:
         with theirs:
             form = "module" if script.is_module else "file"
             # -P: the current folder must not shadow what torch imports; the worker puts the script's own in front.
+            for_stable = [str(theirs.fileno()), str(os.getpid()), str(folder), " ".join(PRELOADED)]
             python = [sys.executable, "-P", "-m", "paceline.launch.stable"]
             self._process = subprocess.Popen(
-                [*python, str(theirs.fileno()), str(os.getpid()), str(folder), form, script.target, *script.arguments],
+                [*python, *for_stable, form, script.target, *script.arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
