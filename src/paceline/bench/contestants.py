@@ -1,0 +1,133 @@
+"""Who trains: each contestant has its own copy of the model and optimizer, and does one step when asked.
+
+| contestant       | one step includes                                                                     |
+|------------------|---------------------------------------------------------------------------------------|
+| paceline-*       | the loader's fetch and collate, forward, engine.backward, step, zero_grad, all checks |
+| torch-ddp        | forward, backward, step, zero_grad on batches made beforehand                         |
+| torch-ddp-views  | the same with gradient_as_bucket_view=True                                            |
+| no-communication | the same without DDP: the ceiling, workers that never talk                            |
+
+The peers get their tensors ready made and paceline pays for its loader, so a ratio errs against paceline. An exact
+Engine allows only deterministic algorithms. That is a setting of the whole process, so each contestant runs under its
+own.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch._C._distributed_c10d import Store
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader
+
+import paceline
+from paceline.bench.race import OURS, EngineOptions, EngineTiming, Race
+from paceline.bench.workloads import FixedSamples, Workload, adamw
+from paceline.launch.hosts import free_port
+from paceline.world.world import LOOPBACK, TcpRendezvous, World
+
+
+class Contestant(Protocol):
+    deterministic: bool
+
+    def step(self) -> None: ...
+    def take_timings(self) -> list[EngineTiming]:
+        """Of the steps since the last call; empty for contestants that measure nothing themselves."""
+        ...
+
+    def close(self) -> None: ...
+
+
+def enter(name: str, workload: Workload, race: Race, world: World, store: Store, most_steps: int) -> Contestant:
+    """The contestant of this name; every worker enters the same ones in the same order."""
+    match name:
+        case "torch-ddp":
+            return PlainLoop(DistributedDataParallel(workload.build()), workload, world.rank)
+        case "torch-ddp-views":
+            views = DistributedDataParallel(workload.build(), gradient_as_bucket_view=True)
+            return PlainLoop(views, workload, world.rank)
+        case "no-communication":
+            return PlainLoop(workload.build(), workload, world.rank)
+    return PacelineLoop(OURS[name], workload, race, own_meeting_place(name, world, store), most_steps)
+
+
+class PlainLoop:
+    """The loop of a torch user, with or without DDP around the model."""
+
+    deterministic = False
+
+    def __init__(self, model: nn.Module, workload: Workload, rank: int) -> None:
+        self._model, self._workload = model, workload
+        self._optimizer = adamw(model)
+        drawn = [workload.draw(workload.batch_size, seed=100 * rank + number) for number in range(4)]
+        self._batches = itertools.cycle(drawn)
+
+    def step(self) -> None:
+        inputs, targets = next(self._batches)
+        loss = self._workload.loss(self._model(inputs), targets)
+        loss.backward()  # type: ignore[no-untyped-call]
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+
+    def take_timings(self) -> list[EngineTiming]:
+        return []
+
+    def close(self) -> None:
+        pass
+
+
+class PacelineLoop:
+    """The loop of a paceline user, one item a step because there are as many lanes as workers."""
+
+    def __init__(self, options: EngineOptions, workload: Workload, race: Race, world: World, most_steps: int) -> None:
+        self._workload = workload
+        buckets: dict[str, Any] = {} if race.bucket_mib is None else {"bucket_mib": race.bucket_mib}
+        self._engine = paceline.Engine(
+            world=world,
+            lanes=world.size,
+            threads=1,
+            device="cpu",
+            backend=race.backend,
+            reduction=options.reduction,
+            overlap=options.overlap,
+            **buckets,
+        )
+        self.deterministic = torch.are_deterministic_algorithms_enabled()
+        samples = FixedSamples(workload, length=most_steps * world.size * workload.batch_size)
+        model = workload.build()
+        self._model, self._optimizer, loader = self._engine.prepare(
+            model, adamw(model), DataLoader(samples, batch_size=workload.batch_size)
+        )
+        self._batches = iter(loader)
+        self._timings: list[EngineTiming] = []
+
+    def step(self) -> None:
+        inputs, targets = next(self._batches)
+        loss = self._workload.loss(self._model(inputs), targets)
+        self._engine.backward(loss)
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        last = self._engine.timing
+        self._timings.append(EngineTiming(last.exposed_s, last.backward_s, last.left_during_backward))
+
+    def take_timings(self) -> list[EngineTiming]:
+        taken, self._timings = self._timings, []
+        return taken
+
+    def close(self) -> None:
+        self._batches.close()  # what a `break` does
+        self._engine.close()
+
+
+def own_meeting_place(name: str, world: World, store: Store) -> World:
+    """The same world with a store for this Engine alone: two in one process would write each other's keys."""
+    if world.size == 1:
+        return world
+    key = f"meeting place of {name}"
+    if world.is_main:
+        store.set(key, str(free_port(LOOPBACK)))
+    return replace(world, rendezvous=TcpRendezvous(LOOPBACK, int(store.get(key))))

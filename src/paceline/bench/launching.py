@@ -1,0 +1,30 @@
+"""Start a race: the same supervisor, stable and workers as `paceline run`, with `measure` as the script."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from paceline.bench.race import Race
+from paceline.launch.supervisor import Job, supervise
+from paceline.launch.worker_main import Script
+from paceline.world.world import LaunchSettings
+
+
+def run_in_workers(race: Race) -> dict[str, Any] | int:
+    """The result, or the exit code of workers that failed; the supervisor has told why."""
+    with tempfile.TemporaryDirectory(prefix="paceline-bench-") as folder:
+        result_file = Path(folder) / "result.json"
+        job = Job(
+            script=Script("paceline.bench.measure", (race.to_json(), str(result_file)), is_module=True),
+            workers=race.workers,
+            settings=LaunchSettings(lanes=race.workers, threads=1, backend=race.backend),
+        )
+        code = asyncio.run(supervise(job))
+        if code != 0:
+            return code
+        result: dict[str, Any] = json.loads(result_file.read_text())
+        return result

@@ -1,0 +1,159 @@
+"""The three workloads: what every contestant trains, from the same seed, on the same kind of batches.
+
+| workload | model                                                            | parameters | batch | counted in |
+|----------|------------------------------------------------------------------|------------|-------|------------|
+| mlp25m   | 1024 → 2048, five 2048 → 2048, head 2048 → 1024, ReLU between    | 25,179,136 | 32    | samples/s  |
+| gpt10m   | 5 blocks of width 384, 6 heads, vocabulary 2048, sequence of 128 | 10,495,104 | 4     | tokens/s   |
+| convnet  | six 3×3 convolutions with BatchNorm and ReLU, on 32×32 images    | 1,129,514  | 32    | samples/s  |
+
+They stand for three ratios of communication to computation: much, middling, and little with buffers to keep in step.
+The loss is the cross entropy in all of them, the batch is per worker, and AdamW is fused.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
+LEARNING_RATE = 1e-4
+SEED = 0
+
+
+class Mlp(nn.Sequential):
+    def __init__(self) -> None:
+        widths = [1024] + [2048] * 6
+        hidden: list[nn.Module] = []
+        for before, after in itertools.pairwise(widths):
+            hidden += [nn.Linear(before, after), nn.ReLU()]
+        super().__init__(*hidden, nn.Linear(2048, 1024))
+
+
+class Block(nn.Module):
+    """Attention, then a feed-forward four times as wide; the norm comes before each."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.attention_norm = nn.LayerNorm(width)
+        self.queries_keys_values = nn.Linear(width, 3 * width)
+        self.attention_out = nn.Linear(width, width)
+        self.feed_forward_norm = nn.LayerNorm(width)
+        self.feed_forward = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        hidden = hidden + self.attention_out(self._attend(self.attention_norm(hidden)))
+        widened: Tensor = self.feed_forward(self.feed_forward_norm(hidden))
+        return hidden + widened
+
+    def _attend(self, hidden: Tensor) -> Tensor:
+        split = self.queries_keys_values(hidden).unflatten(-1, (3, self.heads, -1))
+        queries, keys, values = split.permute(2, 0, 3, 1, 4)
+        attended = F.scaled_dot_product_attention(queries, keys, values, is_causal=True)
+        return attended.transpose(1, 2).flatten(-2)
+
+
+class Gpt(nn.Module):
+    VOCABULARY, WIDTH, BLOCKS, HEADS, SEQUENCE = 2048, 384, 5, 6, 128
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(self.VOCABULARY, self.WIDTH)
+        self.positions = nn.Embedding(self.SEQUENCE, self.WIDTH)
+        self.blocks = nn.Sequential(*(Block(self.WIDTH, self.HEADS) for _ in range(self.BLOCKS)))
+        self.norm = nn.LayerNorm(self.WIDTH)
+        self.head = nn.Linear(self.WIDTH, self.VOCABULARY, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        hidden = self.tokens(tokens) + self.positions.weight[: tokens.shape[1]]
+        logits: Tensor = self.head(self.norm(self.blocks(hidden)))
+        return logits
+
+
+class Convnet(nn.Module):
+    CHANNELS_AND_STRIDES = ((32, 1), (64, 2), (128, 2), (128, 1), (256, 2), (256, 1))
+
+    def __init__(self) -> None:
+        super().__init__()
+        layers: list[nn.Module] = []
+        before = 3
+        for after, stride in self.CHANNELS_AND_STRIDES:
+            layers += [nn.Conv2d(before, after, 3, stride, padding=1, bias=False), nn.BatchNorm2d(after), nn.ReLU()]
+            before = after
+        self.features = nn.Sequential(*layers)
+        self.head = nn.Linear(before, 10)
+
+    def forward(self, images: Tensor) -> Tensor:
+        logits: Tensor = self.head(self.features(images).mean((2, 3)))
+        return logits
+
+
+@dataclass(frozen=True)
+class Workload:
+    name: str
+    model: Callable[[], nn.Module]
+    samples: Callable[[int, torch.Generator], tuple[Tensor, Tensor]]
+    batch_size: int
+    units_per_sample: int
+    unit: str
+
+    def build(self) -> nn.Module:
+        """The model with the weights that all contestants start from."""
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(SEED)
+            return self.model()
+
+    def draw(self, count: int, seed: int) -> tuple[Tensor, Tensor]:
+        """`count` random samples: inputs and targets."""
+        return self.samples(count, torch.Generator().manual_seed(seed))
+
+    @staticmethod
+    def loss(logits: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy(logits.flatten(0, -2), targets.flatten())
+
+
+class FixedSamples(Dataset[tuple[Tensor, Tensor]]):
+    """A map-style dataset of any length over a few samples in memory, for a loop that should never run dry."""
+
+    def __init__(self, workload: Workload, length: int, seed: int = SEED) -> None:
+        self._inputs, self._targets = workload.draw(4 * workload.batch_size, seed)
+        self._length = length
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        place = index % len(self._inputs)
+        return self._inputs[place], self._targets[place]
+
+
+def adamw(model: nn.Module) -> torch.optim.AdamW:
+    return torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
+
+
+def _vectors(count: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    return torch.randn(count, 1024, generator=generator), torch.randint(1024, (count,), generator=generator)
+
+
+def _texts(count: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    tokens = torch.randint(Gpt.VOCABULARY, (count, Gpt.SEQUENCE + 1), generator=generator)
+    return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+
+
+def _images(count: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    return torch.randn(count, 3, 32, 32, generator=generator), torch.randint(10, (count,), generator=generator)
+
+
+WORKLOADS = {
+    workload.name: workload
+    for workload in (
+        Workload("mlp25m", Mlp, _vectors, batch_size=32, units_per_sample=1, unit="samples/s"),
+        Workload("gpt10m", Gpt, _texts, batch_size=4, units_per_sample=Gpt.SEQUENCE, unit="tokens/s"),
+        Workload("convnet", Convnet, _images, batch_size=32, units_per_sample=1, unit="samples/s"),
+    )
+}

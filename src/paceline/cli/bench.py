@@ -1,0 +1,144 @@
+"""`paceline bench step | overlap | startup`: measured beside what people use today, in one interleaved run.
+
+    paceline bench step --workload mlp25m --against torch-ddp --workers 2 --json step.json
+    paceline bench overlap --workload mlp25m --workers 2
+    paceline bench startup --workers 2
+
+What each side's figures include is written in docs/benchmarks.md.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from paceline.bench.launching import run_in_workers
+from paceline.bench.race import OURS, PEERS, WORKLOADS, Race
+from paceline.errors import ConfigError
+
+app = typer.Typer(
+    name="bench", no_args_is_help=True, add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False,
+)  # fmt: skip
+
+REDUCTIONS = ("exact", "fast")
+
+Workload = Annotated[str, typer.Option(help=f"what is trained: {', '.join(WORKLOADS)}")]
+Workers = Annotated[int, typer.Option(help="workers on this host, one thread each")]
+Backend = Annotated[str, typer.Option(help="how tensors travel, on both sides; gloo")]
+Rounds = Annotated[int, typer.Option(help="measured rounds; two more come first and are dropped")]
+StepsPerRound = Annotated[
+    int | None, typer.Option(help="steps of each contestant in a round [default: what fills about 0.75 s]")
+]
+BucketMib = Annotated[float | None, typer.Option(help="paceline's bucket size [default: the Engine's]")]
+JsonFile = Annotated[Path | None, typer.Option("--json", help="write every number there", show_default=False)]
+
+
+@app.callback()
+def bench() -> None:
+    """Measure paceline beside what people use today, in one interleaved run."""
+
+
+@app.command()
+def step(
+    workload: Workload = "mlp25m",
+    against: Annotated[
+        list[str] | None,
+        typer.Option(help=f"may be repeated: {', '.join(PEERS)} [default: torch-ddp]", show_default=False),
+    ] = None,
+    reduction: Annotated[
+        list[str] | None, typer.Option(help="may be repeated: exact, fast [default: both]", show_default=False)
+    ] = None,
+    workers: Workers = 2,
+    backend: Backend = "gloo",
+    rounds: Rounds = 24,
+    steps_per_round: StepsPerRound = None,
+    bucket_mib: BucketMib = None,
+    json_file: JsonFile = None,
+) -> None:
+    """Training throughput against torch's DDP: interleaved rounds, and the ratio with its spread."""
+    race = Race(
+        workload=workload,
+        workers=workers,
+        ours=tuple(_ours(name) for name in dict.fromkeys(reduction or REDUCTIONS)),
+        against=tuple(dict.fromkeys(against or ["torch-ddp"])),
+        rounds=rounds,
+        steps_per_round=steps_per_round,
+        backend=backend,
+        bucket_mib=bucket_mib,
+    )
+    _run_race(race, json_file)
+
+
+@app.command()
+def overlap(
+    workload: Workload = "mlp25m",
+    reduction: Annotated[str, typer.Option(help="exact or fast")] = "exact",
+    workers: Workers = 2,
+    backend: Backend = "gloo",
+    rounds: Rounds = 24,
+    steps_per_round: StepsPerRound = None,
+    bucket_mib: BucketMib = None,
+    json_file: JsonFile = None,
+) -> None:
+    """Exposed communication of Engine(overlap=True) against Engine(overlap=False)."""
+    ours = _ours(reduction)
+    race = Race(
+        workload=workload,
+        workers=workers,
+        ours=(ours,),
+        against=(f"{ours}-no-overlap",),
+        rounds=rounds,
+        steps_per_round=steps_per_round,
+        backend=backend,
+        bucket_mib=bucket_mib,
+    )
+    _run_race(race, json_file)
+
+
+@app.command()
+def startup(
+    workers: Workers = 2,
+    rounds: Annotated[int, typer.Option(help="measured starts of each; one more comes first and is dropped")] = 5,
+    json_file: JsonFile = None,
+) -> None:
+    """From the command to the first finished step: the same script under `paceline run` and under torchrun."""
+    from paceline.bench.report import console, show_startup
+    from paceline.bench.startup import measure_startup
+
+    _check_writable(json_file)
+    result = measure_startup(workers, rounds, tell=lambda line: print(line, flush=True))
+    _write(result, json_file)
+    show_startup(result, console())
+
+
+def _run_race(race: Race, json_file: Path | None) -> None:
+    from paceline.bench.report import console, show_race
+
+    _check_writable(json_file)
+    result = run_in_workers(race)
+    if isinstance(result, int):
+        raise typer.Exit(result)
+    _write(result, json_file)
+    show_race(result, console())
+
+
+def _ours(reduction: str) -> str:
+    name = f"paceline-{reduction}"
+    if reduction not in REDUCTIONS or name not in OURS:
+        raise ConfigError(f"--reduction {reduction!r} is not known; choose one of {', '.join(REDUCTIONS)}")
+    return name
+
+
+def _check_writable(file: Path | None) -> None:
+    """Before minutes of measuring, not after."""
+    if file is not None and (file.is_dir() or not file.absolute().parent.is_dir()):
+        why = "it is a folder" if file.is_dir() else f"there is no folder {file.parent}"
+        raise ConfigError(f"--json {file} can't be written: {why}")
+
+
+def _write(result: dict[str, Any], file: Path | None) -> None:
+    if file is not None:
+        file.write_text(json.dumps(result, indent=2) + "\n")
