@@ -12,17 +12,19 @@ from __future__ import annotations
 import os
 import runpy
 import sys
+import time
 import traceback
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import TracebackType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from paceline.errors import PacelineError, PeerLostError, WorldError
 from paceline.world import environment
 from paceline.world.control import ControlClient
 
 REPORT_TIMEOUT_S = 5.0
+LAST_BREATH_S = 0.05
 
 
 @dataclass(frozen=True)
@@ -51,26 +53,39 @@ def run_worker(assignment: Assignment, script: Script) -> NoReturn:
     environment.enter(assignment.variables)
     _differ_from_siblings()
     try:
-        _run(script)
+        names = _run(script)
     except SystemExit:
+        _let_threads_finish()
         raise  # the script's own choice; the supervisor reads the code
     except BaseException as error:
         sys.stdout.flush()
         _report(error, assignment)
         sys.exit(1)
+    _let_threads_finish()
+    del names
     sys.exit(0)
 
 
-def _run(script: Script) -> None:
+def _let_threads_finish() -> None:
+    """Give torch's threads the interpreter lock once more before the script's objects are taken apart.
+
+    A gloo thread may still wait for the lock to drop the last collective, and the destructor of its process group holds
+    the lock while it waits for the thread: seen here as a hang, under torchrun as "terminate called without an active
+    exception".
+    """
+    time.sleep(LAST_BREATH_S)
+
+
+def _run(script: Script) -> dict[str, Any]:
+    """Run the script; its names, for as long as the caller wants its objects to live."""
     if script.is_module:
         sys.argv = [script.target, *script.arguments]  # run_module puts the file's path in [0]
         sys.path.insert(0, os.getcwd())
-        runpy.run_module(script.target, run_name="__main__", alter_sys=True)
-    else:
-        sys.argv = [script.target, *script.arguments]
-        if not os.path.isdir(script.target):  # a folder with a __main__.py puts itself on the path
-            sys.path.insert(0, os.path.dirname(os.path.realpath(script.target)))
-        runpy.run_path(script.target, run_name="__main__")
+        return runpy.run_module(script.target, run_name="__main__", alter_sys=True)
+    sys.argv = [script.target, *script.arguments]
+    if not os.path.isdir(script.target):  # a folder with a __main__.py puts itself on the path
+        sys.path.insert(0, os.path.dirname(os.path.realpath(script.target)))
+    return runpy.run_path(script.target, run_name="__main__")
 
 
 def _differ_from_siblings() -> None:
