@@ -15,20 +15,17 @@ own.
 from __future__ import annotations
 
 import itertools
-from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
 from torch import nn
-from torch._C._distributed_c10d import Store
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 import paceline
 from paceline.bench.race import OURS, EngineOptions, EngineTiming, Race
 from paceline.bench.workloads import FixedSamples, Workload, adamw
-from paceline.launch.hosts import free_port
-from paceline.world.world import LOOPBACK, TcpRendezvous, World
+from paceline.world.world import World
 
 
 class Contestant(Protocol):
@@ -42,7 +39,7 @@ class Contestant(Protocol):
     def close(self) -> None: ...
 
 
-def enter(name: str, workload: Workload, race: Race, world: World, store: Store, most_steps: int) -> Contestant:
+def enter(name: str, workload: Workload, race: Race, world: World, most_steps: int) -> Contestant:
     """The contestant of this name; every worker enters the same ones in the same order."""
     match name:
         case "torch-ddp":
@@ -52,7 +49,7 @@ def enter(name: str, workload: Workload, race: Race, world: World, store: Store,
             return PlainLoop(views, workload, world.rank)
         case "no-communication":
             return PlainLoop(workload.build(), workload, world.rank)
-    return PacelineLoop(OURS[name], workload, race, own_meeting_place(name, world, store), most_steps)
+    return PacelineLoop(OURS[name], workload, race, world, most_steps)
 
 
 class PlainLoop:
@@ -121,13 +118,3 @@ class PacelineLoop:
     def close(self) -> None:
         self._batches.close()  # what a `break` does
         self._engine.close()
-
-
-def own_meeting_place(name: str, world: World, store: Store) -> World:
-    """The same world with a store for this Engine alone: two in one process would write each other's keys."""
-    if world.size == 1:
-        return world
-    key = f"meeting place of {name}"
-    if world.is_main:
-        store.set(key, str(free_port(LOOPBACK)))
-    return replace(world, rendezvous=TcpRendezvous(LOOPBACK, int(store.get(key))))

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, Store
+from torch._C._distributed_c10d import PrefixStore
 
 from paceline.bench.contestants import Contestant, enter
 from paceline.bench.machine_load import CpuClock, foreign_and_steal, machine_facts
@@ -45,12 +45,12 @@ def measure(race: Race, world: World) -> dict[str, Any]:
         raise ConfigError(f"the race is for {race.workers} workers, but this world has {world.size}")
     workload = WORKLOADS[race.workload]
     most_steps = FIRST_STEPS + TRIAL_STEPS + race.all_rounds * (race.steps_per_round or MOST_STEPS_PER_ROUND)
-    with borrowed_settings(), meeting(world, race.backend) as store:
+    with borrowed_settings(), meeting(world, race.backend):
         contestants: dict[str, Contestant] = {}
         try:
             for name in race.contestants:
                 with deterministic(False):  # an Engine that wants it otherwise says so, and is asked in `enter`
-                    contestants[name] = enter(name, workload, race, world, store, most_steps)
+                    contestants[name] = enter(name, workload, race, world, most_steps)
             steps = warm_up(race, contestants)
             rounds = []
             for number in range(race.all_rounds):
@@ -113,7 +113,7 @@ def gathered(values: Sequence[float]) -> list[list[float]]:
 
 
 @contextlib.contextmanager
-def meeting(world: World, backend: str) -> Iterator[Store]:
+def meeting(world: World, backend: str) -> Iterator[None]:
     """torch's default group over the launcher's store: DDP's own, and ours for barriers and results."""
     path = world.rendezvous.path if isinstance(world.rendezvous, ControlSocket) else None
     client = ControlClient.connect(path, world.rank) if path is not None else None
@@ -121,8 +121,8 @@ def meeting(world: World, backend: str) -> Iterator[Store]:
     try:
         dist.init_process_group(backend, store=PrefixStore("bench", store), rank=world.rank, world_size=world.size)
         try:
-            yield PrefixStore("contestants", store)
-            dist.barrier()  # rank 0 serves the stores of the Engines: nobody leaves before all have closed theirs
+            yield
+            dist.barrier()  # under torchrun rank 0 may serve the store: nobody leaves before all have closed theirs
         finally:
             dist.destroy_process_group()
     finally:

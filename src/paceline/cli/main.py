@@ -18,6 +18,7 @@ from paceline.errors import PacelineError, WorldError
 VERBS = {
     "run": "paceline.cli.run",
     "doctor": "paceline.cli.doctor",
+    "bench": "paceline.cli.bench",
 }
 
 
@@ -31,6 +32,8 @@ class Verbs(TyperGroup):
         if cmd_name not in VERBS:
             return None
         module = importlib.import_module(VERBS[cmd_name])
+        if isinstance(getattr(module, "app", None), typer.Typer):  # a verb with verbs of its own
+            return typer.main.get_command(module.app)
         app = typer.Typer(add_completion=False, rich_markup_mode=None)
         app.command(name=cmd_name, **getattr(module, "COMMAND", {}))(getattr(module, cmd_name))
         return typer.main.get_command(app)

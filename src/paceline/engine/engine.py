@@ -15,6 +15,7 @@ of the loop in docs/concepts/loop.md.
 from __future__ import annotations
 
 import atexit
+import itertools
 import sys
 import types
 from collections.abc import Callable
@@ -47,6 +48,7 @@ from paceline.world.world import ControlSocket, World
 
 Operation = Literal["sum", "mean", "max", "min"]
 DEFAULT_SEED = 0
+_engines = itertools.count()
 
 
 class Engine:
@@ -319,7 +321,8 @@ class Engine:
     def _connect(self) -> Communicator | None:
         if self._store is None:
             return None
-        store = PrefixStore("paceline", self._store)
+        # Several engines in one process meet in several places; all workers make theirs in the same order.
+        store = PrefixStore(f"paceline/{next(_engines)}", self._store)
         return Communicator.connect(
             self.world, store, backend=self.config.backend, device=self.device, timeout_s=self.config.timeout_s
         )

@@ -165,9 +165,9 @@ class TrainStep:
         active.start_backward(place, last=last)
         # The gradient is Σ w·∇loss / Σ w; w is divided by a power of two first so that fp16 does not overflow.
         torch.autograd.backward(loss, torch.full_like(loss, weight / self.nominal_weight))
-        self.timing.backward_s = time.perf_counter() - started
+        ended = time.perf_counter()
+        self.timing.backward_s = ended - started
         if not last:
-            self._phase = Phase.ITEM
             return
         self._ran_last = True
         active.finish_backward(place)
@@ -175,6 +175,7 @@ class TrainStep:
         self._phase = Phase.RAN
         if item.last_of_step:
             self._collect()
+            self.timing.exposed_s = time.perf_counter() - ended
 
     def add_mean(self, name: str, value: Tensor | float, weight: float | None) -> None:
         item = self._item
@@ -194,7 +195,6 @@ class TrainStep:
     def _collect(self) -> None:
         """Tell and hear the ballots, then make `.grad` the gradient of the global batch."""
         assert self._item is not None
-        started = time.perf_counter()
         active = self._strategy()
         ballots = self._vote(active)
         reports = lanes_in_order(ballots)
@@ -211,7 +211,6 @@ class TrainStep:
             warnings.warn(f"step {self.step + 1} is skipped: the weights of all its micro-batches are 0", stacklevel=4)
             self._now.empty = True
         self._now.gradient_versions = [(p, p.grad._version) for p in active.parameters if p.grad is not None]
-        self.timing.exposed_s = time.perf_counter() - started
         self.timing.left_during_backward = active.left_during_backward
         self._phase = Phase.COLLECTED
 
