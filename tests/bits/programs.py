@@ -85,7 +85,7 @@ class TiedGpt(nn.Module):
 
 
 def gpt(world: World, *, epochs: int = 2, samples: int = 75, **job: Any) -> str:
-    with Engine(world=world, **job) as engine:
+    with Engine(world=world, **{"device": "cpu"} | job) as engine:
         text = torch.randint(0, 32, (samples, 17), generator=torch.Generator().manual_seed(2))
         return _train(engine, TiedGpt(), TensorDataset(text[:, :-1], text[:, 1:]), epochs=epochs)
 
@@ -120,7 +120,7 @@ class _Convnet(nn.Module):
 
 
 def convnet(world: World, *, num_workers: int = 0, samples: int = 77, epochs: int = 2, **job: Any) -> str:
-    with Engine(world=world, **job) as engine:
+    with Engine(world=world, **{"device": "cpu"} | job) as engine:
         return _train(engine, _Convnet(), _Augmented(samples), epochs=epochs, num_workers=num_workers)
 
 
@@ -139,28 +139,28 @@ class _Lstm(nn.Module):
 
 
 def lstm(world: World, **job: Any) -> str:
-    with Engine(world=world, **job) as engine:
+    with Engine(world=world, **{"device": "cpu"} | job) as engine:
         text = torch.randint(0, 32, (66, 13), generator=torch.Generator().manual_seed(4))
         return _train(engine, _Lstm(), TensorDataset(text[:, :-1], text[:, 1:]))
 
 
 def clipped(world: World, **job: Any) -> str:
     """A limit far below the gradient's norm, so that every step is clipped."""
-    with Engine(world=world, **job) as engine:
+    with Engine(world=world, **{"device": "cpu"} | job) as engine:
         text = torch.randint(0, 32, (70, 17), generator=torch.Generator().manual_seed(2))
         return _train(engine, TiedGpt(), TensorDataset(text[:, :-1], text[:, 1:]), clip=0.05)
 
 
 def short_last_step(world: World, **job: Any) -> str:
     """35 samples in global batches of 16 or 20: the last step has 3 or 15 samples, fewer than lanes at L=4."""
-    with Engine(world=world, **job) as engine:
+    with Engine(world=world, **{"device": "cpu"} | job) as engine:
         model = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 10), nn.Unflatten(1, (1, 10)))
         return _train(engine, model, _vectors(35), epochs=3)
 
 
 def scheduled(world: World, **job: Any) -> str:
     """OneCycle made from len(loader): it must step once per step, not once per item."""
-    with Engine(world=world, **job) as engine:
+    with Engine(world=world, **{"device": "cpu"} | job) as engine:
         model = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 10))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
         loader = DataLoader(_vectors(64), batch_size=4, shuffle=True)
@@ -179,7 +179,7 @@ def scheduled(world: World, **job: Any) -> str:
 
 
 def gan(world: World, **job: Any) -> str:
-    with Engine(world=world, **job) as engine:
+    with Engine(world=world, **{"device": "cpu"} | job) as engine:
         generator = nn.Sequential(nn.Linear(4, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 16))
         critic = nn.Sequential(nn.Linear(16, 32), nn.LeakyReLU(0.2), nn.Dropout(0.1), nn.Linear(32, 1))
         for_generator = torch.optim.Adam(generator.parameters(), lr=1e-2, betas=(0.5, 0.9))
@@ -222,14 +222,14 @@ class _Odd(nn.Module):
 
 
 def odd_parameters(world: World, **job: Any) -> str:
-    with Engine(world=world, **job) as engine:
+    with Engine(world=world, **{"device": "cpu"} | job) as engine:
         model = _Odd()
         optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1, momentum=0.9)
         return _train(engine, model, _vectors(50), optimizer=optimizer)
 
 
 def compiled(world: World, **job: Any) -> str:
-    with Engine(world=world, **job) as engine:
+    with Engine(world=world, **{"device": "cpu"} | job) as engine:
         model = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 10), nn.Unflatten(1, (1, 10)))
         return _train(engine, torch.compile(model, backend="aot_eager"), _vectors(48))  # type: ignore[arg-type]
 
