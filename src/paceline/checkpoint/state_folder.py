@@ -43,9 +43,10 @@ def write_state(folder: Path, tree: dict[str, Any]) -> None:
         partial.rename(folder)
         _flush(folder.parent)
         shutil.rmtree(old, ignore_errors=True)
-    except OSError as error:
+    except (OSError, SafetensorError) as error:  # safetensors reports a full disk as its own error
         shutil.rmtree(partial, ignore_errors=True)
-        raise CheckpointError(f"the state could not be saved to {folder}: {error.strerror or error}") from error
+        reason = getattr(error, "strerror", None) or error
+        raise CheckpointError(f"the state could not be saved to {folder}: {reason}") from error
 
 
 def read_state(folder: Path) -> dict[str, Any]:
@@ -60,7 +61,7 @@ def read_state(folder: Path) -> dict[str, Any]:
         raise CheckpointError(
             f"there is no saved state in {folder} ({Path(error.filename).name} is missing)"
         ) from error
-    except (OSError, ValueError, KeyError, SafetensorError) as error:
+    except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
         raise CheckpointError(f"the state in {folder} can't be read: {type(error).__name__}: {error}") from error
     return tree
 

@@ -126,7 +126,7 @@ def sum_plan(lanes: int, workers: int, present: tuple[int, ...]) -> SumPlan:
 
 
 def owner_ranges(elements: int, owners: int, block: int = 64) -> Sequence[tuple[int, int]]:
-    """Cut `elements` into one range per owner, on block boundaries; a small buffer leaves the last owners nothing."""
+    """Cut `elements` into one range per owner, on block boundaries; a small buffer leaves the first owners nothing."""
     blocks = -(-elements // block)
     cuts = [min(elements, owner * blocks // owners * block) for owner in range(owners)] + [elements]
     return list(itertools.pairwise(cuts))

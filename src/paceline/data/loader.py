@@ -71,9 +71,9 @@ class ShardedLoader:
 
     def items(self, epoch: int, first_step: int) -> Iterator[tuple[WorkItem, Any]]:
         """This worker's items of `epoch`, beginning with `first_step`."""
-        ahead = _WorkItems(self.plan, self._order(epoch), self._deal, epoch, first_step)
-        fetched = iter(self._fetching(ahead))
-        for item in _WorkItems(self.plan, self._order(epoch), self._deal, epoch, first_step):
+        dealt = _WorkItems(self.plan, self._order(epoch), self._deal, epoch, first_step)
+        fetched = iter(self._fetching(dealt))
+        for item in dealt:
             yield item, next(fetched)
 
     def _order(self, epoch: int) -> GlobalOrder:

@@ -1,7 +1,7 @@
 """The norm of all gradients, by the block rule: the same bits however the tensors are cut.
 
     parameter     |------ block ------|------ block ------|-- tail --|       counted from the parameter's first element
-    inside        one norm in fp32, over the same 4096 elements wherever they live
+    inside        one norm in fp32 (fp64 stays fp64), over the same 4096 elements wherever they live
     between       squares of the blocks' norms, added exactly (`math.fsum`), then rounded once
 
 A sum of per-worker partial sums would depend on where the shards end; this does not.
@@ -21,11 +21,12 @@ BLOCK = 4096
 def block_norms(gradient: Tensor) -> Tensor:
     """The norm of each block of one gradient."""
     flat = gradient.detach().contiguous().view(-1)
+    precision = torch.promote_types(flat.dtype, torch.float32)
     whole = flat.numel() // BLOCK * BLOCK
-    rows: Tensor = torch.linalg.vector_norm(flat[:whole].view(-1, BLOCK), dim=1, dtype=torch.float32)
+    rows: Tensor = torch.linalg.vector_norm(flat[:whole].view(-1, BLOCK), dim=1, dtype=precision)
     if whole == flat.numel():
         return rows
-    tail = torch.linalg.vector_norm(flat[whole:].view(1, -1), dim=1, dtype=torch.float32)
+    tail = torch.linalg.vector_norm(flat[whole:].view(1, -1), dim=1, dtype=precision)
     return torch.cat([rows, tail])
 
 

@@ -85,5 +85,5 @@ def plan_buckets(specs: Sequence[GradientSpec], order: Sequence[int], bucket_byt
         if (offset + spec.elements) * spec.sum_dtype.itemsize >= bucket_bytes:
             close(key, place)
     for key in list(filling):
-        close(key, len(order))
+        close(key, order.index(filling[key][-1].parameter))
     return tuple(bucket for _, bucket in sorted(planned, key=lambda entry: entry[0]))
