@@ -1,0 +1,108 @@
+"""Which gradients travel together."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from paceline.sharding.bucket import Bucket, GradientSpec, plan_buckets
+
+CPU = torch.device("cpu")
+Plan = tuple[list[GradientSpec], list[int], int]
+
+
+def spec(*shape: int, dtype: torch.dtype = torch.float32) -> GradientSpec:
+    return GradientSpec(shape, dtype, CPU)
+
+
+@st.composite
+def models(draw: st.DrawFn) -> Plan:
+    """Gradients of some shapes and dtypes, the order in which they finish, and the size of a bucket in bytes."""
+    shape = st.lists(st.integers(0, 12), max_size=3).map(tuple)
+    dtype = st.sampled_from([torch.float32, torch.bfloat16, torch.float64])
+    specs = draw(st.lists(st.builds(GradientSpec, shape, dtype, st.just(CPU)), max_size=20))
+    return specs, draw(st.permutations(range(len(specs)))), draw(st.integers(1, 2000))
+
+
+def members(buckets: tuple[Bucket, ...]) -> list[int]:
+    return [member.parameter for bucket in buckets for member in bucket.members]
+
+
+def size_bytes(bucket: Bucket) -> int:
+    return bucket.elements * bucket.dtype.itemsize
+
+
+@settings(max_examples=100, deadline=None)
+@given(models())
+def test_every_parameter_is_in_exactly_one_bucket(model: Plan) -> None:
+    specs, _, _ = model
+    assert sorted(members(plan_buckets(*model))) == list(range(len(specs)))
+
+
+@settings(max_examples=100, deadline=None)
+@given(models())
+def test_members_lie_one_after_the_other_with_the_shapes_of_their_parameters(model: Plan) -> None:
+    specs, _, _ = model
+    for bucket in plan_buckets(*model):
+        ends = [0] + [member.offset + member.elements for member in bucket.members]
+        assert ends == [member.offset for member in bucket.members] + [bucket.elements]
+        assert all(member.shape == specs[member.parameter].shape for member in bucket.members)
+
+
+@settings(max_examples=100, deadline=None)
+@given(models())
+def test_a_bucket_is_closed_by_the_member_that_fills_it(model: Plan) -> None:
+    *_, bucket_bytes = model
+    for bucket in plan_buckets(*model):
+        before_the_last = size_bytes(bucket) - bucket.members[-1].elements * bucket.dtype.itemsize
+        assert before_the_last < bucket_bytes
+
+
+@settings(max_examples=100, deadline=None)
+@given(models())
+def test_a_gradient_of_half_a_bucket_or_more_travels_alone(model: Plan) -> None:
+    *_, bucket_bytes = model
+    for bucket in plan_buckets(*model):
+        largest = max(member.elements * bucket.dtype.itemsize for member in bucket.members)
+        assert bucket.alone or largest * 2 < bucket_bytes
+
+
+@settings(max_examples=100, deadline=None)
+@given(models())
+def test_precisions_are_not_mixed_in_a_bucket(model: Plan) -> None:
+    specs, _, _ = model
+    for bucket in plan_buckets(*model):
+        assert {specs[member.parameter].sum_dtype for member in bucket.members} == {bucket.dtype}
+
+
+@settings(max_examples=100, deadline=None)
+@given(models())
+def test_buckets_are_numbered_by_the_place_of_their_last_member(model: Plan) -> None:
+    _, order, _ = model
+    last = [max(order.index(member.parameter) for member in bucket.members) for bucket in plan_buckets(*model)]
+    assert all(a < b for a, b in pairwise(last)), last
+
+
+@settings(max_examples=50, deadline=None)
+@given(models())
+def test_members_keep_the_order_in_which_gradients_finish(model: Plan) -> None:
+    _, order, _ = model
+    for bucket in plan_buckets(*model):
+        places = [order.index(member.parameter) for member in bucket.members]
+        assert places == sorted(places)
+
+
+def test_a_small_model_looks_like_the_drawing() -> None:
+    head, norm, bias, layer = spec(100), spec(4), spec(4), spec(100)
+    buckets = plan_buckets([head, norm, bias, layer], [0, 1, 2, 3], bucket_bytes=32)
+    assert [tuple(member.parameter for member in bucket.members) for bucket in buckets] == [(0,), (1,), (2,), (3,)]
+    buckets = plan_buckets([head, norm, bias, layer], [0, 1, 2, 3], bucket_bytes=64)
+    assert [tuple(member.parameter for member in bucket.members) for bucket in buckets] == [(0,), (1, 2), (3,)]
+
+
+def test_low_precisions_are_added_in_fp32_and_fp64_stays() -> None:
+    dtypes = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
+    assert [spec(1, dtype=dtype).sum_dtype for dtype in dtypes] == [torch.float32] * 3 + [torch.float64]
