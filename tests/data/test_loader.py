@@ -189,7 +189,6 @@ class ShufflesWithPython(Sampler[int]):
         return iter(ids)
 
 
-@pytest.mark.xfail(reason="ShardedLoader._order seeds torch alone, so workers may disagree on the order", strict=True)
 def test_a_sampler_that_uses_python_s_random_draws_the_same_order_on_every_worker() -> None:
     source = DataLoader(NUMBERS, batch_size=2, sampler=ShufflesWithPython())
     random.seed(1)
@@ -198,13 +197,11 @@ def test_a_sampler_that_uses_python_s_random_draws_the_same_order_on_every_worke
     assert order_of(dealt(source)) == first
 
 
-@pytest.mark.xfail(reason="every RandomSampler is taken for shuffle=True: samples 5 to 29 are never seen", strict=True)
 def test_a_random_sampler_of_few_samples_draws_them_from_the_whole_dataset() -> None:
     loader = dealt(DataLoader(NUMBERS, batch_size=1, sampler=RandomSampler(NUMBERS, num_samples=5)))
     assert max(max(order_of(loader, epoch)) for epoch in range(10)) >= 5
 
 
-@pytest.mark.xfail(reason="every RandomSampler is taken for shuffle=True: ids beyond the dataset", strict=True)
 def test_a_random_sampler_with_replacement_stays_inside_the_dataset() -> None:
     sampler = RandomSampler(NUMBERS, replacement=True, num_samples=60)
     assert max(order_of(dealt(DataLoader(NUMBERS, batch_size=1, sampler=sampler)))) < 30

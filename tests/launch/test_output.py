@@ -7,7 +7,8 @@ import threading
 
 import pytest
 
-from paceline.launch.output import BACKLOG_LIMIT, Lines, Progress, Screen, Stream
+from paceline.launch.output import BACKLOG_LIMIT, Lines, Screen, Stream
+from paceline.world.progress_line import ProgressLine
 
 
 def test_every_line_gets_the_prefix_however_it_is_cut() -> None:
@@ -44,7 +45,7 @@ def test_a_line_without_end_does_not_grow_for_ever() -> None:
 
 
 def test_progress_is_short_to_read() -> None:
-    progress = Progress(17, 100, {"loss": 2.31234, "tokens/s": 5210.4, "lr": 3e-5, "samples": 12345})
+    progress = ProgressLine(17, 100, {"loss": 2.31234, "tokens/s": 5210.4, "lr": 3e-5, "samples": 12345})
     assert progress.text() == "step 17/100 · loss 2.312 · tokens/s 5,210 · lr 3e-05 · samples 12,345"
 
 
@@ -52,7 +53,7 @@ def test_off_a_terminal_progress_is_a_line_now_and_then_and_at_the_end() -> None
     reading, writing = os.pipe()
     screen = Screen(writing, writing)
     for step in range(1, 50):
-        screen.progress(Progress(step, 49))
+        screen.progress(ProgressLine(step, 49))
     screen.write(Stream.STDOUT, b"[0] done\n")
     assert screen.close(5)
     os.close(writing)
@@ -75,9 +76,9 @@ def test_on_a_terminal_progress_is_one_line_below_the_output() -> None:
     reader = threading.Thread(target=read)
     reader.start()
     screen = Screen(theirs, theirs)
-    screen.progress(Progress(5, 10, {"loss": 2.5}))
+    screen.progress(ProgressLine(5, 10, {"loss": 2.5}))
     screen.write(Stream.STDOUT, b"[0] hello\n")
-    screen.progress(Progress(10, 10, {"loss": 1.5}))
+    screen.progress(ProgressLine(10, 10, {"loss": 1.5}))
     assert screen.close(5)
     os.close(theirs)
     reader.join(5)

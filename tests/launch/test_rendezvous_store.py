@@ -19,9 +19,9 @@ from paceline.errors import WorldError
 from paceline.launch.control_channel import ControlServer
 from paceline.launch.decision import Coordinator
 from paceline.launch.hosts import Seat
-from paceline.launch.output import Progress
 from paceline.launch.verdict import Phase
 from paceline.world.control import ControlClient
+from paceline.world.progress_line import ProgressLine
 from paceline.world.rendezvous_store import ControlStore, StoreTimeoutError, open_store
 from paceline.world.world import ControlSocket, LaunchSettings, TcpRendezvous, World
 
@@ -31,7 +31,7 @@ class Channel:
 
     def __init__(self, path: Path) -> None:
         self.path = str(path)
-        self.progress: list[Progress] = []
+        self.progress: list[ProgressLine] = []
         self.complaints: list[str] = []
         self._ready = threading.Event()
         self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()))
@@ -149,7 +149,7 @@ def test_what_workers_tell_is_remembered(channel: Channel) -> None:
     client.ask("store.check", timeout_s=5, keys=[])  # answered after all that was told before
     worker = channel.coordinator.workers[1]
     assert (worker.step, worker.phase) == (17, Phase.TRAINING)
-    assert channel.progress == [Progress(17, 20, {"loss": 2.5})]
+    assert channel.progress == [ProgressLine(17, 20, {"loss": 2.5})]
 
 
 def test_words_that_make_no_sense_are_complained_about_and_the_worker_lives_on(channel: Channel) -> None:

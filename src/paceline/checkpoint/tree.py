@@ -1,8 +1,8 @@
 """Trees on disk without pickle: a state_dict becomes JSON plus a flat table of tensors.
 
 {"state": {0: {"exp_avg": Tensor}}, "betas": (0.9, 0.95)}
-  ──►  {"state": {"int:0": {"exp_avg": {"$tensor": "state/0/exp_avg"}}}, "betas": {"$tuple": [0.9, 0.95]}}
-       + {"state/0/exp_avg": Tensor}
+  ──►  {"state": {"int:0": {"exp_avg": {"$tensor": "/state/int:0/exp_avg"}}}, "betas": {"$tuple": [0.9, 0.95]}}
+       + {"/state/int:0/exp_avg": Tensor}
 """
 
 from __future__ import annotations
@@ -30,7 +30,11 @@ def _encode(tree: Any, path: str, tensors: dict[str, Tensor]) -> Any:
     if isinstance(tree, float):
         return tree if math.isfinite(tree) else {"$float": repr(tree)}
     if isinstance(tree, dict):
-        return {_key(key, path): _encode(value, f"{path}/{key}", tensors) for key, value in tree.items()}
+        keys = [_key(key, path) for key in tree]
+        return {
+            key: _encode(value, f"{path}/{_in_path(key)}", tensors)
+            for key, value in zip(keys, tree.values(), strict=True)
+        }
     if isinstance(tree, tuple):
         return {"$tuple": [_encode(value, f"{path}/{place}", tensors) for place, value in enumerate(tree)]}
     if isinstance(tree, list):
@@ -43,7 +47,7 @@ def _encode(tree: Any, path: str, tensors: dict[str, Tensor]) -> Any:
 
 def _key(key: Any, path: str) -> str:
     if isinstance(key, str):
-        return key
+        return f"str:{key}" if key.startswith(("int:", "str:", "$")) else key
     if isinstance(key, int) and not isinstance(key, bool):
         return f"int:{key}"
     raise CheckpointError(
@@ -67,4 +71,11 @@ def unflatten(tree: Any, tensors: dict[str, Tensor]) -> Any:
 
 
 def _unkey(key: str) -> str | int:
-    return int(key[4:]) if key.startswith("int:") else key
+    if key.startswith("int:"):
+        return int(key[4:])
+    return key.removeprefix("str:")
+
+
+def _in_path(key: str) -> str:
+    """Different keys give different paths, as in a JSON pointer: a tensor is named by its path."""
+    return key.replace("~", "~0").replace("/", "~1")

@@ -22,6 +22,8 @@ from paceline.errors import ConfigError, PeerLostError, WorldError
 from paceline.world.environment import tensor_address
 from paceline.world.world import World
 
+LAST_BREATH_S = 0.02
+
 
 class Handle(Protocol):
     """Something under way that can be waited for."""
@@ -104,28 +106,35 @@ class Communicator:
 
     # -- notes: what a worker says about itself when it can no longer take part -----------------------------------
 
-    def leave_note(self, text: str) -> None:
-        """Tell peers that wait for us why we won't come; they read it while they wait."""
-        self._store.set(f"left/{self.rank}", text)
+    def leave_note(self, text: str, *, votes: int) -> None:
+        """Tell peers that wait for us why we won't come; `votes` says how many ballots we did take part in."""
+        self._store.set(f"left/{self.rank}", f"{votes} {text}")
 
     def take_back_note(self) -> None:
         self._store.delete_key(f"left/{self.rank}")
 
-    def notes(self) -> dict[int, str]:
-        found: dict[int, str] = {}
+    def notes(self) -> dict[int, tuple[int, str]]:
+        """Per worker that has left: the ballots it took part in, and its words."""
+        found: dict[int, tuple[int, str]] = {}
         for rank in range(self.size):
             if rank != self.rank and self._store.check([f"left/{rank}"]):
-                found[rank] = self._store.get(f"left/{rank}").decode()
+                votes, _, text = self._store.get(f"left/{rank}").decode().partition(" ")
+                found[rank] = int(votes), text
         return found
 
-    def raise_if_left(self) -> None:
-        for rank, note in self.notes().items():
-            raise PeerLostError(f"worker {self.rank} waited for worker {rank}, but {note}")
+    def raise_if_left(self, vote: int) -> None:
+        """Raise if somebody has left before ballot number `vote`; who left after it has sent theirs."""
+        for rank, (votes, note) in self.notes().items():
+            if votes <= vote:
+                raise PeerLostError(f"worker {self.rank} waited for worker {rank}, but {note}")
 
     def close(self) -> None:
         shutdown = getattr(self._group, "shutdown", None)
         if shutdown is not None:
             shutdown()
+        # gloo's destructor joins its threads while it holds the interpreter lock, and a thread may still want the lock
+        # to drop its last collective: let it have it first.
+        time.sleep(LAST_BREATH_S)
         self._group = None
 
     def _started(self, start: Callable[[], Any], doing: str) -> Work:
@@ -140,7 +149,7 @@ class Communicator:
             notes = self.notes()
         except (RuntimeError, OSError, WorldError):  # the store may have died with the peer that served it
             notes = {}
-        for rank, note in notes.items():
+        for rank, (_, note) in notes.items():
             return PeerLostError(f"worker {self.rank} waited for worker {rank}, but {note}")
         return PeerLostError(f"worker {self.rank} lost its peers {doing}: {_first_line(error)}")
 
@@ -157,8 +166,8 @@ class Work:
         except RuntimeError as error:
             raise self._owner._lost(error, self._doing) from error
 
-    def wait_watching(self, look_every_s: float = 0.5) -> None:
-        """Wait for a collective, and look at the peers' notes while it takes long."""
+    def wait_for_vote(self, vote: int, look_every_s: float = 0.5) -> None:
+        """Wait for ballot number `vote`, and look at the peers' notes while it takes long."""
         deadline = time.monotonic() + self._owner.timeout_s
         while not self._work.is_completed():
             try:
@@ -166,7 +175,7 @@ class Work:
             except RuntimeError as error:
                 if self._work.is_completed() or time.monotonic() > deadline:
                     raise self._owner._lost(error, self._doing) from error
-                self._owner.raise_if_left()
+                self._owner.raise_if_left(vote)
         self.wait()
 
 

@@ -29,7 +29,7 @@ from torch.utils.data.distributed import DistributedSampler
 from paceline.data.global_order import GlobalOrder, Listed, Sequential, Shuffled
 from paceline.data.sharded_sampler import BatchPlan, WorkItem, rides
 from paceline.errors import ConfigError
-from paceline.world.determinism import mix, seed_everything
+from paceline.world.determinism import drawing_from, mix, seed_everything
 
 _PR_SET_PDEATHSIG = 1
 
@@ -54,11 +54,11 @@ class ShardedLoader:
         self._deal = deal
         self._custom_order: Iterable[int] | None = None
         sampler = source.sampler
-        self._shuffle = isinstance(sampler, RandomSampler)
-        if not isinstance(sampler, RandomSampler | SequentialSampler):
+        self._shuffle = _is_plain_shuffle(sampler)
+        if not self._shuffle and type(sampler) is not SequentialSampler:
             self._custom_order = sampler
         self.plan = BatchPlan(
-            samples=len(sampler),  # type: ignore[arg-type]
+            samples=_length_of(sampler),
             batch_size=self._batch_size(),
             lanes=deal.lanes,
             accumulate=deal.accumulate,
@@ -78,9 +78,11 @@ class ShardedLoader:
 
     def _order(self, epoch: int) -> GlobalOrder:
         if self._custom_order is not None:
-            with torch.random.fork_rng(devices=[]):
-                torch.manual_seed(mix(self._deal.seed, "sampler", epoch))
-                return Listed(tuple(int(index) for index in self._custom_order))
+            with drawing_from(mix(self._deal.seed, "sampler", epoch)):
+                ids = tuple(int(index) for index in self._custom_order)
+            if len(ids) < self.plan.samples:
+                raise ConfigError(f"the sampler says it has {self.plan.samples} samples but gave {len(ids)}")
+            return Listed(ids)
         if self._shuffle:
             return Shuffled(self.plan.samples, self._deal.seed, epoch)
         return Sequential(self.plan.samples)
@@ -118,8 +120,8 @@ class ShardedLoader:
         if wanted % parts or wanted < parts:
             raise ConfigError(
                 f"global_batch_size={wanted} can't be cut into {self._deal.lanes} lanes × {self._deal.accumulate} "
-                f"micro-batches of equal size; nearest that can: {max(1, wanted // parts) * parts} "
-                f"or {(wanted // parts + 1) * parts}"
+                f"micro-batches of equal size; nearest that can: "
+                + (f"{wanted // parts * parts} or {(wanted // parts + 1) * parts}" if wanted >= parts else f"{parts}")
             )
         return wanted // parts
 
@@ -174,6 +176,22 @@ class _WorkerStart:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if self._then is not None:
             self._then(worker)
+
+
+def _is_plain_shuffle(sampler: Any) -> bool:
+    """`shuffle=True`: every sample once. With replacement, a number of samples or a subclass the order is its own."""
+    if type(sampler) is not RandomSampler:
+        return False
+    return not sampler.replacement and len(sampler) == len(sampler.data_source)
+
+
+def _length_of(sampler: Any) -> int:
+    try:
+        return len(sampler)
+    except TypeError as error:
+        raise ConfigError(
+            f"the sampler {type(sampler).__name__} has no length, so its samples can't be dealt; give it a __len__"
+        ) from error
 
 
 def _as_it_is(batch: Any) -> Any:

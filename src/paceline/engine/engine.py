@@ -184,7 +184,7 @@ class Engine:
         return self._training().timing
 
     def stop(self) -> None:
-        """End the loop on all workers after this step (or the next one that is still open)."""
+        """End the loop of all workers after the same step: this one, or the next if this one has acted already."""
         self._training().stop()
 
     def progress(self, loader: Any, *, total: int | None = None) -> Progress:
@@ -402,7 +402,7 @@ class Engine:
             return
         step = self._training()
         where = f"inside step {step.step + 1}" if step.inside_step else f"after step {step.step}"
-        self._comm.leave_note(f"it left its training loop {where}")
+        self._comm.leave_note(f"it left its training loop {where}", votes=step.votes)
 
     def _tell_step(self) -> None:
         if self._client is not None:

@@ -9,9 +9,11 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import asdict
 from typing import Any
 
 from paceline.world.control import ControlClient
+from paceline.world.progress_line import ProgressLine
 
 PLAIN_EVERY_S = 5.0
 SEND_EVERY_S = 0.1
@@ -30,6 +32,7 @@ class Progress:
         self._engine = engine
         self._fields: dict[str, Any] = {}
         self._last = 0.0
+        self._printed = ""
         self._live: Any = None
 
     def __len__(self) -> int:
@@ -55,35 +58,23 @@ class Progress:
         if not self._main:
             return
         now = time.monotonic()
+        line = ProgressLine(self._engine.step, self._total, dict(self._fields), final)
         if self._client is not None:
             if final or now - self._last >= SEND_EVERY_S:
                 self._last = now
-                fields: dict[str, Any] = dict(self._fields)
-                self._client.tell("progress", step=self._engine.step, total=self._total, fields=fields)
+                self._client.tell("progress", **asdict(line))
         elif sys.stdout.isatty():
-            self._draw_live()
-        elif final or now - self._last >= PLAIN_EVERY_S:
+            self._draw_live(line)
+        elif (final and line.text() != self._printed) or now - self._last >= PLAIN_EVERY_S:
             self._last = now
-            print(self._text(), flush=True)
+            self._printed = line.text()
+            print(self._printed, flush=True)
 
-    def _draw_live(self) -> None:
+    def _draw_live(self, line: ProgressLine) -> None:
         from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
         if self._live is None:
-            self._live = Progress(
-                TextColumn("step {task.completed}/{task.total}"), BarColumn(), TextColumn("{task.description}"),
-                TimeElapsedColumn(),
-            )  # fmt: skip
+            self._live = Progress(BarColumn(20), TextColumn("{task.description}"), TimeElapsedColumn())
             self._task = self._live.add_task("", total=self._total)
             self._live.start()
-        self._live.update(self._task, completed=self._engine.step, description=self._described())
-
-    def _text(self) -> str:
-        of = f"/{self._total}" if self._total is not None else ""
-        return f"step {self._engine.step}{of}  {self._described()}"
-
-    def _described(self) -> str:
-        return "  ".join(
-            f"{name} {value:,.4g}" if isinstance(value, float) else f"{name} {value}"
-            for name, value in self._fields.items()
-        )
+        self._live.update(self._task, completed=line.step, description=line.text())

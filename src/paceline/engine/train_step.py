@@ -110,6 +110,7 @@ class TrainStep:
         self.means: dict[str, float] = {}
         self.timing = Timing()
         self.broken: str | None = None
+        self.votes = 0
         self.on_step: Callable[[], None] = lambda: None
 
     # -- items -------------------------------------------------------------------------------------------------------
@@ -229,7 +230,8 @@ class TrainStep:
         mine = pack(ballot, most_lanes=-(-self._config.lanes // self._workers))
         device = active.parameters[0].device if self._comm.backend == "nccl" else mine.device
         rows, handle = self._comm.all_gather(mine.to(device))
-        handle.wait_watching()
+        handle.wait_for_vote(self.votes)
+        self.votes += 1
         ballots = [unpack(row, len(ballot.used)) for row in rows.cpu()]
         for rank, other in enumerate(ballots):
             if (other.step, other.update) != (ballot.step, ballot.update):

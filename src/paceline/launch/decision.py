@@ -18,8 +18,8 @@ from typing import Any, Protocol
 from paceline.errors import WorldError
 from paceline.launch.control_channel import Body, KeyValues, reply
 from paceline.launch.hosts import SealedLink, Seat
-from paceline.launch.output import Progress
 from paceline.launch.verdict import NO_MEETING, Outcome, Phase, Raised, Worker, has_cause, judge, signal_name
+from paceline.world.progress_line import ProgressLine
 
 SETTLE_S = 0.5
 SETTLE_LONGER_S = 3.0
@@ -41,7 +41,9 @@ class Decider(Protocol):
 
 
 class Coordinator:
-    def __init__(self, seat: Seat, links: Mapping[int, SealedLink], on_progress: Callable[[Progress], None]) -> None:
+    def __init__(
+        self, seat: Seat, links: Mapping[int, SealedLink], on_progress: Callable[[ProgressLine], None]
+    ) -> None:
         self.workers = [Worker(rank) for rank in range(seat.size)]
         self.outcome: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
         self._keys = KeyValues()
@@ -63,7 +65,8 @@ class Coordinator:
             case "phase":
                 worker.phase = Phase(body["name"])
             case "progress":
-                self._on_progress(Progress(int(body["step"]), body.get("total"), body.get("fields") or {}))
+                fields, final = body.get("fields") or {}, bool(body.get("final"))
+                self._on_progress(ProgressLine(int(body["step"]), body.get("total"), fields, final))
             case _:
                 raise ValueError("this supervisor does not know it")
 

@@ -16,9 +16,10 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from enum import Enum
+
+from paceline.world.progress_line import ProgressLine
 
 PROGRESS_EVERY_S = 5.0
 """How often a line of progress is written where it can't be redrawn in place."""
@@ -75,27 +76,6 @@ class Lines:
         return self._prefix + bytes(visible) + b"\n"
 
 
-@dataclass(frozen=True)
-class Progress:
-    """Where the job is, as rank 0 tells it."""
-
-    step: int
-    total: int | None = None
-    fields: Mapping[str, float | int | str] = field(default_factory=dict)
-
-    def text(self) -> str:
-        of = f"/{self.total}" if self.total else ""
-        return " · ".join(
-            [f"step {self.step}{of}", *(f"{name} {_short(value)}" for name, value in self.fields.items())]
-        )
-
-
-def _short(value: float | int | str) -> str:
-    if isinstance(value, float):
-        return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
-    return f"{value:,}" if isinstance(value, int) else value
-
-
 class Screen:
     """The only writer to the supervisor's stdout and stderr. Close it: that is when the last lines come out."""
 
@@ -103,11 +83,11 @@ class Screen:
         self._fds = {Stream.STDOUT: stdout_fd, Stream.STDERR: stderr_fd}
         self._live = os.isatty(stdout_fd)
         self._on_room = on_room
-        self._items: queue.SimpleQueue[tuple[Stream, bytes] | Progress | None] = queue.SimpleQueue()
+        self._items: queue.SimpleQueue[tuple[Stream, bytes] | ProgressLine | None] = queue.SimpleQueue()
         self._backlog = 0
         self._lock = threading.Lock()
-        self._progress: Progress | None = None
-        self._written: Progress | None = None
+        self._progress: ProgressLine | None = None
+        self._written: str | None = None
         self._written_at = float("-inf")
         self._drawn = False
         self._thread = threading.Thread(target=self._run, name="paceline-screen", daemon=True)
@@ -131,7 +111,7 @@ class Screen:
         """A line of the supervisor's own."""
         self.write(Stream.STDERR, text.encode(errors="backslashreplace") + b"\n")
 
-    def progress(self, progress: Progress) -> None:
+    def progress(self, progress: ProgressLine) -> None:
         self._items.put(progress)
 
     def close(self, timeout_s: float) -> bool:
@@ -142,7 +122,7 @@ class Screen:
 
     def _run(self) -> None:
         while (item := self._items.get()) is not None:
-            if isinstance(item, Progress):
+            if isinstance(item, ProgressLine):
                 self._show_progress(item)
                 continue
             stream, data = item
@@ -157,8 +137,11 @@ class Screen:
                 self._draw()
         self._finish_progress()
 
-    def _show_progress(self, progress: Progress) -> None:
+    def _show_progress(self, progress: ProgressLine) -> None:
         self._progress = progress
+        if progress.final:  # what the script prints from now on comes below the line
+            self._finish_progress()
+            return
         now = time.monotonic()
         if self._live:
             if now - self._written_at >= 0.1 or progress.step == progress.total:
@@ -175,12 +158,13 @@ class Screen:
         if self._live:
             self._erase()
             self._put(Stream.STDOUT, _drawn(self._progress, self._width()).encode() + b"\n")
-        elif self._progress != self._written:
+        elif self._progress.text() != self._written:
             self._write_progress(self._progress)
+        self._progress = None
 
-    def _write_progress(self, progress: Progress) -> None:
+    def _write_progress(self, progress: ProgressLine) -> None:
         self._put(Stream.STDOUT, f"paceline: {progress.text()}\n".encode())
-        self._written = progress
+        self._written = progress.text()
 
     def _draw(self) -> None:
         if self._live and self._progress is not None:
@@ -213,7 +197,7 @@ class Screen:
                 return
 
 
-def _drawn(progress: Progress, width: int) -> str:
+def _drawn(progress: ProgressLine, width: int) -> str:
     """The progress line in the terminal's own colours, at most one row."""
     from rich.console import Console  # imported late: most runs never draw one, and it costs 50 ms
     from rich.progress_bar import ProgressBar

@@ -42,4 +42,4 @@ def global_norm(gradients: Iterable[Tensor]) -> float:
 
 def clip_coefficient(norm: float, max_norm: float) -> float:
     """What gradients are multiplied by, as in PyTorch: at most 1, and never a division by zero."""
-    return min(1.0, max_norm / (norm + 1e-6))
+    return norm if math.isnan(norm) else min(1.0, max_norm / (norm + 1e-6))

@@ -19,6 +19,7 @@ import random
 import re
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -53,6 +54,23 @@ def seed_everything(seed: int, device: torch.device | None = None) -> None:
         torch.get_device_module(device).manual_seed(seed)
     elif device is None and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         torch.cuda.manual_seed(seed)
+
+
+@contextmanager
+def drawing_from(seed: int) -> Iterator[None]:
+    """What is drawn inside comes from `seed`; outside, the CPU's random states go on as if nothing had been drawn."""
+    import torch
+
+    numpy = sys.modules.get("numpy")
+    states = random.getstate(), torch.default_generator.get_state(), numpy.random.get_state() if numpy else None
+    seed_everything(seed, torch.device("cpu"))
+    try:
+        yield
+    finally:
+        random.setstate(states[0])
+        torch.default_generator.set_state(states[1])
+        if numpy is not None and states[2] is not None:
+            numpy.random.set_state(states[2])
 
 
 def make_deterministic(device_type: str) -> None:
