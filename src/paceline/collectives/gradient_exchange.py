@@ -7,9 +7,9 @@
     exact       otherwise                  direct: slices to their owners, the rest of the tree, slices back
     fast        any                        native all-reduce of each worker's own sum, in the backend's order
 
-Native collectives are started by the caller, in bucket order, which is the same on every worker. The others run on a
-few threads of their own and are matched by tag, so their order does not matter; torch and gloo release the interpreter
-while they add and wait.
+Native collectives are started by the caller, in bucket order, which is the same on every worker. The others run one
+after another on a thread of their own, matched by tag; torch and gloo release the interpreter while they add and wait.
+(Two threads were no faster: gloo keeps both directions busy by itself, and a second one only takes time from backward.)
 """
 
 from __future__ import annotations
@@ -30,8 +30,6 @@ from paceline.collectives.scratch import Scratch
 
 Reduction = Literal["exact", "fast"]
 
-# Two buckets under way keep both directions of a link busy; more threads only take cores from backward.
-THREADS = 2
 # Rounds of one exchange use consecutive tags: halving needs log2(64) of them, direct two.
 TAGS_PER_BUCKET = 8
 
@@ -53,7 +51,7 @@ class GradientExchange:
     def __init__(self, comm: Communicator | None, reduction: Reduction) -> None:
         self._comm = comm
         self._reduction = reduction
-        self._threads = _ExchangeThreads() if comm is not None else None
+        self._thread = _ExchangeThread() if comm is not None else None
 
     def start(self, bucket: int, plan: SumPlan, roots: Mapping[int, Tensor], spare: Callable[[], Tensor]) -> PendingSum:
         """Begin the sum of `roots` over all workers; `spare` gives a buffer to a worker that has no root."""
@@ -64,7 +62,7 @@ class GradientExchange:
         if self._reduction == "fast":
             out = _sum_in_order(roots, spare)
             return PendingSum(out, comm.all_reduce(out))
-        assert self._threads is not None
+        assert self._thread is not None
         tag = bucket * TAGS_PER_BUCKET
         if plan.is_pairwise:
             (out,) = roots.values()
@@ -72,19 +70,19 @@ class GradientExchange:
                 return PendingSum(out, comm.all_reduce(out))
             if out.device.type == "cpu":
                 return PendingSum(
-                    out, self._threads.run(lambda scratch: halving_doubling(comm, out, tag=tag, scratch=scratch))
+                    out, self._thread.run(lambda scratch: halving_doubling(comm, out, tag=tag, scratch=scratch))
                 )
         out = next(iter(roots.values())) if roots else spare()
         if out.device.type != "cpu":
             direct_all_reduce_by_collectives(comm, plan, roots, out)
             return PendingSum(out)
         return PendingSum(
-            out, self._threads.run(lambda scratch: direct_all_reduce(comm, plan, roots, out, tag=tag, scratch=scratch))
+            out, self._thread.run(lambda scratch: direct_all_reduce(comm, plan, roots, out, tag=tag, scratch=scratch))
         )
 
     def close(self) -> None:
-        if self._threads is not None:
-            self._threads.close()
+        if self._thread is not None:
+            self._thread.close()
 
 
 def _sum_in_order(roots: Mapping[int, Tensor], spare: Callable[[], Tensor]) -> Tensor:
@@ -96,29 +94,25 @@ def _sum_in_order(roots: Mapping[int, Tensor], spare: Callable[[], Tensor]) -> T
     return first
 
 
-class _ExchangeThreads:
-    """Threads that run exchanges in the order given; a failure is raised where the result is waited for."""
+class _ExchangeThread:
+    """Runs exchanges in the order given; a failure is raised where the result is waited for."""
 
     def __init__(self) -> None:
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
-        self._threads: list[threading.Thread] = []
+        self._thread: threading.Thread | None = None
 
     def run(self, exchange: Callable[[Scratch], None]) -> Handle:
-        if not self._threads:
-            for number in range(THREADS):
-                thread = threading.Thread(target=self._work, name=f"paceline-exchange-{number}", daemon=True)
-                thread.start()
-                self._threads.append(thread)
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._work, name="paceline-exchange", daemon=True)
+            self._thread.start()
         job = _Job(exchange)
         self._jobs.put(job)
         return job
 
     def close(self) -> None:
-        for _ in self._threads:
+        if self._thread is not None:
             self._jobs.put(None)
-        for thread in self._threads:
-            thread.join(timeout=1.0)
-        self._threads.clear()
+            self._thread.join(timeout=1.0)
 
     def _work(self) -> None:
         scratch = Scratch()

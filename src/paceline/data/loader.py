@@ -135,6 +135,7 @@ class _WorkItems:
     def __iter__(self) -> Iterator[WorkItem]:
         for step in range(self._first_step, self._plan.steps):
             present = tuple(self._plan.micro_batches(step))
+            low, high = self._plan.step_range(step)
             mine = list(rides(self._plan, step, self._deal.ride))
             for number, (lane, micro_batch, positions, shadow) in enumerate(mine):
                 yield WorkItem(
@@ -144,6 +145,7 @@ class _WorkItems:
                     micro_batch=micro_batch,
                     sample_ids=tuple(self._order.sample_at(position) for position in positions),
                     present=present,
+                    step_samples=high - low,
                     first_of_step=number == 0,
                     first_of_lane=micro_batch == 0,
                     last_of_lane=number + 1 == len(mine) or mine[number + 1][0] != lane,

@@ -27,6 +27,7 @@ class WorkItem:
     micro_batch: int
     sample_ids: tuple[int, ...]
     present: tuple[int, ...]  # the lanes that have samples in this step
+    step_samples: int  # in all lanes together
     first_of_step: bool  # … on this worker
     first_of_lane: bool
     last_of_lane: bool

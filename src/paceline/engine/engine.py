@@ -65,7 +65,7 @@ class Engine:
         backend: str | None = None,
         threads: int | None = None,
         device: str | torch.device | None = None,
-        bucket_mib: float = 4.0,
+        bucket_mib: float = 16.0,
         overlap: bool = True,
         global_batch_size: int | None = None,
         on_nonfinite: OnNonFinite = "stop",
@@ -364,7 +364,6 @@ class Engine:
         ride = neighbouring_lanes(self.config.lanes, self.world.size)[self.world.rank]
         deal = Deal(self.config.lanes, self.config.accumulate, ride, self.config.seed, self.config.global_batch_size)
         source = ShardedLoader(thing, deal)
-        step.nominal_weight = _power_of_two_below(source.plan.global_batch)
         self._loader = PreparedLoader(source, step, self.device, on_enter=self._enter_loop, on_leave=self._leave_loop)
         self.print(self._described(source))
         return self._loader
@@ -505,10 +504,6 @@ def _patch_scheduler(scheduler: Any, step: TrainStep) -> None:
 
 def _is_scheduler(thing: Any) -> bool:
     return isinstance(thing, torch.optim.lr_scheduler.LRScheduler | torch.optim.lr_scheduler.ReduceLROnPlateau)
-
-
-def _power_of_two_below(value: int) -> float:
-    return float(1 << max(0, value.bit_length() - 1))
 
 
 def _count(number: int, noun: str, plural: str = "s") -> str:

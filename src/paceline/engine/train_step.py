@@ -103,7 +103,6 @@ class TrainStep:
         self._update = 0
         self._active: Ddp | None = None
         self._mean_names: dict[int, str] = {}
-        self.nominal_weight = 1.0
         self.step = 0
         self.stepped = False
         self.stop_agreed = False
@@ -164,8 +163,9 @@ class TrainStep:
         active = self._strategy()
         started = time.perf_counter()
         active.start_backward(place, last=last)
-        # The gradient is Σ w·∇loss / Σ w; w is divided by a power of two first so that fp16 does not overflow.
-        torch.autograd.backward(loss, torch.full_like(loss, weight / self.nominal_weight))
+        # The gradient is Σ w·∇loss / Σ w. Dividing by the step's samples before backward keeps small precisions in range,
+        # and where w counts samples it is the whole scaling: no second pass over the gradient.
+        torch.autograd.backward(loss, torch.full_like(loss, weight / item.step_samples))
         ended = time.perf_counter()
         self.timing.backward_s = ended - started
         if not last:
@@ -203,7 +203,7 @@ class TrainStep:
         used, changed = flags[: len(active.parameters)], flags[len(active.parameters) :]
         self._judge_losses(reports)
         total = math.fsum(report.weight for report in reports)
-        scale = self.nominal_weight / total if total > 0 else 0.0
+        scale = self._item.step_samples / total if total > 0 else 0.0
         active.collect(scale, used)
         self._buffers.finish_step(self._comm, self._rider_of(self._item.present[0]), changed)
         self.means |= self._mean_over(reports)

@@ -11,10 +11,12 @@ sum to: the canonical sum is element by element.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 
 import torch
+
+LAST_PART = 8
 
 
 @dataclass(frozen=True)
@@ -62,28 +64,55 @@ class Bucket:
 
 
 def plan_buckets(specs: Sequence[GradientSpec], order: Sequence[int], bucket_bytes: int) -> tuple[Bucket, ...]:
-    """Fill buckets along `order`; a gradient of half a bucket or more travels alone.
+    """Cut `order` into buckets, filled from its end: the last holds an eighth of `bucket_bytes`, those before it more.
 
-    Buckets are numbered by the place of their *last* member in `order`, since that is when they can leave.
+    What leaves last has nothing to hide behind, so it should be small; what leaves early should be large, because every
+    message costs. A gradient of half a bucket or more travels alone. Buckets are numbered by the place of their *last*
+    member in `order`, since that is when they can leave.
     """
-    planned: list[tuple[int, Bucket]] = []
-    filling: dict[tuple[torch.dtype, torch.device], list[Member]] = {}
-
-    def close(key: tuple[torch.dtype, torch.device], place: int) -> None:
-        planned.append((place, Bucket(tuple(filling.pop(key)), *key)))
-
-    for place, index in enumerate(order):
+    planned: list[tuple[int, list[int]]] = []
+    filling: dict[tuple[torch.dtype, torch.device], _Filling] = {}
+    for place, index in reversed(list(enumerate(order))):
         spec = specs[index]
-        key = (spec.sum_dtype, spec.device)
         size = spec.elements * spec.sum_dtype.itemsize
         if size * 2 >= bucket_bytes:
-            planned.append((place, Bucket((Member(index, 0, spec.shape),), *key)))
+            planned.append((place, [index]))
             continue
-        members = filling.setdefault(key, [])
-        offset = members[-1].offset + members[-1].elements if members else 0
-        members.append(Member(index, offset, spec.shape))
-        if (offset + spec.elements) * spec.sum_dtype.itemsize >= bucket_bytes:
-            close(key, place)
-    for key in list(filling):
-        close(key, order.index(filling[key][-1].parameter))
-    return tuple(bucket for _, bucket in sorted(planned, key=lambda entry: entry[0]))
+        room = filling.setdefault((spec.sum_dtype, spec.device), _Filling(max(1, bucket_bytes // LAST_PART)))
+        room.add(place, index, size)
+        if room.bytes >= room.wanted:
+            planned.append(room.empty(bucket_bytes))
+    planned += [room.empty(bucket_bytes) for room in filling.values() if room.members]
+    return tuple(_bucket(specs, members[::-1]) for _, members in sorted(planned))
+
+
+@dataclass
+class _Filling:
+    """A bucket being filled from its last member backwards."""
+
+    wanted: int
+    last_place: int = -1
+    members: list[int] = field(default_factory=list)
+    bytes: int = 0
+
+    def add(self, place: int, index: int, size: int) -> None:
+        if not self.members:
+            self.last_place = place
+        self.members.append(index)
+        self.bytes += size
+
+    def empty(self, bucket_bytes: int) -> tuple[int, list[int]]:
+        """What was filled; the next may grow to twice as much."""
+        filled = self.last_place, self.members
+        self.wanted, self.members, self.bytes = min(bucket_bytes, 2 * self.wanted), [], 0
+        return filled
+
+
+def _bucket(specs: Sequence[GradientSpec], parameters: Sequence[int]) -> Bucket:
+    members: list[Member] = []
+    offset = 0
+    for parameter in parameters:
+        members.append(Member(parameter, offset, specs[parameter].shape))
+        offset += specs[parameter].elements
+    first = specs[parameters[0]]
+    return Bucket(tuple(members), first.sum_dtype, first.device)

@@ -25,6 +25,7 @@ class LaneSums:
         self.bucket = bucket
         self._parameters = [parameters[member.parameter] for member in bucket.members]
         self._pool: list[Tensor] = []
+        self._views: dict[int, list[Tensor]] = {}  # of pooled buffers, by address: they live as long as we do
         self.nodes: dict[int, Tensor] = {}
 
     def take(self, lane: int, gradients: Sequence[Tensor | None]) -> None:
@@ -37,7 +38,7 @@ class LaneSums:
         if len(there) < len(gradients):
             flat.zero_()
         if there:
-            views = member_views(self.bucket, flat)
+            views = self._views_of(flat)
             torch._foreach_copy_([views[place] for place, _ in there], [gradient for _, gradient in there])
         self.nodes[lane] = flat
 
@@ -61,14 +62,18 @@ class LaneSums:
         if not self.bucket.alone:
             self._pool.append(flat)
 
+    def _views_of(self, flat: Tensor) -> list[Tensor]:
+        if self.bucket.alone:
+            return [flat.view(self.bucket.members[0].shape)]
+        views = self._views.get(flat.data_ptr())
+        if views is None:
+            views = self._views[flat.data_ptr()] = [_view(flat, member) for member in self.bucket.members]
+        return views
+
     def hand_out(self, total: Tensor, used: Sequence[bool]) -> None:
         """Make the finished sum the parameters' gradients; a parameter that no lane used keeps None."""
-        for parameter, view, is_used in zip(self._parameters, member_views(self.bucket, total), used, strict=True):
+        for parameter, view, is_used in zip(self._parameters, self._views_of(total), used, strict=True):
             parameter.grad = _as_gradient_of(parameter, view) if is_used else None
-
-
-def member_views(bucket: Bucket, flat: Tensor) -> list[Tensor]:
-    return [_view(flat, member) for member in bucket.members]
 
 
 def _view(flat: Tensor, member: Member) -> Tensor:
