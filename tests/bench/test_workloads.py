@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from paceline.bench import race
-from paceline.bench.workloads import WORKLOADS, FixedSamples
+from paceline.bench.workloads import WORKLOADS, ReadyBatches
 
 
 def test_the_plan_and_the_models_know_the_same_workloads() -> None:
@@ -61,7 +61,7 @@ def test_gpt_counts_tokens() -> None:
 
 
 def test_the_dataset_is_as_long_as_asked_and_holds_four_batches() -> None:
-    samples = FixedSamples(WORKLOADS["convnet"], length=1000)
-    assert len(samples) == 1000
-    assert torch.equal(samples[0][0], samples[4 * 32][0])
-    assert not torch.equal(samples[0][0], samples[1][0])
+    batches = list(ReadyBatches(WORKLOADS["convnet"], length=5 * 32).loader(batch_size=32))
+    assert [inputs.shape for inputs, _ in batches] == [(32, 3, 32, 32)] * 5
+    assert torch.equal(batches[0][0], batches[4][0])
+    assert not torch.equal(batches[0][0], batches[1][0])

@@ -56,9 +56,16 @@ def test_members_lie_one_after_the_other_with_the_shapes_of_their_parameters(mod
 @given(models())
 def test_a_bucket_is_closed_by_the_member_that_fills_it(model: Plan) -> None:
     *_, bucket_bytes = model
+    """Buckets are filled from the end, so it is the first member that closes one."""
     for bucket in plan_buckets(*model):
-        before_the_last = size_bytes(bucket) - bucket.members[-1].elements * bucket.dtype.itemsize
-        assert before_the_last < bucket_bytes
+        without_the_first = size_bytes(bucket) - bucket.members[0].elements * bucket.dtype.itemsize
+        assert without_the_first < bucket_bytes
+
+
+def test_the_last_bucket_is_small_and_those_before_it_grow() -> None:
+    specs = [spec(64) for _ in range(40)]  # 256 bytes each
+    buckets = plan_buckets(specs, range(40), bucket_bytes=2048)
+    assert [size_bytes(bucket) // 256 for bucket in buckets] == [1, 8, 8, 8, 8, 4, 2, 1]
 
 
 @settings(max_examples=100, deadline=None)
@@ -99,7 +106,7 @@ def test_a_small_model_looks_like_the_drawing() -> None:
     head, norm, bias, layer = spec(100), spec(4), spec(4), spec(100)
     buckets = plan_buckets([head, norm, bias, layer], [0, 1, 2, 3], bucket_bytes=32)
     assert [tuple(member.parameter for member in bucket.members) for bucket in buckets] == [(0,), (1,), (2,), (3,)]
-    buckets = plan_buckets([head, norm, bias, layer], [0, 1, 2, 3], bucket_bytes=64)
+    buckets = plan_buckets([head, norm, bias, layer], [0, 1, 2, 3], bucket_bytes=256)
     assert [tuple(member.parameter for member in bucket.members) for bucket in buckets] == [(0,), (1, 2), (3,)]
 
 

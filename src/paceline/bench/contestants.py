@@ -2,12 +2,12 @@
 
 | contestant       | one step includes                                                                     |
 |------------------|---------------------------------------------------------------------------------------|
-| paceline-*       | the loader's fetch and collate, forward, engine.backward, step, zero_grad, all checks |
+| paceline-*       | next of the prepared loader, forward, engine.backward, step, zero_grad, all checks    |
 | torch-ddp        | forward, backward, step, zero_grad on batches made beforehand                         |
 | torch-ddp-views  | the same with gradient_as_bucket_view=True                                            |
 | no-communication | the same without DDP: the ceiling, workers that never talk                            |
 
-The peers get their tensors ready made and paceline pays for its loader, so a ratio errs against paceline. An exact
+All of them get their tensors ready made; paceline still pays for its loader and the random states it sets. An exact
 Engine allows only deterministic algorithms. That is a setting of the whole process, so each contestant runs under its
 own.
 """
@@ -20,11 +20,10 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader
 
 import paceline
 from paceline.bench.race import OURS, EngineOptions, EngineTiming, Race
-from paceline.bench.workloads import FixedSamples, Workload, adamw
+from paceline.bench.workloads import ReadyBatches, Workload, adamw
 from paceline.world.world import World
 
 
@@ -94,10 +93,11 @@ class PacelineLoop:
             **buckets,
         )
         self.deterministic = torch.are_deterministic_algorithms_enabled()
-        samples = FixedSamples(workload, length=most_steps * world.size * workload.batch_size)
+        length = most_steps * world.size * workload.batch_size
+        samples = ReadyBatches(workload, length, seed=100 * world.rank)
         model = workload.build()
         self._model, self._optimizer, loader = self._engine.prepare(
-            model, adamw(model), DataLoader(samples, batch_size=workload.batch_size)
+            model, adamw(model), samples.loader(workload.batch_size)
         )
         self._batches = iter(loader)
         self._timings: list[EngineTiming] = []

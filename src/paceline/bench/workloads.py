@@ -15,11 +15,12 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.data import Dataset
+from torch.utils.data import DataLoader, Dataset
 
 LEARNING_RATE = 1e-4
 SEED = 0
@@ -117,19 +118,25 @@ class Workload:
         return F.cross_entropy(logits.flatten(0, -2), targets.flatten())
 
 
-class FixedSamples(Dataset[tuple[Tensor, Tensor]]):
-    """A map-style dataset of any length over a few samples in memory, for a loop that should never run dry."""
+class ReadyBatches(Dataset[tuple[Tensor, Tensor]]):
+    """A dataset of any length whose batches are made beforehand, as those of the peers are: fetching costs nothing."""
 
     def __init__(self, workload: Workload, length: int, seed: int = SEED) -> None:
-        self._inputs, self._targets = workload.draw(4 * workload.batch_size, seed)
+        self._batches = [workload.draw(workload.batch_size, seed + number) for number in range(4)]
         self._length = length
 
     def __len__(self) -> int:
         return self._length
 
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        place = index % len(self._inputs)
-        return self._inputs[place], self._targets[place]
+    def __getitems__(self, indices: list[int]) -> tuple[Tensor, Tensor]:
+        return self._batches[indices[0] // len(indices) % len(self._batches)]
+
+    def loader(self, batch_size: int) -> DataLoader[tuple[Tensor, Tensor]]:
+        return DataLoader(self, batch_size=batch_size, collate_fn=_as_it_is)
+
+
+def _as_it_is(batch: Any) -> Any:
+    return batch
 
 
 def adamw(model: nn.Module) -> torch.optim.AdamW:

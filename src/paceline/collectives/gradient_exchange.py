@@ -3,7 +3,8 @@
     reduction   workers                    how
     exact       1                          nothing: all merges were local
     exact       2, one root each           native all-reduce (a + b = b + a: the canonical bits)
-    exact       4, 8, … one root each      recursive halving and doubling
+    exact       4, 8, … one root each,     recursive halving and doubling: few messages
+                a small bucket
     exact       otherwise                  direct: slices to their owners, the rest of the tree, slices back
     fast        any                        native all-reduce of each worker's own sum, in the backend's order
 
@@ -30,6 +31,9 @@ from paceline.collectives.scratch import Scratch
 
 Reduction = Literal["exact", "fast"]
 
+# Bytes per worker up to which 2·log2 N messages in turn beat 2·(N-1) at once. Measured on 16 cores over loopback:
+# halving takes 0.8 of direct's time for 1 MiB on 16 workers, 1.05 of it for 16 MiB; on 4 and 8 they meet near here.
+HALVING_UP_TO = 256 * 2**10
 # Rounds of one exchange use consecutive tags: halving needs log2(64) of them, direct two.
 TAGS_PER_BUCKET = 8
 
@@ -68,7 +72,7 @@ class GradientExchange:
             (out,) = roots.values()
             if comm.size == 2:
                 return PendingSum(out, comm.all_reduce(out))
-            if out.device.type == "cpu":
+            if out.device.type == "cpu" and out.nbytes <= HALVING_UP_TO * comm.size:
                 return PendingSum(
                     out, self._thread.run(lambda scratch: halving_doubling(comm, out, tag=tag, scratch=scratch))
                 )

@@ -160,11 +160,13 @@ class TrainStep:
             self._buffers.finish_lane(keep=item.lane == item.present[0])
         if not item.shadow:
             self._report(item, loss, weight, last=last)
+        if last and item.last_of_step:
+            self._buffers.send_ahead(self._comm, self._rider_of(item.present[0]))
         active = self._strategy()
         started = time.perf_counter()
         active.start_backward(place, last=last)
-        # The gradient is Σ w·∇loss / Σ w. Dividing by the step's samples before backward keeps small precisions in range,
-        # and where w counts samples it is the whole scaling: no second pass over the gradient.
+        # The gradient is Σ w·∇loss / Σ w. Dividing by the step's samples before backward keeps small precisions in
+        # range, and where w counts samples it is the whole scaling: no second pass over the gradient.
         torch.autograd.backward(loss, torch.full_like(loss, weight / item.step_samples))
         ended = time.perf_counter()
         self.timing.backward_s = ended - started
@@ -335,6 +337,8 @@ class TrainStep:
             self._now.reports.setdefault(item.lane, LaneReport(item.lane))
             if item.last_of_lane:
                 self._buffers.finish_lane(keep=item.lane == item.present[0])
+        if item.last_of_step:
+            self._buffers.send_ahead(self._comm, self._rider_of(item.present[0]))
         active.skip(_place(item))
         self._phase = Phase.RAN
         if item.last_of_step:
