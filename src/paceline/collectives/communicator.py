@@ -8,6 +8,7 @@ what it reports becomes a `PeerLostError` that says which worker was waited for 
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -202,4 +203,6 @@ def _build_group(world: World, store: Store, backend: str, device: torch.device,
 
 
 def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+    """What the error says, without the place in gloo's source and its general advice."""
+    line = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    return re.sub(r"^\[/[^\]]*\] ", "", line).split(". This is typically")[0]

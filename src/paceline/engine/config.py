@@ -53,7 +53,8 @@ class EngineConfig:
     def check_against(self, world: World) -> None:
         if world.size > self.lanes:
             raise ConfigError(
-                f"{world.size} workers but only {self.lanes} lanes: {world.size - self.lanes} of them would have "
+                f"{world.size} workers but only {self.lanes} lane{'s' if self.lanes > 1 else ''}: "
+                f"{world.size - self.lanes} of them would have "
                 f"nothing to do; start with --lanes {world.size} or more, or with --workers {self.lanes}"
             )
 

@@ -35,6 +35,7 @@ from paceline.collectives.gradient_exchange import Reduction
 from paceline.data.loader import Deal, ShardedLoader
 from paceline.engine.config import EngineConfig, OnNonFinite, one_of
 from paceline.engine.evaluation import EvaluationLoader, padded_rows
+from paceline.engine.one_line_errors import show_our_errors_in_one_line
 from paceline.engine.prepared_loader import PreparedLoader
 from paceline.engine.progress import Progress
 from paceline.engine.replicas import check_same_models, weights_hash
@@ -72,6 +73,7 @@ class Engine:
         timeout_s: float = 600.0,
         world: World | None = None,
     ) -> None:
+        show_our_errors_in_one_line()
         self.world = read_world() if world is None else world
         told = self.world.settings
         self.device = _find_device(self.world, device)
@@ -385,6 +387,7 @@ class Engine:
         self._in_loop = True
         if self._client is not None:
             self._client.tell("phase", name="training")
+        self._tell_step()
 
     def _leave_loop(self, early: bool) -> None:
         self._in_loop = False
@@ -395,6 +398,7 @@ class Engine:
             self._say_left()
         if self._client is not None and not (early and step.inside_step):
             self._client.tell("phase", name="idle")
+            self._tell_step()
 
     def _say_left(self) -> None:
         if self._comm is None:
@@ -404,8 +408,9 @@ class Engine:
         self._comm.leave_note(f"it left its training loop {where}", votes=step.votes)
 
     def _tell_step(self) -> None:
+        """What the launcher names when this worker fails: the step it is in, or the last one after the loop."""
         if self._client is not None:
-            self._client.tell("step", step=self.step)
+            self._client.tell("step", step=self.step + self._in_loop)
 
     def _training(self) -> TrainStep:
         if self._step is None:

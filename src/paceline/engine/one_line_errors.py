@@ -1,0 +1,38 @@
+"""Our own errors in one line, as `paceline run` shows them, under plain python and torchrun too.
+
+An uncaught `PacelineError` has said where, what and what to do; forty lines of our call stack would bury it. The line
+names the place in the user's script. Other exceptions keep their traceback, and so does an interactive session.
+"""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from pathlib import Path
+from types import TracebackType
+
+from paceline.errors import PacelineError
+
+_PACKAGE = str(Path(__file__).parents[1])
+
+
+def show_our_errors_in_one_line() -> None:
+    """Install the hook once; whatever hook was there before still sees everything else."""
+    before = sys.excepthook
+    if getattr(before, "one_line", False) or hasattr(sys, "ps1"):
+        return
+
+    def hook(kind: type[BaseException], error: BaseException, frames: TracebackType | None) -> None:
+        if isinstance(error, PacelineError):
+            print(f"paceline: {_place(frames)}{kind.__name__}: {error}", file=sys.stderr, flush=True)
+        else:
+            before(kind, error, frames)
+
+    hook.one_line = True  # type: ignore[attr-defined]
+    sys.excepthook = hook
+
+
+def _place(frames: TracebackType | None) -> str:
+    """The last line of the traceback that is not ours."""
+    theirs = [frame for frame in traceback.extract_tb(frames) if not frame.filename.startswith(_PACKAGE)]
+    return f"{Path(theirs[-1].filename).name}:{theirs[-1].lineno}: " if theirs else ""
