@@ -30,7 +30,8 @@ from paceline.cli.doctor import (
     shared_memory,
     show,
 )
-from paceline.world.environment import LAUNCHERS, Finding, Level
+from paceline.world.explanation import Finding, Level
+from paceline.world.launchers import LAUNCHERS
 from paceline.world.world import LaunchSettings, TcpRendezvous, World
 
 TWO = World(size=2, local_size=2, source="a test", rendezvous=TcpRendezvous("127.0.0.1", 29500))

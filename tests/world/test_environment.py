@@ -12,15 +12,8 @@ import pytest
 import paceline
 from paceline.errors import WorldError
 from paceline.world import environment
-from paceline.world.environment import (
-    DEFAULT_PORT,
-    LaunchDefaults,
-    derived_port,
-    launch_defaults,
-    read_world,
-    tensor_address,
-    worker_environment,
-)
+from paceline.world.environment import launch_defaults, read_world, tensor_address, worker_environment
+from paceline.world.launchers import DEFAULT_PORT, LaunchDefaults, derived_port
 from paceline.world.world import LOOPBACK, ControlSocket, LaunchSettings, TcpRendezvous, World
 
 PACELINE = {

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from paceline.world.environment import Finding, Level, explain
+from paceline.world.environment import explain
+from paceline.world.explanation import Finding, Level
 
 HAND = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29501"}
 TORCHRUN = HAND | {"TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_USE_AGENT_STORE": "True"}

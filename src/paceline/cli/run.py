@@ -17,6 +17,7 @@ from paceline.launch.hosts import Address
 from paceline.launch.supervisor import Hosts, Job, supervise
 from paceline.launch.worker_main import Script
 from paceline.world import environment
+from paceline.world.launchers import DEFAULT_PORT, LaunchDefaults
 from paceline.world.world import LaunchSettings
 
 # Everything after the script's name is the script's, also what looks like a flag of ours.
@@ -122,7 +123,7 @@ def _host_count(text: str) -> int:
     return int(fewest)
 
 
-def _host_rank(asked: int | None, known: environment.LaunchDefaults | None) -> int:
+def _host_rank(asked: int | None, known: LaunchDefaults | None) -> int:
     if asked is not None:
         return asked
     if known is None:
@@ -131,12 +132,12 @@ def _host_rank(asked: int | None, known: environment.LaunchDefaults | None) -> i
 
 
 def _coordinator(
-    asked: str | None, master_addr: str | None, master_port: int | None, known: environment.LaunchDefaults | None
+    asked: str | None, master_addr: str | None, master_port: int | None, known: LaunchDefaults | None
 ) -> Address:
     if asked is not None:
         return Address.parse(asked)
     if master_addr is not None:
-        return Address(master_addr, master_port or environment.DEFAULT_PORT)
+        return Address(master_addr, master_port or DEFAULT_PORT)
     if known is None or known.coordinator is None:
         raise LaunchError("several hosts need --coordinator ADDRESS:PORT, an address of host 0 that all can reach")
     return Address(known.coordinator.address, known.coordinator.port)

@@ -23,7 +23,7 @@ from torch.distributed import DistStoreError
 
 from paceline.errors import WorldError
 from paceline.world.control import ControlClient
-from paceline.world.environment import is_loopback
+from paceline.world.launchers import is_loopback
 from paceline.world.world import ControlSocket, TcpRendezvous, World
 
 

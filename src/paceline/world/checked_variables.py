@@ -1,0 +1,86 @@
+"""Variables of the environment, read with care: an empty one is unset, a wrong one is named with its value."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from paceline.errors import WorldError
+from paceline.world.world import TcpRendezvous
+
+Variables = Mapping[str, str]
+
+
+def text_of(variables: Variables, name: str) -> str | None:
+    return variables.get(name, "").strip() or None
+
+
+def is_number(variables: Variables, name: str) -> bool:
+    return (text_of(variables, name) or "").isdecimal()
+
+
+def number_of(variables: Variables, name: str, least: int = 0) -> int | None:
+    value = text_of(variables, name)
+    if value is None:
+        return None
+    if not value.isdecimal() or int(value) < least:
+        raise WorldError(f"{name}={value!r} is not a whole number of at least {least}")
+    return int(value)
+
+
+def required_number(variables: Variables, name: str, advice: str, least: int = 0) -> int:
+    value = number_of(variables, name, least)
+    if value is None:
+        raise WorldError(f"{name} is not set; {advice}")
+    return value
+
+
+def first_set(variables: Variables, *names: str) -> str:
+    """The most specific name that is set; the last one when none is."""
+    return next((name for name in names if text_of(variables, name) is not None), names[-1])
+
+
+def place_of(variables: Variables, rank_name: str, size_name: str, advice: str) -> tuple[int, int] | None:
+    """(rank, size), both or neither."""
+    rank, size = number_of(variables, rank_name), number_of(variables, size_name, least=1)
+    if rank is None and size is None:
+        return None
+    if rank is None:
+        raise WorldError(f"{size_name}={size} is set but {rank_name} is not; {advice}")
+    if size is None:
+        raise WorldError(f"{rank_name}={rank} is set but {size_name} is not; {advice}")
+    if rank >= size:
+        raise beyond(rank_name, rank, size_name, size)
+    return rank, size
+
+
+def local_place(
+    variables: Variables, names: tuple[str, str], place: tuple[int, int], default_to_place: bool
+) -> tuple[int, int]:
+    """(local rank, local size), which are (rank, size) where all workers are known to be on this host."""
+    local = place_of(variables, *names, "set both, or neither")
+    if local is None and not default_to_place:
+        raise WorldError(f"{names[0]} and {names[1]} are not set: nothing says which of the workers are on this host")
+    return local or place
+
+
+def beyond(rank_name: str, rank: int, size_name: str, size: int) -> WorldError:
+    allowed = f"from 0 to {size - 1}" if size > 1 else "only 0"
+    return WorldError(f"{rank_name}={rank} but {size_name}={size}: {rank_name} may be {allowed}")
+
+
+def tcp_of(variables: Variables, address_name: str, port_name: str, served_by_agent: bool = False) -> TcpRendezvous:
+    address, port = text_of(variables, address_name), port_of(variables, port_name)
+    if address is None:
+        raise WorldError(f"{address_name} is not set: the workers have no place to meet; set it to rank 0's host")
+    if port is None:
+        raise WorldError(f"{address_name}={address} is set but {port_name} is not; set it to a free port of that host")
+    return TcpRendezvous(address, port, served_by_agent)
+
+
+def port_of(variables: Variables, name: str) -> int | None:
+    value = text_of(variables, name)
+    if value is None:
+        return None
+    if not value.isdecimal() or not 1 <= int(value) <= 65535:
+        raise WorldError(f"{name}={value!r} is not a port; use a number from 1 to 65535")
+    return int(value)
