@@ -39,10 +39,11 @@ from paceline.engine.one_line_errors import show_our_errors_in_one_line
 from paceline.engine.prepared_loader import PreparedLoader
 from paceline.engine.progress import Progress
 from paceline.engine.replicas import check_same_models, weights_hash
+from paceline.engine.saved_state import check_same_job, job_facts, load_states, states_of
 from paceline.engine.train_step import Timing, TrainStep
 from paceline.errors import CheckpointError, ConfigError, LoopError, PacelineError, ReplicaError
 from paceline.world.control import ControlClient
-from paceline.world.determinism import default_threads, fingerprint, make_deterministic, mix, seed_everything
+from paceline.world.determinism import default_threads, make_deterministic, mix, seed_everything
 from paceline.world.environment import read_world
 from paceline.world.rendezvous_store import open_store
 from paceline.world.world import ControlSocket, World
@@ -262,10 +263,7 @@ class Engine:
                 "job": self._job_facts(),
                 "step": step.step,
                 "position": loader.position_after(step) if loader is not None else 0,
-                "models": [dict(model.state_dict()) for model in self._models],
-                "optimizers": [optimizer.state_dict() for optimizer in self._optimizers],
-                # state_dict() is the scheduler's __dict__, in which prepare() put a step() of ours.
-                "schedulers": [{k: v for k, v in s.state_dict().items() if k != "step"} for s in self._schedulers],
+                **states_of(self._models, self._optimizers, self._schedulers),
             }
             try:
                 write_state(Path(folder), tree)
@@ -281,16 +279,13 @@ class Engine:
         self._check_boundary("load_state")
         step = self._training()
         tree = read_state(Path(folder))
-        self._check_job(Path(folder), tree["job"])
-        kinds = (("models", self._models), ("optimizers", self._optimizers), ("schedulers", self._schedulers))
-        for kind, objects in kinds:
-            if len(tree[kind]) != len(objects):
-                raise CheckpointError(f"{folder} holds {len(tree[kind])} {kind}, this job prepared {len(objects)}")
-            for thing, state in zip(objects, tree[kind], strict=True):
-                try:
-                    thing.load_state_dict(state)
-                except (RuntimeError, ValueError, KeyError) as error:
-                    raise CheckpointError(f"the {kind[:-1]} in {folder} does not fit this job's: {error}") from error
+        check_same_job(Path(folder), tree["job"], self._job_facts())
+        objects: dict[str, list[Any]] = {
+            "models": [*self._models],
+            "optimizers": [*self._optimizers],
+            "schedulers": self._schedulers,
+        }
+        load_states(Path(folder), tree, objects)
         step.step = tree["step"]
         if self._loader is not None:
             self._loader.position = tree["position"]
@@ -438,26 +433,7 @@ class Engine:
         return rows.view(self.world.size, *tensor.shape)
 
     def _job_facts(self) -> dict[str, Any]:
-        config = self.config
-        facts: dict[str, Any] = {
-            "lanes": config.lanes,
-            "accumulate": config.accumulate,
-            "seed": config.seed,
-            "reduction": config.reduction,
-        }
-        if self._loader is not None:
-            facts |= {"batch_size": self._loader.plan.batch_size, "samples": self._loader.plan.samples}
-        return facts | {f"machine {name}": value for name, value in fingerprint(self.device).items()}
-
-    def _check_job(self, folder: Path, saved: dict[str, Any]) -> None:
-        mine = self._job_facts()
-        differing = [
-            f"{name} was {saved.get(name)!r}, is {value!r}" for name, value in mine.items() if saved.get(name) != value
-        ]
-        if differing:
-            raise CheckpointError(
-                f"the state in {folder} belongs to another job, so the bits would not continue: {'; '.join(differing)}"
-            )
+        return job_facts(self.config, self._loader.plan if self._loader is not None else None, self.device)
 
 
 def _call_supervisor(world: World) -> ControlClient | None:

@@ -1,0 +1,62 @@
+"""What a job saves to go on later: its constants, the place in the data, and the states of the prepared objects.
+
+The constants are those the bits depend on. A state of a job that differs in one of them is refused with the difference:
+it could be loaded, but what follows would not be what the other job would have done.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from paceline.data.sharded_sampler import BatchPlan
+from paceline.engine.config import EngineConfig
+from paceline.errors import CheckpointError
+from paceline.world.determinism import fingerprint
+
+
+def job_facts(config: EngineConfig, plan: BatchPlan | None, device: torch.device) -> dict[str, Any]:
+    """Everything the bits depend on besides the objects themselves; the number of workers is not among it."""
+    facts: dict[str, Any] = {
+        "lanes": config.lanes,
+        "accumulate": config.accumulate,
+        "seed": config.seed,
+        "reduction": config.reduction,
+    }
+    if plan is not None:
+        facts |= {"batch_size": plan.batch_size, "samples": plan.samples}
+    return facts | {f"machine {name}": value for name, value in fingerprint(device).items()}
+
+
+def check_same_job(folder: Path, saved: Mapping[str, Any], mine: Mapping[str, Any]) -> None:
+    differing = [
+        f"{name} was {saved.get(name)!r}, is {value!r}" for name, value in mine.items() if saved.get(name) != value
+    ]
+    if differing:
+        raise CheckpointError(
+            f"the state in {folder} belongs to another job, so the bits would not continue: {'; '.join(differing)}"
+        )
+
+
+def states_of(models: Sequence[Any], optimizers: Sequence[Any], schedulers: Sequence[Any]) -> dict[str, Any]:
+    return {
+        "models": [dict(model.state_dict()) for model in models],
+        "optimizers": [optimizer.state_dict() for optimizer in optimizers],
+        # state_dict() is the scheduler's __dict__, in which prepare() put a step() of ours.
+        "schedulers": [{k: v for k, v in s.state_dict().items() if k != "step"} for s in schedulers],
+    }
+
+
+def load_states(folder: Path, tree: Mapping[str, Any], objects: Mapping[str, Sequence[Any]]) -> None:
+    """Give every prepared object its state; `objects` has the same kinds as `states_of`."""
+    for kind, prepared in objects.items():
+        if len(tree[kind]) != len(prepared):
+            raise CheckpointError(f"{folder} holds {len(tree[kind])} {kind}, this job prepared {len(prepared)}")
+        for thing, state in zip(prepared, tree[kind], strict=True):
+            try:
+                thing.load_state_dict(state)
+            except (RuntimeError, ValueError, KeyError) as error:
+                raise CheckpointError(f"the {kind[:-1]} in {folder} does not fit this job's: {error}") from error
