@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -35,8 +35,10 @@ class Handle(Protocol):
 class Communicator:
     """The workers of one world. All ranks call collectives in the same order; messages are matched by tag."""
 
-    def __init__(self, group: Any, store: Store, world: World, *, backend: str, timeout_s: float) -> None:
-        self._group = group
+    def __init__(
+        self, groups: Mapping[str, Any], store: Store, world: World, *, backend: str, timeout_s: float
+    ) -> None:
+        self._groups = groups  # by kind of device: NCCL moves CUDA tensors only, so ballots and checks go through gloo
         self._store = store
         self._world = world
         self.backend = backend
@@ -48,45 +50,48 @@ class Communicator:
     def connect(
         cls, world: World, store: Store, *, backend: str, device: torch.device, timeout_s: float
     ) -> Communicator:
-        prefixed = PrefixStore("paceline/group", store)
+        backends = {"cpu": "gloo", device.type: backend}
         try:
-            group = _build_group(world, prefixed, backend, device, timeout_s)
+            groups = {
+                kind: _build_group(world, PrefixStore(f"paceline/group/{kind}", store), name, device, timeout_s)
+                for kind, name in backends.items()
+            }
         except (RuntimeError, ValueError) as error:
             raise WorldError(
                 f"worker {world.rank} of {world.size} could not join the {backend} group within {timeout_s:.0f} s: "
                 f"{_first_line(error)}; are all {world.size} workers running, and can their hosts reach each other?"
             ) from error
-        return cls(group, PrefixStore("paceline/notes", store), world, backend=backend, timeout_s=timeout_s)
+        return cls(groups, PrefixStore("paceline/notes", store), world, backend=backend, timeout_s=timeout_s)
 
     # -- messages ------------------------------------------------------------------------------------------------
 
     def send(self, tensor: Tensor, *, to: int, tag: int) -> Work:
-        return self._started(lambda: self._group.send([tensor], to, tag), f"sending to worker {to}")
+        return self._started(lambda: self._group_of(tensor).send([tensor], to, tag), f"sending to worker {to}")
 
     def receive(self, tensor: Tensor, *, source: int, tag: int) -> Work:
-        return self._started(lambda: self._group.recv([tensor], source, tag), f"waiting for worker {source}")
+        return self._started(lambda: self._group_of(tensor).recv([tensor], source, tag), f"waiting for worker {source}")
 
     # -- native collectives --------------------------------------------------------------------------------------
 
     def all_reduce(self, tensor: Tensor) -> Work:
         """Native sum, in whatever order the backend likes: the bits depend on the size and the number of workers."""
-        return self._started(lambda: self._group.allreduce([tensor]), "in an all-reduce")
+        return self._started(lambda: self._group_of(tensor).allreduce([tensor]), "in an all-reduce")
 
     def all_gather(self, tensor: Tensor) -> tuple[Tensor, Work]:
         """Equal-sized tensors of all workers, as rows."""
         flat = tensor.contiguous().view(-1)
         out = torch.empty((self.size, flat.numel()), dtype=flat.dtype, device=flat.device)
-        return out, self._started(lambda: self._group._allgather_base(out.view(-1), flat), "in an all-gather")
+        return out, self._started(lambda: self._group_of(flat)._allgather_base(out.view(-1), flat), "in an all-gather")
 
     def all_to_all(self, out: Tensor, sent: Tensor, received_counts: list[int], sent_counts: list[int]) -> Work:
         return self._started(
-            lambda: self._group.alltoall_base(out, sent, received_counts, sent_counts), "in an all-to-all"
+            lambda: self._group_of(out).alltoall_base(out, sent, received_counts, sent_counts), "in an all-to-all"
         )
 
     def broadcast(self, tensor: Tensor, *, root: int) -> Work:
         options = dist.BroadcastOptions()
         options.rootRank = root
-        return self._started(lambda: self._group.broadcast([tensor], options), f"waiting for worker {root}")
+        return self._started(lambda: self._group_of(tensor).broadcast([tensor], options), f"waiting for worker {root}")
 
     def barrier(self) -> None:
         _, handle = self.all_gather(torch.zeros(1, dtype=torch.uint8))
@@ -130,13 +135,17 @@ class Communicator:
                 raise PeerLostError(f"worker {self.rank} waited for worker {rank}, but {note}")
 
     def close(self) -> None:
-        shutdown = getattr(self._group, "shutdown", None)
-        if shutdown is not None:
-            shutdown()
+        for group in self._groups.values():
+            shutdown = getattr(group, "shutdown", None)
+            if shutdown is not None:
+                shutdown()
         # gloo's destructor joins its threads while it holds the interpreter lock, and a thread may still want the lock
         # to drop its last collective: let it have it first.
         time.sleep(LAST_BREATH_S)
-        self._group = None
+        self._groups = {}
+
+    def _group_of(self, tensor: Tensor) -> Any:
+        return self._groups[tensor.device.type]
 
     def _started(self, start: Callable[[], Any], doing: str) -> Work:
         try:

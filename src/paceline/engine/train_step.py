@@ -230,11 +230,10 @@ class TrainStep:
         if self._comm is None:
             return [ballot]
         mine = pack(ballot, most_lanes=-(-self._config.lanes // self._workers))
-        device = active.parameters[0].device if self._comm.backend == "nccl" else mine.device
-        rows, handle = self._comm.all_gather(mine.to(device))
+        rows, handle = self._comm.all_gather(mine)
         handle.wait_for_vote(self.votes)
         self.votes += 1
-        ballots = [unpack(row, len(ballot.used)) for row in rows.cpu()]
+        ballots = [unpack(row, len(ballot.used)) for row in rows]
         for rank, other in enumerate(ballots):
             if (other.step, other.update) != (ballot.step, ballot.update):
                 raise ReplicaError(

@@ -231,7 +231,7 @@ class Ddp:
         order += [index for index in reversed(range(len(used))) if used[index] and index not in seen]
         order += [index for index, is_used in enumerate(used) if not is_used]
         if self._comm is not None:
-            agreed = torch.tensor(order, dtype=torch.int64, device=self._specs[0].device if self._specs else "cpu")
+            agreed = torch.tensor(order, dtype=torch.int64)
             self._comm.broadcast(agreed, root=0).wait()
             order = agreed.tolist()
         self._relearned = order
