@@ -415,3 +415,91 @@ def test_backward_outside_the_loop_says_where_it_belongs() -> None:
         model, _, _ = prepared(engine)
         with pytest.raises(LoopError, match="inside `for batch in loader`"):
             engine.backward(model(torch.ones(1, 8)).sum())
+
+
+def test_a_loop_broken_inside_a_step_cannot_be_followed_by_another() -> None:
+    with Engine(lanes=4) as engine:
+        model, _, loader = prepared(engine)
+        for x, y in loader:
+            engine.backward(F.mse_loss(model(x), y))
+            break
+        with pytest.raises(LoopError, match=r"inside step 1, so it can't start another"):
+            next(iter(loader))
+
+
+def test_a_stopped_loop_can_be_followed_by_another() -> None:
+    with Engine(lanes=4) as engine:
+        model, optimizer, loader = prepared(engine, samples=64)
+        steps = []
+        for epoch in range(2):
+            for x, y in loader:
+                if epoch == 0:
+                    engine.stop()
+                engine.backward(F.mse_loss(model(x), y))
+                optimizer.step()
+            steps.append(engine.step)
+        assert steps == [1, 4]  # the second loop finishes the epoch
+
+
+def test_a_break_after_update_counts_the_step() -> None:
+    with Engine(lanes=2) as engine:
+        model, optimizer, loader = prepared(engine)
+        for _ in range(2):
+            for _batch in loader:
+                engine.update(optimizer, lambda batch: F.mse_loss(model(batch[0]), batch[1]))
+                break
+        assert (engine.step, loader.position) == (2, 16)
+
+
+def test_a_gradient_left_over_from_before_the_loop_is_not_part_of_the_step() -> None:
+    with Engine(lanes=2) as engine:
+        model, optimizer, loader = prepared(engine, samples=8)
+        x, y = vectors(8).tensors
+        expected = torch.autograd.grad(F.mse_loss(model(x), y), model.weight)[0]
+        (1e3 * model(x).sum()).backward()
+        for batch, target in loader:
+            engine.backward(F.mse_loss(model(batch), target))
+            if model.weight.grad is not None:
+                torch.testing.assert_close(model.weight.grad, expected)
+            optimizer.step()
+
+
+def test_a_step_that_is_left_out_leaves_the_buffers_alone() -> None:
+    with Engine(lanes=2, on_nonfinite="skip") as engine:
+        model = nn.Sequential(nn.BatchNorm1d(8), nn.Linear(8, 1))
+        data = vectors()
+        data.tensors[0][0] = math.nan
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model, optimizer, loader = engine.prepare(model, optimizer, DataLoader(data, batch_size=4))
+        with pytest.warns(UserWarning, match="the loss of step 1 is nan in lane 0"):
+            for x, y in loader:
+                engine.backward(F.mse_loss(model(x), y))
+                optimizer.step()
+        assert engine.step == 3
+        assert model[0].running_mean.isfinite().all()
+
+
+def test_a_scheduler_stepped_once_an_epoch_is_not_stepped_for_an_item_left_out() -> None:
+    with Engine(lanes=2) as engine:
+        model = nn.Linear(8, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+        loader = DataLoader(vectors(), batch_size=4)
+        model, optimizer, loader, schedule = engine.prepare(model, optimizer, loader, schedule)
+        with pytest.warns(UserWarning, match="lane 1 of step 1"):
+            for number, (x, y) in enumerate(loader):
+                if number == 1:
+                    continue
+                engine.backward(F.mse_loss(model(x), y))
+                optimizer.step()
+        schedule.step()
+        assert schedule.get_last_lr() == [0.5]
+
+
+def test_an_evaluation_loader_keeps_its_sampler_and_drop_last() -> None:
+    with Engine() as engine:
+        chosen = engine.prepare(DataLoader(vectors(), batch_size=4, sampler=[3, 1, 2, 9, 8]))
+        x, _ = vectors().tensors
+        assert torch.equal(torch.cat([batch for batch, _ in chosen]), x[[3, 1, 2, 9, 8]])
+        dropped = engine.prepare(DataLoader(vectors(30), batch_size=4, drop_last=True))
+        assert sum(len(batch) for batch, _ in dropped) == 28

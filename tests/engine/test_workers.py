@@ -235,3 +235,25 @@ def leaves_nothing(world: World) -> list[str]:
 
 def test_closing_ends_threads_and_removes_hooks() -> None:
     assert [result.value for result in run_workers(leaves_nothing, 3)] == [[], [], []]
+
+
+def counts_buffers(world: World) -> list[int]:
+    with Engine(world=world, lanes=8, device="cpu") as engine:
+        model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)), nn.Linear(8, 1))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        data = TensorDataset(torch.randn(320, 8), torch.randn(320, 1))
+        model, optimizer, loader = engine.prepare(model, optimizer, DataLoader(data, batch_size=4))
+        held = []
+        for _ in range(3):
+            for x, y in loader:
+                engine.backward(F.mse_loss(model(x), y))
+                optimizer.step()
+            assert engine._step is not None
+            held.append(sum(len(sums._views) for sums in engine._step._strategy()._sums))
+        return held
+
+
+def test_buffers_do_not_grow_with_the_steps_when_workers_have_several_roots() -> None:
+    for result in run_workers(counts_buffers, 3):
+        assert result.error is None, result.traceback
+        assert result.value[1] == result.value[2], result.value

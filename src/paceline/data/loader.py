@@ -54,7 +54,7 @@ class ShardedLoader:
         self._deal = deal
         self._custom_order: Iterable[int] | None = None
         sampler = source.sampler
-        self._shuffle = _is_plain_shuffle(sampler)
+        self._shuffle = is_plain_shuffle(sampler)
         if not self._shuffle and type(sampler) is not SequentialSampler:
             self._custom_order = sampler
         self.plan = BatchPlan(
@@ -180,7 +180,7 @@ class _WorkerStart:
             self._then(worker)
 
 
-def _is_plain_shuffle(sampler: Any) -> bool:
+def is_plain_shuffle(sampler: Any) -> bool:
     """`shuffle=True`: every sample once. With replacement, a number of samples or a subclass the order is its own."""
     if type(sampler) is not RandomSampler:
         return False

@@ -355,7 +355,7 @@ class Engine:
         if not isinstance(thing, DataLoader):
             return thing
         if not training:
-            self._evaluations.append(EvaluationLoader(thing, self.world, self.device))
+            self._evaluations.append(EvaluationLoader(thing, self.world, self.device, self.config.seed))
             return self._evaluations[-1]
         step = self._training()
         ride = neighbouring_lanes(self.config.lanes, self.world.size)[self.world.rank]
@@ -478,7 +478,7 @@ def _patch_scheduler(scheduler: Any, step: TrainStep) -> None:
     original = scheduler.step
 
     def acts_with_the_optimizer(self: Any, *args: Any, **options: Any) -> Any:
-        return original(*args, **options) if step.scheduler_acts() else None
+        return original(*args, **options) if step.scheduler_acts(self) else None
 
     scheduler.step = types.MethodType(acts_with_the_optimizer, scheduler)
 

@@ -9,21 +9,24 @@ and returns the round's results in the dataset's order. Batches have the same sa
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, SequentialSampler
 
-from paceline.data.loader import refuse_what_cannot_be_dealt
+from paceline.data.loader import is_plain_shuffle, refuse_what_cannot_be_dealt
 from paceline.engine.prepared_loader import to_device
+from paceline.world.determinism import drawing_from, mix
 from paceline.world.world import World
 
 
 class EvaluationLoader:
-    def __init__(self, source: DataLoader[Any], world: World, device: torch.device) -> None:
+    def __init__(self, source: DataLoader[Any], world: World, device: torch.device, seed: int) -> None:
         refuse_what_cannot_be_dealt(source)
+        self._seed = seed
         self._source = source
         self._world = world
         self._device = device
@@ -37,7 +40,17 @@ class EvaluationLoader:
     def batches(self) -> int:
         size = self._source.batch_size
         assert size is not None
-        return -(-len(self._source.dataset) // size)  # type: ignore[arg-type]
+        samples = len(self._ids)
+        return samples // size if self._source.drop_last else -(-samples // size)
+
+    @cached_property
+    def _ids(self) -> Sequence[int]:
+        """The dataset's order, whatever `shuffle` says; a sampler of the user's own is asked once, under a seed."""
+        sampler = self._source.sampler
+        if is_plain_shuffle(sampler) or type(sampler) is SequentialSampler:
+            return range(len(self._source.dataset))  # type: ignore[arg-type]
+        with drawing_from(mix(self._seed, "evaluation")):
+            return [int(index) for index in sampler]
 
     def __len__(self) -> int:
         """Rounds: what every worker iterates."""
@@ -62,10 +75,9 @@ class EvaluationLoader:
         source = self._source
         size = source.batch_size
         assert size is not None
-        samples = len(source.dataset)  # type: ignore[arg-type]
         return DataLoader(
             source.dataset,
-            batch_sampler=[list(range(batch * size, min(samples, (batch + 1) * size))) for batch in mine],
+            batch_sampler=[list(self._ids[batch * size : (batch + 1) * size]) for batch in mine],
             collate_fn=source.collate_fn,
             num_workers=source.num_workers,
             pin_memory=source.pin_memory,

@@ -68,9 +68,20 @@ class LaneBuffers:
         if comm is not None and self._moving:
             self._ahead = self._broadcast(comm, owner, self._moving)
 
-    def finish_step(self, comm: Communicator | None, owner: int, changed: Sequence[bool]) -> None:
-        """Every worker takes over what the lowest lane left; `owner` is the worker that rode it."""
+    def finish_step(
+        self, comm: Communicator | None, owner: int, changed: Sequence[bool], *, dropped: bool = False
+    ) -> None:
+        """Every worker takes over what the lowest lane left, or, of a step that is left out, what it began with.
+
+        `owner` is the worker that rode the lowest lane.
+        """
         if not self._live:
+            return
+        if dropped:
+            if self._ahead is not None:
+                self._ahead.handle.wait()
+                self._ahead = None
+            self._copy(self._at_start, self._live)
             return
         moved = [number for number, is_changed in enumerate(changed) if is_changed]
         final = list(self._at_start)

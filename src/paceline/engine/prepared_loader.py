@@ -58,6 +58,10 @@ class PreparedLoader:
     def __iter__(self) -> Iterator[Any]:
         if self._items is not None:
             raise LoopError("the training loader is already being iterated; a second loop over it would mix two epochs")
+        if self._train_step.broken:
+            raise LoopError(
+                f"{self._train_step.broken}, so it can't start another; end a loop early with engine.stop()"
+            )
         epoch, done = divmod(self.position, self.plan.samples_per_epoch)
         left_early = True
         self._on_enter()
@@ -65,13 +69,15 @@ class PreparedLoader:
         try:
             for item, batch in self._items:
                 self._train_step.begin_item(item)
+                batch = self._to_device(batch)
                 self._step_items = [(item, batch)]
-                yield self._to_device(batch)
+                yield batch
                 if self._train_step.item is not None and self._train_step.item.last_of_step:
                     self._train_step.end_item()
                     self._train_step.new_items()
                     self._advance(item.step, epoch)
                     if self._train_step.stop_agreed:
+                        self._train_step.stopped()
                         break
             left_early = False
         except GeneratorExit:  # a break, a return or an exception in the body
@@ -92,7 +98,7 @@ class PreparedLoader:
     def position_after(self, train_step: TrainStep) -> int:
         """`position`, counting a step that has acted but whose item the loop has not given back yet."""
         item = train_step.item
-        if item is None or not train_step.stepped or not item.last_of_step:
+        if item is None or train_step.inside_step or not item.last_of_step:
             return self.position
         return self._position_at(item.step, item.epoch)
 
@@ -101,6 +107,7 @@ class PreparedLoader:
         item = self._train_step.item
         if item is not None and item.last_of_step and not self._train_step.inside_step:
             self._train_step.end_item()
+            self._train_step.new_items()
             self._advance(item.step, epoch)
 
     def _advance(self, step: int, epoch: int) -> None:

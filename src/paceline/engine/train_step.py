@@ -110,6 +110,8 @@ class TrainStep:
         self.timing = Timing()
         self.broken: str | None = None
         self.votes = 0
+        self._in_body = False
+        self._stepped_in_body: set[int] = set()
         self.on_step: Callable[[], None] = lambda: None
 
     # -- items -------------------------------------------------------------------------------------------------------
@@ -129,6 +131,7 @@ class TrainStep:
             self._start_step(item, optimizers or self._optimizers)
         self._item = item
         self._step_called = self._ran_last = False
+        self._in_body = True
         self.stepped = False
         if item.first_of_lane and not item.shadow:
             self._buffers.start_lane()
@@ -207,12 +210,13 @@ class TrainStep:
         total = math.fsum(report.weight for report in reports)
         scale = self._item.step_samples / total if total > 0 else 0.0
         active.collect(scale, used)
-        self._buffers.finish_step(self._comm, self._rider_of(self._item.present[0]), changed)
-        self.means |= self._mean_over(reports)
-        self.stop_agreed = any(ballot.stop for ballot in ballots)
         if total == 0:
             warnings.warn(f"step {self.step + 1} is skipped: the weights of all its micro-batches are 0", stacklevel=4)
             self._now.empty = True
+        owner = self._rider_of(self._item.present[0])
+        self._buffers.finish_step(self._comm, owner, changed, dropped=self._now.empty)
+        self.means |= self._mean_over(reports)
+        self.stop_agreed = any(ballot.stop for ballot in ballots)
         self._now.gradient_versions = [(p, p.grad._version) for p in active.parameters if p.grad is not None]
         self.timing.left_during_backward = active.left_during_backward
         self._phase = Phase.COLLECTED
@@ -292,8 +296,10 @@ class TrainStep:
             seed_everything(mix(self._config.seed, "between", self.step, self._update))
         return result
 
-    def scheduler_acts(self) -> bool:
+    def scheduler_acts(self, scheduler: Any) -> bool:
         """A prepared scheduler follows the optimizer: it acts only when that did."""
+        if self._phase is Phase.APPLIED and self.stepped and self._in_body:
+            self._stepped_in_body.add(id(scheduler))
         return self._phase is Phase.BETWEEN_STEPS or (self._phase is Phase.APPLIED and self.stepped)
 
     def _end_step(self) -> None:
@@ -301,6 +307,7 @@ class TrainStep:
             self._active.end_step()
         self._phase = Phase.BETWEEN_STEPS
         self._item = None
+        self._in_body = False
 
     def finish_update(self, optimizer: Optimizer) -> None:
         """The end of `engine.update`: act, then be ready for another optimizer on the same items."""
@@ -323,6 +330,10 @@ class TrainStep:
 
     def stop(self) -> None:
         self._stop_wanted = True
+
+    def stopped(self) -> None:
+        """The loop has ended as wanted; another one may begin."""
+        self._stop_wanted = self.stop_agreed = False
 
     def _skip_item(self) -> None:
         item = self._item
@@ -351,7 +362,8 @@ class TrainStep:
         for optimizer in self._optimizers:
             self._act(optimizer)
         for scheduler in self._schedulers:
-            scheduler.step()
+            if id(scheduler) in self._stepped_in_body:  # not one that is stepped once an epoch
+                scheduler.step()
 
     # -- clipping ----------------------------------------------------------------------------------------------------
 

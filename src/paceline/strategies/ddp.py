@@ -58,8 +58,11 @@ class Ddp:
 
     def start_step(self, plan: SumPlan) -> None:
         self._plan = plan
+        for parameter in self.parameters:  # a backward of the user's own before this step is none of its gradient
+            parameter.grad = None
         self._used = [False] * len(self.parameters)
         self._pending: list[PendingSum | None] = [None] * len(self._sums)
+        self._roots: list[list[Tensor]] = [[] for _ in self._sums]
         self._next = 0
         self.left_during_backward = 0
 
@@ -111,6 +114,9 @@ class Ddp:
             pending = self._pending[number]
             assert pending is not None
             total = pending.wait()
+            for root in self._roots[number]:
+                if root.data_ptr() != total.data_ptr():
+                    sums.give_back(root)
             if scale != 1.0:
                 total.mul_(scale)
             sums.hand_out(total, [used[member.parameter] for member in sums.bucket.members])
@@ -204,6 +210,7 @@ class Ddp:
     def _send(self, number: int) -> None:
         sums = self._sums[number]
         roots, sums.nodes = sums.nodes, {}
+        self._roots[number] = list(roots.values())
         self._pending[number] = self._exchange.start(number, self._step_plan, roots, sums.buffer)
         self._next = number + 1
 
