@@ -19,6 +19,7 @@ VERBS = {
     "run": "paceline.cli.run",
     "doctor": "paceline.cli.doctor",
     "bench": "paceline.cli.bench",
+    "data": "paceline.cli.data",
 }
 
 
