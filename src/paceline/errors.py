@@ -7,6 +7,7 @@
     ├── LoopError             the training loop broke a rule of the work queue
     ├── ReplicaError          workers that should hold the same thing don't
     ├── NonFiniteLossError    a loss that is NaN or infinite, with its step and lane
+    ├── DataError             a sample that can't be fetched, a loader process that died, a file that is damaged
     ├── PeerLostError         another worker left, died or fell silent
     └── CheckpointError       a state that can't be saved or loaded
 
@@ -42,6 +43,10 @@ class ReplicaError(PacelineError):
 
 class NonFiniteLossError(PacelineError):
     """A loss that is NaN or infinite, with its step and lane."""
+
+
+class DataError(PacelineError):
+    """A sample that can't be fetched, a loader process that died, a data file that is damaged."""
 
 
 class PeerLostError(PacelineError):

@@ -10,7 +10,6 @@ from paceline.collectives.canonical_sum import (
     Merge,
     SumPlan,
     merges,
-    neighbouring_lanes,
     owner_ranges,
     sum_plan,
 )
@@ -160,19 +159,7 @@ def test_which_plans_are_pairwise(lanes: int, workers: int, present: tuple[int, 
     assert sum_plan(lanes, workers, present).is_pairwise is pairwise
 
 
-# -- who rides, who owns -----------------------------------------------------------------------------------------------
-
-
-@given(st.integers(1, 200), st.integers(1, 200))
-def test_neighbouring_lanes_cover_every_lane_once_in_order(lanes: int, workers: int) -> None:
-    rides = neighbouring_lanes(lanes, workers)
-    assert (len(rides), [lane for ride in rides for lane in ride]) == (workers, list(range(lanes)))
-
-
-@given(st.integers(1, 200), st.integers(1, 200))
-def test_no_worker_rides_two_lanes_more_than_another(lanes: int, workers: int) -> None:
-    counts = [len(ride) for ride in neighbouring_lanes(lanes, workers)]
-    assert max(counts) - min(counts) <= 1
+# -- who owns ---------------------------------------------------------------------------------------------------------
 
 
 @given(st.integers(0, 100_000), st.integers(1, 40), st.sampled_from([1, 7, 64]))

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.collectives.canonical_sum import neighbouring_lanes
 from paceline.data.sharded_sampler import BatchPlan, rides
 from paceline.errors import ConfigError
+from paceline.world.lanes import neighbouring_lanes
 
 
 @st.composite

@@ -400,7 +400,7 @@ def test_a_global_batch_that_cannot_be_cut_is_refused_with_the_nearest_that_can(
         prepared(engine)
     with Engine(lanes=4, accumulate=2, global_batch_size=32) as engine:
         _, _, loader = prepared(engine)
-        assert loader.plan.batch_size == 4
+        assert loader.source.facts()["batch size"] == 4
 
 
 def test_two_loaders_beside_an_optimizer_are_refused() -> None:

@@ -19,6 +19,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
+from paceline.world.lanes import neighbouring_lanes
+
 
 @dataclass(frozen=True)
 class Merge:
@@ -45,12 +47,6 @@ def merges(present: tuple[int, ...]) -> tuple[Merge, ...]:
                 parents.append(node)
         nodes = parents
     return tuple(out)
-
-
-def neighbouring_lanes(lanes: int, workers: int) -> tuple[tuple[int, ...], ...]:
-    """Which lanes each worker rides: worker i of N rides i·L//N up to (i+1)·L//N."""
-    cuts = [worker * lanes // workers for worker in range(workers + 1)]
-    return tuple(tuple(range(low, high)) for low, high in itertools.pairwise(cuts))
 
 
 @dataclass(frozen=True)

@@ -1,183 +1,309 @@
 """The loader: a user's DataLoader, re-dealt so that it hands out work items instead of batches.
 
-    position (one integer)  ──►  steps  ──►  (lane, micro-batch) items of this worker  ──►  torch's DataLoader
+    place (epoch, position)  ──►  steps  ──►  (lane, micro-batch) items of this worker  ──►  torch's DataLoader
 
 The user's dataset, collate_fn and loader processes are kept; only the question *which samples next* is answered here.
-Every item is fetched under a random state derived from (seed, epoch, step, lane, micro-batch), inside loader processes
-too, so augmentations give the same values with any number of workers and of loader processes.
+The place moves when a step commits (`state_after`), so what loader processes fetched ahead is never counted.
 """
 
 from __future__ import annotations
 
-import ctypes
-import signal
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+import sys
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
-from torch.utils.data import (
-    BatchSampler,
-    DataLoader,
-    Dataset,
-    IterableDataset,
-    RandomSampler,
-    SequentialSampler,
-)
-from torch.utils.data.distributed import DistributedSampler
+from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, SequentialSampler
 
+from paceline.data.fetching import Failure, ItemDataset, LoaderWatch
 from paceline.data.global_order import GlobalOrder, Listed, Sequential, Shuffled
-from paceline.data.sharded_sampler import BatchPlan, WorkItem, rides
-from paceline.errors import ConfigError
-from paceline.world.determinism import drawing_from, mix, seed_everything
-
-_PR_SET_PDEATHSIG = 1
+from paceline.data.sharded_sampler import BatchPlan, Cut, ListedPlan, WorkItem, work_items
+from paceline.data.work_source import Deal
+from paceline.errors import ConfigError, DataError
+from paceline.world.determinism import drawing_from, mix
 
 
 @dataclass(frozen=True)
-class Deal:
-    """What this worker is dealt, and from which seed: the job's constants that the loader needs."""
+class Place:
+    """Where the job is in the data: `position` samples of `epoch` are done.
 
-    lanes: int
-    accumulate: int
-    ride: tuple[int, ...]
+    The other three say how the epoch in progress was cut and ordered. A job that goes on with another batch size, seed
+    or a grown dataset finishes the epoch as it was begun, so that nothing is lost or repeated.
+    """
+
+    epoch: int
+    position: int
+    start: int
     seed: int
-    global_batch_size: int | None = None
+    samples: int | None  # None: what the sampler gives
 
 
 class ShardedLoader:
-    """Iterates over (work item, batch) from any position, once per epoch."""
+    """Items of a map-style dataset, from any place; a `WorkSource`."""
 
     def __init__(self, source: DataLoader[Any], deal: Deal) -> None:
         refuse_what_cannot_be_dealt(source)
         self._source = source
         self._deal = deal
-        self._custom_order: Iterable[int] | None = None
-        sampler = source.sampler
-        self._shuffle = is_plain_shuffle(sampler)
-        if not self._shuffle and type(sampler) is not SequentialSampler:
-            self._custom_order = sampler
-        self.plan = BatchPlan(
-            samples=_length_of(sampler),
-            batch_size=self._batch_size(),
-            lanes=deal.lanes,
-            accumulate=deal.accumulate,
-            drop_last=source.drop_last,
-        )
+        self.dataset: Dataset[Any] = source.dataset
+        self._listed = source.batch_size is None  # the batches come from a batch sampler of the user's own
+        self._place = self._first_place(epoch=0)
+        self._cut: tuple[Place, Cut, GlobalOrder] | None = None
+        self._batch_size = 0 if self._listed else batch_size_of(source, deal)
+        self._asked = _Asked()
+        self._watch = LoaderWatch(source.num_workers) if source.num_workers > 0 else None
+        self._fetching = self._make_fetching()
+        self._fetched: Iterator[Any] | None = None
+        if not self._listed:
+            self._plan_of(self._place)  # says now what is wrong with it
+
+    # -- the place ---------------------------------------------------------------------------------------------------
 
     @property
-    def dataset(self) -> Dataset[Any]:
-        return self._source.dataset
+    def epoch(self) -> int:
+        return self._place.epoch
 
-    def items(self, epoch: int, first_step: int) -> Iterator[tuple[WorkItem, Any]]:
-        """This worker's items of `epoch`, beginning with `first_step`."""
-        dealt = _WorkItems(self.plan, self._order(epoch), self._deal, epoch, first_step)
-        fetched = iter(self._fetching(dealt))
-        for item in dealt:
-            yield item, next(fetched)
+    @property
+    def position(self) -> int:
+        return self._place.position
 
-    def _order(self, epoch: int) -> GlobalOrder:
-        if self._custom_order is not None:
-            with drawing_from(mix(self._deal.seed, "sampler", epoch)):
-                ids = tuple(int(index) for index in self._custom_order)
-            if len(ids) < self.plan.samples:
-                raise ConfigError(f"the sampler says it has {self.plan.samples} samples but gave {len(ids)}")
-            return Listed(ids)
-        if self._shuffle:
-            return Shuffled(self.plan.samples, self._deal.seed, epoch)
-        return Sequential(self.plan.samples)
+    @property
+    def plan(self) -> Cut:
+        return self._cut_of(self._place)[1]
 
-    def _fetching(self, items: _WorkItems) -> DataLoader[Any]:
+    @property
+    def steps(self) -> int:
+        return self.plan.steps
+
+    @property
+    def fetches_ahead(self) -> bool:
+        return self._source.num_workers > 0
+
+    def state_after(self, item: WorkItem | None) -> dict[str, Any]:
+        return asdict(self._place if item is None else self._place_after(item))
+
+    def commit(self, item: WorkItem) -> None:
+        self._place = self._place_after(item)
+
+    def merged(self, states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        return dict(states[0])  # a function of the committed steps: the same everywhere
+
+    def restore(self, state: Mapping[str, Any], *, changed: frozenset[str] = frozenset()) -> None:
+        place = Place(**state)
+        if place.position and (other := changed & {"order", "batch sampler"}):
+            raise DataError(
+                f"another {' and '.join(sorted(other))} can't be accepted in the middle of epoch {place.epoch}: "
+                f"nothing says which of its samples are left after {place.position:,}; resume with the same"
+            )
+        if place.samples is not None and place.samples > self._samples():
+            raise DataError(
+                f"the dataset has shrunk from {place.samples:,} to {self._samples():,} samples in the middle of epoch "
+                f"{place.epoch}; what is left of that epoch can't be dealt"
+            )
+        recut = changed & {"lanes", "accumulate", "batch size", "drop_last"}
+        self._place = replace(place, start=place.position) if recut else place
+        if place.position >= self.plan.samples_per_epoch:
+            self._place = self._first_place(place.epoch + 1)
+
+    def facts(self) -> dict[str, Any]:
+        if self._listed:
+            return {"batch sampler": type(self._source.batch_sampler).__name__, "samples": self._samples()}
+        facts = {"batch size": self._batch_size, "samples": self._samples(), "drop_last": self._source.drop_last}
+        return facts | {"order": self._order_name()}
+
+    def record_header(self) -> dict[str, Any]:
+        plan = self.plan
+        return {
+            "epoch": self.epoch,
+            "position": self.position,
+            "samples": plan.samples,
+            "samples_per_epoch": plan.samples_per_epoch,
+            "each_id_once": self._order_name() != "custom" and not self._listed,
+            "stream": False,
+        }
+
+    def described(self) -> tuple[str, str]:
+        plan, deal = self.plan, self._deal
+        shape = f"{_count(deal.lanes, 'lane')} × {_count(deal.accumulate, 'micro-batch', 'es')}"
+        if isinstance(plan, BatchPlan):
+            batch = f"{plan.global_batch} = {shape} × {_count(plan.batch_size, 'sample')}"
+        else:
+            batch = f"{shape} of about {plan.samples / max(1, plan.steps * deal.lanes * deal.accumulate):.0f} samples"
+        return batch, f"{plan.samples:,} samples, {_count(plan.steps, 'step')} an epoch"
+
+    # -- items -------------------------------------------------------------------------------------------------------
+
+    def items(self) -> Iterator[tuple[WorkItem, Any]]:
+        place, (_, plan, order) = self._place, self._cut_of(self._place)
+        first_step = plan.step_at(place.position)
+        self._asked.begin(work_items(plan, order, self._deal.ride, epoch=place.epoch, first_step=first_step))
+        fetched = self._fetched = iter(self._fetching)
+        try:
+            while True:
+                try:
+                    batch = next(fetched)
+                except StopIteration:
+                    return
+                except RuntimeError as error:
+                    raise self._explained(error, fetched) from error
+                if isinstance(batch, Failure):
+                    raise DataError(batch.text)
+                yield self._asked.taken(), batch
+        except GeneratorExit:
+            self._report_deaths(fetched)
+            raise
+        finally:
+            if not self._source.persistent_workers:
+                self._fetched = None
+
+    def close(self) -> None:
+        """End the loader processes."""
+        shutdown = getattr(self._fetched, "_shutdown_workers", None)
+        self._fetched = None
+        if shutdown is not None:
+            shutdown()
+        if self._watch is not None:
+            self._watch.close()
+
+    def _report_deaths(self, fetched: Any) -> None:
+        """torch raises in the middle of the loop's body when a loader process dies; say here which sample it was at."""
+        if self._watch is not None and (text := self._watch.obituaries(getattr(fetched, "_workers", ()))):
+            print(f"paceline: {text}", file=sys.stderr, flush=True)
+
+    def _explained(self, error: RuntimeError, fetched: Any) -> Exception:
+        return error if self._watch is None else self._watch.explained(error, getattr(fetched, "_workers", ()))
+
+    # -- how an epoch is cut and ordered -----------------------------------------------------------------------------
+
+    def _place_after(self, item: WorkItem) -> Place:
+        plan = self._cut_of(self._place)[1]
+        done = min(plan.step_range(item.step)[1], plan.samples_per_epoch)
+        if done >= plan.samples_per_epoch:
+            return self._first_place(item.epoch + 1)
+        return replace(self._place, epoch=item.epoch, position=done)
+
+    def _first_place(self, epoch: int) -> Place:
+        return Place(epoch, 0, 0, self._deal.seed, None if self._listed else self._samples())
+
+    def _cut_of(self, place: Place) -> tuple[Place, Cut, GlobalOrder]:
+        """The epoch that `place` stands in; kept, since a sampler of the user's own is drawn for it."""
+        whole = replace(place, position=0)
+        if self._cut is None or self._cut[0] != whole:
+            plan, order = self._listed_epoch(place) if self._listed else self._plan_of(place)
+            self._cut = whole, plan, order
+        return self._cut
+
+    def _plan_of(self, place: Place) -> tuple[Cut, GlobalOrder]:
+        sampler: Any = self._source.sampler
+        samples = self._samples() if place.samples is None else place.samples
+        plan = BatchPlan(
+            samples, self._batch_size, self._deal.lanes, self._deal.accumulate, self._source.drop_last, place.start
+        )
+        match self._order_name():
+            case "shuffled":
+                return plan, Shuffled(samples, place.seed, place.epoch)
+            case "sequential":
+                return plan, Sequential(samples)
+            case "custom":
+                return plan, Listed(self._drawn(sampler, place, at_least=samples))
+        return plan, sampler.order(place.seed, place.epoch, plan)
+
+    def _listed_epoch(self, place: Place) -> tuple[Cut, GlobalOrder]:
+        batches: Any = self._source.batch_sampler
+        with _drawing(batches, place):
+            listed = [[int(index) for index in batch] for batch in batches]
+        ends = np.cumsum([0, *(len(batch) for batch in listed)])
+        order = Listed(tuple(index for batch in listed for index in batch))
+        return ListedPlan(ends, self._deal.lanes, self._deal.accumulate, place.start), order
+
+    def _drawn(self, sampler: Iterable[int], place: Place, *, at_least: int) -> tuple[int, ...]:
+        with _drawing(sampler, place):
+            ids = tuple(int(index) for index in sampler)
+        if len(ids) < at_least:
+            raise ConfigError(f"the sampler says it has {at_least} samples but gave {len(ids)}")
+        return ids
+
+    def _samples(self) -> int:
+        return len(self.dataset) if self._listed else _length_of(self._source.sampler)  # type: ignore[arg-type]
+
+    def _order_name(self) -> str:
+        sampler = self._source.sampler
+        if callable(getattr(sampler, "order", None)):
+            return type(sampler).__name__
+        if is_plain_shuffle(sampler):
+            return "shuffled"
+        return "sequential" if type(sampler) is SequentialSampler else "custom"
+
+    def _make_fetching(self) -> DataLoader[Any]:
         source = self._source
         options: dict[str, Any] = {}
-        if source.num_workers > 0:
+        if self._watch is not None:
             options = {
                 "prefetch_factor": source.prefetch_factor,
                 "multiprocessing_context": source.multiprocessing_context,
-                "worker_init_fn": _WorkerStart(source.worker_init_fn),
+                "worker_init_fn": self._watch.started(source.worker_init_fn),
+                "persistent_workers": source.persistent_workers,
+                "timeout": source.timeout or self._deal.timeout_s,
             }
         generator = torch.Generator()
         generator.manual_seed(mix(self._deal.seed, "loader processes"))
+        slots = self._watch.slots if self._watch is not None else None
         return DataLoader(
-            _ItemDataset(source.dataset, source.collate_fn, self._deal.seed),
+            ItemDataset(source.dataset, source.collate_fn, self._deal.seed, slots),
             batch_size=None,
-            sampler=items,
+            sampler=self._asked,
             collate_fn=_as_it_is,
             num_workers=source.num_workers,
             pin_memory=source.pin_memory,
-            timeout=source.timeout,
             generator=generator,
             **options,
         )
 
-    def _batch_size(self) -> int:
-        size = self._source.batch_size
-        assert size is not None
-        wanted = self._deal.global_batch_size
-        if wanted is None:
-            return size
-        parts = self._deal.lanes * self._deal.accumulate
-        if wanted % parts or wanted < parts:
-            raise ConfigError(
-                f"global_batch_size={wanted} can't be cut into {self._deal.lanes} lanes × {self._deal.accumulate} "
-                f"micro-batches of equal size; nearest that can: "
-                + (f"{wanted // parts * parts} or {(wanted // parts + 1) * parts}" if wanted >= parts else f"{parts}")
-            )
-        return wanted // parts
 
+class _Asked:
+    """The sampler behind torch's DataLoader: hands it work items and remembers them in the order of the batches."""
 
-class _WorkItems:
-    """The sampler behind torch's DataLoader: yields work items rather than indices."""
+    def __init__(self) -> None:
+        self._items: Iterator[WorkItem] = iter(())
+        self._out: deque[WorkItem] = deque()
 
-    def __init__(self, plan: BatchPlan, order: GlobalOrder, deal: Deal, epoch: int, first_step: int) -> None:
-        self._plan, self._order, self._deal, self._epoch, self._first_step = plan, order, deal, epoch, first_step
+    def begin(self, items: Iterator[WorkItem]) -> None:
+        self._items = items
+        self._out.clear()
 
     def __iter__(self) -> Iterator[WorkItem]:
-        for step in range(self._first_step, self._plan.steps):
-            present = tuple(self._plan.micro_batches(step))
-            low, high = self._plan.step_range(step)
-            mine = list(rides(self._plan, step, self._deal.ride))
-            for number, (lane, micro_batch, positions, shadow) in enumerate(mine):
-                yield WorkItem(
-                    epoch=self._epoch,
-                    step=step,
-                    lane=lane,
-                    micro_batch=micro_batch,
-                    sample_ids=tuple(self._order.sample_at(position) for position in positions),
-                    present=present,
-                    step_samples=high - low,
-                    first_of_step=number == 0,
-                    first_of_lane=micro_batch == 0,
-                    last_of_lane=number + 1 == len(mine) or mine[number + 1][0] != lane,
-                    last_of_step=number + 1 == len(mine),
-                    shadow=shadow,
-                )
+        for item in self._items:
+            self._out.append(item)
+            yield item
+
+    def taken(self) -> WorkItem:
+        return self._out.popleft()
 
 
-class _ItemDataset(Dataset[Any]):
-    """Fetches a whole work item under its own random state."""
-
-    def __init__(self, dataset: Dataset[Any], collate: Callable[[list[Any]], Any], seed: int) -> None:
-        self._dataset, self._collate, self._seed = dataset, collate, seed
-
-    def __getitem__(self, item: WorkItem) -> Any:
-        seed_everything(mix(self._seed, "fetch", item.epoch, item.step, item.lane, item.micro_batch))
-        fetch_many = getattr(self._dataset, "__getitems__", None)
-        if fetch_many is not None:
-            return self._collate(fetch_many(list(item.sample_ids)))
-        return self._collate([self._dataset[sample] for sample in item.sample_ids])
+def _drawing(sampler: Any, place: Place) -> Any:
+    """A sampler of the user's own draws its epoch under a seed of ours, the same on every worker."""
+    set_epoch = getattr(sampler, "set_epoch", None)
+    if set_epoch is not None:
+        set_epoch(place.epoch)
+    return drawing_from(mix(place.seed, "sampler", place.epoch))
 
 
-class _WorkerStart:
-    """Runs in each loader process: it must not outlive its trainer, even by torch's five-second check."""
-
-    def __init__(self, then: Callable[[int], None] | None) -> None:
-        self._then = then
-
-    def __call__(self, worker: int) -> None:
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if self._then is not None:
-            self._then(worker)
+def batch_size_of(source: DataLoader[Any], deal: Deal) -> int:
+    size, wanted = source.batch_size, deal.global_batch_size
+    assert size is not None
+    if wanted is None:
+        return size
+    parts = deal.lanes * deal.accumulate
+    if wanted % parts or wanted < parts:
+        raise ConfigError(
+            f"global_batch_size={wanted} can't be cut into {deal.lanes} lanes × {deal.accumulate} "
+            f"micro-batches of equal size; nearest that can: "
+            + (f"{wanted // parts * parts} or {(wanted // parts + 1) * parts}" if wanted >= parts else f"{parts}")
+        )
+    return wanted // parts
 
 
 def is_plain_shuffle(sampler: Any) -> bool:
@@ -201,18 +327,24 @@ def _as_it_is(batch: Any) -> Any:
 
 
 def refuse_what_cannot_be_dealt(source: DataLoader[Any]) -> None:
-    if isinstance(source.dataset, IterableDataset):
+    for sampler in (source.sampler, source.batch_sampler, source.dataset):
+        if is_distributed(sampler):
+            raise ConfigError(
+                f"the DataLoader already has a {type(sampler).__name__}, so samples would be dealt twice; "
+                "pass shuffle=True (or a sampler over the whole dataset) instead and let prepare deal them"
+            )
+    if source.batch_size is None and source.batch_sampler is None and not isinstance(source.dataset, IterableDataset):
         raise ConfigError(
-            "an IterableDataset has no positions to deal out yet; wrap a map-style dataset (one with __len__ and "
-            "__getitem__)"
+            "a DataLoader with batch_size=None can't be dealt to lanes; give it batch_size= (per lane), or a "
+            "batch_sampler whose batches are micro-batches"
         )
-    if isinstance(source.sampler, DistributedSampler):
-        raise ConfigError(
-            "the DataLoader already has a DistributedSampler, so samples would be dealt twice; "
-            "pass shuffle=True instead of a sampler and let prepare deal them"
-        )
-    if source.batch_size is None or type(source.batch_sampler) is not BatchSampler:
-        raise ConfigError(
-            "a DataLoader with its own batch_sampler, or with batch_size=None, can't be dealt to lanes; "
-            "give it batch_size= (per lane) and, if the order matters, a sampler"
-        )
+
+
+def is_distributed(sampler: Any) -> bool:
+    """A sampler or dataset that gives this process only its part: torch's, accelerate's, transformers' and ours."""
+    shares = [getattr(sampler, name, None) for name in ("num_replicas", "num_processes")]
+    return any(isinstance(share, int) and share > 1 for share in shares)
+
+
+def _count(number: int, noun: str, plural: str = "s") -> str:
+    return f"{number} {noun}{'' if number == 1 else plural}"

@@ -4,17 +4,30 @@
     micro-batch 0              lane 0    lane 1    lane 2
     micro-batch 1              lane 0    lane 1    lane 2
 
-The last, smaller step deals what is left into as few micro-batches as can hold it, of equal length, first micro-batches
-first; nobody gets a sample twice and a lane that gets nothing is *absent* from the step. All of it is a function of the
-step's number: the number of workers appears nowhere.
+A *cut* says which positions of the epoch's order a micro-batch holds; the order says which samples stand there.
+
+    BatchPlan      every micro-batch has `batch_size` samples; the last, smaller step deals what is left into as few
+                   micro-batches as can hold it, of equal length
+    ListedPlan     micro-batches as a batch sampler gave them, of any length
+
+Nobody gets a sample twice and a lane that gets nothing is *absent* from the step. All of it is a function of the step's
+number: the number of workers appears nowhere.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, Protocol
 
+import numpy as np
+import numpy.typing as npt
+from torch.utils.data import Sampler
+
+from paceline.data.global_order import GlobalOrder, Sequential, Shuffled
 from paceline.errors import ConfigError
+from paceline.world.lanes import neighbouring_lanes
 
 
 @dataclass(frozen=True)
@@ -25,7 +38,9 @@ class WorkItem:
     step: int  # within the epoch
     lane: int
     micro_batch: int
-    sample_ids: tuple[int, ...]
+    position: int  # of its first sample: in the epoch's order, or in the lane's own stream
+    samples: int
+    sample_ids: tuple[int, ...]  # a stream's samples have none
     present: tuple[int, ...]  # the lanes that have samples in this step
     step_samples: int  # in all lanes together
     first_of_step: bool  # … on this worker
@@ -35,20 +50,57 @@ class WorkItem:
     shadow: bool = False  # a worker without samples runs the body all the same; everything it computes is dropped
 
 
+class Cut(Protocol):
+    """The cut of an epoch's positions into steps, lanes and micro-batches.
+
+    It begins at 0, or where the epoch was when the job went on with another cut.
+    """
+
+    @property
+    def samples(self) -> int: ...
+
+    @property
+    def steps(self) -> int: ...
+
+    @property
+    def samples_per_epoch(self) -> int: ...
+
+    def step_range(self, step: int) -> tuple[int, int]:
+        """The positions of the epoch's order that this step uses."""
+        ...
+
+    def step_at(self, position: int) -> int:
+        """The step that begins at `position`."""
+        ...
+
+    def micro_batches(self, step: int) -> dict[int, list[range]]:
+        """Per present lane, the position ranges of its micro-batches, in order."""
+        ...
+
+
+class OrderedSampler(Protocol):
+    """A sampler that `Engine.prepare` asks for an epoch's order instead of iterating it."""
+
+    def __len__(self) -> int: ...
+
+    def order(self, seed: int, epoch: int, cut: BatchPlan) -> GlobalOrder: ...
+
+
 @dataclass(frozen=True)
 class BatchPlan:
-    """The cut of an epoch of `samples` into steps, lanes and micro-batches."""
+    """The cut of an epoch of `samples` into equal micro-batches."""
 
     samples: int
     batch_size: int
     lanes: int
     accumulate: int
     drop_last: bool = False
+    start: int = 0
 
     def __post_init__(self) -> None:
         if self.samples < 1:
             raise ConfigError("the dataset is empty: there is nothing to train on")
-        if self.steps == 0:
+        if self.steps == 0 and self.start == 0:
             raise ConfigError(
                 f"{self.samples} samples are fewer than one global batch of {self.global_batch} "
                 f"({self.lanes} lanes × {self.accumulate} micro-batches × {self.batch_size}) and drop_last is set; "
@@ -61,34 +113,85 @@ class BatchPlan:
 
     @property
     def steps(self) -> int:
-        whole, left = divmod(self.samples, self.global_batch)
+        whole, left = divmod(self.samples - self.start, self.global_batch)
         return whole if self.drop_last else whole + (left > 0)
 
     @property
     def samples_per_epoch(self) -> int:
-        return min(self.samples, self.steps * self.global_batch)
+        return min(self.samples, self.start + self.steps * self.global_batch)
 
     def step_range(self, step: int) -> tuple[int, int]:
-        """The positions of the epoch's order that this step uses."""
-        low = step * self.global_batch
+        low = self.start + step * self.global_batch
         return low, min(low + self.global_batch, self.samples)
 
+    def step_at(self, position: int) -> int:
+        return -(-(position - self.start) // self.global_batch)
+
     def micro_batches(self, step: int) -> dict[int, list[range]]:
-        """Per present lane, the position ranges of its micro-batches, in order."""
         low, high = self.step_range(step)
         # As few micro-batches as hold what is left, equally long: many tiny ones would break batch statistics.
         parts = -(-(high - low) // self.batch_size)
         size, longer = divmod(high - low, parts)
-        cut: dict[int, list[range]] = {}
-        start = low
-        for part in range(parts):
-            stop = start + size + (part < longer)
-            cut.setdefault(part % self.lanes, []).append(range(start, stop))
-            start = stop
-        return dict(sorted(cut.items()))
+        cuts = [low + part * size + min(part, longer) for part in range(parts + 1)]
+        return _in_lanes([range(*ends) for ends in pairwise(cuts)], self.lanes)
 
 
-def rides(plan: BatchPlan, step: int, lanes: tuple[int, ...]) -> Iterator[tuple[int, int, range, bool]]:
+@dataclass(frozen=True)
+class ListedPlan:
+    """The cut that a batch sampler made: micro-batch k holds the positions from `ends[k]` to `ends[k + 1]`."""
+
+    ends: npt.NDArray[np.int64]
+    lanes: int
+    accumulate: int
+    start: int = 0
+
+    def __post_init__(self) -> None:
+        if self.samples < 1:
+            raise ConfigError("the batch sampler gave no batches: there is nothing to train on")
+
+    @property
+    def samples(self) -> int:
+        return int(self.ends[-1])
+
+    @property
+    def steps(self) -> int:
+        return -(-(len(self.ends) - 1 - self._first) // self._per_step)
+
+    @property
+    def samples_per_epoch(self) -> int:
+        return self.samples
+
+    def step_range(self, step: int) -> tuple[int, int]:
+        first, last = self._batches(step)
+        return int(self.ends[first]), int(self.ends[last])
+
+    def step_at(self, position: int) -> int:
+        batch = int(np.searchsorted(self.ends, position))
+        return -(-(batch - self._first) // self._per_step)
+
+    def micro_batches(self, step: int) -> dict[int, list[range]]:
+        first, last = self._batches(step)
+        cuts = [int(end) for end in self.ends[first : last + 1]]
+        return _in_lanes([range(*ends) for ends in pairwise(cuts)], self.lanes)
+
+    @property
+    def _first(self) -> int:
+        return int(np.searchsorted(self.ends, self.start))
+
+    @property
+    def _per_step(self) -> int:
+        return self.lanes * self.accumulate
+
+    def _batches(self, step: int) -> tuple[int, int]:
+        first = self._first + step * self._per_step
+        return first, min(first + self._per_step, len(self.ends) - 1)
+
+
+def _in_lanes(parts: Sequence[range], lanes: int) -> dict[int, list[range]]:
+    return {lane: list(parts[lane::lanes]) for lane in range(min(lanes, len(parts)))}
+
+
+def rides(plan: Cut, step: int, lanes: tuple[int, ...]) -> Iterator[tuple[int, int, range, bool]]:
     """This worker's micro-batches of a step as (lane, micro-batch, positions, shadow), lane by lane.
 
     A worker whose lanes are all absent gets the lowest lane's first micro-batch as a shadow, so that its loop body runs
@@ -102,3 +205,82 @@ def rides(plan: BatchPlan, step: int, lanes: tuple[int, ...]) -> Iterator[tuple[
     else:
         lane, micro_batches = next(iter(cut.items()))
         yield lane, 0, micro_batches[0], True
+
+
+def work_items(
+    plan: Cut, order: GlobalOrder, ride: tuple[int, ...], *, epoch: int, first_step: int
+) -> Iterator[WorkItem]:
+    """What a worker that rides these lanes does in an epoch, from `first_step` on."""
+    for step in range(first_step, plan.steps):
+        present = tuple(plan.micro_batches(step))
+        low, high = plan.step_range(step)
+        mine = list(rides(plan, step, ride))
+        for number, (lane, micro_batch, positions, shadow) in enumerate(mine):
+            yield WorkItem(
+                epoch=epoch,
+                step=step,
+                lane=lane,
+                micro_batch=micro_batch,
+                position=positions.start,
+                samples=len(positions),
+                sample_ids=tuple(order.samples_at(positions)),
+                present=present,
+                step_samples=high - low,
+                first_of_step=number == 0,
+                first_of_lane=micro_batch == 0,
+                last_of_lane=number + 1 == len(mine) or mine[number + 1][0] != lane,
+                last_of_step=number + 1 == len(mine),
+                shadow=shadow,
+            )
+
+
+class ShardedSampler(Sampler[list[int]]):
+    """The deal behind `Engine.prepare` for other loops: `DataLoader(data, batch_sampler=ShardedSampler(…))`.
+
+    Yields the micro-batches of the lanes that worker `rank` of `workers` rides; every iteration is the next epoch. The
+    state counts whole steps as they are handed out, and a DataLoader with loader processes asks ahead of its loop: save
+    `position` yourself there (the Engine's own loader counts committed steps).
+    """
+
+    def __init__(
+        self,
+        data: int | Sized,
+        batch_size: int,
+        *,
+        lanes: int,
+        accumulate: int = 1,
+        rank: int = 0,
+        workers: int = 1,
+        shuffle: bool = True,
+        seed: int = 0,
+        drop_last: bool = False,
+    ) -> None:
+        if not 0 <= rank < workers <= lanes:
+            raise ConfigError(f"worker {rank} of {workers} can't ride {lanes} lanes: 0 ≤ rank < workers ≤ lanes")
+        samples = data if isinstance(data, int) else len(data)
+        self.plan = BatchPlan(samples, batch_size, lanes, accumulate, drop_last)
+        self._ride = neighbouring_lanes(lanes, workers)[rank]
+        self._shuffle, self._seed = shuffle, seed
+        self.epoch, self.position = 0, 0
+
+    def __len__(self) -> int:
+        return sum(len(self.plan.micro_batches(step).get(lane, ())) for step in self._steps() for lane in self._ride)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        samples = self.plan.samples
+        order = Shuffled(samples, self._seed, self.epoch) if self._shuffle else Sequential(samples)
+        for item in work_items(self.plan, order, self._ride, epoch=self.epoch, first_step=self._steps().start):
+            if item.last_of_step:
+                self.position = self.plan.step_range(item.step)[1]
+            if not item.shadow:
+                yield list(item.sample_ids)
+        self.epoch, self.position = self.epoch + 1, 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"epoch": self.epoch, "position": self.position}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.epoch, self.position = int(state["epoch"]), int(state["position"])
+
+    def _steps(self) -> range:
+        return range(self.plan.step_at(self.position), self.plan.steps)

@@ -17,8 +17,7 @@ from __future__ import annotations
 import atexit
 import itertools
 import sys
-import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -29,10 +28,11 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from paceline.checkpoint.state_folder import read_state, write_state
-from paceline.collectives.canonical_sum import neighbouring_lanes
 from paceline.collectives.communicator import Communicator
 from paceline.collectives.gradient_exchange import Reduction
-from paceline.data.loader import Deal, ShardedLoader
+from paceline.data.sample_record import RecordHeader, SampleRecord, next_attempt
+from paceline.data.work_source import Deal, WorkSource
+from paceline.engine.acting_once import is_scheduler, let_optimizer_act_once, let_scheduler_follow
 from paceline.engine.config import EngineConfig, OnNonFinite, one_of
 from paceline.engine.evaluation import EvaluationLoader, padded_rows
 from paceline.engine.one_line_errors import show_our_errors_in_one_line
@@ -40,11 +40,13 @@ from paceline.engine.prepared_loader import PreparedLoader
 from paceline.engine.progress import Progress
 from paceline.engine.replicas import check_same_models, weights_hash
 from paceline.engine.saved_state import check_same_job, job_facts, load_states, states_of
+from paceline.engine.sources import as_loader, make_source
 from paceline.engine.train_step import Timing, TrainStep
 from paceline.errors import CheckpointError, ConfigError, LoopError, PacelineError, ReplicaError
 from paceline.world.control import ControlClient
 from paceline.world.determinism import default_threads, make_deterministic, mix, seed_everything
 from paceline.world.environment import read_world
+from paceline.world.lanes import neighbouring_lanes
 from paceline.world.rendezvous_store import open_store
 from paceline.world.world import ControlSocket, World
 
@@ -71,6 +73,7 @@ class Engine:
         overlap: bool = True,
         global_batch_size: int | None = None,
         on_nonfinite: OnNonFinite = "stop",
+        record_samples: str | Path | None = None,
         timeout_s: float = 600.0,
         world: World | None = None,
     ) -> None:
@@ -107,6 +110,7 @@ class Engine:
         self._step: TrainStep | None = None
         self._loader: PreparedLoader | None = None
         self._evaluations: list[EvaluationLoader] = []
+        self._record_folder = None if record_samples is None else Path(record_samples)
         self._in_loop = False
         self._closed = False
         atexit.register(self.close)
@@ -116,9 +120,11 @@ class Engine:
     def prepare(self, *objects: Any) -> Any:
         """Take the model, optimizer, scheduler and training loader, in any order, and hand the same objects back.
 
-        A loader given in a call without an optimizer is an evaluation loader.
+        A loader given in a call without an optimizer is an evaluation loader. In place of a loader a plain dataset will
+        do where the Engine knows its `global_batch_size`; for training it is shuffled.
         """
         training = any(isinstance(thing, Optimizer) for thing in objects)
+        objects = tuple(as_loader(thing, self.config, shuffle=training) for thing in objects)
         loaders = [thing for thing in objects if isinstance(thing, DataLoader)]
         if training and len(loaders) > 1:
             raise ConfigError(
@@ -193,7 +199,7 @@ class Engine:
     def progress(self, loader: Any, *, total: int | None = None) -> Progress:
         """The loader with a progress line; `total` in steps."""
         if total is None and isinstance(loader, PreparedLoader):
-            total = self.step + loader.plan.steps
+            total = None if loader.source.steps is None else self.step + loader.source.steps
         return Progress(loader, total=total, main=self.is_main_process, client=self._client, engine=self)
 
     # -- between steps -----------------------------------------------------------------------------------------------
@@ -248,7 +254,7 @@ class Engine:
         """`sha256:…` of parameters and persistent buffers; raises if the workers don't agree."""
         self._check_boundary("weights_hash")
         mine = weights_hash(self._models)
-        hashes = [mine] if self._comm is None else self._comm.gather_json(mine)
+        hashes = self._told(mine)
         if len(set(hashes)) > 1:
             raise ReplicaError(f"the workers' weights differ: {dict(enumerate(hashes))}")
         return mine
@@ -257,38 +263,43 @@ class Engine:
         """Everything needed to continue, at a step boundary; written once, by the main worker."""
         self._check_boundary("save_state")
         step, loader = self._training(), self._loader
+        data = None
+        if loader is not None:
+            data = loader.source.merged(self._told(loader.state_dict()))
         failure: str | None = None
         if self.is_main_process:
             tree = {
                 "job": self._job_facts(),
                 "step": step.step,
-                "position": loader.position_after(step) if loader is not None else 0,
+                "data": data,
                 **states_of(self._models, self._optimizers, self._schedulers),
             }
             try:
                 write_state(Path(folder), tree)
             except PacelineError as error:
                 failure = str(error)
-        failures = [failure] if self._comm is None else self._comm.gather_json(failure)
-        for text in failures:
+        for text in self._told(failure):
             if text is not None:
                 raise CheckpointError(text)
 
-    def load_state(self, folder: str | Path) -> None:
-        """Continue from `save_state`, on any number of workers, with the next sample."""
+    def load_state(self, folder: str | Path, *, accept: Sequence[str] = ()) -> None:
+        """Continue from `save_state`, on any number of workers, with the next sample.
+
+        A job that differs in something the bits depend on is refused; `accept` names what may differ all the same.
+        """
         self._check_boundary("load_state")
         step = self._training()
         tree = read_state(Path(folder))
-        check_same_job(Path(folder), tree["job"], self._job_facts())
+        changed = check_same_job(Path(folder), tree["job"], self._job_facts(), accept)
         objects: dict[str, list[Any]] = {
             "models": [*self._models],
             "optimizers": [*self._optimizers],
             "schedulers": self._schedulers,
         }
+        if self._loader is not None and tree["data"] is not None:
+            self._loader.load_state_dict(tree["data"], changed=changed)
         load_states(Path(folder), tree, objects)
         step.step = tree["step"]
-        if self._loader is not None:
-            self._loader.position = tree["position"]
         check_same_models(self._comm, self._models)
         seed_everything(mix(self.config.seed, "between", step.step, 0))
 
@@ -300,6 +311,8 @@ class Engine:
         atexit.unregister(self.close)
         if self._in_loop and self._comm is not None:
             self._say_left()
+        if self._loader is not None:
+            self._loader.close()
         if self._step is not None:
             self._step.close()
         if self._comm is not None:
@@ -329,13 +342,14 @@ class Engine:
             self._models.append(thing.to(self.device))
         elif isinstance(thing, Optimizer):
             self._optimizers.append(thing)
-        elif _is_scheduler(thing):
+        elif is_scheduler(thing):
             self._schedulers.append(thing)
             if self._step is not None:  # made from a prepared optimizer, as a schedule over len(loader) must be
-                _patch_scheduler(thing, self._step)
+                let_scheduler_follow(thing, self._step)
         elif not isinstance(thing, DataLoader):
             raise ConfigError(
-                f"engine.prepare() takes models, optimizers, schedulers and DataLoaders, not {type(thing).__name__}"
+                "engine.prepare() takes models, optimizers, schedulers, DataLoaders and datasets, "
+                f"not {type(thing).__name__}"
             )
 
     def _start_training(self) -> None:
@@ -347,9 +361,9 @@ class Engine:
         self._step = TrainStep(self.config, self._comm, self._models, self._optimizers, self._schedulers)
         self._step.on_step = self._tell_step
         for optimizer in self._optimizers:
-            _patch_optimizer(optimizer, self._step)
+            let_optimizer_act_once(optimizer, self._step)
         for scheduler in self._schedulers:
-            _patch_scheduler(scheduler, self._step)
+            let_scheduler_follow(scheduler, self._step)
 
     def _prepared(self, thing: Any, training: bool) -> Any:
         if not isinstance(thing, DataLoader):
@@ -359,22 +373,38 @@ class Engine:
             return self._evaluations[-1]
         step = self._training()
         ride = neighbouring_lanes(self.config.lanes, self.world.size)[self.world.rank]
-        deal = Deal(self.config.lanes, self.config.accumulate, ride, self.config.seed, self.config.global_batch_size)
-        source = ShardedLoader(thing, deal)
-        self._loader = PreparedLoader(source, step, self.device, on_enter=self._enter_loop, on_leave=self._leave_loop)
+        config = self.config
+        deal = Deal(config.lanes, config.accumulate, ride, config.seed, config.global_batch_size, config.timeout_s)
+        source = make_source(thing, deal, self._comm, step)
+        self._loader = PreparedLoader(
+            source,
+            step,
+            self.device,
+            on_enter=self._enter_loop,
+            on_leave=self._leave_loop,
+            start_record=lambda: self._start_record(source),
+        )
         self.print(self._described(source))
         return self._loader
 
-    def _described(self, source: ShardedLoader) -> str:
-        plan, config = source.plan, self.config
+    def _described(self, source: WorkSource) -> str:
+        config = self.config
+        batch, amount = source.described()
         return (
-            f"paceline: global batch {plan.global_batch} = {_count(plan.lanes, 'lane')} × "
-            f"{_count(plan.accumulate, 'micro-batch', 'es')} × {_count(plan.batch_size, 'sample')} · "
+            f"paceline: global batch {batch} · "
             f"{_count(self.world.size, 'worker')} × {_count(config.threads, 'thread')} ({self.world.source}) · "
             f"{config.strategy}, {config.reduction} · "
-            f"{config.backend if self.world.size > 1 else 'no'} communication · {self.device.type} · "
-            f"{plan.samples:,} samples, {_count(plan.steps, 'step')} an epoch"
+            f"{config.backend if self.world.size > 1 else 'no'} communication · {self.device.type} · {amount}"
         )
+
+    def _start_record(self, source: WorkSource) -> SampleRecord | None:
+        folder = self._record_folder
+        if folder is None:
+            return None
+        attempt = self._told(next_attempt(folder))[0]
+        lanes, world = self.config.lanes, self.world
+        header = RecordHeader(worker=world.rank, workers=world.size, lanes=lanes, **source.record_header())
+        return SampleRecord.start(folder, attempt, header)
 
     def _enter_loop(self) -> None:
         if self._comm is not None:
@@ -432,8 +462,13 @@ class Engine:
         handle.wait()
         return rows.view(self.world.size, *tensor.shape)
 
+    def _told(self, value: Any) -> list[Any]:
+        """What every worker says, in rank order."""
+        return [value] if self._comm is None else self._comm.gather_json(value)
+
     def _job_facts(self) -> dict[str, Any]:
-        return job_facts(self.config, self._loader.plan if self._loader is not None else None, self.device)
+        data = self._loader.source.facts() if self._loader is not None else {}
+        return job_facts(self.config, data, self.device)
 
 
 def _call_supervisor(world: World) -> ControlClient | None:
@@ -458,33 +493,6 @@ def _find_device(world: World, wanted: str | torch.device | None) -> torch.devic
     device = torch.device(kind.type, world.local_rank)
     torch.accelerator.set_device_index(world.local_rank)
     return device
-
-
-def _patch_optimizer(optimizer: Optimizer, step: TrainStep) -> None:
-    original = optimizer.step
-    step.adopt(optimizer, original)
-
-    def acts_once_per_step(self: Optimizer, closure: Any = None) -> Any:
-        return step.optimizer_step(self, closure)
-
-    # A scheduler made before prepare() has wrapped step() already and warns when the mark of that is gone.
-    if getattr(original, "_wrapped_by_lr_sched", False):
-        acts_once_per_step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
-    # A bound method, because a scheduler made later looks at `step.__func__`.
-    optimizer.step = types.MethodType(acts_once_per_step, optimizer)  # type: ignore[method-assign]
-
-
-def _patch_scheduler(scheduler: Any, step: TrainStep) -> None:
-    original = scheduler.step
-
-    def acts_with_the_optimizer(self: Any, *args: Any, **options: Any) -> Any:
-        return original(*args, **options) if step.scheduler_acts(self) else None
-
-    scheduler.step = types.MethodType(acts_with_the_optimizer, scheduler)
-
-
-def _is_scheduler(thing: Any) -> bool:
-    return isinstance(thing, torch.optim.lr_scheduler.LRScheduler | torch.optim.lr_scheduler.ReduceLROnPlateau)
 
 
 def _count(number: int, noun: str, plural: str = "s") -> str:

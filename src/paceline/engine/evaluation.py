@@ -5,20 +5,23 @@
 
 All workers run the same number of rounds, so `gather_for_metrics` may be called in the loop body; it drops the shadows
 and returns the round's results in the dataset's order. Batches have the same samples whatever the number of workers.
+A stream is read whole by every worker, which keeps its batch of each round.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import cached_property
+from itertools import islice
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, SequentialSampler
+from torch.utils.data import DataLoader, IterableDataset, SequentialSampler
 
 from paceline.data.loader import is_plain_shuffle, refuse_what_cannot_be_dealt
-from paceline.engine.prepared_loader import to_device
+from paceline.data.prefetch import to_device
+from paceline.errors import ConfigError
 from paceline.world.determinism import drawing_from, mix
 from paceline.world.world import World
 
@@ -30,7 +33,10 @@ class EvaluationLoader:
         self._source = source
         self._world = world
         self._device = device
-        self.real_rows: list[int] | None = None  # how many workers hold a real batch this round; None outside
+        self._stream = isinstance(source.dataset, IterableDataset)
+        if self._stream and source.batch_size is None:
+            raise ConfigError("an evaluation over a stream needs batch_size=: its batches are dealt to the workers")
+        self.real_rows: list[int] | None = None  # which workers hold a real batch this round; None outside
 
     @property
     def dataset(self) -> Any:
@@ -38,50 +44,79 @@ class EvaluationLoader:
 
     @property
     def batches(self) -> int:
-        size = self._source.batch_size
-        assert size is not None
-        samples = len(self._ids)
-        return samples // size if self._source.drop_last else -(-samples // size)
+        return len(self._batches)
 
     @cached_property
-    def _ids(self) -> Sequence[int]:
-        """The dataset's order, whatever `shuffle` says; a sampler of the user's own is asked once, under a seed."""
-        sampler = self._source.sampler
+    def _batches(self) -> Sequence[Sequence[int]]:
+        """In the dataset's order, whatever `shuffle` says; a sampler of the user's own is asked once, under a seed."""
+        sampler, size = self._source.sampler, self._source.batch_size
+        if size is None:
+            assert self._source.batch_sampler is not None
+            with drawing_from(mix(self._seed, "evaluation")):
+                return [list(batch) for batch in self._source.batch_sampler]
         if is_plain_shuffle(sampler) or type(sampler) is SequentialSampler:
-            return range(len(self._source.dataset))  # type: ignore[arg-type]
-        with drawing_from(mix(self._seed, "evaluation")):
-            return [int(index) for index in sampler]
+            ids: Sequence[int] = range(len(self._source.dataset))  # type: ignore[arg-type]
+        else:
+            with drawing_from(mix(self._seed, "evaluation")):
+                ids = [int(index) for index in sampler]
+        stop = len(ids) - len(ids) % size if self._source.drop_last else len(ids)
+        return [ids[low : low + size] for low in range(0, stop, size)]
 
     def __len__(self) -> int:
         """Rounds: what every worker iterates."""
+        if self._stream:
+            raise TypeError("an evaluation over a stream has no length")
         return -(-self.batches // self._world.size)
 
     def __iter__(self) -> Iterator[Any]:
-        mine = [
-            number * self._world.size + self._world.rank if self._is_real(number, self._world.rank) else 0
-            for number in range(len(self))
-        ]
         try:
-            for number, batch in enumerate(self._fetching(mine)):
-                self.real_rows = [rank for rank in range(self._world.size) if self._is_real(number, rank)]
+            for real, batch in self._rounds():
+                self.real_rows = list(range(real))
                 yield to_device(batch, self._device)
         finally:
             self.real_rows = None
 
-    def _is_real(self, number: int, rank: int) -> bool:
-        return number * self._world.size + rank < self.batches
+    def _rounds(self) -> Iterator[tuple[int, Any]]:
+        """(workers that hold a real batch, this worker's batch) of each round."""
+        if self._stream:
+            yield from self._fetching(_Rounds(self._source, self._world), batch_size=None, collate_fn=_as_it_is)
+            return
+        numbers = [first + self._world.rank for first in range(0, self.batches, self._world.size)]
+        mine = [list(self._batches[number if number < self.batches else 0]) for number in numbers]
+        fetched = self._fetching(self._source.dataset, batch_sampler=mine, collate_fn=self._source.collate_fn)
+        for first, batch in zip(range(0, self.batches, self._world.size), fetched, strict=True):
+            yield min(self._world.size, self.batches - first), batch
 
-    def _fetching(self, mine: list[int]) -> DataLoader[Any]:
+    def _fetching(self, dataset: Any, **options: Any) -> DataLoader[Any]:
         source = self._source
-        size = source.batch_size
-        assert size is not None
-        return DataLoader(
-            source.dataset,
-            batch_sampler=[list(self._ids[batch * size : (batch + 1) * size]) for batch in mine],
-            collate_fn=source.collate_fn,
-            num_workers=source.num_workers,
-            pin_memory=source.pin_memory,
-        )
+        processes = min(1, source.num_workers) if self._stream else source.num_workers
+        return DataLoader(dataset, num_workers=processes, pin_memory=source.pin_memory, **options)
+
+
+class _Rounds(IterableDataset[Any]):
+    """A stream in rounds of one batch for each worker, of which this worker's is collated."""
+
+    def __init__(self, source: DataLoader[Any], world: World) -> None:
+        assert source.batch_size is not None
+        self._stream, self._collate, self._drop_last = source.dataset, source.collate_fn, source.drop_last
+        self._size, self._world = source.batch_size, world
+
+    def __iter__(self) -> Iterator[tuple[int, Any]]:
+        samples = iter(self._stream)
+        first: list[Any] | None = None
+        while chunk := list(islice(samples, self._size * self._world.size)):
+            batches = [chunk[low : low + self._size] for low in range(0, len(chunk), self._size)]
+            if self._drop_last and len(batches[-1]) < self._size:
+                batches.pop()
+            if not batches:
+                return
+            first = first or batches[0]
+            mine = batches[self._world.rank] if self._world.rank < len(batches) else first
+            yield len(batches), self._collate(mine)
+
+
+def _as_it_is(batch: Any) -> Any:
+    return batch
 
 
 def padded_rows(tensor: Tensor, rows: int) -> Tensor:

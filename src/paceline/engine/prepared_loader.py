@@ -1,19 +1,20 @@
 """The loader as the loop sees it: `for batch in loader` runs once per work item of this worker.
 
-The place in the data is one integer, `position`: samples used since the job began. It moves when a step commits, so a
-state saved between two steps continues with the very next sample, on any number of workers.
+The place in the data moves when a step commits, so a state saved between two steps continues with the very next sample,
+on any number of workers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from paceline.data.loader import ShardedLoader
-from paceline.data.sharded_sampler import BatchPlan, WorkItem
+from paceline.data.prefetch import Prefetch
+from paceline.data.sample_record import MicroBatch, SampleRecord
+from paceline.data.sharded_sampler import WorkItem
+from paceline.data.work_source import WorkSource
 from paceline.engine.train_step import TrainStep
 from paceline.errors import LoopError
 
@@ -23,37 +24,42 @@ class PreparedLoader:
 
     def __init__(
         self,
-        source: ShardedLoader,
+        source: WorkSource,
         train_step: TrainStep,
         device: torch.device,
         *,
         on_enter: Callable[[], None],
         on_leave: Callable[[bool], None],
+        start_record: Callable[[], SampleRecord | None] = lambda: None,
     ) -> None:
-        self._source = source
+        self.source = source
         self._train_step = train_step
         self._device = device
         self._on_enter, self._on_leave = on_enter, on_leave
-        self._items: Iterator[tuple[WorkItem, Any]] | None = None
+        self._items: Prefetch | None = None
         self._step_items: list[tuple[WorkItem, Any]] = []
-        self.position = 0
-
-    @property
-    def plan(self) -> BatchPlan:
-        return self._source.plan
+        self._handed_out: list[WorkItem] = []
+        self._start_record = start_record
+        self._record: SampleRecord | None = None
 
     @property
     def dataset(self) -> Any:
-        return self._source.dataset
+        return self.source.dataset
 
     @property
     def epoch(self) -> int:
-        """The epoch that `position` stands in."""
-        return self.position // self.plan.samples_per_epoch
+        return self.source.epoch
+
+    @property
+    def position(self) -> int:
+        """Samples of this epoch that committed steps have used."""
+        return self.source.position
 
     def __len__(self) -> int:
         """Micro-batches per lane and epoch, the same at any number of workers; the last step counts in full."""
-        return self.plan.steps * self.plan.accumulate
+        if self.source.steps is None:
+            raise TypeError(f"a {type(self.dataset).__name__} without __len__ gives a loader without length")
+        return self.source.steps * self._train_step.accumulate
 
     def __iter__(self) -> Iterator[Any]:
         if self._items is not None:
@@ -62,28 +68,33 @@ class PreparedLoader:
             raise LoopError(
                 f"{self._train_step.broken}, so it can't start another; end a loop early with engine.stop()"
             )
-        epoch, done = divmod(self.position, self.plan.samples_per_epoch)
         left_early = True
         self._on_enter()
-        self._items = self._source.items(epoch, done // self.plan.global_batch)
+        self._open_record()
+        self._items = Prefetch(self.source.items(), self._device, ahead=self.source.fetches_ahead)
         try:
+            waited = 0.0
             for item, batch in self._items:
                 self._train_step.begin_item(item)
-                batch = self._to_device(batch)
+                self._train_step.timing.waited_for_data_s = self._items.waited_s - waited
+                if item.last_of_step:
+                    waited = self._items.waited_s
                 self._step_items = [(item, batch)]
+                self._hand_out(item)
                 yield batch
                 if self._train_step.item is not None and self._train_step.item.last_of_step:
-                    self._train_step.end_item()
-                    self._train_step.new_items()
-                    self._advance(item.step, epoch)
+                    self._commit(self._train_step.item)
                     if self._train_step.stop_agreed:
                         self._train_step.stopped()
                         break
             left_early = False
         except GeneratorExit:  # a break, a return or an exception in the body
-            self._advance_if_applied(epoch)
+            item_out = self._train_step.item
+            if item_out is not None and item_out.last_of_step and not self._train_step.inside_step:
+                self._commit(item_out)  # a `break` after the step acted is a clean end: the step counts
             raise
         finally:
+            self._items.close()
             self._items = None
             self._on_leave(left_early)
 
@@ -91,43 +102,70 @@ class PreparedLoader:
         """All items of the current step, fetching those not handed out yet; for `engine.update`."""
         assert self._items is not None
         while not self._step_items[-1][0].last_of_step:
-            item, batch = next(self._items)
-            self._step_items.append((item, self._to_device(batch)))
+            self._step_items.append(next(self._items))
+            self._hand_out(self._step_items[-1][0])
         return self._step_items
 
-    def position_after(self, train_step: TrainStep) -> int:
-        """`position`, counting a step that has acted but whose item the loop has not given back yet."""
-        item = train_step.item
-        if item is None or train_step.inside_step or not item.last_of_step:
-            return self.position
-        return self._position_at(item.step, item.epoch)
+    def state_dict(self) -> dict[str, Any]:
+        """The place in the data, counting a step that has acted but whose item the loop has not given back yet.
 
-    def _advance_if_applied(self, epoch: int) -> None:
-        """A `break` after the step acted is a clean end: the step counts."""
+        With a stream, each worker's state holds the places of its own lanes.
+        """
         item = self._train_step.item
-        if item is not None and item.last_of_step and not self._train_step.inside_step:
-            self._train_step.end_item()
-            self._train_step.new_items()
-            self._advance(item.step, epoch)
+        acted = item is not None and item.last_of_step and not self._train_step.inside_step
+        if acted:
+            self._write_record()  # before the state is: what a job resumed from must be on record
+        return self.source.state_after(item if acted else None)
 
-    def _advance(self, step: int, epoch: int) -> None:
-        self.position = self._position_at(step, epoch)
+    def load_state_dict(self, state: Mapping[str, Any], *, changed: frozenset[str] = frozenset()) -> None:
+        """Go on from `state_dict()`; `changed` names what is accepted to be different from when it was made."""
+        if self._items is not None:
+            raise LoopError("the training loader is being iterated; load its state before or after the loop")
+        self.source.restore(state, changed=changed)
+        if self._record is not None:
+            self._record.close()
+            self._record = None
 
-    def _position_at(self, step: int, epoch: int) -> int:
-        high = min(self.plan.step_range(step)[1], self.plan.samples_per_epoch)
-        return epoch * self.plan.samples_per_epoch + high
+    def close(self) -> None:
+        self.source.close()
+        if self._record is not None:
+            self._record.close()
 
-    def _to_device(self, batch: Any) -> Any:
-        return batch if self._device.type == "cpu" else to_device(batch, self._device)
+    def _commit(self, item: WorkItem) -> None:
+        self._train_step.end_item()
+        self._write_record()
+        self._train_step.new_items()
+        self.source.commit(item)
 
+    # -- the ledger of samples ---------------------------------------------------------------------------------------
 
-def to_device(batch: Any, device: torch.device) -> Any:
-    if isinstance(batch, Tensor):
-        return batch.to(device, non_blocking=True)
-    if isinstance(batch, dict):
-        return {key: to_device(value, device) for key, value in batch.items()}
-    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*(to_device(value, device) for value in batch))
-    if isinstance(batch, list | tuple):
-        return type(batch)(to_device(value, device) for value in batch)
-    return batch
+    def _open_record(self) -> None:
+        self._handed_out.clear()
+        if self._record is None:
+            self._record = self._start_record()
+        elif not (header := self.source.record_header())["stream"]:
+            self._record.begin_epoch(header["epoch"], header["samples"], header["samples_per_epoch"])
+
+    def _hand_out(self, item: WorkItem) -> None:
+        if self._record is not None and not item.shadow:
+            self._handed_out.append(item)
+
+    def _write_record(self) -> None:
+        if self._record is None:
+            return
+        for item in self._handed_out:
+            self._record.add(
+                MicroBatch(
+                    step=self._train_step.step + (not self._train_step.stepped),
+                    epoch=item.epoch,
+                    epoch_step=item.step,
+                    lane=item.lane,
+                    micro_batch=item.micro_batch,
+                    position=item.position,
+                    ids=item.sample_ids or None,
+                    count=None if item.sample_ids else item.samples,
+                    used=(item.lane, item.micro_batch) not in self._train_step.left_out,
+                )
+            )
+        self._handed_out.clear()
+        self._record.commit()

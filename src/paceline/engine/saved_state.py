@@ -12,33 +12,36 @@ from typing import Any
 
 import torch
 
-from paceline.data.sharded_sampler import BatchPlan
 from paceline.engine.config import EngineConfig
 from paceline.errors import CheckpointError
 from paceline.world.determinism import fingerprint
 
 
-def job_facts(config: EngineConfig, plan: BatchPlan | None, device: torch.device) -> dict[str, Any]:
+def job_facts(config: EngineConfig, data: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
     """Everything the bits depend on besides the objects themselves; the number of workers is not among it."""
-    facts: dict[str, Any] = {
+    facts = {
         "lanes": config.lanes,
         "accumulate": config.accumulate,
         "seed": config.seed,
         "reduction": config.reduction,
     }
-    if plan is not None:
-        facts |= {"batch_size": plan.batch_size, "samples": plan.samples}
-    return facts | {f"machine {name}": value for name, value in fingerprint(device).items()}
+    return facts | dict(data) | {f"machine {name}": value for name, value in fingerprint(device).items()}
 
 
-def check_same_job(folder: Path, saved: Mapping[str, Any], mine: Mapping[str, Any]) -> None:
-    differing = [
-        f"{name} was {saved.get(name)!r}, is {value!r}" for name, value in mine.items() if saved.get(name) != value
-    ]
-    if differing:
+def check_same_job(
+    folder: Path, saved: Mapping[str, Any], mine: Mapping[str, Any], accept: Sequence[str] = ()
+) -> frozenset[str]:
+    """The names of accepted differences; a difference that is not accepted is an error that says all of them."""
+    if unknown := [name for name in accept if name not in mine]:
+        raise CheckpointError(f"accept={unknown!r} names nothing of this job; known are {', '.join(mine)}")
+    changed = {name for name, value in mine.items() if saved.get(name) != value}
+    if refused := [name for name in mine if name in changed and name not in accept]:
+        told = "; ".join(f"{name} was {saved.get(name)!r}, is {mine[name]!r}" for name in refused)
         raise CheckpointError(
-            f"the state in {folder} belongs to another job, so the bits would not continue: {'; '.join(differing)}"
+            f"the state in {folder} belongs to another job, so the bits would not continue: {told}. To go on all the "
+            f"same, still with every sample once: engine.load_state(folder, accept={sorted(changed)!r})"
         )
+    return frozenset(changed)
 
 
 def states_of(models: Sequence[Any], optimizers: Sequence[Any], schedulers: Sequence[Any]) -> dict[str, Any]:

@@ -55,6 +55,7 @@ class Timing:
     backward_s: float = 0.0
     exposed_s: float = 0.0  # from the end of the last backward until the gradient was there
     left_during_backward: int = 0  # buckets
+    waited_for_data_s: float = 0.0
 
 
 @dataclass
@@ -66,6 +67,7 @@ class _Step:
     gradient_versions: list[tuple[Parameter, int]] = field(default_factory=list)
     acted: set[int] = field(default_factory=set)
     empty: bool = False  # Σ weight was 0, or the loss was not finite and is skipped
+    left_out: set[tuple[int, int]] = field(default_factory=set)  # (lane, micro-batch) that had no backward
 
 
 class TrainStep:
@@ -124,6 +126,14 @@ class TrainStep:
     def item(self) -> WorkItem | None:
         return self._item
 
+    @property
+    def left_out(self) -> set[tuple[int, int]]:
+        return self._now.left_out
+
+    @property
+    def accumulate(self) -> int:
+        return self._config.accumulate
+
     def begin_item(self, item: WorkItem, *, optimizers: Sequence[Optimizer] | None = None) -> None:
         """Hand out `item`: the lane's buffers and random stream are in place when the body runs."""
         self.end_item()
@@ -155,7 +165,7 @@ class TrainStep:
 
     def backward(self, loss: Tensor, weight: float | None, *, last: bool) -> None:
         item = self._check_backward(loss)
-        weight = float(len(item.sample_ids)) if weight is None else float(weight)
+        weight = float(item.samples) if weight is None else float(weight)
         if not math.isfinite(weight) or weight < 0:
             raise LoopError(f"backward(weight={weight}): the weight is a number of samples or tokens, 0 or more")
         place = _place(item)
@@ -194,7 +204,7 @@ class TrainStep:
         key = name_key(name)
         self._mean_names[key] = name
         report = self._now.reports.setdefault(item.lane, LaneReport(item.lane))
-        report.add_mean(key, float(value), float(len(item.sample_ids)) if weight is None else float(weight))
+        report.add_mean(key, float(value), float(item.samples) if weight is None else float(weight))
 
     # -- the end of a step -------------------------------------------------------------------------------------------
 
@@ -345,6 +355,7 @@ class TrainStep:
                 stacklevel=5,
             )
             self._now.reports.setdefault(item.lane, LaneReport(item.lane))
+            self._now.left_out.add((item.lane, item.micro_batch))
             if item.last_of_lane:
                 self._buffers.finish_lane(keep=item.lane == item.present[0])
         if item.last_of_step:

@@ -1,0 +1,205 @@
+"""Reading a stream: iterators over an iterable dataset, each a *part* that says how far it has come.
+
+    request (part, epoch) ──► the next micro-batch of that part's iterator, and its progress then
+
+This runs in the worker itself or in its loader processes. While a part is read, `get_worker_info()` tells the dataset
+that it is loader process `part` of `parts`: a dataset that splits itself by that gives every part samples of its own.
+Random numbers are seeded before each micro-batch from its place in the part, so a part read again gives the same.
+"""
+
+from __future__ import annotations
+
+import copy
+import types
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+import torch.utils.data._utils.worker as torch_worker
+from torch.utils.data import Dataset, IterableDataset
+
+from paceline.data.fetching import Failure, named, samples_in
+from paceline.data.sharded_sampler import BatchPlan
+from paceline.errors import DataError
+from paceline.world.determinism import mix, seed_everything
+
+WHOLE = -1  # the one part of a stream that can't be split
+
+
+class Stream(IterableDataset[Any]):
+    """Says of an iterable dataset whether its `__iter__` splits itself by `torch.utils.data.get_worker_info()`.
+
+    `Engine.prepare` looks into the code of `__iter__` for that; wrap the dataset where this is not to be seen there.
+    """
+
+    def __init__(self, dataset: IterableDataset[Any], *, splits_itself: bool) -> None:
+        self.dataset, self.splits_itself = dataset, splits_itself
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.dataset)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name == "dataset":
+            raise AttributeError(name)
+        return getattr(self.dataset, name)
+
+
+def splits_itself(dataset: Any) -> bool:
+    """Whether the stream gives each loader process a part of its own: told by `Stream`, or seen in its code."""
+    if isinstance(dataset, Stream):
+        return dataset.splits_itself
+    if shards_of(dataset) is not None:
+        return True
+    methods = [value for kind in type(dataset).__mro__[:-1] for value in vars(kind).values() if callable(value)]
+    own = [m for m in methods if isinstance(m, types.FunctionType) and not m.__module__.startswith("torch.")]
+    names = {name for method in own for name in _names_in(method.__code__)}
+    return {"get_worker_info", "num_workers"} <= names
+
+
+def shards_of(dataset: Any) -> int | None:
+    """How many parts a stream of shards has at most (the attribute that Hugging Face's streams carry)."""
+    for name in ("num_shards", "n_shards"):
+        shards = getattr(dataset, name, None)
+        if isinstance(shards, int):
+            return shards
+    return None
+
+
+def _names_in(code: types.CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _names_in(constant)
+
+
+@dataclass(frozen=True)
+class Request:
+    """Ask for the next micro-batch of a part (of the whole: for the next step)."""
+
+    run: int  # another run, another iterator: what an earlier one read ahead is forgotten
+    epoch: int
+    part: int
+    resume: Mapping[str, Any] | None = None  # where the part's iterator begins, with its first request
+
+
+@dataclass(frozen=True)
+class StreamShape:
+    """How the stream is cut, for its readers."""
+
+    lanes: int
+    accumulate: int
+    ride: tuple[int, ...]
+    seed: int
+    batch_size: int | None  # None: the stream's elements are micro-batches
+    drop_last: bool
+    parts: int  # of all lanes together
+
+
+class StreamReader(Dataset[Any]):
+    """`reader[request]` is (run, part, batches, progress of the part), or a `Failure`."""
+
+    def __init__(self, dataset: Any, collate: Callable[[Any], Any], shape: StreamShape) -> None:
+        self._dataset, self._collate, self._shape = dataset, collate, shape
+        self._parts: dict[int, _Part] = {}
+
+    def __getitem__(self, request: Request) -> Any:
+        try:
+            part = self._parts.get(request.part)
+            if part is None or part.run != request.run:
+                part = self._parts[request.part] = _Part(self._dataset, self._collate, self._shape, request)
+            return request.run, request.part, part.next_batches(), part.progress()
+        except DataError as error:
+            if torch_worker._worker_info is None:
+                raise
+            return Failure(str(error))
+
+
+class _Part:
+    """One iterator over the dataset and how far it has come."""
+
+    def __init__(self, dataset: Any, collate: Callable[[Any], Any], shape: StreamShape, request: Request) -> None:
+        self.run = request.run
+        self._collate, self._shape, self._epoch, self._number = collate, shape, request.epoch, request.part
+        self._whole = request.part == WHOLE
+        self._stateful = callable(getattr(dataset, "state_dict", None))
+        # Several parts may live in one process, and a stream with a state keeps it in itself.
+        self._dataset = copy.deepcopy(dataset) if self._stateful else dataset
+        self._chunks = self._samples = 0
+        self._ended = False
+        resume = request.resume or {}
+        with self._reading("could not begin"):
+            if callable(getattr(self._dataset, "set_epoch", None)):
+                self._dataset.set_epoch(request.epoch)
+            if resume.get("state") is not None:
+                self._dataset.load_state_dict(resume["state"])
+            self._iterator = iter(self._dataset)
+        if resume.get("state") is not None:
+            self._chunks, self._samples = resume["chunks"], resume["samples"]
+        else:
+            while self._chunks < resume.get("chunks", 0) and not self._ended:
+                self._read()
+
+    def next_batches(self) -> list[tuple[int, int, Any]]:
+        """(part, samples, batch) of the next micro-batch; of the whole: (lane, samples, batch) for the next step.
+
+        Nothing when the part has ended.
+        """
+        chunk = self._read()
+        if not chunk:
+            return []
+        shape = self._shape
+        if shape.batch_size is None:
+            return [(self._number, samples_in(chunk[0]), chunk[0])]
+        if not self._whole:
+            return [(self._number, len(chunk), self._collated(chunk))]
+        cut = BatchPlan(len(chunk), shape.batch_size, shape.lanes, shape.accumulate).micro_batches(0)
+        # A worker without samples runs lane 0's first micro-batch as a shadow.
+        needed = shape.ride if any(lane in cut for lane in shape.ride) else (0,)
+        return [
+            (lane, len(places), self._collated(chunk[places.start : places.stop]) if lane in needed else None)
+            for lane, ranges in cut.items()
+            for places in ranges
+        ]
+
+    def progress(self) -> dict[str, Any]:
+        state = self._dataset.state_dict() if self._stateful else None
+        return {"chunks": self._chunks, "samples": self._samples, "ended": self._ended, "state": state}
+
+    def _read(self) -> list[Any]:
+        """The next micro-batch's samples, of the whole: the next step's."""
+        shape = self._shape
+        size = shape.batch_size or 1
+        wanted = size * shape.lanes * shape.accumulate if self._whole else size
+        seed_everything(mix(shape.seed, "stream", self._epoch, self._number, self._chunks))
+        with self._reading(f"failed after {self._samples} samples"):
+            chunk = list(islice(self._iterator, wanted))
+        self._ended = len(chunk) < wanted
+        if self._ended and shape.drop_last:
+            return []
+        self._chunks += bool(chunk)
+        self._samples += len(chunk)
+        return chunk
+
+    def _collated(self, samples: list[Any]) -> Any:
+        with named(f"collate_fn failed after {self._samples} samples of {self._name}"):
+            return self._collate(samples)
+
+    @property
+    def _name(self) -> str:
+        return "the stream" if self._whole else f"part {self._number} of {self._shape.parts} of the stream"
+
+    @contextmanager
+    def _reading(self, what: str) -> Iterator[None]:
+        """The dataset sees itself in loader process `number` of `parts`; a stream read whole sees none."""
+        before = torch_worker._worker_info
+        info = torch_worker.WorkerInfo(
+            id=self._number, num_workers=self._shape.parts, seed=self._shape.seed, dataset=self._dataset
+        )
+        torch_worker._worker_info = None if self._whole else info
+        try:
+            with named(f"{self._name} {what}"):
+                yield
+        finally:
+            torch_worker._worker_info = before

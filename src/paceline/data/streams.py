@@ -1,0 +1,389 @@
+"""Streams: iterable datasets, dealt to lanes so that the same samples meet in a step at any number of workers.
+
+A stream that splits itself (by torch's `get_worker_info()`, as its documentation teaches) is read in parts, and no part
+twice: lane l has `readers` parts, and each part's reader is told to be one of lanes × readers loader processes.
+
+    lane 0   part 0 ─ batch, batch, batch …      a lane takes its parts in turn, as torch takes its loader processes;
+             part 1 ─ batch, batch …             parts live in whichever worker rides the lane
+    lane 1   part 2 ─ …
+
+A stream that can't be split is read whole by every worker, which keeps the samples of its lanes. Lanes run dry at
+different times, which nobody can know beforehand: before each step the workers tell each other what their lanes have.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections import deque
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch.utils.data import DataLoader
+
+from paceline.data.fetching import Failure, LoaderWatch
+from paceline.data.loader import batch_size_of, refuse_what_cannot_be_dealt
+from paceline.data.sharded_sampler import WorkItem
+from paceline.data.stream_reading import WHOLE, Request, StreamReader, StreamShape, shards_of, splits_itself
+from paceline.data.work_source import Deal
+from paceline.errors import ConfigError, DataError
+
+Counts = dict[int, list[int]]  # per lane, the samples of its micro-batches
+
+
+class Fetcher:
+    """One torch DataLoader of at most one process that reads some parts; what comes early waits here.
+
+    It always asks for the part of which least is at hand, so no part runs far ahead of the others.
+    """
+
+    def __init__(self, source: DataLoader[Any], reader: StreamReader, parts: Sequence[int], timeout_s: float) -> None:
+        self.parts = parts
+        self._watch = LoaderWatch(1) if source.num_workers > 0 else None
+        self._persistent = source.persistent_workers
+        options: dict[str, Any] = {}
+        if self._watch is not None:
+            options = {
+                "num_workers": 1,
+                "prefetch_factor": source.prefetch_factor,
+                "multiprocessing_context": source.multiprocessing_context,
+                "worker_init_fn": self._watch.started(source.worker_init_fn),
+                "persistent_workers": self._persistent,
+                "timeout": source.timeout or timeout_s,
+            }
+        self._loader = DataLoader(
+            reader, batch_size=None, sampler=self, collate_fn=_as_it_is, pin_memory=source.pin_memory, **options
+        )
+        self._replies: Iterator[Any] | None = None
+
+    def begin(self, run: int, epoch: int, resume: Mapping[int, Mapping[str, Any]]) -> None:
+        self._run, self._epoch = run, epoch
+        self._resume: dict[int, Mapping[str, Any] | None] = {part: resume.get(part) for part in self.parts}
+        self._buffers: dict[int, deque[Any]] = {part: deque() for part in self.parts}
+        self._on_their_way = dict.fromkeys(self.parts, 0)
+        self._ended = {part for part in self.parts if (resume.get(part) or {}).get("ended")}
+        self._wanted = self.parts[0]
+        self._replies = iter(self._loader)
+
+    def __iter__(self) -> Iterator[Request]:
+        """What the DataLoader shall fetch next."""
+        while live := [part for part in self.parts if part not in self._ended]:
+            part = min(live, key=lambda p: (len(self._buffers[p]) + self._on_their_way[p], p != self._wanted))
+            self._on_their_way[part] += 1
+            yield Request(self._run, self._epoch, part, self._resume.pop(part, None))
+
+    def next_of(self, part: int) -> tuple[list[tuple[int, int, Any]], dict[str, Any]] | None:
+        """The part's next micro-batch and its progress then; None when it has ended."""
+        self._wanted = part
+        while not self._buffers[part]:
+            if part in self._ended:
+                return None
+            self._receive()
+        batches, progress = self._buffers[part].popleft()
+        return batches, progress
+
+    def _receive(self) -> None:
+        assert self._replies is not None
+        try:
+            reply = next(self._replies)
+        except RuntimeError as error:
+            if self._watch is None:
+                raise
+            raise self._watch.explained(error, getattr(self._replies, "_workers", ())) from error
+        if isinstance(reply, Failure):
+            raise DataError(reply.text)
+        run, part, batches, progress = reply
+        if run != self._run:
+            return
+        self._on_their_way[part] -= 1
+        if batches:
+            self._buffers[part].append((batches, progress))
+        if not batches or progress["ended"]:
+            self._ended.add(part)
+
+    def close(self) -> None:
+        shutdown = getattr(self._replies, "_shutdown_workers", None)
+        self._replies = None
+        if shutdown is not None:
+            shutdown()
+        if self._watch is not None:
+            self._watch.close()
+
+
+@dataclass
+class LaneProgress:
+    """How far a lane has come: its parts' progress, and whose turn it is."""
+
+    samples: int = 0
+    turn: int = 0
+    parts: dict[int, dict[str, Any]] = field(default_factory=dict)
+
+    def copied(self) -> LaneProgress:
+        return LaneProgress(self.samples, self.turn, dict(self.parts))
+
+
+class StreamLoader:
+    """Items of an iterable dataset; a `WorkSource`."""
+
+    fetches_ahead = False  # the workers agree on each step before it begins
+
+    def __init__(self, source: DataLoader[Any], deal: Deal, agree: Callable[[Counts], Counts]) -> None:
+        refuse_what_cannot_be_dealt(source)
+        self.dataset: Any = source.dataset
+        self._deal, self._agree, self._source = deal, agree, source
+        self.splits = splits_itself(self.dataset)
+        batch_size = batch_size_of(source, deal) if source.batch_size is not None else None
+        if batch_size is None and not self.splits:
+            raise ConfigError(
+                "a stream of ready-made batches (batch_size=None) that does not split itself by get_worker_info() "
+                "can't be dealt to lanes; give the DataLoader batch_size= (per lane), or split the stream"
+            )
+        self.readers = self._readers() if self.splits else 1
+        parts = deal.lanes * self.readers
+        self._shape = StreamShape(
+            deal.lanes, deal.accumulate, deal.ride, deal.seed, batch_size, source.drop_last, parts
+        )
+        self._fetchers = self._make_fetchers()
+        self._epoch = self._step = self._runs = 0
+        self._lanes = self._fresh()
+        self._fetched: tuple[int, int, dict[int, LaneProgress]] = (0, 0, self._lanes)
+        self._last: list[Any] = []
+
+    # -- the place ---------------------------------------------------------------------------------------------------
+
+    @property
+    def epoch(self) -> int:
+        return self._epoch
+
+    @property
+    def position(self) -> int:
+        """Samples of this epoch that the lanes of this worker have used."""
+        return sum(self._lanes[lane].samples for lane in self._deal.ride)
+
+    @property
+    def steps(self) -> int | None:
+        length = getattr(type(self.dataset), "__len__", None)
+        if length is None or self._shape.batch_size is None:
+            return None
+        return -(-len(self.dataset) // (self._shape.batch_size * self._deal.lanes * self._deal.accumulate))
+
+    def state_after(self, item: WorkItem | None) -> dict[str, Any]:
+        epoch, step, lanes = (self._epoch, self._step, self._lanes) if item is None else self._fetched
+        known = self._deal.ride if self.splits else lanes
+        return {
+            "epoch": epoch,
+            "step": step,
+            "splits": self.splits,
+            "lanes": {
+                str(lane): {
+                    "samples": lanes[lane].samples,
+                    "turn": lanes[lane].turn,
+                    "parts": {str(part): progress for part, progress in lanes[lane].parts.items()},
+                }
+                for lane in known
+            },
+        }
+
+    def commit(self, item: WorkItem) -> None:
+        self._epoch, self._step, self._lanes = self._fetched
+
+    def merged(self, states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        return {**states[0], "lanes": {lane: value for state in states for lane, value in state["lanes"].items()}}
+
+    def restore(self, state: Mapping[str, Any], *, changed: frozenset[str] = frozenset()) -> None:
+        other = changed & {"lanes", "accumulate", "seed", *self.facts()}
+        if other and any(lane["samples"] for lane in state["lanes"].values()):
+            names = ", ".join(sorted(other))
+            raise DataError(
+                f"a stream in the middle of epoch {state['epoch']} can't go on with another {names}: only its lanes know "
+                "where they are; resume with the same"
+            )
+        self._epoch, self._step = state["epoch"], state["step"]
+        self._lanes = self._fresh() | {
+            int(lane): LaneProgress(
+                value["samples"], value["turn"], {int(part): progress for part, progress in value["parts"].items()}
+            )
+            for lane, value in state["lanes"].items()
+        }
+        self._warn_of_reading_again()
+
+    def facts(self) -> dict[str, Any]:
+        return {
+            "batch size": self._shape.batch_size,
+            "drop_last": self._shape.drop_last,
+            "order": "stream in parts" if self.splits else "stream read whole",
+            "readers per lane": self.readers,
+        }
+
+    def record_header(self) -> dict[str, Any]:
+        return {
+            "epoch": self.epoch,
+            "lane_positions": {lane: progress.samples for lane, progress in self._lanes.items()},
+            "samples": None,
+            "samples_per_epoch": None,
+            "each_id_once": False,
+            "stream": True,
+        }
+
+    def described(self) -> tuple[str, str]:
+        shape = self._shape
+        size = "1 element" if shape.batch_size is None else f"{shape.batch_size} samples"
+        if self.splits:
+            how = f"a stream in {shape.parts} parts, {self.readers} for each lane"
+        else:
+            how = "a stream that is not split: every worker reads all of it and keeps its lanes' samples"
+        return f"up to {shape.lanes} lanes × {shape.accumulate} micro-batches × {size}", how
+
+    # -- items -------------------------------------------------------------------------------------------------------
+
+    def items(self) -> Iterator[tuple[WorkItem, Any]]:
+        fresh = not self._step
+        yielded = yield from self._epoch_items()
+        if not yielded and not fresh:  # resumed at the very end of an epoch: this loop is for the next one
+            yielded = yield from self._epoch_items()
+        if not yielded:
+            raise ConfigError(
+                f"the stream gave nothing in epoch {self._epoch - 1}: it is empty, or can be read only once"
+            )
+
+    def _epoch_items(self) -> Generator[tuple[WorkItem, Any], None, bool]:
+        """Yields the items; returns whether there were any."""
+        self._runs += 1
+        lanes = {lane: progress.copied() for lane, progress in self._lanes.items()}
+        resume = {part: progress for lane in lanes.values() for part, progress in lane.parts.items()}
+        for fetcher in self._fetchers:
+            fetcher.begin(self._runs, self._epoch, resume)
+        epoch, step = self._epoch, self._step
+        yielded = False
+        while True:
+            mine = self._next_step(lanes)
+            counts = self._agree({lane: [count for count, _ in batches] for lane, batches in mine.items()})
+            present = tuple(lane for lane in range(self._deal.lanes) if counts.get(lane))
+            if not present:
+                self._epoch, self._step, self._lanes = epoch + 1, 0, self._fresh()
+                return yielded
+            self._fetched = epoch, step + 1, {lane: progress.copied() for lane, progress in lanes.items()}
+            for item, batch in self._items_of(epoch, step, mine, counts, present):
+                yielded = True
+                yield item, batch
+            step += 1
+
+    def _items_of(
+        self, epoch: int, step: int, mine: Mapping[int, Any], counts: Counts, present: tuple[int, ...]
+    ) -> Iterator[tuple[WorkItem, Any]]:
+        after = self._fetched[2]
+        total = sum(sum(counts[lane]) for lane in present)
+        real = [(lane, place) for lane in self._deal.ride for place in range(len(mine.get(lane, ())))]
+        shadow = not real
+        if shadow:
+            real = [(present[0], 0)]
+            mine = {present[0]: [self._shadow_batch(mine, present[0])]}
+        for number, (lane, place) in enumerate(real):
+            samples, batch = mine[lane][place]
+            before = after[lane].samples - sum(counts[lane][place:]) if lane in after else 0
+            self._last = [samples, batch]
+            yield (
+                WorkItem(
+                    epoch=epoch,
+                    step=step,
+                    lane=lane,
+                    micro_batch=place,
+                    position=before,
+                    samples=samples,
+                    sample_ids=(),
+                    present=present,
+                    step_samples=total,
+                    first_of_step=number == 0,
+                    first_of_lane=place == 0,
+                    last_of_lane=number + 1 == len(real) or real[number + 1][0] != lane,
+                    last_of_step=number + 1 == len(real),
+                    shadow=shadow,
+                ),
+                batch,
+            )
+
+    def _shadow_batch(self, mine: Mapping[int, Any], lane: int) -> tuple[int, Any]:
+        """A worker whose lanes have run dry runs its last batch once more, and everything it computes is dropped."""
+        if mine.get(lane):
+            return mine[lane][0]  # type: ignore[no-any-return]
+        if not self._last:
+            raise ConfigError(
+                f"the stream gave lanes {', '.join(map(str, self._deal.ride))} nothing: it has fewer shards than the "
+                f"{self._shape.parts} parts it is read in; use fewer lanes or loader processes, or more shards"
+            )
+        samples, batch = self._last
+        return samples, batch
+
+    def _next_step(self, lanes: dict[int, LaneProgress]) -> dict[int, list[tuple[int, Any]]]:
+        """Per lane that this worker knows of, the (samples, batch) of its next micro-batches."""
+        if self.splits:
+            return {lane: self._next_of_lane(lane, lanes[lane]) for lane in self._deal.ride}
+        step: dict[int, list[tuple[int, Any]]] = {}
+        reply = self._fetchers[0].next_of(WHOLE)
+        if reply is not None:
+            for lane, samples, batch in reply[0]:
+                step.setdefault(lane, []).append((samples, batch))
+            for lane, progress in lanes.items():
+                progress.samples += sum(samples for samples, _ in step.get(lane, ()))
+                progress.parts = {WHOLE: reply[1]}
+        return step
+
+    def _next_of_lane(self, lane: int, progress: LaneProgress) -> list[tuple[int, Any]]:
+        """Its next `accumulate` micro-batches, one part after the other, passing over those that have ended."""
+        found: list[tuple[int, Any]] = []
+        dry = 0
+        while len(found) < self._deal.accumulate and dry < self.readers:
+            part = lane * self.readers + progress.turn
+            reply = self._fetcher_of(part).next_of(part)
+            progress.turn = (progress.turn + 1) % self.readers
+            if reply is None:
+                dry += 1
+                continue
+            dry = 0
+            ((_, samples, batch),) = reply[0]
+            progress.samples += samples
+            progress.parts[part] = reply[1]
+            found.append((samples, batch))
+        return found
+
+    def close(self) -> None:
+        for fetcher in self._fetchers:
+            fetcher.close()
+
+    # -- parts -------------------------------------------------------------------------------------------------------
+
+    def _fresh(self) -> dict[int, LaneProgress]:
+        return {lane: LaneProgress() for lane in range(self._deal.lanes)}
+
+    def _readers(self) -> int:
+        """Parts of each lane: a loader process each when a worker rides one lane, never a function of the workers."""
+        wanted = max(1, self._source.num_workers)
+        shards = shards_of(self.dataset)
+        return wanted if shards is None else max(1, min(wanted, shards // self._deal.lanes))
+
+    def _make_fetchers(self) -> list[Fetcher]:
+        reader = StreamReader(self.dataset, self._source.collate_fn, self._shape)
+        if not self.splits:
+            groups: list[list[int]] = [[WHOLE]]
+        else:
+            mine = [lane * self.readers + number for lane in self._deal.ride for number in range(self.readers)]
+            count = min(len(mine), max(1, self._source.num_workers))
+            groups = [mine[number::count] for number in range(count)]
+        return [Fetcher(self._source, reader, parts, self._deal.timeout_s) for parts in groups]
+
+    def _fetcher_of(self, part: int) -> Fetcher:
+        return next(fetcher for fetcher in self._fetchers if part in fetcher.parts)
+
+    def _warn_of_reading_again(self) -> None:
+        parts = [p for lane in self._deal.ride for p in self._lanes[lane].parts.values()]
+        again = [progress["samples"] for progress in parts if progress["state"] is None]
+        if any(again):
+            warnings.warn(
+                f"the stream {type(self.dataset).__name__} has no state_dict(): to go on, up to {max(again):,} samples "
+                "are read again and dropped, and it goes on exactly only if it gives the same samples again",
+                stacklevel=4,
+            )
+
+
+def _as_it_is(batch: Any) -> Any:
+    return batch

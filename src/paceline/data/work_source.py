@@ -1,0 +1,75 @@
+"""Where a worker's work comes from: the face that a dataset with positions and a stream show to the engine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from paceline.data.sharded_sampler import WorkItem
+
+
+@dataclass(frozen=True)
+class Deal:
+    """What this worker is dealt, and from which seed: the job's constants that the loader needs."""
+
+    lanes: int
+    accumulate: int
+    ride: tuple[int, ...]
+    seed: int
+    global_batch_size: int | None = None
+    timeout_s: float = 600.0
+
+
+class WorkSource(Protocol):
+    """Where work items come from: a dataset with positions (ShardedLoader) or a stream (StreamLoader)."""
+
+    dataset: Any
+
+    @property
+    def epoch(self) -> int: ...
+
+    @property
+    def position(self) -> int: ...
+
+    @property
+    def steps(self) -> int | None:
+        """Steps of the epoch, where they can be known."""
+        ...
+
+    @property
+    def fetches_ahead(self) -> bool:
+        """Whether the next item may be asked for while this one is being worked on."""
+        ...
+
+    def items(self) -> Iterator[tuple[WorkItem, Any]]:
+        """This worker's items of what is left of the epoch."""
+        ...
+
+    def state_after(self, item: WorkItem | None) -> dict[str, Any]:
+        """The place in the data when the step of `item` is done; with None, as it is now."""
+        ...
+
+    def commit(self, item: WorkItem) -> None: ...
+
+    def merged(self, states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """One state out of those of all workers, in rank order."""
+        ...
+
+    def restore(self, state: Mapping[str, Any], *, changed: frozenset[str] = frozenset()) -> None:
+        """Go on from `state_after`; `changed` names the facts of the job that are others now and were accepted."""
+        ...
+
+    def facts(self) -> dict[str, Any]:
+        """What the samples of a step depend on besides seed, lanes and accumulate."""
+        ...
+
+    def record_header(self) -> dict[str, Any]:
+        """What the ledger of samples says about this place: fields of a `RecordHeader`."""
+        ...
+
+    def described(self) -> tuple[str, str]:
+        """How a global batch is made, and how much there is in all."""
+        ...
+
+    def close(self) -> None: ...

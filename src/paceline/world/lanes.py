@@ -1,0 +1,14 @@
+"""Which lanes a worker rides: a job has L lanes for life, and whoever is there shares them.
+
+    L = 8, N = 3        worker 0: 0 1        worker 1: 2 3 4        worker 2: 5 6 7
+"""
+
+from __future__ import annotations
+
+import itertools
+
+
+def neighbouring_lanes(lanes: int, workers: int) -> tuple[tuple[int, ...], ...]:
+    """Which lanes each worker rides: worker i of N rides i·L//N up to (i+1)·L//N."""
+    cuts = [worker * lanes // workers for worker in range(workers + 1)]
+    return tuple(tuple(range(low, high)) for low, high in itertools.pairwise(cuts))
