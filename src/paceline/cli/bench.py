@@ -1,8 +1,9 @@
-"""`paceline bench step | overlap | startup`: measured beside what people use today, in one interleaved run.
+"""`paceline bench step | overlap | startup | order`: measured beside what people use today, in one interleaved run.
 
     paceline bench step --workload mlp25m --against torch-ddp --workers 2 --json step.json
     paceline bench overlap --workload mlp25m --workers 2
     paceline bench startup --workers 2
+    paceline bench order --samples 1000000000
 
 What each side's figures include is written in docs/benchmarks.md.
 """
@@ -112,6 +113,22 @@ def startup(
     result = measure_startup(workers, rounds, tell=lambda line: print(line, flush=True))
     _write(result, json_file)
     show_startup(result, console())
+
+
+@app.command()
+def order(
+    samples: Annotated[int, typer.Option(help="in the epoch; smaller sizes are measured first")] = 10**9,
+    rounds: Annotated[int, typer.Option(help="turns of paceline's, each in a process of its own")] = 20,
+    json_file: JsonFile = None,
+) -> None:
+    """The first batch of a shuffled epoch, and a resume at 90 % of it, against torch's DistributedSampler."""
+    from paceline.bench.order import measure_order, show_order
+    from paceline.bench.report import console
+
+    _check_writable(json_file)
+    result = measure_order(samples, rounds, tell=lambda line: print(line, flush=True))
+    _write(result, json_file)
+    show_order(result, console())
 
 
 def _run_race(race: Race, json_file: Path | None) -> None:
