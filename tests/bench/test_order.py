@@ -61,7 +61,7 @@ def test_both_sides_are_measured_in_processes_of_their_own(
     table = capsys.readouterr().out
     assert OURS in table
     assert PEER in table
-    assert "Target at 1,000 samples, in paceline's worst turn: first batch" in table
+    assert "Target at 1,000 samples, in paceline's worst turn:\nfirst batch" in table
 
 
 def test_smaller_sizes_come_first_and_both_places_are_asked_for_every_time(

@@ -198,7 +198,7 @@ def _verdict(result: dict[str, Any]) -> str:
             ("memory", "grown_mib", 1, "MiB"),
         )
     ]
-    return f"Target at {last['samples']:,} samples, in paceline's worst turn: {' · '.join(parts)}"
+    return f"Target at {last['samples']:,} samples, in paceline's worst turn:\n{' · '.join(parts)}"
 
 
 if __name__ == "__main__":
