@@ -306,6 +306,10 @@ class StreamLoader:
         """A worker whose lanes have run dry runs its last batch once more, and everything it computes is dropped."""
         if mine.get(lane):
             return mine[lane][0]  # type: ignore[no-any-return]
+        if not self._last:  # resumed when its lanes had run dry: their first batch will do
+            reader = self._reader()
+            replies = (reader[Request(0, self._epoch, part)] for part in self._parts_of_ride())
+            self._last = next(([samples, batch] for _, _, batches, _ in replies for _, samples, batch in batches), [])
         if not self._last:
             raise ConfigError(
                 f"the stream gave lanes {', '.join(map(str, self._deal.ride))} nothing: it has fewer shards than the "
@@ -362,14 +366,16 @@ class StreamLoader:
         return wanted if shards is None else max(1, min(wanted, shards // self._deal.lanes))
 
     def _make_fetchers(self) -> list[Fetcher]:
-        reader = StreamReader(self.dataset, self._source.collate_fn, self._shape)
-        if not self.splits:
-            groups: list[list[int]] = [[WHOLE]]
-        else:
-            mine = [lane * self.readers + number for lane in self._deal.ride for number in range(self.readers)]
-            count = min(len(mine), max(1, self._source.num_workers))
-            groups = [mine[number::count] for number in range(count)]
-        return [Fetcher(self._source, reader, parts, self._deal.timeout_s) for parts in groups]
+        mine = self._parts_of_ride() if self.splits else [WHOLE]
+        count = min(len(mine), max(1, self._source.num_workers))
+        groups = [mine[number::count] for number in range(count)]
+        return [Fetcher(self._source, self._reader(), parts, self._deal.timeout_s) for parts in groups]
+
+    def _reader(self) -> StreamReader:
+        return StreamReader(self.dataset, self._source.collate_fn, self._shape)
+
+    def _parts_of_ride(self) -> list[int]:
+        return [lane * self.readers + number for lane in self._deal.ride for number in range(self.readers)]
 
     def _fetcher_of(self, part: int) -> Fetcher:
         return next(fetcher for fetcher in self._fetchers if part in fetcher.parts)
