@@ -61,7 +61,7 @@ def test_both_sides_are_measured_in_processes_of_their_own(
     table = capsys.readouterr().out
     assert OURS in table
     assert PEER in table
-    assert "Target at 1,000 samples, in paceline's worst turn:\nfirst batch" in table
+    assert "paceline's target at 1,000 samples" in table
 
 
 def test_smaller_sizes_come_first_and_both_places_are_asked_for_every_time(
@@ -105,19 +105,25 @@ def test_memory_that_grows_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     assert order.measure_here("hungry", 4 * 2**20, 0).grown_mib == pytest.approx(4 * 9, abs=6)
 
 
-@pytest.mark.parametrize(("most", "verdict"), [(0.002, "reached"), (0.2, "MISSED")])
-def test_the_verdict_is_about_the_worst_turn(
-    no_processes: list[Any],
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    most: float,
-    verdict: str,
+@pytest.mark.parametrize(("usual", "verdict"), [(0.002, "reached"), (0.02, "MISSED")])
+def test_the_verdict_is_about_the_median_and_the_worst_turn_stands_beside_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], usual: float, verdict: str
 ) -> None:
-    turns = iter([0.001] * 2 + [most] * 99)
+    turns = iter([0.5, *[usual] * 99])
     monkeypatch.setattr(order, "in_a_process", lambda *_: order.Turn(next(turns), 0.25))
     text = shown(measure_order(1000, rounds=4, tell=lambda line: None), capsys)
-    assert f"first batch {1e3 * most:.2f} of 10 ms {verdict}" in text
-    assert "memory 0.25 of 1 MiB reached" in text
+    assert f"first batch: 10 ms {verdict}, median {1e3 * usual:.2f}, worst turn 500.00" in text
+    assert "memory: 1 MiB reached, median 0.25, worst turn 0.25" in text
+
+
+def test_the_table_fits_a_file_with_seconds_on_torchs_side(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(order, "does_not_fit", lambda samples, free: None)
+    monkeypatch.setattr(order, "in_a_process", lambda side, *_: order.Turn(0.0002 if side == OURS else 321.0, 45_678.9))
+    text = shown(measure_order(10**9, rounds=2, tell=lambda line: None), capsys)
+    assert "321,000 – 321,000" in text
+    assert "…" not in text
 
 
 @pytest.mark.parametrize(

@@ -125,6 +125,11 @@ def test_blocks_are_shuffled_and_positions_are_shuffled_inside_a_window() -> Non
     assert all(len({sample // 10 for sample in ids[:10]}) == 2 for ids in first)
 
 
+def test_every_window_is_shuffled_in_its_own_way() -> None:
+    ids = whole(BlockShuffled(20 * 16, seed=0, epoch=0, block=16, window=1))
+    assert len({tuple(sample % 16 for sample in ids[start : start + 16]) for start in range(0, 320, 16)}) == 20
+
+
 @pytest.mark.parametrize("window", [1, 3, 99])
 def test_every_sample_comes_first_equally_often(window: int) -> None:
     found = Counter(BlockShuffled(20, 5, epoch, block=4, window=window).sample_at(0) for epoch in range(4000))
