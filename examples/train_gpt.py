@@ -6,8 +6,9 @@
     paceline run --workers 2 examples/train_gpt.py --stop-after 100      save the state there and end ...
     paceline run --workers 1 examples/train_gpt.py --lanes 2 --resume    ... then go on, with fewer workers if you like
 
-The run folder gets metrics.jsonl (a line per step and per evaluation), loss.png, sample.txt and state/ (to continue
-from). The last line printed is `weights sha256:...`: it depends on the lanes, not on the number of workers.
+The run folder gets corpus/ (the text as token files), metrics.jsonl (a line per step and per evaluation), loss.png,
+sample.txt and state/ (to continue from). The last line printed is `weights sha256:...`: it depends on the lanes, not on
+the number of workers.
 
 Read it from top to bottom: text, model, evaluation, training, results.
 """
@@ -20,15 +21,17 @@ import math
 import sysconfig
 import time
 from collections.abc import Iterator, Sequence
+from hashlib import sha256
 from itertools import islice
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, Subset
+from torch.utils.data import DataLoader, Subset
 
 import paceline
+from paceline.data.token_file import TokenFile
 
 CONTEXT = 128  # bytes the model looks back
 LAYERS, HEADS, WIDTH = 4, 4, 128
@@ -41,7 +44,7 @@ PROMPT, SAMPLE_BYTES, TEMPERATURE = "def ", 300, 0.8
 
 CORPUS_BYTES = 16_000_000
 HELD_OUT_EVERY = 20
-END_OF_FILE = b"\0"  # no source file contains it
+END_OF_FILE = 0  # a byte that no source file contains
 # Tests are another language, encodings/ and pydoc_data/ are generated tables, and the rest is not Python's own.
 SKIPPED_FOLDERS = {"test", "tests", "idle_test", "encodings", "pydoc_data", "site-packages", "dist-packages"}
 
@@ -52,33 +55,44 @@ def source_files(root: Path) -> list[Path]:
     return sorted((path for path in found if not SKIPPED_FOLDERS & set(path.parts)), key=Path.as_posix)
 
 
-def read_corpus(root: Path) -> tuple[Tensor, Tensor]:
-    """(training text, held-out text) as bytes; whole files go to one side or the other."""
-    texts = (bytearray(), bytearray())
+def corpus_files(root: Path) -> tuple[list[Path], list[Path]]:
+    """(files to train on, held-out files); whole files go to one side or the other."""
+    sides: tuple[list[Path], list[Path]] = ([], [])
+    size = 0
     for number, path in enumerate(source_files(root)):
-        held_out = number % HELD_OUT_EVERY == HELD_OUT_EVERY - 1
-        texts[held_out].extend((root / path).read_bytes() + END_OF_FILE)
-        if len(texts[0]) + len(texts[1]) >= CORPUS_BYTES:
+        sides[number % HELD_OUT_EVERY == HELD_OUT_EVERY - 1].append(root / path)
+        size += (root / path).stat().st_size + 1
+        if size >= CORPUS_BYTES:
             break
-    return torch.frombuffer(texts[0], dtype=torch.uint8), torch.frombuffer(texts[1], dtype=torch.uint8)
+    return sides
 
 
-class Windows(Dataset[tuple[Tensor, Tensor]]):
-    """Sample i is the i-th stretch of CONTEXT bytes, and for each of them the byte that follows."""
-
-    def __init__(self, text: Tensor) -> None:
-        self.text = text
-
-    def __len__(self) -> int:
-        return (len(self.text) - 1) // CONTEXT
-
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        window = self.text[index * CONTEXT : (index + 1) * CONTEXT + 1].long()
-        return window[:-1], window[1:]
+def open_corpus(engine: paceline.Engine, folder: Path) -> tuple[TokenFile, TokenFile]:
+    """(training text, held-out text): the first worker of each host writes the files, then all workers map them."""
+    training, held_out = folder / "train.tokens", folder / "held_out.tokens"
+    if engine.world.local_rank == 0:
+        training_files, held_out_files = corpus_files(Path(sysconfig.get_paths()["stdlib"]))
+        build_unless_there(training, training_files)
+        build_unless_there(held_out, held_out_files)
+    engine.barrier()
+    return TokenFile(training), TokenFile(held_out)
 
 
-def spread(windows: Windows, count: int) -> Subset[tuple[Tensor, Tensor]]:
+def build_unless_there(path: Path, sources: list[Path]) -> None:
+    """One token file of the sources' bytes; an earlier run's is kept if it was made of the same files."""
+    names_and_sizes = "".join(f"{source} {source.stat().st_size}\n" for source in sources)
+    description = f"{len(sources)} files, sha256 of names and sizes {sha256(names_and_sizes.encode()).hexdigest()}"
+    try:
+        if TokenFile(path).description == description:
+            return
+    except paceline.errors.DataError:
+        pass  # not there yet, or damaged
+    TokenFile.build(path, sources, separator=END_OF_FILE, description=description)
+
+
+def spread(text: TokenFile, count: int) -> Subset[tuple[Tensor, Tensor]]:
     """`count` windows at equal distances: enough to judge by, and quick."""
+    windows = text.sequences(CONTEXT)
     return Subset(windows, range(0, len(windows), max(1, len(windows) // count))[:count])
 
 
@@ -182,7 +196,7 @@ def generate(model: nn.Module, prompt: str, count: int, seed: int, device: torch
     """`prompt` and `count` more bytes, drawn one by one."""
     model.eval()
     dice = torch.Generator().manual_seed(seed)
-    text = torch.tensor([list(END_OF_FILE + prompt.encode())], device=device)
+    text = torch.tensor([[END_OF_FILE, *prompt.encode()]], device=device)
     for _ in range(count):
         logits = model(text[:, -CONTEXT:])[0, -1].float().cpu()
         drawn = torch.multinomial(F.softmax(logits / TEMPERATURE, dim=0), 1, generator=dice)
@@ -210,9 +224,10 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def train(engine: paceline.Engine, args: argparse.Namespace) -> None:
-    text, held_out_text = read_corpus(Path(sysconfig.get_paths()["stdlib"]))
-    loader = DataLoader(Windows(text), batch_size=args.batch_size, shuffle=True, drop_last=True)
-    held_out = engine.prepare(DataLoader(spread(Windows(held_out_text), EVALUATION_WINDOWS), batch_size=16))
+    text, held_out_text = open_corpus(engine, args.run_dir / "corpus")
+    # Sample i is the i-th stretch of CONTEXT bytes, and for each of them the byte that follows.
+    loader = DataLoader(text.sequences(CONTEXT), batch_size=args.batch_size, shuffle=True, drop_last=True)
+    held_out = engine.prepare(DataLoader(spread(held_out_text, EVALUATION_WINDOWS), batch_size=16))
     model = GPT()
     optimizer = make_optimizer(model)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: learning_rate_factor(step, args.steps))

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
+
+from paceline.world.world import TcpRendezvous, World
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "train_gpt.py"
 
@@ -74,31 +77,57 @@ def test_files_come_in_one_order_without_tests_and_packages(example: ModuleType,
 
 
 def test_a_file_is_trained_on_or_held_out_never_both(example: ModuleType, library: Path) -> None:
-    text, held_out = (set(part.tolist()) - {0} for part in example.read_corpus(library))
-    assert not text & held_out
-    assert text | held_out == set(range(65, 65 + 40))
+    training, held_out = example.corpus_files(library)
+    assert [library / path for path in example.source_files(library)] == sorted(training + held_out)
+    assert len(training + held_out) == len({*training, *held_out}) == 40
     assert len(held_out) == 2
 
 
-def test_the_corpus_is_the_same_every_time_and_ends_at_its_limit(
-    example: ModuleType, library: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_corpus_ends_at_its_limit(example: ModuleType, library: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(example, "CORPUS_BYTES", 2500)
-    first, again = example.read_corpus(library), example.read_corpus(library)
-    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
-    assert sum(map(len, first)) == 25 * 101
+    assert sum(map(len, example.corpus_files(library))) == 25  # of 100 bytes and an end each
 
 
-def test_windows_cover_the_text_and_each_byte_is_asked_for_its_successor(example: ModuleType) -> None:
-    text = torch.arange(2 * example.CONTEXT + 1, dtype=torch.int32).to(torch.uint8)
-    windows = example.Windows(text)
-    assert len(windows) == 2
-    assert torch.equal(torch.cat([x for x, _ in windows_of(windows)]), text[:-1].long())
-    assert torch.equal(torch.cat([y for _, y in windows_of(windows)]), text[1:].long())
+@pytest.fixture
+def alone(example: ModuleType, library: Path, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """As much of an engine as opening the corpus takes; Python's library is the small one."""
+    monkeypatch.setattr(example.sysconfig, "get_paths", lambda: {"stdlib": str(library)})
+    return SimpleNamespace(world=World(), barrier=lambda: None)
 
 
-def windows_of(windows: torch.utils.data.Dataset[tuple[torch.Tensor, torch.Tensor]]) -> list[tuple[torch.Tensor, ...]]:
-    return [windows[index] for index in range(len(windows))]  # type: ignore[arg-type]
+def test_the_corpus_is_the_bytes_of_the_files_with_an_end_after_each(
+    example: ModuleType, library: Path, alone: SimpleNamespace, tmp_path: Path
+) -> None:
+    for text, files in zip(example.open_corpus(alone, tmp_path), example.corpus_files(library), strict=True):
+        text.verify()
+        assert bytes(text.tokens.tolist()) == b"".join(file.read_bytes() + b"\0" for file in files)
+
+
+def test_the_corpus_is_written_again_only_when_its_files_changed_or_it_is_damaged(
+    example: ModuleType, library: Path, alone: SimpleNamespace, tmp_path: Path
+) -> None:
+    def files() -> list[int]:
+        return [text.path.stat().st_ino for text in example.open_corpus(alone, tmp_path)]
+
+    first = files()
+    assert files() == first
+    (library / "package0" / "module00.py").write_text("longer" * 100)
+    changed = files()
+    assert (changed[0] != first[0], changed[1] == first[1]) == (True, True)
+    os.truncate(tmp_path / "held_out.tokens", 5000)
+    assert example.open_corpus(alone, tmp_path)[1].verify() is None
+
+
+def test_only_the_first_worker_of_a_host_writes_and_all_wait_for_it(
+    example: ModuleType, alone: SimpleNamespace, tmp_path: Path
+) -> None:
+    waited = []
+    other = SimpleNamespace(
+        world=World(rank=1, size=2, local_rank=1, local_size=2, rendezvous=TcpRendezvous("127.0.0.1", 29500)),
+        barrier=lambda: waited.append(example.open_corpus(alone, tmp_path)),
+    )
+    text, _ = example.open_corpus(other, tmp_path)
+    assert waited[0][0].header == text.header
 
 
 def test_the_model_never_sees_the_byte_it_guesses(example: ModuleType) -> None:
