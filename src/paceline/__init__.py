@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 from paceline import errors
 from paceline.world.world import World
 
 if TYPE_CHECKING:
+    from paceline import data
     from paceline.engine.engine import Engine
 
 __version__ = "0.1.0"
-__all__ = ["Engine", "World", "__version__", "errors"]
+__all__ = ["Engine", "World", "__version__", "data", "errors"]
 
 
 def __getattr__(name: str) -> Any:
@@ -20,4 +22,6 @@ def __getattr__(name: str) -> Any:
         from paceline.engine.engine import Engine
 
         return Engine
+    if name == "data":
+        return importlib.import_module("paceline.data")
     raise AttributeError(f"module 'paceline' has no attribute {name!r}")

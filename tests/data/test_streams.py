@@ -339,6 +339,11 @@ class SeedsOnly(IterableDataset[int]):
         return iter(random.Random(info.id if info is not None else 0).sample(range(10), 10))
 
 
+class Replaced(Numbers):
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter([torch.tensor(1)])
+
+
 class Shards(IterableDataset[int]):
     num_shards = 6
 
@@ -350,7 +355,8 @@ class Shards(IterableDataset[int]):
     ("dataset", "splits"),
     [
         (Numbers(1), True),
-        (Ready(1), True),
+        (Ready(1), True),  # by way of super()
+        (Replaced(1), False),
         (Unsplit(1), False),
         (SeedsOnly(), False),
         (Hidden(), False),

@@ -52,10 +52,19 @@ def splits_itself(dataset: Any) -> bool:
         return dataset.splits_itself
     if shards_of(dataset) is not None:
         return True
-    methods = [value for kind in type(dataset).__mro__[:-1] for value in vars(kind).values() if callable(value)]
-    own = [m for m in methods if isinstance(m, types.FunctionType) and not m.__module__.startswith("torch.")]
-    names = {name for method in own for name in _names_in(method.__code__)}
+    names = {name for code in _own_code(type(dataset)) for name in _names_in(code)}
     return {"get_worker_info", "num_workers"} <= names
+
+
+def _own_code(kind: type) -> Iterator[types.CodeType]:
+    """The code of its methods, without those of torch and without those that a subclass has replaced."""
+    for name in {name for base in kind.__mro__[:-1] for name in vars(base)}:
+        for base in kind.__mro__[:-1]:
+            method = vars(base).get(name)
+            if isinstance(method, types.FunctionType) and not method.__module__.startswith("torch."):
+                yield method.__code__
+                if "super" not in method.__code__.co_names:
+                    break
 
 
 def shards_of(dataset: Any) -> int | None:

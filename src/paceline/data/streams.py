@@ -257,7 +257,8 @@ class StreamLoader:
         yielded = False
         while True:
             mine = self._next_step(lanes)
-            counts = self._agree({lane: [count for count, _ in batches] for lane, batches in mine.items()})
+            known = self._deal.ride if self.splits else range(self._deal.lanes)
+            counts = self._agree({lane: [count for count, _ in mine.get(lane, ())] for lane in known})
             present = tuple(lane for lane in range(self._deal.lanes) if counts.get(lane))
             if not present:
                 self._epoch, self._step, self._lanes = epoch + 1, 0, self._fresh()

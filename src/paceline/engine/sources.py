@@ -45,9 +45,6 @@ def _agreed(mine: Counts, deal: Deal, comm: Communicator, step: TrainStep) -> Co
     table = torch.full((deal.lanes, deal.accumulate), _UNKNOWN, dtype=torch.int64)
     for lane, counts in mine.items():
         table[lane] = torch.tensor([*counts, *[0] * (deal.accumulate - len(counts))])
-    for lane in range(deal.lanes):
-        if lane in deal.ride and lane not in mine:
-            table[lane] = 0
     rows, handle = comm.all_gather(table)
     handle.wait_for_vote(step.votes)
     tables = rows.view(comm.size, deal.lanes, deal.accumulate)
