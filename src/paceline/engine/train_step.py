@@ -25,12 +25,12 @@ from torch.optim import Optimizer
 
 from paceline.collectives.canonical_sum import sum_plan
 from paceline.collectives.communicator import Communicator
-from paceline.collectives.gradient_exchange import GradientExchange
 from paceline.data.sharded_sampler import WorkItem
 from paceline.engine.ballot import Ballot, LaneReport, any_used, lanes_in_order, name_key, pack, unpack
 from paceline.engine.config import EngineConfig
 from paceline.engine.lane_buffers import LaneBuffers
 from paceline.engine.replicas import WeightsWatch, plain_name
+from paceline.engine.strategy_table import StrategyTable, drop_gradients_of_others
 from paceline.errors import LoopError, NonFiniteLossError, ReplicaError
 from paceline.optim.gradient_norm import clip_coefficient, global_norm
 from paceline.strategies.ddp import Ddp
@@ -86,12 +86,11 @@ class TrainStep:
         self._models = models
         self._optimizers = optimizers
         self._schedulers = schedulers
-        self._exchange = GradientExchange(comm, config.reduction)
         self._names = {
             id(parameter): plain_name(name) for model in models for name, parameter in model.named_parameters()
         }
         self._buffers = LaneBuffers(models)
-        self._strategies: dict[tuple[int, ...], Ddp] = {}
+        self._strategies = StrategyTable(config, comm, self._names)
         self._original_steps: dict[int, Callable[..., Any]] = {}
         self._watch: WeightsWatch | None = None
         self._phase = Phase.BETWEEN_STEPS
@@ -187,7 +186,7 @@ class TrainStep:
             return
         self._ran_last = True
         active.finish_backward(place)
-        self._drop_gradients_of_others(active)
+        drop_gradients_of_others(active, self._optimizers)
         self._phase = Phase.RAN
         if item.last_of_step:
             self._collect()
@@ -440,7 +439,9 @@ class TrainStep:
 
     def _start_step(self, item: WorkItem, optimizers: Sequence[Optimizer]) -> None:
         self._now = _Step()
-        self._active = self._strategy_of(optimizers)
+        self._active, remade = self._strategies.of(optimizers)
+        if remade:
+            self._watch = None
         self._active.start_step(sum_plan(self._config.lanes, self._workers, item.present))
         self._buffers.start_step()
         if self._watch is None:
@@ -449,37 +450,6 @@ class TrainStep:
     def _strategy(self) -> Ddp:
         assert self._active is not None
         return self._active
-
-    def _strategy_of(self, optimizers: Sequence[Optimizer]) -> Ddp:
-        """The gradients these optimizers need; made anew when they were given others (unfrozen, a new group)."""
-        unique = {id(p): p for o in optimizers for group in o.param_groups for p in group["params"] if p.requires_grad}
-        key = tuple(id(optimizer) for optimizer in optimizers)
-        known = self._strategies.get(key)
-        if known is not None:
-            if len(known.parameters) == len(unique) and all(id(p) in unique for p in known.parameters):
-                return known
-            known.close()
-            self._watch = None
-        named = [(self._names.get(index, f"unnamed {place}"), p) for place, (index, p) in enumerate(unique.items())]
-        made = self._strategies[key] = Ddp(
-            named,
-            self._comm,
-            self._exchange,
-            bucket_bytes=int(self._config.bucket_mib * 2**20),
-            overlap=self._config.overlap,
-        )
-        return made
-
-    def _drop_gradients_of_others(self, active: Ddp) -> None:
-        """A loss may reach parameters of an optimizer that is not being updated; those gradients are nobody's."""
-        if len(self._optimizers) < 2:
-            return
-        mine = {id(parameter) for parameter in active.parameters}
-        for optimizer in self._optimizers:
-            for group in optimizer.param_groups:
-                for parameter in group["params"]:
-                    if id(parameter) not in mine:
-                        parameter.grad = None
 
     def _report(self, item: WorkItem, loss: Tensor, weight: float, *, last: bool) -> None:
         report = self._now.reports.setdefault(item.lane, LaneReport(item.lane))
@@ -505,9 +475,7 @@ class TrainStep:
         }
 
     def close(self) -> None:
-        for strategy in self._strategies.values():
-            strategy.close()
-        self._exchange.close()
+        self._strategies.close()
 
 
 def _place(item: WorkItem) -> ItemPlace:
