@@ -1,9 +1,10 @@
-"""`paceline bench step | overlap | startup | order`: measured beside what people use today, in one interleaved run.
+"""`paceline bench step | overlap | startup | order | lengths`: paceline beside what people use today.
 
     paceline bench step --workload mlp25m --against torch-ddp --workers 2 --json step.json
     paceline bench overlap --workload mlp25m --workers 2
     paceline bench startup --workers 2
     paceline bench order --samples 1000000000
+    paceline bench lengths --lanes 8 --accumulate 4
 
 What each side's figures include is written in docs/benchmarks.md.
 """
@@ -129,6 +130,25 @@ def order(
     result = measure_order(samples, rounds, tell=lambda line: print(line, flush=True))
     _write(result, json_file)
     show_order(result, console())
+
+
+@app.command()
+def lengths(
+    samples: Annotated[int, typer.Option(help="in the epoch, of log-normal length")] = 20_000,
+    lanes: Annotated[int, typer.Option(help="that share a step")] = 8,
+    batch_size: Annotated[int, typer.Option(help="samples in a micro-batch")] = 8,
+    accumulate: Annotated[int, typer.Option(help="micro-batches of a lane in a step")] = 1,
+    sigma: Annotated[float, typer.Option(help="how much lengths differ: the deviation of their logarithm")] = 1.0,
+    json_file: JsonFile = None,
+) -> None:
+    """What grouping by length saves in padding and how evenly it loads the lanes, against transformers'; no clock."""
+    from paceline.bench.lengths import Grouping, measure_lengths, show_lengths
+    from paceline.bench.report import console
+
+    _check_writable(json_file)
+    result = measure_lengths(Grouping(samples, lanes, batch_size, accumulate, sigma))
+    _write(result, json_file)
+    show_lengths(result, console())
 
 
 def _run_race(race: Race, json_file: Path | None) -> None:
