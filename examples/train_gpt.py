@@ -5,10 +5,11 @@
     python examples/train_gpt.py --lanes 2                               1 worker, and the same weights, bit for bit
     paceline run --workers 2 examples/train_gpt.py --stop-after 100      save the state there and end ...
     paceline run --workers 1 examples/train_gpt.py --lanes 2 --resume    ... then go on, with fewer workers if you like
+    paceline data audit runs/train_gpt                                   proves each sample once, after --record-samples
 
 The run folder gets corpus/ (the text as token files), metrics.jsonl (a line per step and per evaluation), loss.png,
-sample.txt and state/ (to continue from). The last line printed is `weights sha256:...`: it depends on the lanes, not on
-the number of workers.
+sample.txt, state/ (to continue from) and samples/ (the record). The last line printed is `weights sha256:...`: it
+depends on the lanes, not on the number of workers.
 
 Read it from top to bottom: text, model, evaluation, training, results.
 """
@@ -31,7 +32,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Subset
 
 import paceline
-from paceline.data.token_file import TokenFile
+from paceline.data import TokenFile
 
 CONTEXT = 128  # bytes the model looks back
 LAYERS, HEADS, WIDTH = 4, 4, 128
@@ -219,6 +220,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         backend=args.backend,
         threads=args.threads,
         bucket_mib=args.bucket_mib,
+        record_samples=args.run_dir if args.record_samples else None,
     ) as engine:
         train(engine, args)
 
@@ -233,7 +235,7 @@ def train(engine: paceline.Engine, args: argparse.Namespace) -> None:
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: learning_rate_factor(step, args.steps))
     model, optimizer, scheduler, loader = engine.prepare(model, optimizer, scheduler, loader)
     if args.resume:
-        engine.load_state(args.run_dir / "state")
+        engine.load_state(args.run_dir / "state", accept=args.accept)
 
     metrics = Metrics(args.run_dir / "metrics.jsonl", steps_done=engine.step, write=engine.is_main_process)
     tokens = engine.config.lanes * args.accumulate * args.batch_size * CONTEXT
@@ -378,6 +380,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--run-dir", type=Path, default=Path("runs/train_gpt"), help="where results go")
     parser.add_argument("--stop-after", type=at_least_one, metavar="STEP", help="save the state after STEP and end")
     parser.add_argument("--resume", action="store_true", help="continue from the state in --run-dir")
+    parser.add_argument("--accept", nargs="+", default=[], metavar="FACT", help="what may differ from the saved state")
+    parser.add_argument("--record-samples", action="store_true", help="write which samples went into which step")
     return parser.parse_args(argv)
 
 
