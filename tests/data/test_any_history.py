@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader, Dataset, WeightedRandomSampler
 
 from paceline.data.block_shuffle import BlockShuffleSampler
+from paceline.data.length_grouped import LengthGroupedSampler
 from paceline.data.loader import ShardedLoader
 from paceline.data.sharded_sampler import ShardedSampler
 from paceline.data.work_source import Deal
@@ -107,7 +108,7 @@ def lost_and_repeated(samples: int, *ledgers: Ledger) -> tuple[int, int]:
     lanes=st.integers(1, 6),
     accumulate=st.integers(1, 3),
     seed=st.integers(0, 2**31),
-    kind=st.sampled_from(["shuffled", "sequential", "blocks", "own sampler", "own batches"]),
+    kind=st.sampled_from(["shuffled", "sequential", "blocks", "lengths", "own sampler", "own batches"]),
     history=st.lists(st.tuples(st.integers(1, 6), st.integers(1, 5)), max_size=5),
 )
 def test_any_stops_and_numbers_of_workers_give_the_samples_of_one_uninterrupted_worker(
@@ -117,6 +118,7 @@ def test_any_stops_and_numbers_of_workers_give_the_samples_of_one_uninterrupted_
         "shuffled": {"shuffle": True},
         "sequential": {},
         "blocks": {"sampler": BlockShuffleSampler(samples, block=3, window=2)},
+        "lengths": {"sampler": LengthGroupedSampler(batch_size, lengths=[1 + i * i % 37 for i in range(samples)])},
         "own sampler": {"sampler": range(samples)[::-1]},
         "own batches": {
             "batch_size": 1,
@@ -145,13 +147,16 @@ def test_any_stops_and_numbers_of_workers_give_the_samples_of_one_uninterrupted_
     first=st.tuples(st.integers(1, 6), st.integers(1, 6), st.integers(1, 3), st.integers(0, 9)),
     second=st.tuples(st.integers(1, 6), st.integers(1, 6), st.integers(1, 3), st.integers(0, 9)),
     steps=st.integers(1, 6),
+    by_length=st.booleans(),
 )
 def test_an_accepted_change_of_batch_lanes_or_seed_finishes_the_epoch_with_every_sample_once(
-    samples: int, first: tuple[int, int, int, int], second: tuple[int, int, int, int], steps: int
+    samples: int, first: tuple[int, int, int, int], second: tuple[int, int, int, int], steps: int, by_length: bool
 ) -> None:
-    before = Job(samples, *first)
+    lengths = [1 + i * i % 37 for i in range(samples)]
+    loader = {"sampler": LengthGroupedSampler(1, lengths=lengths)} if by_length else {"shuffle": True}
+    before = Job(samples, *first, loader=loader)
     ledgers = [before.run(1, steps)]
-    after = Job(samples, *second, state=before.state)
+    after = Job(samples, *second, loader=loader, state=before.state)
     names = ("batch size", "lanes", "accumulate", "seed")
     after.changed = frozenset(name for name, a, b in zip(names, first, second, strict=True) if a != b)
     ledgers.append(after.run(1, 1))

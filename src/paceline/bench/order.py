@@ -26,7 +26,7 @@ import psutil  # type: ignore[import-untyped]
 from rich.console import Console
 
 from paceline.bench.machine_load import machine_facts
-from paceline.bench.report import _machine, _quartiles, _table
+from paceline.bench.report import machine_line, quartiles, table_of
 from paceline.bench.statistics import Spread
 from paceline.errors import ConfigError, LaunchError
 
@@ -162,7 +162,7 @@ def _memory_mib(what: str) -> float:
 
 def show_order(result: dict[str, Any], out: Console) -> None:
     out.print(f"The first {result['batch']} ids of a shuffled epoch, and those at {result['resume_at']:.0%} of it")
-    table = _table("samples", "order", "first, ms", "quartiles", "resume, ms", "quartiles", "memory, MiB", "turns")
+    table = table_of("samples", "order", "first, ms", "quartiles", "resume, ms", "quartiles", "memory, MiB", "turns")
     missing = []
     for size in result["sizes"]:
         for side, facts in size["sides"].items():
@@ -175,7 +175,7 @@ def show_order(result: dict[str, Any], out: Console) -> None:
     for line in missing:
         out.print(line)
     out.print(_verdict(result))
-    out.print(_machine(result["machine"]))
+    out.print(machine_line(result["machine"]))
 
 
 def _figures(facts: dict[str, Any]) -> list[str]:
@@ -183,7 +183,7 @@ def _figures(facts: dict[str, Any]) -> list[str]:
     for what in ("first_batch_s", "resume_s"):
         in_ms = {name: 1e3 * value for name, value in facts[what].items()}
         digits = 2 if in_ms["median"] < 100 else 0
-        cells += [f"{in_ms['median']:,.{digits}f}", _quartiles(in_ms, digits)]
+        cells += [f"{in_ms['median']:,.{digits}f}", quartiles(in_ms, digits)]
     return [*cells, f"{facts['grown_mib']['median']:,.2f}", str(len(facts["turns"]["first_batch_s"]))]
 
 

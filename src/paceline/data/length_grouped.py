@@ -199,9 +199,9 @@ class LengthGroupedSampler(Sampler[int]):
 class DistributedLengthGroupedSampler(DistributedSampler[int]):
     """transformers' sampler of this name, for a loop of one's own; `Engine.prepare` takes `LengthGroupedSampler`.
 
-    The indices are those of transformers' for the same seed and epoch. Two things differ: the epoch after a complete
-    iteration is the next one unless `set_epoch` says another, and `num_replicas` and `rank` are by default what the
-    launcher said, not what a process group says.
+    The indices are those of transformers' for the same seed and epoch. Two things differ: an iteration that
+    starts after another has the epoch after it unless `set_epoch` says another, and `num_replicas` and `rank` are by
+    default what the launcher said, not what a process group says.
     """
 
     # Not calling torch's __init__: it asks for a dataset, and lengths are enough here.
@@ -229,24 +229,24 @@ class DistributedLengthGroupedSampler(DistributedSampler[int]):
                 "would get none; use drop_last=False"
             )
         self.total_size = self.num_samples * self.num_replicas
-        self._epoch_was_set = False
+        self._started: int | None = None  # the epoch of the latest iteration; None: `epoch` was set and not yet used
 
     def __len__(self) -> int:
         return self.num_samples
 
     def set_epoch(self, epoch: int) -> None:
         self.epoch = epoch
-        self._epoch_was_set = True
+        self._started = None
 
     # A generator: a DataLoader may call iter() twice and use one of the two.
     def __iter__(self) -> Iterator[int]:
-        epoch, self._epoch_was_set = self.epoch, False
-        generator = torch.Generator().manual_seed(self.seed + epoch)
+        if self._started == self.epoch:
+            self.epoch += 1
+        self._started = self.epoch
+        generator = torch.Generator().manual_seed(self.seed + self.epoch)
         indices = mega_batched(self.lengths, self.batch_size, generator)
         completed = np.resize(indices, self.total_size)  # repeats the beginning, or cuts the end off
         yield from completed[self.rank :: self.num_replicas].tolist()
-        if not self._epoch_was_set:
-            self.epoch = epoch + 1
 
 
 def mega_batched(lengths: Lengths, batch_size: int, generator: torch.Generator | None) -> NDArray[np.int64]:

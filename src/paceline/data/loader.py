@@ -30,15 +30,16 @@ from paceline.world.determinism import drawing_from, mix
 class Place:
     """Where the job is in the data: `position` samples of `epoch` are done.
 
-    The other three say how the epoch in progress was cut and ordered. A job that goes on with another batch size, seed
-    or a grown dataset finishes the epoch as it was begun, so that nothing is lost or repeated.
+    The others say how the epoch in progress was begun. A job that goes on with another batch size, seed or a grown
+    dataset finishes the epoch in that order, so that nothing is lost or repeated.
     """
 
     epoch: int
     position: int
-    start: int
+    start: int  # where the cut begins: where the epoch was when it was cut anew
     seed: int
-    samples: int | None  # None: what the sampler gives
+    samples: int | None  # None: what the batch sampler gives
+    cut: tuple[int, int, int]  # batch size, lanes, accumulate: an order that balances lanes depends on them
 
 
 class ShardedLoader:
@@ -50,9 +51,9 @@ class ShardedLoader:
         self._deal = deal
         self.dataset: Dataset[Any] = source.dataset
         self._listed = source.batch_size is None  # the batches come from a batch sampler of the user's own
+        self._batch_size = 0 if self._listed else batch_size_of(source, deal)
         self._place = self._first_place(epoch=0)
         self._cut: tuple[Place, Cut, GlobalOrder] | None = None
-        self._batch_size = 0 if self._listed else batch_size_of(source, deal)
         self._asked = _Asked()
         self._watch = LoaderWatch(source.num_workers) if source.num_workers > 0 else None
         self._fetching = self._make_fetching()
@@ -92,7 +93,7 @@ class ShardedLoader:
         return dict(states[0])  # a function of the committed steps: the same everywhere
 
     def restore(self, state: Mapping[str, Any], *, changed: frozenset[str] = frozenset()) -> None:
-        place = Place(**state)
+        place = Place(**{**state, "cut": tuple(state["cut"])})
         if place.position and (other := changed & {"order", "batch sampler"}):
             raise DataError(
                 f"another {' and '.join(sorted(other))} can't be accepted in the middle of epoch {place.epoch}: "
@@ -186,7 +187,8 @@ class ShardedLoader:
         return replace(self._place, epoch=item.epoch, position=done)
 
     def _first_place(self, epoch: int) -> Place:
-        return Place(epoch, 0, 0, self._deal.seed, None if self._listed else self._samples())
+        cut = (self._batch_size, self._deal.lanes, self._deal.accumulate)
+        return Place(epoch, 0, 0, self._deal.seed, None if self._listed else self._samples(), cut)
 
     def _cut_of(self, place: Place) -> tuple[Place, Cut, GlobalOrder]:
         """The epoch that `place` stands in; kept, since a sampler of the user's own is drawn for it."""
@@ -209,7 +211,8 @@ class ShardedLoader:
                 return plan, Sequential(samples)
             case "custom":
                 return plan, Listed(self._drawn(sampler, place, at_least=samples))
-        return plan, sampler.order(place.seed, place.epoch, plan)
+        begun = BatchPlan(samples, *place.cut, self._source.drop_last)
+        return plan, sampler.order(place.seed, place.epoch, begun)
 
     def _listed_epoch(self, place: Place) -> tuple[Cut, GlobalOrder]:
         batches: Any = self._source.batch_sampler
