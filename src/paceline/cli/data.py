@@ -1,8 +1,9 @@
-"""`paceline data VERB …`: make and check the files that training reads.
+"""`paceline data VERB …`: make and check the files that training reads, and prove what a run used of them.
 
 paceline data tokenize train.tokens corpus/ --glob '*.py' --separator 0          the bytes of the files
 paceline data tokenize train.tokens *.txt --tokenizer tokenizer.json --separator '<|endoftext|>'
 paceline data check train.tokens
+paceline data audit RUN                                                          every sample exactly once?
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from paceline.cli.data_audit import audit
 from paceline.errors import ConfigError, PacelineError
 
 if TYPE_CHECKING:
@@ -29,7 +31,7 @@ app = typer.Typer(
 
 @app.callback()
 def data() -> None:
-    """Make and check the files that training reads."""
+    """Make and check the files that training reads, and prove what a run used of them."""
 
 
 # ---- tokenize: text files to one token file ----------------------------------------------------------------
@@ -213,3 +215,8 @@ def _show(console: Console, name: str, text: str, style: str = "") -> None:
     row.add_column(width=8, no_wrap=True)
     row.add_row(Text(name, style=style), Text(text))
     console.print(row)
+
+
+# ---- audit: was every sample used exactly once? ------------------------------------------------------------
+
+app.command()(audit)
