@@ -2,38 +2,37 @@
 
     (seed, epoch, position) ──► random, numpy, torch ──► dataset[id]      the same values wherever the sample is fetched
 
-This runs in the worker itself or in a loader process. Before each sample a loader process writes the sample's number
-into a slot of shared memory, and its crashes into a file: when it dies the worker reads both, so the report says which
-sample it was at and where in the code.
+Seeding costs more than fetching from a simple dataset does, so only libraries that the dataset draws from are seeded
+before each sample. Which these are is observed: an item begins with the others in a known state, and if one of them has
+moved on at the end, the item is fetched again.
+
+This runs in the worker itself or in a loader process. There, `loader_watch` keeps a slot that says which sample the
+process is at.
 """
 
 from __future__ import annotations
 
-import ctypes
-import faulthandler
-import os
 import random
-import shutil
-import signal
-import sys
-import tempfile
 import traceback
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, default_collate, get_worker_info
 
-from paceline.data.sharded_sampler import WorkItem
+from paceline.data.loader_watch import COLLATING, HANDING_OVER, Slot, Slots
 from paceline.errors import DataError
 from paceline.world.determinism import mix, seed_everything
 
-_PR_SET_PDEATHSIG = 1
-_NOWHERE = -1
-_PROBE = 20_240_229  # any seed: it only has to be the same before and after
+
+class Wanted(NamedTuple):
+    """What fetching has to know of a work item; it travels to a loader process, so it is small."""
+
+    epoch: int
+    position: int
+    ids: tuple[int, ...]
 
 
 class Failure:
@@ -43,132 +42,129 @@ class Failure:
         self.text = text
 
 
+class Library(NamedTuple):
+    """Random numbers that a whole process shares; `mark` is another one if something was drawn since `seed`."""
+
+    seed: Callable[[int], Any]
+    mark: Callable[[], float]
+
+
+def _cuda_offset() -> float:
+    return torch.cuda.default_generators[torch.cuda.current_device()].get_offset()
+
+
+_torch_number = torch.empty((), dtype=torch.int64, device="cpu")
+LIBRARIES = (
+    Library(random.seed, random.random),
+    Library(lambda seed: np.random.seed(seed & 0xFFFF_FFFF), np.random.random_sample),
+    Library(torch.default_generator.manual_seed, lambda: _torch_number.random_().item()),
+)
+CUDA = Library(torch.cuda.manual_seed, _cuda_offset)
+
+
 class ItemDataset(Dataset[Any]):
-    """`dataset[item]` is the collated micro-batch of a work item."""
+    """`dataset[wanted]` is the collated micro-batch of a work item."""
 
     def __init__(
-        self, dataset: Dataset[Any], collate: Callable[[list[Any]], Any], seed: int, slots: torch.Tensor | None = None
+        self, dataset: Dataset[Any], collate: Callable[[Any], Any], seed: int, slots: Slots | None = None
     ) -> None:
         self._dataset, self._collate, self._seed, self._slots = dataset, collate, seed, slots
-        self._draws = False
-        self._undrawn: tuple[float, ...] = ()
         self._epoch: int | None = None
+        self._undrawn = 0
+        self._drawn: list[Library] = []  # seeded before each sample
+        self._quiet: list[tuple[Library, float]] = []  # seeded before each item, with their marks if nothing is drawn
+        self._ready_made = False
 
-    def __getitem__(self, item: WorkItem) -> Any:
+    def __getitem__(self, wanted: Wanted) -> Any:
+        info = get_worker_info()
+        if info is None:
+            return self._batch(wanted, None)
+        assert self._slots is not None
         try:
-            return self._item(item)
+            return self._batch(wanted, self._slots[info.id])
         except DataError as error:
-            if torch.utils.data.get_worker_info() is None:
-                raise
             return Failure(str(error))
 
-    def _item(self, item: WorkItem) -> Any:
-        self._enter(item.epoch)
-        samples = None if self._draws else self._fetched_without_drawing(item)
-        if samples is None:
-            self._draws = True
-            samples = [self._drawn_and_fetched(item, place) for place in range(item.samples)]
-        seed_everything(mix(self._seed, "collate", item.epoch, item.position))
-        with named(f"collate_fn failed on the samples {_few(item.sample_ids)}"):
-            return self._collate(samples)
+    def _batch(self, wanted: Wanted, slot: Slot | None) -> Any:
+        if wanted.epoch != self._epoch:
+            self._enter(wanted)
+        samples = self._samples(wanted, slot)
+        if slot is not None:
+            slot.state = COLLATING
+        if self._collate is not default_collate:  # which draws nothing
+            seed_everything(mix(self._seed, "collate", wanted.epoch, wanted.position))
+        try:
+            batch = self._collate(samples)
+        except Exception as error:
+            raise _failed(f"collate_fn failed on {_names(wanted.ids)}", error) from error
+        if slot is not None:
+            slot.state = HANDING_OVER
+        return batch
 
-    def _fetched_without_drawing(self, item: WorkItem) -> list[Any] | None:
-        """The samples, or None if fetching one of them drew a random number.
+    def _samples(self, wanted: Wanted, slot: Slot | None) -> Any:
+        while True:
+            for library, _ in self._quiet:
+                library.seed(self._undrawn)
+            samples = self._fetch_each(wanted, slot) if self._drawn else self._fetch(wanted.ids, slot)
+            drawn = [library for library, mark in self._quiet if library.mark() != mark]
+            if not drawn:
+                return samples
+            self._drawn += drawn
+            self._quiet = [(library, mark) for library, mark in self._quiet if library not in drawn]
 
-        Seeding costs more than fetching from a simple dataset does, so it is left out where nobody would see it.
-        """
-        if len(self._undrawn) != 2 + ("numpy" in sys.modules):
-            seed_everything(_PROBE)
-            self._undrawn = _next_numbers()
-        seed_everything(_PROBE)
-        samples = self._fetch(item.sample_ids)
-        return samples if _next_numbers() == self._undrawn else None
-
-    def _drawn_and_fetched(self, item: WorkItem, place: int) -> Any:
-        seed_everything(mix(self._seed, "sample", item.epoch, item.position + place))
-        return self._fetch(item.sample_ids[place : place + 1])[0]
-
-    def _fetch(self, ids: Sequence[int]) -> list[Any]:
-        fetch_many = getattr(self._dataset, "__getitems__", None)
-        if fetch_many is not None:
-            self._at(ids[0])
-            with named(f"the dataset failed on the samples {_few(ids)}"):
-                return list(fetch_many(list(ids)))
-        samples = []
-        for sample in ids:
-            self._at(sample)
-            with named(f"the dataset failed on sample {sample}"):
-                samples.append(self._dataset[sample])
+    def _fetch_each(self, wanted: Wanted, slot: Slot | None) -> Any:
+        samples: list[Any] = []
+        for place, sample in enumerate(wanted.ids):
+            seed = mix(self._seed, "sample", wanted.epoch, wanted.position + place)
+            for library in self._drawn:
+                library.seed(seed)
+            if self._ready_made:
+                return self._fetch(wanted.ids, slot)
+            samples += self._fetch((sample,), slot)
         return samples
 
-    def _at(self, sample: int) -> None:
-        if self._slots is not None:
-            info = torch.utils.data.get_worker_info()
-            if info is not None:
-                self._slots[info.id] = sample
+    def _fetch(self, ids: Sequence[int], slot: Slot | None) -> Any:
+        fetch_many = getattr(self._dataset, "__getitems__", None)
+        if fetch_many is not None:
+            return self._fetch_many(fetch_many, ids, slot)
+        samples: list[Any] = []
+        sample = ids[0]
+        if slot is not None:
+            slot.sample, slot.state = sample, 1
+        try:
+            for sample in ids:
+                if slot is not None:
+                    slot.sample = sample
+                samples.append(self._dataset[sample])
+        except Exception as error:
+            raise _failed(f"the dataset failed on sample {sample}", error) from error
+        return samples
 
-    def _enter(self, epoch: int) -> None:
+    def _fetch_many(self, fetch_many: Callable[[list[int]], Any], ids: Sequence[int], slot: Slot | None) -> Any:
+        if slot is not None:
+            slot.sample, slot.state = ids[0], len(ids)
+        try:
+            fetched = fetch_many(list(ids))
+        except Exception as error:
+            raise _failed(f"the dataset failed on {_names(ids)}", error) from error
+        self._ready_made = not isinstance(fetched, list)  # a batch, which can't be put together from single samples
+        return fetched
+
+    def _enter(self, wanted: Wanted) -> None:
         """A dataset that wants to know its epoch is told; nobody calls set_epoch."""
-        if epoch != self._epoch:
-            self._epoch = epoch
-            set_epoch = getattr(self._dataset, "set_epoch", None)
-            if set_epoch is not None:
-                set_epoch(epoch)
-
-
-class LoaderWatch:
-    """What is known of loader processes that may die: the sample each is at, and the stack of one that crashed."""
-
-    def __init__(self, processes: int) -> None:
-        self.slots = torch.full((processes,), _NOWHERE, dtype=torch.int64)
-        self.slots.share_memory_()  # type: ignore[no-untyped-call]
-        self._folder = Path(tempfile.mkdtemp(prefix="paceline-loader-"))
-        self.close = weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
-
-    def started(self, then: Callable[[int], None] | None) -> _ProcessStart:
-        return _ProcessStart(self._folder, then)
-
-    def explained(self, error: RuntimeError, processes: Sequence[Any]) -> Exception:
-        """What torch's DataLoader raised, told with who died at which sample and how, or who is slow."""
-        if dead := self.obituaries(processes):
-            return DataError(dead)
-        if "timed out" in str(error):
-            places = ", ".join(f"process {n} is {self._place(n)}" for n in range(len(processes)))
-            return DataError(f"the loader processes gave no batch in time ({error}); {places}")
-        return error
-
-    def obituaries(self, processes: Sequence[Any]) -> str:
-        """A paragraph for each process that has died; empty while all live."""
-        return "\n".join(self._obituary(n, p) for n, p in enumerate(processes) if p.exitcode is not None)
-
-    def _place(self, number: int) -> str:
-        sample = int(self.slots[number])
-        return "before its first sample" if sample == _NOWHERE else f"at sample {sample}"
-
-    def _obituary(self, number: int, process: Any) -> str:
-        text = f"loader process {number} (pid {process.pid}) died {self._place(number)}: {_death(process.exitcode)}"
-        stack = self._folder / f"crash-{process.pid}.txt"
-        if stack.exists() and stack.stat().st_size:
-            text += "\n" + stack.read_text(errors="replace").rstrip()
-        return text
-
-
-class _ProcessStart:
-    """Runs first in each loader process, which must not outlive its trainer, even by torch's five-second check."""
-
-    def __init__(self, folder: Path, then: Callable[[int], None] | None) -> None:
-        self._folder, self._then = folder, then
-
-    def __call__(self, number: int) -> None:
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        crash = (self._folder / f"crash-{os.getpid()}.txt").open("w")
-        faulthandler.enable(crash)
-        _open_for_life.append(crash)
-        if self._then is not None:
-            self._then(number)
-
-
-_open_for_life: list[Any] = []  # faulthandler keeps the descriptor only, so the file object has to live
+        set_epoch = getattr(self._dataset, "set_epoch", None)
+        if set_epoch is not None:
+            seed_everything(mix(self._seed, "set_epoch", wanted.epoch))
+            with named(f"the dataset's set_epoch({wanted.epoch}) failed"):
+                set_epoch(wanted.epoch)
+        self._epoch = wanted.epoch
+        # Another one in every process and epoch: a dataset may make a generator of its own from torch.initial_seed().
+        self._undrawn = mix(self._seed, "undrawn", wanted.epoch, wanted.position)
+        self._quiet = []
+        for library in (*LIBRARIES, CUDA) if torch.cuda.is_initialized() else LIBRARIES:  # type: ignore[no-untyped-call]
+            if library not in self._drawn:
+                library.seed(self._undrawn)
+                self._quiet.append((library, library.mark()))
 
 
 @contextmanager
@@ -176,8 +172,13 @@ def named(what: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        # A traceback can't leave a loader process, so it becomes part of the text.
-        raise DataError(f"{what}: {type(error).__name__}: {error}\n{traceback.format_exc().rstrip()}") from error
+        raise _failed(what, error) from error
+
+
+def _failed(what: str, error: Exception) -> DataError:
+    # A traceback can't leave a loader process, so it becomes part of the text.
+    lines = "".join(traceback.format_exception(error)).rstrip()
+    return DataError(f"{what}: {type(error).__name__}: {error}\n{lines}")
 
 
 def samples_in(batch: Any) -> int:
@@ -191,24 +192,8 @@ def samples_in(batch: Any) -> int:
     return 1
 
 
-def _next_numbers() -> tuple[float, ...]:
-    """What each library would draw next."""
-    numpy = sys.modules.get("numpy")
-    drawn = (random.random(), float(torch.rand((), dtype=torch.float64)))
-    return drawn if numpy is None else (*drawn, float(numpy.random.random_sample()))
-
-
-def _few(ids: Sequence[int]) -> str:
+def _names(ids: Sequence[int]) -> str:
+    if len(ids) == 1:
+        return f"sample {ids[0]}"
     shown = ", ".join(str(sample) for sample in ids[:8])
-    return f"{shown}, … ({len(ids)} in all)" if len(ids) > 8 else shown
-
-
-def _death(exit_code: int) -> str:
-    if exit_code >= 0:
-        return f"it exited with code {exit_code}"
-    try:
-        name = signal.Signals(-exit_code).name
-    except ValueError:
-        name = f"signal {-exit_code}"
-    hint = "; the system kills so when memory runs out" if name == "SIGKILL" else ""
-    return f"killed by {name}{hint}"
+    return f"the samples {shown}, … ({len(ids)} in all)" if len(ids) > 8 else f"the samples {shown}"

@@ -8,18 +8,15 @@ The place moves when a step commits (`state_after`), so what loader processes fe
 
 from __future__ import annotations
 
-import sys
-from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
-import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, SequentialSampler
 
-from paceline.data.fetching import Failure, ItemDataset, LoaderWatch
 from paceline.data.global_order import GlobalOrder, Listed, Sequential, Shuffled
+from paceline.data.item_fetching import ItemFetching
 from paceline.data.sharded_sampler import BatchPlan, Cut, ListedPlan, WorkItem, work_items
 from paceline.data.work_source import Deal
 from paceline.errors import ConfigError, DataError
@@ -53,11 +50,8 @@ class ShardedLoader:
         self._listed = source.batch_size is None  # the batches come from a batch sampler of the user's own
         self._batch_size = 0 if self._listed else batch_size_of(source, deal)
         self._place = self._first_place(epoch=0)
-        self._cut: tuple[Place, Cut, GlobalOrder] | None = None
-        self._asked = _Asked()
-        self._watch = LoaderWatch(source.num_workers) if source.num_workers > 0 else None
-        self._fetching = self._make_fetching()
-        self._fetched: Iterator[Any] | None = None
+        self._cut: tuple[tuple[Any, ...], Cut, GlobalOrder] | None = None
+        self._fetching = ItemFetching(source, deal)
         if not self._listed:
             self._plan_of(self._place)  # says now what is wrong with it
 
@@ -140,42 +134,11 @@ class ShardedLoader:
     def items(self) -> Iterator[tuple[WorkItem, Any]]:
         place, (_, plan, order) = self._place, self._cut_of(self._place)
         first_step = plan.step_at(place.position)
-        self._asked.begin(work_items(plan, order, self._deal.ride, epoch=place.epoch, first_step=first_step))
-        fetched = self._fetched = iter(self._fetching)
-        try:
-            while True:
-                try:
-                    batch = next(fetched)
-                except StopIteration:
-                    return
-                except RuntimeError as error:
-                    raise self._explained(error, fetched) from error
-                if isinstance(batch, Failure):
-                    raise DataError(batch.text)
-                yield self._asked.taken(), batch
-        except GeneratorExit:
-            self._report_deaths(fetched)
-            raise
-        finally:
-            if not self._source.persistent_workers:
-                self._fetched = None
+        return self._fetching.of(work_items(plan, order, self._deal.ride, epoch=place.epoch, first_step=first_step))
 
     def close(self) -> None:
         """End the loader processes."""
-        shutdown = getattr(self._fetched, "_shutdown_workers", None)
-        self._fetched = None
-        if shutdown is not None:
-            shutdown()
-        if self._watch is not None:
-            self._watch.close()
-
-    def _report_deaths(self, fetched: Any) -> None:
-        """torch raises in the middle of the loop's body when a loader process dies; say here which sample it was at."""
-        if self._watch is not None and (text := self._watch.obituaries(getattr(fetched, "_workers", ()))):
-            print(f"paceline: {text}", file=sys.stderr, flush=True)
-
-    def _explained(self, error: RuntimeError, fetched: Any) -> Exception:
-        return error if self._watch is None else self._watch.explained(error, getattr(fetched, "_workers", ()))
+        self._fetching.close()
 
     # -- how an epoch is cut and ordered -----------------------------------------------------------------------------
 
@@ -190,12 +153,12 @@ class ShardedLoader:
         cut = (self._batch_size, self._deal.lanes, self._deal.accumulate)
         return Place(epoch, 0, 0, self._deal.seed, None if self._listed else self._samples(), cut)
 
-    def _cut_of(self, place: Place) -> tuple[Place, Cut, GlobalOrder]:
+    def _cut_of(self, place: Place) -> tuple[tuple[Any, ...], Cut, GlobalOrder]:
         """The epoch that `place` stands in; kept, since a sampler of the user's own is drawn for it."""
-        whole = replace(place, position=0)
-        if self._cut is None or self._cut[0] != whole:
+        epoch = (place.epoch, place.start, place.seed, place.samples, place.cut)
+        if self._cut is None or self._cut[0] != epoch:
             plan, order = self._listed_epoch(place) if self._listed else self._plan_of(place)
-            self._cut = whole, plan, order
+            self._cut = epoch, plan, order
         return self._cut
 
     def _plan_of(self, place: Place) -> tuple[Cut, GlobalOrder]:
@@ -240,51 +203,6 @@ class ShardedLoader:
             return "shuffled"
         return "sequential" if type(sampler) is SequentialSampler else "custom"
 
-    def _make_fetching(self) -> DataLoader[Any]:
-        source = self._source
-        options: dict[str, Any] = {}
-        if self._watch is not None:
-            options = {
-                "prefetch_factor": source.prefetch_factor,
-                "multiprocessing_context": source.multiprocessing_context,
-                "worker_init_fn": self._watch.started(source.worker_init_fn),
-                "persistent_workers": source.persistent_workers,
-                "timeout": source.timeout or self._deal.timeout_s,
-            }
-        generator = torch.Generator()
-        generator.manual_seed(mix(self._deal.seed, "loader processes"))
-        slots = self._watch.slots if self._watch is not None else None
-        return DataLoader(
-            ItemDataset(source.dataset, source.collate_fn, self._deal.seed, slots),
-            batch_size=None,
-            sampler=self._asked,
-            collate_fn=_as_it_is,
-            num_workers=source.num_workers,
-            pin_memory=source.pin_memory,
-            generator=generator,
-            **options,
-        )
-
-
-class _Asked:
-    """The sampler behind torch's DataLoader: hands it work items and remembers them in the order of the batches."""
-
-    def __init__(self) -> None:
-        self._items: Iterator[WorkItem] = iter(())
-        self._out: deque[WorkItem] = deque()
-
-    def begin(self, items: Iterator[WorkItem]) -> None:
-        self._items = items
-        self._out.clear()
-
-    def __iter__(self) -> Iterator[WorkItem]:
-        for item in self._items:
-            self._out.append(item)
-            yield item
-
-    def taken(self) -> WorkItem:
-        return self._out.popleft()
-
 
 def _drawing(sampler: Any, place: Place) -> Any:
     """A sampler of the user's own draws its epoch under a seed of ours, the same on every worker."""
@@ -323,10 +241,6 @@ def _length_of(sampler: Any) -> int:
         raise ConfigError(
             f"the sampler {type(sampler).__name__} has no length, so its samples can't be dealt; give it a __len__"
         ) from error
-
-
-def _as_it_is(batch: Any) -> Any:
-    return batch
 
 
 def refuse_what_cannot_be_dealt(source: DataLoader[Any]) -> None:

@@ -29,6 +29,9 @@ from paceline.data.global_order import GlobalOrder, Sequential, Shuffled
 from paceline.errors import ConfigError
 from paceline.world.lanes import neighbouring_lanes
 
+# Steps whose ids are looked up at once: numpy takes 0.15 ms to shuffle 64 positions, and 0.8 ms to shuffle 16,384.
+FEW_STEPS, MANY_STEPS = 16, 256
+
 
 @dataclass(frozen=True)
 class WorkItem:
@@ -211,10 +214,9 @@ def work_items(
     plan: Cut, order: GlobalOrder, ride: tuple[int, ...], *, epoch: int, first_step: int
 ) -> Iterator[WorkItem]:
     """What a worker that rides these lanes does in an epoch, from `first_step` on."""
-    for step in range(first_step, plan.steps):
+    for step, mine, ids in _with_ids(plan, order, ride, first_step):
         present = tuple(plan.micro_batches(step))
         low, high = plan.step_range(step)
-        mine = list(rides(plan, step, ride))
         for number, (lane, micro_batch, positions, shadow) in enumerate(mine):
             yield WorkItem(
                 epoch=epoch,
@@ -223,7 +225,7 @@ def work_items(
                 micro_batch=micro_batch,
                 position=positions.start,
                 samples=len(positions),
-                sample_ids=tuple(order.samples_at(positions)),
+                sample_ids=tuple(ids[number]),
                 present=present,
                 step_samples=high - low,
                 first_of_step=number == 0,
@@ -232,6 +234,33 @@ def work_items(
                 last_of_step=number + 1 == len(mine),
                 shadow=shadow,
             )
+
+
+def _with_ids(
+    plan: Cut, order: GlobalOrder, ride: tuple[int, ...], first_step: int
+) -> Iterator[tuple[int, list[tuple[int, int, range, bool]], list[list[int]]]]:
+    """Each step with its rides and their ids, looked up for a few steps at first and then for many at once."""
+    steps = range(first_step, plan.steps)
+    together = FEW_STEPS
+    while steps:
+        mine = [list(rides(plan, step, ride)) for step in steps[:together]]
+        ids = iter(samples_in(order, [each[2] for some in mine for each in some]))
+        for step, some in zip(steps, mine, strict=False):
+            yield step, some, [next(ids) for _ in some]
+        steps, together = steps[together:], MANY_STEPS
+
+
+def samples_in(order: GlobalOrder, ranges: Sequence[range]) -> list[list[int]]:
+    """`order.samples_at` of each range; a shuffle does all of them in one array."""
+    if not isinstance(order, Shuffled):
+        return [order.samples_at(positions) for positions in ranges]
+    lengths = np.array([len(positions) for positions in ranges])
+    starts = np.array([positions.start for positions in ranges], np.uint64)
+    ends = np.cumsum(lengths)
+    # A start below the number of positions before it wraps around here, and back in the sum.
+    shifted = starts - (ends - lengths).astype(np.uint64)
+    ids = order.samples_for(np.repeat(shifted, lengths) + np.arange(ends[-1], dtype=np.uint64)).tolist()
+    return [ids[end - length : end] for end, length in zip(ends.tolist(), lengths.tolist(), strict=True)]
 
 
 class ShardedSampler(Sampler[list[int]]):

@@ -21,8 +21,9 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
-from paceline.data.fetching import Failure, LoaderWatch
+from paceline.data.fetching import Failure
 from paceline.data.loader import batch_size_of, refuse_what_cannot_be_dealt
+from paceline.data.loader_watch import LoaderWatch
 from paceline.data.sharded_sampler import WorkItem
 from paceline.data.stream_reading import WHOLE, Request, StreamReader, StreamShape, shards_of, splits_itself
 from paceline.data.work_source import Deal
@@ -195,8 +196,8 @@ class StreamLoader:
         if other and any(lane["samples"] for lane in state["lanes"].values()):
             names = ", ".join(sorted(other))
             raise DataError(
-                f"a stream in the middle of epoch {state['epoch']} can't go on with another {names}: only its lanes know "
-                "where they are; resume with the same"
+                f"a stream in the middle of epoch {state['epoch']} can't go on with another {names}: only its lanes "
+                "know where they are; resume with the same"
             )
         self._epoch, self._step = state["epoch"], state["step"]
         self._lanes = self._fresh() | {

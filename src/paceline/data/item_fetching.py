@@ -1,0 +1,169 @@
+"""torch's DataLoader, asked for work items: their batches come in order, from this process or from loader processes.
+
+    work items ──► Wanted(epoch, position, ids) ──► torch's DataLoader ──► batch      (item, batch) to the loop
+                   └────────────── remembered in order ──────────────────────┘
+
+A loader process that fails hands over its error as a text; one that dies or hangs is named with the sample it was at.
+Processes end with the loop, or stay for the next one (`persistent_workers`): what is still on its way to a loop that
+ended early is dropped before they are asked anew.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections import deque
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+
+from paceline.data.fetching import Failure, ItemDataset, Wanted
+from paceline.data.loader_watch import LoaderWatch, timed_out
+from paceline.data.sharded_sampler import WorkItem
+from paceline.data.work_source import Deal
+from paceline.errors import DataError
+from paceline.world.determinism import mix
+
+LOOK_AFTER_THEM_S = 1.0
+_NO_MORE = object()
+
+
+class ItemFetching:
+    """Fetches work items as the user's DataLoader `source` would: its dataset, collate_fn and loader processes."""
+
+    def __init__(self, source: DataLoader[Any], deal: Deal) -> None:
+        self._source, self._deal = source, deal
+        self._timeout_s = source.timeout or deal.timeout_s
+        self._watch = LoaderWatch(source.num_workers) if source.num_workers > 0 else None
+        slots = self._watch.slots if self._watch is not None else None
+        self._dataset = ItemDataset(source.dataset, source.collate_fn, deal.seed, slots)
+        self._asked = _Asked()
+        self._loader = self._make_loader()
+        self._fetched: Any = None
+
+    def of(self, items: Iterator[WorkItem]) -> Iterator[tuple[WorkItem, Any]]:
+        clean = False
+        try:
+            self._drop_what_is_on_its_way()
+            self._asked.begin(items)
+            self._fetched = self._begin()
+            while (batch := self._awaited()) is not _NO_MORE:
+                if isinstance(batch, Failure):
+                    raise DataError(batch.text)
+                yield self._asked.taken(), batch
+            clean = True
+        except GeneratorExit:
+            clean = not self._report_deaths()
+            raise
+        except RuntimeError as error:
+            raise self._explained(error) from error
+        finally:
+            if not (clean and self._source.persistent_workers):
+                self._end_processes()
+
+    def close(self) -> None:
+        """End the loader processes."""
+        self._end_processes()
+        if self._watch is not None:
+            self._watch.close()
+
+    def _begin(self) -> Iterator[Any]:
+        if self._watch is None and not self._source.pin_memory:
+            return map(self._dataset.__getitem__, self._asked)  # as torch does it, at less expense
+        return iter(self._loader)
+
+    def _awaited(self) -> Any:
+        """The next batch. torch gives up every second, so that a process that left without a sound is soon missed."""
+        if self._watch is None:
+            return next(self._fetched, _NO_MORE)
+        deadline = time.monotonic() + self._timeout_s
+        while True:
+            try:
+                return next(self._fetched, _NO_MORE)
+            except RuntimeError as error:
+                if not timed_out(error) or self._watch.obituaries(self._processes()):
+                    raise
+                if time.monotonic() >= deadline:
+                    what = f"the loader processes gave no batch for {self._timeout_s:g} s"
+                    raise DataError(self._watch.delayed(what)) from error
+
+    def _drop_what_is_on_its_way(self) -> None:
+        if self._fetched is not None:
+            self._asked.begin(iter(()))
+            while self._awaited() is not _NO_MORE:
+                pass
+
+    def _end_processes(self) -> None:
+        shutdown = getattr(self._fetched, "_shutdown_workers", None)
+        self._fetched = None
+        if shutdown is not None:
+            shutdown()
+            if self._source.persistent_workers:  # this DataLoader would hand out the ended ones again
+                self._loader = self._make_loader()
+
+    def _report_deaths(self) -> bool:
+        """torch raises in the middle of the loop's body when a loader process dies; say here which sample it was at."""
+        text = "" if self._watch is None else self._watch.obituaries(self._processes())
+        if text:
+            print(f"paceline: {text}", file=sys.stderr, flush=True)
+        return bool(text)
+
+    def _explained(self, error: RuntimeError) -> Exception:
+        return error if self._watch is None else self._watch.explained(error, self._processes())
+
+    def _processes(self) -> Any:
+        return getattr(self._fetched, "_workers", ())
+
+    def _make_loader(self) -> DataLoader[Any]:
+        source = self._source
+        options: dict[str, Any] = {}
+        if self._watch is not None:
+            options = {
+                "prefetch_factor": source.prefetch_factor,
+                "multiprocessing_context": source.multiprocessing_context,
+                "worker_init_fn": self._watch.started(source.worker_init_fn),
+                "persistent_workers": source.persistent_workers,
+                "timeout": min(LOOK_AFTER_THEM_S, self._timeout_s),
+            }
+        # Generators that the user makes in loader processes from torch's seed differ from worker to worker.
+        generator = torch.Generator()
+        generator.manual_seed(mix(self._deal.seed, "loader processes", *self._deal.ride))
+        return DataLoader(
+            self._dataset,
+            batch_size=None,
+            sampler=self._asked,
+            collate_fn=_as_it_is,
+            num_workers=source.num_workers,
+            pin_memory=source.pin_memory,
+            generator=generator,
+            **options,
+        )
+
+
+class _Asked:
+    """The sampler behind torch's DataLoader: hands it what is wanted, and remembers the items in that order."""
+
+    def __init__(self) -> None:
+        self._items: Iterator[WorkItem] = iter(())
+        self._out: deque[WorkItem] = deque()
+
+    def begin(self, items: Iterator[WorkItem]) -> None:
+        self._items = items
+        self._out.clear()
+
+    def __iter__(self) -> Iterator[Wanted]:
+        items = self._items
+        for item in items:
+            if items is not self._items:  # another loop has begun
+                return
+            self._out.append(item)
+            yield Wanted(item.epoch, item.position, item.sample_ids)
+
+    def taken(self) -> WorkItem:
+        return self._out.popleft()
+
+
+def _as_it_is(batch: Any) -> Any:
+    return batch

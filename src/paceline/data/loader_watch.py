@@ -1,0 +1,116 @@
+"""What is known of a loader process that died or hangs: the sample it was at, and where in the code it crashed.
+
+loader process    slot in shared memory ◄── the sample, before it is fetched         crash file ◄── faulthandler
+worker            "loader process 1 (pid 4711) died at sample 1234: killed by SIGSEGV", and the stack
+"""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import os
+import shutil
+import signal
+import tempfile
+import weakref
+from collections.abc import Callable, Sequence
+from multiprocessing.sharedctypes import RawArray
+from pathlib import Path
+from typing import Any
+
+from paceline.errors import DataError
+
+COLLATING, HANDING_OVER = -1, -2
+
+_PR_SET_PDEATHSIG = 1
+_HINTS = {
+    "SIGKILL": "; the system kills so when memory runs out",
+    "SIGBUS": "; shared memory (/dev/shm) that is full ends so",
+}
+
+
+class Slot(ctypes.Structure):
+    """Where a loader process is: at `sample`, or in a batch of `state` samples that begins with it, or see above."""
+
+    _fields_ = (("sample", ctypes.c_int64), ("state", ctypes.c_int64))
+    sample: int
+    state: int
+
+    def __str__(self) -> str:
+        if self.state == 0:
+            return "before its first sample"
+        if self.state == COLLATING:
+            return f"in collate_fn, after sample {self.sample}"
+        if self.state == HANDING_OVER:
+            return f"between batches, after sample {self.sample}"
+        return f"at sample {self.sample}" + (f" or one of the {self.state - 1} with it" if self.state > 1 else "")
+
+
+Slots = ctypes.Array[Slot]
+
+
+class LoaderWatch:
+    """Watches the loader processes of one torch DataLoader."""
+
+    def __init__(self, processes: int) -> None:
+        self.slots: Slots = RawArray(Slot, processes)
+        self._folder = Path(tempfile.mkdtemp(prefix="paceline-loader-"))
+        self.close = weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
+
+    def started(self, then: Callable[[int], None] | None) -> _ProcessStart:
+        return _ProcessStart(self.slots, self._folder, then)
+
+    def explained(self, error: RuntimeError, processes: Sequence[Any]) -> Exception:
+        """What torch's DataLoader raised, told with who died at which sample and how, or who is slow."""
+        if dead := self.obituaries(processes):
+            return DataError(dead)
+        return DataError(self.delayed(str(error))) if timed_out(error) else error
+
+    def delayed(self, what: str) -> str:
+        places = ", ".join(f"process {number} is {slot}" for number, slot in enumerate(self.slots))
+        return f"{what}: {places}; where that is no error, give the DataLoader a longer timeout="
+
+    def obituaries(self, processes: Sequence[Any]) -> str:
+        """A paragraph for each process that has died; empty while all live."""
+        return "\n".join(self._obituary(n, p) for n, p in enumerate(processes) if p.exitcode is not None)
+
+    def _obituary(self, number: int, process: Any) -> str:
+        text = f"loader process {number} (pid {process.pid}) died {self.slots[number]}: {_death(process.exitcode)}"
+        stack = self._folder / f"crash-{process.pid}.txt"
+        if stack.exists() and stack.stat().st_size:
+            text += "\n" + stack.read_text(errors="replace").rstrip()
+        return text
+
+
+class _ProcessStart:
+    """Runs first in each loader process, which must not outlive its trainer, even by torch's five-second check."""
+
+    def __init__(self, slots: Slots, folder: Path, then: Callable[[int], None] | None) -> None:
+        self._slots, self._folder, self._then = slots, folder, then
+
+    def __call__(self, number: int) -> None:
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        self._slots[number].state = 0  # the place of the process that had this number before
+        crash = (self._folder / f"crash-{os.getpid()}.txt").open("w")
+        faulthandler.disable()  # inherited from the trainer, it would take the new file but not the signals from torch
+        faulthandler.enable(crash)
+        _open_for_life.append(crash)
+        if self._then is not None:
+            self._then(number)
+
+
+_open_for_life: list[Any] = []  # faulthandler keeps the descriptor only, so the file object has to live
+
+
+def timed_out(error: RuntimeError) -> bool:
+    return str(error).startswith("DataLoader timed out")
+
+
+def _death(exit_code: int) -> str:
+    if exit_code >= 0:
+        return f"it exited with code {exit_code}"
+    try:
+        name = signal.Signals(-exit_code).name
+    except ValueError:
+        name = f"signal {-exit_code}"
+    return f"killed by {name}{_HINTS.get(name, '')}"
