@@ -329,6 +329,15 @@ def test_a_skip_between_attempts_is_named_and_lost(chance: random.Random, skip: 
         assert sum(epoch.samples for epoch in report.epochs) + report.lost == run.saved[-1].used, (before, show(report))
 
 
+def test_a_skip_is_lost_before_anything_follows_it(tmp_path: Path) -> None:
+    run = RecordedRun(tmp_path, samples=100, batch_size=5, lanes=2)
+    run.attempt(workers=2, steps=3)
+    run.attempt(workers=2, steps=0, skip=2)
+    report = audit(tmp_path)
+    assert report.verdict == "20 lost, 0 repeated"
+    assert [lost.position for lost in report.first_lost] == list(range(30, 40))
+
+
 def test_a_whole_epoch_that_was_skipped_is_lost(tmp_path: Path) -> None:
     run = RecordedRun(tmp_path, samples=20, batch_size=5, lanes=2)
     run.attempt(workers=2, steps=2)
@@ -427,6 +436,19 @@ def test_a_damaged_line_is_named_and_its_samples_are_lost(tmp_path: Path, damage
     assert len(report.problems) == 1
     assert report.problems[0].startswith("attempt-0001-worker-00000.jsonl, line 4 is damaged (")
     assert why in report.problems[0]
+
+
+@pytest.mark.parametrize(("was", "now", "lost"), [(b",", b"\n", 4), (b"}\n", b"},", 8)])
+def test_lines_that_are_json_only_together_are_damaged(tmp_path: Path, was: bytes, now: bytes, lost: int) -> None:
+    run = RecordedRun(tmp_path, samples=100, batch_size=4, lanes=4)
+    run.attempt(workers=2, steps=5)
+    path = tmp_path / "samples" / file_name(1, 0)
+    lines = path.read_bytes().splitlines(keepends=True)
+    lines[3] = now.join(lines[3].rsplit(was, 1))
+    path.write_bytes(b"".join(lines))
+    report = audit(tmp_path)
+    assert report.verdict == f"{lost} lost, 0 repeated"
+    assert report.problems[0].startswith("attempt-0001-worker-00000.jsonl, line 4 is damaged (")
 
 
 def test_a_position_beyond_the_epoch_is_named(tmp_path: Path) -> None:
