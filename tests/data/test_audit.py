@@ -398,11 +398,13 @@ def test_a_lane_recorded_by_two_workers_is_named(tmp_path: Path) -> None:
     run = RecordedRun(tmp_path, samples=100, batch_size=2, lanes=4)
     run.attempt(workers=2, steps=5)
     first, second = (tmp_path / "samples" / file_name(1, worker) for worker in (0, 1))
-    write_lines(second, [*lines_of(second), lines_of(first)[4]])
+    write_lines(first, [*lines_of(first), lines_of(second)[4]])
     report = audit(tmp_path)
     assert report.verdict == "0 lost, 2 repeated"
-    assert report.problems == ("attempt 1, step 2: lane 1 was recorded by workers 0, 1",)
+    assert report.problems == ("attempt 1, step 2: lane 3 was recorded by workers 0, 1",)
     assert [where.worker for where in report.first_repeated[0].where] == [0, 1]
+    write_lines(second, [line for line in lines_of(second) if (line.get("step"), line.get("lane")) != (3, 3)])
+    assert audit(tmp_path).first_lost[0].where == Where(epoch=0, step=3, lane=3, attempt=1, worker=1)
 
 
 WHOLE = {"step": 2, "epoch": 0, "epoch_step": 1, "lane": 0, "micro_batch": 0, "position": 8, "ids": [1, 2]}

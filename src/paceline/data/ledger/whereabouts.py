@@ -74,8 +74,9 @@ def _responsible(record: Record, epoch: int, track: int, position: int) -> Attem
 
 
 def _rider(record: Record, attempt: Attempt, lane: int) -> int | None:
-    rows = np.flatnonzero(record.entries.lane[attempt.rows] == lane)
-    if len(rows):
-        return record.file_of(attempt.rows.start + int(rows[0])).worker
+    """The worker that recorded the lane most often; without any, the one that rides it by the rule."""
+    lines = {file.worker: int((record.entries.lane[file.rows] == lane).sum()) for file in attempt.files}
+    if any(lines.values()):
+        return max(lines, key=lambda worker: lines[worker])
     rides = neighbouring_lanes(attempt.header.lanes, attempt.header.workers)
     return next((worker for worker, lanes in enumerate(rides) if lane in lanes), None)
