@@ -1,0 +1,326 @@
+"""Data in the training loop: streams, samplers of every kind, resuming, changes that are accepted, the ledger."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, get_worker_info
+
+from paceline import Engine, World
+from paceline.data.audit import audit
+from paceline.errors import CheckpointError, ConfigError, DataError
+from tests.engine.loops import prepared, vectors
+from tests.workers import hashes, run_workers
+
+
+class Rows(IterableDataset[tuple[Tensor, Tensor]]):
+    """The vectors as a stream that splits itself."""
+
+    def __init__(self, samples: int) -> None:
+        self.samples = samples
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        info = get_worker_info()
+        first, stride = (0, 1) if info is None else (info.id, info.num_workers)
+        data = vectors(self.samples)
+        for number in range(first, self.samples, stride):
+            x, y = data[number]
+            yield x + 0.01 * torch.rand(8), y  # augmented
+
+
+class Whole(Rows):
+    """The same without splitting: every worker reads all of it."""
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        return (row for row in vectors(self.samples))
+
+
+def loader_of(kind: str, samples: int, **options: Any) -> DataLoader[Any]:
+    if kind == "stream":
+        return DataLoader(Rows(samples), batch_size=4, **options)
+    if kind == "whole stream":
+        return DataLoader(Whole(samples), batch_size=4, **options)
+    data = vectors(samples)
+    if kind == "batch sampler":
+        return DataLoader(data, batch_sampler=BatchSampler(RandomSampler(data), 5, False), **options)
+    return DataLoader(data, batch_size=4, shuffle=True, **options)
+
+
+def trains(
+    world: World,
+    *,
+    kind: str = "shuffled",
+    samples: int = 70,
+    epochs: int = 2,
+    stop_after: int | None = None,
+    folder: str | None = None,
+    resume: bool = False,
+    record: str | None = None,
+    accept: tuple[str, ...] = (),
+    loader_options: dict[str, Any] | None = None,
+    **job: Any,
+) -> str:
+    torch.use_deterministic_algorithms(True)
+    with Engine(world=world, record_samples=record, **({"lanes": 4} | job)) as engine:
+        model = nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.1), nn.Linear(16, 1))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        loader = loader_of(kind, samples, **(loader_options or {}))
+        model, optimizer, loader = engine.prepare(model, optimizer, loader)
+        if resume:
+            assert folder is not None
+            engine.load_state(folder, accept=accept)
+        while loader.epoch < epochs:
+            for x, y in loader:
+                engine.backward(F.mse_loss(model(x), y))
+                optimizer.step()
+                optimizer.zero_grad()
+                if engine.stepped and engine.step == stop_after:
+                    assert folder is not None
+                    engine.save_state(folder)
+                    return engine.weights_hash()
+        return engine.weights_hash()
+
+
+# -- bits --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["stream", "whole stream", "batch sampler"])
+def test_streams_and_batch_samplers_give_one_hash_at_any_number_of_workers(kind: str) -> None:
+    alone = hashes(run_workers(trains, 1, kind=kind))
+    for workers in (2, 3, 4):
+        assert hashes(run_workers(trains, workers, kind=kind)) == alone
+
+
+@pytest.mark.parametrize("kind", ["stream", "whole stream", "batch sampler", "shuffled"])
+def test_a_run_stopped_and_continued_on_others_has_the_hash_of_one_that_never_stopped(
+    kind: str, tmp_path: Path
+) -> None:
+    whole = hashes(run_workers(trains, 2, kind=kind))
+    for stop in (2, 5):
+        folder = str(tmp_path / f"{kind}-{stop}")
+        run_workers(trains, 3, kind=kind, stop_after=stop, folder=folder)
+        resumed = run_workers(_quiet, 1 + stop // 2, kind=kind, folder=folder, resume=True)
+        assert hashes(resumed) == whole
+
+
+def _quiet(world: World, **options: Any) -> str:
+    import warnings
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return trains(world, **options)
+
+
+def test_a_stream_with_loader_processes_gives_one_hash() -> None:
+    options = {"kind": "stream", "loader_options": {"num_workers": 2, "persistent_workers": True}}
+    assert hashes(run_workers(trains, 2, **options)) == hashes(run_workers(trains, 1, **options))
+
+
+def streams_differ(world: World) -> None:
+    with Engine(world=world, lanes=2) as engine:
+        model = nn.Linear(8, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        loader = DataLoader(Whole(20 + 3 * world.rank), batch_size=4)
+        model, optimizer, loader = engine.prepare(model, optimizer, loader)
+        for x, y in loader:
+            engine.backward(F.mse_loss(model(x), y))
+            optimizer.step()
+
+
+def test_a_stream_that_differs_between_workers_is_named() -> None:
+    for result in run_workers(streams_differ, 2):
+        assert result.error is not None
+        text = r"ReplicaError: the stream gives worker 0 other samples than the others: lane 1 has \[0\] samples there and \[3\] else"
+        assert re.match(text, result.error), result.error
+
+
+# -- plain datasets, evaluation ----------------------------------------------------------------------------------------
+
+
+def test_a_plain_dataset_is_dealt_by_the_global_batch_size() -> None:
+    with Engine(lanes=4, global_batch_size=16) as engine:
+        model = nn.Linear(8, 1)
+        model, optimizer, loader = engine.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), vectors(64))
+        shapes = []
+        for x, y in loader:
+            shapes.append(len(x))
+            engine.backward(F.mse_loss(model(x), y))
+            optimizer.step()
+    assert shapes == [4] * 16
+
+
+def test_a_plain_dataset_without_a_batch_size_is_refused_with_what_to_do() -> None:
+    model = nn.Linear(8, 1)
+    text = r"prepare\(\) got a TensorDataset without a batch size; give Engine\(global_batch_size=…\), or DataLoader"
+    with Engine(lanes=2) as engine, pytest.raises(ConfigError, match=text):
+        engine.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), vectors(64))
+
+
+def evaluates_a_stream(world: World, *, samples: int, processes: int) -> list[float]:
+    with Engine(world=world, lanes=4) as engine:
+        loader = engine.prepare(DataLoader(Whole(samples), batch_size=3, num_workers=processes))
+        return torch.cat([engine.gather_for_metrics(y) for _, y in loader]).flatten().tolist()  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(("workers", "samples", "processes"), [(1, 10, 0), (2, 11, 1), (3, 20, 0), (4, 3, 0)])
+def test_an_evaluation_over_a_stream_counts_every_sample_once_in_order(
+    workers: int, samples: int, processes: int
+) -> None:
+    expected = vectors(samples).tensors[1].flatten().tolist()
+    for result in run_workers(evaluates_a_stream, workers, samples=samples, processes=processes):
+        assert result.value == expected, result.error
+
+
+# -- a resume that differs ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    """The state of a run of lanes=4, batch size 4, 64 samples after one step."""
+    with Engine(lanes=4) as engine:
+        model, optimizer, loader = prepared(engine, samples=64, shuffle=True)
+        for x, y in loader:
+            engine.stop()
+            engine.backward(F.mse_loss(model(x), y))
+            optimizer.step()
+        engine.save_state(tmp_path / "state")
+    return tmp_path / "state"
+
+
+@pytest.mark.parametrize(
+    ("job", "loader", "text"),
+    [
+        ({"seed": 5}, {}, r"seed was 0, is 5\. To go on .* accept=\['seed'\]\)"),
+        ({}, {"batch_size": 8}, r"batch size was 4, is 8\. To go on all the same, still with every sample once: "),
+        ({"lanes": 2, "accumulate": 2}, {}, r"lanes was 4, is 2; accumulate was 1, is 2\. .*\['accumulate', 'lanes'\]"),
+        ({}, {"samples": 60}, r"samples was 64, is 60"),
+        ({}, {"drop_last": True}, "drop_last was False, is True"),
+        ({}, {"shuffle": False}, "order was 'shuffled', is 'sequential'"),
+    ],
+    ids=lambda value: str(value)[:30],
+)
+def test_a_resume_that_differs_says_what_differs_and_how_to_go_on_all_the_same(
+    saved: Path, job: dict[str, Any], loader: dict[str, Any], text: str
+) -> None:
+    with Engine(**({"lanes": 4} | job)) as engine:
+        prepared(engine, **({"samples": 64, "shuffle": True} | loader))
+        with pytest.raises(CheckpointError, match=text):
+            engine.load_state(saved)
+
+
+def test_an_accepted_seed_and_batch_size_finish_the_epoch_with_the_samples_that_are_left(saved: Path) -> None:
+    with Engine(lanes=2, seed=5) as engine:
+        model, optimizer, loader = prepared(engine, samples=64, shuffle=True, batch_size=6)
+        engine.load_state(saved, accept=["lanes", "seed", "batch size"])
+        seen = 0
+        for x, y in loader:
+            seen += len(x)
+            engine.backward(F.mse_loss(model(x), y))
+            optimizer.step()
+    assert seen == 64 - 16
+
+
+def test_a_dataset_that_shrank_can_t_be_accepted(saved: Path) -> None:
+    with Engine(lanes=4) as engine:
+        prepared(engine, samples=60, shuffle=True)
+        with pytest.raises(DataError, match="the dataset has shrunk from 64 to 60 samples in the middle of epoch 0"):
+            engine.load_state(saved, accept=["samples"])
+
+
+def test_accepting_what_does_not_exist_is_refused_with_what_does(saved: Path) -> None:
+    with Engine(lanes=4) as engine:
+        prepared(engine, samples=64, shuffle=True)
+        with pytest.raises(CheckpointError, match=r"accept=\['sead'\] names nothing of this job; known are lanes, "):
+            engine.load_state(saved, accept=["sead"])
+
+
+def test_the_loader_s_own_state_goes_on_in_the_middle_of_an_epoch() -> None:
+    with Engine(lanes=4) as engine:
+        model, optimizer, loader = prepared(engine, samples=64, shuffle=True)
+        states, batches = [], []
+        for x, y in loader:
+            batches.append(x)
+            engine.backward(F.mse_loss(model(x), y))
+            optimizer.step()
+            if engine.stepped:
+                states.append(loader.state_dict())
+        loader.load_state_dict(states[1])
+        again = []
+        for x, y in loader:
+            again.append(x)
+            engine.backward(F.mse_loss(model(x), y))
+            optimizer.step()
+        assert torch.equal(torch.cat(again), torch.cat(batches[8:]))
+
+
+# -- the ledger of samples ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["shuffled", "batch sampler", "stream", "whole stream"])
+def test_the_ledger_of_a_run_stopped_twice_proves_that_nothing_was_lost_or_repeated(kind: str, tmp_path: Path) -> None:
+    job = {"kind": kind, "record": str(tmp_path), "folder": str(tmp_path / "state"), "accumulate": 2}
+    run_workers(trains, 4, stop_after=1, **job)
+    run_workers(_quiet, 3, stop_after=3, resume=True, **job)
+    hashes(run_workers(_quiet, 2, resume=True, **job))
+    report = audit(tmp_path)
+    assert (report.lost, report.repeated) == (0, 0), report
+    assert len(list((tmp_path / "samples").iterdir())) == 4 + 3 + 2
+
+
+def leaves_out(world: World, *, record: str) -> None:
+    import warnings
+
+    warnings.simplefilter("ignore")
+    with Engine(world=world, lanes=2, record_samples=record) as engine:
+        model, optimizer, loader = prepared(engine, samples=32)
+        first = True
+        for x, y in loader:
+            if engine.step == 1 and world.rank == 1 and first:
+                first = False
+                continue
+            engine.backward(F.mse_loss(model(x), y))
+            optimizer.step()
+
+
+def test_what_the_loop_left_out_is_on_record(tmp_path: Path) -> None:
+    hashes(run_workers(leaves_out, 2, record=str(tmp_path)))
+    report = audit(tmp_path)
+    assert (report.lost, report.repeated, report.left_out) == (0, 0, 4)
+
+
+def test_steps_done_again_after_a_rollback_are_not_repeated_samples(tmp_path: Path) -> None:
+    """A job killed after its last saved state goes back to it."""
+    with Engine(lanes=4, record_samples=tmp_path) as engine:
+        model, optimizer, loader = prepared(engine, samples=64, shuffle=True)
+        for attempt in range(2):
+            if attempt:
+                engine.load_state(tmp_path / "state")
+            for x, y in loader:
+                engine.backward(F.mse_loss(model(x), y))
+                optimizer.step()
+                if engine.stepped and engine.step == 2 and not attempt:
+                    engine.save_state(tmp_path / "state")
+    report = audit(tmp_path)
+    assert (report.lost, report.repeated) == (0, 0)
+
+
+def test_the_time_spent_waiting_for_data_is_measured() -> None:
+    import time
+
+    with Engine(lanes=2) as engine:
+        model = nn.Linear(8, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        slow = DataLoader(vectors(16), batch_size=4, collate_fn=lambda rows: time.sleep(0.05) or vectors(4).tensors)
+        model, optimizer, loader = engine.prepare(model, optimizer, slow)
+        for x, y in loader:
+            engine.backward(F.mse_loss(model(x), y))
+            optimizer.step()
+            if engine.stepped:
+                assert 0.1 <= engine.timing.waited_for_data_s < 1.0
