@@ -152,6 +152,15 @@ def test_a_dataset_that_makes_whole_batches_draws_the_same_with_any_loader_proce
     assert len({value for row in alone.values() for value in row[1:]}) == 3 * SAMPLES
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_sample_augmented_on_the_gpu_has_the_values_of_its_place() -> None:
+    def on_gpu(index: int) -> Tensor:
+        return torch.rand(4, device="cuda") + index
+
+    torch.cuda.init()
+    assert by_sample(Samples(on_gpu), batch_size=4) == by_sample(Samples(on_gpu), batch_size=7) == as_promised(on_gpu)
+
+
 def as_it_is(batch: Any) -> Any:
     return batch
 
@@ -457,6 +466,7 @@ def test_a_loader_process_that_dies_while_the_body_runs_is_named_on_stderr(capfd
 
 def hangs_at_17(index: int) -> int:
     if index == 17:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
         time.sleep(60)
     return index
 

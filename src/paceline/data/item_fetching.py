@@ -96,12 +96,16 @@ class ItemFetching:
                 pass
 
     def _end_processes(self) -> None:
-        shutdown = getattr(self._fetched, "_shutdown_workers", None)
+        shutdown, processes = getattr(self._fetched, "_shutdown_workers", None), self._processes()
         self._fetched = None
-        if shutdown is not None:
-            shutdown()
-            if self._source.persistent_workers:  # this DataLoader would hand out the ended ones again
-                self._loader = self._make_loader()
+        if shutdown is None:
+            return
+        shutdown()
+        for process in processes:  # torch asks one that hangs to terminate, and leaves it at that
+            process.kill()
+            process.join()
+        if self._source.persistent_workers:  # this DataLoader would hand out the ended ones again
+            self._loader = self._make_loader()
 
     def _report_deaths(self) -> bool:
         """torch raises in the middle of the loop's body when a loader process dies; say here which sample it was at."""

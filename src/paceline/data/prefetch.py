@@ -9,8 +9,9 @@ made before this one is handed out. On the CPU there is nowhere to copy to.
 
 from __future__ import annotations
 
+import copy
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -26,64 +27,89 @@ class Prefetch:
 
     def __init__(self, items: Iterator[Pair], device: torch.device, *, ahead: bool) -> None:
         self._items, self._device = items, device
-        self._ahead = ahead and device.type != "cpu"
-        self._copies = torch.Stream(device=device) if self._ahead else None
-        self._next: Pair | None = None
-        self._exhausted = False
+        self._copies = torch.Stream(device=device) if ahead and device.type != "cpu" else None
+        self._next: Pair | Exception | None = None
         self.waited_s = 0.0
 
     def __iter__(self) -> Prefetch:
         return self
 
     def __next__(self) -> Pair:
-        pair = self._next if self._next is not None else self._fetched()
+        found = self._next if self._next is not None else self._fetched()
         self._next = None
-        if pair is None:
-            raise StopIteration
-        if self._copies is None:
-            return pair[0], to_device(pair[1], self._device)
-        current = torch.accelerator.current_stream(self._device)
-        current.wait_stream(self._copies)
-        _used_on(pair[1], current)
-        self._next = self._fetched()
-        return pair
+        if isinstance(found, Exception):
+            raise found
+        item, batch = found
+        if self._copies is not None:
+            current = torch.accelerator.current_stream(self._device)
+            current.wait_stream(self._copies)
+            _used_on(batch, current)
+            self._next = self._fetched()
+        return item, to_device(batch, self._device)
 
     def close(self) -> None:
+        self._next = None
         close = getattr(self._items, "close", None)
         if close is not None:
             close()
 
-    def _fetched(self) -> Pair | None:
-        if self._exhausted:
-            return None
+    def _fetched(self) -> Pair | Exception:
+        """The next pair, or what came in its place: a failure ahead must not keep this batch from being used."""
         began = time.perf_counter()
-        pair = next(self._items, None)
-        self.waited_s += time.perf_counter() - began
-        if pair is None:
-            self._exhausted = True
-        elif self._copies is not None:
-            with self._copies:
-                pair = pair[0], to_device(pair[1], self._device)
-        return pair
+        try:
+            item, batch = next(self._items)
+        except Exception as error:
+            return error
+        finally:
+            self.waited_s += time.perf_counter() - began
+        if self._copies is None:
+            return item, batch
+        with self._copies:
+            return item, to_device(batch, self._device, seen_through=True)
 
 
-def to_device(batch: Any, device: torch.device) -> Any:
+def to_device(batch: Any, device: torch.device, *, seen_through: bool = False) -> Any:
+    """The batch with its tensors on the device.
+
+    With `seen_through`, only what `_used_on` finds: other objects are moved when they are handed out.
+    """
+    if device.type == "cpu":
+        return batch
     if isinstance(batch, Tensor):
         return batch.to(device, non_blocking=True)
-    if isinstance(batch, dict):
-        return {key: to_device(value, device) for key, value in batch.items()}
-    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*(to_device(value, device) for value in batch))
+    if callable(getattr(batch, "to", None)):  # a transformers BatchEncoding, a PackedSequence, a graph
+        return batch if seen_through and not isinstance(batch, Mapping | list | tuple) else _asked_to(batch, device)
+    if isinstance(batch, Mapping):
+        moved = {key: to_device(value, device, seen_through=seen_through) for key, value in batch.items()}
+        return moved if type(batch) is dict else _like(batch, moved)
     if isinstance(batch, list | tuple):
-        return type(batch)(to_device(value, device) for value in batch)
+        values = [to_device(value, device, seen_through=seen_through) for value in batch]
+        return type(batch)(*values) if hasattr(batch, "_fields") else type(batch)(values)
     return batch
+
+
+def _asked_to(batch: Any, device: torch.device) -> Any:
+    try:
+        return batch.to(device, non_blocking=True)
+    except TypeError:
+        return batch.to(device)
+
+
+def _like(batch: Mapping[Any, Any], moved: dict[Any, Any]) -> Any:
+    """A mapping of the user's own type keeps what else it holds."""
+    copied: Any = copy.copy(batch)
+    if not hasattr(copied, "update"):
+        return moved
+    copied.update(moved)
+    return copied
 
 
 def _used_on(batch: Any, stream: torch.Stream) -> None:
     """The allocator must not reuse a copied tensor's memory before the compute stream is done with it."""
     if isinstance(batch, Tensor):
-        batch.record_stream(stream)
-    elif isinstance(batch, dict):
+        if batch.device.type != "cpu":  # a PackedSequence keeps its lengths there
+            batch.record_stream(stream)
+    elif isinstance(batch, Mapping):
         for value in batch.values():
             _used_on(value, stream)
     elif isinstance(batch, list | tuple):
