@@ -10,7 +10,8 @@ from paceline import World
 from paceline.collectives.canonical_sum import SumPlan, sum_plan
 from paceline.collectives.communicator import Communicator
 from paceline.collectives.direct_all_reduce import direct_all_reduce, direct_all_reduce_by_collectives
-from paceline.collectives.halving_doubling import halving_doubling
+from paceline.collectives.executor import run_schedule
+from paceline.collectives.halving_doubling import HALVING_DOUBLING
 from paceline.collectives.scratch import Scratch
 from paceline.world.rendezvous_store import open_store
 from tests.collectives.one_process import lane_values, one_process_sum, roots_of, same_bits
@@ -49,7 +50,7 @@ def reduce(
     comm: Communicator, how: str, plan: SumPlan, roots: dict[int, Tensor], out: Tensor, tag: int, scratch: Scratch
 ) -> None:
     if how == "halving":
-        halving_doubling(comm, out, tag=tag, scratch=scratch)
+        run_schedule(comm, HALVING_DOUBLING, out, tag=tag, scratch=scratch)
     elif how == "direct":
         direct_all_reduce(comm, plan, roots, out, tag=tag, scratch=scratch)
     else:

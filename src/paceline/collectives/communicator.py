@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, Store
 
+from paceline.collectives.byte_count import ByteCount, Traffic
 from paceline.errors import ConfigError, PeerLostError, WorldError
 from paceline.world.environment import tensor_address
 from paceline.world.world import World
@@ -45,6 +46,16 @@ class Communicator:
         self.rank = world.rank
         self.size = world.size
         self.timeout_s = timeout_s
+        self._count = ByteCount()
+
+    @property
+    def world(self) -> World:
+        return self._world
+
+    @property
+    def traffic(self) -> Traffic:
+        """What this rank has sent and received so far."""
+        return self._count.snapshot()
 
     @classmethod
     def connect(
@@ -65,33 +76,75 @@ class Communicator:
 
     # -- messages ------------------------------------------------------------------------------------------------
 
-    def send(self, tensor: Tensor, *, to: int, tag: int) -> Work:
-        return self._started(lambda: self._group_of(tensor).send([tensor], to, tag), f"sending to worker {to}")
+    def send(self, tensor: Tensor, *, to: int, tag: int, operation: str = "message") -> Work:
+        work = self._started(lambda: self._group_of(tensor).send([tensor], to, tag), f"sending to worker {to}")
+        self._count.sent(operation, to, tensor.nbytes)
+        return work
 
-    def receive(self, tensor: Tensor, *, source: int, tag: int) -> Work:
-        return self._started(lambda: self._group_of(tensor).recv([tensor], source, tag), f"waiting for worker {source}")
+    def receive(self, tensor: Tensor, *, source: int, tag: int, operation: str = "message") -> Work:
+        work = self._started(lambda: self._group_of(tensor).recv([tensor], source, tag), f"waiting for worker {source}")
+        work.when_done = lambda: self._count.received(operation, source, tensor.nbytes)
+        return work
+
+    def send_and_receive(
+        self, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]], *, operation: str
+    ) -> list[Handle]:
+        """Tensors to and from peers, started as one group so that no order between them can block; sends first."""
+        (device,) = {tensor.device for tensor, _ in (*sends, *receives)}
+        group = self._groups[device.type]
+
+        def start() -> Any:
+            group._start_coalescing(device)
+            for tensor, to in sends:
+                group.send([tensor], to, 0)
+            for tensor, source in receives:
+                group.recv([tensor], source, 0)
+            return group._end_coalescing(device)
+
+        peers = sorted({peer for _, peer in (*sends, *receives)})
+        work = self._started(start, f"exchanging with workers {peers}")
+        for tensor, to in sends:
+            self._count.sent(operation, to, tensor.nbytes)
+
+        def count_received() -> None:
+            for tensor, source in receives:
+                self._count.received(operation, source, tensor.nbytes)
+
+        work.when_done = count_received
+        return [work] * (len(sends) + len(receives))
+
+    def sends(self, device: torch.device) -> bool:
+        """Whether messages take this device's tensors: gloo's are for the host's."""
+        return device.type == "cpu" or self.backend == "nccl"
+
+    def batches(self, device: torch.device) -> bool:
+        """Whether messages between two ranks run in line, so that those of one moment must start as a group."""
+        return device.type != "cpu" and self.backend == "nccl"
 
     # -- native collectives --------------------------------------------------------------------------------------
 
     def all_reduce(self, tensor: Tensor) -> Work:
         """Native sum, in whatever order the backend likes: the bits depend on the size and the number of workers."""
-        return self._started(lambda: self._group_of(tensor).allreduce([tensor]), "in an all-reduce")
+        return self._native("all_reduce", lambda: self._group_of(tensor).allreduce([tensor]), "in an all-reduce")
 
     def all_gather(self, tensor: Tensor) -> tuple[Tensor, Work]:
         """Equal-sized tensors of all workers, as rows."""
         flat = tensor.contiguous().view(-1)
         out = torch.empty((self.size, flat.numel()), dtype=flat.dtype, device=flat.device)
-        return out, self._started(lambda: self._group_of(flat)._allgather_base(out.view(-1), flat), "in an all-gather")
+        group = self._group_of(flat)
+        return out, self._native("all_gather", lambda: group._allgather_base(out.view(-1), flat), "in an all-gather")
 
     def all_to_all(self, out: Tensor, sent: Tensor, received_counts: list[int], sent_counts: list[int]) -> Work:
-        return self._started(
-            lambda: self._group_of(out).alltoall_base(out, sent, received_counts, sent_counts), "in an all-to-all"
+        group = self._group_of(out)
+        return self._native(
+            "all_to_all", lambda: group.alltoall_base(out, sent, received_counts, sent_counts), "in an all-to-all"
         )
 
     def broadcast(self, tensor: Tensor, *, root: int) -> Work:
         options = dist.BroadcastOptions()
         options.rootRank = root
-        return self._started(lambda: self._group_of(tensor).broadcast([tensor], options), f"waiting for worker {root}")
+        group = self._group_of(tensor)
+        return self._native("broadcast", lambda: group.broadcast([tensor], options), f"waiting for worker {root}")
 
     def barrier(self) -> None:
         _, handle = self.all_gather(torch.zeros(1, dtype=torch.uint8))
@@ -147,6 +200,10 @@ class Communicator:
     def _group_of(self, tensor: Tensor) -> Any:
         return self._groups[tensor.device.type]
 
+    def _native(self, name: str, start: Callable[[], Any], doing: str) -> Work:
+        self._count.called(name)
+        return self._started(start, doing)
+
     def _started(self, start: Callable[[], Any], doing: str) -> Work:
         try:
             work = start()
@@ -169,12 +226,16 @@ class Work:
 
     def __init__(self, work: Any, owner: Communicator, doing: str) -> None:
         self._work, self._owner, self._doing = work, owner, doing
+        self.when_done: Callable[[], None] | None = None
 
     def wait(self) -> None:
         try:
             self._work.wait()
         except RuntimeError as error:
             raise self._owner._lost(error, self._doing) from error
+        if self.when_done is not None:
+            self.when_done()
+            self.when_done = None
 
     def wait_for_vote(self, vote: int, look_every_s: float = 0.5) -> None:
         """Wait for ballot number `vote`, and look at the peers' notes while it takes long."""

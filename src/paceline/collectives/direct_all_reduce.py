@@ -1,23 +1,63 @@
-"""Direct canonical all-reduce: every range has an owner that finishes the tree.   steps: 2   bytes sent: 2·(N-1)/N · Z
+"""Direct all-reduce: every chunk has an owner, who gets all parts of it at once.   steps: 2   bytes sent: 2·(N-1)/N · Z
 
-    scatter    every worker sends each owner its slice of each of its roots
-    finish     the owner performs the remaining merges of the canonical tree on its range
-    gather     the owner sends the finished range to everybody
+    scatter    every rank sends each owner its part of the owner's chunk
+    finish     the owner adds the N parts
+    gather     the owner sends the finished chunk to everybody
 
-Works for any number of workers and any number of roots, none included. With r roots a worker sends r times as much in
-the first phase; that is the price of a number of workers that does not divide the lanes.
+Rank r sends and receives Z + (N-2)·|r| bytes: the ring's bytes in 2 steps of N-1 messages instead of 2·(N-1) of one.
+
+The *canonical* sum between workers takes this way too, and the owner adds along the canonical tree. It works for any
+number of workers and of roots, none included: a worker with k roots sends k times as much in the first phase, which is
+the price of a number of workers that does not divide the lanes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor
 
 from paceline.collectives.canonical_sum import SumPlan, owner_ranges
 from paceline.collectives.communicator import Communicator, Handle, wait_all
+from paceline.collectives.schedule import Hop, How, Receive, Schedule, Send, one, one_per_rank
 from paceline.collectives.scratch import Scratch
+
+CANONICAL = "canonical"
+
+
+def hops(rank: int, size: int) -> Iterator[Hop]:
+    others = [peer for peer in range(size) if peer != rank]
+    yield Hop(
+        sends=tuple(Send(peer, one(peer)) for peer in others),
+        receives=tuple(Receive(peer, one(rank), How.ADD) for peer in others),
+    )
+    yield Hop(
+        sends=tuple(Send(peer, one(rank)) for peer in others),
+        receives=tuple(Receive(peer, one(peer), How.COPY) for peer in others),
+    )
+
+
+DIRECT = Schedule("direct", chunks=one_per_rank, hops=hops)
+
+
+def canonical_schedule(plan: SumPlan) -> Schedule:
+    """What `direct_all_reduce` below sends, for counting and simulating; `part` is a root. It adds along the tree."""
+
+    def hops(rank: int, size: int) -> Iterator[Hop]:
+        others = [peer for peer in range(size) if peer != rank]
+        yield Hop(
+            sends=tuple(Send(peer, one(peer), part=root) for peer in others for root in plan.roots(rank)),
+            receives=tuple(
+                Receive(peer, one(rank), How.ADD, part=root) for peer in others for root in plan.roots(peer)
+            ),
+        )
+        yield Hop(
+            sends=tuple(Send(peer, one(rank)) for peer in others),
+            receives=tuple(Receive(peer, one(peer), How.COPY) for peer in others),
+        )
+
+    return Schedule(CANONICAL, chunks=one_per_rank, hops=hops, cut=owner_ranges)
 
 
 def direct_all_reduce(
@@ -34,11 +74,17 @@ def direct_all_reduce(
     incoming: list[Handle] = []
     outgoing: list[Handle] = []
     if width:
-        incoming = [comm.receive(row, source=peer, tag=tag) for (peer, _), row in zip(foreign, received, strict=True)]
+        incoming = [
+            comm.receive(row, source=peer, tag=tag, operation=CANONICAL)
+            for (peer, _), row in zip(foreign, received, strict=True)
+        ]
     for peer in others:
         low, high = ranges[peer]
         if low < high:
-            outgoing += [comm.send(roots[root][low:high], to=peer, tag=tag) for root in plan.roots(comm.rank)]
+            outgoing += [
+                comm.send(roots[root][low:high], to=peer, tag=tag, operation=CANONICAL)
+                for root in plan.roots(comm.rank)
+            ]
     wait_all(incoming)
     if width:
         parts = {root: tensor[own] for root, tensor in roots.items()}
@@ -54,9 +100,9 @@ def direct_all_reduce(
     for peer in others:
         low, high = ranges[peer]
         if low < high:
-            handles.append(comm.receive(out[low:high], source=peer, tag=tag + 1))
+            handles.append(comm.receive(out[low:high], source=peer, tag=tag + 1, operation=CANONICAL))
     if width:
-        handles += [comm.send(out[own], to=peer, tag=tag + 1) for peer in others]
+        handles += [comm.send(out[own], to=peer, tag=tag + 1, operation=CANONICAL) for peer in others]
     wait_all(handles)
 
 

@@ -26,7 +26,9 @@ from torch import Tensor
 from paceline.collectives.canonical_sum import SumPlan
 from paceline.collectives.communicator import Communicator, Handle
 from paceline.collectives.direct_all_reduce import direct_all_reduce, direct_all_reduce_by_collectives
-from paceline.collectives.halving_doubling import halving_doubling
+from paceline.collectives.executor import run_schedule
+from paceline.collectives.halving_doubling import HALVING_DOUBLING
+from paceline.collectives.schedule import Schedule
 from paceline.collectives.scratch import Scratch
 
 Reduction = Literal["exact", "fast"]
@@ -73,9 +75,7 @@ class GradientExchange:
             if comm.size == 2:
                 return PendingSum(out, comm.all_reduce(out))
             if out.device.type == "cpu" and out.nbytes <= HALVING_UP_TO * comm.size:
-                return PendingSum(
-                    out, self._thread.run(lambda scratch: halving_doubling(comm, out, tag=tag, scratch=scratch))
-                )
+                return PendingSum(out, self._run(HALVING_DOUBLING, out, tag))
         out = next(iter(roots.values())) if roots else spare()
         if out.device.type != "cpu":
             direct_all_reduce_by_collectives(comm, plan, roots, out)
@@ -87,6 +87,12 @@ class GradientExchange:
     def close(self) -> None:
         if self._thread is not None:
             self._thread.close()
+
+    def _run(self, schedule: Schedule, out: Tensor, tag: int) -> Handle:
+        assert self._comm is not None
+        assert self._thread is not None
+        comm = self._comm
+        return self._thread.run(lambda scratch: run_schedule(comm, schedule, out, tag=tag, scratch=scratch))
 
 
 def _sum_in_order(roots: Mapping[int, Tensor], spare: Callable[[], Tensor]) -> Tensor:

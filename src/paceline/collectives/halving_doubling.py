@@ -1,62 +1,65 @@
 """Recursive halving, then doubling: partners at distance 1, 2, 4, …      steps: 2·log2 N   bytes sent: 2·(N-1)/N · Z
 
-    halving    at each distance a worker keeps one half of its range, sends the other half to its partner
-               and adds what it receives: after log2 N steps it owns 1/N of the buffer, finished
-    doubling   the same partners in reverse order exchange finished ranges
+    halving    at each distance a rank keeps one half of its chunks, sends the other half to its partner
+               and adds what it receives: after log2 N steps it owns one chunk, finished
+    doubling   the same partners in reverse order exchange finished chunks
 
-At distance 1 worker 2i adds to worker 2i+1, at distance 2 pairs add to pairs: that *is* the canonical tree, and since
-an addition of two numbers commutes, both partners get its bits. Needs N to be a power of two.
+    not a power of two: N = P + e      steps          bytes sent
+    fold       the odd ones of the     1              Z by each of e ranks
+               first 2·e ranks give
+               theirs to the even one
+    the rest   halving and doubling    2·log2 P       2·(P-1)/P · Z by each of P ranks
+    unfold     and get the sum back    1              Z by each of e ranks: the busiest send Z + 2·(P-1)/P · Z
+
+At distance 1 rank 2i adds to rank 2i+1, at distance 2 pairs add to pairs: where N is a power of two that *is* the
+canonical tree, and since an addition of two numbers commutes, both partners get its bits.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
-from torch import Tensor
-
-from paceline.collectives.communicator import Communicator
-from paceline.collectives.scratch import Scratch
+from paceline.collectives.schedule import Hop, How, Receive, Schedule, Send
 
 
-@dataclass(frozen=True)
-class Halving:
-    """One step of the first phase: element ranges kept and sent, as (low, high)."""
-
-    partner: int
-    keep: tuple[int, int]
-    send: tuple[int, int]
+def power_below(size: int) -> int:
+    """The largest power of two that is not above `size`."""
+    return 1 << (size.bit_length() - 1)
 
 
-def halvings(rank: int, size: int, elements: int, block: int = 64) -> Iterator[Halving]:
-    """The schedule; doubling walks it backwards with `keep` and `send` exchanged."""
-    low, high = 0, elements
+def hops_of_a_power_of_two(rank: int, size: int) -> Iterator[Hop]:
+    halvings: list[tuple[int, range, range]] = []
+    held = range(size)
     distance = 1
     while distance < size:
-        middle = min(high, low + -(-(high - low) // 2 // block) * block) if high - low > block else high
-        lower, upper = (low, middle), (middle, high)
-        keep, send = (lower, upper) if rank & distance == 0 else (upper, lower)
-        yield Halving(partner=rank ^ distance, keep=keep, send=send)
-        low, high = keep
+        middle = (held.start + held.stop) // 2
+        lower, upper = range(held.start, middle), range(middle, held.stop)
+        held, given = (lower, upper) if rank & distance == 0 else (upper, lower)
+        halvings.append((rank ^ distance, held, given))
         distance *= 2
+    for partner, kept, given in halvings:
+        yield Hop(sends=(Send(partner, given),), receives=(Receive(partner, kept, How.ADD),))
+    for partner, kept, given in reversed(halvings):
+        yield Hop(sends=(Send(partner, kept),), receives=(Receive(partner, given, How.COPY),))
 
 
-def halving_doubling(comm: Communicator, buffer: Tensor, *, tag: int, scratch: Scratch) -> None:
-    """All-reduce `buffer` in place, in canonical order."""
-    steps = list(halvings(comm.rank, comm.size, buffer.numel()))
-    for number, step in enumerate(steps):
-        kept = buffer[slice(*step.keep)]
-        received = scratch.take(kept)
-        incoming = comm.receive(received, source=step.partner, tag=tag + number) if kept.numel() else None
-        if step.send[0] < step.send[1]:
-            comm.send(buffer[slice(*step.send)], to=step.partner, tag=tag + number).wait()
-        if incoming is not None:
-            incoming.wait()
-            kept.add_(received)
-    for number, step in reversed(list(enumerate(steps))):
-        finished, missing = buffer[slice(*step.keep)], buffer[slice(*step.send)]
-        incoming = comm.receive(missing, source=step.partner, tag=tag + number) if missing.numel() else None
-        if finished.numel():
-            comm.send(finished, to=step.partner, tag=tag + number).wait()
-        if incoming is not None:
-            incoming.wait()
+def hops(rank: int, size: int) -> Iterator[Hop]:
+    core = power_below(size)
+    extra = size - core
+    members = [2 * place if place < extra else place + extra for place in range(core)]
+    whole = range(core)
+    if rank not in members:
+        yield Hop(sends=(Send(rank - 1, whole),))
+        yield from [Hop()] * (2 * (core.bit_length() - 1))
+        yield Hop(receives=(Receive(rank - 1, whole, How.COPY),))
+        return
+    has_guest = rank < 2 * extra
+    if extra:
+        yield Hop(receives=(Receive(rank + 1, whole, How.ADD),)) if has_guest else Hop()
+    for hop in hops_of_a_power_of_two(members.index(rank), core):
+        yield hop.among(members)
+    if extra:
+        yield Hop(sends=(Send(rank + 1, whole),)) if has_guest else Hop()
+
+
+HALVING_DOUBLING = Schedule("halving-doubling", chunks=power_below, hops=hops)
