@@ -10,16 +10,18 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils.data import DataLoader, Dataset, WeightedRandomSampler
+from torch.utils.data import BatchSampler, DataLoader, Dataset, SubsetRandomSampler, WeightedRandomSampler
 
 from paceline.data.block_shuffle import BlockShuffleSampler
 from paceline.data.length_grouped import LengthGroupedSampler
 from paceline.data.loader import ShardedLoader
 from paceline.data.sharded_sampler import ShardedSampler
+from paceline.data.token_budget import TokenBudgetSampler
 from paceline.data.work_source import Deal
-from paceline.errors import DataError
+from paceline.errors import ConfigError, DataError
 from paceline.world.lanes import neighbouring_lanes
 
 Ledger = dict[tuple[int, int, int, int], list[int]]  # (epoch, step, lane, micro-batch) -> sample ids
@@ -196,6 +198,115 @@ def test_a_sampler_with_replacement_goes_on_where_it_was() -> None:
     drawing = {"sampler": WeightedRandomSampler([1.0] * 40, 40)}
     whole, stopped = Job(40, loader=drawing).run(1), Job(40, loader=drawing)
     assert stopped.run(3, 1) | stopped.run(2, 1) | stopped.run(4) == whole
+
+
+# -- what changes while a job sleeps -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ({"batch_sampler": BatchSampler(range(64), 5, False)}, {"batch_sampler": BatchSampler(range(64), 6, False)}),
+        ({"batch_sampler": TokenBudgetSampler([3] * 64, 40)}, {"batch_sampler": TokenBudgetSampler([3] * 64, 60)}),
+        ({"sampler": SubsetRandomSampler(range(40))}, {"sampler": SubsetRandomSampler(range(1, 41))}),
+    ],
+    ids=["batch sampler", "token budget", "sampler"],
+)
+def test_a_sampler_that_gives_something_else_is_refused_in_the_middle_of_an_epoch(before: Any, after: Any) -> None:
+    def with_batches(loader: Any) -> Any:
+        return loader | ({"batch_size": 1} if "batch_sampler" in loader else {})
+
+    first = Job(64, loader=with_batches(before))
+    first.run(2, 1)
+    with pytest.raises(DataError, match=r"gives another order than the one the job is in, in the middle of epoch 0"):
+        Job(64, loader=with_batches(after), state=first.state).run(1)
+
+
+@pytest.mark.parametrize(
+    ("sampler", "other"),
+    [
+        (BlockShuffleSampler(64, block=4, window=2), BlockShuffleSampler(64, block=8, window=2)),
+        (LengthGroupedSampler(2, lengths=range(1, 65)), LengthGroupedSampler(2, lengths=range(2, 66))),
+    ],
+    ids=["blocks", "lengths"],
+)
+def test_another_block_or_other_lengths_are_another_order(sampler: Any, other: Any) -> None:
+    facts = [
+        ShardedLoader(DataLoader(Ids(64), batch_size=4, sampler=one), Deal(4, 1, (0, 1, 2, 3), 0)).facts()["order"]
+        for one in (sampler, other)
+    ]
+    assert facts[0] != facts[1]
+
+
+@pytest.mark.parametrize("kind", ["sampler", "batch sampler"])
+def test_a_sampler_with_a_generator_of_its_own_goes_on_where_it_was(kind: str) -> None:
+    def loader() -> dict[str, Any]:
+        drawing = SubsetRandomSampler(range(64), generator=torch.Generator().manual_seed(5))
+        if kind == "sampler":
+            return {"sampler": drawing}
+        return {"batch_size": 1, "batch_sampler": BatchSampler(drawing, 5, False)}
+
+    straight = Job(64, loader=loader())
+    whole = [straight.run(1) for _ in range(3)]
+    stopped = Job(64, loader=loader())
+    stopped.run(1)
+    stopped.run(2, 2)
+    resumed = Job(64, loader=loader(), state=stopped.state)
+    rest = resumed.run(3)
+    assert all(whole[1][place] == ids for place, ids in rest.items())
+    assert resumed.run(1) == whole[2]
+
+
+def test_an_accepted_drop_last_finishes_an_epoch_grouped_by_length() -> None:
+    loader = {"sampler": LengthGroupedSampler(2, lengths=[1 + i * i % 37 for i in range(70)])}
+    before = Job(70, loader=loader)
+    ledgers = [before.run(1, 1)]
+    after = Job(70, loader=loader | {"drop_last": True}, state=before.state, changed=frozenset({"drop_last"}))
+    ledgers.append(after.run(2))
+    uses = counted(*ledgers)[0]
+    assert (max(uses.values()), uses.total()) == (1, 64)  # the last six can't fill a step
+
+
+def test_an_epoch_that_has_not_begun_begins_with_what_is_there_now() -> None:
+    for samples in (80, 40):
+        before = Job(64)
+        before.run(1)
+        after = Job(samples, state=before.state, changed=frozenset({"samples"}))
+        assert counted(after.run(1))[1] == Counter(range(samples))
+
+
+def test_an_inner_sampler_that_wants_to_know_its_epoch_is_told() -> None:
+    class Told:
+        epoch = 0
+
+        def set_epoch(self, epoch: int) -> None:
+            self.epoch = epoch
+
+        def __len__(self) -> int:
+            return 20
+
+        def __iter__(self) -> Any:
+            return iter(range(20)) if self.epoch == 0 else iter(range(19, -1, -1))
+
+    job = Job(20, loader={"batch_size": 1, "batch_sampler": BatchSampler(Told(), 5, False)})  # type: ignore[arg-type]
+    first, second = job.run(1), job.run(1)
+    assert first[0, 0, 0, 0] == [0, 1, 2, 3, 4]
+    assert second[1, 0, 0, 0] == [19, 18, 17, 16, 15]
+
+
+def test_batches_that_are_empty_or_come_only_once_are_named() -> None:
+    with pytest.raises(ConfigError, match="batch 1 of the batch sampler list is empty"):
+        Job(4, loader={"batch_size": 1, "batch_sampler": [[0, 1], [], [2, 3]]}).run(1)
+    loader = ShardedLoader(DataLoader(Ids(4), batch_sampler=iter([[0, 1], [2, 3]])), Deal(1, 1, (0,), 0))  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"gave no batches again: an iterator can be used only once"):
+        for _ in range(2):
+            for item, _ in loader.items():
+                loader.commit(item)
+
+
+def test_a_place_in_a_stream_is_no_place_in_a_dataset() -> None:
+    with pytest.raises(DataError, match="the saved place is one in a stream"):
+        Job(4, state={"kind": "stream", "epoch": 0}).run(1)
 
 
 # -- where the peers lose and repeat (64 samples, or 32; each peer's own numbers of workers) ---------------------------

@@ -479,7 +479,6 @@ def test_a_loader_process_that_hangs_is_named_with_its_sample_and_leaves_nothing
     monkeypatch.setattr(torch.utils.data._utils, "MP_STATUS_CHECK_INTERVAL", 0.1)  # torch's patience at the end
     before = in_shared_memory()
     loader = dealt(Samples(hangs_at_17), num_workers=2, persistent_workers=persistent, timeout_s=0.5)
-    assert list(tmp_path.glob("paceline-loader-*"))
     text = (
         r"the loader processes gave no batch for 0\.5 s: process 0 is (.*), process 1 is (.*); where that is no error"
     )
@@ -510,7 +509,27 @@ def test_a_loop_left_by_an_error_leaves_no_process_while_the_error_is_at_hand() 
     loader.close()
 
 
-def test_a_loader_that_is_forgotten_leaves_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+def test_a_loader_that_is_forgotten_leaves_no_descriptor() -> None:
+    before = os.listdir("/proc/self/fd")
     list(dealt(Samples(noisy), num_workers=1).items())
-    assert not list(tmp_path.iterdir())
+    assert len(os.listdir("/proc/self/fd")) == len(before)
+
+
+def test_worker_init_fn_sees_the_dataset_that_the_user_gave() -> None:
+    def shift(_: int) -> None:
+        info = torch.utils.data.get_worker_info()
+        assert info is not None
+        info.dataset.shift = 100
+
+    handed = [batch for _, batch in dealt(Shifted(), num_workers=1, worker_init_fn=shift, collate_fn=list).items()]
+    assert sorted(number for batch in handed for number in batch) == list(range(100, 130))
+
+
+class Shifted(Dataset[int]):
+    shift = 0
+
+    def __len__(self) -> int:
+        return 30
+
+    def __getitem__(self, index: int) -> int:
+        return index + self.shift

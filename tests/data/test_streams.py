@@ -130,7 +130,7 @@ class Job:
             loader = StreamLoader(
                 DataLoader(dataset, **self._options),
                 Deal(self._lanes, self._accumulate, ride, seed=3),
-                lambda mine: table.agree(worker, mine),
+                lambda mine, _: table.agree(worker, mine),
             )
             try:
                 if self.state is not None:
@@ -247,7 +247,7 @@ def test_a_stream_of_ready_made_batches_is_dealt_as_it_is() -> None:
 
 
 def test_the_items_say_what_a_step_holds() -> None:
-    loader = StreamLoader(DataLoader(Numbers(10), batch_size=2), Deal(3, 1, (0, 1, 2), 0), lambda mine: mine)
+    loader = StreamLoader(DataLoader(Numbers(10), batch_size=2), Deal(3, 1, (0, 1, 2), 0), lambda mine, _: mine)
 
     def facts(item: WorkItem) -> tuple[Any, ...]:
         return item.step, item.lane, item.position, item.samples, item.present, item.step_samples, item.last_of_step
@@ -283,12 +283,13 @@ def test_a_stream_goes_on_at_any_step_with_another_number_of_workers(
         assert handed == whole
 
 
-def test_a_stream_stopped_at_the_very_end_of_an_epoch_goes_on_with_the_next() -> None:
+def test_a_stream_stopped_at_the_very_end_of_an_epoch_has_nothing_left_of_it() -> None:
     job = Job(lambda: Resumable(24))
     assert len(job.run(2, steps=2)) == 8
-    assert job.run(2) == Job(lambda: Resumable(24)).run(1)  # not an empty loop
+    assert job.run(2) == {}
     assert job.state is not None
-    assert job.state["epoch"] == 2
+    assert job.state["epoch"] == 1
+    assert job.run(2) == Job(lambda: Resumable(24)).run(1)
 
 
 def test_every_epoch_begins_anew_and_a_stream_that_wants_to_know_its_epoch_is_told() -> None:
@@ -318,6 +319,80 @@ def test_a_stream_with_a_state_reads_nothing_again_and_warns_of_nothing() -> Non
     job = Job(lambda: Resumable(50))
     first, rest = job.run(2, steps=2), job.run(3)
     assert sorted(samples_of(first) + samples_of(rest)) == list(range(50))
+
+
+class ItsOwnIterator(IterableDataset[Tensor]):
+    """To ask it for an iterator is to begin again."""
+
+    def __init__(self, samples: int) -> None:
+        self.samples, self.at = samples, 0
+
+    def __iter__(self) -> Iterator[Tensor]:
+        info = get_worker_info()
+        self.at, self.stride = (0, 1) if info is None else (info.id, info.num_workers)
+        return self
+
+    def __next__(self) -> Tensor:
+        if self.at >= self.samples:
+            raise StopIteration
+        self.at += self.stride
+        return torch.tensor(self.at - self.stride)
+
+
+@pytest.mark.parametrize("splits", [False, True])
+def test_a_stream_that_is_its_own_iterator_ends_and_gives_every_sample_once(splits: bool) -> None:
+    handed = Job(lambda: Stream(ItsOwnIterator(40), splits_itself=splits)).run(2)
+    assert samples_of(handed) == list(range(40))
+
+
+def test_every_part_and_epoch_has_a_seed_of_its_own() -> None:
+    class Seeds(IterableDataset[int]):
+        def __iter__(self) -> Iterator[int]:
+            info = get_worker_info()
+            assert info is not None
+            assert info.num_workers == 4
+            yield info.seed
+
+    job = Job(Seeds)
+    seeds = samples_of(job.run(1)) + samples_of(job.run(1))
+    assert len(set(seeds)) == 8
+
+
+class OddState(Numbers):
+    def __init__(self, samples: int, state: Any) -> None:
+        super().__init__(samples)
+        self.state = state
+
+    def state_dict(self) -> Any:
+        return self.state
+
+
+@pytest.mark.parametrize(
+    ("state", "text"),
+    [
+        ({"at": torch.ones(1)}, r"the state_dict\(\) of part 0 of 4 of the stream is not JSON: Object of type Tensor"),
+        ({0: 1}, r"the state_dict\(\) of part 0 of 4 of the stream changes when kept as JSON: use text for keys"),
+        ({"at": (1, 2)}, "changes when kept as JSON"),
+    ],
+    ids=["tensor", "number as key", "tuple"],
+)
+def test_a_state_that_is_not_json_is_refused_before_it_is_needed(state: Any, text: str) -> None:
+    with pytest.raises(DataError, match=text):
+        Job(lambda: OddState(40, state)).run(1)
+
+
+def test_the_length_of_a_stream_in_parts_is_no_less_than_its_steps() -> None:
+    class Counted(Numbers):
+        def __len__(self) -> int:
+            return self.samples
+
+    for samples in range(4, 60):
+        loader = StreamLoader(
+            DataLoader(Counted(samples), batch_size=3, num_workers=0), Deal(2, 2, (0, 1), 0), lambda mine, _: mine
+        )
+        steps = {item.step for item, _ in loader.items()}
+        assert loader.steps is not None
+        assert loader.steps >= len(steps)
 
 
 # -- what splits itself ------------------------------------------------------------------------------------------------
@@ -362,7 +437,8 @@ class Shards(IterableDataset[int]):
         (Hidden(), False),
         (Stream(Hidden(), splits_itself=True), True),
         (Stream(Numbers(1), splits_itself=False), False),
-        (Shards(), True),
+        (Shards(), False),  # a number of shards alone says nothing of who reads them
+        (Stream(Shards(), splits_itself=True), True),
     ],
     ids=lambda value: type(value).__name__,
 )
@@ -371,7 +447,11 @@ def test_a_stream_is_split_only_where_it_is_told_or_seen(dataset: Any, splits: b
 
 
 def test_a_stream_of_few_shards_is_read_in_fewer_parts() -> None:
-    loader = StreamLoader(DataLoader(Shards(), num_workers=2), Deal(4, 1, (0, 1, 2, 3), 0), lambda mine: mine)
+    loader = StreamLoader(
+        DataLoader(Stream(Shards(), splits_itself=True), num_workers=2),
+        Deal(4, 1, (0, 1, 2, 3), 0),
+        lambda mine, _: mine,
+    )
     assert loader.readers == 1
     loader.close()
 
@@ -411,13 +491,13 @@ def test_a_stream_that_fails_is_named_with_its_part_and_traceback(loader_process
 
 def test_ready_made_batches_of_an_unsplit_stream_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"a stream of ready-made batches .* can't be dealt to lanes"):
-        StreamLoader(DataLoader(Unsplit(5), batch_size=None), Deal(2, 1, (0, 1), 0), lambda mine: mine)
+        StreamLoader(DataLoader(Unsplit(5), batch_size=None), Deal(2, 1, (0, 1), 0), lambda mine, _: mine)
 
 
 def test_another_batch_size_in_the_middle_of_an_epoch_is_refused() -> None:
     job = Job(lambda: Resumable(50))
     job.run(1, steps=1)
     assert job.state is not None
-    loader = StreamLoader(DataLoader(Resumable(50), batch_size=5), Deal(4, 1, (0, 1, 2, 3), 3), lambda mine: mine)
+    loader = StreamLoader(DataLoader(Resumable(50), batch_size=5), Deal(4, 1, (0, 1, 2, 3), 3), lambda mine, _: mine)
     with pytest.raises(DataError, match="in the middle of epoch 0 can't go on with another batch size"):
         loader.restore(job.state, changed=frozenset({"batch size"}))

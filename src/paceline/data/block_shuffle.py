@@ -52,9 +52,13 @@ class BlockShuffleSampler(Sampler[int]):
         for start in range(0, order.samples, IDS_AT_ONCE):
             yield from order.samples_at(range(start, min(start + IDS_AT_ONCE, order.samples)))
 
+    @property
+    def identity(self) -> str:
+        return f"of blocks of {self._block}, {self._window} in a window"
+
     def order(self, seed: int, epoch: int, cut: BatchPlan) -> GlobalOrder:
-        """The epoch's order; how it is cut into batches changes nothing here."""
-        return BlockShuffled(len(self), seed, epoch, self._block, self._window)
+        """The epoch's order. An epoch that began before the dataset grew has fewer samples than there are now."""
+        return BlockShuffled(cut.samples, seed, epoch, self._block, self._window)
 
 
 @dataclass(frozen=True)

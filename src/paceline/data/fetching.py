@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import random
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -68,7 +68,8 @@ class ItemDataset(Dataset[Any]):
     def __init__(
         self, dataset: Dataset[Any], collate: Callable[[Any], Any], seed: int, slots: Slots | None = None
     ) -> None:
-        self._dataset, self._collate, self._seed, self._slots = dataset, collate, seed, slots
+        self.dataset = self._dataset = dataset
+        self._collate, self._seed, self._slots = collate, seed, slots
         self._epoch: int | None = None
         self._undrawn = 0
         self._drawn: list[Library] = []  # seeded before each sample
@@ -185,7 +186,7 @@ def samples_in(batch: Any) -> int:
     """How many samples a ready-made batch holds: the length of the first tensor found in it."""
     if isinstance(batch, torch.Tensor):
         return len(batch) if batch.dim() else 1
-    if isinstance(batch, dict):
+    if isinstance(batch, Mapping):
         batch = list(batch.values())
     if isinstance(batch, list | tuple) and batch:
         return samples_in(batch[0])

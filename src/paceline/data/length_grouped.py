@@ -18,6 +18,7 @@ All of it is a function of (lengths, seed, epoch, cut): the number of workers ap
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeAlias, cast
@@ -190,6 +191,10 @@ class LengthGroupedSampler(Sampler[int]):
 
     def __iter__(self) -> Iterator[int]:
         return iter(mega_batched(self.lengths, self.batch_size, self.generator).tolist())
+
+    @property
+    def identity(self) -> str:
+        return "of lengths " + hashlib.blake2b(np.ascontiguousarray(self.lengths).tobytes(), digest_size=8).hexdigest()
 
     def order(self, seed: int, epoch: int, cut: BatchPlan) -> GlobalOrder:
         """The cut has fewer samples than there are lengths where an epoch goes on after the dataset has grown."""

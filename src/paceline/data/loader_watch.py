@@ -1,7 +1,10 @@
 """What is known of a loader process that died or hangs: the sample it was at, and where in the code it crashed.
 
-loader process    slot in shared memory ◄── the sample, before it is fetched         crash file ◄── faulthandler
+loader process    slot in shared memory ◄── the sample, before it is fetched         crash text ◄── faulthandler
 worker            "loader process 1 (pid 4711) died at sample 1234: killed by SIGSEGV", and the stack
+
+The crash text goes to anonymous memory of the worker, which the loader process opens by its descriptor: no file can be
+left behind, whoever is killed.
 """
 
 from __future__ import annotations
@@ -9,14 +12,15 @@ from __future__ import annotations
 import ctypes
 import faulthandler
 import os
-import shutil
+import select
 import signal
-import tempfile
+import threading
 import weakref
 from collections.abc import Callable, Sequence
 from multiprocessing.sharedctypes import RawArray
-from pathlib import Path
 from typing import Any
+
+import torch.utils.data._utils.worker as torch_worker
 
 from paceline.errors import DataError
 
@@ -54,11 +58,12 @@ class LoaderWatch:
 
     def __init__(self, processes: int) -> None:
         self.slots: Slots = RawArray(Slot, processes)
-        self._folder = Path(tempfile.mkdtemp(prefix="paceline-loader-"))
-        self.close = weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
+        self._crashes = [os.memfd_create("paceline-crash", os.MFD_CLOEXEC) for _ in range(processes)]
+        self.close = weakref.finalize(self, _close_all, self._crashes)
 
     def started(self, then: Callable[[int], None] | None) -> _ProcessStart:
-        return _ProcessStart(self.slots, self._folder, then)
+        paths = [f"/proc/{os.getpid()}/fd/{crash}" for crash in self._crashes]
+        return _ProcessStart(self.slots, os.getpid(), paths, then)
 
     def explained(self, error: RuntimeError, processes: Sequence[Any]) -> Exception:
         """What torch's DataLoader raised, told with who died at which sample and how, or who is slow."""
@@ -76,27 +81,57 @@ class LoaderWatch:
 
     def _obituary(self, number: int, process: Any) -> str:
         text = f"loader process {number} (pid {process.pid}) died {self.slots[number]}: {_death(process.exitcode)}"
-        stack = self._folder / f"crash-{process.pid}.txt"
-        if stack.exists() and stack.stat().st_size:
-            text += "\n" + stack.read_text(errors="replace").rstrip()
-        return text
+        crash = self._crashes[number]
+        stack = os.pread(crash, os.fstat(crash).st_size, 0).decode(errors="replace").rstrip()
+        return f"{text}\n{stack}" if stack else text
 
 
 class _ProcessStart:
     """Runs first in each loader process, which must not outlive its trainer, even by torch's five-second check."""
 
-    def __init__(self, slots: Slots, folder: Path, then: Callable[[int], None] | None) -> None:
-        self._slots, self._folder, self._then = slots, folder, then
+    def __init__(self, slots: Slots, trainer: int, crashes: list[str], then: Callable[[int], None] | None) -> None:
+        self._slots, self._trainer, self._crashes, self._then = slots, trainer, crashes, then
 
     def __call__(self, number: int) -> None:
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        self._die_with_the_trainer()
         self._slots[number].state = 0  # the place of the process that had this number before
-        crash = (self._folder / f"crash-{os.getpid()}.txt").open("w")
+        crash = open(self._crashes[number], "w")  # noqa: SIM115 (for the life of the process)
         faulthandler.disable()  # inherited from the trainer, it would take the new file but not the signals from torch
         faulthandler.enable(crash)
         _open_for_life.append(crash)
+        _show_the_user_s_dataset()
         if self._then is not None:
             self._then(number)
+
+    def _die_with_the_trainer(self) -> None:
+        if os.getppid() == self._trainer:
+            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+            return
+        # Under forkserver the parent is another process, which lives on.
+        trainer = os.pidfd_open(self._trainer)
+        threading.Thread(target=_end_after, args=(trainer,), name="paceline-trainer-watch", daemon=True).start()
+
+
+def _end_after(trainer: int) -> None:
+    poll = select.poll()
+    poll.register(trainer, select.POLLIN)
+    poll.poll()
+    os._exit(1)
+
+
+def _show_the_user_s_dataset() -> None:
+    """`get_worker_info().dataset` is what the user gave to the DataLoader, not what we wrapped around it."""
+    info = torch_worker._worker_info
+    dataset = getattr(info.dataset, "dataset", None) if info is not None else None
+    if info is not None and dataset is not None:
+        torch_worker._worker_info = torch_worker.WorkerInfo(
+            id=info.id, num_workers=info.num_workers, seed=info.seed, dataset=dataset
+        )
+
+
+def _close_all(descriptors: list[int]) -> None:
+    for descriptor in descriptors:
+        os.close(descriptor)
 
 
 _open_for_life: list[Any] = []  # faulthandler keeps the descriptor only, so the file object has to live

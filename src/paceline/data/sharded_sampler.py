@@ -86,6 +86,11 @@ class OrderedSampler(Protocol):
 
     def __len__(self) -> int: ...
 
+    @property
+    def identity(self) -> str:
+        """What its orders depend on besides seed, epoch and cut."""
+        ...
+
     def order(self, seed: int, epoch: int, cut: BatchPlan) -> GlobalOrder: ...
 
 

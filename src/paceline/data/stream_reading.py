@@ -10,14 +10,18 @@ Random numbers are seeded before each micro-batch from its place in the part, so
 from __future__ import annotations
 
 import copy
+import json
 import types
+import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import islice
 from typing import Any
 
+import numpy as np
+import torch
 import torch.utils.data._utils.worker as torch_worker
+from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset
 
 from paceline.data.fetching import Failure, named, samples_in
@@ -50,8 +54,6 @@ def splits_itself(dataset: Any) -> bool:
     """Whether the stream gives each loader process a part of its own: told by `Stream`, or seen in its code."""
     if isinstance(dataset, Stream):
         return dataset.splits_itself
-    if shards_of(dataset) is not None:
-        return True
     names = {name for code in _own_code(type(dataset)) for name in _names_in(code)}
     return {"get_worker_info", "num_workers"} <= names
 
@@ -110,7 +112,9 @@ class StreamReader(Dataset[Any]):
     """`reader[request]` is (run, part, batches, progress of the part), or a `Failure`."""
 
     def __init__(self, dataset: Any, collate: Callable[[Any], Any], shape: StreamShape) -> None:
-        self._dataset, self._collate, self._shape = dataset, collate, shape
+        self.dataset = dataset
+        self._dataset = dataset.dataset if isinstance(dataset, Stream) else dataset
+        self._collate, self._shape = collate, shape
         self._parts: dict[int, _Part] = {}
 
     def __getitem__(self, request: Request) -> Any:
@@ -118,7 +122,7 @@ class StreamReader(Dataset[Any]):
             part = self._parts.get(request.part)
             if part is None or part.run != request.run:
                 part = self._parts[request.part] = _Part(self._dataset, self._collate, self._shape, request)
-            return request.run, request.part, part.next_batches(), part.progress()
+            return request.run, request.part, part.next_batches(), part.progress() | {"check": part.check}
         except DataError as error:
             if torch_worker._worker_info is None:
                 raise
@@ -132,18 +136,23 @@ class _Part:
         self.run = request.run
         self._collate, self._shape, self._epoch, self._number = collate, shape, request.epoch, request.part
         self._whole = request.part == WHOLE
+        self.check = 0  # of what was read last, to compare between workers that read the same
         self._stateful = callable(getattr(dataset, "state_dict", None))
-        # Several parts may live in one process, and a stream with a state keeps it in itself.
-        self._dataset = copy.deepcopy(dataset) if self._stateful else dataset
+        self._dataset = dataset
         self._chunks = self._samples = 0
-        self._ended = False
+        self._ended = self._state_checked = False
         resume = request.resume or {}
         with self._reading("could not begin"):
+            if self._stateful:  # several parts may live in one process, and a stream with a state keeps it in itself
+                self._dataset = copy.deepcopy(dataset)
             if callable(getattr(self._dataset, "set_epoch", None)):
                 self._dataset.set_epoch(request.epoch)
             if resume.get("state") is not None:
                 self._dataset.load_state_dict(resume["state"])
             self._iterator = iter(self._dataset)
+            if self._iterator is dataset:  # … and so does one that is its own iterator
+                self._dataset = copy.deepcopy(dataset)
+                self._iterator = iter(self._dataset)
         if resume.get("state") is not None:
             self._chunks, self._samples = resume["chunks"], resume["samples"]
         else:
@@ -174,7 +183,21 @@ class _Part:
 
     def progress(self) -> dict[str, Any]:
         state = self._dataset.state_dict() if self._stateful else None
+        if state is not None and not self._state_checked:
+            self._check_state(state)
         return {"chunks": self._chunks, "samples": self._samples, "ended": self._ended, "state": state}
+
+    def _check_state(self, state: Any) -> None:
+        """It travels and is kept as JSON; what would come back changed is refused before it is needed."""
+        try:
+            same = json.loads(json.dumps(state)) == state
+        except (TypeError, ValueError) as error:
+            raise DataError(f"the state_dict() of {self._name} is not JSON: {error}") from error
+        if not same:
+            raise DataError(
+                f"the state_dict() of {self._name} changes when kept as JSON: use text for keys, lists for tuples"
+            )
+        self._state_checked = True
 
     def _read(self) -> list[Any]:
         """The next micro-batch's samples, of the whole: the next step's."""
@@ -183,13 +206,24 @@ class _Part:
         wanted = size * shape.lanes * shape.accumulate if self._whole else size
         seed_everything(mix(shape.seed, "stream", self._epoch, self._number, self._chunks))
         with self._reading(f"failed after {self._samples} samples"):
-            chunk = list(islice(self._iterator, wanted))
+            chunk = self._take(wanted)
         self._ended = len(chunk) < wanted
         if self._ended and shape.drop_last:
             return []
+        self.check = _check_of(chunk) if self._whole else 0
         self._chunks += bool(chunk)
         self._samples += len(chunk)
         return chunk
+
+    def _take(self, count: int) -> list[Any]:
+        """The next samples. By next() alone: to ask some iterators for an iterator is to begin again."""
+        found: list[Any] = []
+        for _ in range(count):
+            try:
+                found.append(next(self._iterator))
+            except StopIteration:
+                break
+        return found
 
     def _collated(self, samples: list[Any]) -> Any:
         with named(f"collate_fn failed after {self._samples} samples of {self._name}"):
@@ -204,7 +238,10 @@ class _Part:
         """The dataset sees itself in loader process `number` of `parts`; a stream read whole sees none."""
         before = torch_worker._worker_info
         info = torch_worker.WorkerInfo(
-            id=self._number, num_workers=self._shape.parts, seed=self._shape.seed, dataset=self._dataset
+            id=self._number,
+            num_workers=self._shape.parts,
+            seed=mix(self._shape.seed, "part", self._epoch, self._number),
+            dataset=self._dataset,
         )
         torch_worker._worker_info = None if self._whole else info
         try:
@@ -212,3 +249,25 @@ class _Part:
                 yield
         finally:
             torch_worker._worker_info = before
+
+
+def _check_of(samples: list[Any]) -> int:
+    """A number that differs if the first or last of the samples does; where nothing can be told from them, 0."""
+    ends = [samples[0], samples[-1]] if samples else []
+    return zlib.crc32(b"".join(_bytes_of(sample) for sample in ends))
+
+
+def _bytes_of(sample: Any) -> bytes:
+    if isinstance(sample, Tensor):
+        return (
+            sample.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes() if sample.numel() else b""
+        )
+    if isinstance(sample, np.ndarray):
+        return sample.tobytes()
+    if isinstance(sample, str | bytes | int | float):
+        return repr(sample).encode()
+    if isinstance(sample, Mapping):
+        return b"".join(_bytes_of(value) for value in sample.values())
+    if isinstance(sample, list | tuple):
+        return b"".join(_bytes_of(value) for value in sample)
+    return b""

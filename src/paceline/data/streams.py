@@ -21,8 +21,9 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
+from paceline.data.epochs import batch_size_of
 from paceline.data.fetching import Failure
-from paceline.data.loader import batch_size_of, refuse_what_cannot_be_dealt
+from paceline.data.loader import refuse_what_cannot_be_dealt
 from paceline.data.loader_watch import LoaderWatch
 from paceline.data.sharded_sampler import WorkItem
 from paceline.data.stream_reading import WHOLE, Request, StreamReader, StreamShape, shards_of, splits_itself
@@ -128,7 +129,7 @@ class StreamLoader:
 
     fetches_ahead = False  # the workers agree on each step before it begins
 
-    def __init__(self, source: DataLoader[Any], deal: Deal, agree: Callable[[Counts], Counts]) -> None:
+    def __init__(self, source: DataLoader[Any], deal: Deal, agree: Callable[[Counts, int], Counts]) -> None:
         refuse_what_cannot_be_dealt(source)
         self.dataset: Any = source.dataset
         self._deal, self._agree, self._source = deal, agree, source
@@ -149,6 +150,7 @@ class StreamLoader:
         self._lanes = self._fresh()
         self._fetched: tuple[int, int, dict[int, LaneProgress]] = (0, 0, self._lanes)
         self._last: list[Any] = []
+        self._check = 0
 
     # -- the place ---------------------------------------------------------------------------------------------------
 
@@ -161,20 +163,30 @@ class StreamLoader:
         """Samples of this epoch that the lanes of this worker have used."""
         return sum(self._lanes[lane].samples for lane in self._deal.ride)
 
+    digest = None
+
     @property
     def steps(self) -> int | None:
-        length = getattr(type(self.dataset), "__len__", None)
-        if length is None or self._shape.batch_size is None:
+        """At most, where the stream has a length and its parts are equal."""
+        size = self._shape.batch_size
+        if getattr(type(self.dataset), "__len__", None) is None or size is None:
             return None
-        return -(-len(self.dataset) // (self._shape.batch_size * self._deal.lanes * self._deal.accumulate))
+        if not self.splits:
+            return -(-len(self.dataset) // (size * self._deal.lanes * self._deal.accumulate))
+        of_a_part = -(-len(self.dataset) // self._shape.parts)
+        return -(-self.readers * -(-of_a_part // size) // self._deal.accumulate)
+
+    @property
+    def steps_left(self) -> int | None:
+        return None if self.steps is None else max(0, self.steps - self._step)
 
     def state_after(self, item: WorkItem | None) -> dict[str, Any]:
         epoch, step, lanes = (self._epoch, self._step, self._lanes) if item is None else self._fetched
         known = self._deal.ride if self.splits else lanes
         return {
+            "kind": "stream",
             "epoch": epoch,
             "step": step,
-            "splits": self.splits,
             "lanes": {
                 str(lane): {
                     "samples": lanes[lane].samples,
@@ -192,6 +204,8 @@ class StreamLoader:
         return {**states[0], "lanes": {lane: value for state in states for lane, value in state["lanes"].items()}}
 
     def restore(self, state: Mapping[str, Any], *, changed: frozenset[str] = frozenset()) -> None:
+        if state.get("kind") != "stream":
+            raise DataError("the saved place is one in a dataset with positions; a stream can't go on from it")
         other = changed & {"lanes", "accumulate", "seed", *self.facts()}
         if other and any(lane["samples"] for lane in state["lanes"].values()):
             names = ", ".join(sorted(other))
@@ -238,11 +252,10 @@ class StreamLoader:
     # -- items -------------------------------------------------------------------------------------------------------
 
     def items(self) -> Iterator[tuple[WorkItem, Any]]:
+        """After a resume at the very end of an epoch there is nothing left of it, and the next call is the next."""
         fresh = not self._step
         yielded = yield from self._epoch_items()
-        if not yielded and not fresh:  # resumed at the very end of an epoch: this loop is for the next one
-            yielded = yield from self._epoch_items()
-        if not yielded:
+        if fresh and not yielded:
             raise ConfigError(
                 f"the stream gave nothing in epoch {self._epoch - 1}: it is empty, or can be read only once"
             )
@@ -259,7 +272,7 @@ class StreamLoader:
         while True:
             mine = self._next_step(lanes)
             known = self._deal.ride if self.splits else range(self._deal.lanes)
-            counts = self._agree({lane: [count for count, _ in mine.get(lane, ())] for lane in known})
+            counts = self._agree({lane: [count for count, _ in mine.get(lane, ())] for lane in known}, self._check)
             present = tuple(lane for lane in range(self._deal.lanes) if counts.get(lane))
             if not present:
                 self._epoch, self._step, self._lanes = epoch + 1, 0, self._fresh()
@@ -326,6 +339,7 @@ class StreamLoader:
             return {lane: self._next_of_lane(lane, lanes[lane]) for lane in self._deal.ride}
         step: dict[int, list[tuple[int, Any]]] = {}
         reply = self._fetchers[0].next_of(WHOLE)
+        self._check = 0 if reply is None else reply[1].pop("check")
         if reply is not None:
             for lane, samples, batch in reply[0]:
                 step.setdefault(lane, []).append((samples, batch))
@@ -348,7 +362,7 @@ class StreamLoader:
             dry = 0
             ((_, samples, batch),) = reply[0]
             progress.samples += samples
-            progress.parts[part] = reply[1]
+            progress.parts[part] = {name: value for name, value in reply[1].items() if name != "check"}
             found.append((samples, batch))
         return found
 

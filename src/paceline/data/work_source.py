@@ -38,6 +38,14 @@ class WorkSource(Protocol):
         ...
 
     @property
+    def steps_left(self) -> int | None: ...
+
+    @property
+    def digest(self) -> str | None:
+        """Of this epoch's order, where it was drawn and might differ between workers."""
+        ...
+
+    @property
     def fetches_ahead(self) -> bool:
         """Whether the next item may be asked for while this one is being worked on."""
         ...

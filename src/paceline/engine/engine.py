@@ -28,6 +28,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from paceline.checkpoint.state_folder import read_state, write_state
+from paceline.collectives.byte_count import Traffic
 from paceline.collectives.communicator import Communicator
 from paceline.collectives.gradient_exchange import Reduction
 from paceline.data.sample_record import RecordHeader, SampleRecord, next_attempt
@@ -40,15 +41,15 @@ from paceline.engine.prepared_loader import PreparedLoader
 from paceline.engine.progress import Progress
 from paceline.engine.replicas import check_same_models, weights_hash
 from paceline.engine.saved_state import check_same_job, job_facts, load_states, states_of
-from paceline.engine.sources import as_loader, make_source
+from paceline.engine.sources import as_loader, check_same_order, make_source
+from paceline.engine.surroundings import call_supervisor, find_device
 from paceline.engine.train_step import Timing, TrainStep
 from paceline.errors import CheckpointError, ConfigError, LoopError, PacelineError, ReplicaError
-from paceline.world.control import ControlClient
 from paceline.world.determinism import default_threads, make_deterministic, mix, seed_everything
 from paceline.world.environment import read_world
 from paceline.world.lanes import neighbouring_lanes
 from paceline.world.rendezvous_store import open_store
-from paceline.world.world import ControlSocket, World
+from paceline.world.world import World
 
 Operation = Literal["sum", "mean", "max", "min"]
 DEFAULT_SEED = 0
@@ -80,7 +81,7 @@ class Engine:
         show_our_errors_in_one_line()
         self.world = read_world() if world is None else world
         told = self.world.settings
-        self.device = _find_device(self.world, device)
+        self.device = find_device(self.world, device)
         lanes = one_of("lanes", lanes, told.lanes) or self.world.size
         self.config = EngineConfig(
             lanes=lanes,
@@ -97,7 +98,7 @@ class Engine:
             timeout_s=timeout_s,
         )
         self.config.check_against(self.world)
-        self._client = _call_supervisor(self.world)
+        self._client = call_supervisor(self.world)
         self._store = open_store(self.world, self._client, timeout_s) if self.world.size > 1 else None
         self._comm = self._connect()
         torch.set_num_threads(self.config.threads)
@@ -192,6 +193,11 @@ class Engine:
     def timing(self) -> Timing:
         return self._training().timing
 
+    @property
+    def traffic(self) -> Traffic:
+        """What this worker sent and received in its last step, by peer and operation."""
+        return self._training().traffic
+
     def stop(self) -> None:
         """End the loop of all workers after the same step: this one, or the next if this one has acted already."""
         self._training().stop()
@@ -199,7 +205,8 @@ class Engine:
     def progress(self, loader: Any, *, total: int | None = None) -> Progress:
         """The loader with a progress line; `total` in steps."""
         if total is None and isinstance(loader, PreparedLoader):
-            total = None if loader.source.steps is None else self.step + loader.source.steps
+            left = loader.source.steps_left
+            total = None if left is None else self.step + left
         return Progress(loader, total=total, main=self.is_main_process, client=self._client, engine=self)
 
     # -- between steps -----------------------------------------------------------------------------------------------
@@ -369,7 +376,9 @@ class Engine:
         if not isinstance(thing, DataLoader):
             return thing
         if not training:
-            self._evaluations.append(EvaluationLoader(thing, self.world, self.device, self.config.seed))
+            self._evaluations.append(
+                EvaluationLoader(thing, self.world, self.device, seed=self.config.seed, timeout_s=self.config.timeout_s)
+            )
             return self._evaluations[-1]
         step = self._training()
         ride = neighbouring_lanes(self.config.lanes, self.world.size)[self.world.rank]
@@ -410,6 +419,8 @@ class Engine:
         if self._comm is not None:
             self._comm.take_back_note()
         self._in_loop = True
+        if self._loader is not None and self._loader.source.digest is not None:
+            check_same_order(self._told(self._loader.source.digest))
         if self._client is not None:
             self._client.tell("phase", name="training")
         self._tell_step()
@@ -418,9 +429,13 @@ class Engine:
         self._in_loop = False
         step = self._training()
         if early:
+            step.forget_untouched()
             if step.inside_step:
                 step.broken = f"this worker left its training loop inside step {step.step + 1}"
             self._say_left()
+        else:
+            step.stopped()
+            seed_everything(mix(self.config.seed, "after the loop", step.step))
         if self._client is not None and not (early and step.inside_step):
             self._client.tell("phase", name="idle")
             self._tell_step()
@@ -448,7 +463,10 @@ class Engine:
         frame = sys._getframe(2)
         caller = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
         if self._step.broken:
-            raise LoopError(f"engine.{name}() at {caller}: {self._step.broken}; end a loop early with engine.stop()")
+            raise LoopError(
+                f"engine.{name}() at {caller}: {self._step.broken}; end a loop early with engine.stop(). Half a step "
+                "can't be taken back: after an error go on in a new process, from the last saved state"
+            )
         if self._step.inside_step:
             raise LoopError(
                 f"engine.{name}() at {caller} was called inside step {self.step + 1}: workers have different numbers "
@@ -469,30 +487,6 @@ class Engine:
     def _job_facts(self) -> dict[str, Any]:
         data = self._loader.source.facts() if self._loader is not None else {}
         return job_facts(self.config, data, self.device)
-
-
-def _call_supervisor(world: World) -> ControlClient | None:
-    if not isinstance(world.rendezvous, ControlSocket):
-        return None
-    return ControlClient.connect(world.rendezvous.path, world.rank)
-
-
-def _find_device(world: World, wanted: str | torch.device | None) -> torch.device:
-    if wanted is not None:
-        return torch.device(wanted)
-    if not torch.accelerator.is_available():
-        return torch.device("cpu")
-    kind = torch.accelerator.current_accelerator()
-    assert kind is not None
-    count = torch.accelerator.device_count()
-    if world.local_size > count:
-        raise ConfigError(
-            f"{world.local_size} workers on this host but {count} {kind.type} device(s); "
-            f"start with --workers {count}, or train on the CPU with Engine(device='cpu')"
-        )
-    device = torch.device(kind.type, world.local_rank)
-    torch.accelerator.set_device_index(world.local_rank)
-    return device
 
 
 def _count(number: int, noun: str, plural: str = "s") -> str:

@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, SequentialSampler
 
-from paceline.data.loader import is_plain_shuffle, refuse_what_cannot_be_dealt
+from paceline.data.epochs import is_plain_shuffle
+from paceline.data.loader import refuse_what_cannot_be_dealt
 from paceline.data.prefetch import to_device
 from paceline.errors import ConfigError
 from paceline.world.determinism import drawing_from, mix
@@ -27,15 +28,18 @@ from paceline.world.world import World
 
 
 class EvaluationLoader:
-    def __init__(self, source: DataLoader[Any], world: World, device: torch.device, seed: int) -> None:
+    def __init__(
+        self, source: DataLoader[Any], world: World, device: torch.device, *, seed: int, timeout_s: float
+    ) -> None:
         refuse_what_cannot_be_dealt(source)
-        self._seed = seed
+        self._seed, self._timeout_s = seed, timeout_s
         self._source = source
         self._world = world
         self._device = device
         self._stream = isinstance(source.dataset, IterableDataset)
         if self._stream and source.batch_size is None:
             raise ConfigError("an evaluation over a stream needs batch_size=: its batches are dealt to the workers")
+        self._kept: DataLoader[Any] | None = None
         self.real_rows: list[int] | None = None  # which workers hold a real batch this round; None outside
 
     @property
@@ -90,7 +94,17 @@ class EvaluationLoader:
     def _fetching(self, dataset: Any, **options: Any) -> DataLoader[Any]:
         source = self._source
         processes = min(1, source.num_workers) if self._stream else source.num_workers
-        return DataLoader(dataset, num_workers=processes, pin_memory=source.pin_memory, **options)
+        if processes:
+            options |= {
+                "prefetch_factor": source.prefetch_factor,
+                "multiprocessing_context": source.multiprocessing_context,
+                "worker_init_fn": source.worker_init_fn,
+                "timeout": source.timeout or self._timeout_s,
+                "persistent_workers": source.persistent_workers,
+            }
+        if self._kept is None or not source.persistent_workers:
+            self._kept = DataLoader(dataset, num_workers=processes, pin_memory=source.pin_memory, **options)
+        return self._kept
 
 
 class _Rounds(IterableDataset[Any]):

@@ -85,7 +85,6 @@ class PreparedLoader:
                 if self._train_step.item is not None and self._train_step.item.last_of_step:
                     self._commit(self._train_step.item)
                     if self._train_step.stop_agreed:
-                        self._train_step.stopped()
                         break
             left_early = False
         except GeneratorExit:  # a break, a return or an exception in the body

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from paceline.engine.train_step import TrainStep
 from paceline.errors import ConfigError, ReplicaError
 
 _UNKNOWN = -1
+_SAME = "a stream that every worker reads whole must give the same everywhere"
 
 
 def as_loader(thing: Any, config: EngineConfig, *, shuffle: bool) -> Any:
@@ -37,24 +39,41 @@ def as_loader(thing: Any, config: EngineConfig, *, shuffle: bool) -> Any:
 def make_source(loader: DataLoader[Any], deal: Deal, comm: Communicator | None, step: TrainStep) -> WorkSource:
     if not isinstance(loader.dataset, IterableDataset):
         return ShardedLoader(loader, deal)
-    return StreamLoader(loader, deal, lambda mine: mine if comm is None else _agreed(mine, deal, comm, step))
+    if comm is None:
+        return StreamLoader(loader, deal, lambda mine, _: mine)
+    return StreamLoader(loader, deal, lambda mine, check: _agreed(mine, check, deal, comm, step))
 
 
-def _agreed(mine: Counts, deal: Deal, comm: Communicator, step: TrainStep) -> Counts:
-    """What the lanes of all workers have for the next step, in one small all-gather."""
+def _agreed(mine: Counts, check: int, deal: Deal, comm: Communicator, step: TrainStep) -> Counts:
+    """What the lanes of all workers have for the next step, in one small all-gather.
+
+    `check` is the same everywhere where all workers read the same stream.
+    """
     table = torch.full((deal.lanes, deal.accumulate), _UNKNOWN, dtype=torch.int64)
     for lane, counts in mine.items():
         table[lane] = torch.tensor([*counts, *[0] * (deal.accumulate - len(counts))])
-    rows, handle = comm.all_gather(table)
+    rows, handle = comm.all_gather(torch.cat([table.view(-1), torch.tensor([check])]))
     handle.wait_for_vote(step.votes)
-    tables = rows.view(comm.size, deal.lanes, deal.accumulate)
+    tables = rows[:, :-1].reshape(comm.size, deal.lanes, deal.accumulate)
     agreed = tables.amax(0)
     told = (tables == agreed) | (tables == _UNKNOWN)
     if not bool(told.all()):
         rank, lane, _ = (~told).nonzero()[0].tolist()
         raise ReplicaError(
             f"the stream gives worker {rank} other samples than the others: lane {lane} has "
-            f"{tables[rank, lane].tolist()} samples there and {agreed[lane].tolist()} elsewhere; a stream that every "
-            "worker reads whole must give the same everywhere"
+            f"{tables[rank, lane].tolist()} samples there and {agreed[lane].tolist()} elsewhere; {_SAME}"
         )
+    if len(set(rows[:, -1].tolist())) > 1:
+        rank = next(r for r in range(1, comm.size) if rows[r, -1] != rows[0, -1])
+        raise ReplicaError(f"the stream gives worker {rank} other samples than worker 0; {_SAME}")
     return {lane: [n for n in agreed[lane].tolist() if n > 0] for lane in range(deal.lanes)}
+
+
+def check_same_order(digests: Sequence[str]) -> None:
+    """A sampler of the user's own has to give every worker the same."""
+    for rank, digest in enumerate(digests):
+        if digest != digests[0]:
+            raise ReplicaError(
+                f"the sampler gives worker {rank} another order than worker 0, so samples would be lost and repeated; "
+                "it must not depend on the process: draw from torch, numpy or random, which are seeded for it"
+            )

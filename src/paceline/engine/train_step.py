@@ -340,6 +340,14 @@ class TrainStep:
     def stop(self) -> None:
         self._stop_wanted = True
 
+    def forget_untouched(self) -> None:
+        """The loop was left with an item out and nothing of its step run, as to look at a batch: no harm is done."""
+        item = self._item
+        if self._phase is Phase.ITEM and item is not None and item.first_of_step and not self._now.reports:
+            self._phase = Phase.BETWEEN_STEPS
+            self._item = None
+            self._in_body = False
+
     def stopped(self) -> None:
         """The loop has ended as wanted; another one may begin."""
         self._stop_wanted = self.stop_agreed = False
