@@ -8,6 +8,7 @@
     ├── ReplicaError          workers that should hold the same thing don't
     ├── NonFiniteLossError    a loss that is NaN or infinite, with its step and lane
     ├── DataError             a sample that can't be fetched, a loader process that died, a file that is damaged
+    ├── CollectiveError       ranks that call different collectives, a rank that died or is late in one
     ├── PeerLostError         another worker left, died or fell silent
     └── CheckpointError       a state that can't be saved or loaded
 
@@ -47,6 +48,10 @@ class NonFiniteLossError(PacelineError):
 
 class DataError(PacelineError):
     """A sample that can't be fetched, a loader process that died, a data file that is damaged."""
+
+
+class CollectiveError(PacelineError, RuntimeError):
+    """Ranks that call different collectives, or one that died or is late in one; torch expects a RuntimeError here."""
 
 
 class PeerLostError(PacelineError):

@@ -8,6 +8,7 @@ cuBLAS is told its workspace before CUDA starts.
 from __future__ import annotations
 
 import os
+from pathlib import Path
 import socket
 
 from paceline.errors import WorldError
@@ -85,6 +86,17 @@ def thread_limit() -> int | None:
 def job_secret() -> str | None:
     """The secret that supervisors of one job prove to each other; a file (`--secret-file`) is the other way."""
     return text_of(os.environ, "PACELINE_SECRET")
+
+
+def cache_folder() -> Path:
+    """Where things that can be made again are kept: XDG_CACHE_HOME, or ~/.cache."""
+    base = text_of(os.environ, "XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "paceline"
+
+
+def wanted_kernels() -> str | None:
+    """PACELINE_KERNELS=torch leaves the C kernels of the shared-memory backend alone."""
+    return text_of(os.environ, "PACELINE_KERNELS")
 
 
 def visible_accelerators() -> list[str] | None:

@@ -1,0 +1,65 @@
+"""Tensors inside shared memory: every rank has one of the same size at the same place, and sees everybody's.
+
+A tensor's memory tells whether it lies in an arena: its address. Its place (which arena, how far in) has to be the same
+on every rank, since then the others' counterparts are known without asking.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from paceline.collectives.shared_memory.segment import PAGE, Segment
+
+
+@dataclass(frozen=True)
+class Arena:
+    segment: Segment
+    rows: Tensor  # size × bytes
+    first: int  # address of this rank's row
+    bytes: int
+
+
+class Arenas:
+    """What a group has allocated; `make` creates a segment of so many bytes, the same on every rank."""
+
+    def __init__(self, rank: int, size: int, make: Callable[[int], Segment]) -> None:
+        self._rank, self._size, self._make = rank, size, make
+        self._arenas: list[Arena] = []
+
+    def allocate(self, elements: int, dtype: torch.dtype) -> Tensor:
+        """A tensor in shared memory. All ranks allocate the same, in the same order."""
+        each = -(-elements * dtype.itemsize // PAGE) * PAGE or PAGE
+        segment = self._make(each * self._size)
+        rows = segment.memory[PAGE:].view(self._size, each)
+        arena = Arena(segment, rows, rows[self._rank].data_ptr(), each)
+        self._arenas.append(arena)
+        return rows[self._rank, : elements * dtype.itemsize].view(dtype)
+
+    def place_of(self, tensor: Tensor) -> str | None:
+        """Which arena and how far in, if `tensor` is there."""
+        found = self._find(tensor)
+        return None if found is None else f"{found[0]}:{found[1]}"
+
+    def everyones(self, tensor: Tensor) -> list[Tensor]:
+        """The counterparts of `tensor` on all ranks, in rank order."""
+        found = self._find(tensor)
+        assert found is not None
+        number, offset = found
+        rows = self._arenas[number].rows
+        return [rows[rank, offset : offset + tensor.nbytes].view(tensor.dtype) for rank in range(self._size)]
+
+    def close(self) -> None:
+        for arena in self._arenas:
+            arena.segment.close()
+        self._arenas.clear()
+
+    def _find(self, tensor: Tensor) -> tuple[int, int] | None:
+        address = tensor.data_ptr()
+        for number, arena in enumerate(self._arenas):
+            if arena.first <= address < arena.first + arena.bytes:
+                return number, address - arena.first
+        return None

@@ -1,0 +1,329 @@
+# mypy: disable-error-code="override,assignment"
+"""The face that torch.distributed sees: a process group over shared memory, for the processes of one host.
+
+torch.distributed.init_process_group("paceline")        after `import paceline.backend`
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ReduceOp
+
+from paceline.collectives.shared_memory.arena import Arenas
+from paceline.collectives.shared_memory.compiling import compiled_library
+from paceline.collectives.shared_memory.kernels import choose_kernels
+from paceline.collectives.shared_memory.mailbox import ANY, CHANNEL_BYTES, Mailbox
+from paceline.collectives.shared_memory.meeting import LINE, Meeting
+from paceline.collectives.shared_memory.operations import Operations
+from paceline.collectives.shared_memory.segment import PAGE, Segment
+from paceline.collectives.shared_memory.work_line import LineWork, WorkLine
+from paceline.errors import CollectiveError, ConfigError
+from paceline.world import environment
+
+NAME = "paceline"
+MOST_RANKS = 64
+SLOT_BYTES = 16 * 2**20
+LEAST_SLOT_BYTES = 2**20
+SLOTS_IN_ALL = 512 * 2**20
+
+
+class SharedMemoryGroup(dist.ProcessGroup):
+    """Collectives and messages between processes of one host."""
+
+    def __init__(self, store: Any, rank: int, size: int, timeout: timedelta, *, kernels: str | None = None) -> None:
+        super().__init__(rank, size)  # type: ignore[call-arg]
+        if size > MOST_RANKS:
+            raise ConfigError(f"the paceline backend joins up to {MOST_RANKS} processes, not {size}")
+        if timeout.total_seconds() <= 0:
+            raise ConfigError(f"a timeout of {timeout.total_seconds():g} s: a wait of no time always fails")
+        self._rank, self._size, self._store = rank, size, store
+        self._segments = itertools.count()
+        use_c = self._all_have_c(kernels or environment.wanted_kernels())
+        slot = max(LEAST_SLOT_BYTES, min(SLOT_BYTES, SLOTS_IN_ALL // (2 * size) // PAGE * PAGE))
+        line_bytes = -(-size * LINE // PAGE) * PAGE
+        channel_bytes = -(-size * size * CHANNEL_BYTES // PAGE) * PAGE
+        slot_bytes = 2 * size * slot
+        self._segment = self._make_segment(line_bytes + channel_bytes + slot_bytes)
+        memory = self._segment.memory[PAGE:]
+        lines, channels, slots = torch.split(memory, [line_bytes, channel_bytes, slot_bytes])
+        self._meeting = Meeting(lines, rank, size, use_c=use_c)
+        self._arenas = Arenas(rank, size, self._make_segment)
+        self._operations = Operations(
+            self._meeting,
+            slots.view(2, size, slot),
+            self._arenas,
+            choose_kernels(None if use_c else "torch"),
+            rank,
+            size,
+        )
+        self._operations.timeout_s = self._timeout_s = timeout.total_seconds()
+        room = channels[: size * size * CHANNEL_BYTES].view(size, size, CHANNEL_BYTES)
+        self._mailbox = Mailbox(room, self._meeting, rank, size)
+        self._line = WorkLine("paceline-collectives")
+        self._closed = False
+        self._operations.barrier()
+
+    @property
+    def kernels(self) -> str:
+        return self._operations._kernels.name
+
+    def allocate(self, elements: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        """A tensor in shared memory, which an all-reduce adds up where it lies. All ranks call it in the same order."""
+        return self._arenas.allocate(elements, dtype)
+
+    # -- collectives -------------------------------------------------------------------------------------------------
+
+    def allreduce(self, tensors: Any, opts: Any = None) -> LineWork:
+        tensors = _listed(tensors)
+        op = _op(opts)
+        return self._each(tensors, opts, lambda flat: self._operations.all_reduce(flat, op))
+
+    def allreduce_coalesced(self, tensors: Any, opts: Any = None) -> LineWork:
+        return self.allreduce(tensors, opts)
+
+    def broadcast(self, tensors: Any, opts: Any = None) -> LineWork:
+        root = opts.rootRank if opts is not None else 0
+        return self._each(_listed(tensors), opts, lambda flat: self._operations.broadcast(flat, root))
+
+    def reduce(self, tensors: Any, opts: Any = None) -> LineWork:
+        op, root = _op(opts), opts.rootRank if opts is not None else 0
+        return self._each(_listed(tensors), opts, lambda flat: self._operations.reduce(flat, root, op))
+
+    def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> LineWork:
+        def run() -> None:
+            for outs, mine in zip(outputs, inputs, strict=True):
+                with _flat_outs(outs) as flats:
+                    self._operations.all_gather(flats, _flat(mine))
+
+        return self._run(run, [tensor for outs in outputs for tensor in outs], opts)
+
+    def allgather_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> LineWork:
+        """`outputs[r][i]` is tensor i of rank r."""
+
+        def run() -> None:
+            for number, mine in enumerate(inputs):
+                with _flat_outs([outs[number] for outs in outputs]) as flats:
+                    self._operations.all_gather(flats, _flat(mine))
+
+        return self._run(run, [tensor for outs in outputs for tensor in outs], opts)
+
+    def _allgather_base(self, output: Tensor, mine: Tensor, opts: Any = None) -> LineWork:
+        return self._gather_into([output], [mine], opts)
+
+    def allgather_into_tensor_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> LineWork:
+        return self._gather_into(outputs, inputs, opts)
+
+    def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> LineWork:
+        op = _op(opts)
+
+        def run() -> None:
+            for out, parts in zip(outputs, inputs, strict=True):
+                with _flat_outs([out]) as (flat,):
+                    self._operations.reduce_scatter(flat, [_flat(part) for part in parts], op)
+
+        return self._run(run, list(outputs), opts)
+
+    def _reduce_scatter_base(self, output: Tensor, mine: Tensor, opts: Any = None) -> LineWork:
+        return self._scatter_sums([output], [mine], opts)
+
+    def reduce_scatter_tensor_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> LineWork:
+        return self._scatter_sums(outputs, inputs, opts)
+
+    def alltoall_base(
+        self, output: Tensor, mine: Tensor, output_splits: Any = None, input_splits: Any = None, opts: Any = None
+    ) -> LineWork:
+        def run() -> None:
+            with _flat_outs([output]) as (flat,):
+                outs = _split(flat, output, output_splits, self._size)
+                self._operations.all_to_all(outs, _split(_flat(mine), mine, input_splits, self._size))
+
+        return self._run(run, [output], opts)
+
+    def alltoall(self, outputs: Any, inputs: Any, opts: Any = None) -> LineWork:
+        def run() -> None:
+            with _flat_outs(outputs) as flats:
+                self._operations.all_to_all(flats, [_flat(part) for part in inputs])
+
+        return self._run(run, list(outputs), opts)
+
+    def gather(self, outputs: Any, inputs: Any, opts: Any = None) -> LineWork:
+        root = opts.rootRank if opts is not None else 0
+        outs = list(outputs[0]) if outputs and self._rank == root else []
+
+        def run() -> None:
+            with _flat_outs(outs) as flats:
+                self._operations.gather(flats, _flat(inputs[0]), root)
+
+        return self._run(run, outs, opts)
+
+    def scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> LineWork:
+        root = opts.rootRank if opts is not None else 0
+        parts = list(inputs[0]) if inputs and self._rank == root else []
+
+        def run() -> None:
+            with _flat_outs(outputs) as (flat,):
+                self._operations.scatter(flat, [_flat(part) for part in parts], root)
+
+        return self._run(run, list(outputs), opts)
+
+    def barrier(self, opts: Any = None) -> LineWork:
+        return self._run(self._operations.barrier, [], opts)
+
+    # Newer names of the same.
+    all_gather_single = _allgather_base
+    all_gather_single_coalesced = allgather_into_tensor_coalesced
+    reduce_scatter_single = _reduce_scatter_base
+    reduce_scatter_single_coalesced = reduce_scatter_tensor_coalesced
+    all_to_all_single = alltoall_base
+
+    # -- messages ----------------------------------------------------------------------------------------------------
+
+    def send(self, tensors: Any, to: int, tag: int = 0) -> LineWork:
+        return self._mailbox.send(tensors[0], to, tag, self._timeout_s)
+
+    def recv(self, tensors: Any, source: int, tag: int = 0) -> LineWork:
+        return self._mailbox.receive(tensors[0], source, tag, self._timeout_s)
+
+    def recv_anysource(self, tensors: Any, tag: int = 0) -> LineWork:
+        return self._mailbox.receive(tensors[0], ANY, tag, self._timeout_s)
+
+    # -- the group ---------------------------------------------------------------------------------------------------
+
+    def getBackendName(self) -> str:  # noqa: N802 (c10d's name)
+        return NAME
+
+    def name(self) -> str:
+        return NAME
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        self._operations.timeout_s = self._timeout_s = timeout.total_seconds()
+
+    def shutdown(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        self._line.close()
+        self._mailbox.close()
+        self._meeting.leave()
+        self._arenas.close()
+        self._segment.close()
+
+    def abort(self) -> None:
+        self.shutdown()
+
+    # -- parts -------------------------------------------------------------------------------------------------------
+
+    def _each(self, tensors: list[Tensor], opts: Any, operation: Callable[[Tensor], None]) -> LineWork:
+        """In place on each tensor; one that is not contiguous goes through a copy."""
+
+        def run() -> None:
+            for tensor in tensors:
+                with _flat_outs([tensor], filled=True) as (flat,):
+                    operation(flat)
+
+        return self._run(run, tensors, opts)
+
+    def _gather_into(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any) -> LineWork:
+        def run() -> None:
+            for output, mine in zip(outputs, inputs, strict=True):
+                with _flat_outs([output]) as (flat,):
+                    self._operations.all_gather(_equal_parts(flat, self._size, "all_gather"), _flat(mine))
+
+        return self._run(run, list(outputs), opts)
+
+    def _scatter_sums(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any) -> LineWork:
+        op = _op(opts)
+
+        def run() -> None:
+            for output, mine in zip(outputs, inputs, strict=True):
+                with _flat_outs([output]) as (flat,):
+                    parts = _equal_parts(_flat(mine), self._size, "reduce_scatter")
+                    self._operations.reduce_scatter(flat, parts, op)
+
+        return self._run(run, list(outputs), opts)
+
+    def _run(self, operation: Callable[[], None], result: list[Any], opts: Any) -> LineWork:
+        at_once = opts is not None and not getattr(opts, "asyncOp", True)
+        return self._line.run(operation, result, at_once=at_once)
+
+    def _make_segment(self, size: int) -> Segment:
+        """The next segment of this group: rank 0 makes it and keeps it open, the others open it by its descriptor."""
+        key = f"segment/{next(self._segments)}"
+        if self._rank == 0:
+            try:
+                segment, told = Segment.create(size)
+            except CollectiveError as error:
+                self._store.set(key, json.dumps({"error": str(error)}))
+                raise
+            self._store.set(key, told)
+        else:
+            told = self._store.get(key).decode()
+            if "error" in json.loads(told):
+                raise CollectiveError(json.loads(told)["error"])
+            segment = Segment.open(told, rank=self._rank)
+        return segment
+
+    def _all_have_c(self, wanted: str | None) -> bool:
+        """C only if everybody has it: who sleeps on a word must be woken by the others."""
+        mine = wanted != "torch" and compiled_library() is not None
+        self._store.set(f"kernels/{self._rank}", "c" if mine else "torch")
+        return all(self._store.get(f"kernels/{rank}") == b"c" for rank in range(self._size))
+
+
+def create_group(store: Any, rank: int, size: int, timeout: timedelta) -> SharedMemoryGroup:
+    return SharedMemoryGroup(store, rank, size, timeout)
+
+
+def _listed(tensors: Any) -> list[Tensor]:
+    return [tensors] if isinstance(tensors, Tensor) else list(tensors)
+
+
+def _op(opts: Any) -> Any:
+    op = opts.reduceOp if opts is not None else ReduceOp.SUM
+    return op.op if isinstance(op, ReduceOp) else op  # type: ignore[attr-defined]
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    if tensor.is_sparse or tensor.device.type != "cpu":
+        raise CollectiveError(f"the paceline backend moves dense CPU tensors, not {tensor.layout} on {tensor.device}")
+    flat = tensor.detach().contiguous().view(-1)
+    return torch.view_as_real(flat).view(-1) if flat.is_complex() else flat
+
+
+@contextlib.contextmanager
+def _flat_outs(tensors: Sequence[Tensor], *, filled: bool = False) -> Any:
+    """Flat tensors to write to; those that are not contiguous are copied back at the end."""
+    flats = [
+        _flat(tensor if filled or tensor.is_contiguous() else torch.empty(tensor.shape, dtype=tensor.dtype))
+        for tensor in tensors
+    ]
+    yield flats
+    for tensor, flat in zip(tensors, flats, strict=True):
+        if not tensor.is_contiguous():
+            whole = torch.view_as_complex(flat.view(-1, 2)) if tensor.is_complex() else flat
+            tensor.detach().copy_(whole.view(tensor.shape))
+
+
+def _equal_parts(flat: Tensor, size: int, what: str) -> list[Tensor]:
+    if flat.numel() % size:
+        raise CollectiveError(f"{what}: {flat.numel():,} elements can't be cut into {size} equal parts")
+    return list(flat.view(size, -1).unbind()) if flat.numel() else [flat] * size
+
+
+def _split(flat: Tensor, tensor: Tensor, splits: Any, size: int) -> list[Tensor]:
+    """Parts of so many rows each; equal ones where nothing is said."""
+    if not splits:
+        return _equal_parts(flat, size, "all_to_all")
+    row = flat.numel() // tensor.shape[0] if tensor.shape[0] else 0
+    if sum(splits) != tensor.shape[0]:
+        raise CollectiveError(f"all_to_all: splits {list(splits)} don't add up to {tensor.shape[0]} rows")
+    return list(torch.split(flat, [rows * row for rows in splits]))

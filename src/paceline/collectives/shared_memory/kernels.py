@@ -1,0 +1,112 @@
+"""Adding many buffers into one, and waiting for words in shared memory: in C where there is a compiler, or in torch.
+
+    sum_into([out, …], [row 0, row 1, …], merges)       every out gets the rows added along the canonical tree
+
+Both versions add in the same order, element by element, so they give the same bits. The C version adds in one pass over
+memory and writes what others will read past the caches; torch's takes a pass per addition and per copy.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections.abc import Sequence
+from functools import cache
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from paceline.collectives.shared_memory.compiling import compiled_library
+
+Merges = Sequence[tuple[int, int]]  # (left, right): row left += row right; the last left is the sum
+# Below this many bytes a buffer is likely to be read again from a cache, so it is written through them.
+STREAM_FROM = 2**20
+
+
+class Kernels(Protocol):
+    name: str
+
+    def sum_into(self, outs: Sequence[Tensor], rows: Sequence[Tensor], merges: Merges) -> None:
+        """fp32, flat, of one length. An out may be one of the rows."""
+        ...
+
+    def copy(self, to: Tensor, source: Tensor) -> None:
+        """Flat, contiguous, of one dtype and length."""
+        ...
+
+
+class TorchKernels:
+    name = "torch"
+
+    def sum_into(self, outs: Sequence[Tensor], rows: Sequence[Tensor], merges: Merges) -> None:
+        total = merged(rows, merges, outs[0])
+        for out in outs if total.data_ptr() != outs[0].data_ptr() else outs[1:]:
+            out.copy_(total)
+
+    def copy(self, to: Tensor, source: Tensor) -> None:
+        to.copy_(source)
+
+
+class CKernels:
+    name = "c"
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self._sum = library.paceline_sum
+        self._copy = library.paceline_copy
+        self._copy.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
+        self._copy.restype = None
+        self._sum.argtypes = [
+            ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p, ctypes.c_int,
+            ctypes.c_size_t, ctypes.c_void_p,
+        ]  # fmt: skip
+
+    def sum_into(self, outs: Sequence[Tensor], rows: Sequence[Tensor], merges: Merges) -> None:
+        out_addresses = [out.data_ptr() for out in outs]
+        row_addresses = [row.data_ptr() for row in rows]
+        large = rows[0].nbytes >= STREAM_FROM
+        failed = self._sum(
+            (ctypes.c_uint64 * len(outs))(*out_addresses),
+            len(outs),
+            (ctypes.c_uint64 * len(rows))(*row_addresses),
+            len(rows),
+            _merge_table(tuple(merges)),
+            len(merges),
+            rows[0].numel(),
+            bytes(large and address not in row_addresses for address in out_addresses),
+        )
+        assert not failed, f"the kernel takes up to 128 rows, got {len(rows)}"
+
+    def copy(self, to: Tensor, source: Tensor) -> None:
+        self._copy(to.data_ptr(), source.data_ptr(), to.nbytes)
+
+
+@cache
+def _merge_table(merges: tuple[tuple[int, int], ...]) -> ctypes.Array[ctypes.c_int32]:
+    return (ctypes.c_int32 * max(1, 2 * len(merges)))(*(row for merge in merges for row in merge))
+
+
+def merged(rows: Sequence[Tensor], merges: Merges, room: Tensor) -> Tensor:
+    """The rows added along `merges`, in torch: in `room`, or the row itself when there is one."""
+    if not merges:
+        return rows[0]
+    sums: dict[int, Tensor] = {}
+    alive = len(merges)
+    for left, right in merges:
+        alive -= 1
+        taken, given = sums.get(left, rows[left]), sums.pop(right, rows[right])
+        # The last addition writes to `room`, which may be one of the rows: earlier ones must not.
+        sums[left] = torch.add(taken, given, out=room if alive == 0 else sums.get(left))
+    return sums[merges[-1][0]]
+
+
+_choosing = threading.Lock()
+
+
+def choose_kernels(wanted: str | None = None) -> Kernels:
+    """C where it can be had, unless torch is asked for."""
+    if wanted == "torch":
+        return TorchKernels()
+    with _choosing:
+        library = compiled_library()
+    return TorchKernels() if library is None else CKernels(library)

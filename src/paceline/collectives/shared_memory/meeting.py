@@ -1,0 +1,173 @@
+"""Meetings: every rank says what it is about to do, and goes on when all have said the same.
+
+    a rank's line    count of meetings (a futex word) · sleepers · pid · what it calls now (two places, taken in turn)
+
+A rank that waits spins briefly and then sleeps in the kernel, so more ranks than cores don't burn the cores. Whoever
+waits long looks whether the others are alive: a peer that died is named within a second, one that is stopped when the
+timeout ends. What the ranks call is compared at every meeting; if it differs, each of them says both calls.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import select
+import struct
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+
+from torch import Tensor
+
+from paceline.collectives.shared_memory.compiling import compiled_library
+from paceline.errors import CollectiveError
+
+LINE = 256
+_CALL_BYTES = 64
+_CALLS_AT = (64, 128)
+_PID_AT, _LEFT_AT = 8, 12
+LOOK_EVERY_S = 0.1
+_SPIN_S = 50e-6
+
+
+@dataclass(frozen=True)
+class Call:
+    """What a rank calls, in the words of torch.distributed."""
+
+    operation: str
+    dtype: str = ""
+    elements: int = -1
+    detail: str = ""  # the reduction, the root
+
+    @lru_cache(maxsize=1024)  # noqa: B019 (calls are small, frozen and repeat)
+    def packed(self) -> bytes:
+        text = f"{self.operation}|{self.dtype}|{self.elements}|{self.detail}".encode()
+        return text[:_CALL_BYTES].ljust(_CALL_BYTES, b"\0")
+
+    @classmethod
+    def unpacked(cls, line: bytes) -> Call:
+        operation, dtype, elements, detail = line.rstrip(b"\0").decode(errors="replace").split("|")
+        return cls(operation, dtype, int(elements), detail)
+
+    def __str__(self) -> str:
+        what = f" of {self.elements:,} {self.dtype}" if self.elements >= 0 else ""
+        return f"{self.operation}{what}{f' ({self.detail})' if self.detail else ''}"
+
+
+class Meeting:
+    def __init__(self, lines: Tensor, rank: int, size: int, *, use_c: bool) -> None:
+        """`lines`: size × LINE bytes of shared memory, zeros at first."""
+        self._lines = memoryview(lines.numpy())  # type: ignore[arg-type]
+        self._words = self._lines.cast("I")
+        self._address, self._rank, self._size = lines.data_ptr(), rank, size
+        self._count = 0
+        self._pidfds: dict[int, int] = {}
+        # With fewer cores than ranks, whoever spins takes time from the one it waits for.
+        self._spin_s = _SPIN_S if size <= len(os.sched_getaffinity(0)) else 0.0
+        library = compiled_library() if use_c else None
+        self._await = self._await_in_c(library) if library is not None else self._await_in_python
+        self._arrive = self._arrive_in_c(library) if library is not None else self._arrive_in_python
+        struct.pack_into("I", self._lines, rank * LINE + _PID_AT, os.getpid())
+
+    @property
+    def count(self) -> int:
+        """Meetings so far."""
+        return self._count
+
+    def meet(self, call: bytes, timeout_s: float) -> None:
+        """Come to the next meeting about `call` and go on when all ranks have come about the same."""
+        place = _CALLS_AT[self._count & 1]
+        here = self._rank * LINE + place
+        self._lines[here : here + _CALL_BYTES] = call
+        self._count += 1
+        self._arrive(self._count & 0xFFFF_FFFF)
+        late = self._await(self._count & 0xFFFF_FFFF, LOOK_EVERY_S)
+        if late >= 0:
+            self._wait_longer(late, timeout_s, call)
+        for rank in range(self._size):
+            there = rank * LINE + place
+            if self._lines[there : there + _CALL_BYTES] != call:
+                raise CollectiveError(
+                    f"the ranks call different things: rank {self._rank} calls {Call.unpacked(call)}, "
+                    f"rank {rank} calls {Call.unpacked(bytes(self._lines[there : there + _CALL_BYTES]))}"
+                )
+
+    def leave(self) -> None:
+        """Say goodbye: who waits for this rank from now on waits in vain."""
+        with contextlib.suppress(ValueError):  # the memory may be gone already
+            struct.pack_into("I", self._lines, self._rank * LINE + _LEFT_AT, 1)
+        for pidfd in self._pidfds.values():
+            os.close(pidfd)
+        self._pidfds.clear()
+
+    def check_alive(self, rank: int) -> None:
+        pid = struct.unpack_from("I", self._lines, rank * LINE + _PID_AT)[0]
+        if struct.unpack_from("I", self._lines, rank * LINE + _LEFT_AT)[0]:
+            raise CollectiveError(f"rank {self._rank} waits for rank {rank} (pid {pid}), which has left the group")
+        if pid and not self._is_alive(rank, pid):
+            raise CollectiveError(f"rank {self._rank} waits for rank {rank} (pid {pid}), which has died")
+
+    # -- waiting -----------------------------------------------------------------------------------------------------
+
+    def _wait_longer(self, late: int, timeout_s: float, call: bytes) -> None:
+        deadline = time.monotonic() + timeout_s - LOOK_EVERY_S
+        target = self._count & 0xFFFF_FFFF
+        while late >= 0:
+            for rank in range(self._size):
+                if rank != self._rank and not self._has_come(rank, target):
+                    self.check_alive(rank)
+            left = deadline - time.monotonic()
+            if left <= 0:
+                pid = struct.unpack_from("I", self._lines, late * LINE + _PID_AT)[0]
+                raise CollectiveError(
+                    f"rank {self._rank} waited {timeout_s:g} s for rank {late} (pid {pid}) in "
+                    f"{Call.unpacked(call)}; it is alive but has not come"
+                )
+            late = self._await(target, min(LOOK_EVERY_S, left))
+
+    def _has_come(self, rank: int, target: int) -> bool:
+        return (self._words[rank * LINE // 4] - target) & 0x8000_0000 == 0
+
+    def _is_alive(self, rank: int, pid: int) -> bool:
+        """A pidfd, unlike a signal of 0, knows a zombie from the living, and a new process of the same number."""
+        pidfd = self._pidfds.get(rank)
+        if pidfd is None:
+            try:
+                pidfd = self._pidfds[rank] = os.pidfd_open(pid)
+            except ProcessLookupError:
+                return False
+        poll = select.poll()
+        poll.register(pidfd, select.POLLIN)
+        return not poll.poll(0)
+
+    def _arrive_in_python(self, target: int) -> None:
+        self._words[self._rank * LINE // 4] = target
+
+    def _await_in_python(self, target: int, patience_s: float) -> int:
+        """-1 when all have come, or a rank that has not. Without C nobody can sleep on a word: naps get longer."""
+        began, nap = time.perf_counter(), 0.0
+        for step in range(1, self._size):
+            rank = (self._rank + step) % self._size
+            while not self._has_come(rank, target):
+                waited = time.perf_counter() - began
+                if waited > patience_s:
+                    return rank
+                if waited > self._spin_s:
+                    time.sleep(nap)
+                    nap = min(1e-3, nap + 10e-6)
+        return -1
+
+    def _arrive_in_c(self, library: ctypes.CDLL) -> Callable[[int], None]:
+        arrive = library.paceline_arrive
+        arrive.argtypes, arrive.restype = [ctypes.c_void_p, ctypes.c_int, ctypes.c_uint32], None
+        return lambda target: arrive(self._address, self._rank, target)
+
+    def _await_in_c(self, library: ctypes.CDLL) -> Callable[[int, float], int]:
+        wait = library.paceline_await
+        wait.argtypes = [
+            ctypes.c_void_p, ctypes.c_int, ctypes.c_int, ctypes.c_uint32, ctypes.c_int64, ctypes.c_int64,
+        ]  # fmt: skip
+        spin_ns, first = int(self._spin_s * 1e9), (self._rank + 1) % self._size
+        return lambda target, patience_s: wait(self._address, self._size, first, target, spin_ns, int(patience_s * 1e9))
