@@ -217,6 +217,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         seed=args.seed,
         strategy=args.strategy,
         reduction=args.reduction,
+        algorithm=args.algorithm,
         backend=args.backend,
         threads=args.threads,
         bucket_mib=args.bucket_mib,
@@ -374,6 +375,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--threads", type=at_least_one, help="per worker; default: cores // lanes")
     parser.add_argument("--strategy", default="ddp", help="how the work is shared")
     parser.add_argument("--reduction", default="exact", help="exact: the same bits on any number of workers; or fast")
+    parser.add_argument("--algorithm", help="of a fast reduction: ring, tree, ... or auto; default: the backend's own")
     parser.add_argument("--backend", help="how tensors travel: gloo or nccl; default: what fits the device")
     parser.add_argument("--bucket-mib", type=float, default=4.0, help="gradients that travel together")
     parser.add_argument("--seed", type=int, help="of weights, order and dropout")

@@ -7,6 +7,7 @@
                 a small bucket
     exact       otherwise                  direct: slices to their owners, the rest of the tree, slices back
     fast        any                        native all-reduce of each worker's own sum, in the backend's order
+    fast        any, with an algorithm     the schedule of that name, or the cheapest one for the bucket ("auto")
 
 Native collectives are started by the caller, in bucket order, which is the same on every worker. The others run one
 after another on a thread of their own, matched by tag; torch and gloo release the interpreter while they add and wait.
@@ -24,6 +25,7 @@ import torch
 from torch import Tensor
 
 from paceline.collectives.canonical_sum import SumPlan
+from paceline.collectives.choice import Choice
 from paceline.collectives.communicator import Communicator, Handle
 from paceline.collectives.direct_all_reduce import direct_all_reduce, direct_all_reduce_by_collectives
 from paceline.collectives.executor import run_schedule
@@ -54,10 +56,14 @@ class PendingSum:
 
 
 class GradientExchange:
-    def __init__(self, comm: Communicator | None, reduction: Reduction) -> None:
+    """With an `algorithm` making one is a collective: all workers do it at the same place."""
+
+    def __init__(self, comm: Communicator | None, reduction: Reduction, algorithm: str | None = None) -> None:
         self._comm = comm
         self._reduction = reduction
+        self._choice = Choice.agreed(comm, algorithm) if comm is not None and algorithm is not None else None
         self._thread = _ExchangeThread() if comm is not None else None
+        self._scratch = Scratch()
 
     def start(self, bucket: int, plan: SumPlan, roots: Mapping[int, Tensor], spare: Callable[[], Tensor]) -> PendingSum:
         """Begin the sum of `roots` over all workers; `spare` gives a buffer to a worker that has no root."""
@@ -65,11 +71,13 @@ class GradientExchange:
         if comm is None:
             (total,) = roots.values()
             return PendingSum(total)
+        tag = bucket * TAGS_PER_BUCKET
         if self._reduction == "fast":
             out = _sum_in_order(roots, spare)
-            return PendingSum(out, comm.all_reduce(out))
+            if self._choice is None:
+                return PendingSum(out, comm.all_reduce(out))
+            return PendingSum(out, self._run(self._choice.schedule(out.nbytes), out, tag))
         assert self._thread is not None
-        tag = bucket * TAGS_PER_BUCKET
         if plan.is_pairwise:
             (out,) = roots.values()
             if comm.size == 2:
@@ -88,10 +96,13 @@ class GradientExchange:
         if self._thread is not None:
             self._thread.close()
 
-    def _run(self, schedule: Schedule, out: Tensor, tag: int) -> Handle:
+    def _run(self, schedule: Schedule, out: Tensor, tag: int) -> Handle | None:
         assert self._comm is not None
         assert self._thread is not None
         comm = self._comm
+        if out.device.type != "cpu":  # in line with what the caller's stream computes
+            run_schedule(comm, schedule, out, tag=tag, scratch=self._scratch)
+            return None
         return self._thread.run(lambda scratch: run_schedule(comm, schedule, out, tag=tag, scratch=scratch))
 
 

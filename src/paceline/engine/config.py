@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from paceline.collectives.choice import check_algorithm
 from paceline.collectives.gradient_exchange import Reduction
 from paceline.errors import ConfigError
 from paceline.world.world import World
@@ -22,6 +23,7 @@ class EngineConfig:
     seed: int
     strategy: str
     reduction: Reduction
+    algorithm: str | None
     backend: str
     threads: int
     bucket_mib: float
@@ -45,6 +47,13 @@ class EngineConfig:
             f"strategy={self.strategy!r} is not known; choose one of {', '.join(STRATEGIES)}",
         )
         check(self.reduction in ("exact", "fast"), f"reduction={self.reduction!r} is not known; choose exact or fast")
+        if self.algorithm is not None:
+            check_algorithm(self.algorithm)
+            check(
+                self.reduction == "fast",
+                f"algorithm={self.algorithm!r} with reduction={self.reduction!r}: the exact sum has an order of its "
+                "own, whichever way its bytes take; choose reduction='fast' to train over an algorithm",
+            )
         check(
             self.on_nonfinite in ("stop", "skip", "continue"),
             f"on_nonfinite={self.on_nonfinite!r} is not known; choose stop, skip or continue",

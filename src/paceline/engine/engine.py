@@ -67,6 +67,7 @@ class Engine:
         seed: int | None = None,
         strategy: str = "ddp",
         reduction: Reduction = "exact",
+        algorithm: str | None = None,
         backend: str | None = None,
         threads: int | None = None,
         device: str | torch.device | None = None,
@@ -89,6 +90,7 @@ class Engine:
             seed=one_of("seed", seed, told.seed) if (seed, told.seed) != (None, None) else DEFAULT_SEED,  # type: ignore[arg-type]
             strategy=strategy,
             reduction=reduction,
+            algorithm=algorithm,
             backend=backend or told.backend or ("nccl" if self.device.type == "cuda" else "gloo"),
             threads=one_of("threads", threads, told.threads) or default_threads(lanes),
             bucket_mib=bucket_mib,
@@ -402,7 +404,7 @@ class Engine:
         return (
             f"paceline: global batch {batch} · "
             f"{_count(self.world.size, 'worker')} × {_count(config.threads, 'thread')} ({self.world.source}) · "
-            f"{config.strategy}, {config.reduction} · "
+            f"{config.strategy}, {config.reduction}{' over ' + config.algorithm if config.algorithm else ''} · "
             f"{config.backend if self.world.size > 1 else 'no'} communication · {self.device.type} · {amount}"
         )
 

@@ -17,7 +17,7 @@ class StrategyTable:
 
     def __init__(self, config: EngineConfig, comm: Communicator | None, names: Mapping[int, str]) -> None:
         self._config, self._comm, self._names = config, comm, names
-        self._exchange = GradientExchange(comm, config.reduction)
+        self._exchange = GradientExchange(comm, config.reduction, config.algorithm)
         self._known: dict[tuple[int, ...], Ddp] = {}
 
     def of(self, optimizers: Sequence[Optimizer]) -> tuple[Ddp, bool]:

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
+from paceline.collectives.byte_count import Traffic
 from paceline.collectives.canonical_sum import sum_plan
 from paceline.collectives.communicator import Communicator
 from paceline.data.sharded_sampler import WorkItem
@@ -66,6 +67,7 @@ class _Step:
     learning_rates: list[float] | None = None
     gradient_versions: list[tuple[Parameter, int]] = field(default_factory=list)
     acted: set[int] = field(default_factory=set)
+    traffic_before: Traffic = field(default_factory=Traffic)
     empty: bool = False  # Σ weight was 0, or the loss was not finite and is skipped
     left_out: set[tuple[int, int]] = field(default_factory=set)  # (lane, micro-batch) that had no backward
 
@@ -109,6 +111,7 @@ class TrainStep:
         self.stop_agreed = False
         self.means: dict[str, float] = {}
         self.timing = Timing()
+        self.traffic = Traffic()  # of the last step
         self.broken: str | None = None
         self.votes = 0
         self._in_body = False
@@ -228,6 +231,7 @@ class TrainStep:
         self.stop_agreed = any(ballot.stop for ballot in ballots)
         self._now.gradient_versions = [(p, p.grad._version) for p in active.parameters if p.grad is not None]
         self.timing.left_during_backward = active.left_during_backward
+        self.traffic = self._traffic_so_far() - self._now.traffic_before
         self._phase = Phase.COLLECTED
 
     def _vote(self, active: Ddp) -> list[Ballot]:
@@ -446,7 +450,7 @@ class TrainStep:
         self._original_steps[id(optimizer)] = original
 
     def _start_step(self, item: WorkItem, optimizers: Sequence[Optimizer]) -> None:
-        self._now = _Step()
+        self._now = _Step(traffic_before=self._traffic_so_far())
         self._active, remade = self._strategies.of(optimizers)
         if remade:
             self._watch = None
@@ -454,6 +458,9 @@ class TrainStep:
         self._buffers.start_step()
         if self._watch is None:
             self._watch = WeightsWatch([(self._names.get(id(p), "?"), p) for p in self._active.parameters])
+
+    def _traffic_so_far(self) -> Traffic:
+        return Traffic() if self._comm is None else self._comm.traffic
 
     def _strategy(self) -> Ddp:
         assert self._active is not None
