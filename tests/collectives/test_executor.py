@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
+import time
 from collections import defaultdict
 from typing import Any
 
@@ -13,13 +16,16 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from paceline import World
+from paceline.collectives.byte_count import Flow
 from paceline.collectives.communicator import Communicator, Handle
 from paceline.collectives.executor import run_schedule
 from paceline.collectives.ring_all_gather import RING_ALL_GATHER
 from paceline.collectives.ring_all_reduce import RING
 from paceline.collectives.ring_reduce_scatter import RING_REDUCE_SCATTER
 from paceline.collectives.scratch import Scratch
+from paceline.errors import PeerLostError
 from paceline.world.rendezvous_store import open_store
+from paceline.world.world import TcpRendezvous
 from tests.collectives.simulator import NAMES, error_of, random_tensors, schedule_of, simulate
 from tests.workers import run_workers
 
@@ -135,6 +141,41 @@ def test_more_addends_than_slots_are_added_in_order() -> None:
             assert all(torch.equal(result, want) for result, want in zip(results, wanted, strict=True))
 
 
+class RecordingGroup:
+    """A process group that starts messages only as a group, and writes down what it is asked."""
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+
+    def _start_coalescing(self, device: torch.device) -> None:
+        self.asked.append("start")
+
+    def send(self, tensors: list[Tensor], to: int, tag: int) -> None:
+        self.asked.append(f"send {tensors[0].numel()} to {to}")
+
+    def recv(self, tensors: list[Tensor], source: int, tag: int) -> None:
+        self.asked.append(f"receive {tensors[0].numel()} from {source}")
+
+    def _end_coalescing(self, device: torch.device) -> RecordingGroup:
+        self.asked.append("end")
+        return self
+
+    def wait(self) -> None:
+        self.asked.append("wait")
+
+
+def test_nccl_gets_the_messages_of_a_beat_as_one_group_and_they_are_counted() -> None:
+    """On torch's device without memory: what is asked of the group is the same as on two GPUs."""
+    group, store = RecordingGroup(), torch.distributed.HashStore()
+    world = World(rank=0, size=2, local_size=2, rendezvous=TcpRendezvous("127.0.0.1", 1))
+    comm = Communicator({"meta": group}, store, world, backend="nccl", timeout_s=1.0)
+    run_schedule(comm, RING, torch.empty(10, device="meta"))
+    one_beat = ["start", "send 5 to 1", "receive 5 from 1", "end"]
+    assert [asked for asked in group.asked if asked != "wait"] == 2 * one_beat
+    assert group.asked.index("wait") == len(one_beat)  # the sum of the first beat is sent in the second
+    assert (comm.traffic.sent, comm.traffic.received) == ({1: Flow(40, 2)}, {1: Flow(40, 2)})
+
+
 # -- real processes ----------------------------------------------------------------------------------------------------
 
 
@@ -175,3 +216,44 @@ def test_between_processes_every_algorithm_gives_all_workers_the_sum(workers: in
     for result in run_workers(wrong_sums, workers):
         assert result.error is None, result.traceback
         assert result.value == []
+
+
+def loses_the_last_worker(world: World, *, name: str) -> str:
+    store = open_store(world, None, 20.0)
+    comm = Communicator.connect(world, store, backend="gloo", device=torch.device("cpu"), timeout_s=20.0)
+    comm.barrier()
+    if world.rank == world.size - 1:
+        time.sleep(0.1)  # the others may still be inside the barrier
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        for _ in range(2):  # a send may have left before the peer was gone
+            run_schedule(comm, schedule_of(name, world.size), torch.ones(100_000), segment_bytes=2**16)
+    except PeerLostError as error:
+        return str(error)
+    return "nobody was missed"
+
+
+@pytest.mark.parametrize("name", ["ring", "star", "tree", "unsplit-ring"])
+def test_a_killed_peer_is_missed_by_everybody(name: str) -> None:
+    *survivors, dead = run_workers(loses_the_last_worker, 3, name=name, timeout_s=30)
+    assert dead.exit_code == -signal.SIGKILL
+    for rank, result in enumerate(survivors):
+        assert str(result.value).startswith(f"worker {rank} lost its peers"), result
+
+
+def sums_on_one_gpu(world: World) -> float:
+    store = open_store(world, None, 20.0)
+    comm = Communicator.connect(world, store, backend="gloo", device=torch.device("cuda"), timeout_s=20.0)
+    tensors = random_tensors(world.size, 50_001, torch.float32)
+    mine = tensors[world.rank].cuda()
+    run_schedule(comm, RING, mine, segment_bytes=2**14)
+    comm.barrier()
+    comm.close()
+    return error_of(mine.cpu(), tensors)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_over_gloo_a_gpus_tensors_are_staged_through_the_host() -> None:
+    for result in run_workers(sums_on_one_gpu, 2):
+        assert result.error is None, result.traceback
+        assert result.value <= 1

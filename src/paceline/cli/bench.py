@@ -1,10 +1,11 @@
-"""`paceline bench step | overlap | startup | order | lengths`: paceline beside what people use today.
+"""`paceline bench step | overlap | startup | order | lengths | traffic`: paceline beside what people use today.
 
     paceline bench step --workload mlp25m --against torch-ddp --workers 2 --json step.json
     paceline bench overlap --workload mlp25m --workers 2
     paceline bench startup --workers 2
     paceline bench order --samples 1000000000
     paceline bench lengths --lanes 8 --accumulate 4
+    paceline bench traffic
 
 What each side's figures include is written in docs/benchmarks.md.
 """
@@ -149,6 +150,17 @@ def lengths(
     result = measure_lengths(Grouping(samples, lanes, batch_size, accumulate, sigma))
     _write(result, json_file)
     show_lengths(result, console())
+
+
+@app.command()
+def traffic() -> None:
+    """Bytes that each all-reduce moves, counted between 2 … 8 processes, beside the formula; prints markdown."""
+    from paceline.bench.traffic import count_in_workers, tables
+
+    counts = count_in_workers()
+    if isinstance(counts, int):
+        raise typer.Exit(counts)
+    print(tables(counts))
 
 
 def _run_race(race: Race, json_file: Path | None) -> None:

@@ -1,0 +1,224 @@
+"""What each all-reduce moves: bytes counted between real processes beside the formula (docs/algorithms.md).
+
+    paceline bench traffic               9 processes on this host, groups of 2 … 8 of them, one tensor; prints markdown
+    python -m paceline.bench.traffic RESULT_FILE      what each of those processes runs
+
+The count is of payload where it is handed to the backend; headers and the network's own packets come on top.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch._C._distributed_c10d import PrefixStore
+
+from paceline.collectives import traffic_theory as theory
+from paceline.collectives.canonical_sum import SumPlan, sum_plan
+from paceline.collectives.choice import FLAT, HIERARCHICAL, schedule_named
+from paceline.collectives.communicator import Communicator
+from paceline.collectives.direct_all_reduce import CANONICAL, direct_all_reduce
+from paceline.collectives.executor import run_schedule
+from paceline.collectives.scratch import Scratch
+from paceline.launch.supervisor import Job, supervise
+from paceline.launch.worker_main import Script
+from paceline.world.control import ControlClient
+from paceline.world.environment import read_world
+from paceline.world.rendezvous_store import open_store
+from paceline.world.topology import Topology
+from paceline.world.world import ControlSocket, LaunchSettings, World
+
+SIZES = range(2, 9)
+ELEMENTS = 4 * 53_760  # divides by 64 · N for all N of SIZES, so that every chunk of every algorithm is as long
+ITEM_BYTES = 4
+DEDICATED = "star, dedicated server"
+TIMEOUT_S = 120.0
+
+Counts = dict[str, dict[int, list[tuple[int, int]]]]
+"""By algorithm and number of workers: (sent, received) of every rank, in bytes."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One algorithm in the tables: what the literature says about its busiest node and about all together, in Z."""
+
+    name: str
+    busiest: str
+    busiest_share: Callable[[int], float]
+    total: str = "2·(N-1)·Z"
+    total_share: Callable[[int], float] = lambda size: 2 * (size - 1)
+
+
+def _ring_share(size: int) -> float:
+    return 2 * (size - 1) / size
+
+
+def _halving_share(size: int) -> float:
+    power = 1 << (size.bit_length() - 1)
+    return _ring_share(power) + (size > power)
+
+
+def _two_hosts_share(size: int) -> float:
+    return 1 + (-(-size // 2) - 1).bit_length() if size % 2 else _ring_share(size)
+
+
+ROWS = (
+    Row("star", "(N-1)·Z", lambda size: size - 1),
+    Row(DEDICATED, "N·Z", lambda size: size, "2·N·Z", lambda size: 2 * size),
+    Row("unsplit-ring", "(N-1)·Z", lambda size: size - 1, "N·(N-1)·Z", lambda size: size * (size - 1)),
+    Row("ring", "2·(N-1)/N·Z", _ring_share),
+    Row("tree", "⌈log2 N⌉·Z", lambda size: (size - 1).bit_length()),
+    Row("halving-doubling", "2·(P-1)/P·Z, + Z if N > P", _halving_share),
+    Row("direct", "2·(N-1)/N·Z", _ring_share),
+    Row(HIERARCHICAL, "2·(N-1)/N·Z, odd N: Z + ⌈log2 g⌉·Z", _two_hosts_share),
+    Row(CANONICAL, "2·(N-1)/N·Z", _ring_share),
+)
+
+
+def two_hosts(size: int) -> Topology:
+    """The lower ranks on one host, the upper ones on the other; of an odd number the first host has one more."""
+    return Topology.of([int(rank >= -(-size // 2)) for rank in range(size)])
+
+
+def one_root_each(size: int) -> SumPlan:
+    return sum_plan(size, size, tuple(range(size)))
+
+
+# -- counting ----------------------------------------------------------------------------------------------------------
+
+
+def count(world: World, client: ControlClient | None = None, *, elements: int = ELEMENTS) -> Counts:
+    """A program for all workers of a world: every algorithm, in groups of the first 2, 3, … of them."""
+    store = open_store(world, client, TIMEOUT_S)
+    scratch = Scratch()
+    counts: Counts = {row.name: {} for row in ROWS}
+    for size in range(2, world.size + 1):
+        if world.rank >= size:
+            continue
+        part = replace(world, size=size, local_size=size)
+        comm = Communicator.connect(
+            part, PrefixStore(f"{size}", store), backend="gloo", device=torch.device("cpu"), timeout_s=TIMEOUT_S
+        )
+        for name in counts:
+            workers = size - 1 if name == DEDICATED else size
+            if workers in SIZES:
+                counts[name][workers] = _counted(comm, name, elements, scratch)
+        comm.barrier()
+        comm.close()
+    return counts
+
+
+def _counted(comm: Communicator, name: str, elements: int, scratch: Scratch) -> list[tuple[int, int]]:
+    """Also checks the sum: rank r brings r + 1, a dedicated server zeros."""
+    brought = comm.rank + 1 if name != DEDICATED else comm.rank
+    tensor = torch.full((elements,), float(brought))
+    before = comm.traffic
+    if name == CANONICAL:
+        plan = one_root_each(comm.size)
+        direct_all_reduce(comm, plan, {comm.rank: tensor}, tensor, tag=0, scratch=scratch)
+    else:
+        known = "star" if name == DEDICATED else name
+        run_schedule(comm, schedule_named(known, two_hosts(comm.size)), tensor, scratch=scratch)
+    moved = comm.traffic - before
+    wanted = sum(range(comm.size)) if name == DEDICATED else sum(range(comm.size + 1))
+    assert bool((tensor == wanted).all()), f"{name}: the sum is wrong"
+    told = comm.gather_json([moved.sent_bytes, moved.received_bytes])
+    return [(sent, received) for sent, received in told]
+
+
+def predicted(elements: int = ELEMENTS) -> Counts:
+    """What `count` has to find, by the closed forms."""
+    forms: dict[str, Callable[[int], Sequence[theory.Moved]]] = {
+        "star": lambda size: theory.star(elements, size),
+        DEDICATED: lambda size: theory.star(elements, size + 1),
+        "unsplit-ring": lambda size: theory.unsplit_ring(elements, size),
+        "ring": lambda size: theory.ring(elements, size),
+        "tree": lambda size: theory.tree(elements, size),
+        "halving-doubling": lambda size: theory.halving_doubling(elements, size),
+        "direct": lambda size: theory.direct(elements, size),
+        HIERARCHICAL: lambda size: theory.hierarchical(elements, two_hosts(size)),
+        CANONICAL: lambda size: theory.canonical(elements, one_root_each(size)),
+    }
+    assert set(forms) == {row.name for row in ROWS} >= {*FLAT, HIERARCHICAL}
+    return {
+        name: {size: [(ITEM_BYTES * m.sent, ITEM_BYTES * m.received) for m in form(size)] for size in SIZES}
+        for name, form in forms.items()
+    }
+
+
+# -- the tables --------------------------------------------------------------------------------------------------------
+
+
+def tables(counts: Mapping[str, Mapping[int, Sequence[tuple[int, int]]]]) -> str:
+    """Formula and count side by side, as markdown."""
+    z = ELEMENTS * ITEM_BYTES
+    columns = [*(f"N = {size}" for size in SIZES)]
+    busiest = [_line("algorithm", "bytes", *columns), "|---|---|" + "---:|" * len(columns)]
+    together = list(busiest)
+    for row in ROWS:
+        by_size = counts[row.name]
+        most = [max(max(pair) for pair in by_size[size]) for size in SIZES]
+        total = [sum(sent for sent, _ in by_size[size]) for size in SIZES]
+        busiest += _pair(row.name, row.busiest, [row.busiest_share(size) * z for size in SIZES], most)
+        together += _pair(row.name, row.total, [row.total_share(size) * z for size in SIZES], total)
+    return "\n".join(
+        [
+            f"Sent by the busiest rank, which receives as many (Z = {z:,} bytes, {ELEMENTS:,} fp32):",
+            "",
+            *busiest,
+            "",
+            "Sent by all ranks together:",
+            "",
+            *together,
+        ]
+    )
+
+
+def _pair(name: str, formula: str, by_formula: Sequence[float], counted: Sequence[int]) -> list[str]:
+    return [
+        _line(name, formula, *(f"{round(value):,}" for value in by_formula)),
+        _line("", "counted", *(f"{value:,}" for value in counted)),
+    ]
+
+
+def _line(*cells: str) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def count_in_workers() -> Counts | int:
+    """The counts, or the exit code of workers that failed; the supervisor has told why."""
+    workers = max(SIZES) + 1  # one more for the dedicated server
+    with tempfile.TemporaryDirectory(prefix="paceline-bench-") as folder:
+        result_file = Path(folder) / "counts.json"
+        job = Job(
+            script=Script("paceline.bench.traffic", (str(result_file),), is_module=True),
+            workers=workers,
+            settings=LaunchSettings(lanes=workers, threads=1, backend="gloo"),
+        )
+        code = asyncio.run(supervise(job))
+        if code != 0:
+            return code
+        read = json.loads(result_file.read_text())
+        return {name: {int(size): ranks for size, ranks in by_size.items()} for name, by_size in read.items()}
+
+
+def main() -> None:
+    world = read_world()
+    client = None
+    if isinstance(world.rendezvous, ControlSocket):
+        client = ControlClient.connect(world.rendezvous.path, world.rank)
+    counts = count(world, client)
+    if world.is_main:
+        Path(sys.argv[1]).write_text(json.dumps(counts))
+    if client is not None:
+        client.close()
+
+
+if __name__ == "__main__":
+    main()
