@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.distributed import ReduceOp
 
 from paceline.collectives.shared_memory.arena import Arenas
+from paceline.collectives.shared_memory.bucket_sums import BucketSums
 from paceline.collectives.shared_memory.compiling import compiled_library
 from paceline.collectives.shared_memory.kernels import choose_kernels
 from paceline.collectives.shared_memory.mailbox import ANY, CHANNEL_BYTES, Mailbox
@@ -34,21 +35,34 @@ MOST_RANKS = 64
 SLOT_BYTES = 16 * 2**20
 LEAST_SLOT_BYTES = 2**20
 SLOTS_IN_ALL = 512 * 2**20
+SMALLEST_SLOT = 4096  # an element for each of 64 ranks fits, whatever its dtype
 
 
 class SharedMemoryGroup(dist.ProcessGroup):
     """Collectives and messages between processes of one host."""
 
-    def __init__(self, store: Any, rank: int, size: int, timeout: timedelta, *, kernels: str | None = None) -> None:
+    def __init__(
+        self,
+        store: Any,
+        rank: int,
+        size: int,
+        timeout: timedelta,
+        *,
+        kernels: str | None = None,
+        slot_bytes: int | None = None,
+    ) -> None:
+        """`kernels` and `slot_bytes` are chosen here unless they are given, the same on every rank."""
         super().__init__(rank, size)  # type: ignore[call-arg]
         if size > MOST_RANKS:
             raise ConfigError(f"the paceline backend joins up to {MOST_RANKS} processes, not {size}")
-        if timeout.total_seconds() <= 0:
-            raise ConfigError(f"a timeout of {timeout.total_seconds():g} s: a wait of no time always fails")
         self._rank, self._size, self._store = rank, size, store
+        self._name = self._description = ""
         self._segments = itertools.count()
+        timeout_s = _seconds(timeout)
         use_c = self._all_have_c(kernels or environment.wanted_kernels())
         slot = max(LEAST_SLOT_BYTES, min(SLOT_BYTES, SLOTS_IN_ALL // (2 * size) // PAGE * PAGE))
+        if slot_bytes is not None:
+            slot = -(-max(slot_bytes, SMALLEST_SLOT) // PAGE) * PAGE
         line_bytes = -(-size * LINE // PAGE) * PAGE
         channel_bytes = -(-size * size * CHANNEL_BYTES // PAGE) * PAGE
         slot_bytes = 2 * size * slot
@@ -65,7 +79,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
             rank,
             size,
         )
-        self._operations.timeout_s = self._timeout_s = timeout.total_seconds()
+        self._operations.timeout_s = self._timeout_s = timeout_s
         room = channels[: size * size * CHANNEL_BYTES].view(size, size, CHANNEL_BYTES)
         self._mailbox = Mailbox(room, self._meeting, rank, size)
         self._line = WorkLine("paceline-collectives")
@@ -74,29 +88,41 @@ class SharedMemoryGroup(dist.ProcessGroup):
 
     @property
     def kernels(self) -> str:
-        return self._operations._kernels.name
+        return self._operations.kernels.name
 
     def allocate(self, elements: int, dtype: torch.dtype = torch.float32) -> Tensor:
         """A tensor in shared memory, which an all-reduce adds up where it lies. All ranks call it in the same order."""
         return self._arenas.allocate(elements, dtype)
+
+    def sum_buckets(self) -> Callable[..., LineWork]:
+        """A new set of buckets: the function that starts the canonical sum of one (see `BucketSums.sum`)."""
+        sums = BucketSums(self._operations, self._arenas, self._rank, self._size)
+
+        def start(*bucket: Any) -> LineWork:
+            result: list[Any] = []
+            return self._line.run(lambda: result.append(sums.sum(*bucket)), result, at_once=False)
+
+        return start
 
     # -- collectives -------------------------------------------------------------------------------------------------
 
     def allreduce(self, tensors: Any, opts: Any = None) -> LineWork:
         tensors = _listed(tensors)
         op = _op(opts)
-        return self._each(tensors, opts, lambda flat: self._operations.all_reduce(flat, op))
+        if any(tensor.is_sparse for tensor in tensors):
+            return self._run(lambda: all_reduce_sparse(self._operations, tensors, op), tensors, opts, "all_reduce")
+        return self._each(tensors, opts, "all_reduce", lambda flat: self._operations.all_reduce(flat, op))
 
     def allreduce_coalesced(self, tensors: Any, opts: Any = None) -> LineWork:
         return self.allreduce(tensors, opts)
 
     def broadcast(self, tensors: Any, opts: Any = None) -> LineWork:
         root = opts.rootRank if opts is not None else 0
-        return self._each(_listed(tensors), opts, lambda flat: self._operations.broadcast(flat, root))
+        return self._each(_listed(tensors), opts, "broadcast", lambda flat: self._operations.broadcast(flat, root))
 
     def reduce(self, tensors: Any, opts: Any = None) -> LineWork:
         op, root = _op(opts), opts.rootRank if opts is not None else 0
-        return self._each(_listed(tensors), opts, lambda flat: self._operations.reduce(flat, root, op))
+        return self._each(_listed(tensors), opts, "reduce", lambda flat: self._operations.reduce(flat, root, op))
 
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> LineWork:
         def run() -> None:
@@ -204,8 +230,20 @@ class SharedMemoryGroup(dist.ProcessGroup):
     def name(self) -> str:
         return NAME
 
+    def setGroupName(self, name: str) -> None:  # noqa: N802 (c10d's name)
+        self._name = name
+
+    def getGroupName(self) -> str:  # noqa: N802 (c10d's name)
+        return self._name
+
+    def setGroupDesc(self, description: str) -> None:  # noqa: N802 (c10d's name)
+        self._description = description
+
+    def getGroupDesc(self) -> str:  # noqa: N802 (c10d's name)
+        return self._description
+
     def set_timeout(self, timeout: timedelta) -> None:
-        self._operations.timeout_s = self._timeout_s = timeout.total_seconds()
+        self._timeout_s = _seconds(timeout)
 
     def shutdown(self) -> None:
         if self._closed:

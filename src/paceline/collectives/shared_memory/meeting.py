@@ -1,15 +1,19 @@
 """Meetings: every rank says what it is about to do, and goes on when all have said the same.
 
-    a rank's line    count of meetings (a futex word) · sleepers · pid · what it calls now (two places, taken in turn)
+    a rank's line    count of meetings (a futex word) · sleepers · pid and its birth · how it is
+                     what it calls now (two places, taken in turn)
 
 A rank that waits spins briefly and then sleeps in the kernel, so more ranks than cores don't burn the cores. Whoever
 waits long looks whether the others are alive: a peer that died is named within a second, one that is stopped when the
-timeout ends. What the ranks call is compared at every meeting; if it differs, each of them says both calls.
+timeout ends.
+
+What the ranks call is compared at every meeting. If it differs, each of them says both calls, and the group goes on:
+all have come to the same meeting, and nothing has been read. A rank that gives up on a peer is a meeting ahead of it, so
+its group is broken: it says so at every later call, and so do the others when they come.
 """
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import os
 import select
@@ -18,6 +22,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
+from pathlib import Path
 
 from torch import Tensor
 
@@ -27,7 +32,8 @@ from paceline.errors import CollectiveError
 LINE = 256
 _CALL_BYTES = 64
 _CALLS_AT = (64, 128)
-_PID_AT, _LEFT_AT = 8, 12
+_PID_AT, _STATE_AT, _BORN_AT = 8, 12, 16
+_HERE, _LEFT, _GAVE_UP = 0, 1, 2
 LOOK_EVERY_S = 0.1
 _SPIN_S = 50e-6
 
@@ -43,7 +49,7 @@ class Call:
 
     @lru_cache(maxsize=1024)  # noqa: B019 (calls are small, frozen and repeat)
     def packed(self) -> bytes:
-        text = f"{self.operation}|{self.dtype}|{self.elements}|{self.detail}".encode()
+        text = f"{self.operation}|{self.dtype.removeprefix('torch.')}|{self.elements}|{self.detail}".encode()
         return text[:_CALL_BYTES].ljust(_CALL_BYTES, b"\0")
 
     @classmethod
@@ -54,6 +60,9 @@ class Call:
     def __str__(self) -> str:
         what = f" of {self.elements:,} {self.dtype}" if self.elements >= 0 else ""
         return f"{self.operation}{what}{f' ({self.detail})' if self.detail else ''}"
+
+
+_GIVEN_UP = Call("nothing any more", detail="it gave up on an earlier operation").packed()
 
 
 class Meeting:
@@ -69,6 +78,8 @@ class Meeting:
         library = compiled_library() if use_c else None
         self._await = self._await_in_c(library) if library is not None else self._await_in_python
         self._arrive = self._arrive_in_c(library) if library is not None else self._arrive_in_python
+        self._broken: str | None = None
+        struct.pack_into("Q", self._lines, rank * LINE + _BORN_AT, _birth_of(os.getpid()))
         struct.pack_into("I", self._lines, rank * LINE + _PID_AT, os.getpid())
 
     @property
@@ -78,54 +89,76 @@ class Meeting:
 
     def meet(self, call: bytes, timeout_s: float) -> None:
         """Come to the next meeting about `call` and go on when all ranks have come about the same."""
+        if self._broken is not None:
+            raise CollectiveError(f"the group is broken since an earlier operation failed: {self._broken}")
         place = _CALLS_AT[self._count & 1]
         here = self._rank * LINE + place
         self._lines[here : here + _CALL_BYTES] = call
         self._count += 1
         self._arrive(self._count & 0xFFFF_FFFF)
-        late = self._await(self._count & 0xFFFF_FFFF, LOOK_EVERY_S)
+        late = self._await(self._count & 0xFFFF_FFFF, min(LOOK_EVERY_S, timeout_s))
         if late >= 0:
             self._wait_longer(late, timeout_s, call)
         for rank in range(self._size):
             there = rank * LINE + place
             if self._lines[there : there + _CALL_BYTES] != call:
-                raise CollectiveError(
-                    f"the ranks call different things: rank {self._rank} calls {Call.unpacked(call)}, "
-                    f"rank {rank} calls {Call.unpacked(bytes(self._lines[there : there + _CALL_BYTES]))}"
-                )
+                self._tell_difference(call, rank, bytes(self._lines[there : there + _CALL_BYTES]))
+
+    def give_up(self, reason: str) -> None:
+        """The ranks are not in step any more: this one won't come to another meeting, and tells the others."""
+        if self._broken is not None:
+            return
+        self._broken = reason
+        for place in _CALLS_AT:
+            here = self._rank * LINE + place
+            self._lines[here : here + _CALL_BYTES] = _GIVEN_UP
+        struct.pack_into("I", self._lines, self._rank * LINE + _STATE_AT, _GAVE_UP)
 
     def leave(self) -> None:
         """Say goodbye: who waits for this rank from now on waits in vain."""
-        with contextlib.suppress(ValueError):  # the memory may be gone already
-            struct.pack_into("I", self._lines, self._rank * LINE + _LEFT_AT, 1)
+        struct.pack_into("I", self._lines, self._rank * LINE + _STATE_AT, _LEFT)
         for pidfd in self._pidfds.values():
             os.close(pidfd)
         self._pidfds.clear()
 
     def check_alive(self, rank: int) -> None:
-        pid = struct.unpack_from("I", self._lines, rank * LINE + _PID_AT)[0]
-        if struct.unpack_from("I", self._lines, rank * LINE + _LEFT_AT)[0]:
-            raise CollectiveError(f"rank {self._rank} waits for rank {rank} (pid {pid}), which has left the group")
-        if pid and not self._is_alive(rank, pid):
-            raise CollectiveError(f"rank {self._rank} waits for rank {rank} (pid {pid}), which has died")
+        pid, state = struct.unpack_from("II", self._lines, rank * LINE + _PID_AT)
+        how = {_LEFT: "has left the group", _GAVE_UP: "gave up on an earlier operation"}.get(state)
+        if how is None and pid and not self._is_alive(rank, pid):
+            how = "has died"
+        if how is not None:
+            raise CollectiveError(f"rank {self._rank} waits for rank {rank} (pid {pid}), which {how}")
 
     # -- waiting -----------------------------------------------------------------------------------------------------
 
     def _wait_longer(self, late: int, timeout_s: float, call: bytes) -> None:
-        deadline = time.monotonic() + timeout_s - LOOK_EVERY_S
+        deadline = time.monotonic() + timeout_s - min(LOOK_EVERY_S, timeout_s)
         target = self._count & 0xFFFF_FFFF
-        while late >= 0:
-            for rank in range(self._size):
-                if rank != self._rank and not self._has_come(rank, target):
-                    self.check_alive(rank)
-            left = deadline - time.monotonic()
-            if left <= 0:
-                pid = struct.unpack_from("I", self._lines, late * LINE + _PID_AT)[0]
-                raise CollectiveError(
-                    f"rank {self._rank} waited {timeout_s:g} s for rank {late} (pid {pid}) in "
-                    f"{Call.unpacked(call)}; it is alive but has not come"
-                )
-            late = self._await(target, min(LOOK_EVERY_S, left))
+        try:
+            while late >= 0:
+                for rank in range(self._size):
+                    if rank != self._rank and not self._has_come(rank, target):
+                        self.check_alive(rank)
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    pid = struct.unpack_from("I", self._lines, late * LINE + _PID_AT)[0]
+                    raise CollectiveError(
+                        f"rank {self._rank}: the timeout of {timeout_s:g} s ended in {Call.unpacked(call)}; "
+                        f"rank {late} (pid {pid}) is alive but has not come"
+                    )
+                late = self._await(target, min(LOOK_EVERY_S, left))
+        except BaseException as error:
+            self.give_up(str(error) or type(error).__name__)
+            raise
+
+    def _tell_difference(self, call: bytes, rank: int, other: bytes) -> None:
+        text = (
+            f"the ranks call different things: rank {self._rank} calls {Call.unpacked(call)}, "
+            f"rank {rank} calls {Call.unpacked(other)}"
+        )
+        if other == _GIVEN_UP:
+            self.give_up(text)
+        raise CollectiveError(text)
 
     def _has_come(self, rank: int, target: int) -> bool:
         return (self._words[rank * LINE // 4] - target) & 0x8000_0000 == 0
@@ -135,9 +168,13 @@ class Meeting:
         pidfd = self._pidfds.get(rank)
         if pidfd is None:
             try:
-                pidfd = self._pidfds[rank] = os.pidfd_open(pid)
+                pidfd = os.pidfd_open(pid)
             except ProcessLookupError:
                 return False
+            if _birth_of(pid) != struct.unpack_from("Q", self._lines, rank * LINE + _BORN_AT)[0]:
+                os.close(pidfd)
+                return False  # another process with its number
+            self._pidfds[rank] = pidfd
         poll = select.poll()
         poll.register(pidfd, select.POLLIN)
         return not poll.poll(0)
@@ -171,3 +208,12 @@ class Meeting:
         ]  # fmt: skip
         spin_ns, first = int(self._spin_s * 1e9), (self._rank + 1) % self._size
         return lambda target, patience_s: wait(self._address, self._size, first, target, spin_ns, int(patience_s * 1e9))
+
+
+def _birth_of(pid: int) -> int:
+    """When a process began, in the kernel's ticks: with its number, it is that process and no other."""
+    try:
+        about = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return 0
+    return int(about.rpartition(")")[2].split()[19])

@@ -27,9 +27,10 @@ import torch
 from torch import Tensor
 from torch.distributed import ReduceOp
 
-from paceline.collectives.canonical_sum import merges, owner_ranges
+from paceline.collectives.canonical_sum import merges as canonical_merges
+from paceline.collectives.canonical_sum import owner_ranges
 from paceline.collectives.shared_memory.arena import Arenas
-from paceline.collectives.shared_memory.kernels import Kernels
+from paceline.collectives.shared_memory.kernels import Kernels, Merges
 from paceline.collectives.shared_memory.meeting import Call, Meeting
 from paceline.errors import CollectiveError
 
@@ -40,7 +41,7 @@ _HALVES = (torch.bfloat16, torch.float16)
 
 @cache
 def rank_merges(size: int) -> tuple[tuple[int, int], ...]:
-    return tuple((merge.left, merge.right) for merge in merges(tuple(range(size))))
+    return tuple((merge.left, merge.right) for merge in canonical_merges(tuple(range(size))))
 
 
 class Operations:
@@ -48,16 +49,16 @@ class Operations:
 
     def __init__(self, meeting: Meeting, slots: Tensor, arenas: Arenas, kernels: Kernels, rank: int, size: int) -> None:
         """`slots`: 2 sets × size ranks × slot bytes of shared memory."""
-        self._meeting, self._slots, self._arenas, self._kernels = meeting, slots, arenas, kernels
+        self._meeting, self._slots, self._arenas, self.kernels = meeting, slots, arenas, kernels
         self._rank, self._size = rank, size
-        self._slot_bytes = slots.shape[2]
+        self.slot_bytes = slots.shape[2]
         self._rooms: dict[tuple[int, int, torch.dtype], Tensor] = {}
         self.timeout_s = 600.0
 
     # -- the collectives -----------------------------------------------------------------------------------------------
 
     def barrier(self) -> None:
-        self._meet(Call("barrier"))
+        self.meet(Call("barrier"))
 
     def all_reduce(self, flat: Tensor, op: ReduceOp.RedOpType) -> None:
         call = Call("all_reduce", str(flat.dtype), flat.numel(), _name(op))
@@ -70,14 +71,14 @@ class Operations:
         for piece in self._pieces(flat, call):
             parts = owner_ranges(piece.numel(), self._size, ALIGNED)
             self._write_others(piece, parts)
-            self._meet(call)
+            self.meet(call)
             low, high = parts[self._rank]
-            sums = self._slot(self._rank, piece.dtype, high)[low:high]
+            sums = self.slot(self._rank, piece.dtype, high)[low:high]
             self._reduce([piece[low:high], sums], self._rows(piece, low, high), op)
-            self._meet(call)
+            self.meet(call)
             for rank, (begin, end) in enumerate(parts):
                 if rank != self._rank and end > begin:
-                    self._copy(piece[begin:end], self._read(rank, piece.dtype, end)[begin:end])
+                    self.copy(piece[begin:end], self.read(rank, piece.dtype, end)[begin:end])
         return None
 
     def reduce(self, flat: Tensor, root: int, op: ReduceOp.RedOpType) -> None:
@@ -85,13 +86,13 @@ class Operations:
         for piece in self._pieces(flat, call):
             parts = owner_ranges(piece.numel(), self._size, ALIGNED)
             self._write_others(piece, parts)
-            self._meet(call)
+            self.meet(call)
             low, high = parts[self._rank]
-            self._reduce([self._slot(self._rank, piece.dtype, high)[low:high]], self._rows(piece, low, high), op)
-            self._meet(call)
+            self._reduce([self.slot(self._rank, piece.dtype, high)[low:high]], self._rows(piece, low, high), op)
+            self.meet(call)
             if self._rank == root:
                 for rank, (begin, end) in enumerate(parts):
-                    self._copy(piece[begin:end], self._read(rank, piece.dtype, end)[begin:end])
+                    self.copy(piece[begin:end], self.read(rank, piece.dtype, end)[begin:end])
 
     def reduce_scatter(self, out: Tensor, parts: Sequence[Tensor], op: ReduceOp.RedOpType) -> None:
         """Part r of every rank is added up on rank r."""
@@ -100,11 +101,11 @@ class Operations:
             width = high - low
             for rank, part in enumerate(parts):
                 if rank != self._rank:
-                    self._copy(self._slot(self._rank, out.dtype, (rank + 1) * width)[rank * width :], part[low:high])
-            self._meet(call)
+                    self.copy(self.slot(self._rank, out.dtype, (rank + 1) * width)[rank * width :], part[low:high])
+            self.meet(call)
             begin, end = self._rank * width, (self._rank + 1) * width
             rows = [
-                parts[rank][low:high] if rank == self._rank else self._read(rank, out.dtype, end)[begin:]
+                parts[rank][low:high] if rank == self._rank else self.read(rank, out.dtype, end)[begin:]
                 for rank in range(self._size)
             ]
             self._reduce([out[low:high]], rows, op)
@@ -112,40 +113,40 @@ class Operations:
     def all_gather(self, outs: Sequence[Tensor], mine: Tensor) -> None:
         call = Call("all_gather", str(mine.dtype), mine.numel())
         for low, high in self._ranges(mine.numel(), mine.element_size(), call):
-            self._copy(self._slot(self._rank, mine.dtype, high - low), mine[low:high])
-            self._meet(call)
+            self.copy(self.slot(self._rank, mine.dtype, high - low), mine[low:high])
+            self.meet(call)
             for rank, out in enumerate(outs):
-                self._copy(out[low:high], self._read(rank, mine.dtype, high - low))
+                self.copy(out[low:high], self.read(rank, mine.dtype, high - low))
 
     def broadcast(self, flat: Tensor, root: int) -> None:
         call = Call("broadcast", str(flat.dtype), flat.numel(), f"from rank {root}")
         for low, high in self._ranges(flat.numel(), flat.element_size(), call):
             if self._rank == root:
-                self._copy(self._slot(root, flat.dtype, high - low), flat[low:high])
-            self._meet(call)
+                self.copy(self.slot(root, flat.dtype, high - low), flat[low:high])
+            self.meet(call)
             if self._rank != root:
-                self._copy(flat[low:high], self._read(root, flat.dtype, high - low))
+                self.copy(flat[low:high], self.read(root, flat.dtype, high - low))
 
     def gather(self, outs: Sequence[Tensor], mine: Tensor, root: int) -> None:
         call = Call("gather", str(mine.dtype), mine.numel(), f"to rank {root}")
         for low, high in self._ranges(mine.numel(), mine.element_size(), call):
-            self._copy(self._slot(self._rank, mine.dtype, high - low), mine[low:high])
-            self._meet(call)
+            self.copy(self.slot(self._rank, mine.dtype, high - low), mine[low:high])
+            self.meet(call)
             if self._rank == root:
                 for rank, out in enumerate(outs):
-                    self._copy(out[low:high], self._read(rank, mine.dtype, high - low))
+                    self.copy(out[low:high], self.read(rank, mine.dtype, high - low))
 
     def scatter(self, out: Tensor, parts: Sequence[Tensor], root: int) -> None:
         call = Call("scatter", str(out.dtype), out.numel(), f"from rank {root}")
         for low, high in self._ranges(out.numel(), out.element_size() * self._size, call):
             width = high - low
             if self._rank == root:
-                room = self._slot(root, out.dtype, self._size * width)
+                room = self.slot(root, out.dtype, self._size * width)
                 for rank, part in enumerate(parts):
-                    self._copy(room[rank * width : (rank + 1) * width], part[low:high])
-            self._meet(call)
+                    self.copy(room[rank * width : (rank + 1) * width], part[low:high])
+            self.meet(call)
             begin = self._rank * width
-            self._copy(out[low:high], self._read(root, out.dtype, begin + width)[begin:])
+            self.copy(out[low:high], self.read(root, out.dtype, begin + width)[begin:])
 
     def all_to_all(self, outs: Sequence[Tensor], parts: Sequence[Tensor]) -> None:
         """Part r goes to rank r; parts may be of any length, so the ranks first tell each other how long theirs are."""
@@ -164,40 +165,40 @@ class Operations:
             width = high - low
             for rank, part in enumerate(parts):
                 given = part[low:high]
-                self._copy(self._slot(self._rank, part.dtype, rank * width + given.numel())[rank * width :], given)
-            self._meet(call)
+                self.copy(self.slot(self._rank, part.dtype, rank * width + given.numel())[rank * width :], given)
+            self.meet(call)
             for rank, out in enumerate(outs):
                 wanted = out[low:high]
                 begin = self._rank * width
-                self._copy(wanted, self._read(rank, out.dtype, begin + wanted.numel())[begin:])
+                self.copy(wanted, self.read(rank, out.dtype, begin + wanted.numel())[begin:])
 
     # -- parts -------------------------------------------------------------------------------------------------------
 
     def _all_reduce_small(self, flat: Tensor, op: ReduceOp.RedOpType, call: Call) -> None:
         """Everybody adds up everything: one meeting less, where meetings cost more than adding."""
-        self._copy(self._slot(self._rank, flat.dtype, flat.numel()), flat)
-        self._meet(call)
-        self._reduce([flat], [self._read(rank, flat.dtype, flat.numel()) for rank in range(self._size)], op)
+        self.copy(self.slot(self._rank, flat.dtype, flat.numel()), flat)
+        self.meet(call)
+        self._reduce([flat], [self.read(rank, flat.dtype, flat.numel()) for rank in range(self._size)], op)
 
     def _all_reduce_in_place(self, flat: Tensor, place: str, op: ReduceOp.RedOpType, call: Call) -> None:
-        self._meet(call)
+        self.meet(call)
         low, high = owner_ranges(flat.numel(), self._size, ALIGNED)[self._rank]
         rows = [tensor[low:high] for tensor in self._arenas.everyones(flat)]
         if high > low:
             self._reduce(rows, rows, op)
-        self._meet(call)
+        self.meet(call)
 
     def _write_others(self, piece: Tensor, parts: Sequence[tuple[int, int]]) -> None:
         """What the others add up; this rank's own part is read where it is."""
-        room = self._slot(self._rank, piece.dtype, piece.numel())
+        room = self.slot(self._rank, piece.dtype, piece.numel())
         low, high = parts[self._rank]
         for begin, end in ((0, low), (high, piece.numel())):
             if end > begin:
-                self._copy(room[begin:end], piece[begin:end])
+                self.copy(room[begin:end], piece[begin:end])
 
     def _rows(self, piece: Tensor, low: int, high: int) -> list[Tensor]:
         return [
-            piece[low:high] if rank == self._rank else self._read(rank, piece.dtype, high)[low:high]
+            piece[low:high] if rank == self._rank else self.read(rank, piece.dtype, high)[low:high]
             for rank in range(self._size)
         ]
 
@@ -205,24 +206,24 @@ class Operations:
         if not rows[0].numel():
             return
         if op == ReduceOp.SUM and rows[0].dtype == torch.float32:
-            self._kernels.sum_into(outs, rows, rank_merges(len(rows)))
+            self.kernels.sum_into(outs, rows, rank_merges(len(rows)))
             return
         total = reduced(rows, op)
         for out in outs:
             out.copy_(total)
 
-    def _copy(self, to: Tensor, source: Tensor) -> None:
+    def copy(self, to: Tensor, source: Tensor) -> None:
         if to.numel():
-            self._kernels.copy(to, source[: to.numel()] if source.numel() > to.numel() else source)
+            self.kernels.copy(to, source[: to.numel()] if source.numel() > to.numel() else source)
 
-    def _meet(self, call: Call) -> None:
+    def meet(self, call: Call) -> None:
         self._meeting.meet(call.packed(), self.timeout_s)
 
-    def _slot(self, rank: int, dtype: torch.dtype, elements: int) -> Tensor:
+    def slot(self, rank: int, dtype: torch.dtype, elements: int) -> Tensor:
         """This rank's room for the next meeting, or another's."""
         return self._room(self._meeting.count & 1, rank, dtype, elements)
 
-    def _read(self, rank: int, dtype: torch.dtype, elements: int) -> Tensor:
+    def read(self, rank: int, dtype: torch.dtype, elements: int) -> Tensor:
         """What `rank` wrote for the meeting that has just been."""
         return self._room(self._meeting.count - 1 & 1, rank, dtype, elements)
 
@@ -230,7 +231,7 @@ class Operations:
         key = (which, rank, dtype)
         room = self._rooms.get(key)
         if room is None:
-            whole = self._slot_bytes // dtype.itemsize * dtype.itemsize
+            whole = self.slot_bytes // dtype.itemsize * dtype.itemsize
             room = self._rooms[key] = self._slots[which, rank, :whole].view(dtype)
         return room[:elements]
 
@@ -241,8 +242,8 @@ class Operations:
     def _ranges(self, elements: int, bytes_each: int, call: Call) -> Iterator[tuple[int, int]]:
         """Ranges that fit a slot; none for an empty tensor, whose ranks still meet and compare."""
         if elements == 0:
-            self._meet(call)
-        step = max(1, self._slot_bytes // bytes_each)
+            self.meet(call)
+        step = max(1, self.slot_bytes // bytes_each)
         for low in range(0, elements, step):
             yield low, min(low + step, elements)
 
@@ -268,13 +269,21 @@ def reduced(rows: Sequence[Tensor], op: ReduceOp.RedOpType) -> Tensor:
     wide = [row.float() for row in rows] if dtype in _HALVES else list(rows)
     if dtype == torch.bool:  # gloo counts a bool as a byte and what comes out as true or false
         wide = [row.to(torch.uint8) for row in rows]
-    sums = dict(enumerate(wide))
-    for left, right in rank_merges(len(rows)):
-        sums[left] = function(sums[left], sums.pop(right))
-    total = sums[0]
+    total = combined(wide, rank_merges(len(rows)), function)
     if op == ReduceOp.AVG:
         total = total / len(rows) if total.is_floating_point() or total.is_complex() else total // len(rows)
     return total.to(dtype)
+
+
+def combined(
+    rows: Sequence[Tensor], merges: Merges, function: Callable[[Tensor, Tensor], Tensor] = torch.add
+) -> Tensor:
+    """The rows combined along `merges`, in memory of their own."""
+    sums = dict(enumerate(rows))
+    for left, right in merges:
+        sums[left] = function(sums[left], sums.pop(right))
+    (total,) = sums.values()
+    return total
 
 
 @cache

@@ -10,7 +10,6 @@ the kernel lets only the same user look into /proc/PID/fd. Pages exist from the 
 from __future__ import annotations
 
 import json
-import mmap
 import os
 import secrets
 from pathlib import Path
@@ -31,10 +30,12 @@ class Segment:
     def __init__(self, descriptor: int, size: int) -> None:
         self._descriptor = descriptor
         try:
-            self._map = mmap.mmap(descriptor, size)
-        except OSError as error:
-            raise CollectiveError(f"{size:,} bytes of shared memory can't be mapped: {error.strerror}") from error
-        self.memory: Tensor = torch.frombuffer(self._map, dtype=torch.uint8)
+            # Unlike the mmap module's, this mapping keeps no descriptor of its own, and ends with its last tensor.
+            storage = torch.UntypedStorage.from_file(f"/proc/self/fd/{descriptor}", True, size)
+        except RuntimeError as error:
+            os.close(descriptor)
+            raise CollectiveError(f"{size:,} bytes of shared memory can't be mapped: {error}") from error
+        self.memory: Tensor = torch.tensor([], dtype=torch.uint8).set_(storage)
 
     @classmethod
     def create(cls, size: int) -> tuple[Segment, str]:
@@ -76,16 +77,21 @@ class Segment:
             os.close(descriptor)
             raise CollectiveError(f"rank {rank}: {path} is not the shared memory that rank 0 made")
         segment = cls(descriptor, about.st_size)
+        segment.close_descriptor()
         if bytes(segment.memory[:_TOKEN_BYTES].tolist()).decode(errors="replace") != told["token"]:
             segment.close()
             raise CollectiveError(f"rank {rank}: the shared memory in {path} belongs to another job")
         return segment
 
-    def close(self) -> None:
-        """Let go; tensors that still look into the memory keep it alive."""
+    def close_descriptor(self) -> None:
+        """From now on nobody else can open the segment; who has it keeps it."""
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
+
+    def close(self) -> None:
+        """Let go; tensors that still look into the memory keep it alive."""
+        self.close_descriptor()
         self.memory = torch.empty(0, dtype=torch.uint8)
 
 

@@ -2,18 +2,28 @@
 
 asked for with async_op, or while others are under way ──► the line's thread         the caller goes on
 asked for to be waited for, with nothing under way     ──► the caller itself         no thread is woken
+asked for by a callback that the line's thread runs    ──► there, after what came before: nobody else would
+
+While a profiler records, all of them run in the thread, and show as asynchronous events like those of torch's backends.
 """
 
 from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
+from torch._C._autograd import (
+    _profiler_enabled,
+    _record_function_with_args_enter,
+    _record_function_with_args_exit,
+)
 from torch.futures import Future
 
 from paceline.errors import CollectiveError
@@ -21,29 +31,45 @@ from paceline.errors import CollectiveError
 LINGER_S = 5.0
 
 
+@dataclass(frozen=True)
+class Event:
+    """What a profiler shows: a name, and the shapes of some tensors."""
+
+    name: str
+    tensors: Sequence[Tensor] = ()
+
+
 class LineWork(dist.Work):
     """What c10d calls a work: something under way, whose end and failure can be waited for."""
 
-    def __init__(self, result: list[Any], *, source: int = -1) -> None:
+    def __init__(self, result: list[Any], event: Event) -> None:
         super().__init__()
-        self._result, self._source = result, source
+        self.source = -1
+        self._result = result
         self._done = threading.Event()
+        self._lock = threading.Lock()
         self._error: BaseException | None = None
-        self._future: Future[list[Any]] = Future()
-        self._deadline_s: float | None = None
+        self._future: Future[Any] | None = None
+        self._outcome: Future[list[Any]] | None = None
+        self._record = _record_function_with_args_enter(event.name, *event.tensors) if _profiler_enabled() else None
+        self.help: Callable[[LineWork], None] = lambda work: None  # set by a line whose thread may come to wait
 
     def finish(self, error: BaseException | None = None) -> None:
         self._error = error
-        self._done.set()
-        if error is None:
-            self._future.set_result(self._result)
-        else:
-            self._future.set_exception(error)  # type: ignore[arg-type]
+        if self._record is not None:  # before anybody who waits can stop the profiler
+            _record_function_with_args_exit(self._record)
+            self._record = None
+        with self._lock:
+            self._done.set()
+            future = self._future
+        if future is not None:
+            future.set_result(None)
 
     def wait(self, timeout: timedelta | None = None) -> bool:
+        self.help(self)
         seconds = timeout.total_seconds() if timeout else 0.0
         if not self._done.wait(seconds if seconds > 0 else None):
-            raise CollectiveError(f"the operation was not done after {seconds:g} s")
+            raise CollectiveError(f"the timeout of {seconds:g} s ended before the operation did")
         if self._error is not None:
             raise self._error
         return True
@@ -61,16 +87,30 @@ class LineWork(dist.Work):
         return self._result
 
     def source_rank(self) -> int:
-        return self._source
+        return self.source
 
-    def _source_rank(self) -> int:
-        return self._source
+    _source_rank = source_rank
 
     def synchronize(self) -> None:
         self.wait()
 
     def get_future(self) -> Future[list[Any]]:
-        return self._future
+        with self._lock:
+            if self._outcome is None:
+                self._future = Future()
+                # An exception raised in a callback is an error for C++ too; one that is set is a value to it.
+                self._outcome = self._future.then(self._result_or_error)
+                done = self._done.is_set()
+            else:
+                done = False
+        if done and self._future is not None:
+            self._future.set_result(None)
+        return self._outcome
+
+    def _result_or_error(self, _: Future[Any]) -> list[Any]:
+        if self._error is not None:
+            raise self._error
+        return self._result
 
 
 class WorkLine:
@@ -83,13 +123,14 @@ class WorkLine:
         self._busy = self._closed = False
         self._thread: threading.Thread | None = None
 
-    def run(self, operation: Callable[[], None], result: list[Any], *, at_once: bool) -> LineWork:
+    def run(self, operation: Callable[[], None], result: list[Any], event: Event, *, at_once: bool) -> LineWork:
         """`at_once`: the caller will wait for it anyway."""
-        work = LineWork(result)
         with self._change:
             if self._closed:
                 raise CollectiveError("the group has been shut down")
-            here = at_once and not self._busy and not self._jobs
+            work = LineWork(result, event)
+            work.help = self._help
+            here = at_once and not self._busy and not self._jobs and not _profiler_enabled()
             if here:
                 self._busy = True
             else:
@@ -98,6 +139,8 @@ class WorkLine:
                 self._change.notify_all()
         if here:
             self._do(operation, work)
+        else:
+            self._help(work)
         return work
 
     def close(self) -> None:
@@ -123,6 +166,20 @@ class WorkLine:
                 operation, work = self._jobs.popleft()
                 self._busy = True
             self._do(operation, work)
+
+    def _help(self, work: LineWork) -> None:
+        """Called in the line's own thread, by a callback that wants `work` to end: do what is waiting up to there."""
+        if threading.current_thread() is not self._thread:
+            return
+        while not work.is_completed():
+            with self._change:
+                while self._busy:  # a caller's operation
+                    self._change.wait()
+                if not self._jobs:
+                    return
+                operation, next_work = self._jobs.popleft()
+                self._busy = True
+            self._do(operation, next_work)
 
     def _do(self, operation: Callable[[], None], work: LineWork) -> None:
         error: BaseException | None = None

@@ -1,0 +1,92 @@
+"""The canonical sum of gradient buckets over shared memory: exact mode, on any number of workers and roots.
+
+    every worker    copies its roots' foreign ranges into its slot ─► meeting ─► adds its own range of all roots along
+                    the tree, and writes the sum into every worker's total ─► meeting
+
+Totals lie in shared memory, one for each bucket and worker, and are that worker's gradients as they stand: nothing is
+copied out. Each has one owner at a time: between the meetings its ranges belong to the workers that write them, and
+otherwise to the worker itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from paceline.collectives.canonical_sum import SumPlan, owner_ranges
+from paceline.collectives.shared_memory.arena import Arenas
+from paceline.collectives.shared_memory.kernels import Merges
+from paceline.collectives.shared_memory.meeting import Call
+from paceline.collectives.shared_memory.operations import ALIGNED, Operations, combined
+
+
+class BucketSums:
+    """One for each set of buckets; `sum` is a collective of the group whose operations it uses."""
+
+    def __init__(self, operations: Operations, arenas: Arenas, rank: int, size: int) -> None:
+        self._operations, self._arenas, self._rank, self._size = operations, arenas, rank, size
+        self._totals: dict[tuple[int, int, torch.dtype], list[Tensor]] = {}
+
+    def sum(self, bucket: int, plan: SumPlan, roots: Mapping[int, Tensor], elements: int, dtype: torch.dtype) -> Tensor:
+        """The sum of all workers' roots (by lane) of one bucket, in this worker's total."""
+        totals = self._totals_of(bucket, elements, dtype)
+        call = Call(f"bucket {bucket}", str(dtype), elements)
+        owners = [(worker, lane) for worker in range(self._size) for lane in plan.roots(worker)]
+        merges = _by_row(plan, [lane for _, lane in owners])
+        most_roots = max(len(plan.roots(worker)) for worker in range(self._size))
+        step = self._operations.slot_bytes // (most_roots * dtype.itemsize) // ALIGNED * ALIGNED
+        for low in range(0, elements, step):
+            high = min(low + step, elements)
+            self._sum_piece(totals, owners, merges, roots, low, high, call)
+        self._operations.meet(call)
+        return totals[self._rank]
+
+    def _sum_piece(
+        self,
+        totals: list[Tensor],
+        owners: list[tuple[int, int]],
+        merges: Merges,
+        roots: Mapping[int, Tensor],
+        low: int,
+        high: int,
+        call: Call,
+    ) -> None:
+        operations, width, dtype = self._operations, high - low, totals[0].dtype
+        begin, end = owner_ranges(width, self._size, ALIGNED)[self._rank]
+        for place, root in enumerate(roots.values()):
+            room = operations.slot(self._rank, dtype, (place + 1) * width)[place * width :]
+            piece = root[low:high]
+            operations.copy(room[:begin], piece[:begin])
+            operations.copy(room[end:], piece[end:])
+        operations.meet(call)
+        if end == begin:
+            return
+        rows, seen = [], [0] * self._size
+        for worker, lane in owners:
+            place = seen[worker]
+            seen[worker] += 1
+            if worker == self._rank:
+                rows.append(roots[lane][low + begin : low + end])
+            else:
+                rows.append(operations.read(worker, dtype, place * width + end)[place * width + begin :])
+        outs = [total[low + begin : low + end] for total in totals]
+        if dtype == torch.float32:
+            operations.kernels.sum_into(outs, rows, merges)
+        else:
+            total = combined(rows, merges)
+            for out in outs:
+                out.copy_(total)
+
+    def _totals_of(self, bucket: int, elements: int, dtype: torch.dtype) -> list[Tensor]:
+        key = (bucket, elements, dtype)
+        if key not in self._totals:
+            self._totals[key] = self._arenas.everyones(self._arenas.allocate(elements, dtype))
+        return self._totals[key]
+
+
+def _by_row(plan: SumPlan, lanes: list[int]) -> Merges:
+    """The merges between workers, in rows of the table of all roots."""
+    row = {lane: number for number, lane in enumerate(lanes)}
+    return tuple((row[merge.left], row[merge.right]) for merge in plan.between_workers)
