@@ -6,7 +6,6 @@ torch.distributed.init_process_group("paceline")        after `import paceline.b
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import json
 from collections.abc import Callable, Sequence
@@ -21,12 +20,14 @@ from torch.distributed import ReduceOp
 from paceline.collectives.shared_memory.arena import Arenas
 from paceline.collectives.shared_memory.bucket_sums import BucketSums
 from paceline.collectives.shared_memory.compiling import compiled_library
+from paceline.collectives.shared_memory.flat_tensors import equal_parts, flat_of, flat_outs, split_rows
 from paceline.collectives.shared_memory.kernels import choose_kernels
 from paceline.collectives.shared_memory.mailbox import ANY, CHANNEL_BYTES, Mailbox
 from paceline.collectives.shared_memory.meeting import LINE, Meeting
 from paceline.collectives.shared_memory.operations import Operations
-from paceline.collectives.shared_memory.segment import PAGE, Segment
-from paceline.collectives.shared_memory.work_line import LineWork, WorkLine
+from paceline.collectives.shared_memory.segment import PAGE, Segment, host_identity, name_of
+from paceline.collectives.shared_memory.sparse import all_reduce_sparse
+from paceline.collectives.shared_memory.work_line import Event, LineWork, WorkLine
 from paceline.errors import CollectiveError, ConfigError
 from paceline.world import environment
 
@@ -100,7 +101,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
 
         def start(*bucket: Any) -> LineWork:
             result: list[Any] = []
-            return self._line.run(lambda: result.append(sums.sum(*bucket)), result, at_once=False)
+            return self._run(lambda: result.append(sums.sum(*bucket)), result, None, "sum_bucket")
 
         return start
 
@@ -127,20 +128,20 @@ class SharedMemoryGroup(dist.ProcessGroup):
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> LineWork:
         def run() -> None:
             for outs, mine in zip(outputs, inputs, strict=True):
-                with _flat_outs(outs) as flats:
-                    self._operations.all_gather(flats, _flat(mine))
+                with flat_outs(outs) as flats:
+                    self._operations.all_gather(flats, flat_of(mine))
 
-        return self._run(run, [tensor for outs in outputs for tensor in outs], opts)
+        return self._run(run, [tensor for outs in outputs for tensor in outs], opts, "all_gather", inputs)
 
     def allgather_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> LineWork:
         """`outputs[r][i]` is tensor i of rank r."""
 
         def run() -> None:
             for number, mine in enumerate(inputs):
-                with _flat_outs([outs[number] for outs in outputs]) as flats:
-                    self._operations.all_gather(flats, _flat(mine))
+                with flat_outs([outs[number] for outs in outputs]) as flats:
+                    self._operations.all_gather(flats, flat_of(mine))
 
-        return self._run(run, [tensor for outs in outputs for tensor in outs], opts)
+        return self._run(run, [tensor for outs in outputs for tensor in outs], opts, "all_gather", inputs)
 
     def _allgather_base(self, output: Tensor, mine: Tensor, opts: Any = None) -> LineWork:
         return self._gather_into([output], [mine], opts)
@@ -153,10 +154,10 @@ class SharedMemoryGroup(dist.ProcessGroup):
 
         def run() -> None:
             for out, parts in zip(outputs, inputs, strict=True):
-                with _flat_outs([out]) as (flat,):
-                    self._operations.reduce_scatter(flat, [_flat(part) for part in parts], op)
+                with flat_outs([out]) as (flat,):
+                    self._operations.reduce_scatter(flat, [flat_of(part) for part in parts], op)
 
-        return self._run(run, list(outputs), opts)
+        return self._run(run, list(outputs), opts, "reduce_scatter", [part for parts in inputs for part in parts])
 
     def _reduce_scatter_base(self, output: Tensor, mine: Tensor, opts: Any = None) -> LineWork:
         return self._scatter_sums([output], [mine], opts)
@@ -168,41 +169,41 @@ class SharedMemoryGroup(dist.ProcessGroup):
         self, output: Tensor, mine: Tensor, output_splits: Any = None, input_splits: Any = None, opts: Any = None
     ) -> LineWork:
         def run() -> None:
-            with _flat_outs([output]) as (flat,):
-                outs = _split(flat, output, output_splits, self._size)
-                self._operations.all_to_all(outs, _split(_flat(mine), mine, input_splits, self._size))
+            with flat_outs([output]) as (flat,):
+                outs = split_rows(flat, output, output_splits, self._size)
+                self._operations.all_to_all(outs, split_rows(flat_of(mine), mine, input_splits, self._size))
 
-        return self._run(run, [output], opts)
+        return self._run(run, [output], opts, "all_to_all", [mine])
 
     def alltoall(self, outputs: Any, inputs: Any, opts: Any = None) -> LineWork:
         def run() -> None:
-            with _flat_outs(outputs) as flats:
-                self._operations.all_to_all(flats, [_flat(part) for part in inputs])
+            with flat_outs(outputs) as flats:
+                self._operations.all_to_all(flats, [flat_of(part) for part in inputs])
 
-        return self._run(run, list(outputs), opts)
+        return self._run(run, list(outputs), opts, "all_to_all", inputs)
 
     def gather(self, outputs: Any, inputs: Any, opts: Any = None) -> LineWork:
         root = opts.rootRank if opts is not None else 0
         outs = list(outputs[0]) if outputs and self._rank == root else []
 
         def run() -> None:
-            with _flat_outs(outs) as flats:
-                self._operations.gather(flats, _flat(inputs[0]), root)
+            with flat_outs(outs) as flats:
+                self._operations.gather(flats, flat_of(inputs[0]), root)
 
-        return self._run(run, outs, opts)
+        return self._run(run, outs, opts, "gather", inputs)
 
     def scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> LineWork:
         root = opts.rootRank if opts is not None else 0
         parts = list(inputs[0]) if inputs and self._rank == root else []
 
         def run() -> None:
-            with _flat_outs(outputs) as (flat,):
-                self._operations.scatter(flat, [_flat(part) for part in parts], root)
+            with flat_outs(outputs) as (flat,):
+                self._operations.scatter(flat, [flat_of(part) for part in parts], root)
 
-        return self._run(run, list(outputs), opts)
+        return self._run(run, list(outputs), opts, "scatter", parts)
 
     def barrier(self, opts: Any = None) -> LineWork:
-        return self._run(self._operations.barrier, [], opts)
+        return self._run(self._operations.barrier, [], opts, "barrier")
 
     # Newer names of the same.
     all_gather_single = _allgather_base
@@ -214,13 +215,13 @@ class SharedMemoryGroup(dist.ProcessGroup):
     # -- messages ----------------------------------------------------------------------------------------------------
 
     def send(self, tensors: Any, to: int, tag: int = 0) -> LineWork:
-        return self._mailbox.send(tensors[0], to, tag, self._timeout_s)
+        return self._mailbox.send(tensors[0], to, tag, self._timeout_s, Event(f"{NAME}:send", tensors))
 
     def recv(self, tensors: Any, source: int, tag: int = 0) -> LineWork:
-        return self._mailbox.receive(tensors[0], source, tag, self._timeout_s)
+        return self._mailbox.receive(tensors[0], source, tag, self._timeout_s, Event(f"{NAME}:recv", tensors))
 
     def recv_anysource(self, tensors: Any, tag: int = 0) -> LineWork:
-        return self._mailbox.receive(tensors[0], ANY, tag, self._timeout_s)
+        return self._mailbox.receive(tensors[0], ANY, tag, self._timeout_s, Event(f"{NAME}:recvAnySource", tensors))
 
     # -- the group ---------------------------------------------------------------------------------------------------
 
@@ -260,38 +261,61 @@ class SharedMemoryGroup(dist.ProcessGroup):
 
     # -- parts -------------------------------------------------------------------------------------------------------
 
-    def _each(self, tensors: list[Tensor], opts: Any, operation: Callable[[Tensor], None]) -> LineWork:
+    def _each(self, tensors: list[Tensor], opts: Any, name: str, operation: Callable[[Tensor], None]) -> LineWork:
         """In place on each tensor; one that is not contiguous goes through a copy."""
 
         def run() -> None:
             for tensor in tensors:
-                with _flat_outs([tensor], filled=True) as (flat,):
+                with flat_outs([tensor], filled=True) as (flat,):
                     operation(flat)
 
-        return self._run(run, tensors, opts)
+        return self._run(run, tensors, opts, name)
 
     def _gather_into(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any) -> LineWork:
         def run() -> None:
             for output, mine in zip(outputs, inputs, strict=True):
-                with _flat_outs([output]) as (flat,):
-                    self._operations.all_gather(_equal_parts(flat, self._size, "all_gather"), _flat(mine))
+                with flat_outs([output]) as (flat,):
+                    self._operations.all_gather(equal_parts(flat, self._size, "all_gather"), flat_of(mine))
 
-        return self._run(run, list(outputs), opts)
+        return self._run(run, list(outputs), opts, "all_gather", inputs)
 
     def _scatter_sums(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any) -> LineWork:
         op = _op(opts)
 
         def run() -> None:
             for output, mine in zip(outputs, inputs, strict=True):
-                with _flat_outs([output]) as (flat,):
-                    parts = _equal_parts(_flat(mine), self._size, "reduce_scatter")
+                with flat_outs([output]) as (flat,):
+                    parts = equal_parts(flat_of(mine), self._size, "reduce_scatter")
                     self._operations.reduce_scatter(flat, parts, op)
 
-        return self._run(run, list(outputs), opts)
+        return self._run(run, list(outputs), opts, "reduce_scatter", inputs)
 
-    def _run(self, operation: Callable[[], None], result: list[Any], opts: Any) -> LineWork:
+    def _run(
+        self,
+        operation: Callable[[], None],
+        result: list[Any],
+        opts: Any,
+        name: str,
+        inputs: Sequence[Tensor] | None = None,
+    ) -> LineWork:
         at_once = opts is not None and not getattr(opts, "asyncOp", True)
-        return self._line.run(operation, result, at_once=at_once)
+        asked = opts.timeout.total_seconds() if opts is not None else 0.0  # negative where nothing was asked for
+        timeout_s = asked if asked > 0 else self._timeout_s
+
+        def run() -> None:
+            self._operations.timeout_s = timeout_s
+            met = self._meeting.count
+            try:
+                operation()
+            except CollectiveError:
+                raise  # either nobody has begun, or the meeting has drawn the consequences
+            except BaseException as error:
+                if self._meeting.count != met:
+                    self._meeting.give_up(f"{type(error).__name__} in {name}: {error}")
+                raise
+
+        event = Event(f"{NAME}:{name}", result if inputs is None else inputs)
+        return self._line.run(run, result, event, at_once=at_once)
 
     def _make_segment(self, size: int) -> Segment:
         """The next segment of this group: rank 0 makes it and keeps it open, the others open it by its descriptor."""
@@ -311,10 +335,19 @@ class SharedMemoryGroup(dist.ProcessGroup):
         return segment
 
     def _all_have_c(self, wanted: str | None) -> bool:
-        """C only if everybody has it: who sleeps on a word must be woken by the others."""
-        mine = wanted != "torch" and compiled_library() is not None
-        self._store.set(f"kernels/{self._rank}", "c" if mine else "torch")
-        return all(self._store.get(f"kernels/{rank}") == b"c" for rank in range(self._size))
+        """C only if everybody has it: who sleeps on a word must be woken by the others. And all are on one host."""
+        kernels = "c" if wanted != "torch" and compiled_library() is not None else "torch"
+        mine = {"host": host_identity(), "kernels": kernels}
+        self._store.set(f"hello/{self._rank}", json.dumps(mine))
+        everyone = [json.loads(self._store.get(f"hello/{rank}")) for rank in range(self._size)]
+        hosts = [hello["host"] for hello in everyone]
+        if len(set(hosts)) > 1:
+            other = next(rank for rank, host in enumerate(hosts) if host != hosts[0])
+            raise ConfigError(
+                f"rank 0 is on host {name_of(hosts[0])} and rank {other} on {name_of(hosts[other])}: the paceline "
+                "backend joins the processes of one host; use gloo between hosts"
+            )
+        return all(hello["kernels"] == "c" for hello in everyone)
 
 
 def create_group(store: Any, rank: int, size: int, timeout: timedelta) -> SharedMemoryGroup:
@@ -327,41 +360,10 @@ def _listed(tensors: Any) -> list[Tensor]:
 
 def _op(opts: Any) -> Any:
     op = opts.reduceOp if opts is not None else ReduceOp.SUM
-    return op.op if isinstance(op, ReduceOp) else op  # type: ignore[attr-defined]
+    return getattr(op, "op", op)
 
 
-def _flat(tensor: Tensor) -> Tensor:
-    if tensor.is_sparse or tensor.device.type != "cpu":
-        raise CollectiveError(f"the paceline backend moves dense CPU tensors, not {tensor.layout} on {tensor.device}")
-    flat = tensor.detach().contiguous().view(-1)
-    return torch.view_as_real(flat).view(-1) if flat.is_complex() else flat
-
-
-@contextlib.contextmanager
-def _flat_outs(tensors: Sequence[Tensor], *, filled: bool = False) -> Any:
-    """Flat tensors to write to; those that are not contiguous are copied back at the end."""
-    flats = [
-        _flat(tensor if filled or tensor.is_contiguous() else torch.empty(tensor.shape, dtype=tensor.dtype))
-        for tensor in tensors
-    ]
-    yield flats
-    for tensor, flat in zip(tensors, flats, strict=True):
-        if not tensor.is_contiguous():
-            whole = torch.view_as_complex(flat.view(-1, 2)) if tensor.is_complex() else flat
-            tensor.detach().copy_(whole.view(tensor.shape))
-
-
-def _equal_parts(flat: Tensor, size: int, what: str) -> list[Tensor]:
-    if flat.numel() % size:
-        raise CollectiveError(f"{what}: {flat.numel():,} elements can't be cut into {size} equal parts")
-    return list(flat.view(size, -1).unbind()) if flat.numel() else [flat] * size
-
-
-def _split(flat: Tensor, tensor: Tensor, splits: Any, size: int) -> list[Tensor]:
-    """Parts of so many rows each; equal ones where nothing is said."""
-    if not splits:
-        return _equal_parts(flat, size, "all_to_all")
-    row = flat.numel() // tensor.shape[0] if tensor.shape[0] else 0
-    if sum(splits) != tensor.shape[0]:
-        raise CollectiveError(f"all_to_all: splits {list(splits)} don't add up to {tensor.shape[0]} rows")
-    return list(torch.split(flat, [rows * row for rows in splits]))
+def _seconds(timeout: timedelta) -> float:
+    if timeout.total_seconds() <= 0:
+        raise ConfigError(f"a timeout of {timeout.total_seconds():g} s: a wait of no time always fails; give it some")
+    return timeout.total_seconds()

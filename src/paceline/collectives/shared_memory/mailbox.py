@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from paceline.collectives.shared_memory.meeting import LOOK_EVERY_S, Meeting
-from paceline.collectives.shared_memory.work_line import LINGER_S, LineWork
+from paceline.collectives.shared_memory.work_line import LINGER_S, Event, LineWork
 from paceline.errors import CollectiveError
 
 CHUNK = 64 * 2**10
@@ -80,16 +80,18 @@ class Mailbox:
         self._closed = False
         self._thread: threading.Thread | None = None
 
-    def send(self, data: Tensor, to: int, tag: int, timeout_s: float) -> LineWork:
-        work = LineWork([])
-        flat = data.contiguous().view(-1).view(torch.uint8) if data.numel() else torch.empty(0, dtype=torch.uint8)
+    def send(self, data: Tensor, to: int, tag: int, timeout_s: float, event: Event) -> LineWork:
+        work = LineWork([], event)
+        flat = (
+            data.detach().contiguous().view(-1).view(torch.uint8) if data.numel() else torch.empty(0, dtype=torch.uint8)
+        )
         self._add(self._pending.sends, _Sending(to, tag, flat, work, time.monotonic() + timeout_s))
         return work
 
-    def receive(self, into: Tensor, source: int, tag: int, timeout_s: float) -> LineWork:
+    def receive(self, into: Tensor, source: int, tag: int, timeout_s: float, event: Event) -> LineWork:
         """`source` may be ANY."""
-        work = LineWork([into])
-        self._add(self._pending.receives, _Receiving(source, tag, into, work, time.monotonic() + timeout_s))
+        work = LineWork([into], event)
+        self._add(self._pending.receives, _Receiving(source, tag, into.detach(), work, time.monotonic() + timeout_s))
         return work
 
     def close(self) -> None:
@@ -194,7 +196,7 @@ class Mailbox:
             for number, message in enumerate(self._here[source]):
                 if message.tag == job.tag:
                     del self._here[source][number]
-                    job.work._source = source
+                    job.work.source = source
                     if message.data.numel() != job.into.nbytes:
                         problem = CollectiveError(
                             f"rank {source} sent {message.data.numel():,} bytes to rank {self._rank} (tag {job.tag}), "

@@ -8,8 +8,8 @@ waits long looks whether the others are alive: a peer that died is named within 
 timeout ends.
 
 What the ranks call is compared at every meeting. If it differs, each of them says both calls, and the group goes on:
-all have come to the same meeting, and nothing has been read. A rank that gives up on a peer is a meeting ahead of it, so
-its group is broken: it says so at every later call, and so do the others when they come.
+all have come to the same meeting, and nothing has been read. A rank that gives up on a peer is a meeting ahead of it,
+so its group is broken: it says so at every later call, and so do the others when they come.
 """
 
 from __future__ import annotations

@@ -51,6 +51,7 @@ class Operations:
         """`slots`: 2 sets × size ranks × slot bytes of shared memory."""
         self._meeting, self._slots, self._arenas, self.kernels = meeting, slots, arenas, kernels
         self._rank, self._size = rank, size
+        self.size = size
         self.slot_bytes = slots.shape[2]
         self._rooms: dict[tuple[int, int, torch.dtype], Tensor] = {}
         self.timeout_s = 600.0

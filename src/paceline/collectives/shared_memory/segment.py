@@ -31,7 +31,7 @@ class Segment:
         self._descriptor = descriptor
         try:
             # Unlike the mmap module's, this mapping keeps no descriptor of its own, and ends with its last tensor.
-            storage = torch.UntypedStorage.from_file(f"/proc/self/fd/{descriptor}", True, size)
+            storage: Any = torch.UntypedStorage.from_file(f"/proc/self/fd/{descriptor}", True, size)
         except RuntimeError as error:
             os.close(descriptor)
             raise CollectiveError(f"{size:,} bytes of shared memory can't be mapped: {error}") from error
@@ -61,7 +61,7 @@ class Segment:
         told: dict[str, Any] = json.loads(text)
         if told["host"] != host_identity():
             raise ConfigError(
-                f"rank {rank} is on host {_name_of(host_identity())} and rank 0 on {_name_of(told['host'])}: the "
+                f"rank {rank} is on host {name_of(host_identity())} and rank 0 on {name_of(told['host'])}: the "
                 "paceline backend joins the processes of one host; use gloo between hosts"
             )
         path = f"/proc/{told['pid']}/fd/{told['fd']}"
@@ -101,7 +101,7 @@ def host_identity() -> str:
     return f"{os.uname().nodename} {boot} {os.readlink('/proc/self/ns/pid')}"
 
 
-def _name_of(identity: str) -> str:
+def name_of(identity: str) -> str:
     return identity.split()[0]
 
 
