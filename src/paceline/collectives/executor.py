@@ -18,8 +18,10 @@ from paceline.collectives.pipeline import Message, Pipeline, pipeline
 from paceline.collectives.schedule import How, Schedule
 from paceline.collectives.scratch import Scratch
 
+# Measured over loopback, 25 MiB on 4 and 8 ranks of 16 cores: with 1 or 2 MiB a tree takes 0.65 of its time uncut, a
+# star 0.75, rings as long as uncut; 256 KiB costs 1.4 times as much: a message of gloo's costs 100 µs and more.
 SEGMENT_BYTES = 2**20
-POSTED_AHEAD = 8  # receives of later beats
+POSTED_AHEAD = 4  # receives of later beats; more were no faster
 
 
 def run_schedule(
