@@ -233,8 +233,9 @@ def measure(trial: Trial) -> dict[str, Any]:
             _await(processes)
         finally:
             with _undisturbed():
-                for process in processes:
+                for process in processes:  # all at once, or the others would tell of the first one's death
                     process.kill()
+                for process in processes:
                     process.wait()
         return summarise(trial, json.loads(file.read_text()))
 
@@ -294,10 +295,7 @@ def show(result: dict[str, Any]) -> None:
     trial = result["trial"]
     out = Console(width=None if sys.stdout.isatty() else 120, highlight=False)
     least = min(trial["hosts"])
-    out.print(
-        f"All-reduce of {result['tensor_bytes']:,} bytes, links of {trial['mbit']} Mbit/s each way, "
-        f"{trial['rounds']} rounds"
-    )
+    out.print(f"All-reduce of {result['tensor_bytes']:,} bytes, links of {trial['mbit']} Mbit/s each way")
     table = Table(box=None, pad_edge=False, header_style="bold")
     columns = ("algorithm", "N", "time, s", "least – most", "by theory", f"× N={least}", "by theory", "busiest, bytes")
     for number, column in enumerate((*columns, "by theory", "on the wire")):
@@ -343,14 +341,10 @@ def plot(result: dict[str, Any], file: Path) -> None:
         panel.grid(alpha=0.3)
         panel.spines[["top", "right"]].set_visible(False)
 
-    draw(axes[0], lambda row: row["seconds"], lambda row: row["seconds_by_theory"], "time, s")
     mib = 2**20
-    draw(
-        axes[1],
-        lambda row: row["busiest_bytes"] / mib,
-        lambda row: row["bytes_by_theory"] / mib,
-        "bytes into the busiest node, MiB (counted)",
-    )
+    draw(axes[0], lambda row: row["seconds"], lambda row: row["seconds_by_theory"], "time, s")
+    title = "bytes into the busiest node, MiB (counted)"
+    draw(axes[1], lambda row: row["busiest_bytes"] / mib, lambda row: row["bytes_by_theory"] / mib, title)
     axes[0].legend(frameon=False)
     figure.suptitle(f"All-reduce of {result['tensor_bytes'] / mib:.1f} MiB over links of {trial['mbit']} Mbit/s")
     figure.savefig(file, dpi=150)
@@ -377,6 +371,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     try:
         result = measure(trial)
+    except KeyboardInterrupt:
+        sys.exit(130)
     finally:
         signal.signal(signal.SIGTERM, before)
     if args.json is not None:

@@ -1,4 +1,4 @@
-"""`paceline bench step | overlap | startup | order | lengths | traffic`: paceline beside what people use today.
+"""`paceline bench step | overlap | startup | order | lengths | traffic | collectives`: beside what people use today.
 
     paceline bench step --workload mlp25m --against torch-ddp --workers 2 --json step.json
     paceline bench overlap --workload mlp25m --workers 2
@@ -6,18 +6,21 @@
     paceline bench order --samples 1000000000
     paceline bench lengths --lanes 8 --accumulate 4
     paceline bench traffic
+    paceline bench collectives --operation all_reduce --operation all_gather --png collectives.png
 
 What each side's figures include is written in docs/benchmarks.md.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from paceline.bench import collectives as comparing
 from paceline.bench.launching import run_in_workers
 from paceline.bench.race import OURS, PEERS, WORKLOADS, Race
 from paceline.errors import ConfigError
@@ -163,6 +166,80 @@ def traffic() -> None:
     print(tables(counts))
 
 
+@app.command()
+def collectives(
+    operation: Annotated[
+        list[str] | None,
+        typer.Option(
+            help=f"may be repeated: {', '.join(comparing.OPERATIONS)} [default: all_reduce]", show_default=False
+        ),
+    ] = None,
+    sizes: Annotated[str, typer.Option(help="of the whole tensor, a list")] = comparing.DEFAULT_SIZES,
+    backend: Annotated[
+        list[str] | None,
+        typer.Option(help=f"may be repeated: {', '.join(comparing.BACKENDS)} [default: all]", show_default=False),
+    ] = None,
+    algorithm: Annotated[
+        list[str] | None,
+        typer.Option(
+            help=f"over gloo's point-to-point, may be repeated: {', '.join(comparing.ALGORITHMS)} [default: none]",
+            show_default=False,
+        ),
+    ] = None,
+    workers: Workers = 2,
+    rounds: Rounds = 20,
+    json_file: JsonFile = None,
+    png_file: Annotated[
+        Path | None, typer.Option("--png", help="draw time by size there (needs matplotlib)", show_default=False)
+    ] = None,
+) -> None:
+    """Collectives by size, in the manner of nccl-tests: time, bandwidth, bytes, and the ratio to gloo."""
+    from paceline.bench.collectives_report import plot_collectives, show_collectives
+    from paceline.bench.report import console
+
+    _check_writable(json_file)
+    _check_writable(png_file, "--png")
+    if png_file is not None and importlib.util.find_spec("matplotlib") is None:
+        raise ConfigError("--png is drawn by matplotlib, which is not installed: pip install matplotlib")
+    comparison = comparing.Comparison(
+        operations=tuple(dict.fromkeys(operation or ["all_reduce"])),
+        sizes=comparing.parse_sizes(sizes),
+        backends=tuple(dict.fromkeys(backend if backend is not None else [] if algorithm else comparing.BACKENDS)),
+        algorithms=tuple(dict.fromkeys(algorithm or [])),
+        workers=workers,
+        rounds=rounds,
+    )
+    comparison, left_out = comparing.without_the_missing(comparison)
+    for line in left_out:
+        print(line, flush=True)
+    result = comparing.run_in_workers(comparison)
+    if isinstance(result, int):
+        raise typer.Exit(result)
+    result["left_out"] = left_out
+    _write(result, json_file)
+    show_collectives(result, console())
+    if png_file is not None:
+        plot_collectives(result, png_file)
+
+
+@app.command()
+def loader(
+    loader_processes: Annotated[
+        list[int] | None, typer.Option(help="may be repeated [default: 0 and 1]", show_default=False)
+    ] = None,
+    rounds: Annotated[int, typer.Option(help="measured rounds; one more comes first and is dropped")] = 22,
+    json_file: JsonFile = None,
+) -> None:
+    """Batches per second beside torch's DataLoader, and a step's time when data is fetched ahead."""
+    from paceline.bench.loader import measure_loader, show_loader
+    from paceline.bench.report import console
+
+    _check_writable(json_file)
+    result = measure_loader(rounds, loader_processes or [0, 1], tell=lambda line: print(line, flush=True))
+    _write(result, json_file)
+    show_loader(result, console())
+
+
 def _run_race(race: Race, json_file: Path | None) -> None:
     from paceline.bench.report import console, show_race
 
@@ -181,11 +258,11 @@ def _ours(reduction: str) -> str:
     return name
 
 
-def _check_writable(file: Path | None) -> None:
+def _check_writable(file: Path | None, option: str = "--json") -> None:
     """Before minutes of measuring, not after."""
     if file is not None and (file.is_dir() or not file.absolute().parent.is_dir()):
         why = "it is a folder" if file.is_dir() else f"there is no folder {file.parent}"
-        raise ConfigError(f"--json {file} can't be written: {why}")
+        raise ConfigError(f"{option} {file} can't be written: {why}")
 
 
 def _write(result: dict[str, Any], file: Path | None) -> None:
