@@ -20,6 +20,7 @@ from torch import Tensor
 from paceline.collectives.shared_memory.compiling import compiled_library
 
 Merges = Sequence[tuple[int, int]]  # (left, right): row left += row right; the last left is the sum
+MOST_ROWS = 128  # as in kernels.c
 # Below this many bytes a buffer is likely to be read again from a cache, so it is written through them.
 STREAM_FROM = 2**20
 
@@ -62,6 +63,9 @@ class CKernels:
         ]  # fmt: skip
 
     def sum_into(self, outs: Sequence[Tensor], rows: Sequence[Tensor], merges: Merges) -> None:
+        if len(rows) > MOST_ROWS:
+            TorchKernels().sum_into(outs, rows, merges)
+            return
         out_addresses = [out.data_ptr() for out in outs]
         row_addresses = [row.data_ptr() for row in rows]
         large = rows[0].nbytes >= STREAM_FROM
@@ -75,7 +79,8 @@ class CKernels:
             rows[0].numel(),
             bytes(large and address not in row_addresses for address in out_addresses),
         )
-        assert not failed, f"the kernel takes up to 128 rows, got {len(rows)}"
+        if failed:
+            raise MemoryError(f"no room for {len(rows)} blocks of sums")
 
     def copy(self, to: Tensor, source: Tensor) -> None:
         self._copy(to.data_ptr(), source.data_ptr(), to.nbytes)

@@ -31,7 +31,7 @@ ANY = -1
 _NAP_S, _LONGEST_NAP_S = 20e-6, 500e-6
 
 
-@dataclass
+@dataclass(eq=False)
 class _Sending:
     to: int
     tag: int
@@ -42,7 +42,7 @@ class _Sending:
     began: bool = False
 
 
-@dataclass
+@dataclass(eq=False)
 class _Receiving:
     source: int
     tag: int
@@ -218,18 +218,30 @@ class Mailbox:
 
     def _look_at_peers(self, jobs: list[_Sending | _Receiving], now: float) -> None:
         for job in jobs:
-            peer = job.to if isinstance(job, _Sending) else job.source
             try:
-                if peer != ANY and peer != self._rank:
-                    self._meeting.check_alive(peer)
+                self._check_peers(job.to if isinstance(job, _Sending) else job.source)
                 if now > job.deadline:
-                    doing = "to take" if isinstance(job, _Sending) else "to send"
+                    peer = job.to if isinstance(job, _Sending) else job.source
+                    what = "to take" if isinstance(job, _Sending) else "to send"
                     raise CollectiveError(
-                        f"rank {self._rank} waited in vain for rank {peer if peer != ANY else 'anybody'} {doing} a "
-                        f"message (tag {job.tag})"
+                        f"rank {self._rank}: the timeout ended while it waited for "
+                        f"{'anybody' if peer == ANY else f'rank {peer}'} {what} a message (tag {job.tag})"
                     )
             except CollectiveError as error:
                 self._done(job, error)
+
+    def _check_peers(self, peer: int) -> None:
+        """Anybody may send what is wanted from anybody, as long as there is somebody left."""
+        gone = []
+        peers = [peer] if peer != ANY else [rank for rank in range(self._size) if rank != self._rank]
+        for rank in peers:
+            try:
+                if rank != self._rank:
+                    self._meeting.check_alive(rank)
+            except CollectiveError as error:
+                gone.append(error)
+        if gone and len(gone) == len(peers):
+            raise gone[0]
 
 
 def _view_of(channel: Tensor) -> memoryview:

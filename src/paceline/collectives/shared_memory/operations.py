@@ -62,12 +62,13 @@ class Operations:
         self.meet(Call("barrier"))
 
     def all_reduce(self, flat: Tensor, op: ReduceOp.RedOpType) -> None:
+        _check_reduction("all_reduce", op, flat.dtype)
         call = Call("all_reduce", str(flat.dtype), flat.numel(), _name(op))
         place = self._arenas.place_of(flat)
         if place is not None:
             call = Call("all_reduce", str(flat.dtype), flat.numel(), f"{_name(op)}, shared memory {place}")
             return self._all_reduce_in_place(flat, place, op, call)
-        if 0 < flat.nbytes <= SMALL:
+        if 0 < flat.nbytes <= min(SMALL, self.slot_bytes):
             return self._all_reduce_small(flat, op, call)
         for piece in self._pieces(flat, call):
             parts = owner_ranges(piece.numel(), self._size, ALIGNED)
@@ -83,6 +84,7 @@ class Operations:
         return None
 
     def reduce(self, flat: Tensor, root: int, op: ReduceOp.RedOpType) -> None:
+        _check_reduction("reduce", op, flat.dtype)
         call = Call("reduce", str(flat.dtype), flat.numel(), f"{_name(op)} to rank {root}")
         for piece in self._pieces(flat, call):
             parts = owner_ranges(piece.numel(), self._size, ALIGNED)
@@ -97,6 +99,8 @@ class Operations:
 
     def reduce_scatter(self, out: Tensor, parts: Sequence[Tensor], op: ReduceOp.RedOpType) -> None:
         """Part r of every rank is added up on rank r."""
+        _check_reduction("reduce_scatter", op, out.dtype)
+        self._check_parts("reduce_scatter", parts, out)
         call = Call("reduce_scatter", str(out.dtype), out.numel(), _name(op))
         for low, high in self._ranges(out.numel(), out.element_size() * self._size, call):
             width = high - low
@@ -111,8 +115,9 @@ class Operations:
             ]
             self._reduce([out[low:high]], rows, op)
 
-    def all_gather(self, outs: Sequence[Tensor], mine: Tensor) -> None:
-        call = Call("all_gather", str(mine.dtype), mine.numel())
+    def all_gather(self, outs: Sequence[Tensor], mine: Tensor, call: Call | None = None) -> None:
+        self._check_parts("all_gather", outs, mine)
+        call = call or Call("all_gather", str(mine.dtype), mine.numel())
         for low, high in self._ranges(mine.numel(), mine.element_size(), call):
             self.copy(self.slot(self._rank, mine.dtype, high - low), mine[low:high])
             self.meet(call)
@@ -129,6 +134,8 @@ class Operations:
                 self.copy(flat[low:high], self.read(root, flat.dtype, high - low))
 
     def gather(self, outs: Sequence[Tensor], mine: Tensor, root: int) -> None:
+        if self._rank == root:
+            self._check_parts("gather", outs, mine)
         call = Call("gather", str(mine.dtype), mine.numel(), f"to rank {root}")
         for low, high in self._ranges(mine.numel(), mine.element_size(), call):
             self.copy(self.slot(self._rank, mine.dtype, high - low), mine[low:high])
@@ -138,6 +145,8 @@ class Operations:
                     self.copy(out[low:high], self.read(rank, mine.dtype, high - low))
 
     def scatter(self, out: Tensor, parts: Sequence[Tensor], root: int) -> None:
+        if self._rank == root:
+            self._check_parts("scatter", parts, out)
         call = Call("scatter", str(out.dtype), out.numel(), f"from rank {root}")
         for low, high in self._ranges(out.numel(), out.element_size() * self._size, call):
             width = high - low
@@ -151,17 +160,21 @@ class Operations:
 
     def all_to_all(self, outs: Sequence[Tensor], parts: Sequence[Tensor]) -> None:
         """Part r goes to rank r; parts may be of any length, so the ranks first tell each other how long theirs are."""
-        lengths = torch.tensor([part.numel() for part in parts])
-        table = [torch.empty_like(lengths) for _ in range(self._size)]
-        self.all_gather(table, lengths)
-        for rank, out in enumerate(outs):
-            if int(table[rank][self._rank]) != out.numel():
-                raise CollectiveError(
-                    f"all_to_all: rank {rank} sends {int(table[rank][self._rank]):,} elements to rank {self._rank}, "
-                    f"which expects {out.numel():,}"
-                )
+        if len(outs) != self._size or len(parts) != self._size:
+            raise CollectiveError(f"all_to_all: {len(outs)} outputs and {len(parts)} inputs for {self._size} ranks")
+        if len(dtypes := {tensor.dtype for tensor in (*outs, *parts)}) > 1:
+            raise CollectiveError(f"all_to_all of several dtypes: {', '.join(sorted(map(str, dtypes)))}")
         call = Call("all_to_all", str(parts[0].dtype))
-        most = max(int(row.max()) for row in table)
+        lengths = torch.tensor([[part.numel() for part in parts], [out.numel() for out in outs]])
+        table = [torch.empty_like(lengths) for _ in range(self._size)]
+        self.all_gather([row.view(-1) for row in table], lengths.view(-1), call)
+        sent, expected = torch.stack(table).unbind(1)
+        for source, to in (sent != expected.t()).nonzero()[:1].tolist():  # everybody sees it: nobody goes on alone
+            raise CollectiveError(
+                f"all_to_all: rank {source} sends {sent[source, to]:,} elements to rank {to}, "
+                f"which expects {expected[to, source]:,}"
+            )
+        most = int(sent.max())
         for low, high in self._ranges(most, parts[0].element_size() * self._size, call):
             width = high - low
             for rank, part in enumerate(parts):
@@ -174,6 +187,17 @@ class Operations:
                 self.copy(wanted, self.read(rank, out.dtype, begin + wanted.numel())[begin:])
 
     # -- parts -------------------------------------------------------------------------------------------------------
+
+    def _check_parts(self, operation: str, parts: Sequence[Tensor], whole: Tensor) -> None:
+        """One tensor for each rank, like this rank's own. Nothing has been said yet, so the others are not misled."""
+        if len(parts) != self._size:
+            raise CollectiveError(f"{operation}: a list of {len(parts)} tensors for {self._size} ranks")
+        for rank, part in enumerate(parts):
+            if part.dtype != whole.dtype or part.numel() != whole.numel():
+                raise CollectiveError(
+                    f"{operation}: the tensor for rank {rank} is {part.numel():,} {part.dtype}, "
+                    f"this rank's own {whole.numel():,} {whole.dtype}"
+                )
 
     def _all_reduce_small(self, flat: Tensor, op: ReduceOp.RedOpType, call: Call) -> None:
         """Everybody adds up everything: one meeting less, where meetings cost more than adding."""
@@ -261,11 +285,17 @@ _FUNCTIONS: dict[ReduceOp.RedOpType, Callable[[Tensor, Tensor], Tensor]] = {
 }
 
 
+_BITWISE = (ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR)
+
+
+def _check_reduction(operation: str, op: ReduceOp.RedOpType, dtype: torch.dtype) -> None:
+    if op not in _FUNCTIONS or (op in _BITWISE and (dtype.is_floating_point or dtype.is_complex)):
+        raise CollectiveError(f"{operation}: the paceline backend can't reduce {dtype} by {_name(op)}")
+
+
 def reduced(rows: Sequence[Tensor], op: ReduceOp.RedOpType) -> Tensor:
     """The rows combined along the canonical tree, in any dtype; halves in fp32."""
-    function = _FUNCTIONS.get(op)
-    if function is None:
-        raise CollectiveError(f"the paceline backend does not know the reduction {_name(op)}")
+    function = _FUNCTIONS[op]
     dtype = rows[0].dtype
     wide = [row.float() for row in rows] if dtype in _HALVES else list(rows)
     if dtype == torch.bool:  # gloo counts a bool as a byte and what comes out as true or false
