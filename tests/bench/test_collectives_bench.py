@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import itertools
 import json
+import mmap
+import os
+import sys
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+from torch._C._distributed_c10d import HashStore
 from typer.testing import CliRunner
 
+from paceline.bench import collective_contestants as contestants
 from paceline.bench import collectives as comparing
+from paceline.bench.collective_contestants import Prepared, Room
 from paceline.bench.collectives import (
     ALGORITHMS,
     BACKENDS,
@@ -28,7 +35,8 @@ from paceline.bench.report import console
 from paceline.cli import bench as cli
 from paceline.collectives import choice
 from paceline.collectives.shared_memory.compiling import compiled_library
-from paceline.errors import ConfigError
+from paceline.collectives.shared_memory.kernels import TorchKernels
+from paceline.errors import CollectiveError, ConfigError
 from paceline.world.world import World
 from tests.workers import run_workers
 
@@ -151,12 +159,52 @@ def test_bad_input_is_refused_before_anything_starts(options: list[str], words: 
     assert "\n" not in str(refused)
 
 
-def test_peers_that_are_not_installed_are_left_out_with_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_is_not_installed_is_left_out_with_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(comparing.importlib.util, "find_spec", lambda name: None if name == "deepspeed" else object())
     monkeypatch.setattr(comparing.shutil, "which", lambda name: None)
+    monkeypatch.setattr(comparing, "compiled_library", lambda: None)
     asked, lines = without_the_missing(replace(SMALL, backends=BACKENDS))
-    assert asked.backends == ("paceline", "paceline-torch", "paceline-buckets", "bound", "gloo")
-    assert lines == ["openmpi left out: there is no mpirun", "deepspeed left out: deepspeed is not installed"]
+    assert asked.backends == ("paceline", "paceline-torch", "paceline-buckets", "gloo")
+    assert lines == [
+        "bound left out: there is no C compiler, so paceline itself runs with torch kernels too",
+        "openmpi left out: there is no mpirun",
+        "deepspeed left out: deepspeed is not installed",
+    ]
+
+
+def test_processes_that_mpi_did_not_start_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    alone = SimpleNamespace(COMM_WORLD=SimpleNamespace(Get_size=lambda: 1))
+    monkeypatch.setitem(sys.modules, "mpi4py", ModuleType("mpi4py"))
+    monkeypatch.setitem(sys.modules, "mpi4py.MPI", alone)
+    with pytest.raises(ConfigError, match="--backend openmpi: MPI knows 1 processes, not 2; start with mpirun"):
+        contestants.OpenMpi(Room(SMALL))
+
+
+def test_deepspeed_without_its_operator_is_refused_and_its_buffers_are_removed(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: dict[str, str] = {}
+    monkeypatch.setattr(contestants, "enter_environment", told.update)
+    fake = SimpleNamespace(init_distributed=lambda *words, **options: None)
+    monkeypatch.setitem(sys.modules, "deepspeed", fake)
+    with pytest.raises(ConfigError, match="--backend deepspeed: its shared-memory operator was not built"):
+        contestants.DeepSpeed(Room(SMALL), World())
+    assert told["LOCAL_SIZE"] == "1"
+    left = Path(f"/dev/shm/deepspeed_of_a_test_{os.getpid()}")
+    left.write_bytes(bytes(4096))
+    with left.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ):
+        contestants.DeepSpeed.close(object.__new__(contestants.DeepSpeed))
+    assert not left.exists()
+
+
+def test_the_bound_without_a_compiler_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(contestants, "choose_kernels", TorchKernels)
+    with pytest.raises(ConfigError, match="--backend bound is a sum in C, but there is no compiler; leave it out"):
+        contestants.Bound(Room(SMALL), HashStore(), rank=0, most_elements=1024)
+
+
+def test_a_wrong_result_is_never_timed() -> None:
+    tensors = Room(SMALL).tensors(1024)
+    with pytest.raises(CollectiveError, match="gloo: the result of all_reduce on rank 1 is wrong"):
+        Prepared("all_reduce", tensors, lambda: None).check("gloo", rank=1, size=2)
 
 
 # -- what is shown -----------------------------------------------------------------------------------------------------

@@ -35,6 +35,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
+from paceline.collectives.shared_memory.compiling import compiled_library
 from paceline.errors import ConfigError
 from paceline.launch.hosts import free_port
 from paceline.launch.supervisor import Job, supervise
@@ -174,19 +175,23 @@ def size_text(size: int) -> str:
 
 
 def without_the_missing(comparison: Comparison) -> tuple[Comparison, list[str]]:
-    """The comparison with the peers that are installed, and a line about each that is not."""
-    needs = {"openmpi": ("mpi4py", "mpirun"), "deepspeed": ("deepspeed", None)}
-    lines = []
-    for name in comparison.backends:
-        package, program = needs.get(name, (None, None))
-        if package is not None and importlib.util.find_spec(package) is None:
-            lines.append(f"{name} left out: {package} is not installed")
-        elif program is not None and shutil.which(program) is None:
-            lines.append(f"{name} left out: there is no {program}")
-        else:
-            continue
-        comparison = replace(comparison, backends=tuple(each for each in comparison.backends if each != name))
-    return comparison, lines
+    """The comparison between those that are installed, and a line about each that is not."""
+    lines = {name: why for name in comparison.backends if (why := _why_not(name)) is not None}
+    left = tuple(name for name in comparison.backends if name not in lines)
+    return replace(comparison, backends=left), [f"{name} left out: {why}" for name, why in lines.items()]
+
+
+def _why_not(name: str) -> str | None:
+    match name:
+        case "openmpi" if importlib.util.find_spec("mpi4py") is None:
+            return "mpi4py is not installed"
+        case "openmpi" if shutil.which("mpirun") is None:
+            return "there is no mpirun"
+        case "deepspeed" if importlib.util.find_spec("deepspeed") is None:
+            return "deepspeed is not installed"
+        case "bound" if compiled_library() is None:
+            return "there is no C compiler, so paceline itself runs with torch kernels too"
+    return None
 
 
 # -- starting the workers ----------------------------------------------------------------------------------------------
