@@ -249,6 +249,20 @@ def test_the_command_writes_json_and_a_plot_and_says_who_was_left_out(
     assert capsys.readouterr().out.startswith("openmpi left out: why\n")
 
 
+@pytest.mark.parametrize(
+    ("options", "backends"),
+    [({}, BACKENDS), ({"algorithm": ["ring"]}, ("gloo",)), ({"algorithm": ["ring"], "backend": ["bound"]}, ("bound",))],
+)
+def test_unless_told_otherwise_all_run_or_the_algorithms_beside_gloo(
+    options: dict[str, list[str]], backends: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Comparison] = []
+    monkeypatch.setattr(comparing, "without_the_missing", lambda comparison: (comparison, []))
+    monkeypatch.setattr(comparing, "run_in_workers", lambda comparison: asked.append(comparison) or a_result(a_case()))
+    cli.collectives(**options)  # type: ignore[arg-type]
+    assert asked[0].backends == backends
+
+
 def test_one_panel_too_many_stays_empty(tmp_path: Path) -> None:
     plot_collectives(a_result(*(a_case(name) for name in tuple(OPERATIONS)[:4])), tmp_path / "c.png")
     assert (tmp_path / "c.png").stat().st_size > 10_000

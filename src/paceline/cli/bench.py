@@ -177,7 +177,10 @@ def collectives(
     sizes: Annotated[str, typer.Option(help="of the whole tensor, a list")] = comparing.DEFAULT_SIZES,
     backend: Annotated[
         list[str] | None,
-        typer.Option(help=f"may be repeated: {', '.join(comparing.BACKENDS)} [default: all]", show_default=False),
+        typer.Option(
+            help=f"may be repeated: {', '.join(comparing.BACKENDS)} [default: all; beside --algorithm: gloo]",
+            show_default=False,
+        ),
     ] = None,
     algorithm: Annotated[
         list[str] | None,
@@ -204,7 +207,7 @@ def collectives(
     comparison = comparing.Comparison(
         operations=tuple(dict.fromkeys(operation or ["all_reduce"])),
         sizes=comparing.parse_sizes(sizes),
-        backends=tuple(dict.fromkeys(backend if backend is not None else [] if algorithm else comparing.BACKENDS)),
+        backends=tuple(dict.fromkeys(backend or ([comparing.BASELINE] if algorithm else comparing.BACKENDS))),
         algorithms=tuple(dict.fromkeys(algorithm or [])),
         workers=workers,
         rounds=rounds,
