@@ -1,160 +1,123 @@
-"""PyTorch's own tests of torch.distributed, those inside its wheel, run on a backend of one's choice.
+"""PyTorch's own tests of torch.distributed, those inside its wheel, run on the paceline backend.
 
-    python -m tests.conformance.driver paceline --world-size 3            everything that runs on CPU with gloo
-    python -m tests.conformance.driver gloo --world-size 3 --list FILE    which tests those are
+    python -m tests.conformance.driver --world-size 3                     everything that runs on CPU with gloo
+    python -m tests.conformance.driver --world-size 3 test_get_rank …     some of it
+    python -m tests.conformance.driver --backend gloo --record            which tests those are: cpu_tests.txt
 
-The suite decides while it is imported what a backend can do, by its name. Here it is imported as gloo's, and gets the
-name of the backend afterwards, so that exactly gloo's tests run. Workers are forked from a process that has imported
-everything, and several tests run at a time, since most of them sleep.
+A run fails if a test that passes with gloo neither passes here nor stands in EXCEPTIONS, or stands there and passes.
+Most tests sleep for most of their time, so several run at once.
 """
 
 from __future__ import annotations
 
 import argparse
 import concurrent.futures
-import contextlib
-import io
 import json
-import logging
 import multiprocessing
-import os
 import sys
+import tempfile
 import time
-import unittest
-import warnings
 from collections import Counter
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable
+from dataclasses import asdict
 from pathlib import Path
 
-# name: why it can't pass here. Everything else that passes with gloo has to pass.
-EXCEPTIONS: dict[str, str] = {}
+from tests.conformance.suite import Outcome, names_to_run, run_test, start
 
-TEST_TIMEOUT_S = 300
-
-
-class LikeGloo(str):
-    """The backend's name, which inside the suite's tests also answers to gloo's."""
-
-    __slots__ = ()
-
-    def __eq__(self, other: object) -> bool:
-        return str.__eq__(self, other) is True or other == "gloo"
-
-    def __ne__(self, other: object) -> bool:
-        return not self == other
-
-    __hash__ = str.__hash__
+_REFUSED = (
+    "torch.distributed.monitored_barrier refuses every backend not named gloo; here any barrier names who is late"
+)
+# Tests that pass with gloo and can't here, each with its reason.
+EXCEPTIONS: dict[str, str] = {
+    "test_monitored_barrier_failure_order": _REFUSED,
+    "test_monitored_barrier_gloo": _REFUSED,
+    "test_monitored_barrier_gloo_rank_0_timeout": "calls gloo's own method of that name, which no other backend has",
+    "test_monitored_barrier_gloo_subgroup": _REFUSED,
+    "test_monitored_barrier_wait_all_ranks": _REFUSED,
+}
+RECORD = Path(__file__).with_name("cpu_tests.txt")
+WORLD_SIZES = (3, 8)
 
 
-@dataclass(frozen=True)
-class Outcome:
-    name: str
-    result: str  # passed, failed, skipped
-    seconds: float
-    text: str = ""
+def recorded(world_size: int) -> set[str]:
+    """The tests that pass with gloo on CPU at this world size: `name least-world-size` on each line."""
+    lines = [line.split() for line in RECORD.read_text().splitlines() if line and not line.startswith("#")]
+    return {name for name, least in lines if world_size >= int(least)}
 
 
-def load_suite(backend: str, world_size: int) -> type[unittest.TestCase]:
-    """The suite's test case for `backend`. Once per process: it reads the environment while it is imported."""
-    os.environ |= {"BACKEND": "gloo", "WORLD_SIZE": str(world_size), "DISTRIBUTED_TESTS_DEFAULT_TIMEOUT": "120"}
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    warnings.simplefilter("ignore")
-    import torch
-    import torch.distributed as dist
-    from torch.testing._internal.distributed import distributed_test as suite
-
-    torch.set_num_threads(1)
-    # The first optimizer object pulls in torch._dynamo, seconds of imports that every worker would pay again.
-    torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))])
-    if backend != "gloo":
-        import paceline.backend  # noqa: F401
-
-        os.environ["BACKEND"] = backend
-        suite.BACKEND = LikeGloo(backend)
-        for names in (suite.PROFILING_SUPPORTED_BACKENDS, suite.SEND_RECV_PROFILING_SUPPORTED_BACKENDS):
-            names.append(backend)
-    assert dist.is_gloo_available()
-
-    class Conformance(suite.TestDistBackend, suite.DistributedTest._DistTestBase):  # type: ignore[misc]
-        def setUp(self) -> None:
-            super().setUp()
-            self._start_processes(multiprocessing.get_context("fork").Process)
-
-    return Conformance
+def record(passed: dict[int, set[str]]) -> None:
+    lines = ["# Tests of torch's distributed suite that pass with gloo on CPU, and the world size from which they run."]
+    for name in sorted(set().union(*passed.values())):
+        lines.append(f"{name} {min(size for size, names in passed.items() if name in names)}")
+    RECORD.write_text("\n".join(lines) + "\n")
 
 
-def run_one(case: type[unittest.TestCase], name: str) -> Outcome:
-    began, said = time.monotonic(), io.StringIO()
-    result = unittest.TestResult()
-    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
-        case(name).run(result)
-    seconds = round(time.monotonic() - began, 2)
-    problems = [text for _, text in [*result.errors, *result.failures]]
-    if problems:
-        return Outcome(name, "failed", seconds, "\n".join(problems))
-    if result.skipped:
-        return Outcome(name, "skipped", seconds, result.skipped[0][1])
-    return Outcome(name, "passed", seconds)
-
-
-def names_in(case: type[unittest.TestCase]) -> list[str]:
-    """What gloo would run, known before anything is started."""
-    names = unittest.TestLoader().getTestCaseNames(case)
-    return [name for name in names if not getattr(getattr(case, name), "__unittest_skip__", False)]
-
-
-_case: type[unittest.TestCase] | None = None
-
-
-def _start(backend: str, world_size: int, folder: str) -> None:
-    global _case
-    logging.disable(logging.CRITICAL)
-    # What workers print is of interest only where one is looked at alone.
-    log = os.open(Path(folder) / f"{os.getpid()}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    os.dup2(log, 1)
-    os.dup2(log, 2)
-    _case = load_suite(backend, world_size)
-
-
-def _names() -> list[str]:
-    assert _case is not None
-    return names_in(_case)
-
-
-def _run(name: str) -> Outcome:
-    assert _case is not None
-    return run_one(_case, name)
-
-
-def run_suite(backend: str, world_size: int, names: list[str] | None, jobs: int, folder: str) -> list[Outcome]:
-    # Not multiprocessing's daemons, which may not have children.
-    with concurrent.futures.ProcessPoolExecutor(
-        jobs, multiprocessing.get_context("spawn"), _start, (backend, world_size, folder)
-    ) as pool:
-        wanted = names if names is not None else pool.submit(_names).result()
-        outcomes = []
-        for done in concurrent.futures.as_completed([pool.submit(_run, name) for name in wanted]):
+def run_suite(backend: str, world_size: int, names: Iterable[str] | None, jobs: int) -> list[Outcome]:
+    """Each job is a process of its own, since the suite reads the environment while it is imported."""
+    outcomes = []
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        concurrent.futures.ProcessPoolExecutor(
+            jobs, multiprocessing.get_context("spawn"), start, (backend, world_size, folder)
+        ) as pool,
+    ):
+        wanted = list(names) if names is not None else pool.submit(names_to_run).result()
+        for done in concurrent.futures.as_completed([pool.submit(run_test, name) for name in wanted]):
             outcomes.append(done.result())
-            print(json.dumps(asdict(outcomes[-1])) if outcomes[-1].result == "failed" else "", end="", flush=True)
-            print(f"{outcomes[-1].result:8} {outcomes[-1].seconds:7.2f} s  {outcomes[-1].name}", flush=True)
+            print(outcomes[-1], flush=True)
     return sorted(outcomes, key=lambda outcome: outcome.name)
+
+
+def complaints(outcomes: list[Outcome], expected: set[str]) -> list[str]:
+    """What is not as it should be, one line each."""
+    found = []
+    for outcome in outcomes:
+        if outcome.result == "passed" and outcome.name in EXCEPTIONS:
+            found.append(f"{outcome.name} passes: take it out of EXCEPTIONS")
+        elif outcome.name in EXCEPTIONS:
+            continue
+        elif outcome.result == "failed":
+            found.append(f"{outcome.name} failed:\n{outcome.text}")
+        elif outcome.result == "skipped" and outcome.name in expected:
+            found.append(f"{outcome.name} runs with gloo but was skipped: {outcome.text}")
+    return found
+
+
+def summary(outcomes: list[Outcome], world_size: int, seconds: float) -> str:
+    excepted = [outcome for outcome in outcomes if outcome.result == "failed" and outcome.name in EXCEPTIONS]
+    counts = Counter(outcome.result for outcome in outcomes)
+    return (
+        f"world size {world_size}: {counts['passed']} passed, {counts['failed'] - len(excepted)} failed, "
+        f"{len(excepted)} excepted, {counts['skipped']} need a GPU or more ranks, in {seconds:.0f} s"
+    )
 
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("backend")
-    parser.add_argument("--world-size", type=int, default=3)
-    parser.add_argument("--jobs", type=int, default=3)
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--logs", default="/tmp")
-    parser.add_argument("tests", nargs="*")
+    parser.add_argument("--backend", default="paceline")
+    parser.add_argument("--world-size", type=int, nargs="*", default=WORLD_SIZES)
+    parser.add_argument("--jobs", type=int, default=4, help="tests that run at once")
+    parser.add_argument("--json", type=Path, help="write every outcome there")
+    parser.add_argument("--record", action="store_true", help="write what passes to cpu_tests.txt")
+    parser.add_argument("--tests", nargs="*", help="all where none is named")
     options = parser.parse_args(arguments)
-    began = time.monotonic()
-    outcomes = run_suite(options.backend, options.world_size, options.tests or None, options.jobs, options.logs)
+    found, passed, lines, everything = [], {}, [], []
+    for world_size in options.world_size:
+        began = time.monotonic()
+        outcomes = run_suite(options.backend, world_size, options.tests or None, options.jobs)
+        lines.append(summary(outcomes, world_size, time.monotonic() - began))
+        expected = recorded(world_size) if not options.record else set()
+        if not options.tests:
+            found += [f"{name} was not found" for name in expected - {outcome.name for outcome in outcomes}]
+        found += complaints(outcomes, expected) if options.backend != "gloo" else []
+        passed[world_size] = {outcome.name for outcome in outcomes if outcome.result == "passed"}
+        everything += [asdict(outcome) | {"world_size": world_size} for outcome in outcomes]
+    if options.record:
+        record(passed)
     if options.json:
-        options.json.write_text(json.dumps([asdict(outcome) for outcome in outcomes], indent=1))
-    print(Counter(outcome.result for outcome in outcomes), f"{time.monotonic() - began:.0f} s")
-    return int(any(outcome.result == "failed" for outcome in outcomes))
+        options.json.write_text(json.dumps(everything, indent=1))
+    print("\n".join([*found, *lines]))
+    return int(bool(found))
 
 
 if __name__ == "__main__":

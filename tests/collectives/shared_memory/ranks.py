@@ -18,6 +18,7 @@ from torch.distributed import PrefixStore, ReduceOp
 from torch.distributed.distributed_c10d import AllgatherOptions, AllreduceOptions, BroadcastOptions, ReduceOptions
 
 from paceline import World
+from paceline.collectives.canonical_sum import merges
 from paceline.collectives.shared_memory.group import SharedMemoryGroup
 from paceline.world.rendezvous_store import open_store
 from tests.workers import Result
@@ -25,6 +26,7 @@ from tests.workers import Result
 FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 WHOLE = (torch.int8, torch.uint8, torch.int32, torch.int64)
 COMPLEX = (torch.complex64, torch.complex128)
+_ODD = (0.0, -0.0, float("inf"), -float("inf"), 1e-45, -1e-45, 1.1754942e-38, 3.4e38, 1.0, -1.0, 2.0**-24)
 _TOLERANCE = {torch.float16: 2e-3, torch.bfloat16: 2e-2, torch.float32: 1e-5, torch.complex64: 1e-5}
 
 
@@ -127,6 +129,33 @@ def is_close(result: Tensor, wanted: Tensor) -> bool:
 
 def bits(tensor: Tensor) -> Tensor:
     return tensor.contiguous().view(-1).view(torch.uint8)
+
+
+def odd_rows(count: int, elements: int, seed: int, *, nan: bool = False) -> list[Tensor]:
+    """Numbers whose sum tells the order, with signed zeros, infinities and denormals strewn in."""
+    generator = torch.Generator().manual_seed(seed)
+    odd = torch.tensor((*_ODD, float("nan")) if nan else _ODD)
+    rows = []
+    for _ in range(count):
+        row = torch.randn(elements, generator=generator) * torch.rand(elements, generator=generator).mul(24).exp2()
+        strange = torch.rand(elements, generator=generator) < 0.3
+        picks = odd[torch.randint(0, len(odd), (elements,), generator=generator)]
+        rows.append(torch.where(strange, picks, row))
+    return rows
+
+
+def same_numbers(a: Tensor, b: Tensor) -> bool:
+    """Bit by bit; of a NaN, only that it is one: which of two NaNs an addition keeps is up to the compiler."""
+    nan = a.isnan()
+    return torch.equal(nan, b.isnan()) and torch.equal(bits(a[~nan]), bits(b[~nan]))
+
+
+def plain_sum(rows: list[Tensor]) -> Tensor:
+    """Along `canonical_sum.merges`, in plain torch."""
+    sums = {rank: row.clone() for rank, row in enumerate(rows)}
+    for merge in merges(tuple(range(len(rows)))):
+        sums[merge.left] += sums.pop(merge.right)
+    return sums[0]
 
 
 def succeeded(results: list[Result]) -> list[Any]:
