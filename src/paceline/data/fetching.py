@@ -22,6 +22,7 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset, default_collate, get_worker_info
 
+from paceline.data.global_order import scrambled
 from paceline.data.loader_watch import COLLATING, HANDING_OVER, Slot, Slots
 from paceline.errors import DataError
 from paceline.world.determinism import mix, seed_everything
@@ -71,10 +72,12 @@ class ItemDataset(Dataset[Any]):
         self.dataset = self._dataset = dataset
         self._collate, self._seed, self._slots = collate, seed, slots
         self._epoch: int | None = None
-        self._undrawn = 0
+        self._undrawn = self._sample_key = 0
         self._drawn: list[Library] = []  # seeded before each sample
         self._quiet: list[tuple[Library, float]] = []  # seeded before each item, with their marks if nothing is drawn
         self._ready_made = False
+        self._fetch_one: Callable[[int], Any] = dataset.__getitem__
+        self._fetch_many_of: Callable[[list[int]], Any] | None = getattr(dataset, "__getitems__", None)
 
     def __getitem__(self, wanted: Wanted) -> Any:
         info = get_worker_info()
@@ -115,30 +118,31 @@ class ItemDataset(Dataset[Any]):
 
     def _fetch_each(self, wanted: Wanted, slot: Slot | None) -> Any:
         samples: list[Any] = []
+        key, libraries = self._sample_key + wanted.position, [library.seed for library in self._drawn]
         for place, sample in enumerate(wanted.ids):
-            seed = mix(self._seed, "sample", wanted.epoch, wanted.position + place)
-            for library in self._drawn:
-                library.seed(seed)
+            seed = scrambled(key + place)
+            for seed_library in libraries:
+                seed_library(seed)
             if self._ready_made:
                 return self._fetch(wanted.ids, slot)
             samples += self._fetch((sample,), slot)
         return samples
 
     def _fetch(self, ids: Sequence[int], slot: Slot | None) -> Any:
-        fetch_many = getattr(self._dataset, "__getitems__", None)
+        fetch_many = self._fetch_many_of
         if fetch_many is not None:
             return self._fetch_many(fetch_many, ids, slot)
         samples: list[Any] = []
-        sample = ids[0]
-        if slot is not None:
-            slot.sample, slot.state = sample, 1
         try:
-            for sample in ids:
-                if slot is not None:
+            if slot is None:
+                samples.extend(map(self._fetch_one, ids))  # what was fetched before an error is in the list
+            else:
+                slot.state = 1
+                for sample in ids:
                     slot.sample = sample
-                samples.append(self._dataset[sample])
+                    samples.append(self._fetch_one(sample))
         except Exception as error:
-            raise _failed(f"the dataset failed on sample {sample}", error) from error
+            raise _failed(f"the dataset failed on sample {ids[len(samples)]}", error) from error
         return samples
 
     def _fetch_many(self, fetch_many: Callable[[list[int]], Any], ids: Sequence[int], slot: Slot | None) -> Any:
@@ -159,6 +163,7 @@ class ItemDataset(Dataset[Any]):
             with named(f"the dataset's set_epoch({wanted.epoch}) failed"):
                 set_epoch(wanted.epoch)
         self._epoch = wanted.epoch
+        self._sample_key = mix(self._seed, "sample", wanted.epoch)
         # Another one in every process and epoch: a dataset may make a generator of its own from torch.initial_seed().
         self._undrawn = mix(self._seed, "undrawn", wanted.epoch, wanted.position)
         self._quiet = []

@@ -136,7 +136,7 @@ class Shuffled:
         mask = (1 << bits) - 1
         left, right = value >> bits, value & mask
         for key in self._keys:
-            left, right = right, left ^ (_scramble(right ^ key) & mask)
+            left, right = right, left ^ (scrambled(right ^ key) & mask)
         return left << bits | right
 
     def _permute_array(self, values: Ids) -> Ids:
@@ -157,7 +157,7 @@ def as_array(positions: range) -> Ids:
     return steps + np.uint64(positions.start)
 
 
-def _scramble(value: int) -> int:
+def scrambled(value: int) -> int:
     """splitmix64's finaliser: every input bit reaches every output bit."""
     value = (value + _ADD) & _MASK64
     value = ((value ^ (value >> 30)) * _MULTIPLY_1) & _MASK64
@@ -166,7 +166,7 @@ def _scramble(value: int) -> int:
 
 
 def _scramble_array(values: Ids) -> Ids:
-    """`_scramble` in place: uint64 wraps where Python's integers are masked."""
+    """`scrambled` in place: uint64 wraps where Python's integers are masked."""
     values += np.uint64(_ADD)
     values ^= values >> np.uint64(30)
     values *= np.uint64(_MULTIPLY_1)

@@ -10,7 +10,6 @@ ended early is dropped before they are asked anew.
 
 from __future__ import annotations
 
-import sys
 import time
 from collections import deque
 from collections.abc import Iterator
@@ -19,6 +18,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
+from paceline.data.batch_receiver import BatchReceiver
 from paceline.data.fetching import Failure, ItemDataset, Wanted
 from paceline.data.loader_watch import LoaderWatch, timed_out
 from paceline.data.sharded_sampler import WorkItem
@@ -26,7 +26,8 @@ from paceline.data.work_source import Deal
 from paceline.errors import DataError
 from paceline.world.determinism import mix
 
-LOOK_AFTER_THEM_S = 1.0
+LOOK_AFTER_THEM_S = 0.25
+WORTH_A_THREAD_S = 2e-3  # a body that takes less leaves the thread nothing to save
 _NO_MORE = object()
 
 
@@ -42,6 +43,8 @@ class ItemFetching:
         self._asked = _Asked()
         self._loader = self._make_loader()
         self._fetched: Any = None
+        self._receiver: BatchReceiver | None = None
+        self._leaving = False
 
     def of(self, items: Iterator[WorkItem]) -> Iterator[tuple[WorkItem, Any]]:
         clean = False
@@ -49,33 +52,40 @@ class ItemFetching:
             self._drop_what_is_on_its_way()
             self._asked.begin(items)
             self._fetched = self._begin()
-            while (batch := self._awaited()) is not _NO_MORE:
+            body_s = 0.0
+            while (batch := self._next()) is not _NO_MORE:
                 if isinstance(batch, Failure):
                     raise DataError(batch.text)
+                if body_s > WORTH_A_THREAD_S:
+                    self._receive_ahead()
+                began = time.perf_counter()
                 yield self._asked.taken(), batch
+                body_s = time.perf_counter() - began
             clean = True
         except GeneratorExit:
-            clean = not self._report_deaths()
+            clean = True
             raise
-        except RuntimeError as error:
-            raise self._explained(error) from error
         finally:
+            self._stop_receiving()
             if not (clean and self._source.persistent_workers):
                 self._end_processes()
 
     def close(self) -> None:
         """End the loader processes."""
+        self._stop_receiving()
         self._end_processes()
         if self._watch is not None:
             self._watch.close()
 
-    def _begin(self) -> Iterator[Any]:
-        if self._watch is None and not self._source.pin_memory:
-            return map(self._dataset.__getitem__, self._asked)  # as torch does it, at less expense
-        return iter(self._loader)
+    # -- batches -----------------------------------------------------------------------------------------------------
+
+    def _next(self) -> Any:
+        if self._receiver is not None and self._receiver.asked:
+            return self._receiver.next()
+        return self._awaited()
 
     def _awaited(self) -> Any:
-        """The next batch. torch gives up every second, so that a process that left without a sound is soon missed."""
+        """The next batch. torch gives up now and then, so that a process that died or hangs is missed."""
         if self._watch is None:
             return next(self._fetched, _NO_MORE)
         deadline = time.monotonic() + self._timeout_s
@@ -83,11 +93,42 @@ class ItemFetching:
             try:
                 return next(self._fetched, _NO_MORE)
             except RuntimeError as error:
-                if not timed_out(error) or self._watch.obituaries(self._processes()):
+                if dead := self._watch.obituaries(self._watch.processes):
+                    raise DataError(dead) from error
+                if not timed_out(error) or self._leaving:
                     raise
                 if time.monotonic() >= deadline:
                     what = f"the loader processes gave no batch for {self._timeout_s:g} s"
                     raise DataError(self._watch.delayed(what)) from error
+
+    def _receive_ahead(self) -> None:
+        if self._watch is None or self._source.pin_memory:
+            return
+        if self._receiver is None:
+            self._receiver = BatchReceiver(self._awaited)
+        self._receiver.ask()
+
+    def _stop_receiving(self) -> None:
+        if self._receiver is not None:
+            self._leaving = True
+            self._receiver.stop()
+            self._receiver, self._leaving = None, False
+
+    # -- processes ---------------------------------------------------------------------------------------------------
+
+    def _begin(self) -> Iterator[Any]:
+        if self._watch is None:
+            return iter(self._loader) if self._source.pin_memory else map(self._dataset.__getitem__, self._asked)
+        with self._watch.starting():
+            try:
+                fetched: Any = iter(self._loader)
+            except RuntimeError as error:  # one of the processes that stayed has not answered in time
+                if dead := self._watch.obituaries(self._watch.processes):
+                    raise DataError(dead) from error
+                self._end_processes()
+                fetched = iter(self._loader)
+            self._watch.processes = fetched._workers
+        return fetched  # type: ignore[no-any-return]
 
     def _drop_what_is_on_its_way(self) -> None:
         if self._fetched is not None:
@@ -96,29 +137,17 @@ class ItemFetching:
                 pass
 
     def _end_processes(self) -> None:
-        shutdown, processes = getattr(self._fetched, "_shutdown_workers", None), self._processes()
+        shutdown = getattr(self._fetched, "_shutdown_workers", None)
         self._fetched = None
-        if shutdown is None:
+        if shutdown is None or self._watch is None:
             return
         shutdown()
-        for process in processes:  # torch asks one that hangs to terminate, and leaves it at that
+        for process in self._watch.processes:  # torch asks one that hangs to terminate, and leaves it at that
             process.kill()
             process.join()
+        self._watch.processes = ()
         if self._source.persistent_workers:  # this DataLoader would hand out the ended ones again
             self._loader = self._make_loader()
-
-    def _report_deaths(self) -> bool:
-        """torch raises in the middle of the loop's body when a loader process dies; say here which sample it was at."""
-        text = "" if self._watch is None else self._watch.obituaries(self._processes())
-        if text:
-            print(f"paceline: {text}", file=sys.stderr, flush=True)
-        return bool(text)
-
-    def _explained(self, error: RuntimeError) -> Exception:
-        return error if self._watch is None else self._watch.explained(error, self._processes())
-
-    def _processes(self) -> Any:
-        return getattr(self._fetched, "_workers", ())
 
     def _make_loader(self) -> DataLoader[Any]:
         source = self._source

@@ -3,6 +3,9 @@
 loader process    slot in shared memory ◄── the sample, before it is fetched         crash text ◄── faulthandler
 worker            "loader process 1 (pid 4711) died at sample 1234: killed by SIGSEGV", and the stack
 
+torch itself raises when a loader process dies, in the middle of whatever the main thread does: while it takes a lock,
+say, which is then never given back. Here a death is noticed at the next batch, and torch is kept from raising.
+
 The crash text goes to anonymous memory of the worker, which the loader process opens by its descriptor: no file can be
 left behind, whoever is killed.
 """
@@ -16,10 +19,12 @@ import select
 import signal
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from multiprocessing.sharedctypes import RawArray
 from typing import Any
 
+import torch.utils.data._utils.signal_handling as torch_signals
 import torch.utils.data._utils.worker as torch_worker
 
 from paceline.errors import DataError
@@ -60,10 +65,28 @@ class LoaderWatch:
         self.slots: Slots = RawArray(Slot, processes)
         self._crashes = [os.memfd_create("paceline-crash", os.MFD_CLOEXEC) for _ in range(processes)]
         self.close = weakref.finalize(self, _close_all, self._crashes)
+        self.processes: Sequence[Any] = ()
+        self._starting = False
+        _watches.add(self)
 
     def started(self, then: Callable[[int], None] | None) -> _ProcessStart:
         paths = [f"/proc/{os.getpid()}/fd/{crash}" for crash in self._crashes]
         return _ProcessStart(self.slots, os.getpid(), paths, then)
+
+    @contextmanager
+    def starting(self) -> Iterator[None]:
+        """While torch starts the processes that become `processes`; from then on it does not raise when they die."""
+        _keep_torch_from_raising()
+        self._starting = True
+        try:
+            yield
+        finally:
+            self._starting = False
+
+    @property
+    def will_tell(self) -> bool:
+        """Of a death: that of a process of ours, as far as one can know."""
+        return self._starting or any(process.exitcode is not None for process in self.processes)
 
     def explained(self, error: RuntimeError, processes: Sequence[Any]) -> Exception:
         """What torch's DataLoader raised, told with who died at which sample and how, or who is slow."""
@@ -110,6 +133,29 @@ class _ProcessStart:
         # Under forkserver the parent is another process, which lives on.
         trainer = os.pidfd_open(self._trainer)
         threading.Thread(target=_end_after, args=(trainer,), name="paceline-trainer-watch", daemon=True).start()
+
+
+_watches: weakref.WeakSet[LoaderWatch] = weakref.WeakSet()
+
+
+def _keep_torch_from_raising() -> None:
+    """torch's handler of SIGCHLD stays, for the processes of other DataLoaders; like torch's, ours is set for good."""
+    if threading.current_thread() is not threading.main_thread():
+        return  # where torch sets none either
+    torch_signals._set_SIGCHLD_handler()
+    before = signal.getsignal(signal.SIGCHLD)
+    if not callable(before) or getattr(before, "tells_torch", False):
+        return
+
+    def handler(number: int, frame: Any) -> None:
+        try:
+            before(number, frame)
+        except RuntimeError:
+            if not any(watch.will_tell for watch in _watches):
+                raise
+
+    handler.tells_torch = True  # type: ignore[attr-defined]
+    signal.signal(signal.SIGCHLD, handler)
 
 
 def _end_after(trainer: int) -> None:

@@ -18,8 +18,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -33,8 +34,7 @@ from paceline.world.lanes import neighbouring_lanes
 FEW_STEPS, MANY_STEPS = 16, 256
 
 
-@dataclass(frozen=True)
-class WorkItem:
+class WorkItem(NamedTuple):
     """One micro-batch of one lane, as the loop's body sees it."""
 
     epoch: int
@@ -115,11 +115,11 @@ class BatchPlan:
                 "use a smaller batch_size or drop_last=False"
             )
 
-    @property
+    @cached_property
     def global_batch(self) -> int:
         return self.lanes * self.accumulate * self.batch_size
 
-    @property
+    @cached_property
     def steps(self) -> int:
         whole, left = divmod(self.samples - self.start, self.global_batch)
         return whole if self.drop_last else whole + (left > 0)
@@ -137,6 +137,12 @@ class BatchPlan:
 
     def micro_batches(self, step: int) -> dict[int, list[range]]:
         low, high = self.step_range(step)
+        if high - low == self.global_batch:
+            size, stride = self.batch_size, self.lanes * self.batch_size
+            return {
+                lane: [range(first, first + size) for first in range(low + lane * size, high, stride)]
+                for lane in range(self.lanes)
+            }
         # As few micro-batches as hold what is left, equally long: many tiny ones would break batch statistics.
         parts = -(-(high - low) // self.batch_size)
         size, longer = divmod(high - low, parts)
@@ -205,22 +211,22 @@ def rides(plan: Cut, step: int, lanes: tuple[int, ...]) -> Iterator[tuple[int, i
     A worker whose lanes are all absent gets the lowest lane's first micro-batch as a shadow, so that its loop body runs
     as often as a step needs: a collective the user placed there (an evaluation, say) would otherwise hang.
     """
-    cut = plan.micro_batches(step)
-    mine = [(lane, number, positions) for lane in lanes for number, positions in enumerate(cut.get(lane, ()))]
+    yield from _rides_of(plan.micro_batches(step), lanes)
+
+
+def _rides_of(cut: Mapping[int, list[range]], lanes: tuple[int, ...]) -> list[tuple[int, int, range, bool]]:
+    mine = [(lane, number, places, False) for lane in lanes for number, places in enumerate(cut.get(lane, ()))]
     if mine:
-        for lane, number, positions in mine:
-            yield lane, number, positions, False
-    else:
-        lane, micro_batches = next(iter(cut.items()))
-        yield lane, 0, micro_batches[0], True
+        return mine
+    lane, micro_batches = next(iter(cut.items()))
+    return [(lane, 0, micro_batches[0], True)]
 
 
 def work_items(
     plan: Cut, order: GlobalOrder, ride: tuple[int, ...], *, epoch: int, first_step: int
 ) -> Iterator[WorkItem]:
     """What a worker that rides these lanes does in an epoch, from `first_step` on."""
-    for step, mine, ids in _with_ids(plan, order, ride, first_step):
-        present = tuple(plan.micro_batches(step))
+    for step, present, mine, ids in _with_ids(plan, order, ride, first_step):
         low, high = plan.step_range(step)
         for number, (lane, micro_batch, positions, shadow) in enumerate(mine):
             yield WorkItem(
@@ -243,15 +249,16 @@ def work_items(
 
 def _with_ids(
     plan: Cut, order: GlobalOrder, ride: tuple[int, ...], first_step: int
-) -> Iterator[tuple[int, list[tuple[int, int, range, bool]], list[list[int]]]]:
-    """Each step with its rides and their ids, looked up for a few steps at first and then for many at once."""
+) -> Iterator[tuple[int, tuple[int, ...], list[tuple[int, int, range, bool]], list[list[int]]]]:
+    """Each step with the lanes present, its rides and their ids, looked up for a few steps first, then many at once."""
     steps = range(first_step, plan.steps)
     together = FEW_STEPS
     while steps:
-        mine = [list(rides(plan, step, ride)) for step in steps[:together]]
+        cuts = [plan.micro_batches(step) for step in steps[:together]]
+        mine = [_rides_of(cut, ride) for cut in cuts]
         ids = iter(samples_in(order, [each[2] for some in mine for each in some]))
-        for step, some in zip(steps, mine, strict=False):
-            yield step, some, [next(ids) for _ in some]
+        for step, cut, some in zip(steps, cuts, mine, strict=False):
+            yield step, tuple(cut), some, [next(ids) for _ in some]
         steps, together = steps[together:], MANY_STEPS
 
 

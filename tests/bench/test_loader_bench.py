@@ -1,0 +1,33 @@
+"""The loader's benchmark measures both sides and says what it saw."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from paceline.bench import loader as bench
+from paceline.errors import ConfigError
+
+
+def test_both_sides_are_measured_and_shown(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(bench, "BATCHES", dict.fromkeys(bench.BATCHES, 3))
+    monkeypatch.setattr(bench, "STEPS", 3)
+    monkeypatch.setattr(bench, "COMPUTE_AND_LOAD_MS", ((1, 2),))
+    told: list[str] = []
+    result = bench.measure_loader(2, [0], told.append)
+    assert [row["dataset"] for row in result["throughput"]] == ["simple", "decoding", "augmenting"]
+    assert all(row["ratio"]["median"] > 0 for row in [*result["throughput"], *result["steps"]])
+    (tmp_path / "loader.json").write_text(json.dumps(result))
+    out = io.StringIO()
+    bench.show_loader(result, Console(file=out, width=120))
+    assert "step / longer" in out.getvalue()
+    assert len(told) == 4
+
+
+def test_no_rounds_are_refused() -> None:
+    with pytest.raises(ConfigError, match="--rounds 0: at least one round is measured"):
+        bench.measure_loader(0, [0], print)
