@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader, Dataset, Subset
 
 from paceline import Engine
 from paceline.data import item_fetching
-from paceline.data.global_order import Shuffled
+from paceline.data.global_order import Shuffled, scrambled
 from paceline.data.loader import ShardedLoader
 from paceline.data.sharded_sampler import WorkItem
 from paceline.data.work_source import Deal
@@ -100,7 +100,7 @@ def as_promised(make: Callable[[int], Tensor], epoch: int = 1) -> dict[int, list
     """Each sample under the seed of its place in the epoch."""
     found = {}
     for position, sample in enumerate(Shuffled(SAMPLES, SEED, epoch).samples_at(range(SAMPLES))):
-        seed_everything(mix(SEED, "sample", epoch, position))
+        seed_everything(scrambled(mix(SEED, "sample", epoch) + position))
         found[sample] = make(sample).tolist()
     return found
 
