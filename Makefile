@@ -6,11 +6,11 @@ READY  := $(VENV)/.ready
 
 .PHONY: help setup demo test lint types layers pytest bits conformance clean
 help:
-	@echo "make demo    train a small GPT on Python's own source with 2 workers, about one minute"
-	@echo "make test    lint, types, import layers, tests"
-	@echo "make bits    the full product of workers, lanes, buckets and models: one hash each"
-	@echo "make conformance  PyTorch's own distributed tests on the paceline backend, world sizes 3 and 8"
-	@echo "make clean   remove the virtual environment and run folders"
+	@echo "make demo        train a small GPT on Python's own source with 2 workers, about one minute"
+	@echo "make test        lint, types, import layers, tests"
+	@echo "make bits        the full product of workers, lanes, buckets and models: one hash each"
+	@echo "make conformance PyTorch's own distributed tests on the paceline backend, world sizes 3 and 8"
+	@echo "make clean       remove the virtual environment and run folders"
 
 setup: $(READY)
 $(READY): pyproject.toml constraints.txt

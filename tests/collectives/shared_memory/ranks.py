@@ -26,6 +26,7 @@ from tests.workers import Result
 FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 WHOLE = (torch.int8, torch.uint8, torch.int32, torch.int64)
 COMPLEX = (torch.complex64, torch.complex128)
+DTYPES = (*FLOATS, *WHOLE, torch.bool, *COMPLEX)
 _ODD = (0.0, -0.0, float("inf"), -float("inf"), 1e-45, -1e-45, 1.1754942e-38, 3.4e38, 1.0, -1.0, 2.0**-24)
 _TOLERANCE = {torch.float16: 2e-3, torch.bfloat16: 2e-2, torch.float32: 1e-5, torch.complex64: 1e-5}
 

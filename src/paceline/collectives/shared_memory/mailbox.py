@@ -37,6 +37,7 @@ class _Sending:
     tag: int
     data: Tensor
     work: LineWork
+    timeout_s: float
     deadline: float
     sent: int = 0
     began: bool = False
@@ -48,6 +49,7 @@ class _Receiving:
     tag: int
     into: Tensor
     work: LineWork
+    timeout_s: float
     deadline: float
 
 
@@ -85,13 +87,16 @@ class Mailbox:
         flat = (
             data.detach().contiguous().view(-1).view(torch.uint8) if data.numel() else torch.empty(0, dtype=torch.uint8)
         )
-        self._add(self._pending.sends, _Sending(to, tag, flat, work, time.monotonic() + timeout_s))
+        self._add(self._pending.sends, _Sending(to, tag, flat, work, timeout_s, time.monotonic() + timeout_s))
         return work
 
     def receive(self, into: Tensor, source: int, tag: int, timeout_s: float, event: Event) -> LineWork:
         """`source` may be ANY."""
         work = LineWork([into], event)
-        self._add(self._pending.receives, _Receiving(source, tag, into.detach(), work, time.monotonic() + timeout_s))
+        self._add(
+            self._pending.receives,
+            _Receiving(source, tag, into.detach(), work, timeout_s, time.monotonic() + timeout_s),
+        )
         return work
 
     def close(self) -> None:
@@ -224,7 +229,7 @@ class Mailbox:
                     peer = job.to if isinstance(job, _Sending) else job.source
                     what = "to take" if isinstance(job, _Sending) else "to send"
                     raise CollectiveError(
-                        f"rank {self._rank}: the timeout ended while it waited for "
+                        f"rank {self._rank}: the timeout of {job.timeout_s:g} s ended while it waited for "
                         f"{'anybody' if peer == ANY else f'rank {peer}'} {what} a message (tag {job.tag})"
                     )
             except CollectiveError as error:
