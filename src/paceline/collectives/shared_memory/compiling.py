@@ -36,12 +36,17 @@ def compiled_library() -> ctypes.CDLL | None:
         library = folder / f"kernels-{_digest(compiler)}.so"
         if not library.exists():
             _build(compiler, library)
-        about = library.stat()
-        if about.st_uid != os.getuid() or about.st_mode & 0o022:
-            return None  # somebody else could have put it there
+        if not all(map(_is_ours_alone, (folder, library))):
+            return None
         return ctypes.CDLL(str(library))
     except (OSError, subprocess.SubprocessError):
         return None
+
+
+def _is_ours_alone(path: Path) -> bool:
+    """Nobody else could have put it there."""
+    about = path.stat()
+    return about.st_uid == os.getuid() and not about.st_mode & 0o022
 
 
 def _build(compiler: str, library: Path) -> None:

@@ -6,6 +6,7 @@ torch.distributed.init_process_group("paceline")        after `import paceline.b
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 from collections.abc import Callable, Sequence
@@ -36,6 +37,7 @@ MOST_RANKS = 64
 SLOT_BYTES = 16 * 2**20
 LEAST_SLOT_BYTES = 2**20
 SLOTS_IN_ALL = 512 * 2**20
+HEARING_S = 5.0
 SMALLEST_SLOT = 4096  # an element for each of 64 ranks fits, whatever its dtype
 
 
@@ -81,6 +83,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
             size,
         )
         self._operations.timeout_s = self._timeout_s = timeout_s
+        self._bucket_sums = BucketSums(self._operations, self._arenas, rank, size)
         room = channels[: size * size * CHANNEL_BYTES].view(size, size, CHANNEL_BYTES)
         self._mailbox = Mailbox(room, self._meeting, rank, size)
         self._line = WorkLine("paceline-collectives")
@@ -95,15 +98,13 @@ class SharedMemoryGroup(dist.ProcessGroup):
         """A tensor in shared memory, which an all-reduce adds up where it lies. All ranks call it in the same order."""
         return self._arenas.allocate(elements, dtype)
 
-    def sum_buckets(self) -> Callable[..., LineWork]:
-        """A new set of buckets: the function that starts the canonical sum of one (see `BucketSums.sum`)."""
-        sums = BucketSums(self._operations, self._arenas, self._rank, self._size)
+    def sum_bucket(self, *bucket: Any) -> LineWork:
+        """Start the canonical sum of a gradient bucket (see `BucketSums.sum`); the result is this rank's total."""
+        result: list[Any] = []
+        return self._run(lambda: result.append(self._bucket_sums.sum(*bucket)), result, None, "sum_bucket")
 
-        def start(*bucket: Any) -> LineWork:
-            result: list[Any] = []
-            return self._run(lambda: result.append(sums.sum(*bucket)), result, None, "sum_bucket")
-
-        return start
+    def forget_buckets(self, owner: int) -> LineWork:
+        return self._run(lambda: self._bucket_sums.forget(owner), [], None, "forget_buckets")
 
     # -- collectives -------------------------------------------------------------------------------------------------
 
@@ -311,7 +312,8 @@ class SharedMemoryGroup(dist.ProcessGroup):
                 raise  # either nobody has begun, or the meeting has drawn the consequences
             except BaseException as error:
                 if self._meeting.count != met:
-                    self._meeting.give_up(f"{type(error).__name__} in {name}: {error}")
+                    what = f"{type(error).__name__} in {name}"
+                    self._meeting.give_up(f"{what}: {error}", what)
                 raise
 
         event = Event(f"{NAME}:{name}", result if inputs is None else inputs)
@@ -325,11 +327,13 @@ class SharedMemoryGroup(dist.ProcessGroup):
                 segment, told = Segment.create(size)
             except CollectiveError as error:
                 self._store.set(key, json.dumps({"error": str(error)}))
+                self._until_all_have_heard()
                 raise
             self._store.set(key, told)
         else:
             told = self._store.get(key).decode()
             if "error" in json.loads(told):
+                self._until_all_have_heard()
                 raise CollectiveError(json.loads(told)["error"])
             segment = Segment.open(told, rank=self._rank)
         return segment
@@ -343,11 +347,19 @@ class SharedMemoryGroup(dist.ProcessGroup):
         hosts = [hello["host"] for hello in everyone]
         if len(set(hosts)) > 1:
             other = next(rank for rank, host in enumerate(hosts) if host != hosts[0])
+            self._until_all_have_heard()
             raise ConfigError(
                 f"rank 0 is on host {name_of(hosts[0])} and rank {other} on {name_of(hosts[other])}: the paceline "
                 "backend joins the processes of one host; use gloo between hosts"
             )
         return all(hello["kernels"] == "c" for hello in everyone)
+
+    def _until_all_have_heard(self) -> None:
+        """Rank 0 often holds the store: if it failed at once, the others would only see that the store is gone."""
+        self._store.set(f"heard/{self._rank}", "")
+        if self._rank == 0:
+            with contextlib.suppress(RuntimeError):
+                self._store.wait([f"heard/{rank}" for rank in range(self._size)], timedelta(seconds=HEARING_S))
 
 
 def create_group(store: Any, rank: int, size: int, timeout: timedelta) -> SharedMemoryGroup:

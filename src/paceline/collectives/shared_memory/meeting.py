@@ -62,7 +62,7 @@ class Call:
         return f"{self.operation}{what}{f' ({self.detail})' if self.detail else ''}"
 
 
-_GIVEN_UP = Call("nothing any more", detail="it gave up on an earlier operation").packed()
+_GIVEN_UP = b"nothing any more|"
 
 
 class Meeting:
@@ -104,14 +104,15 @@ class Meeting:
             if self._lines[there : there + _CALL_BYTES] != call:
                 self._tell_difference(call, rank, bytes(self._lines[there : there + _CALL_BYTES]))
 
-    def give_up(self, reason: str) -> None:
-        """The ranks are not in step any more: this one won't come to another meeting, and tells the others."""
+    def give_up(self, text: str, cause: str) -> None:
+        """The ranks are not in step any more: this one comes to no other meeting, and tells the others the cause."""
         if self._broken is not None:
             return
-        self._broken = reason
+        self._broken = text
+        told = Call(_GIVEN_UP[:-1].decode(), detail=f"it gave up: {cause}").packed()
         for place in _CALLS_AT:
             here = self._rank * LINE + place
-            self._lines[here : here + _CALL_BYTES] = _GIVEN_UP
+            self._lines[here : here + _CALL_BYTES] = told
         struct.pack_into("I", self._lines, self._rank * LINE + _STATE_AT, _GAVE_UP)
 
     def leave(self) -> None:
@@ -122,42 +123,51 @@ class Meeting:
         self._pidfds.clear()
 
     def check_alive(self, rank: int) -> None:
+        trouble = self._trouble_with(rank)
+        if trouble is not None:
+            raise CollectiveError(trouble[0])
+
+    def _trouble_with(self, rank: int) -> tuple[str, str] | None:
+        """Why it makes no sense to wait for `rank`, and whom or what to blame."""
         pid, state = struct.unpack_from("II", self._lines, rank * LINE + _PID_AT)
-        how = {_LEFT: "has left the group", _GAVE_UP: "gave up on an earlier operation"}.get(state)
-        if how is None and pid and not self._is_alive(rank, pid):
+        whom = f"rank {rank} (pid {pid})"
+        if state == _GAVE_UP:
+            there = rank * LINE + _CALLS_AT[0]
+            why = Call.unpacked(bytes(self._lines[there : there + _CALL_BYTES])).detail
+            return f"rank {self._rank} waits for {whom}, but {why}", why.removeprefix("it gave up: ")
+        if state == _LEFT:
+            how = "has left the group"
+        elif pid and not self._is_alive(rank, pid):
             how = "has died"
-        if how is not None:
-            raise CollectiveError(f"rank {self._rank} waits for rank {rank} (pid {pid}), which {how}")
+        else:
+            return None
+        return f"rank {self._rank} waits for {whom}, which {how}", f"{whom} {how}"
 
     # -- waiting -----------------------------------------------------------------------------------------------------
 
     def _wait_longer(self, late: int, timeout_s: float, call: bytes) -> None:
         deadline = time.monotonic() + timeout_s - min(LOOK_EVERY_S, timeout_s)
         target = self._count & 0xFFFF_FFFF
-        try:
-            while late >= 0:
-                for rank in range(self._size):
-                    if rank != self._rank and not self._has_come(rank, target):
-                        self.check_alive(rank)
-                left = deadline - time.monotonic()
-                if left <= 0:
-                    pid = struct.unpack_from("I", self._lines, late * LINE + _PID_AT)[0]
-                    raise CollectiveError(
-                        f"rank {self._rank}: the timeout of {timeout_s:g} s ended in {Call.unpacked(call)}; "
-                        f"rank {late} (pid {pid}) is alive but has not come"
-                    )
-                late = self._await(target, min(LOOK_EVERY_S, left))
-        except BaseException as error:
-            self.give_up(str(error) or type(error).__name__)
-            raise
+        while late >= 0:
+            trouble = None
+            for rank in range(self._size):
+                if trouble is None and rank != self._rank and not self._has_come(rank, target):
+                    trouble = self._trouble_with(rank)
+            left = deadline - time.monotonic()
+            if trouble is None and left <= 0:
+                whom = f"rank {late} (pid {struct.unpack_from('I', self._lines, late * LINE + _PID_AT)[0]})"
+                text = f"rank {self._rank}: the timeout of {timeout_s:g} s ended in {Call.unpacked(call)}; {whom}"
+                trouble = f"{text} is alive but has not come", f"{whom} has not come"
+            if trouble is not None:
+                self.give_up(*trouble)
+                raise CollectiveError(trouble[0])
+            late = self._await(target, min(LOOK_EVERY_S, left))
 
     def _tell_difference(self, call: bytes, rank: int, other: bytes) -> None:
-        text = (
-            f"the ranks call different things: rank {self._rank} calls {Call.unpacked(call)}, "
-            f"rank {rank} calls {Call.unpacked(other)}"
-        )
-        if other == _GIVEN_UP:
-            self.give_up(text)
+        mine, theirs = Call.unpacked(call), Call.unpacked(other)
+        text = f"the ranks call different things: rank {self._rank} calls {mine}, rank {rank} calls {theirs}"
+        if other.startswith(_GIVEN_UP):
+            self.give_up(text, theirs.detail.removeprefix("it gave up: "))
         raise CollectiveError(text)
 
     def _has_come(self, rank: int, target: int) -> bool:
