@@ -3,18 +3,19 @@
     throughput    the same dataset, batch size and loader processes; an epoch of one, then of the other, in turns
     step          compute alone │ load alone │ both, in turns;  both / max(compute, load) is 1 when one hides the other
 
-Epochs are long enough for what is fetched ahead at their beginning not to count for much, and loader processes are kept
-from round to round on both sides. Compute is real matrix products in one thread, load is real work in a loader process.
+Loader processes are kept from round to round on both sides. Compute is real matrix products in one thread, in a loop
+that has its data at hand; load is real work in a loader process. The first steps of a turn are not timed, because
+nothing was fetched ahead of them.
 """
 
 from __future__ import annotations
 
 import contextlib
 import io
+import statistics
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing
-from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -23,18 +24,19 @@ from rich.console import Console
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
-from paceline.bench.machine_load import machine_facts
-from paceline.bench.report import extremes, machine_line, quartiles, table_of
-from paceline.bench.statistics import Spread, paired_ratios
+from paceline.bench.machine_load import DISTURBED_ABOVE, machine_facts
+from paceline.bench.measure import borrowed_settings
+from paceline.bench.report import disturbance, extremes, machine_line, quartiles, table_of
+from paceline.bench.turns import WARM_UP_ROUNDS, in_turns, rounds_as_json, spread_of
 from paceline.data.loader import ShardedLoader
 from paceline.data.work_source import Deal
 from paceline.engine.engine import Engine
 from paceline.errors import ConfigError
 
-WARM_UP_ROUNDS = 1
+TARGET = 1.05  # both / max(compute, load)
 BATCHES = {"simple": 400, "decoding": 60, "augmenting": 60}
 BATCH_SIZE = {"simple": 64, "decoding": 32, "augmenting": 32}
-STEPS = 40
+FIRST_STEPS, STEPS = 4, 40
 COMPUTE_AND_LOAD_MS = ((10, 20), (20, 20), (20, 10))
 
 
@@ -100,12 +102,19 @@ def datasets() -> dict[str, Dataset[Tensor]]:
 def measure_loader(rounds: int, processes: Sequence[int], tell: Callable[[str], None]) -> dict[str, Any]:
     if rounds < 1:
         raise ConfigError(f"--rounds {rounds}: at least one round is measured")
-    torch.set_num_threads(1)
-    throughput = [
-        _throughput(name, dataset, count, rounds, tell) for name, dataset in datasets().items() for count in processes
-    ]
-    steps = [_step(compute, load, rounds, tell) for compute, load in COMPUTE_AND_LOAD_MS]
-    return {"machine": machine_facts(), "rounds": rounds, "throughput": throughput, "steps": steps}
+    with borrowed_settings():
+        throughput = [_throughput(*kind, count, rounds, tell) for kind in datasets().items() for count in processes]
+        steps = [_step(compute, load, rounds, tell) for compute, load in COMPUTE_AND_LOAD_MS]
+    return {
+        "machine": machine_facts(),
+        "rounds": rounds,
+        "warm_up_rounds": WARM_UP_ROUNDS,
+        "disturbed_above": DISTURBED_ABOVE,
+        "throughput": throughput,
+        "steps": steps,
+        "target": TARGET,
+        "reached": all(step["ratio"]["median"] <= TARGET for step in steps),
+    }
 
 
 def _throughput(
@@ -116,22 +125,28 @@ def _throughput(
         return DataLoader(dataset, batch_size=size, shuffle=True, num_workers=processes, persistent_workers=keep)
 
     theirs = loader()
-    speeds: dict[str, list[float]] = {"paceline": [], "torch": []}
     with closing(ShardedLoader(loader(), Deal(1, 1, (0,), 0))) as ours:
-        for number in range(WARM_UP_ROUNDS + rounds):
-            turns: list[tuple[str, Iterable[Any]]] = [("paceline", ours.items()), ("torch", theirs)]
-            for side, batches in turns[:: 1 if number % 2 else -1]:
-                speeds[side].append(_batches_per_s(batches))
-    ours_s, theirs_s = (speeds[side][WARM_UP_ROUNDS:] for side in ("paceline", "torch"))
-    ratio = Spread.of(paired_ratios(ours_s, theirs_s))
-    tell(f"{name}, {processes} loader processes: {ratio.median:.3f} of torch's DataLoader")
+        measured = in_turns(
+            [lambda: {"paceline": _batches_per_s(_epoch(ours))}, lambda: {"torch": _batches_per_s(theirs)}], rounds
+        )
+    ratio = spread_of(measured, lambda speeds: speeds["paceline"] / speeds["torch"])
+    tell(f"{name}, {processes} loader processes: {ratio['median']:.3f} of torch's DataLoader")
     return {
         "dataset": name,
         "loader_processes": processes,
-        "paceline_batches_per_s": asdict(Spread.of(ours_s)),
-        "torch_batches_per_s": asdict(Spread.of(theirs_s)),
-        "ratio": asdict(ratio),
+        "paceline_batches_per_s": spread_of(measured, lambda speeds: speeds["paceline"]),
+        "torch_batches_per_s": spread_of(measured, lambda speeds: speeds["torch"]),
+        "ratio": ratio,
+        **rounds_as_json(measured),
     }
+
+
+def _epoch(loader: ShardedLoader) -> Iterator[Any]:
+    """As the Engine takes it: every step is counted, so the next epoch is another one."""
+    for item, batch in loader.items():
+        if item.last_of_step:
+            loader.commit(item)
+        yield batch
 
 
 def _batches_per_s(batches: Iterable[Any]) -> float:
@@ -145,28 +160,30 @@ def _step(compute_ms: int, load_ms: int, rounds: int, tell: Callable[[str], None
     """One sample is a batch; compute and load take about the milliseconds asked for, and are measured."""
     weight = torch.randn(256, 256)
     products = _times(lambda: weight @ weight, compute_ms)
-    units = _times(lambda: work(1), load_ms)
-    taken: dict[str, list[float]] = {"compute": [], "load": [], "both": []}
-    waited: list[float] = []
+    units = 50 * _times(lambda: work(50), load_ms)
+    samples = FIRST_STEPS + STEPS
     with (
-        closing(_Loop(weight, products, Work(STEPS, 0), processes=0)) as computing,
-        closing(_Loop(weight, products, Work(STEPS, units), processes=1)) as both,
-        closing(ShardedLoader(_one_by_one(Work(STEPS, units), 1), Deal(1, 1, (0,), 0))) as loading,
+        closing(_Loop(weight, products, Work(samples, 0), processes=0)) as computing,
+        closing(_Loop(weight, products, Work(samples, units), processes=1)) as both,
+        closing(ShardedLoader(_one_by_one(Work(samples, units), 1), Deal(1, 1, (0,), 0))) as loading,
     ):
-        for number in range(WARM_UP_ROUNDS + rounds):
-            step_s, waited_s = both.run()
-            values = {"both": step_s, "compute": computing.run()[0], "load": 1 / _batches_per_s(loading.items())}
-            if number >= WARM_UP_ROUNDS:
-                for name, value in values.items():
-                    taken[name].append(value)
-                waited.append(waited_s)
-    bounds = [max(pair) for pair in zip(taken["compute"], taken["load"], strict=True)]
-    ratio = Spread.of(paired_ratios(taken["both"], bounds))
-    tell(f"compute {compute_ms} ms, load {load_ms} ms: step {ratio.median:.3f} of the longer")
+        measured = in_turns(
+            [
+                lambda: dict(zip(("both", "waited"), both.run(), strict=True)),
+                lambda: {"compute": computing.run()[0]},
+                lambda: {"load": _step_s([time.perf_counter() for _ in loading.items()])},
+            ],
+            rounds,
+        )
+    ratio = spread_of(measured, lambda times: times["both"] / max(times["compute"], times["load"]))
+    tell(f"compute {compute_ms} ms, load {load_ms} ms: step {ratio['median']:.3f} of the longer")
     return {
-        **{f"{name}_s": asdict(Spread.of(values)) for name, values in taken.items()},
-        "waited_s": asdict(Spread.of(waited)),
-        "ratio": asdict(ratio),
+        "both_s": spread_of(measured, lambda times: times["both"]),
+        "compute_s": spread_of(measured, lambda times: times["compute"]),
+        "load_s": spread_of(measured, lambda times: times["load"]),
+        "waited_s": spread_of(measured, lambda times: times["waited"]),
+        "ratio": ratio,
+        **rounds_as_json(measured),
     }
 
 
@@ -190,8 +207,7 @@ class _Loop:
 
     def run(self) -> tuple[float, float]:
         """Seconds of a step, and of those the time spent waiting for data."""
-        waits = []
-        began = time.perf_counter()
+        waits, ends = [], []
         for batch in self._loader:
             for _ in range(self._products):
                 self._weight @ self._weight
@@ -199,39 +215,54 @@ class _Loop:
             self._optimizer.step()
             self._optimizer.zero_grad()
             waits.append(self._engine.timing.waited_for_data_s)
-        return (time.perf_counter() - began) / len(waits), sum(waits) / len(waits)
+            ends.append(time.perf_counter())
+        return _step_s(ends), sum(waits[FIRST_STEPS:]) / STEPS
 
     def close(self) -> None:
         self._engine.close()
 
 
+def _step_s(ends: Sequence[float]) -> float:
+    return (ends[-1] - ends[FIRST_STEPS - 1]) / (len(ends) - FIRST_STEPS)
+
+
 def _times(unit: Callable[[], Any], milliseconds: int) -> int:
-    """How often `unit` has to be done to take so long."""
-    for _ in range(20):
-        unit()
-    began = time.perf_counter()
-    for _ in range(200):
-        unit()
-    return max(1, round(milliseconds / 1e3 / ((time.perf_counter() - began) / 200)))
+    """How often `unit` has to be done to take so long, by the median of short trials: the machine may be busy."""
+    trials = []
+    for _ in range(100):
+        began, count = time.perf_counter(), 0
+        while time.perf_counter() - began < 1e-3:
+            unit()
+            count += 1
+        trials.append((time.perf_counter() - began) / count)
+    return max(1, round(milliseconds / 1e3 / statistics.median(trials)))
 
 
 def show_loader(result: dict[str, Any], out: Console) -> None:
-    table = table_of("dataset", "processes", "batches/s", "torch's", "ratio", "quartiles", "least – most")
+    spreads = ("quartiles", "least – most", "of quiet rounds")
+    table = table_of("dataset", "processes", "batches/s", "torch's", "ratio", *spreads)
     for row in result["throughput"]:
-        ratio = row["ratio"]
-        table.add_row(
-            row["dataset"],
-            str(row["loader_processes"]),
-            f"{row['paceline_batches_per_s']['median']:,.0f}",
-            f"{row['torch_batches_per_s']['median']:,.0f}",
-            f"{ratio['median']:.3f}",
-            quartiles(ratio, 3),
-            extremes(ratio, 3),
-        )
+        speeds = [f"{row[f'{side}_batches_per_s']['median']:,.0f}" for side in ("paceline", "torch")]
+        table.add_row(row["dataset"], str(row["loader_processes"]), *speeds, *_cells(row["ratio"]))
     out.print(table)
-    steps = table_of("compute, ms", "load, ms", "step, ms", "waited, ms", "step / longer", "quartiles", "least – most")
+    steps = table_of("compute, ms", "load, ms", "step, ms", "waited, ms", "step / longer", *spreads)
     for row in result["steps"]:
         cells = [f"{row[name]['median'] * 1e3:.2f}" for name in ("compute_s", "load_s", "both_s", "waited_s")]
-        steps.add_row(*cells, f"{row['ratio']['median']:.3f}", quartiles(row["ratio"], 3), extremes(row["ratio"], 3))
+        steps.add_row(*cells, *_cells(row["ratio"]))
     out.print(steps)
+    verdict = "reached" if result["reached"] else "MISSED"
+    out.print(f"Target: a step of at most {result['target']:g} times the longer of compute and load: {verdict}")
+    parts = [*result["throughput"], *result["steps"]]
+    disturbed, rounds = sum(part["disturbed_rounds"] for part in parts), sum(len(part["rounds"]) for part in parts)
+    out.print(disturbance(disturbed, rounds, "rounds", result["disturbed_above"]))
     out.print(machine_line(result["machine"]))
+
+
+def _cells(ratio: dict[str, Any]) -> list[str]:
+    quiet = ratio["median_of_quiet_rounds"]
+    return [
+        f"{ratio['median']:.3f}",
+        quartiles(ratio, 3),
+        extremes(ratio, 3),
+        "none" if quiet is None else f"{quiet:.3f}",
+    ]
