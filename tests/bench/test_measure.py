@@ -22,7 +22,7 @@ def test_a_small_race_measures_everyone_and_leaves_the_process_as_it_was(capsys:
     result = json.loads(json.dumps(measure(race, World())))
     assert set(result["contestants"]) == set(race.contestants)
     assert all(facts["throughput"]["least"] > 0 for facts in result["contestants"].values())
-    assert len(result["ratios"]) == 6
+    assert len(result["ratios"]) == 8
     assert len(result["rounds"]) == 2
     assert result["workload"]["parameters"] == 1_129_514
     assert "round 4/4" in capsys.readouterr().out

@@ -57,7 +57,7 @@ def test_a_race_survives_the_trip_to_the_workers() -> None:
         ({"workers": 0}, "--workers 0: a race needs at least one worker"),
         ({"rounds": 0}, "--rounds 0"),
         ({"steps_per_round": 0}, "--steps-per-round 0"),
-        ({"backend": "nccl"}, "--backend 'nccl': both sides are measured on gloo"),
+        ({"backend": "nccl"}, "--backend 'nccl' is not known; choose one of paceline, gloo"),
         ({"bucket_mib": 0.0}, "--bucket-mib 0"),
     ],
 )

@@ -17,7 +17,8 @@ def hash_of_one_process(program: str, lanes: int, accumulate: int) -> str:
     return found
 
 
-# program, workers, lanes, accumulate, bucket_mib: every pair of values appears in some row.
+BACKENDS = ("paceline", "gloo")
+# program, workers, lanes, accumulate, bucket_mib, and the backends in turn: every pair of values appears in some row.
 PAIRWISE = [
     ("gpt", 2, 4, 1, 4.0), ("gpt", 3, 5, 2, 0.001), ("gpt", 4, 8, 1, 0.01), ("gpt", 3, 4, 1, 0.01),
     ("convnet", 2, 5, 1, 0.001), ("convnet", 3, 4, 2, 4.0), ("convnet", 4, 4, 1, 0.01),
@@ -29,24 +30,27 @@ PAIRWISE = [
     ("odd_parameters", 3, 4, 2, 0.001), ("odd_parameters", 4, 5, 1, 0.01), ("odd_parameters", 2, 8, 1, 4.0),
 ]  # fmt: skip
 EVERYTHING = [
-    (program, workers, lanes, accumulate, bucket)
+    (program, workers, lanes, accumulate, bucket, backend)
     for program in PROGRAMS
     for workers in (2, 3, 4)
     for lanes in (4, 5, 8)
     for accumulate in (1, 2)
     for bucket in (0.001, 0.01, 4.0)
+    for backend in BACKENDS
 ]
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "case" in metafunc.fixturenames:
-        cases = EVERYTHING if metafunc.config.getoption("--full-product") else PAIRWISE
+        turns = [(*case, BACKENDS[number % 2]) for number, case in enumerate(PAIRWISE)]
+        cases = EVERYTHING if metafunc.config.getoption("--full-product") else turns
         metafunc.parametrize("case", cases, ids=["-".join(map(str, case)) for case in cases])
 
 
-def test_any_number_of_workers_gives_the_bits_of_one_process(case: tuple[str, int, int, int, float]) -> None:
-    program, workers, lanes, accumulate, bucket_mib = case
-    found = hashes(run_workers(PROGRAMS[program], workers, lanes=lanes, accumulate=accumulate, bucket_mib=bucket_mib))
+def test_any_number_of_workers_gives_the_bits_of_one_process(case: tuple[str, int, int, int, float, str]) -> None:
+    program, workers, lanes, accumulate, bucket_mib, backend = case
+    job = {"lanes": lanes, "accumulate": accumulate, "bucket_mib": bucket_mib, "backend": backend}
+    found = hashes(run_workers(PROGRAMS[program], workers, **job))
     assert found == {hash_of_one_process(program, lanes, accumulate)}
 
 

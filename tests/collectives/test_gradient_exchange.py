@@ -21,21 +21,23 @@ from tests.workers import run_workers
 ELEMENTS = (1, 100, 5_000, 64)  # of the buckets that are under way together
 
 
-def connect(world: World) -> tuple[Communicator, object]:
+def connect(world: World, backend: str = "gloo") -> tuple[Communicator, object]:
     """The communicator, and the store that lives as long as it does."""
     store = open_store(world, None, 20.0)
-    return Communicator.connect(world, store, backend="gloo", device=torch.device("cpu"), timeout_s=20.0), store
+    return Communicator.connect(world, store, backend=backend, device=torch.device("cpu"), timeout_s=20.0), store
 
 
-def exchanges(world: World, *, lanes: int, present: tuple[int, ...], reduction: Reduction) -> tuple[list[bool], float]:
+def exchanges(
+    world: World, *, lanes: int, present: tuple[int, ...], reduction: Reduction, backend: str = "gloo"
+) -> tuple[list[bool], float]:
     """Per bucket, whether its bits are those of one process; and the largest relative error."""
-    comm, _store = connect(world)
+    comm, _store = connect(world, backend)
     exchange = GradientExchange(comm, reduction)
     plan = sum_plan(lanes, world.size, present)
     started = []
     for bucket, elements in enumerate(ELEMENTS):
         roots = roots_of(plan, world.rank, lane_values(present, elements))
-        started.append(exchange.start(bucket, plan, roots, lambda n=elements: torch.full((n,), torch.nan)))  # type: ignore[misc]
+        started.append(exchange.start(0, bucket, plan, roots, lambda n=elements: torch.full((n,), torch.nan)))  # type: ignore[misc]
     sums = [pending.wait() for pending in started]
     wanted = [one_process_sum(lane_values(present, elements)) for elements in ELEMENTS]
     errors = [float((a - b).norm() / b.norm()) for a, b in zip(sums, wanted, strict=True)]
@@ -45,15 +47,17 @@ def exchanges(world: World, *, lanes: int, present: tuple[int, ...], reduction: 
     return [same_bits(a, b) for a, b in zip(sums, wanted, strict=True)], max(errors)
 
 
+@pytest.mark.parametrize("backend", ["gloo", "paceline"])
 @pytest.mark.parametrize(
     ("workers", "lanes", "present"),
-    [(2, 2, (0, 1)), (3, 4, (0, 1, 2, 3)), (4, 4, (0, 1, 2, 3)), (3, 3, (0, 1))],
-    ids=["native", "direct", "halving", "one worker without a root"],
+    [(2, 2, (0, 1)), (3, 4, (0, 1, 2, 3)), (4, 4, (0, 1, 2, 3)), (3, 3, (0, 1)), (3, 8, tuple(range(8)))],
+    ids=["native", "direct", "halving", "one worker without a root", "several roots"],
 )
 def test_exact_sums_of_buckets_under_way_together_have_the_bits_of_one_process(
-    workers: int, lanes: int, present: tuple[int, ...]
+    workers: int, lanes: int, present: tuple[int, ...], backend: str
 ) -> None:
-    for result in run_workers(exchanges, workers, lanes=lanes, present=present, reduction="exact"):
+    job = {"lanes": lanes, "present": present, "reduction": "exact", "backend": backend}
+    for result in run_workers(exchanges, workers, **job):
         assert result.error is None, result.traceback
         assert result.value[0] == [True] * len(ELEMENTS)
 
@@ -66,7 +70,7 @@ def test_fast_sums_are_close_to_the_exact_ones_also_with_a_worker_without_a_root
 
 def test_alone_the_sum_is_the_root_itself() -> None:
     root = torch.ones(3)
-    pending = GradientExchange(None, "exact").start(0, sum_plan(1, 1, (0,)), {0: root}, lambda: torch.empty(3))
+    pending = GradientExchange(None, "exact").start(0, 0, sum_plan(1, 1, (0,)), {0: root}, lambda: torch.empty(3))
     assert pending.wait() is root
 
 
@@ -80,7 +84,9 @@ def loses_the_last_worker(world: World) -> tuple[bool, bool]:
     exchange = GradientExchange(comm, "exact")
     present = tuple(range(world.size))
     plan = sum_plan(world.size, world.size, present)
-    pending = exchange.start(0, plan, roots_of(plan, world.rank, lane_values(present, 1000)), lambda: torch.empty(1000))
+    pending = exchange.start(
+        0, 0, plan, roots_of(plan, world.rank, lane_values(present, 1000)), lambda: torch.empty(1000)
+    )
     try:
         pending.wait()
     except PeerLostError as error:

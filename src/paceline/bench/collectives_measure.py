@@ -71,7 +71,7 @@ def compare(comparison: Comparison, world: World) -> dict[str, Any]:
     names = dict.fromkeys(name for operation in comparison.operations for name in comparison.contestants(operation))
     most = comparison.elements(max(comparison.sizes))
     cases = []
-    with borrowed_settings(), meeting(world, "gloo"):
+    with borrowed_settings(), meeting(world):
         room = Room(comparison)
         contestants: dict[str, Contestant] = {}
         try:

@@ -5,6 +5,7 @@
 | paceline-*       | next of the prepared loader, forward, engine.backward, step, zero_grad, all checks    |
 | torch-ddp        | forward, backward, step, zero_grad on batches made beforehand                         |
 | torch-ddp-views  | the same with gradient_as_bucket_view=True                                            |
+| …-ddp-paceline   | torch's DDP as it is, on our shared-memory backend instead of gloo                    |
 | no-communication | the same without DDP: the ceiling, workers that never talk                            |
 
 All of them get their tensors ready made; paceline still pays for its loader and the random states it sets. An exact
@@ -18,6 +19,7 @@ import itertools
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -46,6 +48,11 @@ def enter(name: str, workload: Workload, race: Race, world: World, most_steps: i
         case "torch-ddp-views":
             views = DistributedDataParallel(workload.build(), gradient_as_bucket_view=True)
             return PlainLoop(views, workload, world.rank)
+        case "torch-ddp-paceline":
+            import paceline.backend  # noqa: F401 (it registers the name)
+
+            ours = DistributedDataParallel(workload.build(), process_group=dist.new_group(backend="paceline"))
+            return PlainLoop(ours, workload, world.rank)
         case "no-communication":
             return PlainLoop(workload.build(), workload, world.rank)
     return PacelineLoop(OURS[name], workload, race, world, most_steps)

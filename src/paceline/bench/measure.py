@@ -45,7 +45,7 @@ def measure(race: Race, world: World) -> dict[str, Any]:
         raise ConfigError(f"the race is for {race.workers} workers, but this world has {world.size}")
     workload = WORKLOADS[race.workload]
     most_steps = FIRST_STEPS + TRIAL_STEPS + race.all_rounds * (race.steps_per_round or MOST_STEPS_PER_ROUND)
-    with borrowed_settings(), meeting(world, race.backend):
+    with borrowed_settings(), meeting(world):
         contestants: dict[str, Contestant] = {}
         try:
             for name in race.contestants:
@@ -113,13 +113,13 @@ def gathered(values: Sequence[float]) -> list[list[float]]:
 
 
 @contextlib.contextmanager
-def meeting(world: World, backend: str) -> Iterator[None]:
+def meeting(world: World) -> Iterator[None]:
     """torch's default group over the launcher's store: DDP's own, and ours for barriers and results."""
     path = world.rendezvous.path if isinstance(world.rendezvous, ControlSocket) else None
     client = ControlClient.connect(path, world.rank) if path is not None else None
     store = open_store(world, client, MEET_TIMEOUT_S)
     try:
-        dist.init_process_group(backend, store=PrefixStore("bench", store), rank=world.rank, world_size=world.size)
+        dist.init_process_group("gloo", store=PrefixStore("bench", store), rank=world.rank, world_size=world.size)
         try:
             yield
             dist.barrier()  # under torchrun rank 0 may serve the store: nobody leaves before all have closed theirs

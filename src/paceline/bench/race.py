@@ -35,7 +35,8 @@ OURS = {
     "paceline-exact-no-overlap": EngineOptions("exact", overlap=False),
     "paceline-fast-no-overlap": EngineOptions("fast", overlap=False),
 }
-PEERS = ("torch-ddp", "torch-ddp-views", "no-communication")
+PEERS = ("torch-ddp", "torch-ddp-views", "torch-ddp-paceline", "no-communication")
+BACKENDS = ("paceline", "gloo")
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,7 @@ class Race:
     against: tuple[str, ...]
     rounds: int = 24
     steps_per_round: int | None = None
-    backend: str = "gloo"
+    backend: str = "paceline"  # ours; the peers' is gloo, except for torch-ddp-paceline
     bucket_mib: float | None = None
 
     def __post_init__(self) -> None:
@@ -70,8 +71,8 @@ class Race:
             raise ConfigError(f"--rounds {self.rounds}: at least one round is measured")
         if self.steps_per_round is not None and self.steps_per_round < 1:
             raise ConfigError(f"--steps-per-round {self.steps_per_round}: a round has at least one step")
-        if self.backend != "gloo":
-            raise ConfigError(f"--backend {self.backend!r}: both sides are measured on gloo, on the CPU; give gloo")
+        if self.backend not in BACKENDS:
+            raise ConfigError(f"--backend {self.backend!r} is not known; choose one of {', '.join(BACKENDS)}")
         if self.bucket_mib is not None and self.bucket_mib <= 0:
             raise ConfigError(f"--bucket-mib {self.bucket_mib:g}: a bucket holds at least one gradient")
 

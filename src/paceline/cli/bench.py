@@ -33,7 +33,7 @@ REDUCTIONS = ("exact", "fast")
 
 Workload = Annotated[str, typer.Option(help=f"what is trained: {', '.join(WORKLOADS)}")]
 Workers = Annotated[int, typer.Option(help="workers on this host, one thread each")]
-Backend = Annotated[str, typer.Option(help="how tensors travel, on both sides; gloo")]
+Backend = Annotated[str, typer.Option(help="how our tensors travel: paceline (shared memory) or gloo; theirs: gloo")]
 Rounds = Annotated[int, typer.Option(help="measured rounds; two more come first and are dropped")]
 StepsPerRound = Annotated[
     int | None, typer.Option(help="steps of each contestant in a round [default: what fills about 0.75 s]")
@@ -57,8 +57,11 @@ def step(
     reduction: Annotated[
         list[str] | None, typer.Option(help="may be repeated: exact, fast [default: both]", show_default=False)
     ] = None,
+    also: Annotated[
+        list[str] | None, typer.Option(help="more of ours: torch-ddp-paceline, torch's DDP on our backend")
+    ] = None,
     workers: Workers = 2,
-    backend: Backend = "gloo",
+    backend: Backend = "paceline",
     rounds: Rounds = 24,
     steps_per_round: StepsPerRound = None,
     bucket_mib: BucketMib = None,
@@ -68,7 +71,7 @@ def step(
     race = Race(
         workload=workload,
         workers=workers,
-        ours=tuple(_ours(name) for name in dict.fromkeys(reduction or REDUCTIONS)),
+        ours=(*(_ours(name) for name in dict.fromkeys(reduction or REDUCTIONS)), *dict.fromkeys(also or ())),
         against=tuple(dict.fromkeys(against or ["torch-ddp"])),
         rounds=rounds,
         steps_per_round=steps_per_round,
@@ -83,7 +86,7 @@ def overlap(
     workload: Workload = "mlp25m",
     reduction: Annotated[str, typer.Option(help="exact or fast")] = "exact",
     workers: Workers = 2,
-    backend: Backend = "gloo",
+    backend: Backend = "paceline",
     rounds: Rounds = 24,
     steps_per_round: StepsPerRound = None,
     bucket_mib: BucketMib = None,

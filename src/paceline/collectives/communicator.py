@@ -20,6 +20,8 @@ from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from paceline.collectives.byte_count import ByteCount, Traffic
+from paceline.collectives.canonical_sum import SumPlan
+from paceline.collectives.shared_memory.group import SharedMemoryGroup
 from paceline.errors import ConfigError, PeerLostError, WorldError
 from paceline.world.environment import tensor_address
 from paceline.world.world import World
@@ -140,6 +142,24 @@ class Communicator:
             "all_to_all", lambda: group.alltoall_base(out, sent, received_counts, sent_counts), "in an all-to-all"
         )
 
+    @property
+    def sums_buckets(self) -> bool:
+        """Whether the backend adds buckets along the canonical tree by itself."""
+        return self.backend == "paceline"
+
+    def sum_bucket(self, owner: int, bucket: int, plan: SumPlan, roots: Mapping[int, Tensor], like: Tensor) -> Work:
+        """Start the canonical sum of all workers' roots; `result()` of what comes back has the total."""
+        group = self._groups["cpu"]
+        return self._native(
+            "sum_bucket",
+            lambda: group.sum_bucket(owner, bucket, plan, roots, like.numel(), like.dtype),
+            "in the sum of a bucket",
+        )
+
+    def forget_buckets(self, owner: int) -> None:
+        if self.sums_buckets:
+            self._groups["cpu"].forget_buckets(owner)
+
     def broadcast(self, tensor: Tensor, *, root: int) -> Work:
         options = dist.BroadcastOptions()
         options.rootRank = root
@@ -228,6 +248,10 @@ class Work:
         self._work, self._owner, self._doing = work, owner, doing
         self.when_done: Callable[[], None] | None = None
 
+    def result(self) -> Any:
+        """What the operation gave, once it has been waited for."""
+        return self._work.result()
+
     def wait(self) -> None:
         try:
             self._work.wait()
@@ -269,7 +293,16 @@ def _build_group(world: World, store: Store, backend: str, device: torch.device,
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = timedelta(seconds=timeout_s)
         return dist.ProcessGroupNCCL(store, world.rank, world.size, options)
-    raise ConfigError(f"backend {backend!r} is not known; choose gloo or nccl")
+    if backend == "paceline":
+        if device.type != "cpu":
+            raise ConfigError(f"backend 'paceline' moves CPU tensors only, but this worker trains on {device.type}")
+        if world.local_size != world.size:
+            raise ConfigError(
+                f"backend 'paceline' joins the workers of one host, but {world.size - world.local_size} of the "
+                f"{world.size} are on others; use gloo"
+            )
+        return SharedMemoryGroup(store, world.rank, world.size, timedelta(seconds=timeout_s))
+    raise ConfigError(f"backend {backend!r} is not known; choose paceline, gloo or nccl")
 
 
 def _first_line(error: BaseException) -> str:

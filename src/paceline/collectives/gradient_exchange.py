@@ -2,6 +2,7 @@
 
     reduction   workers                    how
     exact       1                          nothing: all merges were local
+    exact       any, in shared memory      the owner of a range adds it where it lies (shared_memory/bucket_sums.py)
     exact       2, one root each           native all-reduce (a + b = b + a: the canonical bits)
     exact       4, 8, … one root each,     recursive halving and doubling: few messages
                 a small bucket
@@ -16,6 +17,7 @@ after another on a thread of their own, matched by tag; torch and gloo release t
 
 from __future__ import annotations
 
+import itertools
 import queue
 import threading
 from collections.abc import Callable, Mapping
@@ -45,13 +47,16 @@ TAGS_PER_BUCKET = 2
 class PendingSum:
     """One bucket's sum; `wait` returns it, in the memory that the exchange chose."""
 
-    def __init__(self, out: Tensor, handle: Handle | None = None) -> None:
+    def __init__(self, out: Tensor | None, handle: Handle | None = None) -> None:
         self._out, self._handle = out, handle
 
     def wait(self) -> Tensor:
         if self._handle is not None:
             self._handle.wait()
+            if self._out is None:
+                (self._out,) = self._handle.result()  # type: ignore[attr-defined]
             self._handle = None
+        assert self._out is not None
         return self._out
 
 
@@ -64,9 +69,21 @@ class GradientExchange:
         self._choice = Choice.agreed(comm, algorithm) if comm is not None and algorithm is not None else None
         self._thread = _ExchangeThread() if comm is not None else None
         self._scratch = Scratch()
+        self._sets = itertools.count()
 
-    def start(self, bucket: int, plan: SumPlan, roots: Mapping[int, Tensor], spare: Callable[[], Tensor]) -> PendingSum:
-        """Begin the sum of `roots` over all workers; `spare` gives a buffer to a worker that has no root."""
+    def new_set(self, old: int | None = None) -> int:
+        """A number for a set of buckets, in place of the `old` one if there was one."""
+        if self._comm is not None and old is not None:
+            self._comm.forget_buckets(old)
+        return next(self._sets)
+
+    def start(
+        self, of: int, bucket: int, plan: SumPlan, roots: Mapping[int, Tensor], spare: Callable[[], Tensor]
+    ) -> PendingSum:
+        """Begin the sum of `roots` of a bucket of a set over all workers.
+
+        `spare` gives a buffer to a worker that has no root.
+        """
         comm = self._comm
         if comm is None:
             (total,) = roots.values()
@@ -78,6 +95,9 @@ class GradientExchange:
                 return PendingSum(out, comm.all_reduce(out))
             return PendingSum(out, self._run(self._choice.schedule(out.nbytes), out, tag))
         assert self._thread is not None
+        if comm.sums_buckets:
+            like = next(iter(roots.values())) if roots else spare()
+            return PendingSum(None, comm.sum_bucket(of, bucket, plan, roots, like))
         if plan.is_pairwise:
             (out,) = roots.values()
             if comm.size == 2:

@@ -42,7 +42,7 @@ from paceline.engine.progress import Progress
 from paceline.engine.replicas import check_same_models, weights_hash
 from paceline.engine.saved_state import check_same_job, job_facts, load_states, states_of
 from paceline.engine.sources import as_loader, check_same_order, make_source
-from paceline.engine.surroundings import call_supervisor, find_device
+from paceline.engine.surroundings import call_supervisor, default_backend, find_device
 from paceline.engine.train_step import Timing, TrainStep
 from paceline.errors import CheckpointError, ConfigError, LoopError, PacelineError, ReplicaError
 from paceline.world.determinism import default_threads, make_deterministic, mix, seed_everything
@@ -91,7 +91,7 @@ class Engine:
             strategy=strategy,
             reduction=reduction,
             algorithm=algorithm,
-            backend=backend or told.backend or ("nccl" if self.device.type == "cuda" else "gloo"),
+            backend=backend or told.backend or default_backend(self.world, self.device),
             threads=one_of("threads", threads, told.threads) or default_threads(lanes),
             bucket_mib=bucket_mib,
             overlap=overlap,

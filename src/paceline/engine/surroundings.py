@@ -31,3 +31,10 @@ def find_device(world: World, wanted: str | torch.device | None) -> torch.device
     device = torch.device(kind.type, world.local_rank)
     torch.accelerator.set_device_index(world.local_rank)
     return device
+
+
+def default_backend(world: World, device: torch.device) -> str:
+    """Shared memory between the workers of one host; otherwise what the field uses."""
+    if device.type == "cuda":
+        return "nccl"
+    return "paceline" if device.type == "cpu" and world.local_size == world.size else "gloo"

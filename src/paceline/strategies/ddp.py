@@ -52,6 +52,7 @@ class Ddp:
         self._armed = False
         self._observed_order: list[int] | None = []
         self._plan: SumPlan | None = None
+        self._set = exchange.new_set()
         self._set_buckets(list(reversed(range(len(self.parameters)))))
 
     # -- one step --------------------------------------------------------------------------------------------------
@@ -211,7 +212,7 @@ class Ddp:
         sums = self._sums[number]
         roots, sums.nodes = sums.nodes, {}
         self._roots[number] = list(roots.values())
-        self._pending[number] = self._exchange.start(number, self._step_plan, roots, sums.buffer)
+        self._pending[number] = self._exchange.start(self._set, number, self._step_plan, roots, sums.buffer)
         self._next = number + 1
 
     @property
@@ -223,6 +224,7 @@ class Ddp:
 
     def _set_buckets(self, order: Sequence[int]) -> None:
         buckets: tuple[Bucket, ...] = plan_buckets(self._specs, order, self._bucket_bytes)
+        self._set = self._exchange.new_set(old=self._set)
         self._sums = [LaneSums(bucket, self.parameters) for bucket in buckets]
         self._bucket_of = {
             member.parameter: number for number, bucket in enumerate(buckets) for member in bucket.members

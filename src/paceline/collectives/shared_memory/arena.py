@@ -6,6 +6,7 @@ on every rank, since then the others' counterparts are known without asking.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -28,7 +29,8 @@ class Arenas:
 
     def __init__(self, rank: int, size: int, make: Callable[[int], Segment]) -> None:
         self._rank, self._size, self._make = rank, size, make
-        self._arenas: list[Arena] = []
+        self._arenas: dict[int, Arena] = {}  # by number, the same on every rank
+        self._numbers = itertools.count()
 
     def allocate(self, elements: int, dtype: torch.dtype) -> Tensor:
         """A tensor in shared memory. All ranks allocate the same, in the same order."""
@@ -36,7 +38,7 @@ class Arenas:
         segment = self._make(each * self._size)
         rows = segment.memory[PAGE:].view(self._size, each)
         arena = Arena(segment, rows, rows[self._rank].data_ptr(), each)
-        self._arenas.append(arena)
+        self._arenas[next(self._numbers)] = arena
         return rows[self._rank, : elements * dtype.itemsize].view(dtype)
 
     def place_of(self, tensor: Tensor) -> str | None:
@@ -52,14 +54,20 @@ class Arenas:
         rows = self._arenas[number].rows
         return [rows[rank, offset : offset + tensor.nbytes].view(tensor.dtype) for rank in range(self._size)]
 
+    def release(self, tensor: Tensor) -> None:
+        """Let go of the arena that `tensor` lies in; the memory is free when every rank has, and no tensor is left."""
+        found = self._find(tensor)
+        if found is not None:
+            self._arenas.pop(found[0]).segment.close()
+
     def close(self) -> None:
-        for arena in self._arenas:
+        for arena in self._arenas.values():
             arena.segment.close()
         self._arenas.clear()
 
     def _find(self, tensor: Tensor) -> tuple[int, int] | None:
         address = tensor.data_ptr()
-        for number, arena in enumerate(self._arenas):
+        for number, arena in self._arenas.items():
             if arena.first <= address < arena.first + arena.bytes:
                 return number, address - arena.first
         return None

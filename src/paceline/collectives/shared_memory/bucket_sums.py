@@ -23,15 +23,17 @@ from paceline.collectives.shared_memory.operations import ALIGNED, Operations, c
 
 
 class BucketSums:
-    """One for each set of buckets; `sum` is a collective of the group whose operations it uses."""
+    """`sum` is a collective of the group whose operations this uses; each `owner` of buckets has totals of its own."""
 
     def __init__(self, operations: Operations, arenas: Arenas, rank: int, size: int) -> None:
         self._operations, self._arenas, self._rank, self._size = operations, arenas, rank, size
-        self._totals: dict[tuple[int, int, torch.dtype], list[Tensor]] = {}
+        self._totals: dict[tuple[int, int], list[Tensor]] = {}  # by owner and bucket: everybody's, in rank order
 
-    def sum(self, bucket: int, plan: SumPlan, roots: Mapping[int, Tensor], elements: int, dtype: torch.dtype) -> Tensor:
+    def sum(
+        self, owner: int, bucket: int, plan: SumPlan, roots: Mapping[int, Tensor], elements: int, dtype: torch.dtype
+    ) -> Tensor:
         """The sum of all workers' roots (by lane) of one bucket, in this worker's total."""
-        totals = self._totals_of(bucket, elements, dtype)
+        totals = self._totals_of((owner, bucket), elements, dtype)
         call = Call(f"bucket {bucket}", str(dtype), elements)
         owners = [(worker, lane) for worker in range(self._size) for lane in plan.roots(worker)]
         merges = _by_row(plan, [lane for _, lane in owners])
@@ -79,8 +81,12 @@ class BucketSums:
             for out in outs:
                 out.copy_(total)
 
-    def _totals_of(self, bucket: int, elements: int, dtype: torch.dtype) -> list[Tensor]:
-        key = (bucket, elements, dtype)
+    def forget(self, owner: int) -> None:
+        """The owner's buckets are cut anew: their totals are not needed any more."""
+        for key in [key for key in self._totals if key[0] == owner]:
+            self._arenas.release(self._totals.pop(key)[self._rank])
+
+    def _totals_of(self, key: tuple[int, int], elements: int, dtype: torch.dtype) -> list[Tensor]:
         if key not in self._totals:
             self._totals[key] = self._arenas.everyones(self._arenas.allocate(elements, dtype))
         return self._totals[key]
