@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from datetime import timedelta
 from typing import Any
@@ -54,6 +55,7 @@ def peer_dies(world: World, kernels: str, count: int) -> Any:
         if world.rank == 2:
             group._store.set("death", str(time.monotonic() + 0.2))
         death = float(group._store.get("death"))
+        all_reduce(group)  # nobody needs the store after this
         if world.rank == 2:
             time.sleep(max(0.0, death - time.monotonic()))
             os.kill(os.getpid(), signal.SIGKILL)
@@ -287,3 +289,70 @@ def test_an_unknown_backend_is_torchs_own_error() -> None:
     (result,) = run_workers(unknown_backend, 1)
     assert result.error is not None
     assert "pacelime" in result.error
+
+
+# -- the end while something is under way ------------------------------------------------------------------------------
+
+
+def ended_early(world: World, how: str) -> list[str]:
+    """Rank 1 waits in vain for a meeting, a message and somebody to take one, and ends the group."""
+    with group_of(world, timeout_s=30.0) as group:
+        store = group._store
+        texts = []
+        if world.rank == 1:
+            works = [group.barrier(), group.recv([torch.ones(1)], 0), group.send([torch.ones(LARGE)], 0)]
+            getattr(group, how)()
+            for work in works:
+                with pytest.raises(CollectiveError) as info:
+                    work.wait()
+                texts.append(str(info.value))
+            assert not [thread for thread in threading.enumerate() if thread.name.startswith("paceline")]
+            with pytest.raises(CollectiveError, match=r"^the group has been shut down$"):
+                group.barrier()
+            store.set("ended", "")
+        else:
+            store.get("ended")
+            texts.append(error_of(group))
+        return texts
+
+
+@pytest.mark.parametrize("how", ["abort", "shutdown"])
+def test_the_end_of_a_group_ends_what_is_under_way_and_the_others_are_told(how: str) -> None:
+    others, mine = succeeded(run_workers(ended_early, 2, how=how))
+    assert mine == [
+        "rank 1: the group was shut down in barrier",
+        "the group was shut down before rank 0 came to send a message",
+        "the group was shut down before rank 0 came to take a message",
+    ]
+    assert others[0].endswith("rank 1 calls nothing any more (it gave up: the group was shut down in barrier)")
+
+
+def finished_at_the_end(world: World) -> float:
+    """Nobody waits for the all-reduce, but it is under way everywhere when the groups end."""
+    tensor = torch.ones(LARGE)
+    with group_of(world) as group:
+        group.allreduce([tensor])
+    return tensor.mean().item()
+
+
+def test_what_all_ranks_have_begun_is_finished_at_the_end() -> None:
+    assert succeeded(run_workers(finished_at_the_end, 3)) == [3.0] * 3
+
+
+def asked_for_less_time(world: World) -> str:
+    with group_of(world, timeout_s=30.0) as group:
+        store = group._store
+        if world.rank == 0:
+            store.get("told")
+            return ""
+        options = opts()
+        options.timeout = timedelta(seconds=0.2)
+        with pytest.raises(CollectiveError) as info:
+            group.barrier(options).wait()
+        store.set("told", "")
+        return str(info.value)
+
+
+def test_a_call_may_have_a_timeout_of_its_own() -> None:
+    text = succeeded(run_workers(asked_for_less_time, 2))[1]
+    assert text.startswith("rank 1: the timeout of 0.2 s ended in barrier; ")

@@ -171,17 +171,23 @@ def test_threads_with_groups_of_their_own_do_not_meet() -> None:
     assert succeeded(run_workers(from_threads, 2)) == [[0.0, 32.0, 64.0, 96.0]] * 2
 
 
-def trained(world: World, backend: str) -> list[float]:
-    """torch's own DDP, unmodified; several buckets, and a parameter that gets no gradient."""
-    with torch_distributed(world, backend=backend):
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 4))
-        ddp = DistributedDataParallel(model, bucket_cap_mb=0.01, gradient_as_bucket_view=True)
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 4))
+
+
+def batch(step: int, rank: int) -> torch.Tensor:
+    return torch.randn(6, 8, generator=torch.Generator().manual_seed(step * 10 + rank))
+
+
+def trained(world: World, **options: Any) -> list[float]:
+    """torch's own DDP, unmodified, with several buckets: this rank's losses."""
+    with torch_distributed(world):
+        ddp = DistributedDataParallel(network(), bucket_cap_mb=0.01, **options)
         optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
         losses = []
         for step in range(4):
-            inputs = torch.randn(6, 8, generator=torch.Generator().manual_seed(step * 10 + world.rank))
-            loss = ddp(inputs).square().mean()
+            loss = ddp(batch(step, world.rank)).square().mean()
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
@@ -189,10 +195,25 @@ def trained(world: World, backend: str) -> list[float]:
         return losses
 
 
-def test_torchs_own_ddp_trains_as_it_does_on_gloo() -> None:
-    ours = succeeded(run_workers(trained, 2, backend="paceline"))
-    for mine, gloos in zip(ours, succeeded(run_workers(trained, 2, backend="gloo")), strict=True):
-        assert mine == pytest.approx(gloos, rel=1e-5)
+def trained_alone(size: int) -> list[list[float]]:
+    """The same in one process."""
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    found: list[list[float]] = [[] for _ in range(size)]
+    for step in range(4):
+        losses = [model(batch(step, rank)).square().mean() for rank in range(size)]
+        optimizer.zero_grad()
+        torch.stack(losses).mean().backward()
+        optimizer.step()
+        for rank, loss in enumerate(losses):
+            found[rank].append(loss.item())
+    return found
+
+
+@pytest.mark.parametrize("options", [{}, {"gradient_as_bucket_view": True}, {"static_graph": True}])
+def test_torchs_own_ddp_trains_as_one_process_does(options: dict[str, Any]) -> None:
+    for mine, alone in zip(succeeded(run_workers(trained, 2, **options)), trained_alone(2), strict=True):
+        assert mine == pytest.approx(alone, rel=1e-5)
 
 
 def objects(world: World) -> list[Any]:

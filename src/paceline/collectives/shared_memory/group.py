@@ -28,7 +28,7 @@ from paceline.collectives.shared_memory.meeting import LINE, Meeting
 from paceline.collectives.shared_memory.operations import Operations
 from paceline.collectives.shared_memory.segment import PAGE, Segment, host_identity, name_of
 from paceline.collectives.shared_memory.sparse import all_reduce_sparse
-from paceline.collectives.shared_memory.work_line import Event, LineWork, WorkLine
+from paceline.collectives.shared_memory.work_line import LINGER_S, Event, LineWork, WorkLine
 from paceline.errors import CollectiveError, ConfigError
 from paceline.world import environment
 
@@ -251,13 +251,22 @@ class SharedMemoryGroup(dist.ProcessGroup):
         if self._closed:
             return
         self._closed = True
-        self._line.close()
-        self._mailbox.close()
+        parts = (self._line, self._mailbox)
+        for part in parts:
+            part.close()
+        if not all(part.join(LINGER_S) for part in parts):
+            self._meeting.stop()
+            self._mailbox.stop()
+            for part in parts:
+                part.join(LINGER_S)
         self._meeting.leave()
         self._arenas.close()
         self._segment.close()
 
     def abort(self) -> None:
+        """Shut down without waiting for what is under way."""
+        self._meeting.stop()
+        self._mailbox.stop()
         self.shutdown()
 
     # -- parts -------------------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from paceline.collectives.shared_memory.meeting import LOOK_EVERY_S, Meeting
-from paceline.collectives.shared_memory.work_line import LINGER_S, Event, LineWork
+from paceline.collectives.shared_memory.work_line import Event, LineWork
 from paceline.errors import CollectiveError
 
 CHUNK = 64 * 2**10
@@ -79,7 +79,7 @@ class Mailbox:
         self._here: dict[int, list[_Arriving]] = {source: [] for source in range(size)}
         self._arriving: dict[int, _Arriving] = {}
         self._change = threading.Condition()
-        self._closed = False
+        self._closed = self._stopped = False
         self._thread: threading.Thread | None = None
 
     def send(self, data: Tensor, to: int, tag: int, timeout_s: float, event: Event) -> LineWork:
@@ -103,8 +103,17 @@ class Mailbox:
         with self._change:
             self._closed = True
             self._change.notify_all()
-        if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join(LINGER_S)
+
+    def stop(self) -> None:
+        """Give up what is under way."""
+        self._stopped = True
+
+    def join(self, seconds: float) -> bool:
+        """Whether the thread, if there was one, has ended."""
+        if self._thread is None or self._thread is threading.current_thread():
+            return True
+        self._thread.join(seconds)
+        return not self._thread.is_alive()
 
     def _add(self, queue, job) -> None:  # type: ignore[no-untyped-def]
         with self._change:
@@ -128,10 +137,9 @@ class Mailbox:
                 sends, receives = list(self._pending.sends), list(self._pending.receives)
                 if not sends and not receives:
                     return
-                if self._closed and not sends:
-                    for job in receives:
-                        self._done(job, CollectiveError("the group was shut down while it was waiting for a message"))
-                    continue
+            if self._stopped or (self._closed and not sends):
+                self._shut_down([*sends, *receives])
+                continue
             moved = self._push(sends) | self._pull(receives)
             if moved:
                 nap, looked = _NAP_S, time.monotonic()
@@ -221,16 +229,20 @@ class Mailbox:
             queue.remove(job)  # type: ignore[arg-type]
         job.work.finish(error)
 
+    def _shut_down(self, jobs: list[_Sending | _Receiving]) -> None:
+        for job in jobs:
+            what = "to take" if isinstance(job, _Sending) else "to send"
+            self._done(job, CollectiveError(f"the group was shut down before {_whom(job)} came {what} a message"))
+
     def _look_at_peers(self, jobs: list[_Sending | _Receiving], now: float) -> None:
         for job in jobs:
             try:
                 self._check_peers(job.to if isinstance(job, _Sending) else job.source)
                 if now > job.deadline:
-                    peer = job.to if isinstance(job, _Sending) else job.source
                     what = "to take" if isinstance(job, _Sending) else "to send"
                     raise CollectiveError(
-                        f"rank {self._rank}: the timeout of {job.timeout_s:g} s ended while it waited for "
-                        f"{'anybody' if peer == ANY else f'rank {peer}'} {what} a message (tag {job.tag})"
+                        f"rank {self._rank}: the timeout of {job.timeout_s:g} s ended while it waited for {_whom(job)} "
+                        f"{what} a message (tag {job.tag})"
                     )
             except CollectiveError as error:
                 self._done(job, error)
@@ -251,3 +263,8 @@ class Mailbox:
 
 def _view_of(channel: Tensor) -> memoryview:
     return memoryview(channel.numpy())  # type: ignore[arg-type]
+
+
+def _whom(job: _Sending | _Receiving) -> str:
+    peer = job.to if isinstance(job, _Sending) else job.source
+    return "anybody" if peer == ANY else f"rank {peer}"

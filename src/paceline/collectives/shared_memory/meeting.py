@@ -30,8 +30,8 @@ from paceline.collectives.shared_memory.compiling import compiled_library
 from paceline.errors import CollectiveError
 
 LINE = 256
-_CALL_BYTES = 64
-_CALLS_AT = (64, 128)
+_CALL_BYTES = 96
+_CALLS_AT = (64, 160)
 _PID_AT, _STATE_AT, _BORN_AT = 8, 12, 16
 _HERE, _LEFT, _GAVE_UP = 0, 1, 2
 LOOK_EVERY_S = 0.1
@@ -79,6 +79,7 @@ class Meeting:
         self._await = self._await_in_c(library) if library is not None else self._await_in_python
         self._arrive = self._arrive_in_c(library) if library is not None else self._arrive_in_python
         self._broken: str | None = None
+        self._stopped = False
         struct.pack_into("Q", self._lines, rank * LINE + _BORN_AT, _birth_of(os.getpid()))
         struct.pack_into("I", self._lines, rank * LINE + _PID_AT, os.getpid())
 
@@ -114,6 +115,10 @@ class Meeting:
             here = self._rank * LINE + place
             self._lines[here : here + _CALL_BYTES] = told
         struct.pack_into("I", self._lines, self._rank * LINE + _STATE_AT, _GAVE_UP)
+
+    def stop(self) -> None:
+        """End the wait that another thread is in, if any."""
+        self._stopped = True
 
     def leave(self) -> None:
         """Say goodbye: who waits for this rank from now on waits in vain."""
@@ -154,6 +159,9 @@ class Meeting:
                 if trouble is None and rank != self._rank and not self._has_come(rank, target):
                     trouble = self._trouble_with(rank)
             left = deadline - time.monotonic()
+            if self._stopped:
+                how = f"was shut down in {Call.unpacked(call)}"
+                trouble = f"rank {self._rank}: the group {how}", f"the group {how}"
             if trouble is None and left <= 0:
                 whom = f"rank {late} (pid {struct.unpack_from('I', self._lines, late * LINE + _PID_AT)[0]})"
                 text = f"rank {self._rank}: the timeout of {timeout_s:g} s ended in {Call.unpacked(call)}; {whom}"

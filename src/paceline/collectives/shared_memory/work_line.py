@@ -28,7 +28,7 @@ from torch.futures import Future
 
 from paceline.errors import CollectiveError
 
-LINGER_S = 5.0
+LINGER_S = 2.0  # how long the end of a group waits for what is under way
 
 
 @dataclass(frozen=True)
@@ -144,12 +144,17 @@ class WorkLine:
         return work
 
     def close(self) -> None:
-        """Let what is under way end, and the thread with it."""
+        """Take nothing more on; the thread ends after what is under way."""
         with self._change:
             self._closed = True
             self._change.notify_all()
-        if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join(LINGER_S)
+
+    def join(self, seconds: float) -> bool:
+        """Whether the thread, if there was one, has ended."""
+        if self._thread is None or self._thread is threading.current_thread():
+            return True
+        self._thread.join(seconds)
+        return not self._thread.is_alive()
 
     def _start(self) -> None:
         if self._thread is None:
