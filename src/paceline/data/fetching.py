@@ -20,20 +20,18 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+import torch.utils.data._utils.worker as torch_worker
 from torch.utils.data import Dataset, default_collate, get_worker_info
 
+from paceline.data.batch_ring import BatchRing, RingAddress
 from paceline.data.global_order import scrambled
 from paceline.data.loader_watch import COLLATING, HANDING_OVER, Slot, Slots
 from paceline.errors import DataError
 from paceline.world.determinism import mix, seed_everything
 
-
-class Wanted(NamedTuple):
-    """What fetching has to know of a work item; it travels to a loader process, so it is small."""
-
-    epoch: int
-    position: int
-    ids: tuple[int, ...]
+# What fetching has to know of a work item: epoch, position, sample ids. It travels to a loader process, which plain
+# tuples do faster.
+Wanted = tuple[int, int, tuple[int, ...]]
 
 
 class Failure:
@@ -67,10 +65,12 @@ class ItemDataset(Dataset[Any]):
     """`dataset[wanted]` is the collated micro-batch of a work item."""
 
     def __init__(
-        self, dataset: Dataset[Any], collate: Callable[[Any], Any], seed: int, slots: Slots | None = None
-    ) -> None:
+        self, dataset: Dataset[Any], collate: Callable[[Any], Any], seed: int,
+        slots: Slots | None = None, rings: RingAddress | None = None,
+    ) -> None:  # fmt: skip
         self.dataset = self._dataset = dataset
-        self._collate, self._seed, self._slots = collate, seed, slots
+        self._collate, self._seed, self._slots, self._rings = collate, seed, slots, rings
+        self._ring: BatchRing | None = None
         self._epoch: int | None = None
         self._undrawn = self._sample_key = 0
         self._drawn: list[Library] = []  # seeded before each sample
@@ -84,47 +84,66 @@ class ItemDataset(Dataset[Any]):
         if info is None:
             return self._batch(wanted, None)
         assert self._slots is not None
+        assert self._rings is not None
+        if self._ring is None:
+            self._ring = BatchRing(self._rings, info.id)
         try:
-            return self._batch(wanted, self._slots[info.id])
+            batch = self._batch(wanted, self._slots[info.id])
+            try:
+                return self._ring.packed(batch)
+            except Exception as error:
+                raise _failed(f"the batch of {_names(wanted[2])} can't leave the loader process", error) from error
         except DataError as error:
             return Failure(str(error))
 
     def _batch(self, wanted: Wanted, slot: Slot | None) -> Any:
-        if wanted.epoch != self._epoch:
-            self._enter(wanted)
-        samples = self._samples(wanted, slot)
+        epoch, position, ids = wanted
+        if epoch != self._epoch:
+            self._enter(epoch, position)
+        samples = self._samples(position, ids, slot)
         if slot is not None:
             slot.state = COLLATING
-        if self._collate is not default_collate:  # which draws nothing
-            seed_everything(mix(self._seed, "collate", wanted.epoch, wanted.position))
         try:
-            batch = self._collate(samples)
+            batch = self._collated(samples, epoch, position)
         except Exception as error:
-            raise _failed(f"collate_fn failed on {_names(wanted.ids)}", error) from error
+            raise _failed(f"collate_fn failed on {_names(ids)}", error) from error
         if slot is not None:
             slot.state = HANDING_OVER
         return batch
 
-    def _samples(self, wanted: Wanted, slot: Slot | None) -> Any:
+    def _collated(self, samples: Any, epoch: int, position: int) -> Any:
+        if self._collate is not default_collate:
+            seed_everything(mix(self._seed, "collate", epoch, position))
+            return self._collate(samples)
+        # It draws nothing; and where it does not see that this is a loader process, it does not open shared memory.
+        info = torch_worker._worker_info
+        if self._ring is not None and self._ring.took_the_last:
+            torch_worker._worker_info = None
+        try:
+            return default_collate(samples)
+        finally:
+            torch_worker._worker_info = info
+
+    def _samples(self, position: int, ids: tuple[int, ...], slot: Slot | None) -> Any:
         while True:
             for library, _ in self._quiet:
                 library.seed(self._undrawn)
-            samples = self._fetch_each(wanted, slot) if self._drawn else self._fetch(wanted.ids, slot)
+            samples = self._fetch_each(position, ids, slot) if self._drawn else self._fetch(ids, slot)
             drawn = [library for library, mark in self._quiet if library.mark() != mark]
             if not drawn:
                 return samples
             self._drawn += drawn
             self._quiet = [(library, mark) for library, mark in self._quiet if library not in drawn]
 
-    def _fetch_each(self, wanted: Wanted, slot: Slot | None) -> Any:
+    def _fetch_each(self, position: int, ids: tuple[int, ...], slot: Slot | None) -> Any:
         samples: list[Any] = []
-        key, libraries = self._sample_key + wanted.position, [library.seed for library in self._drawn]
-        for place, sample in enumerate(wanted.ids):
+        key, libraries = self._sample_key + position, [library.seed for library in self._drawn]
+        for place, sample in enumerate(ids):
             seed = scrambled(key + place)
             for seed_library in libraries:
                 seed_library(seed)
             if self._ready_made:
-                return self._fetch(wanted.ids, slot)
+                return self._fetch(ids, slot)
             samples += self._fetch((sample,), slot)
         return samples
 
@@ -155,17 +174,17 @@ class ItemDataset(Dataset[Any]):
         self._ready_made = not isinstance(fetched, list)  # a batch, which can't be put together from single samples
         return fetched
 
-    def _enter(self, wanted: Wanted) -> None:
+    def _enter(self, epoch: int, position: int) -> None:
         """A dataset that wants to know its epoch is told; nobody calls set_epoch."""
         set_epoch = getattr(self._dataset, "set_epoch", None)
         if set_epoch is not None:
-            seed_everything(mix(self._seed, "set_epoch", wanted.epoch))
-            with named(f"the dataset's set_epoch({wanted.epoch}) failed"):
-                set_epoch(wanted.epoch)
-        self._epoch = wanted.epoch
-        self._sample_key = mix(self._seed, "sample", wanted.epoch)
+            seed_everything(mix(self._seed, "set_epoch", epoch))
+            with named(f"the dataset's set_epoch({epoch}) failed"):
+                set_epoch(epoch)
+        self._epoch = epoch
+        self._sample_key = mix(self._seed, "sample", epoch)
         # Another one in every process and epoch: a dataset may make a generator of its own from torch.initial_seed().
-        self._undrawn = mix(self._seed, "undrawn", wanted.epoch, wanted.position)
+        self._undrawn = mix(self._seed, "undrawn", epoch, position)
         self._quiet = []
         for library in (*LIBRARIES, CUDA) if torch.cuda.is_initialized() else LIBRARIES:  # type: ignore[no-untyped-call]
             if library not in self._drawn:

@@ -1,7 +1,7 @@
 """torch's DataLoader, asked for work items: their batches come in order, from this process or from loader processes.
 
-    work items ──► Wanted(epoch, position, ids) ──► torch's DataLoader ──► batch      (item, batch) to the loop
-                   └────────────── remembered in order ──────────────────────┘
+    work items ──► (epoch, position, ids) ──► torch's DataLoader ──► batch      (item, batch) to the loop
+                   └────────────── remembered in order ────────────────┘
 
 A loader process that fails hands over its error as a text; one that dies or hangs is named with the sample it was at.
 Processes end with the loop, or stay for the next one (`persistent_workers`): what is still on its way to a loop that
@@ -19,6 +19,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from paceline.data.batch_receiver import BatchReceiver
+from paceline.data.batch_ring import BatchMemory, Packed
 from paceline.data.fetching import Failure, ItemDataset, Wanted
 from paceline.data.loader_watch import LoaderWatch, timed_out
 from paceline.data.sharded_sampler import WorkItem
@@ -38,8 +39,10 @@ class ItemFetching:
         self._source, self._deal = source, deal
         self._timeout_s = source.timeout or deal.timeout_s
         self._watch = LoaderWatch(source.num_workers) if source.num_workers > 0 else None
+        self._memory = BatchMemory(source.num_workers, source.prefetch_factor or 1) if self._watch is not None else None
         slots = self._watch.slots if self._watch is not None else None
-        self._dataset = ItemDataset(source.dataset, source.collate_fn, deal.seed, slots)
+        rings = self._memory.address if self._memory is not None else None
+        self._dataset = ItemDataset(source.dataset, source.collate_fn, deal.seed, slots, rings)
         self._asked = _Asked()
         self._loader = self._make_loader()
         self._fetched: Any = None
@@ -76,6 +79,8 @@ class ItemFetching:
         self._end_processes()
         if self._watch is not None:
             self._watch.close()
+        if self._memory is not None:
+            self._memory.close()
 
     # -- batches -----------------------------------------------------------------------------------------------------
 
@@ -91,7 +96,8 @@ class ItemFetching:
         deadline = time.monotonic() + self._timeout_s
         while True:
             try:
-                return next(self._fetched, _NO_MORE)
+                batch = next(self._fetched, _NO_MORE)
+                return batch.batch() if type(batch) is Packed else batch
             except RuntimeError as error:
                 if dead := self._watch.obituaries(self._watch.processes):
                     raise DataError(dead) from error
@@ -192,7 +198,7 @@ class _Asked:
             if items is not self._items:  # another loop has begun
                 return
             self._out.append(item)
-            yield Wanted(item.epoch, item.position, item.sample_ids)
+            yield item.epoch, item.position, item.sample_ids
 
     def taken(self) -> WorkItem:
         return self._out.popleft()

@@ -1,0 +1,276 @@
+"""Batches through memory that a worker shares with its loader processes: tensors are copied in, and out again.
+
+    loader process 0   batch ──► │ slot 0 │ slot 1 │ slot 2 │ slot 3 │ ──┐  Packed: the slot, and a pickle of the rest
+    loader process 1   batch ──► │ slot 4 │ slot 5 │ slot 6 │ slot 7 │ ──┴──► torch's queue ──► tensors, a copy
+
+torch makes a file for each tensor and hands that over: a connection, a mapping, and new pages every time. A copy out of
+memory that is in use already, into memory that was, is quicker. A batch of more than a slot holds, or with a tensor
+that is not plain (a subclass, one on a GPU, a view of much more than it shows), travels as torch sends it. The memory
+is anonymous, so that nothing can stay behind, whoever is killed; pages of it exist from when they are written.
+
+A process uses its slots in turn, and nobody tells it when one has been read. With P = prefetch_factor and N processes:
+
+    torch lets P·N tasks be on their way, in order; task t is for process t mod N            P of each process
+    before it hands out the batch of task t, it puts task t + P·N, for the same process      P + 1
+    that batch is copied before the next one is asked for, and so before task t + (P + 1)·N is put
+
+So a process can be at its batch k + P while its batch k is read, never at k + P + 1, and P + 1 slots are enough. A slow
+process does not change that: what others have ready waits in torch, and while it waits it counts as on its way, so no
+task is put for it. Nor do processes that stay for the next loop: when that begins, nothing is on its way. One more slot
+is kept, and each slot holds the number of its batch: were a torch to ask for more, that would be an error, and no batch
+would be handed out torn.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import io
+import itertools
+import os
+import pickle
+import sys
+import weakref
+from collections.abc import Callable
+from multiprocessing.reduction import ForkingPickler
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.utils.data._utils.pin_memory as torch_pinning
+from torch import Tensor
+
+from paceline.errors import DataError
+
+SLOT_BYTES = 16 << 20  # far beyond, what torch does costs no more than the copies
+
+_LINE = 64  # tensors begin at whole lines of the cache, the first behind the batch's number
+# Their place in this list is shorter than a dtype's pickle, and found faster.
+_DTYPES = sorted(
+    {
+        value
+        for value in vars(torch).values()
+        if isinstance(value, torch.dtype) and not str(value).startswith("torch.q")
+    },
+    key=str,
+)
+_NUMBER_OF = {dtype: number for number, dtype in enumerate(_DTYPES)}
+
+Put = tuple[Any, ...]  # offset, bytes, number of the dtype, shape; and strides and storage offset if not contiguous
+
+
+class RingAddress(NamedTuple):
+    """Where a loader process finds the memory; it travels to the process when that starts."""
+
+    path: str
+    size: int
+    slots: int
+    key: int
+
+
+class BatchMemory:
+    """The memory of all rings, in the worker."""
+
+    def __init__(self, processes: int, prefetch_factor: int) -> None:
+        slots = prefetch_factor + 2
+        size = processes * slots * SLOT_BYTES
+        descriptor = os.memfd_create("paceline-batches", os.MFD_CLOEXEC)
+        self._close_descriptor = weakref.finalize(self, os.close, descriptor)
+        os.ftruncate(descriptor, size)
+        key = next(_keys)
+        self.address = RingAddress(f"/proc/{os.getpid()}/fd/{descriptor}", size, slots, key)
+        self._storage: Any = _mapped(self.address)
+        self.shelf = Shelf()
+        _memories[key] = self
+
+    def at(self, slot: int) -> int:
+        return self._storage.data_ptr() + slot * SLOT_BYTES  # type: ignore[no-any-return]
+
+    def close(self) -> None:
+        self._close_descriptor()
+        _memories.pop(self.address.key, None)
+        self._storage, self.shelf = None, Shelf()
+
+
+class Shelf:
+    """Memory of tensors that were handed out, for others as soon as nobody looks into it; new pages cost more than the
+    copy does. The tensors hold the buffer, so its references tell."""
+
+    MOST = 8
+    WORTH_IT = 64 << 10  # malloc itself has less at hand
+
+    def __init__(self) -> None:
+        self._buffers: list[np.ndarray[Any, Any]] = []
+
+    def tensor(self, size: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """As torch.empty would make it."""
+        if size < self.WORTH_IT:
+            return torch.empty(shape, dtype=dtype, device="cpu")
+        return torch.frombuffer(self._free(size), dtype=dtype, count=size // dtype.itemsize).resize_(shape)
+
+    def _free(self, size: int) -> np.ndarray[Any, Any]:
+        for place, references in enumerate(map(sys.getrefcount, self._buffers)):
+            if references == _ONLY_OURS and size <= self._buffers[place].nbytes <= 2 * size:
+                return self._buffers[place]
+        fresh = torch.empty(size + size // 4, dtype=torch.uint8, device="cpu").numpy()  # the next may be longer
+        self._buffers = [*self._buffers[-self.MOST + 1 :], fresh]
+        return fresh
+
+
+class Packed:
+    """A batch in a slot, on its way to the worker. Where torch pins memory, its thread asks `pin_memory` for it."""
+
+    __slots__ = ("_count", "_data", "_key", "_slot")
+
+    def __init__(self, key: int, slot: int, count: int, data: bytes) -> None:
+        self._key, self._slot, self._count, self._data = key, slot, count, data
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Packed, (self._key, self._slot, self._count, self._data)
+
+    def batch(self, *, pinned: bool = False) -> Any:
+        """What the loader process packed, in memory of its own."""
+        memory = _memories[self._key]
+        address = memory.at(self._slot)
+        batch = _Unpickler(self._data, address, None if pinned else memory.shelf).load()
+        found = _number_at(address).value
+        if found != self._count:
+            raise DataError(
+                f"slot {self._slot} of the loader processes' memory should hold batch {self._count} of its process, "
+                f"and holds batch {found}: this torch ({torch.__version__}) asks for more batches ahead than "
+                "prefetch_factor says; use a tested one, or num_workers=0"
+            )
+        return batch
+
+    def pin_memory(self) -> Any:
+        return torch_pinning.pin_memory(self.batch(pinned=True))  # type: ignore[no-untyped-call]
+
+
+class BatchRing:
+    """The slots of one loader process, in that process."""
+
+    def __init__(self, address: RingAddress, process: int) -> None:
+        self._storage: Any = _mapped(address)
+        self._key, self._slots, self._first = address.key, address.slots, process * address.slots
+        self._count = 0
+        self.took_the_last = True
+
+    def packed(self, batch: Any) -> Any:
+        """The batch as `Packed`; or as it is, where torch has to send it."""
+        slot = self._first + self._count % self._slots
+        address = self._storage.data_ptr() + slot * SLOT_BYTES
+        _number_at(address).value = self._count
+        file = io.BytesIO()
+        try:
+            _Pickler(file, _Filling(address).put).dump(batch)
+        except _NotForASlotError:
+            self.took_the_last = False
+            return batch
+        self.took_the_last = True
+        self._count += 1
+        return Packed(self._key, slot, self._count - 1, file.getvalue())
+
+
+class _Filling:
+    """One slot as it is filled. Tensors that share a storage go on to share it."""
+
+    def __init__(self, address: int) -> None:
+        self._address, self._used = address, _LINE
+        self._places: dict[tuple[int, int], int] = {}
+        self._resolved: list[Tensor] = []
+
+    def put(self, tensor: Tensor) -> Put:
+        dtype = _NUMBER_OF.get(tensor.dtype)
+        plain = dtype is not None and tensor.is_cpu and tensor.layout is torch.strided and not tensor.requires_grad
+        if not plain:
+            raise _NotForASlotError
+        if tensor.is_conj() or tensor.is_neg():  # lazily; torch's queue loses that
+            tensor = tensor.resolve_conj().resolve_neg()
+            self._resolved.append(tensor)  # nothing else may get its address
+        storage, shown = tensor.untyped_storage(), tensor.nbytes
+        size, start = storage.nbytes(), storage.data_ptr()
+        if size > 2 * shown:
+            raise _NotForASlotError
+        place = self._places.get((start, size))
+        if place is None:
+            place = self._copied(start, size)
+            if size == shown and tensor.is_contiguous():
+                return place, size, dtype, tuple(tensor.shape)
+        return place, size, dtype, tuple(tensor.shape), tensor.stride(), tensor.storage_offset()
+
+    def _copied(self, start: int, size: int) -> int:
+        place = self._used
+        if place + size > SLOT_BYTES:
+            raise _NotForASlotError
+        if size:
+            ctypes.memmove(self._address + place, start, size)
+            self._places[start, size] = place
+            self._used = -(-(place + size) // _LINE) * _LINE
+        return place
+
+
+class _NotForASlotError(Exception):
+    """Ends the pickling of a batch that torch has to send, before anything was opened for it."""
+
+
+class _Pickler(ForkingPickler):
+    """Pickles a batch as torch's queue does, but for its tensors."""
+
+    def __init__(self, file: io.BytesIO, put: Callable[[Tensor], Put]) -> None:
+        super().__init__(file, pickle.HIGHEST_PROTOCOL)
+        self._put = put
+
+    def reducer_override(self, value: Any) -> Any:
+        if type(value) is Tensor:
+            return _tensor, self._put(value)
+        if isinstance(value, Tensor | torch.UntypedStorage | torch.TypedStorage):
+            raise _NotForASlotError
+        return NotImplemented
+
+
+class _Unpickler(pickle.Unpickler):
+    """Makes the tensors of a batch anew from the slot at `address`, in memory of the shelf; without one, in pinned."""
+
+    def __init__(self, data: bytes, address: int, shelf: Shelf | None) -> None:
+        super().__init__(io.BytesIO(data))
+        self._address, self._shelf = address, shelf
+        self._made: dict[int, Tensor] = {}
+
+    def find_class(self, module: str, name: str) -> Any:
+        return self._taken if module == __name__ and name == _tensor.__name__ else super().find_class(module, name)
+
+    def _taken(
+        self, place: int, size: int, dtype: int, shape: tuple[int, ...],
+        strides: tuple[int, ...] | None = None, offset: int = 0,
+    ) -> Tensor:  # fmt: skip
+        if strides is None:
+            return self._fresh(place, size, shape, _DTYPES[dtype])
+        holds_it = self._made.get(place)
+        if holds_it is None:
+            holds_it = self._fresh(place, size, (size,), torch.uint8)
+        tensor = torch.empty(0, dtype=_DTYPES[dtype], device="cpu")
+        return tensor.set_(holds_it.untyped_storage(), offset, shape, strides)
+
+    def _fresh(self, place: int, size: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        if self._shelf is None:
+            tensor = torch.empty(shape, dtype=dtype, device="cpu", pin_memory=True)
+        else:
+            tensor = self._shelf.tensor(size, shape, dtype)
+        ctypes.memmove(tensor.data_ptr(), self._address + place, size)
+        self._made[place] = tensor
+        return tensor
+
+
+def _tensor(*put: Any) -> Tensor:
+    """Stands in pickles for `_Unpickler._taken`, which knows the slot."""
+    raise NotImplementedError
+
+
+def _mapped(address: RingAddress) -> Any:
+    # Unlike the mmap module's, this mapping keeps no descriptor of its own.
+    return torch.UntypedStorage.from_file(address.path, True, address.size)
+
+
+_ONLY_OURS = next(map(sys.getrefcount, [object()]))
+_number_at = ctypes.c_int64.from_address
+_keys = itertools.count()
+_memories: weakref.WeakValueDictionary[int, BatchMemory] = weakref.WeakValueDictionary()
