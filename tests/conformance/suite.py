@@ -12,6 +12,7 @@ import io
 import logging
 import multiprocessing
 import os
+import tempfile
 import time
 import unittest
 import warnings
@@ -95,6 +96,7 @@ def start(backend: str, world_size: int, folder: str) -> None:
     """Prepare this process. What workers print goes to a file: a failure's traceback comes back by another way."""
     global _case
     logging.disable(logging.CRITICAL)
+    tempfile.tempdir = folder  # the suite leaves files behind
     log = os.open(Path(folder) / f"{os.getpid()}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(log, 1)
     os.dup2(log, 2)
