@@ -8,8 +8,8 @@ cuBLAS is told its workspace before CUDA starts.
 from __future__ import annotations
 
 import os
-from pathlib import Path
 import socket
+from pathlib import Path
 
 from paceline.errors import WorldError
 from paceline.world import explanation
