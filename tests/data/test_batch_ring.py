@@ -271,6 +271,17 @@ def test_what_is_held_is_not_overwritten_and_what_was_let_go_is_used_again() -> 
     assert last in {t.data_ptr() for t in [shelf.tensor(size, (300_000,), torch.int32) for _ in range(Shelf.MOST)]}
 
 
+def test_a_batch_is_gone_when_the_loop_lets_go_of_it(memory: BatchMemory) -> None:
+    ring, starts = BatchRing(memory.address, 0), set()
+    gc.disable()
+    try:
+        for name in ("large", "shifted") * 5:
+            starts.add(tensors_in(ring.packed(TREES[name]).batch())[0].data_ptr() if name == "large" else 0)
+    finally:
+        gc.enable()
+    assert len(starts - {0}) == 1
+
+
 def test_batches_that_the_loop_keeps_stay_as_they_were() -> None:
     loader = dealt(Made(lambda index: torch.full((40_000,), index), samples=40), batch_size=1, num_workers=2)
     kept = [batch[0, 100:200] for _, batch in loader.items()]
@@ -334,6 +345,22 @@ def test_the_memory_takes_what_its_slots_hold_however_many_batches_come() -> Non
 
 
 # -- pinned memory -----------------------------------------------------------------------------------------------------
+
+
+def test_torch_s_pinning_thread_gets_the_batch_in_pinned_memory(
+    memory: BatchMemory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    empty, asked = torch.empty, []
+
+    def recorded(*shape: Any, pin_memory: bool = False, **options: Any) -> Tensor:
+        asked.append(pin_memory)
+        return empty(*shape, **options)
+
+    packed = sent(BatchRing(memory.address, 0).packed(TREES["nested"]))
+    monkeypatch.setattr(torch, "empty", recorded)
+    monkeypatch.setattr(Tensor, "pin_memory", lambda self: self)
+    assert same(torch.utils.data._utils.pin_memory.pin_memory(packed), TREES["nested"])
+    assert asked == [True] * 3
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

@@ -131,7 +131,7 @@ class Packed:
         """What the loader process packed, in memory of its own."""
         memory = _memories[self._key]
         address = memory.at(self._slot)
-        batch = _Unpickler(self._data, address, None if pinned else memory.shelf).load()
+        batch = _Unpickler(self._data, _Emptying(address, None if pinned else memory.shelf).tensor).load()
         found = _number_at(address).value
         if found != self._count:
             raise DataError(
@@ -228,17 +228,24 @@ class _Pickler(ForkingPickler):
 
 
 class _Unpickler(pickle.Unpickler):
-    """Makes the tensors of a batch anew from the slot at `address`, in memory of the shelf; without one, in pinned."""
+    """Unpickles a batch; `tensor` makes its tensors. Not a method of this: the two would keep each other alive."""
 
-    def __init__(self, data: bytes, address: int, shelf: Shelf | None) -> None:
+    def __init__(self, data: bytes, tensor: Callable[..., Tensor]) -> None:
         super().__init__(io.BytesIO(data))
+        self._tensor = tensor
+
+    def find_class(self, module: str, name: str) -> Any:
+        return self._tensor if module == __name__ and name == _tensor.__name__ else super().find_class(module, name)
+
+
+class _Emptying:
+    """One slot as its tensors are made anew, in memory of the shelf; without one, in pinned memory."""
+
+    def __init__(self, address: int, shelf: Shelf | None) -> None:
         self._address, self._shelf = address, shelf
         self._made: dict[int, Tensor] = {}
 
-    def find_class(self, module: str, name: str) -> Any:
-        return self._taken if module == __name__ and name == _tensor.__name__ else super().find_class(module, name)
-
-    def _taken(
+    def tensor(
         self, place: int, size: int, dtype: int, shape: tuple[int, ...],
         strides: tuple[int, ...] | None = None, offset: int = 0,
     ) -> Tensor:  # fmt: skip
@@ -261,7 +268,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 def _tensor(*put: Any) -> Tensor:
-    """Stands in pickles for `_Unpickler._taken`, which knows the slot."""
+    """Stands in pickles for `_Emptying.tensor`, which knows the slot."""
     raise NotImplementedError
 
 

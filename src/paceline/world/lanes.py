@@ -1,6 +1,6 @@
 """Which lanes a worker rides: a job has L lanes for life, and whoever is there shares them.
 
-    L = 8, N = 3        worker 0: 0 1        worker 1: 2 3 4        worker 2: 5 6 7
+L = 8, N = 3        worker 0: 0 1        worker 1: 2 3 4        worker 2: 5 6 7
 """
 
 from __future__ import annotations
