@@ -62,11 +62,11 @@ class Operations:
         self.meet(Call("barrier"))
 
     def all_reduce(self, flat: Tensor, op: ReduceOp.RedOpType) -> None:
-        _check_reduction("all_reduce", op, flat.dtype)
-        call = Call("all_reduce", str(flat.dtype), flat.numel(), _name(op))
+        reduction = _reduction("all_reduce", op, flat.dtype)
+        call = Call("all_reduce", str(flat.dtype), flat.numel(), reduction)
         place = self._arenas.place_of(flat)
         if place is not None:
-            call = Call("all_reduce", str(flat.dtype), flat.numel(), f"{_name(op)}, shared memory {place}")
+            call = Call("all_reduce", str(flat.dtype), flat.numel(), f"{reduction}, shared memory {place}")
             return self._all_reduce_in_place(flat, place, op, call)
         if 0 < flat.nbytes <= min(SMALL, self.slot_bytes):
             return self._all_reduce_small(flat, op, call)
@@ -84,8 +84,8 @@ class Operations:
         return None
 
     def reduce(self, flat: Tensor, root: int, op: ReduceOp.RedOpType) -> None:
-        _check_reduction("reduce", op, flat.dtype)
-        call = Call("reduce", str(flat.dtype), flat.numel(), f"{_name(op)} to rank {root}")
+        reduction = _reduction("reduce", op, flat.dtype)
+        call = Call("reduce", str(flat.dtype), flat.numel(), f"{reduction} to rank {root}")
         for piece in self._pieces(flat, call):
             parts = owner_ranges(piece.numel(), self._size, ALIGNED)
             self._write_others(piece, parts)
@@ -99,9 +99,9 @@ class Operations:
 
     def reduce_scatter(self, out: Tensor, parts: Sequence[Tensor], op: ReduceOp.RedOpType) -> None:
         """Part r of every rank is added up on rank r."""
-        _check_reduction("reduce_scatter", op, out.dtype)
+        reduction = _reduction("reduce_scatter", op, out.dtype)
         self._check_parts("reduce_scatter", parts, out)
-        call = Call("reduce_scatter", str(out.dtype), out.numel(), _name(op))
+        call = Call("reduce_scatter", str(out.dtype), out.numel(), reduction)
         for low, high in self._ranges(out.numel(), out.element_size() * self._size, call):
             width = high - low
             for rank, part in enumerate(parts):
@@ -288,9 +288,13 @@ _FUNCTIONS: dict[ReduceOp.RedOpType, Callable[[Tensor, Tensor], Tensor]] = {
 _BITWISE = (ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR)
 
 
-def _check_reduction(operation: str, op: ReduceOp.RedOpType, dtype: torch.dtype) -> None:
+@cache
+def _reduction(operation: str, op: ReduceOp.RedOpType, dtype: torch.dtype) -> str:
+    """The reduction's name, if there is such a one for the dtype."""
+    name = str(op).rpartition(".")[2].lower()
     if op not in _FUNCTIONS or (op in _BITWISE and (dtype.is_floating_point or dtype.is_complex)):
-        raise CollectiveError(f"{operation}: the paceline backend can't reduce {dtype} by {_name(op)}")
+        raise CollectiveError(f"{operation}: the paceline backend can't reduce {dtype} by {name}")
+    return name
 
 
 def reduced(rows: Sequence[Tensor], op: ReduceOp.RedOpType) -> Tensor:
@@ -315,8 +319,3 @@ def combined(
         sums[left] = function(sums[left], sums.pop(right))
     (total,) = sums.values()
     return total
-
-
-@cache
-def _name(op: ReduceOp.RedOpType) -> str:
-    return str(op).rpartition(".")[2].lower()

@@ -39,6 +39,9 @@ class Event:
     tensors: Sequence[Tensor] = ()
 
 
+_ending = threading.Lock()  # the end of a work and the first question for its future
+
+
 class LineWork(dist.Work):
     """What c10d calls a work: something under way, whose end and failure can be waited for."""
 
@@ -46,8 +49,9 @@ class LineWork(dist.Work):
         super().__init__()
         self.source = -1
         self._result = result
-        self._done = threading.Event()
-        self._lock = threading.Lock()
+        self._done = False
+        self._gate = threading.Lock()  # taken until the end; an Event would be three objects on the way of every call
+        self._gate.acquire()
         self._error: BaseException | None = None
         self._future: Future[Any] | None = None
         self._outcome: Future[list[Any]] | None = None
@@ -59,26 +63,29 @@ class LineWork(dist.Work):
         if self._record is not None:  # before anybody who waits can stop the profiler
             _record_function_with_args_exit(self._record)
             self._record = None
-        with self._lock:
-            self._done.set()
+        with _ending:
+            self._done = True
             future = self._future
+        self._gate.release()
         if future is not None:
             future.set_result(None)
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         self.help(self)
         seconds = timeout.total_seconds() if timeout else 0.0
-        if not self._done.wait(seconds if seconds > 0 else None):
-            raise CollectiveError(f"the timeout of {seconds:g} s ended before the operation did")
+        if not self._done:
+            if not self._gate.acquire(timeout=seconds if seconds > 0 else -1):
+                raise CollectiveError(f"the timeout of {seconds:g} s ended before the operation did")
+            self._gate.release()
         if self._error is not None:
             raise self._error
         return True
 
     def is_completed(self) -> bool:
-        return self._done.is_set()
+        return self._done
 
     def is_success(self) -> bool:
-        return self._done.is_set() and self._error is None
+        return self._done and self._error is None
 
     def exception(self) -> BaseException | None:
         return self._error
@@ -95,12 +102,12 @@ class LineWork(dist.Work):
         self.wait()
 
     def get_future(self) -> Future[list[Any]]:
-        with self._lock:
+        with _ending:
             if self._outcome is None:
                 self._future = Future()
                 # An exception raised in a callback is an error for C++ too; one that is set is a value to it.
                 self._outcome = self._future.then(self._result_or_error)
-                done = self._done.is_set()
+                done = self._done
             else:
                 done = False
         if done and self._future is not None:
