@@ -69,6 +69,12 @@ TREES: dict[str, Any] = {
     "dataclass": Record(numbers(3), ["a", "b"]),
     "packed sequence": pack_sequence([numbers(3), numbers(2)]),
     "others": ["a", b"b", 1, 2.5, None, True, {"x"}, 1 << 80, np.arange(6).reshape(2, 3), np.float32(2)],
+    "arrays": [
+        np.arange(60_000).astype(dtype).reshape(6, 100, 100)
+        for dtype in ("f4", "i8", ">i4", "c16", "f2", "M8[ns]", "m8[s]", "O", "i4,f8")
+    ],
+    "arrays in another way": [np.zeros((900, 80)).T, np.ones(90_000)[::2], np.full(50_000, "ab"), np.zeros((3000, 0)),
+                              np.ones(SLOT_BYTES + 1, dtype="u1")],
     "no tensors": {"names": ["a", "b"]},
     "subclass": nn.Parameter(numbers(3), requires_grad=False),
     "with gradient": [numbers(2).requires_grad_(), numbers(3)],

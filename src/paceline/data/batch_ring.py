@@ -1,12 +1,13 @@
-"""Batches through memory that a worker shares with its loader processes: tensors are copied in, and out again.
+"""Batches through memory that a worker shares with its loader processes: arrays are copied in, and out again.
 
     loader process 0   batch ──► │ slot 0 │ slot 1 │ slot 2 │ slot 3 │ ──┐  Packed: the slot, and a pickle of the rest
-    loader process 1   batch ──► │ slot 4 │ slot 5 │ slot 6 │ slot 7 │ ──┴──► torch's queue ──► tensors, a copy
+    loader process 1   batch ──► │ slot 4 │ slot 5 │ slot 6 │ slot 7 │ ──┴──► torch's queue ──► fresh arrays
 
 torch makes a file for each tensor and hands that over: a connection, a mapping, and new pages every time. A copy out of
-memory that is in use already, into memory that was, is quicker. A batch of more than a slot holds, or with a tensor
-that is not plain (a subclass, one on a GPU, a view of much more than it shows), travels as torch sends it. The memory
-is anonymous, so that nothing can stay behind, whoever is killed; pages of it exist from when they are written.
+memory that is in use already, into memory that was, is quicker. Large arrays of numpy, which would be pickled into a
+pipe, go the same way. A batch with more tensors than a slot holds, or one that is not plain (a subclass, on a GPU, a
+view of much more than it shows), travels as torch sends it. The memory is anonymous, so that nothing can stay behind,
+whoever is killed; pages of it exist from when they are written.
 
 A process uses its slots in turn, and nobody tells it when one has been read. With P = prefetch_factor and N processes:
 
@@ -30,7 +31,6 @@ import os
 import pickle
 import sys
 import weakref
-from collections.abc import Callable
 from multiprocessing.reduction import ForkingPickler
 from typing import Any, NamedTuple
 
@@ -41,7 +41,8 @@ from torch import Tensor
 
 from paceline.errors import DataError
 
-SLOT_BYTES = 16 << 20  # far beyond, what torch does costs no more than the copies
+SLOT_BYTES = 16 << 20  # a loader process may take prefetch_factor + 2 times as much
+PICKLED_BELOW = 64 << 10  # bytes of an array of numpy: as much as a pipe takes at once
 
 _LINE = 64  # tensors begin at whole lines of the cache, the first behind the batch's number
 # Their place in this list is shorter than a dtype's pickle, and found faster.
@@ -131,7 +132,7 @@ class Packed:
         """What the loader process packed, in memory of its own."""
         memory = _memories[self._key]
         address = memory.at(self._slot)
-        batch = _Unpickler(self._data, _Emptying(address, None if pinned else memory.shelf).tensor).load()
+        batch = _Unpickler(self._data, _Emptying(address, memory.shelf, pinned=pinned)).load()
         found = _number_at(address).value
         if found != self._count:
             raise DataError(
@@ -161,7 +162,7 @@ class BatchRing:
         _number_at(address).value = self._count
         file = io.BytesIO()
         try:
-            _Pickler(file, _Filling(address).put).dump(batch)
+            _Pickler(file, _Filling(address)).dump(batch)
         except _NotForASlotError:
             self.took_the_last = False
             return batch
@@ -197,6 +198,13 @@ class _Filling:
                 return place, size, dtype, tuple(tensor.shape)
         return place, size, dtype, tuple(tensor.shape), tensor.stride(), tensor.storage_offset()
 
+    def put_array(self, array: np.ndarray[Any, Any]) -> Put | None:
+        """None if it is better off in the pickle."""
+        plain = array.dtype.isbuiltin == 1 and not array.dtype.hasobject and array.flags.c_contiguous
+        if not plain or array.nbytes < PICKLED_BELOW or self._used + array.nbytes > SLOT_BYTES:
+            return None
+        return self._copied(array.ctypes.data, array.nbytes), array.nbytes, array.dtype.str, array.shape
+
     def _copied(self, start: int, size: int) -> int:
         place = self._used
         if place + size > SLOT_BYTES:
@@ -213,36 +221,38 @@ class _NotForASlotError(Exception):
 
 
 class _Pickler(ForkingPickler):
-    """Pickles a batch as torch's queue does, but for its tensors."""
+    """Pickles a batch as torch's queue does, but for its tensors and arrays."""
 
-    def __init__(self, file: io.BytesIO, put: Callable[[Tensor], Put]) -> None:
+    def __init__(self, file: io.BytesIO, slot: _Filling) -> None:
         super().__init__(file, pickle.HIGHEST_PROTOCOL)
-        self._put = put
+        self._slot = slot
 
     def reducer_override(self, value: Any) -> Any:
         if type(value) is Tensor:
-            return _tensor, self._put(value)
+            return _tensor, self._slot.put(value)
+        if type(value) is np.ndarray and (put := self._slot.put_array(value)) is not None:
+            return _array, put
         if isinstance(value, Tensor | torch.UntypedStorage | torch.TypedStorage):
             raise _NotForASlotError
         return NotImplemented
 
 
 class _Unpickler(pickle.Unpickler):
-    """Unpickles a batch; `tensor` makes its tensors. Not a method of this: the two would keep each other alive."""
+    """Unpickles a batch whose arrays `slot` makes. This does not make them itself: it and its memo hold each other."""
 
-    def __init__(self, data: bytes, tensor: Callable[..., Tensor]) -> None:
+    def __init__(self, data: bytes, slot: _Emptying) -> None:
         super().__init__(io.BytesIO(data))
-        self._tensor = tensor
+        self._makers = {_tensor.__name__: slot.tensor, _array.__name__: slot.array}
 
     def find_class(self, module: str, name: str) -> Any:
-        return self._tensor if module == __name__ and name == _tensor.__name__ else super().find_class(module, name)
+        return self._makers[name] if module == __name__ else super().find_class(module, name)
 
 
 class _Emptying:
-    """One slot as its tensors are made anew, in memory of the shelf; without one, in pinned memory."""
+    """One slot as its arrays are made anew, in memory of the shelf, or tensors in pinned memory."""
 
-    def __init__(self, address: int, shelf: Shelf | None) -> None:
-        self._address, self._shelf = address, shelf
+    def __init__(self, address: int, shelf: Shelf, *, pinned: bool) -> None:
+        self._address, self._shelf, self._pinned = address, shelf, pinned
         self._made: dict[int, Tensor] = {}
 
     def tensor(
@@ -258,7 +268,7 @@ class _Emptying:
         return tensor.set_(holds_it.untyped_storage(), offset, shape, strides)
 
     def _fresh(self, place: int, size: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        if self._shelf is None:
+        if self._pinned:
             tensor = torch.empty(shape, dtype=dtype, device="cpu", pin_memory=True)
         else:
             tensor = self._shelf.tensor(size, shape, dtype)
@@ -266,9 +276,19 @@ class _Emptying:
         self._made[place] = tensor
         return tensor
 
+    def array(self, place: int, size: int, dtype: str, shape: tuple[int, ...]) -> np.ndarray[Any, Any]:
+        fresh: np.ndarray[Any, Any] = self._shelf.tensor(size, (size,), torch.uint8).numpy()
+        ctypes.memmove(fresh.ctypes.data, self._address + place, size)
+        return fresh.view(dtype).reshape(shape)
+
 
 def _tensor(*put: Any) -> Tensor:
     """Stands in pickles for `_Emptying.tensor`, which knows the slot."""
+    raise NotImplementedError
+
+
+def _array(*put: Any) -> Any:
+    """For `_Emptying.array`."""
     raise NotImplementedError
 
 
