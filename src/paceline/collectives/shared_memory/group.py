@@ -371,10 +371,6 @@ class SharedMemoryGroup(dist.ProcessGroup):
                 self._store.wait([f"heard/{rank}" for rank in range(self._size)], timedelta(seconds=HEARING_S))
 
 
-def create_group(store: Any, rank: int, size: int, timeout: timedelta) -> SharedMemoryGroup:
-    return SharedMemoryGroup(store, rank, size, timeout)
-
-
 def _listed(tensors: Any) -> list[Tensor]:
     return [tensors] if isinstance(tensors, Tensor) else list(tensors)
 
