@@ -3,6 +3,9 @@
     results = run_workers(program, 3, lanes=4)         program(world, **options) runs in 3 processes of one world
     results[1].value, results[1].error                 what it returned, or "TypeName: text" of what it raised
 
+    results = run_workers(program, 3, servers=2)       and in 2 servers of that world, whose results come last
+
+A program that ends by SystemExit(0), as a server does inside `engine.prepare`, has ended well and returned None.
 Every process is gone when `run_workers` returns, and it returns within `timeout_s`.
 """
 
@@ -14,7 +17,7 @@ import socket
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -30,16 +33,16 @@ class Result:
     error: str | None = None
     traceback: str = ""
     exit_code: int | None = 0
+    name: str = ""
 
 
-def worlds(size: int) -> list[World]:
-    if size == 1:
+def worlds(size: int, servers: int = 0) -> list[World]:
+    """The workers' worlds, then the servers'."""
+    if size + servers == 1:
         return [World()]
     meeting = TcpRendezvous("127.0.0.1", free_port())
-    return [
-        World(rank=rank, size=size, local_rank=rank, local_size=size, source="tests", rendezvous=meeting)
-        for rank in range(size)
-    ]
+    worker_0 = World(size=size, local_size=size, source="tests", rendezvous=meeting, servers=servers)
+    return [replace(worker_0, rank=rank, local_rank=rank) for rank in range(size + servers)]
 
 
 def free_port() -> int:
@@ -48,17 +51,23 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def run_workers(program: Callable[..., Any], workers: int, *, timeout_s: float = 60.0, **options: Any) -> list[Result]:
+def run_workers(
+    program: Callable[..., Any], workers: int, *, servers: int = 0, timeout_s: float = 60.0, **options: Any
+) -> list[Result]:
     deadline = time.monotonic() + timeout_s
     started: list[tuple[Any, Connection]] = []
     try:
-        for world in worlds(workers):
+        places = worlds(workers, servers)
+        for world in places:
             receiver, sender = _CONTEXT.Pipe(duplex=False)
             process = _CONTEXT.Process(target=_work, args=(sender, program, world, options))
             process.start()
             sender.close()
             started.append((process, receiver))
-        return [_result_of(process, receiver, deadline) for process, receiver in started]
+        return [
+            replace(_result_of(process, receiver, deadline), name=world.name)
+            for world, (process, receiver) in zip(places, started, strict=True)
+        ]
     finally:
         for process, receiver in started:
             if process.is_alive():
@@ -68,11 +77,11 @@ def run_workers(program: Callable[..., Any], workers: int, *, timeout_s: float =
 
 
 def hashes(results: list[Result]) -> set[str]:
-    """The workers' hashes; fails with the traceback of a worker that raised, the cause before its consequences."""
-    failed = [(rank, result) for rank, result in enumerate(results) if result.error is not None]
-    for rank, result in sorted(failed, key=lambda entry: str(entry[1].error).startswith("PeerLostError")):
-        assert result.error is None, f"worker {rank}: {result.error}\n{result.traceback}"
-    return {result.value for result in results}
+    """The workers' hashes; fails with the traceback of a process that raised, the cause before its consequences."""
+    failed = [result for result in results if result.error is not None]
+    for result in sorted(failed, key=lambda result: str(result.error).startswith("PeerLostError")):
+        assert result.error is None, f"{result.name}: {result.error}\n{result.traceback}"
+    return {result.value for result in results if not result.name.startswith("server")}
 
 
 def _result_of(process: Any, receiver: Connection, deadline: float) -> Result:
@@ -91,6 +100,8 @@ def _work(sender: Connection, program: Callable[..., Any], world: World, options
         result = Result(value=program(world, **options))
     except BaseException as error:
         result = Result(error=f"{type(error).__name__}: {error}", traceback=traceback.format_exc(), exit_code=1)
+        if isinstance(error, SystemExit) and error.code in (0, None):
+            result = Result()
     sender.send(result)
     sender.close()
     # As at the end of a script, but without the interpreter's own long goodbye.

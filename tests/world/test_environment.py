@@ -29,6 +29,10 @@ PACELINE_WORLD = World(
     rank=1, size=2, local_rank=1, local_size=2, source="paceline run", rendezvous=ControlSocket("/run/paceline/socket")
 )
 
+SERVED = PACELINE | {"PACELINE_SERVERS": "2"}
+SERVER = SERVED | {"PACELINE_RANK": "3", "PACELINE_LOCAL_RANK": "3"}
+SERVER_WORLD = replace(PACELINE_WORLD, rank=3, local_rank=3, servers=2)
+
 HAND = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29501"}
 HAND_WORLD = World(
     rank=1,
@@ -164,6 +168,13 @@ WORLDS = {
             settings=LaunchSettings(lanes=8, threads=2, backend="gloo", seed=0),
         ),
     ),
+    "paceline run, a worker beside servers": (SERVED, replace(PACELINE_WORLD, servers=2)),
+    "paceline run, a server": (SERVER, SERVER_WORLD),
+    "paceline run, a server beside one worker": (
+        {"PACELINE_RANK": "1", "PACELINE_WORLD_SIZE": "1", "PACELINE_SERVERS": "1", "PACELINE_CONTROL": "/run/socket"},
+        World(rank=1, local_rank=1, servers=1, source="paceline run", rendezvous=ControlSocket("/run/socket")),
+    ),
+    "only paceline run has servers": (TORCHRUN | {"PACELINE_SERVERS": "2"}, TORCHRUN_WORLD),
     "settings hold under every launcher": (
         HAND | {"PACELINE_LANES": "4"},
         replace(HAND_WORLD, settings=LaunchSettings(lanes=4)),
@@ -349,6 +360,19 @@ CONTRADICTIONS = {
         without(PACELINE, "PACELINE_LOCAL_RANK", "PACELINE_LOCAL_SIZE") | {"PACELINE_HOSTS": "2"},
         "PACELINE_LOCAL_RANK and PACELINE_LOCAL_SIZE are not set: nothing says which of the workers are on this host",
     ),
+    "a rank beyond the servers": (
+        SERVER | {"PACELINE_RANK": "4"},
+        "PACELINE_RANK=4 but PACELINE_WORLD_SIZE=2 beside 2 servers: PACELINE_RANK may be from 0 to 3",
+    ),
+    "servers not a number": (SERVED | {"PACELINE_SERVERS": "-1"}, "PACELINE_SERVERS='-1' is not a whole number of at"),
+    "a server without a socket": (
+        {"PACELINE_RANK": "1", "PACELINE_WORLD_SIZE": "1", "PACELINE_SERVERS": "1"},
+        "PACELINE_WORLD_SIZE=1 but PACELINE_CONTROL is not set: the workers have no place to meet",
+    ),
+    "a worker with a server's local rank": (
+        SERVED | {"PACELINE_LOCAL_RANK": "2"},
+        "local rank 2 of 2 workers on this host",
+    ),
     "half of Open MPI": (without(OPEN_MPI, "OMPI_COMM_WORLD_SIZE"), "OMPI_COMM_WORLD_RANK=1 is set but OMPI_COMM_WOR"),
     "Open MPI over hosts without an address": (
         OPEN_MPI | {"OMPI_COMM_WORLD_LOCAL_RANK": "0", "OMPI_COMM_WORLD_LOCAL_SIZE": "1"},
@@ -423,7 +447,8 @@ def test_a_contradiction_is_one_line_that_names_variable_and_value(variables: di
 
 def test_a_worker_reads_back_the_world_it_was_given() -> None:
     settings = LaunchSettings(lanes=8, threads=2, backend="gloo", seed=3)
-    for world in (PACELINE_WORLD, replace(PACELINE_WORLD, settings=settings, host_address="10.0.0.7")):
+    settled = replace(PACELINE_WORLD, settings=settings, host_address="10.0.0.7")
+    for world in (PACELINE_WORLD, settled, replace(PACELINE_WORLD, servers=2), SERVER_WORLD):
         assert read_world(worker_environment(world)) == world
 
 
@@ -524,6 +549,46 @@ def test_a_world_is_whole_at_birth() -> None:
             replace(HAND_WORLD, **changes)
     with pytest.raises(WorldError, match="setting threads is 0; it must be at least 1"):
         LaunchSettings(threads=0)
+
+
+def test_a_server_comes_after_the_workers_on_the_first_host() -> None:
+    assert (SERVER_WORLD.is_server, SERVER_WORLD.server_index, SERVER_WORLD.name) == (True, 1, "server 1")
+    assert not SERVER_WORLD.is_main
+    worker = replace(SERVER_WORLD, rank=0, local_rank=0)
+    assert (worker.is_server, worker.is_main, worker.name) == (False, True, "worker 0")
+    with pytest.raises(WorldError, match="worker 0 is no server; the servers are the ranks from 2 on"):
+        _ = worker.server_index
+    for changes, text in (
+        ({"servers": -1}, "-1 servers; a world has none or more"),
+        ({"rank": 4}, "rank 4 of 2 workers and 2 servers"),
+        ({"local_rank": 2}, "server 1 has local rank 2 beside 2 workers; it comes after them and is 3"),
+        ({"host_rank": 1, "hosts": 2}, "server 1 on host 1; servers are on host 0"),
+        ({"rendezvous": None}, "2 workers and 2 servers and no place to meet"),
+    ):
+        with pytest.raises(WorldError, match=text):
+            replace(SERVER_WORLD, **changes)
+
+
+def test_workers_and_servers_together_are_a_world_with_the_same_ranks() -> None:
+    first = World(size=3, local_size=2, hosts=2, servers=2, rendezvous=ControlSocket("/run/socket"))
+    places = {
+        "worker 1": (1, 1, 0),
+        "worker 2": (2, 0, 1),
+        "server 1": (4, 3, 0),
+    }
+    joint = {}
+    for name, (rank, local_rank, host) in places.items():
+        local_size = 2 if host == 0 else 1
+        world = replace(first, rank=rank, local_rank=local_rank, local_size=local_size, host_rank=host)
+        assert world.name == name
+        joint[name] = world.joint()
+    assert {name: (w.rank, w.local_rank, w.local_size) for name, w in joint.items()} == {
+        "worker 1": (1, 1, 4),
+        "worker 2": (2, 0, 1),
+        "server 1": (4, 3, 4),
+    }
+    assert {(w.size, w.hosts, w.servers) for w in joint.values()} == {(5, 2, 0)}
+    assert replace(first, servers=0).joint() == replace(first, servers=0)
 
 
 def test_only_environment_touches_the_environment() -> None:

@@ -111,6 +111,16 @@ def test_a_workers_socket_is_named() -> None:
     assert about(found, "meets at").text == "the supervisor's socket /run/paceline/socket"
 
 
+def test_a_server_is_called_one() -> None:
+    place = {
+        "PACELINE_RANK": "2",
+        "PACELINE_WORLD_SIZE": "1",
+        "PACELINE_SERVERS": "2",
+        "PACELINE_CONTROL": "/run/socket",
+    }
+    assert about(explain(place), "world").text == "server 1 of 2, beside 1 worker, host 0 of 1"
+
+
 def test_the_rank_that_paceline_run_sets_for_other_libraries_is_its_own() -> None:
     for_others = {"RANK": "0", "WORLD_SIZE": "1", "GROUP_RANK": "0"}
     found = explain({"PACELINE_RANK": "0", "PACELINE_WORLD_SIZE": "1"} | for_others)

@@ -39,8 +39,10 @@ def first_set(variables: Variables, *names: str) -> str:
     return next((name for name in names if text_of(variables, name) is not None), names[-1])
 
 
-def place_of(variables: Variables, rank_name: str, size_name: str, advice: str) -> tuple[int, int] | None:
-    """(rank, size), both or neither."""
+def place_of(
+    variables: Variables, rank_name: str, size_name: str, advice: str, servers: int = 0
+) -> tuple[int, int] | None:
+    """(rank, size), both or neither; the ranks of servers come after the size, which counts workers."""
     rank, size = number_of(variables, rank_name), number_of(variables, size_name, least=1)
     if rank is None and size is None:
         return None
@@ -48,24 +50,25 @@ def place_of(variables: Variables, rank_name: str, size_name: str, advice: str) 
         raise WorldError(f"{size_name}={size} is set but {rank_name} is not; {advice}")
     if size is None:
         raise WorldError(f"{rank_name}={rank} is set but {size_name} is not; {advice}")
-    if rank >= size:
-        raise beyond(rank_name, rank, size_name, size)
+    if rank >= size + servers:
+        raise beyond(rank_name, rank, size_name, size, servers)
     return rank, size
 
 
 def local_place(
-    variables: Variables, names: tuple[str, str], place: tuple[int, int], default_to_place: bool
+    variables: Variables, names: tuple[str, str], place: tuple[int, int], default_to_place: bool, servers: int = 0
 ) -> tuple[int, int]:
     """(local rank, local size), which are (rank, size) where all workers are known to be on this host."""
-    local = place_of(variables, *names, "set both, or neither")
+    local = place_of(variables, *names, "set both, or neither", servers)
     if local is None and not default_to_place:
         raise WorldError(f"{names[0]} and {names[1]} are not set: nothing says which of the workers are on this host")
     return local or place
 
 
-def beyond(rank_name: str, rank: int, size_name: str, size: int) -> WorldError:
-    allowed = f"from 0 to {size - 1}" if size > 1 else "only 0"
-    return WorldError(f"{rank_name}={rank} but {size_name}={size}: {rank_name} may be {allowed}")
+def beyond(rank_name: str, rank: int, size_name: str, size: int, servers: int = 0) -> WorldError:
+    allowed = f"from 0 to {size + servers - 1}" if size + servers > 1 else "only 0"
+    beside = f" beside {servers} server{'s' if servers > 1 else ''}" if servers else ""
+    return WorldError(f"{rank_name}={rank} but {size_name}={size}{beside}: {rank_name} may be {allowed}")
 
 
 def tcp_of(variables: Variables, address_name: str, port_name: str, served_by_agent: bool = False) -> TcpRendezvous:

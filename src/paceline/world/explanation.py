@@ -53,6 +53,11 @@ def _same(launcher: Launcher, world: World) -> bool:
 
 
 def _in_words(world: World) -> str:
+    if world.is_server:
+        beside = f"{world.size} worker{'s' if world.size > 1 else ''}"
+        return (
+            f"server {world.server_index} of {world.servers}, beside {beside}, host {world.host_rank} of {world.hosts}"
+        )
     if world.size == 1:
         return "one worker, alone" if world.source == "alone" else f"one worker, started by {world.source}"
     place = f"rank {world.rank} of {world.size} workers, local rank {world.local_rank} of {world.local_size}"

@@ -5,7 +5,8 @@ this process, so its word counts. From the inside out:
 
 | launcher     | recognised by                 | also reads                                                     |
 |--------------|-------------------------------|----------------------------------------------------------------|
-| paceline run | PACELINE_RANK, _WORLD_SIZE    | PACELINE_LOCAL_RANK, _LOCAL_SIZE, _HOST_RANK, _HOSTS, _CONTROL |
+| paceline run | PACELINE_RANK, _WORLD_SIZE    | PACELINE_LOCAL_RANK, _LOCAL_SIZE, _HOST_RANK, _HOSTS,          |
+|              |                               | _CONTROL, _SERVERS                                             |
 | torchrun     | RANK, WORLD_SIZE,             | LOCAL_RANK, LOCAL_WORLD_SIZE, GROUP_RANK, GROUP_WORLD_SIZE,    |
 |              | TORCHELASTIC_RUN_ID           | MASTER_ADDR, MASTER_PORT, TORCHELASTIC_USE_AGENT_STORE         |
 | set by hand  | RANK, WORLD_SIZE              | as torchrun; only MASTER_* are required (people, PyTorchJob)   |
@@ -22,6 +23,9 @@ this process, so its word counts. From the inside out:
 
 Under every launcher PACELINE_LANES, _THREADS, _BACKEND and _SEED fix what `paceline run`'s flags fix, and
 PACELINE_HOST_ADDRESS names the address that tensors leave this host from. An empty variable counts as unset.
+
+Servers are started by `paceline run --servers S` alone. The others know only workers: there `World.servers` is 0, and
+worker 0 doubles as the parameter server.
 
 A half-set or contradictory family is a `WorldError`, never a silent world of one: that is how two processes come to
 train alone, side by side, on the same data.
@@ -62,14 +66,17 @@ SHELLS = frozenset({"bash", "sh", "zsh", "fish", "csh", "tcsh", "ksh"})
 
 
 def from_paceline(variables: Variables) -> World | None:
-    place = place_of(variables, "PACELINE_RANK", "PACELINE_WORLD_SIZE", "start the script with `paceline run`")
+    servers = number_of(variables, "PACELINE_SERVERS") or 0
+    advice = "start the script with `paceline run`"
+    place = place_of(variables, "PACELINE_RANK", "PACELINE_WORLD_SIZE", advice, servers)
     if place is None:
         return None
     rank, size = place
     host_rank, hosts = place_of(variables, "PACELINE_HOST_RANK", "PACELINE_HOSTS", "set both, or neither") or (0, 1)
-    local_rank, local_size = local_place(variables, ("PACELINE_LOCAL_RANK", "PACELINE_LOCAL_SIZE"), place, hosts == 1)
+    local_names = ("PACELINE_LOCAL_RANK", "PACELINE_LOCAL_SIZE")
+    local_rank, local_size = local_place(variables, local_names, place, hosts == 1, servers)
     path = text_of(variables, "PACELINE_CONTROL")
-    if path is None and size > 1:
+    if path is None and size + servers > 1:
         raise WorldError(
             f"PACELINE_WORLD_SIZE={size} but PACELINE_CONTROL is not set: the workers have no place to meet; "
             "start the script with `paceline run`, which sets all of them"
@@ -85,6 +92,7 @@ def from_paceline(variables: Variables) -> World | None:
         rendezvous=ControlSocket(path) if path is not None else None,
         host_address=_host_address(variables, hosts),
         settings=_settings(variables, size),
+        servers=servers,
     )
 
 
@@ -523,7 +531,9 @@ LAUNCHERS = (
         "paceline run",
         from_paceline,
         signs=("PACELINE_RANK", "PACELINE_WORLD_SIZE"),
-        also_reads=tuple(f"PACELINE_{name}" for name in ("LOCAL_RANK", "LOCAL_SIZE", "HOST_RANK", "HOSTS", "CONTROL")),
+        also_reads=tuple(
+            f"PACELINE_{name}" for name in ("LOCAL_RANK", "LOCAL_SIZE", "HOST_RANK", "HOSTS", "CONTROL", "SERVERS")
+        ),
     ),
     Launcher(
         "torchrun",

@@ -1,18 +1,22 @@
-"""Who am I: a worker's place among all workers, as a value that is passed on and never looked up.
+"""Who am I: a process's place in its job, as a value that is passed on and never looked up.
 
-    host 0              host 1
-    ┌───┬───┐           ┌───┬───┐
-    │ 0 │ 1 │           │ 2 │ 3 │      rank, of size 4
-    └───┴───┘           └───┴───┘
-      0   1               0   1        local_rank, of local_size 2
+    host 0                                host 1
+    workers          servers              workers
+    ┌───┬───┐       ┌╌╌╌┬╌╌╌┐             ┌───┬───┐
+    │ 0 │ 1 │       ╎ 4 ╎ 5 ╎             │ 2 │ 3 │      rank; size 4 counts the workers, servers=2
+    └───┴───┘       └╌╌╌┴╌╌╌┘             └───┴───┘
+      0   1           2   3                 0   1        local_rank; local_size 2 counts the host's workers
 
-`environment.read_world()` makes one from what the launcher left behind; a test makes one by hand and is rank 3 of 8
-without a single process.
+Only `paceline run --servers S` starts servers, all on the first host, with the ranks after the workers'. They take no
+accelerator. Under every other launcher `servers` is 0, and worker 0 doubles as the server where a strategy needs one.
+
+`environment.read_world()` makes a world from what the launcher left behind; a test makes one by hand and is rank 3 of
+8 without a single process.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from paceline.errors import WorldError
 
@@ -67,6 +71,7 @@ class World:
     rendezvous: Rendezvous | None = None
     host_address: str | None = LOOPBACK
     settings: LaunchSettings = field(default_factory=LaunchSettings)
+    servers: int = 0
 
     def __post_init__(self) -> None:
         def check(ok: bool, what: str) -> None:
@@ -74,20 +79,51 @@ class World:
                 raise WorldError(f"the world found by {self.source} contradicts itself: {what}")
 
         check(self.size >= 1, f"{self.size} workers; a world has at least one")
-        check(0 <= self.rank < self.size, f"rank {self.rank} of {self.size} workers (ranks count from 0)")
-        check(
-            0 <= self.local_rank < self.local_size,
-            f"local rank {self.local_rank} of {self.local_size} workers on this host",
-        )
+        check(self.servers >= 0, f"{self.servers} servers; a world has none or more")
+        among = f"{self.size} workers" + (f" and {self.servers} servers" if self.servers else "")
+        check(0 <= self.rank < self.size + self.servers, f"rank {self.rank} of {among} (ranks count from 0)")
+        if self.is_server:
+            check(self.host_rank == 0, f"server {self.server_index} on host {self.host_rank}; servers are on host 0")
+            check(
+                self.local_rank == self.local_size + self.server_index,
+                f"server {self.server_index} has local rank {self.local_rank} beside {self.local_size} workers; "
+                f"it comes after them and is {self.local_size + self.server_index}",
+            )
+        else:
+            check(
+                0 <= self.local_rank < self.local_size,
+                f"local rank {self.local_rank} of {self.local_size} workers on this host",
+            )
         check(self.local_size <= self.size, f"{self.local_size} workers on this host but {self.size} in all")
         check(0 <= self.host_rank < self.hosts, f"host {self.host_rank} of {self.hosts} hosts")
         check(self.hosts <= self.size, f"{self.hosts} hosts but only {self.size} workers")
         check(self.host_address != "", "the host address is empty")
         check(
-            self.size == 1 or self.rendezvous is not None,
-            f"{self.size} workers and no place to meet (set MASTER_ADDR and MASTER_PORT, or start with `paceline run`)",
+            self.size + self.servers == 1 or self.rendezvous is not None,
+            f"{among} and no place to meet (set MASTER_ADDR and MASTER_PORT, or start with `paceline run`)",
         )
 
     @property
     def is_main(self) -> bool:
+        """Worker 0, who speaks for the job; never a server."""
         return self.rank == 0
+
+    @property
+    def is_server(self) -> bool:
+        return self.rank >= self.size
+
+    @property
+    def server_index(self) -> int:
+        """Which of the servers this is, from 0."""
+        if not self.is_server:
+            raise WorldError(f"{self.name} is no server; the servers are the ranks from {self.size} on")
+        return self.rank - self.size
+
+    @property
+    def name(self) -> str:
+        return f"server {self.server_index}" if self.is_server else f"worker {self.rank}"
+
+    def joint(self) -> World:
+        """Workers and servers as one group with the same ranks, to connect their traffic with each other."""
+        servers_here = self.servers if self.host_rank == 0 else 0
+        return replace(self, size=self.size + self.servers, local_size=self.local_size + servers_here, servers=0)
