@@ -11,6 +11,7 @@ pipes are read no further until it has, so a fast worker waits instead of fillin
 
 from __future__ import annotations
 
+import asyncio
 import io
 import os
 import queue
@@ -195,6 +196,61 @@ class Screen:
                 del self._fds[stream]
                 self._live = self._live and stream is not Stream.STDOUT
                 return
+
+
+class WorkerOutput:
+    """One pipe of one worker, read as far as the screen keeps up."""
+
+    def __init__(self, fd: int, stream: Stream, prefix: bytes, screen: Screen, loop: asyncio.AbstractEventLoop) -> None:
+        self._fd = fd
+        self._stream = stream
+        self._lines = Lines(prefix)
+        self._alone = not prefix
+        self._screen = screen
+        self._loop = loop
+        self._reading = False
+        self.is_open = True
+        os.set_blocking(fd, False)
+        self.resume()
+
+    def resume(self) -> None:
+        if self.is_open and not self._reading:
+            self._loop.add_reader(self._fd, self._read)
+            self._reading = True
+
+    def read_all(self) -> None:
+        """What is in the pipe now: at most its size, so a fast worker can't keep us here."""
+        for _ in range(32):
+            if not self.is_open or not self._read():
+                return
+
+    def close(self) -> None:
+        if self.is_open:
+            self.is_open = False
+            self._pause()
+            os.close(self._fd)
+            self._screen.write(self._stream, self._lines.end())
+
+    def _read(self) -> bool:
+        try:
+            chunk = os.read(self._fd, 2**16)
+        except BlockingIOError:
+            return False
+        if not chunk:
+            self.close()
+            return False
+        if self._alone and not self._screen.shows_progress:
+            self._screen.write(self._stream, chunk)  # one worker and nothing of ours on the screen: its own bytes
+        else:
+            self._screen.write(self._stream, self._lines.feed(chunk, time.monotonic()))
+        if self._screen.full:
+            self._pause()
+        return True
+
+    def _pause(self) -> None:
+        if self._reading:
+            self._loop.remove_reader(self._fd)
+            self._reading = False
 
 
 def _drawn(progress: ProgressLine, width: int) -> str:

@@ -10,15 +10,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import os
 import shutil
 import signal
-import socket
-import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,8 +24,8 @@ from paceline.errors import LaunchError
 from paceline.launch.control_channel import ControlServer
 from paceline.launch.decision import Coordinator, Decider, Member
 from paceline.launch.hosts import Address, Arrival, Gathering, Seat, free_port, join
-from paceline.launch.output import Lines, Screen, Stream
-from paceline.launch.stable import LAST_REAPING_S, MESSAGE_LIMIT
+from paceline.launch.output import Screen, Stream, WorkerOutput
+from paceline.launch.stable_process import GRACE_S, StableProcess
 from paceline.launch.verdict import signal_name
 from paceline.launch.worker_main import Script
 from paceline.world import environment
@@ -38,11 +34,8 @@ from paceline.world.world import LOOPBACK, ControlSocket, LaunchSettings, World
 PRELOADED: tuple[str, ...] = ("torch", "torch.distributed", "torch._dynamo", "torch.nn.parallel.distributed")
 """What the first lines of a training script import; the first optimizer or DDP object imports `torch._dynamo`."""
 
-GRACE_S = 1.0
-"""Between SIGTERM and SIGKILL."""
 DRAIN_S = 0.5
 LAST_WORDS_S = 5.0
-CHANNEL_TIMEOUT_S = 30.0
 LONGEST_SOCKET_PATH = 100
 
 
@@ -159,7 +152,7 @@ class Supervisor:
         self._decider = decider
         control = folder / "control.sock"
         server = ControlServer(control, decider, self._screen.say)
-        stable = StableProcess(self._job.script, folder, default_threads(seat.settings, seat.size))
+        stable = StableProcess(self._job.script, folder, default_threads(seat.settings, seat.size), PRELOADED)
         try:
             await server.start()
             watching = asyncio.create_task(self._watch(stable, seat, str(control)))
@@ -312,122 +305,6 @@ class Supervisor:
         self._interrupted.set_result(number)
         if self._decider is not None:
             self._decider.interrupted(number)
-
-
-class StableProcess:
-    """The supervisor's handle on the stable: one process and one channel, both closed together."""
-
-    def __init__(self, script: Script, folder: Path, threads: int | None) -> None:
-        self._channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with theirs:
-            form = "module" if script.is_module else "file"
-            # -P: the current folder must not shadow what torch imports; the worker puts the script's own in front.
-            for_stable = [str(theirs.fileno()), str(os.getpid()), str(folder), " ".join(PRELOADED)]
-            python = [sys.executable, "-P", "-m", "paceline.launch.stable"]
-            self._process = subprocess.Popen(
-                [*python, *for_stable, form, script.target, *script.arguments],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                pass_fds=[theirs.fileno()],
-                env=environment.parent_environment(threads),
-                start_new_session=True,
-            )
-        self._channel.setblocking(False)
-
-    def start_worker(self, rank: int, control: str, variables: dict[str, str], outputs: list[int]) -> None:
-        message = {"kind": "start", "rank": rank, "control": control, "variables": variables}
-        self._send(message, outputs)
-
-    def signal_workers(self, number: signal.Signals) -> None:
-        self._send({"kind": "signal", "signal": int(number)}, [])
-
-    async def receive(self) -> dict[str, Any] | None:
-        """The next report; None when the stable has gone."""
-        try:
-            data = await asyncio.get_running_loop().sock_recv(self._channel, MESSAGE_LIMIT)
-        except ConnectionError:
-            return None
-        if not data:
-            return None
-        message: dict[str, Any] = json.loads(data)
-        return message
-
-    async def wait(self, timeout_s: float) -> int | None:
-        deadline = time.monotonic() + timeout_s
-        while (status := self._process.poll()) is None and time.monotonic() < deadline:
-            await asyncio.sleep(0.005)
-        return status
-
-    async def close(self) -> None:
-        """End of the channel: the stable kills what is left of its workers and leaves."""
-        self._channel.close()
-        if await self.wait(GRACE_S + LAST_REAPING_S) is None:
-            self._process.kill()
-            self._process.wait()
-
-    def _send(self, message: dict[str, Any], descriptors: list[int]) -> None:
-        self._channel.settimeout(CHANNEL_TIMEOUT_S)  # it reads between forks of 10 ms each: never long
-        try:
-            socket.send_fds(self._channel, [json.dumps(message).encode()], descriptors)
-        except (BrokenPipeError, ConnectionResetError):
-            pass  # it has died; `receive` tells the same in a moment, with more to say
-        finally:
-            self._channel.setblocking(False)
-
-
-class WorkerOutput:
-    """One pipe of one worker, read as far as the screen keeps up."""
-
-    def __init__(self, fd: int, stream: Stream, prefix: bytes, screen: Screen, loop: asyncio.AbstractEventLoop) -> None:
-        self._fd = fd
-        self._stream = stream
-        self._lines = Lines(prefix)
-        self._alone = not prefix
-        self._screen = screen
-        self._loop = loop
-        self._reading = False
-        self.is_open = True
-        os.set_blocking(fd, False)
-        self.resume()
-
-    def resume(self) -> None:
-        if self.is_open and not self._reading:
-            self._loop.add_reader(self._fd, self._read)
-            self._reading = True
-
-    def read_all(self) -> None:
-        """What is in the pipe now: at most its size, so a fast worker can't keep us here."""
-        for _ in range(32):
-            if not self.is_open or not self._read():
-                return
-
-    def close(self) -> None:
-        if self.is_open:
-            self.is_open = False
-            self._pause()
-            os.close(self._fd)
-            self._screen.write(self._stream, self._lines.end())
-
-    def _read(self) -> bool:
-        try:
-            chunk = os.read(self._fd, 2**16)
-        except BlockingIOError:
-            return False
-        if not chunk:
-            self.close()
-            return False
-        if self._alone and not self._screen.shows_progress:
-            self._screen.write(self._stream, chunk)  # one worker and nothing of ours on the screen: its own bytes
-        else:
-            self._screen.write(self._stream, self._lines.feed(chunk, time.monotonic()))
-        if self._screen.full:
-            self._pause()
-        return True
-
-    def _pause(self) -> None:
-        if self._reading:
-            self._loop.remove_reader(self._fd)
-            self._reading = False
 
 
 @contextlib.contextmanager

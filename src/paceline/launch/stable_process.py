@@ -1,0 +1,84 @@
+"""The supervisor's handle on the stable: it starts the process, passes on what to start or signal, hears who ended."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from paceline.launch.stable import LAST_REAPING_S, MESSAGE_LIMIT
+from paceline.launch.worker_main import Script
+from paceline.world import environment
+
+GRACE_S = 1.0
+"""Between SIGTERM and SIGKILL."""
+CHANNEL_TIMEOUT_S = 30.0
+
+
+class StableProcess:
+    """The supervisor's handle on the stable: one process and one channel, both closed together."""
+
+    def __init__(self, script: Script, folder: Path, threads: int | None, preloaded: Sequence[str]) -> None:
+        self._channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            form = "module" if script.is_module else "file"
+            # -P: the current folder must not shadow what torch imports; the worker puts the script's own in front.
+            for_stable = [str(theirs.fileno()), str(os.getpid()), str(folder), " ".join(preloaded)]
+            python = [sys.executable, "-P", "-m", "paceline.launch.stable"]
+            self._process = subprocess.Popen(
+                [*python, *for_stable, form, script.target, *script.arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+                env=environment.parent_environment(threads),
+                start_new_session=True,
+            )
+        self._channel.setblocking(False)
+
+    def start_worker(self, rank: int, control: str, variables: dict[str, str], outputs: list[int]) -> None:
+        message = {"kind": "start", "rank": rank, "control": control, "variables": variables}
+        self._send(message, outputs)
+
+    def signal_workers(self, number: signal.Signals) -> None:
+        self._send({"kind": "signal", "signal": int(number)}, [])
+
+    async def receive(self) -> dict[str, Any] | None:
+        """The next report; None when the stable has gone."""
+        try:
+            data = await asyncio.get_running_loop().sock_recv(self._channel, MESSAGE_LIMIT)
+        except ConnectionError:
+            return None
+        if not data:
+            return None
+        message: dict[str, Any] = json.loads(data)
+        return message
+
+    async def wait(self, timeout_s: float) -> int | None:
+        deadline = time.monotonic() + timeout_s
+        while (status := self._process.poll()) is None and time.monotonic() < deadline:
+            await asyncio.sleep(0.005)
+        return status
+
+    async def close(self) -> None:
+        """End of the channel: the stable kills what is left of its workers and leaves."""
+        self._channel.close()
+        if await self.wait(GRACE_S + LAST_REAPING_S) is None:
+            self._process.kill()
+            self._process.wait()
+
+    def _send(self, message: dict[str, Any], descriptors: list[int]) -> None:
+        self._channel.settimeout(CHANNEL_TIMEOUT_S)  # it reads between forks of 10 ms each: never long
+        try:
+            socket.send_fds(self._channel, [json.dumps(message).encode()], descriptors)
+        except (BrokenPipeError, ConnectionResetError):
+            pass  # it has died; `receive` tells the same in a moment, with more to say
+        finally:
+            self._channel.setblocking(False)
