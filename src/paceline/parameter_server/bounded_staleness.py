@@ -1,0 +1,56 @@
+"""Bounded staleness: a window of s rounds slides with each worker, and what is older must be in the weights it reads.
+
+s = 2, a worker about to start round 5
+
+round    0   1   2 │ 3   4 │ 5
+         must be in│ may be│        needs(5) = 5 - 2 - 1 = 2
+                   │missing│
+
+s = 0    synchronous: every round reads all updates before it, so rounds are summed canonically
+s ≥ 1    each push is applied on arrival; no worker is more than s rounds ahead of the slowest
+s = ∞    asynchronous: nobody waits
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from paceline.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class BoundedStaleness:
+    """A worker may start round c when the updates of all lanes for rounds up to c-s-1 are in the weights it reads.
+
+    With `see_own_updates` its own pushes of all earlier rounds must be in them too; every round then begins with a
+    round trip to the servers.
+    """
+
+    steps: int | float = 0
+    see_own_updates: bool = False
+
+    def __post_init__(self) -> None:
+        whole = isinstance(self.steps, int) and not isinstance(self.steps, bool) and self.steps >= 0
+        if not (whole or self.steps == math.inf):
+            raise ConfigError(
+                f"BoundedStaleness(steps={self.steps!r}): the bound is a whole number of rounds, from 0 (synchronous), "
+                "or math.inf (asynchronous)"
+            )
+
+    @property
+    def synchronous(self) -> bool:
+        return self.steps == 0
+
+    @property
+    def deterministic(self) -> bool:
+        return self.synchronous
+
+    def needs(self, round: int) -> int:
+        return -1 if self.steps == math.inf else max(-1, round - int(self.steps) - 1)
+
+    def pulls_before(self, round: int) -> bool:
+        return True
+
+    def __str__(self) -> str:
+        return f"s={self.steps}" + (",own" if self.see_own_updates else "")

@@ -1,0 +1,175 @@
+"""The clock says how old the weights may be that a worker computes with; `WeightsInHand` is how a worker obeys it.
+
+    round                         0    1    2    3    4    5
+    needs, BoundedStaleness(1)   -1   -1    0    1    2    3      the last round whose updates, of all lanes, must be in
+    needs, BoundedDelay(1)       -1   -1    1    1    3    3      the weights read in this round; -1: none need be
+
+A worker knows three states of each key's weights: those it reads, those that came since and wait for a round to start,
+and those it asked for. Between rounds it looks at the newest that came: when they are new enough for all keys it goes
+on, also while an answer is still on the way.
+
+    ask ──► on the way ──arrived()──► waiting ──start(round)──► read         only start() changes what is read, so the
+                                                                             lanes of a round see the same weights
+
+`tests/parameter_server/test_clock_model.py` tries this file with random schedules: no read misses an update that the
+bound requires, nobody waits for one that it does not, and all workers always come to their end.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from paceline.errors import ConfigError, ReplicaError
+from paceline.parameter_server.bounded_delay import BoundedDelay
+from paceline.parameter_server.bounded_staleness import BoundedStaleness
+
+
+class Clock(Protocol):
+    """When a worker may go on. *complete*, of weights: the last round such that all updates up to it are in."""
+
+    @property
+    def synchronous(self) -> bool:
+        """Every round reads all updates before it."""
+        ...
+
+    @property
+    def deterministic(self) -> bool:
+        """Rounds are summed canonically and applied in order, and a round reads exactly what it `needs`."""
+        ...
+
+    @property
+    def see_own_updates(self) -> bool:
+        """A worker's own updates of all earlier rounds must be in what it reads, however large the bound."""
+        ...
+
+    def needs(self, round: int) -> int:
+        """The smallest `complete` that the weights read in `round` must have; -1: none."""
+        ...
+
+    def pulls_before(self, round: int) -> bool:
+        """Whether `round` may read other weights than the round before it."""
+        ...
+
+
+def parse_clock(text: str) -> Clock:
+    """The clock of a command line, as `str(clock)` writes it: s=2, s=inf, s=2,own or d=1."""
+    found = re.fullmatch(r"s=(\d+|inf)(,own)?|d=(\d+)", text.strip())
+    if found is None:
+        raise ConfigError(
+            f"clock {text!r} is not known; write s=N or s=inf (bounded staleness, with ,own to see own updates) "
+            "or d=N (bounded delay), such as s=2, s=2,own or d=1"
+        )
+    if found[3] is not None:
+        return BoundedDelay(int(found[3]))
+    return BoundedStaleness(math.inf if found[1] == "inf" else int(found[1]), see_own_updates=found[2] is not None)
+
+
+@dataclass(frozen=True)
+class PullRequest:
+    """What to ask the servers for: these keys, as soon as they have all updates up to round `complete`."""
+
+    round: int
+    complete: int
+    keys: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class KeyWeights:
+    """What is known of one key's weights."""
+
+    version: int
+    complete: int
+    asked_before: int  # the round they were asked for: this worker's pushes of all earlier rounds are in
+
+
+class WeightsInHand:
+    """One worker's weights, as numbers: which are there, which to ask for, and whether a round may start on them.
+
+    On a channel that keeps its order the answer to a request has everything that was pushed before it. So under
+    `see_own_updates` ask for a round after the pushes of the round before; under other clocks ask as early as you like.
+    """
+
+    def __init__(
+        self, clock: Clock, keys: Iterable[int], first_round: int = 0, versions: Mapping[int, int] | None = None
+    ) -> None:
+        """The weights that the job starts or goes on from: all updates before `first_round`, and nothing else."""
+        self._clock = clock
+        self._newest = {
+            key: KeyWeights(0 if versions is None else versions[key], first_round - 1, first_round) for key in keys
+        }
+        self._read = dict(self._newest)
+        self._asked: dict[int, int] = {}
+        self._last_pushed = -1
+
+    def pushed(self, round: int) -> None:
+        """This worker had lanes in `round`, and their pushes have left."""
+        self._last_pushed = round
+
+    def request_for(self, round: int) -> PullRequest | None:
+        """What to ask for so that `round` may start, taken as asked from now on; None: nothing, or it was asked."""
+        keys = tuple(key for key in self._newest if self._worth_asking(key, round))
+        for key in keys:
+            self._asked[key] = round
+        return PullRequest(round, self._clock.needs(round), keys) if keys else None
+
+    def arrived(self, key: int, *, version: int, complete: int, round: int) -> bool:
+        """The answer to the request for `round`; False: not newer than what is there, and to be thrown away."""
+        if self._asked.get(key, round) <= round:
+            self._asked.pop(key, None)
+        there = self._newest[key]
+        newer = version > there.version or complete > there.complete
+        self._newest[key] = KeyWeights(
+            max(version, there.version), max(complete, there.complete), max(round, there.asked_before)
+        )
+        return newer
+
+    def lacking(self, round: int) -> tuple[int, ...]:
+        """The keys whose newest weights are too old for `round`."""
+        least = self._clock.needs(round)
+        return tuple(
+            key
+            for key, there in self._newest.items()
+            if there.complete < least or not self._has_own_updates(there.asked_before)
+        )
+
+    def may_start(self, round: int) -> bool:
+        return not self.lacking(round)
+
+    def start(self, round: int) -> dict[int, int]:
+        """Read the newest weights from now on; their versions, by key."""
+        lacking = self.lacking(round)
+        if lacking:
+            raise ReplicaError(
+                f"round {round} was started without the weights of keys {list(lacking)} it must wait for"
+            )
+        if self._clock.pulls_before(round):
+            self._read = dict(self._newest)
+        if self._clock.deterministic:
+            self._check_exact(round)
+        return {key: read.version for key, read in self._read.items()}
+
+    def _worth_asking(self, key: int, round: int) -> bool:
+        needs = self._clock.needs
+        if not self._clock.pulls_before(round):
+            return False
+        asked = self._asked.get(key)
+        if asked is None:
+            return not self._clock.deterministic or self._newest[key].complete < needs(round)
+        return needs(asked) < needs(round) or not self._has_own_updates(asked)
+
+    def _has_own_updates(self, asked_before: int) -> bool:
+        return not self._clock.see_own_updates or asked_before > self._last_pushed
+
+    def _check_exact(self, round: int) -> None:
+        expected = self._clock.needs(round)
+        for key, read in self._read.items():
+            if read.complete != expected:
+                raise ReplicaError(
+                    f"round {round} reads the weights after round {expected}, but those of key {key} have the updates "
+                    f"up to round {read.complete}; a server went on without this worker, or the job was resumed "
+                    f"inside a group of {self._clock}: resume from a step at which a group starts"
+                )
