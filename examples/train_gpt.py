@@ -373,7 +373,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--accumulate", type=at_least_one, default=1, help="micro-batches per lane and step")
     parser.add_argument("--lanes", type=at_least_one, help="logical workers, for life; default: the workers")
     parser.add_argument("--threads", type=at_least_one, help="per worker; default: cores // lanes")
-    parser.add_argument("--strategy", default="ddp", help="how the work is shared")
+    parser.add_argument("--strategy", default="ddp", help="how the work is shared: ddp or star")
     parser.add_argument("--reduction", default="exact", help="exact: the same bits on any number of workers; or fast")
     parser.add_argument("--algorithm", help="of a fast reduction: ring, tree, ... or auto; default: the backend's own")
     parser.add_argument("--backend", help="how tensors travel: gloo or nccl; default: what fits the device")

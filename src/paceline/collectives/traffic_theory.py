@@ -105,6 +105,13 @@ def canonical(n: int, plan: SumPlan) -> list[Moved]:
     ]
 
 
+def canonical_star(n: int, plan: SumPlan) -> list[Moved]:
+    """Each root to rank 0, and the sum back to everybody."""
+    roots = [len(plan.roots(rank)) for rank in range(len(plan.holders))]
+    others = [Moved(count * n, n) for count in roots[1:]]
+    return [Moved(len(others) * n, sum(roots[1:]) * n), *others]
+
+
 def _even_hosts(n: int, topology: Topology) -> list[Moved]:
     hosts, places = len(topology.hosts), len(topology.hosts[0])
 

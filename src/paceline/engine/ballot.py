@@ -12,8 +12,9 @@ Means and weights are added in lane order from these reports, so they too are th
 from __future__ import annotations
 
 import hashlib
+import math
 import struct
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -100,6 +101,19 @@ def any_used(ballots: Sequence[Ballot]) -> list[bool]:
 
 def lanes_in_order(ballots: Sequence[Ballot]) -> list[LaneReport]:
     return sorted((report for ballot in ballots for report in ballot.lanes), key=lambda report: report.lane)
+
+
+def means_over(reports: Sequence[LaneReport], names: Mapping[int, str]) -> dict[str, float]:
+    """The means that the lanes' values add up to, in lane order, by the names that `names` has for their keys."""
+    totals: dict[int, list[tuple[float, float]]] = {}
+    for report in reports:
+        for key, pair in report.means.items():
+            totals.setdefault(key, []).append(pair)
+    return {
+        names[key]: math.fsum(value for value, _ in pairs) / weight
+        for key, pairs in totals.items()
+        if key in names and (weight := math.fsum(weight for _, weight in pairs)) > 0
+    }
 
 
 def _used_bytes(parameters: int) -> int:

@@ -8,9 +8,9 @@ from typing import Literal
 from paceline.collectives.choice import check_algorithm
 from paceline.collectives.gradient_exchange import Reduction
 from paceline.errors import ConfigError
+from paceline.strategies.registry import Chosen
 from paceline.world.world import World
 
-STRATEGIES = ("ddp",)
 OnNonFinite = Literal["stop", "skip", "continue"]
 
 
@@ -21,7 +21,7 @@ class EngineConfig:
     lanes: int
     accumulate: int
     seed: int
-    strategy: str
+    strategy: Chosen
     reduction: Reduction
     algorithm: str | None
     backend: str
@@ -42,10 +42,6 @@ class EngineConfig:
         check(self.threads >= 1, f"threads={self.threads}: a worker computes with at least one thread")
         check(self.bucket_mib > 0, f"bucket_mib={self.bucket_mib}: a bucket holds at least one gradient")
         check(self.timeout_s > 0, f"timeout_s={self.timeout_s}: a wait of no time always fails")
-        check(
-            self.strategy in STRATEGIES,
-            f"strategy={self.strategy!r} is not known; choose one of {', '.join(STRATEGIES)}",
-        )
         check(self.reduction in ("exact", "fast"), f"reduction={self.reduction!r} is not known; choose exact or fast")
         if self.algorithm is not None:
             check_algorithm(self.algorithm)

@@ -16,10 +16,10 @@ from __future__ import annotations
 
 import atexit
 import itertools
-import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -34,24 +34,25 @@ from paceline.collectives.gradient_exchange import Reduction
 from paceline.data.sample_record import RecordHeader, SampleRecord, next_attempt
 from paceline.data.work_source import Deal, WorkSource
 from paceline.engine.acting_once import is_scheduler, let_optimizer_act_once, let_scheduler_follow
+from paceline.engine.boundary import Boundary, Operation, check_boundary
 from paceline.engine.config import EngineConfig, OnNonFinite, one_of
-from paceline.engine.evaluation import EvaluationLoader, padded_rows
+from paceline.engine.evaluation import EvaluationLoader
 from paceline.engine.one_line_errors import show_our_errors_in_one_line
 from paceline.engine.prepared_loader import PreparedLoader
 from paceline.engine.progress import Progress
-from paceline.engine.replicas import check_same_models, weights_hash
+from paceline.engine.replicas import check_same_models, parameter_names, weights_hash
 from paceline.engine.saved_state import check_same_job, job_facts, load_states, states_of
 from paceline.engine.sources import as_loader, check_same_order, make_source
+from paceline.engine.strategy_table import StrategyTable
 from paceline.engine.surroundings import call_supervisor, default_backend, find_device
 from paceline.engine.train_step import Timing, TrainStep
 from paceline.errors import CheckpointError, ConfigError, LoopError, PacelineError, ReplicaError
+from paceline.strategies.registry import Job, choose
 from paceline.world.determinism import default_threads, make_deterministic, mix, seed_everything
 from paceline.world.environment import read_world
-from paceline.world.lanes import neighbouring_lanes
 from paceline.world.rendezvous_store import open_store
 from paceline.world.world import World
 
-Operation = Literal["sum", "mean", "max", "min"]
 DEFAULT_SEED = 0
 _engines = itertools.count()
 
@@ -65,7 +66,7 @@ class Engine:
         lanes: int | None = None,
         accumulate: int = 1,
         seed: int | None = None,
-        strategy: str = "ddp",
+        strategy: str | object = "ddp",
         reduction: Reduction = "exact",
         algorithm: str | None = None,
         backend: str | None = None,
@@ -88,7 +89,7 @@ class Engine:
             lanes=lanes,
             accumulate=accumulate,
             seed=one_of("seed", seed, told.seed) if (seed, told.seed) != (None, None) else DEFAULT_SEED,  # type: ignore[arg-type]
-            strategy=strategy,
+            strategy=choose(strategy),
             reduction=reduction,
             algorithm=algorithm,
             backend=backend or told.backend or default_backend(self.world, self.device),
@@ -103,6 +104,7 @@ class Engine:
         self._client = call_supervisor(self.world)
         self._store = open_store(self.world, self._client, timeout_s) if self.world.size > 1 else None
         self._comm = self._connect()
+        self._boundary = Boundary(self._comm, self.device)
         torch.set_num_threads(self.config.threads)
         if reduction == "exact":
             make_deterministic(self.device.type)
@@ -224,70 +226,54 @@ class Engine:
 
     def reduce(self, tensor: Tensor, operation: Operation = "mean") -> Tensor:
         """Combine one tensor of each worker, in rank order, at a step boundary."""
-        self._check_boundary("reduce")
-        if operation not in ("sum", "mean", "max", "min"):
-            raise ConfigError(f"engine.reduce: operation {operation!r} is not known; choose sum, mean, max or min")
-        rows = self._gathered(tensor.detach())
-        if operation == "max":
-            return rows.amax(0)
-        if operation == "min":
-            return rows.amin(0)
-        total = rows[0].clone()
-        for row in rows[1:]:
-            total += row
-        return total / len(rows) if operation == "mean" else total
+        check_boundary(self._step, "reduce")
+        return self._boundary.reduced(tensor, operation)
 
     def gather_for_metrics(self, values: Any) -> Any:
         """All workers' results of this round of an evaluation loader, every sample once, in the dataset's order."""
-        self._check_boundary("gather_for_metrics")
-        if isinstance(values, dict):
-            return {key: self.gather_for_metrics(value) for key, value in values.items()}
-        if isinstance(values, list | tuple):
-            return type(values)(self.gather_for_metrics(value) for value in values)
-        value = torch.as_tensor(values, device=self.device).detach()
-        value = value.reshape(1) if value.dim() == 0 else value
-        if self._comm is None:
-            return value
-        lengths = self._gathered(torch.tensor([value.shape[0]], device=self.device)).view(-1).tolist()
-        rows = self._gathered(padded_rows(value, max(lengths)))
+        check_boundary(self._step, "gather_for_metrics")
         evaluation = next((loader for loader in self._evaluations if loader.real_rows is not None), None)
-        real = range(self.world.size) if evaluation is None or evaluation.real_rows is None else evaluation.real_rows
-        return torch.cat([rows[rank][: lengths[rank]] for rank in real])
+        return self._boundary.gathered_rows(values, None if evaluation is None else evaluation.real_rows)
 
     def barrier(self) -> None:
-        self._check_boundary("barrier")
+        check_boundary(self._step, "barrier")
         if self._comm is not None:
             self._comm.barrier()
 
     def weights_hash(self) -> str:
         """`sha256:…` of parameters and persistent buffers; raises if the workers don't agree."""
-        self._check_boundary("weights_hash")
+        check_boundary(self._step, "weights_hash")
+        self._settle()
         mine = weights_hash(self._models)
-        hashes = self._told(mine)
+        hashes = self._boundary.told(mine)
         if len(set(hashes)) > 1:
             raise ReplicaError(f"the workers' weights differ: {dict(enumerate(hashes))}")
         return mine
 
     def save_state(self, folder: str | Path) -> None:
         """Everything needed to continue, at a step boundary; written once, by the main worker."""
-        self._check_boundary("save_state")
+        check_boundary(self._step, "save_state")
+        self._settle()
         step, loader = self._training(), self._loader
         data = None
         if loader is not None:
-            data = loader.source.merged(self._told(loader.state_dict()))
+            data = loader.source.merged(self._boundary.told(loader.state_dict()))
+        optimizers = [step.state_of(optimizer) for optimizer in self._optimizers]
         failure: str | None = None
         if self.is_main_process:
             tree = {
                 "job": self._job_facts(),
                 "step": step.step,
+                "left_out_steps": step.left_out_steps,
                 "data": data,
-                **states_of(self._models, self._optimizers, self._schedulers),
+                "optimizers": optimizers,
+                **states_of(self._models, self._schedulers),
             }
             try:
                 write_state(Path(folder), tree)
             except PacelineError as error:
                 failure = str(error)
-        for text in self._told(failure):
+        for text in self._boundary.told(failure):
             if text is not None:
                 raise CheckpointError(text)
 
@@ -296,19 +282,19 @@ class Engine:
 
         A job that differs in something the bits depend on is refused; `accept` names what may differ all the same.
         """
-        self._check_boundary("load_state")
+        check_boundary(self._step, "load_state")
         step = self._training()
         tree = read_state(Path(folder))
         changed = check_same_job(Path(folder), tree["job"], self._job_facts(), accept)
-        objects: dict[str, list[Any]] = {
-            "models": [*self._models],
-            "optimizers": [*self._optimizers],
-            "schedulers": self._schedulers,
+        loads: dict[str, list[Callable[[Any], object]]] = {
+            "models": [model.load_state_dict for model in self._models],
+            "optimizers": [partial(step.load, optimizer) for optimizer in self._optimizers],
+            "schedulers": [scheduler.load_state_dict for scheduler in self._schedulers],
         }
         if self._loader is not None and tree["data"] is not None:
             self._loader.load_state_dict(tree["data"], changed=changed)
-        load_states(Path(folder), tree, objects)
-        step.step = tree["step"]
+        load_states(Path(folder), tree, loads)
+        step.step, step.left_out_steps = tree["step"], tree.get("left_out_steps", 0)
         check_same_models(self._comm, self._models)
         seed_everything(mix(self.config.seed, "between", step.step, 0))
 
@@ -367,24 +353,43 @@ class Engine:
         if not self._models:
             raise ConfigError("engine.prepare() got an optimizer but no model; give both in one call")
         check_same_models(self._comm, self._models)
-        self._step = TrainStep(self.config, self._comm, self._models, self._optimizers, self._schedulers)
+        strategies = StrategyTable(self.config.strategy, self._job(), parameter_names(self._models))
+        self._step = TrainStep(self.config, self._comm, self._models, self._optimizers, self._schedulers, strategies)
         self._step.on_step = self._tell_step
         for optimizer in self._optimizers:
             let_optimizer_act_once(optimizer, self._step)
         for scheduler in self._schedulers:
             let_scheduler_follow(scheduler, self._step)
 
+    def _job(self) -> Job:
+        config = self.config
+        return Job(
+            world=self.world,
+            comm=self._comm,
+            store=self._store,
+            device=self.device,
+            models=self._models,
+            optimizers=self._optimizers,
+            lanes=config.lanes,
+            reduction=config.reduction,
+            algorithm=config.algorithm,
+            backend=config.backend,
+            bucket_bytes=int(config.bucket_mib * 2**20),
+            overlap=config.overlap,
+            timeout_s=config.timeout_s,
+        )
+
     def _prepared(self, thing: Any, training: bool) -> Any:
         if not isinstance(thing, DataLoader):
             return thing
         if not training:
+            seed, timeout_s = self.config.seed, self.config.timeout_s
             self._evaluations.append(
-                EvaluationLoader(thing, self.world, self.device, seed=self.config.seed, timeout_s=self.config.timeout_s)
+                EvaluationLoader(thing, self.world, self.device, seed=seed, timeout_s=timeout_s, on_start=self._settle)
             )
             return self._evaluations[-1]
-        step = self._training()
-        ride = neighbouring_lanes(self.config.lanes, self.world.size)[self.world.rank]
-        config = self.config
+        step, config = self._training(), self.config
+        ride = step.rides[self.world.rank]
         deal = Deal(config.lanes, config.accumulate, ride, config.seed, config.global_batch_size, config.timeout_s)
         source = make_source(thing, deal, self._comm, step)
         self._loader = PreparedLoader(
@@ -412,7 +417,7 @@ class Engine:
         folder = self._record_folder
         if folder is None:
             return None
-        attempt = self._told(next_attempt(folder))[0]
+        attempt = self._boundary.told(next_attempt(folder))[0]
         lanes, world = self.config.lanes, self.world
         header = RecordHeader(worker=world.rank, workers=world.size, lanes=lanes, **source.record_header())
         return SampleRecord.start(folder, attempt, header)
@@ -422,7 +427,7 @@ class Engine:
             self._comm.take_back_note()
         self._in_loop = True
         if self._loader is not None and self._loader.source.digest is not None:
-            check_same_order(self._told(self._loader.source.digest))
+            check_same_order(self._boundary.told(self._loader.source.digest))
         if self._client is not None:
             self._client.tell("phase", name="training")
         self._tell_step()
@@ -436,6 +441,9 @@ class Engine:
                 step.broken = f"this worker left its training loop inside step {step.step + 1}"
             self._say_left()
         else:
+            if step.stops_alone:
+                self._say_left()
+            step.settle()
             step.stopped()
             seed_everything(mix(self.config.seed, "after the loop", step.step))
         if self._client is not None and not (early and step.inside_step):
@@ -459,32 +467,10 @@ class Engine:
             raise LoopError("nothing to train yet: give a model and an optimizer to engine.prepare() first")
         return self._step
 
-    def _check_boundary(self, name: str) -> None:
-        if self._step is None:
-            return
-        frame = sys._getframe(2)
-        caller = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
-        if self._step.broken:
-            raise LoopError(
-                f"engine.{name}() at {caller}: {self._step.broken}; end a loop early with engine.stop(). Half a step "
-                "can't be taken back: after an error go on in a new process, from the last saved state"
-            )
-        if self._step.inside_step:
-            raise LoopError(
-                f"engine.{name}() at {caller} was called inside step {self.step + 1}: workers have different numbers "
-                "of items there, so it would hang; call it when engine.stepped is true, or use engine.mean() for values"
-            )
-
-    def _gathered(self, tensor: Tensor) -> Tensor:
-        if self._comm is None:
-            return tensor.unsqueeze(0)
-        rows, handle = self._comm.all_gather(tensor)
-        handle.wait()
-        return rows.view(self.world.size, *tensor.shape)
-
-    def _told(self, value: Any) -> list[Any]:
-        """What every worker says, in rank order."""
-        return [value] if self._comm is None else self._comm.gather_json(value)
+    def _settle(self) -> None:
+        """All workers are at a boundary: updates that are under way end, and the model holds the newest weights."""
+        if self._step is not None:
+            self._step.settle()
 
     def _job_facts(self) -> dict[str, Any]:
         data = self._loader.source.facts() if self._loader is not None else {}

@@ -10,7 +10,7 @@ A stream is read whole by every worker, which keeps its batch of each round.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from itertools import islice
 from typing import Any
@@ -29,10 +29,17 @@ from paceline.world.world import World
 
 class EvaluationLoader:
     def __init__(
-        self, source: DataLoader[Any], world: World, device: torch.device, *, seed: int, timeout_s: float
+        self,
+        source: DataLoader[Any],
+        world: World,
+        device: torch.device,
+        *,
+        seed: int,
+        timeout_s: float,
+        on_start: Callable[[], None],
     ) -> None:
         refuse_what_cannot_be_dealt(source)
-        self._seed, self._timeout_s = seed, timeout_s
+        self._seed, self._timeout_s, self._on_start = seed, timeout_s, on_start
         self._source = source
         self._world = world
         self._device = device
@@ -73,6 +80,7 @@ class EvaluationLoader:
         return -(-self.batches // self._world.size)
 
     def __iter__(self) -> Iterator[Any]:
+        self._on_start()
         try:
             for real, batch in self._rounds():
                 self.real_rows = list(range(real))

@@ -6,6 +6,14 @@
 
 That is what DDP's broadcast of rank 0's buffers does, said in lanes: it does not depend on who rode which lane. Buffers
 are restored when a lane's first micro-batch is handed out, never between a forward and its backward.
+
+In a step whose workers don't agree, either all lanes' buffers are dropped (a later step of the group agrees), or every
+lane keeps its own and starts its next step from them:
+
+    lane 0 ──► lane 0 ──► lane 0 ─┬─► … next agreement or boundary: lane 0's are the model's, on every worker
+    lane 1 ──► lane 1 ──► lane 1 ─┴─► …
+
+Then a boundary changes what the model shows, not what the lanes go on from, unless somebody writes to the buffers.
 """
 
 from __future__ import annotations
@@ -24,10 +32,12 @@ class LaneBuffers:
         self._models = models
         self._live: list[Tensor] = []
         self._at_start: list[Tensor] = []
-        self._kept: list[Tensor] | None = None
+        self._left: dict[int, list[Tensor]] = {}  # by lane: what it left in this step, where that is wanted
         self._touched = False
         self._moving: list[int] = []  # buffers that some step has changed: the same list on every worker
         self._ahead: _Sent | None = None
+        self._apart: dict[int, list[Tensor]] | None = None  # by lane: its own, since lanes went their own ways
+        self._versions: list[tuple[int, int]] = []  # of the live buffers when they were last ours
 
     def start_step(self) -> None:
         seen: dict[int, Tensor] = {}
@@ -43,69 +53,98 @@ class LaneBuffers:
         if not same:
             self._at_start = [torch.empty_like(buffer) for buffer in self._live]
             self._moving = []
-        self._copy(self._live, self._at_start)
-        self._kept = None
+        if self._apart is None or not same or self._written_by_others():
+            self._apart = None
+            self._copy(self._live, self._at_start)
+        self._left = {}
         self._touched = False
 
-    def start_lane(self) -> None:
-        if self._touched:
+    def start_lane(self, lane: int) -> None:
+        if self._apart is not None:
+            self._copy(self._apart.get(lane, self._at_start), self._live)
+        elif self._touched:
             self._copy(self._at_start, self._live)
         self._touched = True
 
-    def finish_lane(self, *, keep: bool) -> None:
-        """After the lane's last forward; `keep` for the step's lowest lane, whose buffers live on."""
+    def finish_lane(self, lane: int, *, keep: bool) -> None:
+        """After the lane's last forward; `keep` if its buffers may live on."""
         if keep and self._live:
-            self._kept = [buffer.detach().clone() for buffer in self._live]
+            self._left[lane] = [buffer.detach().clone() for buffer in self._live]
 
-    def changed(self) -> list[bool]:
+    def changed(self, lowest: int) -> list[bool]:
         """Which buffers the step changed, as the worker that rode the lowest lane sees it; others see no change."""
-        if self._kept is None:
+        kept = self._left.get(lowest)
+        if kept is None:
             return [False] * len(self._live)
-        return [not torch.equal(a, b) for a, b in zip(self._kept, self._at_start, strict=True)]
+        return [not torch.equal(a, b) for a, b in zip(kept, self._at_start, strict=True)]
 
-    def send_ahead(self, comm: Communicator | None, owner: int) -> None:
+    # -- a step that agrees ------------------------------------------------------------------------------------------
+
+    def send_ahead(self, comm: Communicator | None, owner: int, lowest: int) -> None:
         """Before the worker's last backward: send the buffers that changed in earlier steps while it runs."""
         if comm is not None and self._moving:
-            self._ahead = self._broadcast(comm, owner, self._moving)
+            self._ahead = self._broadcast(comm, owner, self._moving, self._left.get(lowest, self._live))
 
-    def finish_step(
-        self, comm: Communicator | None, owner: int, changed: Sequence[bool], *, dropped: bool = False
-    ) -> None:
-        """Every worker takes over what the lowest lane left, or, of a step that is left out, what it began with.
-
-        `owner` is the worker that rode the lowest lane.
-        """
+    def finish_step(self, comm: Communicator | None, owner: int, lowest: int, changed: Sequence[bool]) -> None:
+        """Every worker takes over what the lowest lane left; `owner` is the worker that rode it."""
         if not self._live:
             return
-        if dropped:
-            if self._ahead is not None:
-                self._ahead.handle.wait()
-                self._ahead = None
-            self._copy(self._at_start, self._live)
-            return
+        mine = self._left.get(lowest, self._live)
         moved = [number for number, is_changed in enumerate(changed) if is_changed]
         final = list(self._at_start)
         if comm is None:
             for number in moved:
-                final[number] = self._mine(number)
+                final[number] = mine[number]
         else:
             late = [number for number in moved if number not in self._moving]
             sent = [self._ahead] if self._ahead is not None else []
-            sent += [self._broadcast(comm, owner, late)] if late else []
+            sent += [self._broadcast(comm, owner, late, mine)] if late else []
             for under_way in sent:
                 for number, value in under_way.received():
                     final[number] = value
             self._moving = sorted({*self._moving, *late})
             self._ahead = None
         self._copy(final, self._live)
+        self._apart = None
 
-    def _broadcast(self, comm: Communicator, owner: int, numbers: Sequence[int]) -> _Sent:
-        tensors = [self._mine(number) for number in numbers]
+    def put_back(self) -> None:
+        """The step leaves no trace: it is left out, or only the last one of its group counts."""
+        if self._ahead is not None:
+            self._ahead.handle.wait()
+            self._ahead = None
+        self._copy(self._at_start, self._live)
+
+    # -- steps that never agree --------------------------------------------------------------------------------------
+
+    def go_apart(self, *, dropped: bool) -> None:
+        """Each of this worker's lanes goes on from its own, or, if its step was `dropped`, from where it was."""
+        self._apart = (self._apart or {}) | ({} if dropped else self._left)
+        self._note_versions()
+
+    def settle(self, comm: Communicator | None, owner: int, lowest: int = 0) -> None:
+        """At a boundary of all workers: the model holds the lowest lane's. `owner` rides it."""
+        if self._apart is None or not self._live:
+            return
+        final = self._apart.get(lowest, self._at_start)
+        if comm is not None:
+            sent = self._broadcast(comm, owner, range(len(self._live)), final)
+            final = [value for _, value in sent.received()]
+        self._copy(final, self._live)
+        self._note_versions()
+
+    def _note_versions(self) -> None:
+        self._versions = [(id(buffer), buffer._version) for buffer in self._live]
+
+    def _written_by_others(self) -> bool:
+        """Loaded, reset, or moved on by a forward of the user's own: lanes start there, as in any other step."""
+        return self._versions != [(id(buffer), buffer._version) for buffer in self._live]
+
+    # -- parts -------------------------------------------------------------------------------------------------------
+
+    def _broadcast(self, comm: Communicator, owner: int, numbers: Sequence[int], of: Sequence[Tensor]) -> _Sent:
+        tensors = [of[number] for number in numbers]
         packed = torch.cat([_bytes(tensor) for tensor in tensors])
         return _Sent(list(numbers), tensors, packed, comm.broadcast(packed, root=owner))
-
-    def _mine(self, number: int) -> Tensor:
-        return self._kept[number] if self._kept is not None else self._live[number]
 
     def _copy(self, source: Sequence[Tensor], target: Sequence[Tensor]) -> None:
         if source:

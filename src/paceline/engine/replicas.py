@@ -26,6 +26,11 @@ def plain_name(name: str) -> str:
     return name.replace("_orig_mod.", "")
 
 
+def parameter_names(models: Sequence[nn.Module]) -> dict[int, str]:
+    """The name of each parameter, by its id."""
+    return {id(parameter): plain_name(name) for model in models for name, parameter in model.named_parameters()}
+
+
 def named_state(models: Sequence[nn.Module]) -> dict[str, Tensor]:
     """Parameters and persistent buffers by name; a name is prefixed by its model's place when there are several."""
     state: dict[str, Tensor] = {}

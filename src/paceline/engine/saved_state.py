@@ -6,7 +6,7 @@ it could be loaded, but what follows would not be what the other job would have 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -44,22 +44,22 @@ def check_same_job(
     return frozenset(changed)
 
 
-def states_of(models: Sequence[Any], optimizers: Sequence[Any], schedulers: Sequence[Any]) -> dict[str, Any]:
+def states_of(models: Sequence[Any], schedulers: Sequence[Any]) -> dict[str, Any]:
+    """What every worker holds whole. The optimizers' states may lie elsewhere: the strategy has them."""
     return {
         "models": [dict(model.state_dict()) for model in models],
-        "optimizers": [optimizer.state_dict() for optimizer in optimizers],
         # state_dict() is the scheduler's __dict__, in which prepare() put a step() of ours.
         "schedulers": [{k: v for k, v in s.state_dict().items() if k != "step"} for s in schedulers],
     }
 
 
-def load_states(folder: Path, tree: Mapping[str, Any], objects: Mapping[str, Sequence[Any]]) -> None:
-    """Give every prepared object its state; `objects` has the same kinds as `states_of`."""
-    for kind, prepared in objects.items():
-        if len(tree[kind]) != len(prepared):
-            raise CheckpointError(f"{folder} holds {len(tree[kind])} {kind}, this job prepared {len(prepared)}")
-        for thing, state in zip(prepared, tree[kind], strict=True):
+def load_states(folder: Path, tree: Mapping[str, Any], loads: Mapping[str, Sequence[Callable[[Any], object]]]) -> None:
+    """Give every prepared object its state; `loads` has, for each kind, the functions that take them."""
+    for kind, takers in loads.items():
+        if len(tree[kind]) != len(takers):
+            raise CheckpointError(f"{folder} holds {len(tree[kind])} {kind}, this job prepared {len(takers)}")
+        for load, state in zip(takers, tree[kind], strict=True):
             try:
-                thing.load_state_dict(state)
+                load(state)
             except (RuntimeError, ValueError, KeyError) as error:
                 raise CheckpointError(f"the {kind[:-1]} in {folder} does not fit this job's: {error}") from error

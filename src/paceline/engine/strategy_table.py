@@ -3,24 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from typing import Any
 
+from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from paceline.collectives.communicator import Communicator
-from paceline.collectives.gradient_exchange import GradientExchange
-from paceline.engine.config import EngineConfig
-from paceline.strategies.ddp import Ddp
+from paceline.collectives.canonical_sum import SumPlan
+from paceline.strategies.registry import Chosen, Job, Rides
+from paceline.strategies.strategy import Strategy
 
 
 class StrategyTable:
-    """A loop with one update has one strategy; a GAN's has one for each of its optimizers."""
+    """A loop with one update has one strategy; a GAN's has one more for each of its optimizers."""
 
-    def __init__(self, config: EngineConfig, comm: Communicator | None, names: Mapping[int, str]) -> None:
-        self._config, self._comm, self._names = config, comm, names
-        self._exchange = GradientExchange(comm, config.reduction, config.algorithm)
-        self._known: dict[tuple[int, ...], Ddp] = {}
+    def __init__(self, chosen: Chosen, job: Job, names: Mapping[int, str]) -> None:
+        self._names = names
+        self._all = list(job.optimizers)
+        self.rides = chosen.rides(job.lanes, job.world.size)
+        self._maker = chosen.entry.open(chosen.config, job)
+        self._known: dict[tuple[int, ...], Strategy] = {}
+        self.of(self._all)
 
-    def of(self, optimizers: Sequence[Optimizer]) -> tuple[Ddp, bool]:
+    def of(self, optimizers: Sequence[Optimizer]) -> tuple[Strategy, bool]:
         """Their strategy, and whether it was made anew: they hold other parameters now (unfrozen, a new group)."""
         unique = {id(p): p for o in optimizers for group in o.param_groups for p in group["params"] if p.requires_grad}
         key = tuple(id(optimizer) for optimizer in optimizers)
@@ -29,23 +34,44 @@ class StrategyTable:
             if len(known.parameters) == len(unique) and all(id(p) in unique for p in known.parameters):
                 return known, False
             known.close()
-        named = [(self._names.get(index, f"unnamed {place}"), p) for place, (index, p) in enumerate(unique.items())]
-        self._known[key] = Ddp(
-            named,
-            self._comm,
-            self._exchange,
-            bucket_bytes=int(self._config.bucket_mib * 2**20),
-            overlap=self._config.overlap,
-        )
+        named = [(self.name_of(p, f"unnamed {place}"), p) for place, p in enumerate(unique.values())]
+        self._known[key] = self._maker.make(named, optimizers)
         return self._known[key], known is not None
+
+    def plan(self, present: tuple[int, ...]) -> SumPlan:
+        """Who holds which of the step's lanes."""
+        return _plan(self.rides, present)
+
+    def settle(self) -> None:
+        for strategy in self._known.values():
+            strategy.settle()
+
+    def state_of(self, optimizer: Optimizer) -> dict[str, Any]:
+        return self._strategy_that_updates(optimizer).state_of(optimizer)
+
+    def load(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
+        self._strategy_that_updates(optimizer).load(optimizer, state)
+
+    def name_of(self, parameter: Parameter, otherwise: str = "a parameter") -> str:
+        return self._names.get(id(parameter), otherwise)
 
     def close(self) -> None:
         for strategy in self._known.values():
             strategy.close()
-        self._exchange.close()
+        self._maker.close()
+
+    def _strategy_that_updates(self, optimizer: Optimizer) -> Strategy:
+        return self._known.get((id(optimizer),)) or self.of(self._all)[0]
 
 
-def drop_gradients_of_others(active: Ddp, optimizers: Sequence[Optimizer]) -> None:
+@lru_cache(maxsize=256)
+def _plan(rides: Rides, present: tuple[int, ...]) -> SumPlan:
+    there = set(present)
+    holders = tuple(tuple(lane for lane in ride if lane in there) for ride in rides)
+    return SumPlan(present=tuple(sorted(present)), holders=holders)
+
+
+def drop_gradients_of_others(active: Strategy, optimizers: Sequence[Optimizer]) -> None:
     """A loss may reach parameters of an optimizer that is not being updated; those gradients are nobody's."""
     if len(optimizers) < 2:
         return

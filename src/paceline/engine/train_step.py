@@ -5,12 +5,15 @@
                         └─ on this worker's last item:  flush buckets ─► ballots ─► collect gradients
 
 The body of the loop runs once per item, so `step()` and `zero_grad()` between items find `.grad` empty and do nothing:
-the lane sums live out of their reach. After the last backward `.grad` holds the gradient of the global batch.
+the lane sums live out of their reach. After the last backward `.grad` holds the gradient of the global batch, under
+strategies that keep it here; who runs the update is the strategy's affair.
+
+In a round whose workers don't agree there is one ballot, this worker's own: the step, its means and a wish to stop are
+its own affair, and a loss that is not finite takes only its share out.
 """
 
 from __future__ import annotations
 
-import enum
 import math
 import time
 import warnings
@@ -24,29 +27,26 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from paceline.collectives.byte_count import Traffic
-from paceline.collectives.canonical_sum import sum_plan
 from paceline.collectives.communicator import Communicator
 from paceline.data.sharded_sampler import WorkItem
-from paceline.engine.ballot import Ballot, LaneReport, any_used, lanes_in_order, name_key, pack, unpack
+from paceline.engine.ballot import Ballot, LaneReport, any_used, lanes_in_order, means_over, name_key
+from paceline.engine.ballot_box import BallotBox
 from paceline.engine.config import EngineConfig
 from paceline.engine.lane_buffers import LaneBuffers
-from paceline.engine.replicas import WeightsWatch, plain_name
+from paceline.engine.loop_rules import (
+    Phase,
+    check_gradients_untouched,
+    check_learning_rates,
+    gradient_versions,
+    item_of_backward,
+    item_of_mean,
+    learning_rates,
+)
 from paceline.engine.strategy_table import StrategyTable, drop_gradients_of_others
-from paceline.errors import LoopError, NonFiniteLossError, ReplicaError
-from paceline.optim.gradient_norm import clip_coefficient, global_norm
-from paceline.strategies.ddp import Ddp
-from paceline.strategies.strategy import ItemPlace
+from paceline.errors import LoopError, NonFiniteLossError
+from paceline.strategies.registry import Rides
+from paceline.strategies.strategy import Agreement, ItemPlace, Strategy, Tally
 from paceline.world.determinism import mix, seed_everything
-
-
-class Phase(enum.Enum):
-    """Where the loop is between two updates."""
-
-    BETWEEN_STEPS = "between steps"
-    ITEM = "an item is out, no backward yet"
-    RAN = "the item's backward is done, others of the step follow"
-    COLLECTED = "the step's gradient is in .grad, no optimizer has acted"
-    APPLIED = "an optimizer has acted"
 
 
 @dataclass
@@ -63,12 +63,15 @@ class Timing:
 class _Step:
     """What accumulates over one step."""
 
+    agreement: Agreement = Agreement.NOW
+    lowest: int = 0  # lane that has samples
+    owner: int = 0  # the worker that rides it
     reports: dict[int, LaneReport] = field(default_factory=dict)
     learning_rates: list[float] | None = None
     gradient_versions: list[tuple[Parameter, int]] = field(default_factory=list)
     acted: set[int] = field(default_factory=set)
     traffic_before: Traffic = field(default_factory=Traffic)
-    empty: bool = False  # Σ weight was 0, or the loss was not finite and is skipped
+    empty: bool = False  # all workers leave it out: Σ weight was 0, or the loss was not finite and is skipped
     left_out: set[tuple[int, int]] = field(default_factory=set)  # (lane, micro-batch) that had no backward
 
 
@@ -80,21 +83,16 @@ class TrainStep:
         models: Sequence[nn.Module],
         optimizers: Sequence[Optimizer],
         schedulers: Sequence[Any],
+        strategies: StrategyTable,
     ) -> None:
         self._config = config
         self._comm = comm
-        self._rank = comm.rank if comm is not None else 0
-        self._workers = comm.size if comm is not None else 1
-        self._models = models
         self._optimizers = optimizers
         self._schedulers = schedulers
-        self._names = {
-            id(parameter): plain_name(name) for model in models for name, parameter in model.named_parameters()
-        }
         self._buffers = LaneBuffers(models)
-        self._strategies = StrategyTable(config, comm, self._names)
+        self._strategies = strategies
+        self._box = BallotBox(comm, strategies.rides)
         self._original_steps: dict[int, Callable[..., Any]] = {}
-        self._watch: WeightsWatch | None = None
         self._phase = Phase.BETWEEN_STEPS
         self._item: WorkItem | None = None
         self._step_called = False
@@ -104,16 +102,17 @@ class TrainStep:
         self._clipped_by: float = math.nan
         self._now = _Step()
         self._update = 0
-        self._active: Ddp | None = None
+        self._active: Strategy | None = None
         self._mean_names: dict[int, str] = {}
         self.step = 0
+        self.left_out_steps = 0
+        self._round = 0
         self.stepped = False
         self.stop_agreed = False
         self.means: dict[str, float] = {}
         self.timing = Timing()
         self.traffic = Traffic()  # of the last step
         self.broken: str | None = None
-        self.votes = 0
         self._in_body = False
         self._stepped_in_body: set[int] = set()
         self.on_step: Callable[[], None] = lambda: None
@@ -136,6 +135,21 @@ class TrainStep:
     def accumulate(self) -> int:
         return self._config.accumulate
 
+    @property
+    def rides(self) -> Rides:
+        """The lanes of every worker."""
+        return self._strategies.rides
+
+    @property
+    def votes(self) -> int:
+        """Ballots that this worker took part in."""
+        return self._box.votes
+
+    @property
+    def stops_alone(self) -> bool:
+        """The loop ends by this worker's own wish; others may wait for it in a later round."""
+        return self.stop_agreed and self._now.agreement is Agreement.LATER
+
     def begin_item(self, item: WorkItem, *, optimizers: Sequence[Optimizer] | None = None) -> None:
         """Hand out `item`: the lane's buffers and random stream are in place when the body runs."""
         self.end_item()
@@ -146,7 +160,7 @@ class TrainStep:
         self._in_body = True
         self.stepped = False
         if item.first_of_lane and not item.shadow:
-            self._buffers.start_lane()
+            self._buffers.start_lane(item.lane)
         seed_everything(
             mix(self._config.seed, "model", item.epoch, item.step, item.lane, item.micro_batch, self._update)
         )
@@ -166,17 +180,17 @@ class TrainStep:
             self._end_step()
 
     def backward(self, loss: Tensor, weight: float | None, *, last: bool) -> None:
-        item = self._check_backward(loss)
+        item = item_of_backward(
+            self._item, self._phase, loss, step_called=self._step_called, ran=self._ran_last, step=self.step
+        )
         weight = float(item.samples) if weight is None else float(weight)
         if not math.isfinite(weight) or weight < 0:
             raise LoopError(f"backward(weight={weight}): the weight is a number of samples or tokens, 0 or more")
-        place = _place(item)
-        if last and item.last_of_lane and not item.shadow:
-            self._buffers.finish_lane(keep=item.lane == item.present[0])
         if not item.shadow:
             self._report(item, loss, weight, last=last)
-        if last and item.last_of_step:
-            self._buffers.send_ahead(self._comm, self._rider_of(item.present[0]))
+        if last:
+            self._finish_forward(item)
+        place = self._place(item)
         active = self._strategy()
         started = time.perf_counter()
         active.start_backward(place, last=last)
@@ -196,11 +210,7 @@ class TrainStep:
             self.timing.exposed_s = time.perf_counter() - ended
 
     def add_mean(self, name: str, value: Tensor | float, weight: float | None) -> None:
-        item = self._item
-        if item is None or self._phase is Phase.BETWEEN_STEPS:
-            raise LoopError(f"engine.mean({name!r}) collects values inside the training loop; there is no item now")
-        if self._phase in (Phase.COLLECTED, Phase.APPLIED):
-            raise LoopError(f"engine.mean({name!r}) comes too late: call it before engine.backward(), which sends it")
+        item = item_of_mean(self._item, self._phase, name)
         if item.shadow:
             return
         key = name_key(name)
@@ -211,67 +221,75 @@ class TrainStep:
     # -- the end of a step -------------------------------------------------------------------------------------------
 
     def _collect(self) -> None:
-        """Tell and hear the ballots, then make `.grad` the gradient of the global batch."""
+        """Tell and hear the ballots, then let the strategy make the step's gradient of them."""
         assert self._item is not None
-        active = self._strategy()
-        ballots = self._vote(active)
+        active, now = self._strategy(), self._now
+        agreed = now.agreement is Agreement.NOW
+        ballot = self._ballot(active)
+        ballots = self._box.cast(ballot) if agreed else [ballot]
         reports = lanes_in_order(ballots)
         flags = any_used(ballots)
         used, changed = flags[: len(active.parameters)], flags[len(active.parameters) :]
-        self._judge_losses(reports)
-        total = math.fsum(report.weight for report in reports)
-        scale = self._item.step_samples / total if total > 0 else 0.0
-        active.collect(scale, used)
-        if total == 0:
+        tally = Tally(
+            agreed,
+            tuple((report.lane, report.weight) for report in reports),
+            self._item.step_samples,
+            used,
+            left_out=self._must_leave_out(reports, agreed=agreed),
+        )
+        active.collect(tally)
+        if agreed and tally.weight == 0:
             warnings.warn(f"step {self.step + 1} is skipped: the weights of all its micro-batches are 0", stacklevel=4)
-            self._now.empty = True
-        owner = self._rider_of(self._item.present[0])
-        self._buffers.finish_step(self._comm, owner, changed, dropped=self._now.empty)
-        self.means |= self._mean_over(reports)
+        now.empty = tally.empty
+        self._finish_buffers(changed, dropped=tally.empty or tally.left_out)
+        self.means |= means_over(reports, self._mean_names)
         self.stop_agreed = any(ballot.stop for ballot in ballots)
-        self._now.gradient_versions = [(p, p.grad._version) for p in active.parameters if p.grad is not None]
+        now.gradient_versions = gradient_versions(active.parameters)
         self.timing.left_during_backward = active.left_during_backward
-        self.traffic = self._traffic_so_far() - self._now.traffic_before
+        self.traffic = self._traffic_so_far() - now.traffic_before
         self._phase = Phase.COLLECTED
 
-    def _vote(self, active: Ddp) -> list[Ballot]:
-        assert self._watch is not None
-        ballot = Ballot(
+    def _ballot(self, active: Strategy) -> Ballot:
+        return Ballot(
             step=self.step,
             update=self._update,
             stop=self._stop_wanted,
-            check=self._watch.check(self.step) if self._comm is not None else 0,
-            used=(*active.used(), *self._buffers.changed()),
+            check=self._box.check(self.step) if self._now.agreement is Agreement.NOW else 0,
+            used=(*active.used(), *self._buffers.changed(self._now.lowest)),
             lanes=tuple(self._now.reports.values()),
         )
-        if self._comm is None:
-            return [ballot]
-        mine = pack(ballot, most_lanes=-(-self._config.lanes // self._workers))
-        rows, handle = self._comm.all_gather(mine)
-        handle.wait_for_vote(self.votes)
-        self.votes += 1
-        ballots = [unpack(row, len(ballot.used)) for row in rows]
-        for rank, other in enumerate(ballots):
-            if (other.step, other.update) != (ballot.step, ballot.update):
-                raise ReplicaError(
-                    f"worker {self._rank} is in step {ballot.step + 1} (update {ballot.update}) but worker {rank} "
-                    f"is in step {other.step + 1} (update {other.update}); their loops took different turns"
-                )
-        self._watch.compare(self.step, [other.check for other in ballots])
-        return ballots
 
-    def _judge_losses(self, reports: Sequence[LaneReport]) -> None:
+    def _must_leave_out(self, reports: Sequence[LaneReport], *, agreed: bool) -> bool:
         bad = next((report for report in reports if not report.finite), None)
         if bad is None or self._config.on_nonfinite == "continue":
-            return
+            return False
         what = f"the loss of step {self.step + 1} is {bad.loss} in lane {bad.lane}"
         if self._config.on_nonfinite == "stop":
             raise NonFiniteLossError(
                 f"{what}; training stops before the weights are touched "
                 "(on_nonfinite='skip' leaves such steps out, 'continue' applies them)"
             )
-        warnings.warn(f"{what}; the step is skipped", stacklevel=5)
-        self._now.empty = True
+        skipped = "the step is skipped" if agreed else "this worker's share of the step is left out"
+        warnings.warn(f"{what}; {skipped}", stacklevel=5)
+        return True
+
+    def _finish_forward(self, item: WorkItem) -> None:
+        """The item's forward is done: its lane's buffers are what it leaves, and may travel while backward runs."""
+        now, agreement = self._now, self._now.agreement
+        if item.last_of_lane and not item.shadow:
+            lowest = agreement is Agreement.NOW and item.lane == now.lowest
+            self._buffers.finish_lane(item.lane, keep=lowest or agreement is Agreement.NEVER)
+        if item.last_of_step and agreement is Agreement.NOW:
+            self._buffers.send_ahead(self._comm, now.owner, now.lowest)
+
+    def _finish_buffers(self, changed: Sequence[bool], *, dropped: bool) -> None:
+        now = self._now
+        if now.agreement is Agreement.NEVER:
+            self._buffers.go_apart(dropped=dropped)
+        elif dropped or now.agreement is Agreement.LATER:
+            self._buffers.put_back()
+        else:
+            self._buffers.finish_step(self._comm, now.owner, now.lowest, changed)
 
     def optimizer_step(self, optimizer: Optimizer, closure: Any) -> Any:
         """The prepared optimizer's `step()`: acts when the step's gradient is there, and only then."""
@@ -291,7 +309,7 @@ class TrainStep:
         if id(optimizer) in self._now.acted:
             raise LoopError(f"optimizer.step() was called twice in step {self.step + 1}")
         if self._phase is Phase.COLLECTED:
-            self._check_gradients_untouched()
+            check_gradients_untouched(self._now.gradient_versions, self._strategies.name_of)
         return self._act(optimizer)
 
     def _act(self, optimizer: Optimizer) -> Any:
@@ -299,8 +317,9 @@ class TrainStep:
         self._now.acted.add(id(optimizer))
         self._phase = Phase.APPLIED
         if self._now.empty:
+            self.left_out_steps += first and self._update == 0
             return None
-        result = self._original_steps[id(optimizer)]()
+        result = self._strategy().apply(optimizer, self._original_steps[id(optimizer)])
         if first:
             self.stepped = True
             self.step += self._update == 0
@@ -367,11 +386,8 @@ class TrainStep:
             )
             self._now.reports.setdefault(item.lane, LaneReport(item.lane))
             self._now.left_out.add((item.lane, item.micro_batch))
-            if item.last_of_lane:
-                self._buffers.finish_lane(keep=item.lane == item.present[0])
-        if item.last_of_step:
-            self._buffers.send_ahead(self._comm, self._rider_of(item.present[0]))
-        active.skip(_place(item))
+        self._finish_forward(item)
+        active.skip(self._place(item))
         self._phase = Phase.RAN
         if item.last_of_step:
             self._collect()
@@ -396,53 +412,25 @@ class TrainStep:
             raise LoopError("engine.clip_grad_norm_() belongs between engine.backward() and optimizer.step()")
         if self._phase is not Phase.COLLECTED:
             return self._clipped_by
-        gradients = [p.grad for p in self._strategy().parameters if p.grad is not None]
-        self._clipped_by = global_norm(gradients)
-        if self._clipped_by > max_norm or not math.isfinite(self._clipped_by):
-            torch._foreach_mul_(gradients, clip_coefficient(self._clipped_by, max_norm))
-        self._now.gradient_versions = [(p, p.grad._version) for p in self._strategy().parameters if p.grad is not None]
+        active = self._strategy()
+        self._clipped_by = active.clip(max_norm)
+        self._now.gradient_versions = gradient_versions(active.parameters)
         return self._clipped_by
 
-    # -- rules of the loop -------------------------------------------------------------------------------------------
+    # -- boundaries --------------------------------------------------------------------------------------------------
 
-    def _check_backward(self, loss: Tensor) -> WorkItem:
-        if self._item is None or self._phase is Phase.BETWEEN_STEPS:
-            raise LoopError(
-                "engine.backward() needs an item: call it inside `for batch in loader` of a prepared loader"
-            )
-        if self._step_called:
-            raise LoopError(
-                f"engine.backward() came after optimizer.step() in the same item (step {self.step + 1}): later lanes "
-                "would see new weights. With several optimizers use engine.update(optimizer, loss_fn) for each"
-            )
-        if self._ran_last:
-            raise LoopError(
-                "a second engine.backward() in one item: its buckets have left; "
-                "all but the last need engine.backward(loss, last=False)"
-            )
-        if loss.numel() != 1:
-            raise LoopError(f"engine.backward() takes a scalar loss, got shape {tuple(loss.shape)}; average it first")
-        return self._item
+    def settle(self) -> None:
+        """All workers stand between two steps: what is under way ends, and models and buffers are alike everywhere."""
+        if self.inside_step:
+            return
+        self._strategies.settle()
+        self._buffers.settle(self._comm, owner=next(w for w, lanes in enumerate(self.rides) if 0 in lanes))
 
-    def _check_learning_rates(self) -> None:
-        rates = [float(group["lr"]) for o in self._optimizers for group in o.param_groups if "lr" in group]
-        if self._now.learning_rates is None:
-            self._now.learning_rates = rates
-        elif rates != self._now.learning_rates:
-            raise LoopError(
-                f"the learning rate changed inside step {self.step + 1} (from {self._now.learning_rates} to {rates}): "
-                "the body runs once per item, not once per step. Hand the scheduler to engine.prepare(), or change the "
-                "rate only when engine.stepped is true"
-            )
+    def state_of(self, optimizer: Optimizer) -> dict[str, Any]:
+        return self._strategies.state_of(optimizer)
 
-    def _check_gradients_untouched(self) -> None:
-        for parameter, version in self._now.gradient_versions:
-            if parameter.grad is None or parameter.grad._version != version:
-                raise LoopError(
-                    f"the gradient of {self._names.get(id(parameter), 'a parameter')!r} was changed between "
-                    "engine.backward() and optimizer.step(); torch's clip_grad_norm_ and edits of .grad see only some "
-                    "items of a step. Use engine.clip_grad_norm_(max_norm)"
-                )
+    def load(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
+        self._strategies.load(optimizer, state)
 
     # -- parts -------------------------------------------------------------------------------------------------------
 
@@ -450,19 +438,26 @@ class TrainStep:
         self._original_steps[id(optimizer)] = original
 
     def _start_step(self, item: WorkItem, optimizers: Sequence[Optimizer]) -> None:
-        self._now = _Step(traffic_before=self._traffic_so_far())
-        self._active, remade = self._strategies.of(optimizers)
-        if remade:
-            self._watch = None
-        self._active.start_step(sum_plan(self._config.lanes, self._workers, item.present))
+        active, remade = self._strategies.of(optimizers)
+        self._active = active
+        if self._update == 0:
+            self._round = self.step + self.left_out_steps
+        plan, lowest = self._strategies.plan(item.present), item.present[0]
+        self._now = _Step(
+            agreement=active.agreement(self._round),
+            lowest=lowest,
+            owner=next(worker for worker, lanes in enumerate(plan.holders) if lowest in lanes),
+            traffic_before=self._traffic_so_far(),
+        )
+        active.start_step(self._round, plan)
         self._buffers.start_step()
-        if self._watch is None:
-            self._watch = WeightsWatch([(self._names.get(id(p), "?"), p) for p in self._active.parameters])
+        if remade or not self._box.watching:
+            self._box.watch([(self._strategies.name_of(p), p) for p in active.replicas])
 
     def _traffic_so_far(self) -> Traffic:
         return Traffic() if self._comm is None else self._comm.traffic
 
-    def _strategy(self) -> Ddp:
+    def _strategy(self) -> Strategy:
         assert self._active is not None
         return self._active
 
@@ -474,24 +469,16 @@ class TrainStep:
         if report.finite:
             report.loss, report.finite = value, math.isfinite(value)
 
-    def _rider_of(self, lane: int) -> int:
-        plan = sum_plan(self._config.lanes, self._workers, self._item.present if self._item else ())
-        return next(worker for worker, lanes in enumerate(plan.holders) if lane in lanes)
+    def _place(self, item: WorkItem) -> ItemPlace:
+        report = None if item.shadow else self._now.reports.get(item.lane)
+        weight = report.weight if report is not None else 0.0
+        return ItemPlace(item.lane, item.last_of_lane, item.last_of_step, item.shadow, weight)
 
-    def _mean_over(self, reports: Sequence[LaneReport]) -> dict[str, float]:
-        totals: dict[int, list[tuple[float, float]]] = {}
-        for report in reports:
-            for key, pair in report.means.items():
-                totals.setdefault(key, []).append(pair)
-        return {
-            self._mean_names[key]: math.fsum(value for value, _ in pairs) / weight
-            for key, pairs in totals.items()
-            if key in self._mean_names and (weight := math.fsum(weight for _, weight in pairs)) > 0
-        }
+    def _check_learning_rates(self) -> None:
+        rates = learning_rates(self._optimizers)
+        if self._now.learning_rates is None:
+            self._now.learning_rates = rates
+        check_learning_rates(self._now.learning_rates, rates, self.step)
 
     def close(self) -> None:
         self._strategies.close()
-
-
-def _place(item: WorkItem) -> ItemPlace:
-    return ItemPlace(item.lane, item.last_of_lane, item.last_of_step, item.shadow)

@@ -1,20 +1,45 @@
 """A strategy says *when* tensors move. The loop calls it at the same points whatever it does there.
 
-start_step(plan)
+start_step(round, plan)
   start_backward(item)       once per item; gradients of the lane so far are put back
     (hooks)                  a gradient is final: its bucket may leave
-  finish_backward()          the lane's gradients are put away, `.grad` is None again
-collect(scale, used)         after the worker's last item: `.grad` is the gradient of the global batch
-end_step()                   after the optimizer acted
+  finish_backward(item)      the lane's gradients are put away, `.grad` is None again
+collect(tally)               after the worker's last item: the step's gradient is where `apply` wants it
+clip(max_norm)               if the loop asks for it
+apply(optimizer, step)       who runs the update: the optimizer here, one on a shard, or a server
+end_step()
+settle()                     at a boundary: updates under way are in, the model holds the newest weights
+
+A *round* is a step of the loop, counted from the start of the job, the ones left out included. In which rounds the
+workers tell each other their ballots is the strategy's choice:
+
+    agreement   ballots      step, means, stop        buffers such as BatchNorm's
+    NOW         exchanged    of all workers           the lowest lane's become everybody's
+    LATER       none         of this worker alone     put back: rounds up to the next agreed one start from the same
+    NEVER       none         of this worker alone     each lane goes on from its own; boundaries see lane 0's
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import enum
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from functools import cached_property
+from typing import Any, Protocol
+
+from torch.nn import Parameter
+from torch.optim import Optimizer
 
 from paceline.collectives.canonical_sum import SumPlan
+
+
+class Agreement(enum.Enum):
+    """Whether a round's workers hear each other before its gradient is applied."""
+
+    NOW = "in this round"
+    LATER = "in a later round that ends this one's group"
+    NEVER = "not at all"
 
 
 @dataclass(frozen=True)
@@ -25,10 +50,57 @@ class ItemPlace:
     last_of_lane: bool
     last_of_step: bool
     shadow: bool
+    weight: float = 0.0  # of the lane's micro-batches so far, this one included: samples or tokens
+
+
+@dataclass(frozen=True)
+class Tally:
+    """What the ballots add up to: those of all workers where they agreed, otherwise this worker's own."""
+
+    agreed: bool
+    weights: tuple[tuple[int, float], ...]  # (lane, weight), in lane order
+    samples: int  # of the round, in the lanes of all workers; backward divides by it
+    used: Sequence[bool]  # per parameter
+    left_out: bool = False  # a loss was not finite, and such steps are skipped
+
+    @cached_property
+    def weight(self) -> float:
+        return math.fsum(weight for _, weight in self.weights)
+
+    @property
+    def scale(self) -> float:
+        """What turns the sum of the counted lanes' gradients into their weighted mean."""
+        return self.samples / self.weight if self.weight > 0 else 0.0
+
+    @property
+    def empty(self) -> bool:
+        """All workers leave this round out: no `apply` follows. (Alone, a worker can leave out only its share.)"""
+        return self.agreed and (self.left_out or self.weight == 0)
 
 
 class Strategy(Protocol):
-    def start_step(self, plan: SumPlan) -> None: ...
+    """What the loop needs of every strategy. One instance serves a set of parameters that are updated together."""
+
+    @property
+    def parameters(self) -> Sequence[Parameter]: ...
+
+    @property
+    def replicas(self) -> Sequence[Parameter]:
+        """Those that all workers hold whole and alike whenever they agree; they are watched for drift."""
+        ...
+
+    @property
+    def left_during_backward(self) -> int:
+        """Buckets of this step that left while backward ran."""
+        ...
+
+    def agreement(self, round: int) -> Agreement:
+        """The same on every worker, and known before the round starts."""
+        ...
+
+    def start_step(self, round: int, plan: SumPlan) -> None:
+        """Weights that the round may read are in the model when this returns."""
+        ...
 
     def start_backward(self, place: ItemPlace, *, last: bool) -> None: ...
 
@@ -42,8 +114,31 @@ class Strategy(Protocol):
         """Which parameters got a gradient on this worker in this step."""
         ...
 
-    def collect(self, scale: float, used: Sequence[bool]) -> None: ...
+    def collect(self, tally: Tally) -> None: ...
+
+    def clip(self, max_norm: float) -> float:
+        """Clip what was collected by its global norm and return that; if it is found elsewhere, the last one known."""
+        ...
+
+    def apply(self, optimizer: Optimizer, original_step: Callable[[], Any]) -> Any:
+        """The update of one optimizer; called for each that steps, in every round that was not left out by all."""
+        ...
 
     def end_step(self) -> None: ...
+
+    def settle(self) -> None:
+        """All workers are at a boundary: evaluation, hash, saving, the end of the loop. May be called again and again.
+
+        What the next round reads is still decided by its `start_step`.
+        """
+        ...
+
+    def state_of(self, optimizer: Optimizer) -> dict[str, Any]:
+        """The optimizer's whole state, wherever it lives; all workers call it, after `settle`."""
+        ...
+
+    def load(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
+        """Take over a saved state; the model has got its weights already. All workers call it."""
+        ...
 
     def close(self) -> None: ...

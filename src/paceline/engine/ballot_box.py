@@ -1,0 +1,54 @@
+"""The ballot box: in a round that agrees, every worker hears every ballot, in one small all-gather.
+
+Hearing them comes with two checks: that all are in the same step, and that a rotating part of the weights is alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from paceline.collectives.communicator import Communicator
+from paceline.engine.ballot import Ballot, pack, unpack
+from paceline.engine.replicas import WeightsWatch
+from paceline.errors import ReplicaError
+from paceline.strategies.registry import Rides
+
+
+class BallotBox:
+    def __init__(self, comm: Communicator | None, rides: Rides) -> None:
+        self._comm = comm
+        self._most_lanes = max(len(ride) for ride in rides)
+        self._watch: WeightsWatch | None = None
+        self.votes = 0
+
+    @property
+    def watching(self) -> bool:
+        return self._watch is not None
+
+    def watch(self, named: Sequence[tuple[str, Tensor]]) -> None:
+        """Which weights must be alike."""
+        self._watch = WeightsWatch(named)
+
+    def check(self, step: int) -> int:
+        """This worker's sum over the part of the weights whose turn it is."""
+        return self._watch.check(step) if self._comm is not None and self._watch is not None else 0
+
+    def cast(self, ballot: Ballot) -> list[Ballot]:
+        """The ballots of all workers, in rank order."""
+        if self._comm is None:
+            return [ballot]
+        rows, handle = self._comm.all_gather(pack(ballot, self._most_lanes))
+        handle.wait_for_vote(self.votes)
+        self.votes += 1
+        ballots = [unpack(row, len(ballot.used)) for row in rows]
+        for rank, other in enumerate(ballots):
+            if (other.step, other.update) != (ballot.step, ballot.update):
+                raise ReplicaError(
+                    f"worker {self._comm.rank} is in step {ballot.step + 1} (update {ballot.update}) but worker {rank} "
+                    f"is in step {other.step + 1} (update {other.update}); their loops took different turns"
+                )
+        if self._watch is not None:
+            self._watch.compare(ballot.step, [other.check for other in ballots])
+        return ballots

@@ -1,0 +1,84 @@
+"""What workers tell each other between two steps: values gathered and combined in rank order.
+
+Inside a step workers have different numbers of items, so a collective there would hang: it is refused, with the place
+in the user's code.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from paceline.collectives.communicator import Communicator
+from paceline.engine.evaluation import padded_rows
+from paceline.engine.train_step import TrainStep
+from paceline.errors import ConfigError, LoopError
+
+Operation = Literal["sum", "mean", "max", "min"]
+
+
+class Boundary:
+    def __init__(self, comm: Communicator | None, device: torch.device) -> None:
+        self._comm, self._device = comm, device
+        self._workers = comm.size if comm is not None else 1
+
+    def told(self, value: Any) -> list[Any]:
+        """What every worker says, in rank order."""
+        return [value] if self._comm is None else self._comm.gather_json(value)
+
+    def reduced(self, tensor: Tensor, operation: Operation) -> Tensor:
+        if operation not in ("sum", "mean", "max", "min"):
+            raise ConfigError(f"engine.reduce: operation {operation!r} is not known; choose sum, mean, max or min")
+        rows = self._gathered(tensor.detach())
+        if operation == "max":
+            return rows.amax(0)
+        if operation == "min":
+            return rows.amin(0)
+        total = rows[0].clone()
+        for row in rows[1:]:
+            total += row
+        return total / len(rows) if operation == "mean" else total
+
+    def gathered_rows(self, values: Any, real: Sequence[int] | None) -> Any:
+        """The rows of each worker in `real` (None: of all), one after another, for each tensor in `values`."""
+        if isinstance(values, dict):
+            return {key: self.gathered_rows(value, real) for key, value in values.items()}
+        if isinstance(values, list | tuple):
+            return type(values)(self.gathered_rows(value, real) for value in values)
+        value = torch.as_tensor(values, device=self._device).detach()
+        value = value.reshape(1) if value.dim() == 0 else value
+        if self._comm is None:
+            return value
+        lengths = self._gathered(torch.tensor([value.shape[0]], device=self._device)).view(-1).tolist()
+        rows = self._gathered(padded_rows(value, max(lengths)))
+        return torch.cat([rows[rank][: lengths[rank]] for rank in (range(self._workers) if real is None else real)])
+
+    def _gathered(self, tensor: Tensor) -> Tensor:
+        if self._comm is None:
+            return tensor.unsqueeze(0)
+        rows, handle = self._comm.all_gather(tensor)
+        handle.wait()
+        return rows.view(self._workers, *tensor.shape)
+
+
+def check_boundary(step: TrainStep | None, name: str) -> None:
+    """Raise unless the caller's caller may call `engine.<name>()` here."""
+    if step is None:
+        return
+    frame = sys._getframe(2)
+    caller = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+    if step.broken:
+        raise LoopError(
+            f"engine.{name}() at {caller}: {step.broken}; end a loop early with engine.stop(). Half a step "
+            "can't be taken back: after an error go on in a new process, from the last saved state"
+        )
+    if step.inside_step:
+        raise LoopError(
+            f"engine.{name}() at {caller} was called inside step {step.step + 1}: workers have different numbers "
+            "of items there, so it would hang; call it when engine.stepped is true, or use engine.mean() for values"
+        )

@@ -1,0 +1,83 @@
+"""Rules of the loop that need nothing but a look: what people write in its body, refused with what to write instead.
+
+The table of all rules is docs/concepts/loop.md; those that are part of what a step does live in `train_step.py`.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Sequence
+
+from torch import Tensor
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+from paceline.data.sharded_sampler import WorkItem
+from paceline.errors import LoopError
+
+
+class Phase(enum.Enum):
+    """Where the loop is between two updates."""
+
+    BETWEEN_STEPS = "between steps"
+    ITEM = "an item is out, no backward yet"
+    RAN = "the item's backward is done, others of the step follow"
+    COLLECTED = "the step's gradient is in .grad, no optimizer has acted"
+    APPLIED = "an optimizer has acted"
+
+
+def item_of_backward(
+    item: WorkItem | None, phase: Phase, loss: Tensor, *, step_called: bool, ran: bool, step: int
+) -> WorkItem:
+    """The item that a backward is for."""
+    if item is None or phase is Phase.BETWEEN_STEPS:
+        raise LoopError("engine.backward() needs an item: call it inside `for batch in loader` of a prepared loader")
+    if step_called:
+        raise LoopError(
+            f"engine.backward() came after optimizer.step() in the same item (step {step + 1}): later lanes "
+            "would see new weights. With several optimizers use engine.update(optimizer, loss_fn) for each"
+        )
+    if ran:
+        raise LoopError(
+            "a second engine.backward() in one item: its buckets have left; "
+            "all but the last need engine.backward(loss, last=False)"
+        )
+    if loss.numel() != 1:
+        raise LoopError(f"engine.backward() takes a scalar loss, got shape {tuple(loss.shape)}; average it first")
+    return item
+
+
+def item_of_mean(item: WorkItem | None, phase: Phase, name: str) -> WorkItem:
+    """The item that a value is collected for."""
+    if item is None or phase is Phase.BETWEEN_STEPS:
+        raise LoopError(f"engine.mean({name!r}) collects values inside the training loop; there is no item now")
+    if phase in (Phase.COLLECTED, Phase.APPLIED):
+        raise LoopError(f"engine.mean({name!r}) comes too late: call it before engine.backward(), which sends it")
+    return item
+
+
+def learning_rates(optimizers: Sequence[Optimizer]) -> list[float]:
+    return [float(group["lr"]) for o in optimizers for group in o.param_groups if "lr" in group]
+
+
+def check_learning_rates(before: Sequence[float], now: Sequence[float], step: int) -> None:
+    if before != now:
+        raise LoopError(
+            f"the learning rate changed inside step {step + 1} (from {before} to {now}): "
+            "the body runs once per item, not once per step. Hand the scheduler to engine.prepare(), or change the "
+            "rate only when engine.stepped is true"
+        )
+
+
+def gradient_versions(parameters: Sequence[Parameter]) -> list[tuple[Parameter, int]]:
+    return [(p, p.grad._version) for p in parameters if p.grad is not None]
+
+
+def check_gradients_untouched(versions: Sequence[tuple[Parameter, int]], name_of: Callable[[Parameter], str]) -> None:
+    for parameter, version in versions:
+        if parameter.grad is None or parameter.grad._version != version:
+            raise LoopError(
+                f"the gradient of {name_of(parameter)!r} was changed between "
+                "engine.backward() and optimizer.step(); torch's clip_grad_norm_ and edits of .grad see only some "
+                "items of a step. Use engine.clip_grad_norm_(max_norm)"
+            )

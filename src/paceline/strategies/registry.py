@@ -1,0 +1,121 @@
+"""The registry: a strategy is one file with a frozen config, found by name or by a config object.
+
+    Engine(strategy="star")             the registered config with its defaults
+    Engine(strategy=StarConfig())       a config of the user's own making
+
+A file registers its `Registered` when it is imported; `strategies/__init__.py` lists the files. What iterates over
+strategies (the planner, the tests of bits) iterates over `STRATEGIES`, so a new one is tested by existing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from types import MappingProxyType
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch._C._distributed_c10d import Store
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+from paceline.collectives.communicator import Communicator
+from paceline.collectives.gradient_exchange import Reduction
+from paceline.errors import ConfigError
+from paceline.strategies.strategy import Strategy
+from paceline.world.lanes import neighbouring_lanes
+from paceline.world.world import World
+
+Rides = tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a strategy builds on: who is there, how they talk, what is trained, and the constants it cares about."""
+
+    world: World
+    comm: Communicator | None  # between the workers; None: there is one
+    store: Store | None  # for groups of its own
+    device: torch.device
+    models: Sequence[nn.Module]
+    optimizers: Sequence[Optimizer]
+    lanes: int
+    reduction: Reduction
+    algorithm: str | None
+    backend: str
+    bucket_bytes: int
+    overlap: bool
+    timeout_s: float
+
+
+class Maker(Protocol):
+    """Makes a strategy for each set of optimizers that act together, and owns what these strategies share."""
+
+    def make(self, named: Sequence[tuple[str, Parameter]], optimizers: Sequence[Optimizer]) -> Strategy: ...
+
+    def close(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class Registered:
+    """One strategy. `open` is called once on every worker, in `prepare`: what can't work is refused there."""
+
+    name: str
+    config: type[Any]
+    open: Callable[[Any, Job], Maker]
+    # Ways to choose it that give the bits of one process; the tests of bits run each of them.
+    synchronous: tuple[Any, ...] = ()
+    rides: Callable[[int, int], Rides] = neighbouring_lanes
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """A registered strategy and how it is configured."""
+
+    entry: Registered
+    config: Any
+
+    @property
+    def name(self) -> str:
+        return self.entry.name
+
+    def rides(self, lanes: int, workers: int) -> Rides:
+        return self.entry.rides(lanes, workers)
+
+    def __str__(self) -> str:
+        default = self.entry.config()
+        told = [f.name for f in fields(self.config) if getattr(self.config, f.name) != getattr(default, f.name)]
+        return " ".join([self.name, *(f"{name}={getattr(self.config, name)}" for name in told)])
+
+
+_registered: dict[str, Registered] = {}
+STRATEGIES: Mapping[str, Registered] = MappingProxyType(_registered)
+
+
+def register(entry: Registered) -> Registered:
+    known = _registered.setdefault(entry.name, entry)
+    if known != entry:
+        raise ConfigError(f"two strategies are called {entry.name!r}: choose another name for one of them")
+    return entry
+
+
+def choose(strategy: str | object) -> Chosen:
+    """The strategy of that name, or the one whose config this is."""
+    if isinstance(strategy, str):
+        if strategy not in STRATEGIES:
+            raise ConfigError(f"strategy={strategy!r} is not known; choose one of {', '.join(STRATEGIES)}")
+        entry = STRATEGIES[strategy]
+        return Chosen(entry, entry.config())
+    for entry in STRATEGIES.values():
+        if type(strategy) is entry.config:
+            return Chosen(entry, strategy)
+    raise ConfigError(
+        f"strategy={strategy!r} is no strategy; give one of the names {', '.join(STRATEGIES)}, "
+        f"or a config such as {' or '.join(f'{entry.config.__name__}()' for entry in STRATEGIES.values())}"
+    )
+
+
+def synchronous_strategies() -> list[Chosen]:
+    """Every way to choose a strategy that gives the bits of one process."""
+    return [Chosen(entry, config) for entry in STRATEGIES.values() for config in entry.synchronous]

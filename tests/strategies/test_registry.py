@@ -1,0 +1,61 @@
+"""Strategies are found by name or by their config; what is not known is refused in one line with what is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+
+from paceline import Engine, World
+from paceline.errors import ConfigError
+from paceline.strategies import registry
+from paceline.strategies.ddp import DdpConfig
+from paceline.strategies.registry import STRATEGIES, Registered, choose, register, synchronous_strategies
+from paceline.strategies.star import StarConfig
+
+
+def test_a_name_means_the_strategy_with_its_defaults() -> None:
+    assert choose("star").config == StarConfig()
+    assert choose("star") == choose(StarConfig())
+    assert str(choose("ddp")) == "ddp"
+
+
+def test_an_unknown_name_is_refused_with_the_known_ones() -> None:
+    with pytest.raises(ConfigError, match=r"^strategy='dpd' is not known; choose one of ddp, star(, \w+)*$"):
+        Engine(world=World(), strategy="dpd")
+
+
+def test_something_that_is_no_config_is_refused_with_names_and_an_example() -> None:
+    with pytest.raises(
+        ConfigError, match=r"^strategy=7 is no strategy; give one of the names ddp, .* DdpConfig\(\) or"
+    ):
+        Engine(world=World(), strategy=7)
+
+
+def test_every_strategy_is_listed_under_its_own_name_with_a_config_that_needs_no_arguments() -> None:
+    for name, entry in STRATEGIES.items():
+        assert entry.name == name
+        assert choose(name).config == entry.config()
+        assert all(type(config) is entry.config for config in entry.synchronous)
+
+
+def test_the_synchronous_strategies_are_every_registered_way_to_one_hash() -> None:
+    assert [str(chosen) for chosen in synchronous_strategies()][:2] == ["ddp", "star"]
+
+
+@dataclass(frozen=True)
+class _Bounded:
+    steps: int = 0
+    mode: str = "update"
+
+
+def test_a_chosen_strategy_says_how_it_differs_from_its_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "_registered", {})
+    entry = register(Registered("bounded", _Bounded, open=lambda config, job: None))  # type: ignore[arg-type, return-value]
+    assert str(registry.Chosen(entry, _Bounded(steps=2))) == "bounded steps=2"
+    assert str(registry.Chosen(entry, _Bounded())) == "bounded"
+
+
+def test_a_name_can_t_be_taken_twice() -> None:
+    with pytest.raises(ConfigError, match="two strategies are called 'ddp'"):
+        register(Registered("ddp", DdpConfig, open=lambda config, job: None))  # type: ignore[arg-type, return-value]
