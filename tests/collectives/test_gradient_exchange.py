@@ -28,15 +28,28 @@ def connect(world: World, backend: str = "gloo") -> tuple[Communicator, object]:
 
 
 def exchanges(
-    world: World, *, lanes: int, present: tuple[int, ...], reduction: Reduction, backend: str = "gloo"
+    world: World,
+    *,
+    lanes: int,
+    present: tuple[int, ...],
+    reduction: Reduction,
+    backend: str = "gloo",
+    at_home: bool = False,
 ) -> tuple[list[bool], float]:
-    """Per bucket, whether its bits are those of one process; and the largest relative error."""
+    """Per bucket, whether its bits are those of one process; and the largest relative error.
+
+    `at_home`: each worker's first root is made where the exchange likes it best.
+    """
     comm, _store = connect(world, backend)
     exchange = GradientExchange(comm, reduction)
     plan = sum_plan(lanes, world.size, present)
     started = []
     for bucket, elements in enumerate(ELEMENTS):
         roots = roots_of(plan, world.rank, lane_values(present, elements))
+        home = exchange.home(0, bucket, elements, torch.float32) if at_home else None
+        if home is not None and roots:
+            first = next(iter(roots))
+            roots[first] = home.copy_(roots[first])
         started.append(exchange.start(0, bucket, plan, roots, lambda n=elements: torch.full((n,), torch.nan)))  # type: ignore[misc]
     sums = [pending.wait() for pending in started]
     wanted = [one_process_sum(lane_values(present, elements)) for elements in ELEMENTS]
@@ -47,16 +60,18 @@ def exchanges(
     return [same_bits(a, b) for a, b in zip(sums, wanted, strict=True)], max(errors)
 
 
-@pytest.mark.parametrize("backend", ["gloo", "paceline"])
+@pytest.mark.parametrize(
+    ("backend", "at_home"), [("gloo", False), ("paceline", False), ("paceline", True)], ids=["gloo", "away", "at home"]
+)
 @pytest.mark.parametrize(
     ("workers", "lanes", "present"),
     [(2, 2, (0, 1)), (3, 4, (0, 1, 2, 3)), (4, 4, (0, 1, 2, 3)), (3, 3, (0, 1)), (3, 8, tuple(range(8)))],
     ids=["native", "direct", "halving", "one worker without a root", "several roots"],
 )
 def test_exact_sums_of_buckets_under_way_together_have_the_bits_of_one_process(
-    workers: int, lanes: int, present: tuple[int, ...], backend: str
+    workers: int, lanes: int, present: tuple[int, ...], backend: str, at_home: bool
 ) -> None:
-    job = {"lanes": lanes, "present": present, "reduction": "exact", "backend": backend}
+    job = {"lanes": lanes, "present": present, "reduction": "exact", "backend": backend, "at_home": at_home}
     for result in run_workers(exchanges, workers, **job):
         assert result.error is None, result.traceback
         assert result.value[0] == [True] * len(ELEMENTS)

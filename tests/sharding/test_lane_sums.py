@@ -47,6 +47,50 @@ def test_a_moved_gradient_lies_in_logical_order_whatever_its_strides() -> None:
     assert sums.nodes[0].tolist() == [0.0, 2.0, 4.0, 1.0, 3.0, 5.0]
 
 
+def test_gradients_that_were_put_as_they_came_make_the_same_node() -> None:
+    sums, gradients = sums_of(torch.zeros(2), torch.zeros(3), torch.zeros(1)), [torch.randn(n) for n in (2, 3, 1)]
+    assert sums.put(2, gradients[2])
+    assert sums.put(0, gradients[0])
+    assert (sums.has(0), sums.has(1), sums.has(2)) == (True, False, True)
+    sums.take(0, [None, gradients[1], None])
+    assert same_bits(sums.nodes[0], torch.cat(gradients))
+    sums.take(1, gradients)  # nothing of the first is left
+    assert same_bits(sums.nodes[1], torch.cat(gradients))
+
+
+def test_what_was_neither_put_nor_taken_is_plus_zero() -> None:
+    sums = sums_of(torch.zeros(2), torch.zeros(2))
+    sums.give_back(torch.full((4,), -1.0))
+    sums.put(0, torch.ones(2))
+    sums.take(0, [None, None])
+    assert sums.nodes[0].tolist() == [1.0, 1.0, 0.0, 0.0]
+    assert signs_of_zero(sums.nodes[0][2:]) == ["+0", "+0"]
+
+
+def test_a_gradient_that_comes_in_two_parts_is_their_sum() -> None:
+    sums = sums_of(torch.zeros(2), torch.zeros(2))
+    assert sums.put(0, torch.tensor([1.0, 2.0]))
+    assert not sums.put(0, torch.tensor([10.0, 20.0]))
+    sums.take(0, [None, torch.zeros(2)])
+    assert sums.nodes[0].tolist() == [11.0, 22.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize("together", [1, 2], ids=["alone", "packed"])
+def test_with_a_home_the_first_lane_and_so_the_root_lives_there_step_after_step(together: int) -> None:
+    sums, home = sums_of(*[torch.zeros(2)] * together), torch.zeros(2 * together)
+    sums.live_in(home)
+    plan = sum_plan(2, 1, (0, 1))
+    for step in range(3):
+        for lane in (0, 1):
+            sums.take(lane, [torch.full((2,), float(step + lane))] * together)
+            sums.merge(plan, 0, lane)
+        (root,) = sums.nodes.values()
+        assert root.data_ptr() == home.data_ptr()
+        assert root.tolist() == [2.0 * step + 1] * 2 * together
+        sums.nodes = {}
+        sums.give_back(root)
+
+
 @pytest.mark.parametrize("together", [1, 2], ids=["alone", "packed"])
 def test_gradients_of_low_precision_become_fp32(together: int) -> None:
     sums = sums_of(*[torch.zeros(2, dtype=torch.bfloat16)] * together)

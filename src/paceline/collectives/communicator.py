@@ -156,6 +156,14 @@ class Communicator:
             "in the sum of a bucket",
         )
 
+    def home_of_bucket(self, owner: int, bucket: int, elements: int, dtype: torch.dtype) -> Tensor:
+        """Where this worker's root of the bucket is best made: there the backend adds it up where it lies."""
+        group = self._groups["cpu"]
+        work = self._started(lambda: group.home_of_bucket(owner, bucket, elements, dtype), "making room for a bucket")
+        work.wait()
+        home: Tensor = work.result()[0]
+        return home
+
     def forget_buckets(self, owner: int) -> None:
         if self.sums_buckets:
             self._groups["cpu"].forget_buckets(owner)

@@ -77,6 +77,15 @@ class GradientExchange:
             self._comm.forget_buckets(old)
         return next(self._sets)
 
+    def home(self, of: int, bucket: int, elements: int, dtype: torch.dtype) -> Tensor | None:
+        """Memory in which a worker's root of this bucket travels best, if there is any such.
+
+        All workers ask for the same buckets in the same order.
+        """
+        if self._comm is None or self._reduction == "fast" or not self._comm.sums_buckets:
+            return None
+        return self._comm.home_of_bucket(of, bucket, elements, dtype)
+
     def start(
         self, of: int, bucket: int, plan: SumPlan, roots: Mapping[int, Tensor], spare: Callable[[], Tensor]
     ) -> PendingSum:

@@ -2,8 +2,10 @@
 
     .grad ──take──► node of the lane ──merge──► roots        a binary counter: about log2(lanes)+1 buffers are alive
 
-A large gradient is *moved*: the tensor that backward made becomes the node. Small ones are copied into one flat buffer
-from a pool. A parameter unused in a lane counts as +0.0 there.
+Gradients are copied into one flat buffer from a pool, best at once (`put`) while they are in the caches; their memory
+then serves the next ones. The pool's first buffer may be a *home*, from which the root travels without another copy.
+Without a home a large gradient is *moved*: the tensor that backward made becomes the node. A parameter unused in a lane
+counts as +0.0 there.
 """
 
 from __future__ import annotations
@@ -23,24 +25,58 @@ class LaneSums:
 
     def __init__(self, bucket: Bucket, parameters: Sequence[Parameter]) -> None:
         self.bucket = bucket
+        self._moves = bucket.alone
         self._parameters = [parameters[member.parameter] for member in bucket.members]
         self._pool: list[Tensor] = []
         self._views: dict[int, list[Tensor]] = {}  # of pooled buffers, by address: they live as long as we do
         self.nodes: dict[int, Tensor] = {}
+        self._filling: Tensor | None = None
+        self._there: set[int] = set()  # members that have been put into it
+
+    @property
+    def takes_at_once(self) -> bool:
+        return not self._moves
+
+    def live_in(self, home: Tensor) -> None:
+        """Make roots in `home` from now on."""
+        self._moves = False
+        self._pool = [home]  # whoever asks first gets it, and the lane that a worker takes first becomes its root
+
+    def put(self, place: int, gradient: Tensor) -> bool:
+        """Copy one member's gradient before the others are there; whether it is that member's first."""
+        if self._filling is None:
+            self._filling = self.buffer()
+        view = self._views_of(self._filling)[place]
+        if place in self._there:  # a backward inside the backward, as checkpointing has: the gradient comes in parts
+            view.add_(gradient)
+            return False
+        view.copy_(gradient)
+        self._there.add(place)
+        return True
+
+    def has(self, place: int) -> bool:
+        return place in self._there
 
     def take(self, lane: int, gradients: Sequence[Tensor | None]) -> None:
-        """Make the members' finished gradients of `lane` a node of the tree."""
-        if self.bucket.alone and gradients[0] is not None:
+        """Make the members' finished gradients of `lane` a node of the tree, with those that were put before."""
+        if self._moves and gradients[0] is not None:
             self.nodes[lane] = _memory_in_order(gradients[0], self.bucket.dtype)
             return
-        flat = self.buffer()
-        there = [(place, g) for place, g in enumerate(gradients) if g is not None]
-        if len(there) < len(gradients):
-            flat.zero_()
-        if there:
-            views = self._views_of(flat)
-            torch._foreach_copy_([views[place] for place, _ in there], [gradient for _, gradient in there])
+        flat = self._filling if self._filling is not None else self.buffer()
+        if len(self._there) < len(gradients):
+            self._fill(flat, gradients)
+        self._filling = None
+        self._there.clear()
         self.nodes[lane] = flat
+
+    def _fill(self, flat: Tensor, gradients: Sequence[Tensor | None]) -> None:
+        views = self._views_of(flat)
+        late = [(place, g) for place, g in enumerate(gradients) if g is not None]
+        for place, gradient in enumerate(gradients):
+            if gradient is None and place not in self._there:
+                views[place].zero_()
+        if late:
+            torch._foreach_copy_([views[place] for place, _ in late], [gradient for _, gradient in late])
 
     def take_nothing(self, lane: int) -> None:
         """A lane whose micro-batches were all skipped by the loop: it was dealt samples, and adds +0.0."""
@@ -59,11 +95,11 @@ class LaneSums:
 
     def give_back(self, flat: Tensor) -> None:
         # What backward allocated itself is not ours to keep: holding it would only add to the peak.
-        if not self.bucket.alone:
+        if not self._moves:
             self._pool.append(flat)
 
     def _views_of(self, flat: Tensor) -> list[Tensor]:
-        if self.bucket.alone:
+        if self._moves:
             return [flat.view(self.bucket.members[0].shape)]
         views = self._views.get(flat.data_ptr())
         if views is None:

@@ -1,10 +1,14 @@
 """The canonical sum of gradient buckets over shared memory: exact mode, on any number of workers and roots.
 
-    every worker    copies its roots' foreign ranges into its slot ─► meeting ─► adds its own range of all roots along
-                    the tree, and writes the sum into every worker's total ─► meeting
+    a root at home       meeting ─► every worker adds its own range of all roots along the tree, and writes the sum
+                         over that range of every root ─► meeting
+
+    several roots        every worker copies its roots' foreign ranges into its slot ─► meeting ─► adds its own range
+                         of all roots, and writes the sum into every worker's total ─► meeting
 
 Totals lie in shared memory, one for each bucket and worker, and are that worker's gradients as they stand: nothing is
-copied out. Each has one owner at a time: between the meetings its ranges belong to the workers that write them, and
+copied out. A worker's total is also the home of its root, if it has one and makes it there: then nothing is copied in
+either. Each has one owner at a time: between the meetings its ranges belong to the workers that write them, and
 otherwise to the worker itself.
 """
 
@@ -29,12 +33,18 @@ class BucketSums:
         self._operations, self._arenas, self._rank, self._size = operations, arenas, rank, size
         self._totals: dict[tuple[int, int], list[Tensor]] = {}  # by owner and bucket: everybody's, in rank order
 
+    def home(self, owner: int, bucket: int, elements: int, dtype: torch.dtype) -> Tensor:
+        """This worker's total, for its root to be made in. All workers ask for the same ones in the same order."""
+        return self._totals_of((owner, bucket), elements, dtype)[self._rank]
+
     def sum(
         self, owner: int, bucket: int, plan: SumPlan, roots: Mapping[int, Tensor], elements: int, dtype: torch.dtype
     ) -> Tensor:
         """The sum of all workers' roots (by lane) of one bucket, in this worker's total."""
         totals = self._totals_of((owner, bucket), elements, dtype)
         call = Call(f"bucket {bucket}", str(dtype), elements)
+        if all(len(plan.roots(worker)) == 1 for worker in range(self._size)):
+            return self._sum_at_home(totals, plan, roots, call)
         owners = [(worker, lane) for worker in range(self._size) for lane in plan.roots(worker)]
         merges = _by_row(plan, [lane for _, lane in owners])
         most_roots = max(len(plan.roots(worker)) for worker in range(self._size))
@@ -44,6 +54,25 @@ class BucketSums:
             self._sum_piece(totals, owners, merges, roots, low, high, call)
         self._operations.meet(call)
         return totals[self._rank]
+
+    def _sum_at_home(self, totals: list[Tensor], plan: SumPlan, roots: Mapping[int, Tensor], call: Call) -> Tensor:
+        mine = totals[self._rank]
+        (root,) = roots.values()
+        if root.data_ptr() != mine.data_ptr():
+            self._operations.copy(mine, root)
+        self._operations.meet(call)
+        begin, end = owner_ranges(mine.numel(), self._size, ALIGNED)[self._rank]
+        if begin < end:
+            merges = _by_row(plan, [lane for worker in range(self._size) for lane in plan.roots(worker)])
+            parts = [total[begin:end] for total in totals]
+            if mine.dtype == torch.float32:
+                self._operations.kernels.sum_into(parts, parts, merges)
+            else:
+                total = combined(parts, merges)
+                for part in parts:
+                    part.copy_(total)
+        self._operations.meet(call)
+        return mine
 
     def _sum_piece(
         self,

@@ -103,6 +103,11 @@ class SharedMemoryGroup(dist.ProcessGroup):
         result: list[Any] = []
         return self._run(lambda: result.append(self._bucket_sums.sum(*bucket)), result, None, "sum_bucket")
 
+    def home_of_bucket(self, *bucket: Any) -> LineWork:
+        """Room in shared memory for this rank's root of a bucket (see `BucketSums.home`)."""
+        result: list[Any] = []
+        return self._run(lambda: result.append(self._bucket_sums.home(*bucket)), result, None, "home_of_bucket")
+
     def forget_buckets(self, owner: int) -> LineWork:
         return self._run(lambda: self._bucket_sums.forget(owner), [], None, "forget_buckets")
 
