@@ -92,11 +92,12 @@ def test_the_json_has_the_documented_keys_and_no_date() -> None:
         "disturbed_rounds", "contestants", "ratios", "rounds",
     }  # fmt: skip
     spread = {"median", "lower_quartile", "upper_quartile", "least", "most"}
-    assert set(summary["contestants"]["torch-ddp"]) == {"throughput", "step_s"}
-    assert set(summary["contestants"]["paceline-exact"]) == {
-        "throughput", "step_s", "exposed_s", "backward_s", "left_during_backward",
-    }  # fmt: skip
-    assert all(set(facts) == spread for facts in summary["contestants"]["paceline-exact"].values())
+    counts, spreads = {"processes", "threads", "batch_size"}, {"throughput", "step_s"}
+    assert set(summary["contestants"]["torch-ddp"]) == counts | spreads
+    ours = summary["contestants"]["paceline-exact"]
+    spreads |= {"exposed_s", "backward_s", "left_during_backward"}
+    assert set(ours) == counts | spreads
+    assert all(set(ours[name]) == spread for name in spreads)
     assert set(summary["rounds"][0]) == {"seconds", "timing", "foreign", "steal", "disturbed"}
     assert set(summary["machine"]) == {"torch", "python", "cpu", "cpu_capability", "cores"}
 
@@ -107,6 +108,25 @@ def test_the_table_shows_both_sides_and_how_many_rounds_were_disturbed(capsys: p
     assert "paceline-exact / torch-ddp" in shown
     assert "1.200" in shown
     assert "1 of 2 rounds disturbed" in shown
+
+
+def test_one_process_has_the_threads_and_the_batch_of_all_workers_and_is_compared_like_the_others(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    race = Race("mlp25m", workers=3, ours=("paceline-exact", "one-process"), against=("torch-ddp",), rounds=1)
+    rounds = [Round({"paceline-exact": 1.0, "one-process": 0.5, "torch-ddp": 0.6}, {}, foreign=0.0, steal=0.0)]
+    summary = summarise(race, WORKLOAD, MACHINE, 4, rounds * (WARM_UP_ROUNDS + 1))
+    counts = {
+        name: [facts[count] for count in ("processes", "threads", "batch_size")]
+        for name, facts in summary["contestants"].items()
+    }
+    assert counts == {"paceline-exact": [3, 1, 32], "one-process": [1, 3, 96], "torch-ddp": [3, 1, 32]}
+    assert summary["contestants"]["one-process"]["throughput"]["median"] == pytest.approx(4 * 96 / 0.5)
+    assert summary["ratios"][1]["throughput"]["median"] == pytest.approx(1.2)
+    show_race(summary, console())
+    shown = capsys.readouterr().out
+    assert "one-process: 1 process × 3 threads, batch 96, while the other workers wait" in shown
+    assert "one-process / torch-ddp" in shown
 
 
 def test_start_up_takes_the_stamps_of_all_workers_and_compares_in_pairs(capsys: pytest.CaptureFixture[str]) -> None:

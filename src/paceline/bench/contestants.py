@@ -7,30 +7,33 @@
 | torch-ddp-views  | the same with gradient_as_bucket_view=True                                            |
 | …-ddp-paceline   | torch's DDP as it is, on our shared-memory backend instead of gloo                    |
 | no-communication | the same without DDP: the ceiling, workers that never talk                            |
+| one-process      | the same in worker 0 alone, on everyone's batches and threads; the others wait        |
 
 All of them get their tensors ready made; paceline still pays for its loader and the random states it sets. An exact
-Engine allows only deterministic algorithms. That is a setting of the whole process, so each contestant runs under its
-own.
+Engine allows only deterministic algorithms. That and the number of threads are settings of the whole process, so each
+contestant runs under its own.
 """
 
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import paceline
-from paceline.bench.race import OURS, EngineOptions, EngineTiming, Race
+from paceline.bench.race import OURS, THREADS_PER_WORKER, EngineOptions, EngineTiming, Race
 from paceline.bench.workloads import ReadyBatches, Workload, adamw
 from paceline.world.world import World
 
 
 class Contestant(Protocol):
     deterministic: bool
+    threads: int
 
     def step(self) -> None: ...
     def take_timings(self) -> list[EngineTiming]:
@@ -42,32 +45,37 @@ class Contestant(Protocol):
 
 def enter(name: str, workload: Workload, race: Race, world: World, most_steps: int) -> Contestant:
     """The contestant of this name; every worker enters the same ones in the same order."""
+    mine = [world.rank]
     match name:
         case "torch-ddp":
-            return PlainLoop(DistributedDataParallel(workload.build()), workload, world.rank)
+            return PlainLoop(DistributedDataParallel(workload.build()), workload, mine)
         case "torch-ddp-views":
             views = DistributedDataParallel(workload.build(), gradient_as_bucket_view=True)
-            return PlainLoop(views, workload, world.rank)
+            return PlainLoop(views, workload, mine)
         case "torch-ddp-paceline":
             import paceline.backend  # noqa: F401 (it registers the name)
 
             ours = DistributedDataParallel(workload.build(), process_group=dist.new_group(backend="paceline"))
-            return PlainLoop(ours, workload, world.rank)
+            return PlainLoop(ours, workload, mine)
         case "no-communication":
-            return PlainLoop(workload.build(), workload, world.rank)
+            return PlainLoop(workload.build(), workload, mine)
+        case "one-process":
+            everyone = range(world.size)
+            return PlainLoop(workload.build(), workload, everyone, race.threads(name)) if world.is_main else Spectator()
     return PacelineLoop(OURS[name], workload, race, world, most_steps)
 
 
 class PlainLoop:
-    """The loop of a torch user, with or without DDP around the model."""
+    """The loop of a torch user, with or without DDP around the model, on the batches of some ranks laid together."""
 
     deterministic = False
 
-    def __init__(self, model: nn.Module, workload: Workload, rank: int) -> None:
-        self._model, self._workload = model, workload
+    def __init__(
+        self, model: nn.Module, workload: Workload, ranks: Sequence[int], threads: int = THREADS_PER_WORKER
+    ) -> None:
+        self._model, self._workload, self.threads = model, workload, threads
         self._optimizer = adamw(model)
-        drawn = [workload.draw(workload.batch_size, seed=100 * rank + number) for number in range(4)]
-        self._batches = itertools.cycle(drawn)
+        self._batches = itertools.cycle([_batch_of(ranks, number, workload) for number in range(4)])
 
     def step(self) -> None:
         inputs, targets = next(self._batches)
@@ -83,8 +91,32 @@ class PlainLoop:
         pass
 
 
+def _batch_of(ranks: Sequence[int], number: int, workload: Workload) -> tuple[Tensor, Tensor]:
+    drawn = [workload.draw(workload.batch_size, seed=100 * rank + number) for rank in ranks]
+    inputs, targets = zip(*drawn, strict=True)
+    return torch.cat(inputs), torch.cat(targets)
+
+
+class Spectator:
+    """A worker in whose turn another one trains: it goes on to the next barrier and sleeps there."""
+
+    deterministic = False
+    threads = THREADS_PER_WORKER
+
+    def step(self) -> None:
+        pass
+
+    def take_timings(self) -> list[EngineTiming]:
+        return []
+
+    def close(self) -> None:
+        pass
+
+
 class PacelineLoop:
     """The loop of a paceline user, one item a step because there are as many lanes as workers."""
+
+    threads = THREADS_PER_WORKER
 
     def __init__(self, options: EngineOptions, workload: Workload, race: Race, world: World, most_steps: int) -> None:
         self._workload = workload
@@ -92,7 +124,7 @@ class PacelineLoop:
         self._engine = paceline.Engine(
             world=world,
             lanes=world.size,
-            threads=1,
+            threads=self.threads,
             device="cpu",
             backend=race.backend,
             reduction=options.reduction,

@@ -8,7 +8,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from paceline.bench.race import Race
+from paceline.bench.race import THREADS_PER_WORKER, Race
 from paceline.launch.supervisor import Job, supervise
 from paceline.launch.worker_main import Script
 from paceline.world.world import LaunchSettings
@@ -21,7 +21,7 @@ def run_in_workers(race: Race) -> dict[str, Any] | int:
         job = Job(
             script=Script("paceline.bench.measure", (race.to_json(), str(result_file)), is_module=True),
             workers=race.workers,
-            settings=LaunchSettings(lanes=race.workers, threads=1, backend=race.backend),
+            settings=LaunchSettings(lanes=race.workers, threads=THREADS_PER_WORKER, backend=race.backend),
         )
         code = asyncio.run(supervise(job))
         if code != 0:

@@ -22,7 +22,7 @@ from torch._C._distributed_c10d import PrefixStore
 
 from paceline.bench.contestants import Contestant, enter
 from paceline.bench.machine_load import CpuClock, foreign_and_steal, machine_facts
-from paceline.bench.race import EngineTiming, Race, Round, steps_that_fill
+from paceline.bench.race import THREADS_PER_WORKER, EngineTiming, Race, Round, steps_that_fill
 from paceline.bench.summary import summarise
 from paceline.bench.workloads import WORKLOADS, Workload
 from paceline.errors import ConfigError
@@ -84,7 +84,7 @@ def run_round(order: Sequence[str], contestants: Mapping[str, Contestant], steps
 
 def run_part(contestant: Contestant, steps: int) -> float:
     """Seconds on this worker for `steps` steps that all workers begin together."""
-    with deterministic(contestant.deterministic):
+    with deterministic(contestant.deterministic), threads(contestant.threads):
         dist.barrier()
         started = time.perf_counter()
         for _ in range(steps):
@@ -132,16 +132,25 @@ def meeting(world: World) -> Iterator[None]:
 
 @contextlib.contextmanager
 def borrowed_settings() -> Iterator[None]:
-    """One thread, and the process as it was afterwards: an Engine sets what it needs for good."""
+    """A worker's threads, and the process as it was afterwards: an Engine sets what it needs for good."""
     fills: Any = torch.utils.deterministic
-    threads, filled = torch.get_num_threads(), fills.fill_uninitialized_memory
-    torch.set_num_threads(1)
+    filled = fills.fill_uninitialized_memory
     try:
-        with deterministic(torch.are_deterministic_algorithms_enabled()):
+        with deterministic(torch.are_deterministic_algorithms_enabled()), threads(THREADS_PER_WORKER):
             yield
     finally:
-        torch.set_num_threads(threads)
         fills.fill_uninitialized_memory = filled
+
+
+@contextlib.contextmanager
+def threads(wanted: int) -> Iterator[None]:
+    """Of this process; OMP_NUM_THREADS, which the launcher set, is only where torch began."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(wanted)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 @contextlib.contextmanager

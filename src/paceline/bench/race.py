@@ -6,7 +6,12 @@
     round 4   C C C   B B B   A A A          and then backwards, so that nobody always follows the same one
 
 All contestants live in the same worker processes, each with its own copy of the model, so that they meet the same
-machine in the same minute. The plan is here, without torch; `measure` runs it.
+machine in the same minute. The plan is here, without torch; `measure` runs it. Whoever trains, a step is one global
+batch on as many threads:
+
+                     processes   threads of each   batch of each
+    one-process          1              N               N·b          in worker 0, while the others wait
+    everyone else        N              1                 b
 """
 
 from __future__ import annotations
@@ -19,6 +24,7 @@ from typing import Literal
 from paceline.errors import ConfigError
 
 WORKLOADS = ("mlp25m", "gpt10m", "convnet")
+THREADS_PER_WORKER = 1
 WARM_UP_ROUNDS = 2
 """Rounds run like the others and dropped: caches, allocators and bucket orders settle in them."""
 
@@ -35,7 +41,8 @@ OURS = {
     "paceline-exact-no-overlap": EngineOptions("exact", overlap=False),
     "paceline-fast-no-overlap": EngineOptions("fast", overlap=False),
 }
-PEERS = ("torch-ddp", "torch-ddp-views", "torch-ddp-paceline", "no-communication")
+ONE_PROCESS = "one-process"
+PEERS = ("torch-ddp", "torch-ddp-views", "torch-ddp-paceline", "no-communication", ONE_PROCESS)
 BACKENDS = ("paceline", "gloo")
 
 
@@ -79,6 +86,18 @@ class Race:
     @property
     def contestants(self) -> tuple[str, ...]:
         return tuple(dict.fromkeys((*self.ours, *self.against)))
+
+    def processes(self, name: str) -> int:
+        """How many train in this contestant's turn."""
+        return 1 if name == ONE_PROCESS else self.workers
+
+    def threads(self, name: str) -> int:
+        """Of each process of this contestant."""
+        return self.workers * THREADS_PER_WORKER // self.processes(name)
+
+    def batch_size(self, name: str, per_worker: int) -> int:
+        """Of each process of this contestant, in one step."""
+        return self.workers * per_worker // self.processes(name)
 
     @property
     def all_rounds(self) -> int:

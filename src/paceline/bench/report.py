@@ -8,6 +8,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from paceline.bench.race import ONE_PROCESS
+
 WIDTH_OF_A_FILE = 120
 
 
@@ -20,9 +22,14 @@ def show_race(result: dict[str, Any], out: Console) -> None:
     workload, race = result["workload"], result["race"]
     out.print(
         f"{workload['name']}: {workload['parameters']:,} parameters, batch {workload['batch_size']} per worker · "
-        f"{race['workers']} workers × 1 thread, {race['backend']} · {len(result['rounds'])} rounds × "
-        f"{result['steps_per_round']} steps"
+        f"{race['workers']} workers × {result['threads_per_worker']} thread, {race['backend']} · "
+        f"{len(result['rounds'])} rounds × {result['steps_per_round']} steps"
     )
+    if alone := result["contestants"].get(ONE_PROCESS):
+        out.print(
+            f"{ONE_PROCESS}: 1 process × {alone['threads']} threads, batch {alone['batch_size']}, "
+            "while the other workers wait"
+        )
     out.print(_speeds(result))
     out.print(_ratios(result, "throughput", "throughput, ours / peer"))
     if any(ratio["exposed"] for ratio in result["ratios"]):

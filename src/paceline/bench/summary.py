@@ -2,7 +2,7 @@
 
 workload  machine  race  steps_per_round     what was run, where
 rounds[]                                     every measured round, warm-up left out
-contestants{name}                            speed, and for an Engine its exposed communication
+contestants{name}                            processes, threads, batch; speed; an Engine's exposed communication
 ratios[]                                     ours / peer, paired by round: over all rounds, and over quiet ones
 disturbed_rounds                             how many rounds other work had more than 8 % of the cores
 """
@@ -15,7 +15,7 @@ from dataclasses import asdict
 from typing import Any
 
 from paceline.bench.machine_load import DISTURBED_ABOVE, is_disturbed
-from paceline.bench.race import WARM_UP_ROUNDS, Race, Round
+from paceline.bench.race import THREADS_PER_WORKER, WARM_UP_ROUNDS, Race, Round
 from paceline.bench.statistics import Spread, paired_ratios
 
 
@@ -23,24 +23,30 @@ def summarise(
     race: Race, workload: Mapping[str, Any], machine: Mapping[str, Any], steps: int, all_rounds: Sequence[Round]
 ) -> dict[str, Any]:
     rounds = all_rounds[WARM_UP_ROUNDS:]
-    units = steps * race.workers * workload["batch_size"] * workload["units_per_sample"]
     return {
         "workload": dict(workload),
         "machine": dict(machine),
         "race": json.loads(race.to_json()),
-        "threads_per_worker": 1,
+        "threads_per_worker": THREADS_PER_WORKER,
         "steps_per_round": steps,
         "warm_up_rounds": WARM_UP_ROUNDS,
         "disturbed_above": DISTURBED_ABOVE,
         "disturbed_rounds": sum(_disturbed(each) for each in rounds),
-        "contestants": {name: _contestant(name, rounds, units, steps) for name in race.contestants},
+        "contestants": {name: _contestant(name, race, workload, rounds, steps) for name in race.contestants},
         "ratios": [_ratio(ours, peer, rounds) for ours in race.ours for peer in race.against],
         "rounds": [asdict(each) | {"disturbed": _disturbed(each)} for each in rounds],
     }
 
 
-def _contestant(name: str, rounds: Sequence[Round], units: int, steps: int) -> dict[str, Any]:
+def _contestant(
+    name: str, race: Race, workload: Mapping[str, Any], rounds: Sequence[Round], steps: int
+) -> dict[str, Any]:
+    processes, batch_size = race.processes(name), race.batch_size(name, workload["batch_size"])
+    units = steps * processes * batch_size * workload["units_per_sample"]
     facts: dict[str, Any] = {
+        "processes": processes,
+        "threads": race.threads(name),
+        "batch_size": batch_size,
         "throughput": _spread([units / each.seconds[name] for each in rounds]),
         "step_s": _spread([each.seconds[name] / steps for each in rounds]),
     }

@@ -58,7 +58,11 @@ def step(
         list[str] | None, typer.Option(help="may be repeated: exact, fast [default: both]", show_default=False)
     ] = None,
     also: Annotated[
-        list[str] | None, typer.Option(help="more of ours: torch-ddp-paceline, torch's DDP on our backend")
+        list[str] | None,
+        typer.Option(
+            help="more to hold against them: torch-ddp-paceline, torch's DDP on our backend; one-process, plain torch "
+            "with as many threads and the whole batch",
+        ),
     ] = None,
     workers: Workers = 2,
     backend: Backend = "paceline",
