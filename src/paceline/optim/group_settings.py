@@ -1,0 +1,139 @@
+"""Group settings: the numbers in an optimizer's groups as one vector, so that they can travel.
+
+    groups   {lr 0.1, betas (0.9, 0.95), maximize False}   {lr 0.01, betas (0.9, 0.95), maximize False}
+    vector   [0.1, 0.9, 0.95, 0.0,                          0.01, 0.9, 0.95, 0.0]
+
+A schedule changes learning rates where the loop runs; the update happens elsewhere, on a twin of the optimizer. Which
+numbers there are is fixed when training starts, from the groups that both sides built from the same script.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from paceline.errors import ConfigError
+
+# How an update is computed, not what it computes; the two sides may run on different devices.
+_WAYS = frozenset({"foreach", "fused", "capturable", "differentiable"})
+
+
+@dataclass(frozen=True)
+class _Number:
+    """One number of the vector: `place` inside a tuple such as betas."""
+
+    group: int
+    name: str
+    place: int | None
+    kind: type[bool] | type[int] | type[float]
+
+    def of(self, group: Mapping[str, Any]) -> float:
+        value = group[self.name] if self.place is None else group[self.name][self.place]
+        return float(value)
+
+    @property
+    def is_momentum(self) -> bool:
+        return self.name == "momentum" or (self.name, self.place) == ("betas", 0)
+
+    def __str__(self) -> str:
+        return f"{self.name}{'' if self.place is None else f'[{self.place}]'} of group {self.group}"
+
+
+class GroupSettings:
+    """The numbers of all groups of the given optimizers; groups are counted through over the optimizers."""
+
+    def __init__(self, optimizers: Sequence[Optimizer]) -> None:
+        self._optimizers = optimizers
+        self._numbers = [number for place, group in enumerate(self._groups()) for number in _numbers_of(place, group)]
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    def read(self) -> list[float]:
+        """The numbers as they are now."""
+        groups = self._groups()
+        return [number.of(groups[number.group]) for number in self._numbers]
+
+    def put(
+        self,
+        values: Sequence[float],
+        groups: Mapping[int, MutableMapping[str, Any]],
+        *,
+        lr_factor: float = 1.0,
+        momentum: Callable[[float], float] | None = None,
+    ) -> None:
+        """Write a vector into a twin's groups, given by their numbers.
+
+        On the way learning rates are multiplied by `lr_factor`, and `momentum` makes another of each momentum.
+        """
+        self.check(values)
+        for number, value in zip(self._numbers, values, strict=True):
+            group = groups.get(number.group)
+            if group is None:
+                continue
+            if number.name == "lr":
+                value *= lr_factor
+            elif momentum is not None and number.is_momentum:
+                value = momentum(value)
+            _write(group, number, value)
+
+    def momentum(self, values: Sequence[float]) -> float | None:
+        """The first momentum in a vector (Adam's is its first beta); None where the optimizer has none."""
+        return next((v for number, v in zip(self._numbers, values, strict=True) if number.is_momentum), None)
+
+    def check(self, values: Sequence[float]) -> None:
+        if len(values) != len(self):
+            raise ConfigError(
+                f"the optimizer's groups have {len(self)} numeric settings here but {len(values)} came; build the "
+                "same groups, with the same settings, in every process before engine.prepare()"
+            )
+
+    def difference(self, one: Sequence[float], other: Sequence[float]) -> tuple[str, float, float] | None:
+        """The first setting in which two vectors differ, and both values."""
+        for number, mine, theirs in zip(self._numbers, one, other, strict=True):
+            if mine != theirs and not (math.isnan(mine) and math.isnan(theirs)):
+                return str(number), mine, theirs
+        return None
+
+    def _groups(self) -> list[dict[str, Any]]:
+        return [group for optimizer in self._optimizers for group in optimizer.param_groups]
+
+
+def _numbers_of(place: int, group: Mapping[str, Any]) -> list[_Number]:
+    found: list[_Number] = []
+    for name in sorted(group.keys() - _WAYS - {"params", "param_names"}):
+        value = group[name]
+        several = isinstance(value, tuple | list)
+        for inside, number in enumerate(value) if several else [(None, value)]:
+            kind = _kind(number)
+            if kind is not None:
+                found.append(_Number(place, name, inside, kind))
+    return found
+
+
+def _kind(value: Any) -> type[bool] | type[int] | type[float] | None:
+    if isinstance(value, Tensor):
+        return float if value.numel() == 1 else None
+    kinds: tuple[type[bool] | type[int] | type[float], ...] = (bool, int, float)
+    return next((kind for kind in kinds if isinstance(value, kind)), None)
+
+
+def _write(group: MutableMapping[str, Any], number: _Number, value: float) -> None:
+    old = group[number.name]
+    if number.place is None:
+        if isinstance(old, Tensor):
+            old.fill_(value)
+        else:
+            group[number.name] = number.kind(value)
+        return
+    inside = list(old)
+    if isinstance(inside[number.place], Tensor):
+        inside[number.place].fill_(value)
+    else:
+        inside[number.place] = number.kind(value)
+    group[number.name] = type(old)(inside)

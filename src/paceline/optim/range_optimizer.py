@@ -1,0 +1,171 @@
+"""Range optimizers: the user's optimizer, updating pieces of parameters instead of whole ones.
+
+    the user's    AdamW   lr 0.1   params: weight (6, 4096), bias (6,)      state of its own
+    its twin      AdamW   lr 0.1   params: weight[0:8192]                   state of its own        copied: all the rest
+
+Most optimizers update each element from that element's own history, so a parameter cut into pieces gets the same bits.
+Whether the user's does is not looked up in a list but tried at the start (`check_elementwise`), on random values.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections import OrderedDict, defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+from paceline.errors import ConfigError
+from paceline.optim.piece_state import State, scatter_state
+from paceline.sharding.flat_layout import FlatLayout, joined, part_of
+
+TRIAL_SHAPE = (17, 4099)  # seventeen blocks and a tail: threads share it, and no cut falls at the end of a row
+TRIAL_STEPS = 8  # RAdam changes its rule in the sixth
+
+# What belongs to one optimizer and not to its twin. `step` is there when the engine or a scheduler has put its own in
+# place of the class's; that one would update the user's parameters.
+_NOT_TAKEN_OVER = ("step", "zero_grad", "param_groups", "state")
+_HOOKS = (
+    "_optimizer_step_pre_hooks",
+    "_optimizer_step_post_hooks",
+    "_optimizer_state_dict_pre_hooks",
+    "_optimizer_state_dict_post_hooks",
+    "_optimizer_load_state_dict_pre_hooks",
+    "_optimizer_load_state_dict_post_hooks",
+)
+
+
+def optimizer_on(
+    optimizer: Optimizer,
+    pieces_per_group: Sequence[Sequence[Tensor]],
+    states: Mapping[Tensor, State] | None = None,
+) -> Optimizer:
+    """A twin of `optimizer` that updates the given pieces, starting from the given states where there are any.
+
+    There is one list of pieces for each of the optimizer's groups; a group without pieces is left out of the twin.
+    The user's hooks stay with the user's optimizer.
+    """
+    twin: Optimizer = object.__new__(type(optimizer))
+    for name, value in optimizer.__dict__.items():
+        if name not in _NOT_TAKEN_OVER:
+            twin.__dict__[name] = _own(value)
+    for name in _HOOKS:
+        twin.__dict__[name] = OrderedDict()
+    twin.param_groups = [
+        {**_settings_of(group), "params": list(pieces)}
+        for group, pieces in zip(optimizer.param_groups, pieces_per_group, strict=True)
+        if pieces
+    ]
+    twin.state = defaultdict(dict)
+    for group in twin.param_groups:
+        for piece in group["params"]:
+            if states is not None and piece in states:
+                twin.state[piece] = states[piece]
+    return twin
+
+
+def _settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: _own(value) for name, value in group.items() if name not in ("params", "param_names")}
+
+
+def _own(value: Any) -> Any:
+    """What a step may change in place must not be shared."""
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    return copy.copy(value) if isinstance(value, dict | list | set) else value
+
+
+# -- can it run on ranges? ---------------------------------------------------------------------------------------------
+
+
+def check_elementwise(optimizer: Optimizer, device: torch.device | str | None = None) -> None:
+    """Raise ConfigError unless pieces give the bits of whole parameters; nothing of the user's is touched."""
+    reason = _why_not(optimizer, device)
+    if reason is not None:
+        raise ConfigError(
+            f"optimizer {type(optimizer).__name__} can't run on ranges of parameters, which are spread over servers or "
+            f"workers: {reason}. Train with strategy='ddp', where every worker updates whole parameters"
+        )
+
+
+def _why_not(optimizer: Optimizer, device: torch.device | str | None) -> str | None:
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        return "its step() needs a closure, to run forward and backward again inside the update"
+    inner = next((name for name, value in optimizer.__dict__.items() if isinstance(value, Optimizer)), None)
+    if inner is not None:
+        return f"it wraps another optimizer, its attribute {inner!r}, which keeps parameters of its own"
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        try:
+            wholes, rejoined, moved = _trial(optimizer, device)
+        except Exception as error:
+            return f"a step on one-dimensional pieces raised {type(error).__name__}: {error}"
+    if not all(moved):
+        return "its step() did not change the parameters in its param_groups"
+    if not all(map(_same_bits, wholes, rejoined)):
+        return "it gave a parameter cut into pieces another update than the whole one"
+    return None
+
+
+def _trial(optimizer: Optimizer, device: torch.device | str | None) -> tuple[list[Tensor], list[Tensor], list[bool]]:
+    """One random matrix for each group, updated whole and in pieces: both results, and whether they moved."""
+    models = [_model_of(group, device) for group in optimizer.param_groups]
+    layout = FlatLayout.of(("", model) for model in models)
+    cuts = [layout.split(number, 3) for number in range(len(models))]
+    wholes = [Parameter(model.clone()) for model in models]
+    parts = [[Parameter(part_of(model, cut).clone()) for cut in cuts[n]] for n, model in enumerate(models)]
+    states: dict[Tensor, State] = {}
+    for number, group in enumerate(optimizer.param_groups):
+        example = next((p for p in group["params"] if optimizer.state.get(p) and p.dim() and p.numel()), None)
+        if example is not None:  # Adagrad makes its state when it is made, not in its first step
+            state = {name: _grown(value, example, wholes[number]) for name, value in optimizer.state[example].items()}
+            states[wholes[number]] = state
+            states |= dict(zip(parts[number], scatter_state(state, TRIAL_SHAPE, cuts[number]), strict=True))
+    on_wholes, on_parts = (optimizer_on(optimizer, groups, states) for groups in ([[w] for w in wholes], parts))
+    for twin in (on_wholes, on_parts):
+        for group in twin.param_groups:
+            _wake(group)
+    for _ in range(TRIAL_STEPS):
+        for number, whole in enumerate(wholes):
+            whole.grad = torch.randn_like(whole) * torch.rand_like(whole)
+            for part, cut in zip(parts[number], cuts[number], strict=True):
+                part.grad = part_of(whole.grad, cut).clone()
+        on_wholes.step()
+        on_parts.step()
+    rejoined = [joined([part.detach() for part in group], TRIAL_SHAPE) for group in parts]
+    moved = [not _same_bits(whole, model) for whole, model in zip(wholes, models, strict=True)]
+    return [whole.detach() for whole in wholes], rejoined, moved
+
+
+def _model_of(group: Mapping[str, Any], device: torch.device | str | None) -> Tensor:
+    example: Tensor = group["params"][0] if group["params"] else torch.empty(0)
+    return torch.randn(TRIAL_SHAPE).to(device if device is not None else example.device, example.dtype)
+
+
+def _wake(group: dict[str, Any]) -> None:
+    """A schedule that warms up starts at a learning rate of zero, which would hide everything."""
+    if "lr" in group and float(group["lr"]) == 0.0:
+        if isinstance(group["lr"], Tensor):
+            group["lr"].fill_(1e-3)
+        else:
+            group["lr"] = 1e-3
+
+
+def _grown(value: Any, example: Tensor, whole: Tensor) -> Any:
+    """What the optimizer keeps for `example`, as it would keep it for a parameter like `whole`."""
+    if not isinstance(value, Tensor):
+        return value
+    if value.shape != example.shape:
+        return value.detach().clone()
+    values = value.detach().reshape(-1).to(whole.device)
+    return values.repeat(-(-whole.numel() // values.numel()))[: whole.numel()].view(whole.shape)
+
+
+def _same_bits(one: Tensor, other: Tensor) -> bool:
+    return torch.equal(one.detach().contiguous().view(torch.uint8), other.detach().contiguous().view(torch.uint8))
