@@ -1,0 +1,372 @@
+"""The log of an asynchronous run: which weights every worker read, and in which order every server applied the pushes.
+
+    RUN/parameter_server/attempt-0001-worker-00000.jsonl   {"paceline": "parameter server", …, "clock": "s=2", …}
+                                                           {"kind": "read", "round": 0, "lanes": [0, 1], "versions": …}
+                         attempt-0001-worker-00001.jsonl   …
+                         attempt-0001-server-00000.jsonl   {"paceline": "parameter server", …}
+                                                           {"kind": "settings", "groups": [{"lr": "0x1.9p-4"}]}
+                                                           {"kind": "apply", "key": 0, "order": 0, "round": 0, …}
+                                                           {"kind": "end", "records": 1, …}
+
+A line is written, in one write, before anybody can see its effect: a read before the first push of its round leaves, an
+application before an answer has the new version. From then on the kernel has it, and killing the process loses none. So
+whatever was read or applied is on file, and `replay_order.py` finds an order in which one process does it all again.
+
+Floats are written in hexadecimal: replay must have their bits. Settings (learning rates and other numbers of the
+optimizer's groups) are written where they change; an application means those before it. A file without an end, or with
+a last line that has none, is of a run that was cut, which can be replayed up to there.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, TypeAlias
+
+from paceline.errors import CheckpointError, ConfigError
+from paceline.parameter_server.treatment import Outcome
+
+FOLDER = "parameter_server"
+VERSION = 1
+FILE_NAME = re.compile(r"attempt-(\d{4,})-(server|worker)-(\d{5,})\.jsonl")
+
+Role = Literal["server", "worker"]
+Setting: TypeAlias = "float | int | bool | tuple[Setting, ...] | None"
+Settings = tuple[Mapping[str, Setting], ...]  # one for each parameter group
+
+
+@dataclass(frozen=True)
+class JobFacts:
+    """What all files of one start of the job agree on; `facts` is for replay: the command line, the seed, …"""
+
+    workers: int
+    servers: int
+    lanes: int
+    keys: int
+    clock: str
+    first_round: int = 0
+    facts: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Read:
+    """A worker starts a round for its lanes with these versions of the keys."""
+
+    worker: int
+    round: int
+    lanes: tuple[int, ...]
+    versions: Mapping[int, int]
+    incarnation: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Applied:
+    """A server updates a key; `order` counts all records of the key, also of pushes that were dropped."""
+
+    server: int
+    key: int
+    order: int
+    round: int
+    lane: int | None  # None: the sum of all lanes of the round
+    worker: int | None  # whose push it was; None: everybody's
+    settings: Settings
+    outcome: Outcome = field(default_factory=Outcome)
+    incarnation: int = 0
+
+
+@dataclass(frozen=True)
+class RecordedRun:
+    """One start of the job, from all of its files."""
+
+    attempt: int
+    job: JobFacts
+    reads: tuple[Read, ...]
+    applied: Mapping[int, tuple[Applied, ...]]  # by key, in their order
+    ends: Mapping[str, Mapping[str, Any]]  # the facts given to `finish`, by who: "server 0", "worker 1", …
+    cut: tuple[str, ...]  # files without an end
+
+
+class ApplicationLog:
+    """One worker's or one server's file of one start of the job. Threads may share it."""
+
+    def __init__(self, path: Path, descriptor: int, who: str) -> None:
+        self._path, self._descriptor, self._who = path, descriptor, who
+        self._lock = threading.Lock()
+        self._settings: list[dict[str, Any]] | None = None
+        self._records = 0
+
+    @classmethod
+    def start(cls, folder: Path, attempt: int, role: Role, number: int, job: JobFacts) -> ApplicationLog:
+        """Open this process's file in the run folder `folder`; all processes pass the same `attempt` and `job`."""
+        path, who = folder / FOLDER / file_name(attempt, role, number), f"{role} {number}"
+        if path.exists():
+            raise ConfigError(
+                f"{who}: {path} exists already, so attempt {attempt} was recorded before; another job writes to the "
+                "same run folder, or the processes did not agree on the attempt's number"
+            )
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        except OSError as error:
+            raise ConfigError(
+                f"{who}: the order of updates can't be recorded in {path.parent}: {error.strerror}; "
+                "choose a folder that can be written to, or don't record it"
+            ) from error
+        log = cls(path, descriptor, who)
+        place = {"paceline": "parameter server", "version": VERSION, "attempt": attempt, "role": role, "number": number}
+        try:
+            log._write(place | vars(job))
+        except CheckpointError:
+            log.close()
+            path.unlink()
+            raise
+        return log
+
+    def read(self, record: Read) -> None:
+        """Before the first push of the round leaves."""
+        line = {"kind": "read", "round": record.round, "lanes": record.lanes, "versions": dict(record.versions)}
+        with self._lock:
+            self._write(line | {"incarnation": record.incarnation})
+            self._records += 1
+
+    def applied(self, record: Applied) -> None:
+        """Before an answer with the new version leaves."""
+        line = {
+            "kind": "apply",
+            "key": record.key,
+            "order": record.order,
+            "incarnation": record.incarnation,
+            "round": record.round,
+            "lane": record.lane,
+            "worker": record.worker,
+            "delay": record.outcome.delay,
+            "lr_factor": _written(record.outcome.lr_factor),
+            "momentum": _written(record.outcome.momentum),
+            "dropped": record.outcome.dropped,
+        }
+        settings = [{name: _written(value) for name, value in group.items()} for group in record.settings]
+        with self._lock:
+            news = [] if settings == self._settings else [{"kind": "settings", "groups": settings}]
+            self._write(*news, line)
+            self._settings = settings
+            self._records += 1
+
+    def finish(self, facts: Mapping[str, Any] | None = None) -> None:
+        """The run came to its end; `facts` may have what replay should find, such as a hash."""
+        with self._lock:
+            self._write({"kind": "end", "records": self._records, "facts": dict(facts or {})})
+        self.close()
+
+    def close(self) -> None:
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+        self._descriptor = -1
+
+    def _write(self, *lines: Mapping[str, Any]) -> None:
+        text = "".join(json.dumps(line, separators=(",", ":")) + "\n" for line in lines).encode()
+        try:
+            _write_all(self._descriptor, text)
+        except OSError as error:
+            raise CheckpointError(
+                f"{self._who}: the order of updates could not be recorded in {self._path}: {error.strerror}; "
+                "make room, then resume from the last saved state"
+            ) from error
+
+
+def file_name(attempt: int, role: Role, number: int) -> str:
+    return f"attempt-{attempt:04d}-{role}-{number:05d}.jsonl"
+
+
+def next_attempt(folder: Path) -> int:
+    """The number of the next start recorded in the run folder. One process asks, before any file of it is made."""
+    return max(recorded_attempts(folder), default=0) + 1
+
+
+def recorded_attempts(folder: Path) -> list[int]:
+    names = (FILE_NAME.fullmatch(path.name) for path in (folder / FOLDER).glob("attempt-*.jsonl"))
+    return sorted({int(name[1]) for name in names if name})
+
+
+# -- reading it back ---------------------------------------------------------------------------------------------------
+
+
+def read_log(folder: Path, attempt: int | None = None) -> RecordedRun:
+    """The log of a run folder, or of its `parameter_server` folder: of its last start, unless told which."""
+    folder = folder.parent if folder.name == FOLDER else folder
+    attempts = recorded_attempts(folder)
+    if not attempts or (attempt is not None and attempt not in attempts):
+        found = f"attempts {attempts}" if attempts else "none"
+        wanted = "no log of a parameter server" if attempt is None else f"no log of attempt {attempt}"
+        raise CheckpointError(
+            f"{folder / FOLDER}: {wanted} is here, found {found}; an asynchronous run writes it when recording is on"
+        )
+    attempt = attempts[-1] if attempt is None else attempt
+    paths = sorted((folder / FOLDER).glob(f"attempt-{attempt:04d}-*.jsonl"))
+    files = [_LogFile.read(path) for path in paths if FILE_NAME.fullmatch(path.name)]
+    job = files[0].job
+    _check_files(folder / FOLDER, attempt, files)
+    applied: dict[int, tuple[Applied, ...]] = dict.fromkeys(range(job.keys), ())
+    for file in files:
+        for key, records in file.applied.items():
+            if applied[key]:
+                raise CheckpointError(
+                    f"{file.path}: {file.who} updated key {key}, and so did server {applied[key][0].server}; "
+                    "a key lives on one server: these files are of different runs"
+                )
+            applied[key] = tuple(records)
+    return RecordedRun(
+        attempt,
+        job,
+        tuple(read for file in files for read in file.reads),
+        applied,
+        {file.who: file.end for file in files if file.end is not None},
+        tuple(file.path.name for file in files if file.end is None),
+    )
+
+
+def _check_files(folder: Path, attempt: int, files: list[_LogFile]) -> None:
+    job = files[0].job
+    for file in files:
+        for name, value in vars(file.job).items():
+            if value != vars(job)[name]:
+                raise CheckpointError(
+                    f"{file.path}: {name} is {value!r}, but {vars(job)[name]!r} in {files[0].path.name}; "
+                    "these files are of different runs"
+                )
+    names = [file_name(attempt, "server", number) for number in range(job.servers)]
+    names += [file_name(attempt, "worker", number) for number in range(job.workers)]
+    missing = sorted(set(names) - {file.path.name for file in files})
+    if missing:
+        raise CheckpointError(
+            f"{folder}: {', '.join(missing)} missing; a run of {job.workers} workers and {job.servers} servers has one "
+            "file of each: copy those of all hosts here"
+        )
+
+
+class _LogFile:
+    """One file, checked line by line."""
+
+    def __init__(self, path: Path, header: Mapping[str, Any]) -> None:
+        self.path = path
+        self.role, self.number = str(header["role"]), _whole(header, "number")
+        self.who = f"{self.role} {self.number}"
+        if path.name != f"attempt-{_whole(header, 'attempt'):04d}-{self.role}-{self.number:05d}.jsonl":
+            raise ValueError(f"it is of {self.who}, attempt {header['attempt']}, which has another file name")
+        numbers = {name: _whole(header, name) for name in ("workers", "servers", "lanes", "keys", "first_round")}
+        self.job = JobFacts(**numbers, clock=str(header["clock"]), facts=dict(header["facts"]))
+        self.reads: list[Read] = []
+        self.applied: dict[int, list[Applied]] = {}
+        self.end: Mapping[str, Any] | None = None
+        self._settings: Settings | None = None
+        self._records = 0
+
+    @classmethod
+    def read(cls, path: Path) -> _LogFile:
+        *lines, _ = path.read_bytes().split(b"\n")  # what follows the last end of a line was cut by a kill, or is empty
+        if not lines:
+            raise CheckpointError(f"{path} has no first line: the run was cut before it began")
+        place = 1
+        try:
+            header = json.loads(lines[0].decode())
+            if header["paceline"] != "parameter server" or header["version"] != VERSION:
+                raise ValueError(f"its first line is not that of a log of version {VERSION}")
+            file = cls(path, header)
+            for line in lines[1:]:
+                place += 1
+                file._add(json.loads(line.decode()))
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            why = f"no {error}" if isinstance(error, KeyError) else str(error)
+            raise CheckpointError(
+                f"{path}, line {place}: {why}; the log is damaged, and what was applied after it is unknown: "
+                "restore the file, or resume from a saved state"
+            ) from error
+        return file
+
+    def _add(self, row: Mapping[str, Any]) -> None:
+        kind = row["kind"]
+        if self.end is not None:
+            raise ValueError(f"a line of kind {kind!r} after the end")
+        if kind == "settings":
+            self._settings = tuple({name: _bits(value) for name, value in group.items()} for group in row["groups"])
+        elif kind == "read":
+            self.reads.append(self._read(row))
+        elif kind == "apply":
+            record = self._applied(row)
+            self.applied.setdefault(record.key, []).append(record)
+        elif kind == "end":
+            if row["records"] != self._records:
+                raise ValueError(f"the end counts {row['records']} records, but {self._records} came before it")
+            self.end = dict(row["facts"])
+        else:
+            raise ValueError(f"a line of kind {kind!r} is not known")
+        self._records += kind in ("read", "apply")
+
+    def _read(self, row: Mapping[str, Any]) -> Read:
+        versions = {int(key): _whole(row["versions"], key) for key in row["versions"]}
+        if sorted(versions) != list(range(self.job.keys)):
+            raise ValueError(f"versions of keys {sorted(versions)}, expected all of the {self.job.keys} keys")
+        lanes = tuple(_whole({"lane": lane}, "lane", self.job.lanes) for lane in row["lanes"])
+        return Read(self.number, _whole(row, "round"), lanes, versions, _whole(row, "incarnation"))
+
+    def _applied(self, row: Mapping[str, Any]) -> Applied:
+        key = _whole(row, "key", self.job.keys)
+        expected = len(self.applied.get(key, ()))
+        if row["order"] != expected:
+            raise ValueError(f"key {key} goes on with order {row['order']}, expected {expected}")
+        if self._settings is None:
+            raise ValueError("an application before the first settings")
+        if not isinstance(row["dropped"], bool):
+            raise ValueError(f"dropped is {row['dropped']!r}, expected true or false")
+        momentum = None if row["momentum"] is None else float.fromhex(row["momentum"])
+        return Applied(
+            self.number,
+            key,
+            expected,
+            _whole(row, "round"),
+            None if row["lane"] is None else _whole(row, "lane", self.job.lanes),
+            None if row["worker"] is None else _whole(row, "worker", self.job.workers),
+            self._settings,
+            Outcome(_whole(row, "delay"), float.fromhex(row["lr_factor"]), momentum, row["dropped"]),
+            _whole(row, "incarnation"),
+        )
+
+
+def _whole(row: Mapping[str, Any], name: str, below: int | None = None) -> int:
+    value = row[name]
+    if type(value) is not int or value < 0 or (below is not None and value >= below):
+        to = "" if below is None else f" to {below - 1}"
+        raise ValueError(f"{name} is {value!r}, expected a whole number from 0{to}")
+    return value
+
+
+def _bits(value: Any) -> Setting:
+    """The inverse of `_written`."""
+    if isinstance(value, list):
+        return tuple(_bits(part) for part in value)
+    if value is None or isinstance(value, int):
+        return value
+    return float.fromhex(value)
+
+
+def _written(value: Setting) -> Any:
+    """As JSON, with the bits of floats; there is no text among settings, so a string is a float."""
+    if isinstance(value, tuple):
+        return [_written(part) for part in value]
+    return value.hex() if isinstance(value, float) else value
+
+
+def _write_all(descriptor: int, text: bytes) -> None:
+    """All of it or nothing: a disk that fills up in the middle must not leave half a line between whole ones."""
+    before = os.fstat(descriptor).st_size
+    written = 0
+    try:
+        while written < len(text):
+            written += os.write(descriptor, text[written:])
+    except OSError:
+        os.ftruncate(descriptor, before)
+        raise
