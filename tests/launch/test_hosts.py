@@ -2,12 +2,23 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 
 import pytest
 
 from paceline.errors import LaunchError, WorldError
 from paceline.launch.control_channel import Link
-from paceline.launch.hosts import Address, SealedLink, Seat, prove_as_coordinator, prove_as_host
+from paceline.launch.hosts import (
+    Address,
+    Arrival,
+    Gathering,
+    SealedLink,
+    Seat,
+    free_port,
+    join,
+    prove_as_coordinator,
+    prove_as_host,
+)
 from paceline.launch.supervisor import worker_variables
 from paceline.world.environment import read_world
 from paceline.world.world import LaunchSettings
@@ -99,6 +110,39 @@ def test_an_address_that_is_none_is_named(text: str) -> None:
 def test_an_ipv6_address_keeps_its_colons() -> None:
     assert Address.parse("[fd00::1]:29400") == Address("fd00::1", 29400)
     assert str(Address.parse("[fd00::1]:29400")) == "[fd00::1]:29400"
+
+
+def test_servers_are_counted_after_the_workers_of_all_hosts_and_start_on_the_first() -> None:
+    seat = Seat(0, 2, 0, 2, 5, LaunchSettings(), "10.0.0.1", "10.0.0.1", 29999, servers=2)
+    worlds = [read_world(worker_variables(seat, local_rank, "/run/socket")) for local_rank in range(seat.processes)]
+    assert [(world.name, world.rank, world.local_rank) for world in worlds] == [
+        ("worker 0", 0, 0),
+        ("worker 1", 1, 1),
+        ("server 0", 5, 2),
+        ("server 1", 6, 3),
+    ]
+    assert {(world.size, world.local_size, world.servers) for world in worlds} == {(5, 2, 2)}
+    assert replace(seat, host_rank=1, first_rank=2, workers=3).processes == 3
+
+
+def test_a_host_with_other_servers_than_the_first_is_refused() -> None:
+    async def meet() -> str:
+        address = Address("127.0.0.1", free_port("127.0.0.1"))
+        said: list[str] = []
+        door = Gathering(address, Arrival(0, 2, 1, LaunchSettings(), servers=1), b"secret", said.append)
+        meeting = asyncio.create_task(door.meet(10, lambda size: LaunchSettings()))
+        with pytest.raises(WorldError) as refused:
+            await join(address, Arrival(1, 2, 1, LaunchSettings(), servers=2), b"secret", 5)
+        seat, link = await join(address, Arrival(1, 2, 1, LaunchSettings()), b"secret", 5)
+        _, links = await meeting
+        for each in (link, *links.values()):
+            await each.close()
+        assert seat.servers == 1, "a host may leave the flag out"
+        return str(refused.value)
+
+    assert "started with --servers 2, the coordinator with --servers 1; servers run on host 0 only" in asyncio.run(
+        meet()
+    )
 
 
 def test_every_worker_reads_back_the_world_it_was_given() -> None:

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from paceline.errors import WorldError
 from paceline.launch.control_channel import ControlServer
 from paceline.launch.decision import Coordinator
+from paceline.launch.ending import Policy
 from paceline.launch.hosts import Seat
 from paceline.launch.verdict import Phase
 from paceline.world.control import ControlClient
@@ -55,7 +56,7 @@ class Channel:
     async def _serve(self) -> None:
         self._loop, self._end = asyncio.get_running_loop(), asyncio.Event()
         seat = Seat(0, 1, 0, 3, 3, LaunchSettings(), "127.0.0.1", "127.0.0.1", 1)
-        self.coordinator = Coordinator(seat, {}, self.progress.append)
+        self.coordinator = Coordinator(seat, {}, self.progress.append, self.complaints.append)
         server = ControlServer(Path(self.path), self.coordinator, self.complaints.append)
         await server.start()
         self._ready.set()
@@ -112,7 +113,7 @@ def test_get_waits_for_a_key_that_comes_later_without_holding_up_other_threads(c
 def test_a_key_that_never_comes_is_named_with_who_is_connected(channel: Channel) -> None:
     store = channel.store(0, timeout_s=0.1)
     channel.client(2)
-    wait = "waited 0.1 s for key 'p/nobody', which no worker has set; connected so far: workers 0, 2; missing: 1"
+    wait = "waited 0.1 s for key 'p/nobody', which no worker has set; connected so far: workers 0, 2; missing: worker 1"
     time.sleep(0.05)
     with pytest.raises(StoreTimeoutError, match=wait):
         dist.PrefixStore("p", store).get("nobody")
@@ -146,9 +147,13 @@ def test_what_workers_tell_is_remembered(channel: Channel) -> None:
     client.tell("phase", name="training")
     client.tell("step", step=17)
     client.tell("progress", step=17, total=20, fields={"loss": 2.5})
+    client.tell("policy", survive_worker_loss=True)
+    client.tell("policy", hang_timeout_s=30.0)
+    client.tell("holds", what="keys 4…7")
     client.ask("store.check", timeout_s=5, keys=[])  # answered after all that was told before
-    worker = channel.coordinator.workers[1]
-    assert (worker.step, worker.phase) == (17, Phase.TRAINING)
+    worker = channel.coordinator.processes[1]
+    assert (worker.step, worker.phase, worker.holds) == (17, Phase.TRAINING, "keys 4…7")
+    assert channel.coordinator.policy == Policy(survive_worker_loss=True, hang_timeout_s=30.0)
     assert channel.progress == [ProgressLine(17, 20, {"loss": 2.5})]
 
 
@@ -156,11 +161,15 @@ def test_words_that_make_no_sense_are_complained_about_and_the_worker_lives_on(c
     client = channel.client(1)
     client.tell("phase", name="sleeping")
     client.tell("weather", rain=True)
+    client.tell("policy", survive_worker_loss="yes")
+    client.tell("policy", hang_timeout_s=-1)
     with pytest.raises(WorldError, match=r"'store\.get' makes no sense: KeyError"):
         client.ask("store.get", timeout_s=5)
     assert [line.partition(":")[2] for line in channel.complaints] == [
         " worker 1 told 'phase', which makes no sense: 'sleeping' is not a valid Phase",
         " worker 1 told 'weather', which makes no sense: this supervisor does not know it",
+        " worker 1 told 'policy', which makes no sense: survive_worker_loss is 'yes', neither true nor false",
+        " worker 1 told 'policy', which makes no sense: hang_timeout_s is -1, not a number of seconds",
     ]
 
 

@@ -1,10 +1,10 @@
 from __future__ import annotations
 
-from paceline.launch.verdict import Phase, Raised, Worker, judge
+from paceline.launch.verdict import Phase, Process, Raised, judge
 
 
-def job(size: int) -> list[Worker]:
-    return [Worker(rank, pid=100 + rank, step=7) for rank in range(size)]
+def job(size: int) -> list[Process]:
+    return [Process(rank, pid=100 + rank, step=7) for rank in range(size)]
 
 
 def test_the_first_cause_to_arrive_is_the_verdict() -> None:

@@ -34,6 +34,13 @@ def run(
             help="workers on this host, or auto: one per accelerator [default: 1]", show_default=False,
         ),
     ] = None,
+    servers: Annotated[
+        str | None,
+        typer.Option(
+            help="servers for strategy='parameter_server', on the first host [default: 0, worker 0 doubles as one]",
+            show_default=False,
+        ),
+    ] = None,
     lanes: Annotated[
         int | None, typer.Option(min=1, help="logical workers, fixed for the life of the job [default: the workers]")
     ] = None,
@@ -64,14 +71,16 @@ def run(
     """Start workers that train together: paceline run --workers 4 train.py --epochs 3
 
     torchrun's names are accepted too: --nproc-per-node, --nnodes, --node-rank, --master-addr, --master-port,
-    --standalone. Exit codes: 0 all well, 1 a worker failed, 2 wrong usage, 3 could not meet, 128+n killed by signal n,
-    130 Ctrl-C, 143 SIGTERM.
+    --standalone. Exit codes: 0 all well (or all but workers that an asynchronous job went on without, with a warning),
+    1 a worker or server failed or hung, 2 wrong usage, 3 could not meet, 128+n killed by signal n, 130 Ctrl-C,
+    143 SIGTERM.
     """
     known = None if standalone else environment.launch_defaults()
     host_count = _host_count(hosts) if hosts is not None else (known.hosts if known is not None else 1)
     job = Job(
         script=_find(script, arguments or [], module),
         workers=_worker_count(workers if workers is not None else (known.workers if known is not None else None)),
+        servers=_server_count(servers),
         settings=LaunchSettings(lanes, threads, backend, seed),
         hosts=None
         if host_count == 1
@@ -106,6 +115,13 @@ def _worker_count(asked: str | int | None) -> int:
         return int(asked)
     except ValueError:
         raise LaunchError(f"--workers {asked!r} is neither a number nor auto") from None
+
+
+def _server_count(asked: str | None) -> int:
+    try:
+        return 0 if asked is None else int(asked)
+    except ValueError:
+        raise LaunchError(f"--servers {asked!r} is not a number of servers, such as 2") from None
 
 
 def _accelerators() -> int:

@@ -1,35 +1,52 @@
-"""Who decides: the coordinator knows every worker and ends the job; another host's supervisor passes word to it.
+"""Who decides: the coordinator knows every process and ends the job; another host's supervisor passes word to it.
 
     host 0   workers ─▶ supervisor = Coordinator ◀═══ host 1   supervisor = Member ◀─ workers
-                            │  all ended well, or a failure settled
-                            └──▶ Outcome, the same on every host
+             servers ─▶      │  over, by the rules of `ending`
+                             └──▶ Outcome, the same on every host
 
 A failure is not judged at once: the death of one worker topples the others, and whose fall arrives first is luck.
-So the coordinator waits `SETTLE_S`, longer while only consequences have arrived, shorter when everyone has ended.
+So the coordinator waits `SETTLE_S`, longer while only consequences have arrived, shorter when everyone has ended. What
+follows is the verdict, or, where the job goes on without those that fell, a line about each.
 """
 
 from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 from paceline.errors import WorldError
-from paceline.launch.control_channel import Body, KeyValues, reply
+from paceline.launch.control_channel import NONSENSE, Body, KeyValues, reply
+from paceline.launch.ending import Policy, goes_on, good_end, look_at_the_last
 from paceline.launch.hosts import SealedLink, Seat
-from paceline.launch.verdict import NO_MEETING, Outcome, Phase, Raised, Worker, has_cause, judge, signal_name
+from paceline.launch.verdict import (
+    NO_MEETING,
+    Outcome,
+    Phase,
+    Process,
+    Raised,
+    count,
+    describe,
+    has_cause,
+    judge,
+    signal_name,
+)
 from paceline.world.progress_line import ProgressLine
 
 SETTLE_S = 0.5
 SETTLE_LONGER_S = 3.0
 RELAY_MARGIN_S = 2.0
+LOOK_EVERY_S = 0.5
 
 
 class Decider(Protocol):
     """What a supervisor tells, and the outcome it waits for."""
 
     outcome: asyncio.Future[Outcome]
+    someone_ended: bool
+    """From then on signs of life of those who still run are worth telling, as `busy`."""
 
     def told(self, rank: int, kind: str, body: Body) -> None: ...
     async def answer(self, rank: int, kind: str, body: Body, timeout_s: float) -> Body: ...
@@ -42,28 +59,48 @@ class Decider(Protocol):
 
 class Coordinator:
     def __init__(
-        self, seat: Seat, links: Mapping[int, SealedLink], on_progress: Callable[[ProgressLine], None]
+        self,
+        seat: Seat,
+        links: Mapping[int, SealedLink],
+        on_progress: Callable[[ProgressLine], None],
+        say: Callable[[str], None],
     ) -> None:
-        self.workers = [Worker(rank) for rank in range(seat.size)]
+        workers = [Process(rank) for rank in range(seat.size)]
+        self.processes = workers + [Process(seat.size + index, index) for index in range(seat.servers)]
+        self.policy = Policy()
         self.outcome: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
+        self.someone_ended = False
+        self._clock = asyncio.get_running_loop().time
         self._keys = KeyValues()
         self._on_progress = on_progress
+        self._say = say
         self._links = links
+        self._checkpoint: str | None = None
         self._failures = 0
+        self._settling = False
         self._news = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
         for host, link in links.items():
             self._spawn(self._hear_host(host, link))
 
     def told(self, rank: int, kind: str, body: Body) -> None:
-        worker = self.workers[rank]
+        process = self.processes[rank]
+        process.heard_at = self._clock()
         match kind:
             case "hello":
-                worker.connected = True
+                process.connected = True
             case "step":
-                worker.step = int(body["step"])
+                process.step = int(body["step"])
             case "phase":
-                worker.phase = Phase(body["name"])
+                process.phase = Phase(body["name"])
+            case "policy":
+                self.policy = self.policy.told(body)
+            case "holds":
+                process.holds = str(body["what"])
+            case "checkpoint":
+                self._checkpoint = str(body["folder"])
+            case "busy":
+                pass  # that it was heard is all there is to it
             case "progress":
                 fields, final = body.get("fields") or {}, bool(body.get("final"))
                 self._on_progress(ProgressLine(int(body["step"]), body.get("total"), fields, final))
@@ -71,27 +108,32 @@ class Coordinator:
                 raise ValueError("this supervisor does not know it")
 
     async def answer(self, rank: int, kind: str, body: Body, timeout_s: float) -> Body:
+        process = self.processes[rank]
+        process.heard_at = self._clock()
         if kind == "failed":
-            self.workers[rank].raised = Raised(**body)
-            self._failed(self.workers[rank])
+            process.raised = Raised(**body)
+            self._failed(process)
             return {}
         return await self._keys.answer(kind, body, timeout_s, self._connected)
 
     def started(self, rank: int, pid: int) -> None:
-        self.workers[rank].pid = pid
+        self.processes[rank].pid = pid
 
     def exited(self, rank: int, status: int) -> None:
-        worker = self.workers[rank]
-        worker.status = status
-        if worker.is_failure or worker.left_early:
-            self._failed(worker)
+        process = self.processes[rank]
+        process.status, process.ended_at = status, self._clock()
+        if process.is_failure or process.left_early:
+            self._failed(process)
         self._news.set()
-        if all(w.status == 0 and w.failed_as is None for w in self.workers):
-            self._decide(Outcome(0))
+        self._end_if_all_is_well()
+        if not self.someone_ended:
+            self.someone_ended = True
+            self._tell_hosts({"kind": "someone_ended"})
+            self._spawn(self._watch_the_last())
 
     def interrupted(self, by: signal.Signals, where: str = "") -> None:
         how = "Ctrl-C" if by == signal.SIGINT else by.name
-        steps = [worker.step for worker in self.workers if worker.step is not None]
+        steps = [process.step for process in self.processes if process.step is not None]
         at = f" at step {max(steps)}" if steps else ""
         self._decide(Outcome(128 + by, (f"paceline: stopped by {how}{where}{at}",)))
 
@@ -106,19 +148,19 @@ class Coordinator:
         for link in self._links.values():
             await link.close()
 
-    def _failed(self, worker: Worker) -> None:
-        if worker.failed_as is None:
-            worker.failed_as = self._failures
+    def _failed(self, process: Process) -> None:
+        if process.failed_as is None:
+            process.failed_as = self._failures
             self._failures += 1
-            if self._failures == 1:
+            if not self._settling:
+                self._settling = True
                 self._spawn(self._settle())
         self._news.set()
 
     async def _settle(self) -> None:
-        loop = asyncio.get_running_loop()
-        begun = loop.time()
-        while not all(worker.ended for worker in self.workers):
-            patience = begun + (SETTLE_S if has_cause(self.workers) else SETTLE_LONGER_S) - loop.time()
+        begun = self._clock()
+        while not all(process.ended for process in self.processes):
+            patience = begun + (SETTLE_S if has_cause(self.processes) else SETTLE_LONGER_S) - self._clock()
             if patience <= 0:
                 break
             self._news.clear()
@@ -126,23 +168,62 @@ class Coordinator:
                 await asyncio.wait_for(self._news.wait(), patience)
             except TimeoutError:
                 continue
-        if all(worker.status == 0 for worker in self.workers):
-            self._decide(Outcome(0))  # someone left a moment before the others, and all ended well
+        self._settling = False
+        self._end_if_all_is_well()  # someone may have left a moment before the others, and all ended well
+        if self.outcome.done():
+            return
+        if goes_on(self.processes, self.policy):
+            self._go_on()
         else:
-            self._decide(judge(self.workers))
+            self._decide(judge(self.processes))
+
+    def _go_on(self) -> None:
+        """Say who has fallen, and end the job where nobody else was left to wait for."""
+        fallen = [process for process in self.processes if process.failed_as is not None and not process.lost]
+        for process in fallen:
+            for line in describe(process, self.processes, and_so="; the job goes on without it"):
+                self._announce(line)
+            process.lost = True
+        self._end_if_all_is_well()
+
+    async def _watch_the_last(self) -> None:
+        warned = False
+        while not self.outcome.done():
+            look = look_at_the_last(self.processes, self.policy, self._clock(), warned)
+            for line in look.lines:
+                self._announce(line)
+                warned = True
+            if look.outcome is not None:
+                self._decide(look.outcome)
+            await asyncio.sleep(LOOK_EVERY_S)
+
+    def _end_if_all_is_well(self) -> None:
+        outcome = good_end(self.processes)
+        if outcome is not None:
+            self._decide(outcome)
 
     def _decide(self, outcome: Outcome) -> None:
         if not self.outcome.done():
+            if outcome.code and self._checkpoint is not None:
+                resume = f"paceline: the last checkpoint is {self._checkpoint}"
+                outcome = replace(outcome, closing=(*outcome.closing, resume))
             self.outcome.set_result(outcome)
-            for link in self._links.values():
-                link.send({"kind": "outcome", **outcome.as_message()})
+            self._tell_hosts({"kind": "outcome", **outcome.as_message()})
+
+    def _announce(self, line: str) -> None:
+        self._say(line)
+        self._tell_hosts({"kind": "say", "line": line})
+
+    def _tell_hosts(self, message: Body) -> None:
+        for link in self._links.values():
+            link.send(message)
 
     def _connected(self) -> str:
-        here = [str(worker.rank) for worker in self.workers if worker.connected]
-        missing = [str(worker.rank) for worker in self.workers if not worker.connected]
+        missing = [process for process in self.processes if not process.connected]
         if not missing:
-            return f"all {len(here)} workers are connected"
-        return f"connected so far: workers {', '.join(here) or 'none'}; missing: {', '.join(missing)}"
+            return f"all {count(self.processes)} are connected"
+        here = [process for process in self.processes if process.connected]
+        return f"connected so far: {_numbers(here) or 'nobody'}; missing: {_numbers(missing)}"
 
     async def _hear_host(self, host: int, link: SealedLink) -> None:
         questions: set[asyncio.Task[None]] = set()
@@ -159,7 +240,11 @@ class Coordinator:
     def _obey(self, host: int, link: SealedLink, message: Body, questions: set[asyncio.Task[None]]) -> None:
         match message["kind"]:
             case "told":
-                self.told(message["rank"], message["what"], message["body"])
+                try:
+                    self.told(message["rank"], message["what"], message["body"])
+                except NONSENSE as error:
+                    told = f"worker {message['rank']} told {message['what']!r}, which makes no sense: {error}"
+                    self._say(f"paceline: host {host}: {told}")
             case "started":
                 self.started(message["rank"], message["pid"])
             case "exited":
@@ -190,11 +275,22 @@ class Coordinator:
             self.outcome.set_exception(error)
 
 
+def _numbers(processes: Sequence[Process]) -> str:
+    """`workers 0, 2, server 1`."""
+    named = {
+        role: ", ".join(str(process.number) for process in processes if process.role == role)
+        for role in ("worker", "server")
+    }
+    return ", ".join(f"{role}{'s' if ',' in numbers else ''} {numbers}" for role, numbers in named.items() if numbers)
+
+
 class Member:
     """Another host's supervisor: what its workers say goes to the coordinator, whose answers and outcome come back."""
 
-    def __init__(self, link: SealedLink) -> None:
+    def __init__(self, link: SealedLink, say: Callable[[str], None]) -> None:
         self.outcome: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
+        self.someone_ended = False
+        self._say = say
         self._link = link
         self._answers: dict[int, asyncio.Future[Body]] = {}
         self._asked = 0
@@ -244,15 +340,23 @@ class Member:
     async def _listen(self) -> None:
         try:
             while (message := await self._link.receive()) is not None:
-                if "id" in message:
-                    answer = self._answers.get(message["id"])
-                    if answer is not None and not answer.done():
-                        answer.set_result(message)
-                else:
-                    self._decide(Outcome.from_message(message))
+                self._hear(message)
         except WorldError as error:
             self._decide(Outcome(NO_MEETING, (f"paceline: {error}",)))
         self._decide(Outcome(NO_MEETING, ("paceline: lost the coordinator (host 0); its own output says why",)))
+
+    def _hear(self, message: Body) -> None:
+        match message.get("kind"):
+            case "outcome":
+                self._decide(Outcome.from_message(message))
+            case "say":
+                self._say(message["line"])
+            case "someone_ended":
+                self.someone_ended = True
+            case _:
+                answer = self._answers.get(message["id"])
+                if answer is not None and not answer.done():
+                    answer.set_result(message)
 
     def _decide(self, outcome: Outcome) -> None:
         if not self.outcome.done():

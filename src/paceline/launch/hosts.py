@@ -9,7 +9,8 @@
 
 Both sides prove the secret without sending it, with words that can't be reflected, and lines can't be forged,
 repeated or reordered afterwards. They can be read: the channel carries keys, steps and error texts, no tensors and no
-secret. Ranks follow the host ranks, and hosts may have unequal numbers of workers.
+secret. Ranks follow the host ranks, and hosts may have unequal numbers of workers. Servers run on host 0; their ranks
+come after those of all workers.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from typing import Any
 
 from paceline.errors import LaunchError, WorldError
 from paceline.launch.control_channel import Body, Link
-from paceline.world.world import LaunchSettings
+from paceline.world.world import ControlSocket, LaunchSettings, World
 
 HANDSHAKE_TIMEOUT_S = 10.0
 RETRY_EVERY_S = 0.25
@@ -65,6 +66,30 @@ class Seat:
     host_address: str
     master_address: str
     master_port: int
+    servers: int = 0
+    """Of the whole job."""
+
+    @property
+    def processes(self) -> int:
+        """How many this host starts: its workers, and on the first host the servers after them."""
+        return self.workers + (self.servers if self.host_rank == 0 else 0)
+
+    def world(self, local_rank: int, control: str) -> World:
+        """The place of one of this host's processes."""
+        is_server = local_rank >= self.workers
+        return World(
+            rank=(self.size - self.workers if is_server else self.first_rank) + local_rank,
+            size=self.size,
+            local_rank=local_rank,
+            local_size=self.workers,
+            host_rank=self.host_rank,
+            hosts=self.hosts,
+            source="paceline run",
+            rendezvous=ControlSocket(control),
+            host_address=self.host_address,
+            settings=self.settings,
+            servers=self.servers,
+        )
 
     def as_message(self) -> Body:
         return asdict(self)
@@ -82,6 +107,7 @@ class Arrival:
     hosts: int
     workers: int
     settings: LaunchSettings
+    servers: int = 0
 
     def as_message(self) -> Body:
         return asdict(self)
@@ -261,6 +287,11 @@ class Gathering:
             return f"it was started with --hosts {arrival.hosts}, the coordinator with --hosts {self._own.hosts}"
         if not 0 < arrival.host_rank < self._own.hosts or arrival.host_rank in self._guests:
             return f"host rank {arrival.host_rank} is taken; give every host its own --host-rank"
+        if arrival.servers not in (0, self._own.servers):
+            return (
+                f"it was started with --servers {arrival.servers}, the coordinator with --servers {self._own.servers}; "
+                "servers run on host 0 only: leave the flag out on the others, or repeat it"
+            )
         for name, value in asdict(arrival.settings).items():
             ours = getattr(self._own.settings, name)
             if value is not None and value != ours:
@@ -281,6 +312,7 @@ class Gathering:
             host_address=own_address,
             master_address=own_address,
             master_port=free_port(own_address),
+            servers=self._own.servers,
         )
         for rank, link in links.items():
             theirs = replace(seat, host_rank=rank, first_rank=sum(workers[:rank]), workers=workers[rank])

@@ -1,8 +1,9 @@
 """What workers print, line by line, each with its rank; and one line of progress beneath.
 
-    worker 0 stdout ─▶ Lines("[0] ") ─┐                         ┌─▶ stdout   [0] loss 2.31
-    worker 1 stdout ─▶ Lines("[1] ") ─┼─▶ Screen (one thread) ──┤            [1] loss 2.33
-    worker 1 stderr ─▶ Lines("[1] ") ─┘                         └─▶ stderr
+    worker 0 stdout ─▶ Lines("[0] ") ────────┐                         ┌─▶ stdout   [0] loss 2.31
+    worker 1 stdout ─▶ Lines("[1] ") ────────┼─▶ Screen (one thread) ──┤            [1] loss 2.33
+    worker 1 stderr ─▶ Lines("[1] ") ────────┤                         │
+    server 0 stderr ─▶ Lines("[server 0] ") ─┘                         └─▶ stderr   [server 0] warning: …
 
 Bytes stay bytes: a worker may print what is not UTF-8. The screen writes from its own thread, because a terminal held
 by Ctrl-S or a pipe into `less` would otherwise hold up the supervisor, and with it Ctrl-C. When it can't keep up, the
@@ -201,7 +202,18 @@ class Screen:
 class WorkerOutput:
     """One pipe of one worker, read as far as the screen keeps up."""
 
-    def __init__(self, fd: int, stream: Stream, prefix: bytes, screen: Screen, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(
+        self,
+        fd: int,
+        rank: int,
+        stream: Stream,
+        prefix: bytes,
+        screen: Screen,
+        loop: asyncio.AbstractEventLoop,
+    ) -> None:
+        self.rank = rank
+        self.received = 0
+        """Bytes so far."""
         self._fd = fd
         self._stream = stream
         self._lines = Lines(prefix)
@@ -239,6 +251,7 @@ class WorkerOutput:
         if not chunk:
             self.close()
             return False
+        self.received += len(chunk)
         if self._alone and not self._screen.shows_progress:
             self._screen.write(self._stream, chunk)  # one worker and nothing of ours on the screen: its own bytes
         else:

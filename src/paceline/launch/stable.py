@@ -15,6 +15,7 @@ A request to start comes with the worker's stdout and stderr as open descriptors
 
     supervisor ──▶ {"kind": "start", "rank": 0, "control": …, "variables": {…}}
                ──▶ {"kind": "signal", "signal": 15}                       to the process group of every worker
+               ──▶ {"kind": "signal", "signal": 63, "rank": 0}            to one worker, without its children
                ◀── {"kind": "ready"}, {"kind": "started", "rank", "pid"}, {"kind": "exited", "rank", "status"}
 """
 
@@ -108,8 +109,11 @@ class Stable:
             return None
         message = json.loads(data)
         if message["kind"] == "signal":
-            for pid in self._ranks:
-                _kill_group(pid, message["signal"])
+            for pid, rank in self._ranks.items():
+                if "rank" not in message:
+                    _kill_group(pid, message["signal"])
+                elif rank == message["rank"]:
+                    os.kill(pid, message["signal"])
             return None
         assignment = Assignment(message["rank"], message["control"], message["variables"])
         if self._fork(assignment, descriptors):

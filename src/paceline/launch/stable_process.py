@@ -47,6 +47,10 @@ class StableProcess:
         message = {"kind": "start", "rank": rank, "control": control, "variables": variables}
         self._send(message, outputs)
 
+    def signal_worker(self, rank: int, number: int) -> None:
+        """The process alone, and not what it started."""
+        self._send({"kind": "signal", "signal": number, "rank": rank}, [])
+
     def signal_workers(self, number: signal.Signals) -> None:
         self._send({"kind": "signal", "signal": int(number)}, [])
 

@@ -1,4 +1,4 @@
-"""`paceline run`: start this host's workers, watch them, end them all, and say how it went.
+"""`paceline run`: start this host's workers and servers, watch them, end them all, and say how it went.
 
     meet the other hosts ─▶ stable ─▶ fork workers ─▶ wait for the outcome ─▶ stop what still runs ─▶ last words
 
@@ -21,19 +21,26 @@ from pathlib import Path
 from typing import Any
 
 from paceline.errors import LaunchError
+from paceline.launch.activity import Activity
 from paceline.launch.control_channel import ControlServer
 from paceline.launch.decision import Coordinator, Decider, Member
 from paceline.launch.hosts import Address, Arrival, Gathering, Seat, free_port, join
 from paceline.launch.output import Screen, Stream, WorkerOutput
 from paceline.launch.stable_process import GRACE_S, StableProcess
-from paceline.launch.verdict import signal_name
-from paceline.launch.worker_main import Script
+from paceline.launch.verdict import Outcome, signal_name
+from paceline.launch.worker_main import STACK_SIGNAL, Script
 from paceline.world import environment
-from paceline.world.world import LOOPBACK, ControlSocket, LaunchSettings, World
+from paceline.world.world import LOOPBACK, LaunchSettings
 
 PRELOADED: tuple[str, ...] = ("torch", "torch.distributed", "torch._dynamo", "torch.nn.parallel.distributed")
 """What the first lines of a training script import; the first optimizer or DDP object imports `torch._dynamo`."""
 
+SERVERS_ON_ANY_HOST = 8
+"""So many are allowed even where there are fewer cores, to try things out; more than cores only wait for each other."""
+
+PULSE_EVERY_S = 1.0
+STACKS_S = 0.3
+"""For a process that hangs to write where; faulthandler needs neither the interpreter's lock nor its main thread."""
 DRAIN_S = 0.5
 LAST_WORDS_S = 5.0
 LONGEST_SOCKET_PATH = 100
@@ -62,10 +69,19 @@ class Job:
     workers: int
     settings: LaunchSettings
     hosts: Hosts | None = None
+    servers: int = 0
 
     def __post_init__(self) -> None:
         if self.workers < 1:
             raise LaunchError(f"--workers {self.workers}; a job has at least one")
+        if self.servers < 0:
+            raise LaunchError(f"--servers {self.servers}; a job has none (worker 0 doubles as the server) or more")
+        cores = len(os.sched_getaffinity(0))
+        if self.servers > max(cores, SERVERS_ON_ANY_HOST) and (self.hosts is None or self.hosts.rank == 0):
+            raise LaunchError(
+                f"--servers {self.servers}, but they all run on this host, which has {cores} "
+                f"core{'s' if cores > 1 else ''}; use at most {max(cores, SERVERS_ON_ANY_HOST)}"
+            )
         if self.hosts is None:
             settle(self.settings, self.workers)
 
@@ -91,19 +107,8 @@ def default_threads(settings: LaunchSettings, size: int) -> int | None:
 
 
 def worker_variables(seat: Seat, local_rank: int, control: str) -> dict[str, str]:
-    """One worker's environment: ours, and torchrun's names for scripts that know only those."""
-    world = World(
-        rank=seat.first_rank + local_rank,
-        size=seat.size,
-        local_rank=local_rank,
-        local_size=seat.workers,
-        host_rank=seat.host_rank,
-        hosts=seat.hosts,
-        source="paceline run",
-        rendezvous=ControlSocket(control),
-        host_address=seat.host_address,
-        settings=seat.settings,
-    )
+    """One process's environment: ours, and torchrun's names for scripts that know only those."""
+    world = seat.world(local_rank, control)
     # gloo listens on whatever the host's name resolves to, unless it is told where.
     gloo = {"GLOO_SOCKET_IFNAME": "lo"} if seat.hosts == 1 else {}
     return {
@@ -156,14 +161,18 @@ class Supervisor:
         try:
             await server.start()
             watching = asyncio.create_task(self._watch(stable, seat, str(control)))
+            feeling = asyncio.create_task(self._feel_pulses(decider))
             # Whichever ends first: a report that makes no sense must not leave us waiting for an outcome.
-            either: set[asyncio.Future[Any]] = {watching, decider.outcome}
+            either: set[asyncio.Future[Any]] = {watching, feeling, decider.outcome}
             await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
-            if watching.done():
-                watching.result()
+            for task in (watching, feeling):
+                if task.done():
+                    task.result()
             outcome = await decider.outcome
+            feeling.cancel()
             await self._catch_up()
             self._say(outcome.lines)
+            await self._show_stacks(stable, outcome)
             await self._stop(stable)
             watching.cancel()
         finally:
@@ -179,8 +188,8 @@ class Supervisor:
         job, hosts = self._job, self._job.hosts
         if hosts is None:
             port = free_port(LOOPBACK)
-            seat = Seat(0, 1, 0, job.workers, job.workers, job.settings, LOOPBACK, LOOPBACK, port)
-            return seat, Coordinator(seat, {}, self._screen.progress)
+            seat = Seat(0, 1, 0, job.workers, job.workers, job.settings, LOOPBACK, LOOPBACK, port, job.servers)
+            return seat, Coordinator(seat, {}, self._screen.progress, self._screen.say)
         meeting = asyncio.create_task(self._meet_hosts(hosts))
         either: set[asyncio.Future[Any]] = {meeting, self._interrupted}
         await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
@@ -192,13 +201,13 @@ class Supervisor:
 
     async def _meet_hosts(self, hosts: Hosts) -> tuple[Seat, Decider]:
         job = self._job
-        arrival = Arrival(hosts.rank, hosts.count, job.workers, job.settings)
+        arrival = Arrival(hosts.rank, hosts.count, job.workers, job.settings, job.servers)
         if hosts.rank > 0:
             seat, link = await join(hosts.coordinator, arrival, hosts.secret, hosts.meet_timeout_s)
-            return seat, Member(link)
+            return seat, Member(link, self._screen.say)
         gathering = Gathering(hosts.coordinator, arrival, hosts.secret, self._screen.say)
         seat, links = await gathering.meet(hosts.meet_timeout_s, lambda size: settle(job.settings, size))
-        return seat, Coordinator(seat, links, self._screen.progress)
+        return seat, Coordinator(seat, links, self._screen.progress, self._screen.say)
 
     async def _watch(self, stable: StableProcess, seat: Seat, control: str) -> None:
         """Pass on what the stable reports, from `ready` to the last exit."""
@@ -206,7 +215,7 @@ class Supervisor:
         while (message := await stable.receive()) is not None:
             match message["kind"]:
                 case "ready":
-                    for local_rank in range(seat.workers):
+                    for local_rank in range(seat.processes):
                         self._start_worker(stable, seat, local_rank, control)
                 case "started":
                     self._running[message["rank"]] = message["pid"]
@@ -219,13 +228,16 @@ class Supervisor:
         self._decider.broken(*await self._explain_end(stable))
 
     def _start_worker(self, stable: StableProcess, seat: Seat, local_rank: int, control: str) -> None:
-        rank = seat.first_rank + local_rank
-        prefix = f"[{rank}] ".encode() if seat.size > 1 else b""
+        world = seat.world(local_rank, control)
+        prefix = (
+            b"" if seat.size + seat.servers == 1 else f"[{world.name if world.is_server else world.rank}] ".encode()
+        )
         pipes = {stream: os.pipe() for stream in Stream}
-        stable.start_worker(rank, control, worker_variables(seat, local_rank, control), [w for _, w in pipes.values()])
+        variables = worker_variables(seat, local_rank, control)
+        stable.start_worker(world.rank, control, variables, [writing for _, writing in pipes.values()])
         for stream, (reading, writing) in pipes.items():
             os.close(writing)
-            self._outputs.append(WorkerOutput(reading, stream, prefix, self._screen, self._loop))
+            self._outputs.append(WorkerOutput(reading, world.rank, stream, prefix, self._screen, self._loop))
 
     async def _explain_end(self, stable: StableProcess) -> tuple[str, int]:
         """The stable ended by itself: its workers die with it by the kernel's hand, their children by ours."""
@@ -239,6 +251,27 @@ class Supervisor:
             number = -status
             return f"the process that workers are forked from was killed by {signal_name(number)}", 128 + number
         return f"the process that imports torch for the workers ended with code {status}; its error is above", 1
+
+    async def _feel_pulses(self, decider: Decider) -> None:
+        """Tell of every process here that does something, once there is somebody whose end it may have missed."""
+        activities: dict[int, Activity] = {}
+        while True:
+            await asyncio.sleep(PULSE_EVERY_S)
+            if not decider.someone_ended:
+                continue
+            for rank, pid in self._running.items():
+                printed = sum(output.received for output in self._outputs if output.rank == rank)
+                if activities.setdefault(rank, Activity(pid)).seen(printed, self._loop.time()):
+                    decider.told(rank, "busy", {})
+
+    async def _show_stacks(self, stable: StableProcess, outcome: Outcome) -> None:
+        """Have those that hang write their stacks to stderr, and show them."""
+        here = [rank for rank in outcome.hung if rank in self._running]
+        for rank in here:
+            stable.signal_worker(rank, STACK_SIGNAL)
+        if here:
+            await asyncio.sleep(STACKS_S)
+            await self._catch_up()
 
     async def _stop(self, stable: StableProcess) -> None:
         """SIGTERM, a moment of grace, SIGKILL; a second Ctrl-C skips the moment."""

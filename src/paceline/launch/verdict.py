@@ -8,24 +8,28 @@ When a worker dies its peers fail within milliseconds, each with an error about 
                       worker 3 "Connection closed by peer" consequence
                       worker 0 terminated by us           not a failure at all
 
+A *lost* worker is one that an asynchronous job goes on without (see `ending`): its death was told when it happened and
+explains nothing that falls later.
+
 Exit codes of `paceline run`:
 
-| code  | meaning                                                                             |
-|-------|-------------------------------------------------------------------------------------|
-| 0     | every worker ended well                                                             |
-| 1     | a worker raised, or exited with a code of its own (any; the line says which)         |
-| 2     | wrong usage or bad input, found before anything started                             |
-| 3     | the workers or hosts could not meet, or lost each other                             |
-| 128+n | a worker was killed by signal n (137: SIGKILL, 139: segmentation fault)             |
-| 130   | Ctrl-C (SIGINT)                                                                     |
-| 143   | SIGTERM                                                                             |
+| code  | meaning                                                                              |
+|-------|--------------------------------------------------------------------------------------|
+| 0     | everyone ended well; or everyone but lost workers, whom a warning names              |
+| 1     | a worker or server raised, exited with a code of its own (any; the line says which), |
+|       | or hung when the others had ended                                                    |
+| 2     | wrong usage or bad input, found before anything started                              |
+| 3     | the workers or hosts could not meet, or lost each other                              |
+| 128+n | a worker or server was killed by signal n (137: SIGKILL, 139: segmentation fault)    |
+| 130   | Ctrl-C (SIGINT)                                                                      |
+| 143   | SIGTERM                                                                              |
 """
 
 from __future__ import annotations
 
 import signal
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass
 from enum import Enum
 from typing import Any
 
@@ -35,7 +39,7 @@ NO_MEETING = 3
 
 
 class Phase(Enum):
-    """What a worker says it is doing. One that never says is a script without an engine: it may leave when it likes."""
+    """What a process says it is doing. One that never says has no engine, or serves: it may leave when it likes."""
 
     UNKNOWN = "unknown"
     IDLE = "idle"
@@ -58,7 +62,7 @@ CONSEQUENCES = (
 
 @dataclass(frozen=True)
 class Raised:
-    """An exception that escaped the script, as its worker reported it."""
+    """An exception that escaped the script, as its process reported it."""
 
     type: str
     text: str
@@ -79,10 +83,11 @@ class Raised:
 
 
 @dataclass
-class Worker:
-    """What the supervisor knows of one worker."""
+class Process:
+    """What the supervisor knows of one worker or server."""
 
     rank: int
+    server_index: int | None = None
     pid: int | None = None
     step: int | None = None
     phase: Phase = Phase.UNKNOWN
@@ -92,10 +97,31 @@ class Worker:
     connected: bool = False
     failed_as: int | None = None
     """The place of its failure in order of arrival."""
+    lost: bool = False
+    """It failed, and the job goes on without it."""
+    holds: str = ""
+    """What is lost with it, in its own words, such as a server's keys."""
+    ended_at: float | None = None
+    heard_at: float = 0.0
+    """Its last sign of life: a word, output, or time on a processor."""
+
+    @property
+    def is_server(self) -> bool:
+        return self.server_index is not None
+
+    @property
+    def role(self) -> str:
+        return "worker" if self.server_index is None else "server"
+
+    @property
+    def number(self) -> int:
+        """Among those of its role."""
+        return self.rank if self.server_index is None else self.server_index
 
     @property
     def name(self) -> str:
-        return f"worker {self.rank} (pid {self.pid})"
+        holding = f", holding {self.holds}" if self.holds else ""
+        return f"{self.role} {self.number} (pid {self.pid}{holding})"
 
     @property
     def at_step(self) -> str:
@@ -121,85 +147,110 @@ class Outcome:
 
     code: int
     lines: tuple[str, ...] = ()
-    closing: tuple[str, ...] = field(default=())
+    closing: tuple[str, ...] = ()
     """Said last, after everyone was stopped."""
+    hung: tuple[int, ...] = ()
+    """The ranks that show their stacks before they are stopped."""
 
     def as_message(self) -> dict[str, Any]:
-        return {"code": self.code, "lines": list(self.lines), "closing": list(self.closing)}
+        return asdict(self)
 
     @classmethod
     def from_message(cls, message: dict[str, Any]) -> Outcome:
-        return cls(int(message["code"]), tuple(message["lines"]), tuple(message["closing"]))
+        words = (tuple(message[name]) for name in ("lines", "closing", "hung"))
+        return cls(int(message["code"]), *words)
 
 
-def has_cause(workers: Sequence[Worker]) -> bool:
-    return any(_is_cause(worker) for worker in workers)
+def has_cause(processes: Sequence[Process]) -> bool:
+    return any(_is_cause(process) for process in processes)
 
 
-def judge(workers: Sequence[Worker]) -> Outcome:
-    """The verdict on a job in which at least one worker failed or left early."""
-    fallen = sorted((w for w in workers if w.failed_as is not None), key=lambda w: w.failed_as or 0)
-    causes = [worker for worker in fallen if _is_cause(worker)]
+def judge(processes: Sequence[Process]) -> Outcome:
+    """The verdict on a job in which at least one process failed or left early."""
+    fallen = sorted((p for p in processes if p.failed_as is not None and not p.lost), key=lambda p: p.failed_as or 0)
+    causes = [process for process in fallen if _is_cause(process)]
     root = (causes or fallen)[0]
-    agreed = _same_error_everywhere(workers, root)
-    lines = [f"paceline: {agreed or _describe(root, workers)}"]
-    if root.raised is not None and not root.raised.ours and root.raised.traceback:
-        lines.append(root.raised.traceback.rstrip())
-    others = [worker for worker in workers if worker is not root]
+    agreed = _same_error_everywhere(processes, root)
+    lines = [f"paceline: {agreed}"] if agreed else describe(root, processes)
+    others = [process for process in processes if process is not root]
     closing = [] if agreed or not others else [f"paceline: also stopped: {_list(others, root)}"]
     return Outcome(_exit_code(root), tuple(lines), tuple(closing))
 
 
-def _is_cause(worker: Worker) -> bool:
-    if worker.failed_as is None:
+def describe(process: Process, processes: Sequence[Process], and_so: str = "") -> list[str]:
+    """How a process failed: one line, and the traceback of an exception that is not ours."""
+    lines = [f"paceline: {process.name} {happened(process, processes)}{and_so}"]
+    if process.raised is not None and not process.raised.ours and process.raised.traceback:
+        lines.append(process.raised.traceback.rstrip())
+    return lines
+
+
+def _is_cause(process: Process) -> bool:
+    if process.failed_as is None or process.lost:
         return False
-    return worker.raised is None or not worker.raised.is_consequence
+    return process.raised is None or not process.raised.is_consequence
 
 
-def _same_error_everywhere(workers: Sequence[Worker], root: Worker) -> str | None:
+def _same_error_everywhere(processes: Sequence[Process], root: Process) -> str | None:
+    """One of our own errors in every worker, and in the servers too unless they had not come as far."""
     first = root.raised
-    if first is None or not first.ours or len(workers) == 1:
+    if first is None or not first.ours:
         return None
-    same = all(w.raised is not None and (w.raised.type, w.raised.text) == (first.type, first.text) for w in workers)
-    return f"all {len(workers)} workers raised {first.type}{root.at_step}: {first.text}" if same else None
+    same = [p for p in processes if p.raised is not None and (p.raised.type, p.raised.text) == (first.type, first.text)]
+    others = [process for process in processes if process not in same]
+    if len(same) == 1 or any(not process.is_server or process.failed_as is not None for process in others):
+        return None
+    everyone = f"all {count(same)}" if sum(not process.is_server for process in same) > 1 else count(same)
+    return f"{everyone} raised {first.type}{root.at_step}: {first.text}"
 
 
-def _describe(worker: Worker, workers: Sequence[Worker]) -> str:
-    if worker.raised is not None:
-        said = worker.raised.text if worker.raised.ours else worker.raised.summary
-        return f"{worker.name} raised {worker.raised.type}{worker.at_step}" + (f": {said}" if said else "")
-    if worker.status is not None and worker.status < 0:
-        hint = " (out of memory?)" if -worker.status == signal.SIGKILL else ""
-        return f"{worker.name} was killed by {signal_name(-worker.status)}{worker.at_step}{hint}"
-    if worker.left_early:
-        training = [w for w in workers if w is not worker and not (w.ended and not w.is_failure)]
-        others = "1 other was" if len(training) == 1 else f"{len(training)} others were"
-        return f"{worker.name} exited with code 0{worker.at_step} while {others} still training"
-    return f"{worker.name} exited with code {worker.status}{worker.at_step}"
+def happened(process: Process, processes: Sequence[Process]) -> str:
+    """What befell a process that failed, without its name."""
+    if process.raised is not None:
+        said = process.raised.text if process.raised.ours else process.raised.summary
+        return f"raised {process.raised.type}{process.at_step}" + (f": {said}" if said else "")
+    if process.status is not None and process.status < 0:
+        hint = " (out of memory?)" if -process.status == signal.SIGKILL else ""
+        return f"was killed by {signal_name(-process.status)}{process.at_step}{hint}"
+    if process.left_early:
+        others = [p for p in processes if p is not process and not p.is_server]
+        training = [p for p in others if not (p.ended and not p.is_failure)]
+        left = "1 other was" if len(training) == 1 else f"{len(training)} others were"
+        return f"exited with code 0{process.at_step} while {left} still training"
+    return f"exited with code {process.status}{process.at_step}"
 
 
-def _list(others: Sequence[Worker], root: Worker) -> str:
-    groups: dict[str, list[int]] = {}
-    for worker in others:
-        groups.setdefault(_fate(worker, root), []).append(worker.rank)
+def count(processes: Sequence[Process]) -> str:
+    """`4 workers`, `4 workers and 1 server`."""
+    servers = sum(process.is_server for process in processes)
+    numbers = {"worker": len(processes) - servers, "server": servers}
+    return " and ".join(f"{n} {role}{'s' if n > 1 else ''}" for role, n in numbers.items() if n)
+
+
+def _list(others: Sequence[Process], root: Process) -> str:
+    groups: dict[tuple[str, str], list[int]] = {}
+    for process in others:
+        groups.setdefault((process.role, _fate(process, root)), []).append(process.number)
     return "; ".join(
-        f"worker{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}{f' ({fate})' if fate else ''}"
-        for fate, ranks in groups.items()
+        f"{role}{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}{f' ({fate})' if fate else ''}"
+        for (role, fate), numbers in groups.items()
     )
 
 
-def _fate(worker: Worker, root: Worker) -> str:
-    if worker.raised is not None:
-        if root.raised is not None and (worker.raised.type, worker.raised.text) == (root.raised.type, root.raised.text):
-            return f"the same {worker.raised.type}"
-        summary = worker.raised.summary
-        return f"{worker.raised.type}: {summary if len(summary) <= 120 else summary[:117] + '...'}"
-    if worker.failed_as is not None and worker.status is not None:
-        return signal_name(-worker.status) if worker.status < 0 else f"exit code {worker.status}"
-    return "had finished" if worker.status == 0 else ""
+def _fate(process: Process, root: Process) -> str:
+    before = "lost before: " if process.lost else ""
+    if process.raised is not None:
+        raised = process.raised
+        if root.raised is not None and (raised.type, raised.text) == (root.raised.type, root.raised.text):
+            return f"{before}the same {raised.type}"
+        summary = raised.summary
+        return f"{before}{raised.type}: {summary if len(summary) <= 120 else summary[:117] + '...'}"
+    if process.failed_as is not None and process.status is not None:
+        return before + (signal_name(-process.status) if process.status < 0 else f"exit code {process.status}")
+    return "had finished" if process.status == 0 else ""
 
 
-def _exit_code(root: Worker) -> int:
+def _exit_code(root: Process) -> int:
     if root.raised is not None:
         return NO_MEETING if root.raised.type == "WorldError" else WORKER_FAILED
     return 128 - root.status if root.status is not None and root.status < 0 else WORKER_FAILED

@@ -5,12 +5,16 @@ same file runs under `paceline run`, torchrun and plain python.
 
 An exception that escapes is not printed here: it is reported, traceback and all, and the supervisor prints the one
 that explains the others. Only when nobody takes the report does it go to stderr.
+
+A server is born the same way and runs the same script, as far as the line where it begins to serve.
 """
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import runpy
+import signal
 import sys
 import time
 import traceback
@@ -22,6 +26,9 @@ from typing import Any, NoReturn
 from paceline.errors import PacelineError, PeerLostError, WorldError
 from paceline.world import environment
 from paceline.world.control import ControlClient
+
+STACK_SIGNAL = int(signal.SIGRTMAX) - 1
+"""Makes a worker write the stacks of its threads to stderr. SIGUSR1 and 2 are left to scripts and to SLURM."""
 
 REPORT_TIMEOUT_S = 5.0
 LAST_BREATH_S = 0.05
@@ -51,6 +58,7 @@ class Assignment:
 
 def run_worker(assignment: Assignment, script: Script) -> NoReturn:
     environment.enter(assignment.variables)
+    faulthandler.register(STACK_SIGNAL)
     _differ_from_siblings()
     try:
         names = _run(script)

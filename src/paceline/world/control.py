@@ -4,6 +4,16 @@
     worker ──▶ {"kind": "store.get", "body": {"keys": ["a"]}, "id": 4, "timeout_s": 30}  ask: waits for its id
     worker ◀── {"id": 4, "body": {"values": ["MQ=="]}}   or   {"id": 4, "error": "…"}
 
+| told       | fields                              | so that                                                     |
+|------------|-------------------------------------|-------------------------------------------------------------|
+| hello      | rank, pid                           | the supervisor knows who speaks; said by `connect`          |
+| step       | step                                | a verdict says where it happened                            |
+| phase      | name: training, idle                | leaving while others train counts as a failure              |
+| progress   | step, total, fields, final          | one line is drawn below the output                          |
+| policy     | survive_worker_loss, hang_timeout_s | the end is judged by what the strategy needs: `ending`      |
+| holds      | what                                | a verdict says what went with it: `keys 4…7`                |
+| checkpoint | folder                              | whoever reads why the job failed sees where to resume       |
+
 Any thread may tell or ask. One daemon thread reads; when the line goes dead the supervisor is gone, nobody is left to
 coordinate with, and the process ends itself with `SUPERVISOR_GONE`. Tensors never travel here; torch isn't imported.
 """
