@@ -1,4 +1,4 @@
-"""The promise: the final weights have the same bits on 1, 2, 3 … workers, for any bucket size."""
+"""The promise: the final weights have the same bits on 1, 2, 3 … workers, under every synchronous strategy."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from paceline.strategies.registry import Chosen, synchronous_strategies
 from tests.bits.programs import PROGRAMS, compiled, convnet, gpt
 from tests.workers import hashes, run_workers
 
@@ -18,6 +19,7 @@ def hash_of_one_process(program: str, lanes: int, accumulate: int) -> str:
 
 
 BACKENDS = ("paceline", "gloo")
+STRATEGIES = synchronous_strategies()
 # program, workers, lanes, accumulate, bucket_mib, and the backends in turn: every pair of values appears in some row.
 PAIRWISE = [
     ("gpt", 2, 4, 1, 4.0), ("gpt", 3, 5, 2, 0.001), ("gpt", 4, 8, 1, 0.01), ("gpt", 3, 4, 1, 0.01),
@@ -30,7 +32,8 @@ PAIRWISE = [
     ("odd_parameters", 3, 4, 2, 0.001), ("odd_parameters", 4, 5, 1, 0.01), ("odd_parameters", 2, 8, 1, 4.0),
 ]  # fmt: skip
 EVERYTHING = [
-    (program, workers, lanes, accumulate, bucket, backend)
+    (program, workers, lanes, accumulate, bucket, backend, strategy)
+    for strategy in STRATEGIES
     for program in PROGRAMS
     for workers in (2, 3, 4)
     for lanes in (4, 5, 8)
@@ -43,14 +46,22 @@ EVERYTHING = [
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "case" in metafunc.fixturenames:
         turns = [(*case, BACKENDS[number % 2]) for number, case in enumerate(PAIRWISE)]
-        cases = EVERYTHING if metafunc.config.getoption("--full-product") else turns
+        # All of them for the first strategy; each of the others, which share its bookkeeping, runs every third.
+        chosen = [
+            (*case, strategy)
+            for place, strategy in enumerate(STRATEGIES)
+            for case in (turns if place == 0 else turns[place % 3 :: 3])
+        ]
+        cases = EVERYTHING if metafunc.config.getoption("--full-product") else chosen
         metafunc.parametrize("case", cases, ids=["-".join(map(str, case)) for case in cases])
 
 
-def test_any_number_of_workers_gives_the_bits_of_one_process(case: tuple[str, int, int, int, float, str]) -> None:
-    program, workers, lanes, accumulate, bucket_mib, backend = case
+def test_any_number_of_workers_gives_the_bits_of_one_process(
+    case: tuple[str, int, int, int, float, str, Chosen],
+) -> None:
+    program, workers, lanes, accumulate, bucket_mib, backend, strategy = case
     job = {"lanes": lanes, "accumulate": accumulate, "bucket_mib": bucket_mib, "backend": backend}
-    found = hashes(run_workers(PROGRAMS[program], workers, **job))
+    found = hashes(run_workers(PROGRAMS[program], workers, strategy=strategy.config, **job))
     assert found == {hash_of_one_process(program, lanes, accumulate)}
 
 

@@ -6,26 +6,55 @@ in the user's code.
 
 from __future__ import annotations
 
+import itertools
 import sys
 from collections.abc import Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch._C._distributed_c10d import Store
 
 from paceline.collectives.communicator import Communicator
+from paceline.engine.config import counted
 from paceline.engine.evaluation import padded_rows
 from paceline.engine.train_step import TrainStep
-from paceline.errors import ConfigError, LoopError
+from paceline.errors import ConfigError, LoopError, PeerLostError
+from paceline.world.world import World
 
 Operation = Literal["sum", "mean", "max", "min"]
 
 
 class Boundary:
-    def __init__(self, comm: Communicator | None, device: torch.device) -> None:
-        self._comm, self._device = comm, device
+    def __init__(
+        self, world: World, store: Store | None, comm: Communicator | None, device: torch.device, timeout_s: float
+    ) -> None:
+        self._world, self._store, self._comm, self._device = world, store, comm, device
         self._workers = comm.size if comm is not None else 1
+        self._timeout_s = timeout_s
+        self._barriers = itertools.count()
+
+    def barrier(self, *, with_servers: bool) -> None:
+        if with_servers and self._world.servers and self._store is not None:
+            self._meet_in_store(self._store, f"barrier/{next(self._barriers)}")
+        elif self._comm is not None:
+            self._comm.barrier()
+
+    def _meet_in_store(self, store: Store, name: str) -> None:
+        """The workers' own group has no servers in it."""
+        world = self._world
+        if store.add(name, 1) == world.size + world.servers:
+            store.set(f"{name}/all", "")
+        try:
+            store.wait([f"{name}/all"], timedelta(seconds=self._timeout_s))
+        except RuntimeError as error:
+            raise PeerLostError(
+                f"{world.name} waited {self._timeout_s:g} s in engine.barrier() for {counted(world.size, 'worker')} "
+                f"and {counted(world.servers, 'server')}, but {store.add(name, 0)} came; "
+                "servers run the script too, up to prepare()"
+            ) from error
 
     def told(self, value: Any) -> list[Any]:
         """What every worker says, in rank order."""

@@ -8,7 +8,7 @@ from typing import Literal
 from paceline.collectives.choice import check_algorithm
 from paceline.collectives.gradient_exchange import Reduction
 from paceline.errors import ConfigError
-from paceline.strategies.registry import Chosen
+from paceline.strategies.registry import STRATEGIES, Chosen
 from paceline.world.world import World
 
 OnNonFinite = Literal["stop", "skip", "continue"]
@@ -56,9 +56,15 @@ class EngineConfig:
         )
 
     def check_against(self, world: World) -> None:
+        if world.servers and not self.strategy.entry.uses_servers:
+            raise ConfigError(
+                f"{counted(world.servers, 'server')} and strategy={self.strategy.name!r}, which "
+                "has no use for them; start without --servers"
+                + "".join(f", or choose strategy={entry.name!r}" for entry in STRATEGIES.values() if entry.uses_servers)
+            )
         if world.size > self.lanes:
             raise ConfigError(
-                f"{world.size} workers but only {self.lanes} lane{'s' if self.lanes > 1 else ''}: "
+                f"{world.size} workers but only {counted(self.lanes, 'lane')}: "
                 f"{world.size - self.lanes} of them would have "
                 f"nothing to do; start with --lanes {world.size} or more, or with --workers {self.lanes}"
             )
@@ -71,3 +77,7 @@ def one_of(name: str, in_script: int | None, by_launcher: int | None) -> int | N
             f"the script says {name}={in_script} and the launcher says --{name} {by_launcher}; give one of them"
         )
     return in_script if in_script is not None else by_launcher
+
+
+def counted(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"

@@ -15,7 +15,6 @@ of the loop in docs/concepts/loop.md.
 from __future__ import annotations
 
 import atexit
-import itertools
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -23,19 +22,17 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._C._distributed_c10d import PrefixStore
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from paceline.checkpoint.state_folder import read_state, write_state
 from paceline.collectives.byte_count import Traffic
-from paceline.collectives.communicator import Communicator
 from paceline.collectives.gradient_exchange import Reduction
 from paceline.data.sample_record import RecordHeader, SampleRecord, next_attempt
 from paceline.data.work_source import Deal, WorkSource
 from paceline.engine.acting_once import is_scheduler, let_optimizer_act_once, let_scheduler_follow
 from paceline.engine.boundary import Boundary, Operation, check_boundary
-from paceline.engine.config import EngineConfig, OnNonFinite, one_of
+from paceline.engine.config import EngineConfig, OnNonFinite, counted, one_of
 from paceline.engine.evaluation import EvaluationLoader
 from paceline.engine.one_line_errors import show_our_errors_in_one_line
 from paceline.engine.prepared_loader import PreparedLoader
@@ -44,17 +41,15 @@ from paceline.engine.replicas import check_same_models, parameter_names, weights
 from paceline.engine.saved_state import check_same_job, job_facts, load_states, states_of
 from paceline.engine.sources import as_loader, check_same_order, make_source
 from paceline.engine.strategy_table import StrategyTable
-from paceline.engine.surroundings import call_supervisor, default_backend, find_device
+from paceline.engine.surroundings import call_supervisor, connect_workers, default_backend, find_device, open_meeting
 from paceline.engine.train_step import Timing, TrainStep
 from paceline.errors import CheckpointError, ConfigError, LoopError, PacelineError, ReplicaError
 from paceline.strategies.registry import Job, choose
 from paceline.world.determinism import default_threads, make_deterministic, mix, seed_everything
 from paceline.world.environment import read_world
-from paceline.world.rendezvous_store import open_store
 from paceline.world.world import World
 
 DEFAULT_SEED = 0
-_engines = itertools.count()
 
 
 class Engine:
@@ -102,9 +97,11 @@ class Engine:
         )
         self.config.check_against(self.world)
         self._client = call_supervisor(self.world)
-        self._store = open_store(self.world, self._client, timeout_s) if self.world.size > 1 else None
-        self._comm = self._connect()
-        self._boundary = Boundary(self._comm, self.device)
+        self._opened_store, self._store = open_meeting(self.world, self._client, timeout_s)
+        self._comm = connect_workers(
+            self.world, self._store, backend=self.config.backend, device=self.device, timeout_s=timeout_s
+        )
+        self._boundary = Boundary(self.world, self._store, self._comm, self.device, timeout_s)
         torch.set_num_threads(self.config.threads)
         if reduction == "exact":
             make_deterministic(self.device.type)
@@ -236,9 +233,9 @@ class Engine:
         return self._boundary.gathered_rows(values, None if evaluation is None else evaluation.real_rows)
 
     def barrier(self) -> None:
+        """No worker goes on before all are here; nor, up to `prepare` of what is trained, before all servers are."""
         check_boundary(self._step, "barrier")
-        if self._comm is not None:
-            self._comm.barrier()
+        self._boundary.barrier(with_servers=self._step is None)
 
     def weights_hash(self) -> str:
         """`sha256:…` of parameters and persistent buffers; raises if the workers don't agree."""
@@ -293,8 +290,8 @@ class Engine:
         }
         if self._loader is not None and tree["data"] is not None:
             self._loader.load_state_dict(tree["data"], changed=changed)
-        load_states(Path(folder), tree, loads)
         step.step, step.left_out_steps = tree["step"], tree.get("left_out_steps", 0)
+        load_states(Path(folder), tree, loads)
         check_same_models(self._comm, self._models)
         seed_everything(mix(self.config.seed, "between", step.step, 0))
 
@@ -322,15 +319,6 @@ class Engine:
         self.close()
 
     # -- parts -------------------------------------------------------------------------------------------------------
-
-    def _connect(self) -> Communicator | None:
-        if self._store is None:
-            return None
-        # Several engines in one process meet in several places; all workers make theirs in the same order.
-        store = PrefixStore(f"paceline/{next(_engines)}", self._store)
-        return Communicator.connect(
-            self.world, store, backend=self.config.backend, device=self.device, timeout_s=self.config.timeout_s
-        )
 
     def _adopt(self, thing: Any) -> None:
         if isinstance(thing, nn.Module):
@@ -408,7 +396,7 @@ class Engine:
         batch, amount = source.described()
         return (
             f"paceline: global batch {batch} · "
-            f"{_count(self.world.size, 'worker')} × {_count(config.threads, 'thread')} ({self.world.source}) · "
+            f"{counted(self.world.size, 'worker')} × {counted(config.threads, 'thread')} ({self.world.source}) · "
             f"{config.strategy}, {config.reduction}{' over ' + config.algorithm if config.algorithm else ''} · "
             f"{config.backend if self.world.size > 1 else 'no'} communication · {self.device.type} · {amount}"
         )
@@ -475,7 +463,3 @@ class Engine:
     def _job_facts(self) -> dict[str, Any]:
         data = self._loader.source.facts() if self._loader is not None else {}
         return job_facts(self.config, data, self.device)
-
-
-def _count(number: int, noun: str, plural: str = "s") -> str:
-    return f"{number} {noun}{'' if number == 1 else plural}"

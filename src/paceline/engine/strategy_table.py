@@ -49,8 +49,8 @@ class StrategyTable:
     def state_of(self, optimizer: Optimizer) -> dict[str, Any]:
         return self._strategy_that_updates(optimizer).state_of(optimizer)
 
-    def load(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
-        self._strategy_that_updates(optimizer).load(optimizer, state)
+    def load(self, optimizer: Optimizer, state: dict[str, Any], *, round: int) -> None:
+        self._strategy_that_updates(optimizer).load(optimizer, state, round=round)
 
     def name_of(self, parameter: Parameter, otherwise: str = "a parameter") -> str:
         return self._names.get(id(parameter), otherwise)

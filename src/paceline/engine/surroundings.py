@@ -1,12 +1,19 @@
-"""What an Engine finds around it: the supervisor that started it, and the device it may use."""
+"""What an Engine finds around it: the supervisor that started it, the other processes, and the device it may use."""
 
 from __future__ import annotations
 
-import torch
+import itertools
 
+import torch
+from torch._C._distributed_c10d import PrefixStore, Store
+
+from paceline.collectives.communicator import Communicator
 from paceline.errors import ConfigError
 from paceline.world.control import ControlClient
+from paceline.world.rendezvous_store import open_store
 from paceline.world.world import ControlSocket, World
+
+_engines = itertools.count()
 
 
 def call_supervisor(world: World) -> ControlClient | None:
@@ -15,7 +22,26 @@ def call_supervisor(world: World) -> ControlClient | None:
     return ControlClient.connect(world.rendezvous.path, world.rank)
 
 
+def open_meeting(world: World, client: ControlClient | None, timeout_s: float) -> tuple[Store | None, Store | None]:
+    """The store of all processes, to be kept as long as what is built on it, and this engine's place in it."""
+    if world.size + world.servers == 1:
+        return None, None
+    store = open_store(world, client, timeout_s)
+    # Several engines in one process meet in several places; all processes make theirs in the same order.
+    return store, PrefixStore(f"paceline/{next(_engines)}", store)
+
+
+def connect_workers(
+    world: World, store: Store | None, *, backend: str, device: torch.device, timeout_s: float
+) -> Communicator | None:
+    if store is None or world.size == 1 or world.is_server:
+        return None
+    return Communicator.connect(world, store, backend=backend, device=device, timeout_s=timeout_s)
+
+
 def find_device(world: World, wanted: str | torch.device | None) -> torch.device:
+    if world.is_server:  # its weights are in the host's memory, wherever the workers compute
+        return torch.device("cpu")
     if wanted is not None:
         return torch.device(wanted)
     if not torch.accelerator.is_available():

@@ -430,7 +430,7 @@ class TrainStep:
         return self._strategies.state_of(optimizer)
 
     def load(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
-        self._strategies.load(optimizer, state)
+        self._strategies.load(optimizer, state, round=self.step + self.left_out_steps)
 
     # -- parts -------------------------------------------------------------------------------------------------------
 

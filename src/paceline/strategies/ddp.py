@@ -160,7 +160,7 @@ class Ddp:
     def state_of(self, optimizer: Optimizer) -> dict[str, Any]:
         return optimizer.state_dict()
 
-    def load(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
+    def load(self, optimizer: Optimizer, state: dict[str, Any], *, round: int) -> None:
         optimizer.load_state_dict(state)
 
     def close(self) -> None:

@@ -35,8 +35,8 @@ class Job:
     """What a strategy builds on: who is there, how they talk, what is trained, and the constants it cares about."""
 
     world: World
-    comm: Communicator | None  # between the workers; None: there is one
-    store: Store | None  # for groups of its own
+    comm: Communicator | None  # between the workers; None: there is one, or this is a server
+    store: Store | None  # for groups of its own; None: nobody else is there
     device: torch.device
     models: Sequence[nn.Module]
     optimizers: Sequence[Optimizer]
@@ -59,7 +59,10 @@ class Maker(Protocol):
 
 @dataclass(frozen=True)
 class Registered:
-    """One strategy. `open` is called once on every worker, in `prepare`: what can't work is refused there."""
+    """One strategy. `open` is called once on every process, in `prepare`: what can't work is refused there.
+
+    On a server process `open` serves until the workers have gone, and ends the process by SystemExit.
+    """
 
     name: str
     config: type[Any]
@@ -67,6 +70,7 @@ class Registered:
     # Ways to choose it that give the bits of one process; the tests of bits run each of them.
     synchronous: tuple[Any, ...] = ()
     rides: Callable[[int, int], Rides] = neighbouring_lanes
+    uses_servers: bool = False
 
 
 @dataclass(frozen=True)

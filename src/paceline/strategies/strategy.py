@@ -137,8 +137,8 @@ class Strategy(Protocol):
         """The optimizer's whole state, wherever it lives; all workers call it, after `settle`."""
         ...
 
-    def load(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
-        """Take over a saved state; the model has got its weights already. All workers call it."""
+    def load(self, optimizer: Optimizer, state: dict[str, Any], *, round: int) -> None:
+        """Take over a saved state and go on with `round`; the model has got its weights. All workers call it."""
         ...
 
     def close(self) -> None: ...
