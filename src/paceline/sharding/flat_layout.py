@@ -87,6 +87,10 @@ class FlatLayout:
         return self.offsets[-1]
 
     @property
+    def blocks(self) -> int:
+        return self.extent // BLOCK
+
+    @property
     def elements(self) -> int:
         """The elements of all parameters, without padding."""
         return self._elements_before[-1]
