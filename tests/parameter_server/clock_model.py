@@ -15,6 +15,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from hypothesis import strategies as st
+
 from paceline.parameter_server.bounded_delay import BoundedDelay
 from paceline.parameter_server.bounded_staleness import BoundedStaleness
 from paceline.parameter_server.clock import Clock, WeightsInHand
@@ -23,6 +25,14 @@ from paceline.world.lanes import neighbouring_lanes
 Fact = tuple[str, int, int]  # ("push", round, lane), or ("said", round, worker): which lanes it had in the round
 Contents = frozenset[Fact]
 Action = tuple[Any, ...]
+
+CLOCKS: list[Clock] = [
+    *(BoundedStaleness(steps) for steps in (0, 1, 2, math.inf)),
+    *(BoundedDelay(rounds) for rounds in (0, 1, 3)),
+    BoundedStaleness(1, see_own_updates=True),
+    BoundedStaleness(math.inf, see_own_updates=True),
+]
+CHOICES = st.lists(st.integers(0, 30), min_size=1, max_size=40)
 
 
 @dataclass(frozen=True)
@@ -83,6 +93,17 @@ class Shape:
         for worker in range(self.workers):
             yield ("said", round, worker)
             yield from (("push", round, lane) for lane in self.lanes_of(worker, round))
+
+
+@st.composite
+def shapes(draw: st.DrawFn) -> Shape:
+    workers = draw(st.integers(1, 3))
+    lanes, rounds = workers + draw(st.integers(0, 2)), draw(st.integers(3, 6))
+    keys = draw(st.integers(1, 3))
+    places = st.tuples(st.integers(0, rounds - 1), st.integers(0, lanes - 1))
+    return Shape(
+        workers, lanes, draw(st.integers(1, min(2, keys))), keys, rounds, draw(st.frozensets(places, max_size=4))
+    )
 
 
 @dataclass(frozen=True)

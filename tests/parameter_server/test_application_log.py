@@ -24,6 +24,7 @@ from paceline.parameter_server.application_log import (
     Applied,
     JobFacts,
     Read,
+    Settings,
     next_attempt,
     read_log,
 )
@@ -31,7 +32,7 @@ from paceline.parameter_server.treatment import Outcome
 
 JOB = JobFacts(workers=1, servers=1, lanes=2, keys=2, clock="s=2", facts={"command": ["train.py", "--lr", "0.1"]})
 READ = Read(worker=0, round=0, lanes=(0, 1), versions={0: 0, 1: 0})
-SETTINGS = ({"lr": 0.1, "betas": (0.9, 0.999), "nesterov": False, "weight_decay": 0},)
+SETTINGS: Settings = ({"lr": 0.1, "betas": (0.9, 0.999), "nesterov": False, "weight_decay": 0},)
 APPLIED = Applied(server=0, key=0, order=0, round=0, lane=1, worker=0, settings=SETTINGS)
 SECOND = replace(APPLIED, key=1, outcome=Outcome(3, 1 / 3, 0.1 + 0.2), incarnation=2)
 
@@ -324,7 +325,7 @@ def test_a_line_after_the_end_is_damage(tmp_path: Path) -> None:
     written(tmp_path, READ)
     with path_of(tmp_path, "worker").open("a") as file:
         file.write('{"kind":"end","records":1,"facts":{}}\n')
-    with pytest.raises(CheckpointError, match="worker-00000.jsonl, line 4: a line of kind 'end' after the end"):
+    with pytest.raises(CheckpointError, match=r"worker-00000.jsonl, line 4: a line of kind 'end' after the end"):
         read_log(tmp_path)
 
 

@@ -14,30 +14,12 @@ from paceline.errors import ReplicaError
 from paceline.parameter_server.bounded_delay import BoundedDelay
 from paceline.parameter_server.bounded_staleness import BoundedStaleness
 from paceline.parameter_server.clock import Clock, WeightsInHand
-from tests.parameter_server.clock_model import Miniature, Shape
+from tests.parameter_server.clock_model import CHOICES, CLOCKS, Action, Miniature, Shape, shapes
 
-CLOCKS: list[Clock] = [
-    *(BoundedStaleness(steps) for steps in (0, 1, 2, math.inf)),
-    *(BoundedDelay(rounds) for rounds in (0, 1, 3)),
-    BoundedStaleness(1, see_own_updates=True),
-    BoundedStaleness(math.inf, see_own_updates=True),
-]
 QUICK = settings(
     max_examples=100, stateful_step_count=12, deadline=None, database=None, suppress_health_check=list(HealthCheck)
 )
 SEARCH = settings(QUICK, max_examples=300, phases=[Phase.generate])
-CHOICES = st.lists(st.integers(0, 30), min_size=1, max_size=40)
-
-
-@st.composite
-def shapes(draw: st.DrawFn) -> Shape:
-    workers = draw(st.integers(1, 3))
-    lanes, rounds = workers + draw(st.integers(0, 2)), draw(st.integers(3, 6))
-    keys = draw(st.integers(1, 3))
-    places = st.tuples(st.integers(0, rounds - 1), st.integers(0, lanes - 1))
-    return Shape(
-        workers, lanes, draw(st.integers(1, min(2, keys))), keys, rounds, draw(st.frozensets(places, max_size=4))
-    )
 
 
 class ClockMachine(RuleBasedStateMachine):
@@ -55,24 +37,25 @@ class ClockMachine(RuleBasedStateMachine):
     @rule(choices=CHOICES)
     def anything_happens(self, choices: list[int]) -> None:
         for choice in choices:
-            self._act(lambda choice=choice: self.miniature.step(choice))
+            if actions := self.miniature.actions():
+                self._act(actions[choice % len(actions)])
 
     @rule(choice=st.integers(0, 2))
     def one_worker_runs_as_far_as_it_may(self, choice: int) -> None:
         number = choice % self.miniature.shape.workers
         while mine := [a for a in self.miniature.actions() if a in (("send", number), ("start", number))]:
-            self._act(lambda action=mine[0]: self.miniature.act(*action))
+            self._act(mine[0])
 
     @rule(choice=st.integers(0, 11))
     def one_channel_is_emptied(self, choice: int) -> None:
         channels = list(self.miniature.channels)
         channel = channels[choice % len(channels)]
         while self.miniature.channels[channel]:
-            self._act(lambda: self.miniature.act("deliver", *channel))
+            self._act(("deliver", *channel))
 
-    def _act(self, action: Callable[[], object]) -> None:
+    def _act(self, action: Action) -> None:
         self.failed = True
-        action()
+        self.miniature.act(*action)
         self.failed = False
 
     def teardown(self) -> None:

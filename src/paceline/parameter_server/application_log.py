@@ -55,7 +55,7 @@ class JobFacts:
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """A worker starts a round for its lanes with these versions of the keys."""
+    """A worker starts a round for its lanes with these versions of the keys: updates since this start of the job."""
 
     worker: int
     round: int

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -81,7 +81,7 @@ class PullRequest:
 class KeyWeights:
     """What is known of one key's weights."""
 
-    version: int
+    version: int  # updates since this start of the job
     complete: int
     asked_before: int  # the round they were asked for: this worker's pushes of all earlier rounds are in
 
@@ -93,14 +93,10 @@ class WeightsInHand:
     `see_own_updates` ask for a round after the pushes of the round before; under other clocks ask as early as you like.
     """
 
-    def __init__(
-        self, clock: Clock, keys: Iterable[int], first_round: int = 0, versions: Mapping[int, int] | None = None
-    ) -> None:
+    def __init__(self, clock: Clock, keys: Iterable[int], first_round: int = 0) -> None:
         """The weights that the job starts or goes on from: all updates before `first_round`, and nothing else."""
         self._clock = clock
-        self._newest = {
-            key: KeyWeights(0 if versions is None else versions[key], first_round - 1, first_round) for key in keys
-        }
+        self._newest = {key: KeyWeights(0, first_round - 1, first_round) for key in keys}
         self._read = dict(self._newest)
         self._asked: dict[int, int] = {}
         self._last_pushed = -1

@@ -1,0 +1,240 @@
+"""An order in which one process does again what many did at once: every gradient from the weights that it was made of.
+
+    log      key 0   ← (round 0, lane 1) ← (0, 0) ← (1, 1)        (0, 0) read versions 0 and 0
+             key 1   ← (round 0, lane 0) ← (0, 1) ← (1, 1)        (0, 1) read versions 0 and 1;   (1, 1) read 1 and 2
+
+    order    turn    compute    then apply              kept for later
+             1       (0, 0)     key 1: version 1        gradient of (0, 0) for key 0
+             2       (0, 1)     key 0: 1, 2; key 1: 2   version 1 of key 0, which (1, 1) will read
+             3       (1, 1)     key 0: 3; key 1: 3      –
+
+Every key has its order of applications, and an item (a round and a lane) must follow the applications that made what it
+read. An item is computed only when some key has nothing else to go on with, and its gradient is applied as soon as its
+turn comes: so old versions, which items share, are kept rather than gradients, which they don't, and a version only
+until its last reader is computed. While there is an order this finds one: keys that can't go on would otherwise wait
+for each other in a circle.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from paceline.errors import CheckpointError
+from paceline.parameter_server.application_log import Applied, RecordedRun
+
+KeyVersion = tuple[int, int]
+
+
+@dataclass(frozen=True, order=True, slots=True)
+class Item:
+    """One lane's work of one round, and who did it."""
+
+    round: int
+    lane: int
+    worker: int
+    incarnation: int
+
+    def __str__(self) -> str:
+        return f"round {self.round}, lane {self.lane} of worker {self.worker}"
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """One application that was not dropped, and the items whose gradients it has."""
+
+    record: Applied
+    items: tuple[Item, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Application:
+    record: Applied
+    version: int  # that it makes
+    keep_old: bool  # an item that is computed later read the version before it: copy that first
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """Compute one item from the versions it read, then apply what can be applied."""
+
+    item: Item
+    reads: Mapping[int, int]
+    keys: tuple[int, ...]  # those whose gradient is applied, now or in a later turn; the others' are not needed
+    forget: tuple[KeyVersion, ...]  # copies that nobody reads after this item
+    applications: tuple[Application, ...]
+
+
+@dataclass(frozen=True)
+class ReplayOrder:
+    turns: tuple[Turn, ...]
+    versions: Mapping[int, int]  # of every key, in the end
+    most_copies: int  # of one key's old weights, kept at once
+    most_gradients: int  # of one item and key, kept at once
+
+
+def replay_order(run: RecordedRun) -> ReplayOrder:
+    """The order for this log; CheckpointError when there is none. Pushes that were dropped are left out."""
+    reads = _reads_by_item(run)
+    updates = _updates_by_key(run, reads)
+    _check_versions(reads, updates)
+    return _Planner(reads, updates).plan()
+
+
+class _Planner:
+    """Walks the orders of all keys at once, one item at a time."""
+
+    def __init__(self, reads: Mapping[Item, Mapping[int, int]], updates: Mapping[int, Sequence[Update]]) -> None:
+        self._reads, self._updates = reads, updates
+        self._version = dict.fromkeys(updates, 0)
+        self._keys_of: dict[Item, list[int]] = defaultdict(list)
+        for key, queue in updates.items():
+            for item in (item for update in queue for item in update.items):
+                self._keys_of[item].append(key)
+        self._computed: set[Item] = set()
+        self._readers: Counter[KeyVersion] = Counter()  # items that are not computed yet, by what they read
+        self._missing: dict[Item, int] = {}  # how many versions that it read do not exist yet
+        self._waiting: dict[KeyVersion, list[Item]] = defaultdict(list)
+        for item in self._keys_of:
+            later = [place for place in reads[item].items() if place[1] > 0]
+            self._missing[item] = len(later)
+            self._readers.update(reads[item].items())
+            for place in later:
+                self._waiting[place].append(item)
+        self._wanted_by: dict[Item, list[int]] = {}  # the keys that can't go on without it
+        self._ready: list[Item] = []  # those wanted that can be computed
+        self._copies = self._most_copies = self._gradients = self._most_gradients = 0
+
+    def plan(self) -> ReplayOrder:
+        for key in self._updates:
+            self._go_on(key)
+        turns = []
+        while self._ready:
+            turns.append(self._turn(heapq.heappop(self._ready)))
+        if any(self._version[key] < len(queue) for key, queue in self._updates.items()):
+            raise CheckpointError(f"the log has no order: {self._circle()}; lines are missing, or of another run")
+        return ReplayOrder(tuple(turns), dict(self._version), self._most_copies, self._most_gradients)
+
+    def _turn(self, item: Item) -> Turn:
+        self._computed.add(item)
+        reads = self._reads[item]
+        self._readers.subtract(reads.items())
+        forget = tuple(
+            (key, version)
+            for key, version in reads.items()
+            if not self._readers[key, version] and version < self._version[key]
+        )
+        self._copies -= len(forget)
+        self._gradients += len(self._keys_of[item])
+        self._most_gradients = max(self._most_gradients, self._gradients)
+        applications = tuple(step for key in self._wanted_by.pop(item) for step in self._go_on(key))
+        return Turn(item, reads, tuple(self._keys_of[item]), forget, applications)
+
+    def _go_on(self, key: int) -> list[Application]:
+        """Apply to the key what is computed, up to an update that lacks an item: that is wanted from now on."""
+        done = []
+        while self._version[key] < len(self._updates[key]):
+            update = self._updates[key][self._version[key]]
+            lacking = self._lacking(update)
+            if lacking is not None:
+                self._want(lacking, key)
+                break
+            done.append(self._apply(key, update))
+        return done
+
+    def _lacking(self, update: Update) -> Item | None:
+        return next((item for item in update.items if item not in self._computed), None)
+
+    def _want(self, item: Item, key: int) -> None:
+        if item not in self._wanted_by and not self._missing[item]:
+            heapq.heappush(self._ready, item)
+        self._wanted_by.setdefault(item, []).append(key)
+
+    def _apply(self, key: int, update: Update) -> Application:
+        old = self._version[key]
+        keep_old = self._readers[key, old] > 0
+        self._version[key] = old + 1
+        self._gradients -= len(update.items)
+        self._copies += keep_old
+        self._most_copies = max(self._most_copies, self._copies)
+        for item in self._waiting.pop((key, old + 1), ()):
+            self._missing[item] -= 1
+            if not self._missing[item] and item in self._wanted_by:
+                heapq.heappush(self._ready, item)
+        return Application(update.record, old + 1, keep_old)
+
+    def _circle(self) -> str:
+        """Which keys wait for each other."""
+        key = next(key for key, queue in self._updates.items() if self._version[key] < len(queue))
+        seen: list[int] = []
+        said: list[str] = []
+        while key not in seen:
+            seen.append(key)
+            item = self._lacking(self._updates[key][self._version[key]])
+            assert item is not None, "an update whose items are computed would have been applied"
+            other, version = next(place for place in self._reads[item].items() if place[1] > self._version[place[0]])
+            said.append(
+                f"after version {self._version[key]} key {key} has the gradient of {item}, "
+                f"which read version {version} of key {other}"
+            )
+            key = other
+        return "; ".join(said[seen.index(key) :])
+
+
+# -- what is wrong with a log ------------------------------------------------------------------------------------------
+
+
+def _reads_by_item(run: RecordedRun) -> dict[Item, Mapping[int, int]]:
+    reads: dict[Item, Mapping[int, int]] = {}
+    for read in run.reads:
+        for lane in read.lanes:
+            item = Item(read.round, lane, read.worker, read.incarnation)
+            if item in reads:
+                raise CheckpointError(f"the log of worker {read.worker} has {item} twice; lines are of another run")
+            reads[item] = read.versions
+    return reads
+
+
+def _updates_by_key(run: RecordedRun, reads: Mapping[Item, object]) -> dict[int, list[Update]]:
+    rounds: dict[tuple[int, int], list[Item]] = defaultdict(list)
+    for item in reads:
+        rounds[item.round, item.incarnation].append(item)
+    updates: dict[int, list[Update]] = {}
+    for key, records in run.applied.items():
+        updates[key] = []
+        seen: dict[tuple[int, int, int | None], int] = {}
+        for record in records:
+            where = f"server {record.server}, key {key}, application {record.order}"
+            whose = f"round {record.round}" + ("" if record.lane is None else f", lane {record.lane}")
+            first = seen.setdefault((record.incarnation, record.round, record.lane), record.order)
+            if first != record.order:
+                raise CheckpointError(
+                    f"{where}: the gradient of {whose} was there already as application {first}; "
+                    "it may be applied once: the log is of two runs, or the server has a fault"
+                )
+            if record.outcome.dropped:
+                continue
+            if record.lane is None or record.worker is None:
+                items = tuple(sorted(rounds[record.round, record.incarnation]))
+            else:
+                item = Item(record.round, record.lane, record.worker, record.incarnation)
+                items = (item,) if item in reads else ()
+            if not items:
+                raise CheckpointError(
+                    f"{where}: no worker's log says from which weights the gradient of {whose} was computed; "
+                    "lines of it are missing"
+                )
+            updates[key].append(Update(record, items))
+    return updates
+
+
+def _check_versions(reads: Mapping[Item, Mapping[int, int]], updates: Mapping[int, Sequence[Update]]) -> None:
+    for item, versions in reads.items():
+        for key, version in versions.items():
+            if version > len(updates[key]):
+                raise CheckpointError(
+                    f"{item} read version {version} of key {key}, but its server's log has {len(updates[key])} "
+                    "updates; lines of it are missing"
+                )
