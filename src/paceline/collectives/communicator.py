@@ -123,6 +123,25 @@ class Communicator:
         """Whether messages between two ranks run in line, so that those of one moment must start as a group."""
         return device.type != "cpu" and self.backend == "nccl"
 
+    # -- tensors that are read where they lie ---------------------------------------------------------------------
+
+    def shared(self, elements: int, dtype: torch.dtype) -> Tensor | None:
+        """Memory that all ranks can read, if there is such; all of them ask for the same, in the same order."""
+        if self.backend != "paceline":
+            return None
+        tensor: Tensor = self._groups["cpu"].allocate(elements, dtype)
+        return tensor
+
+    def number_of(self, tensor: Tensor) -> int | None:
+        """The place of a flat tensor in shared memory; telling it to a peer is sending the tensor without a copy."""
+        number: int | None = self._groups["cpu"].number_of(tensor) if self.backend == "paceline" else None
+        return number
+
+    def there(self, rank: int, number: int, elements: int, dtype: torch.dtype) -> Tensor:
+        """What `rank` named by that number."""
+        tensor: Tensor = self._groups["cpu"].there(rank, number, elements, dtype)
+        return tensor
+
     # -- native collectives --------------------------------------------------------------------------------------
 
     def all_reduce(self, tensor: Tensor) -> Work:

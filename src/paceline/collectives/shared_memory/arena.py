@@ -16,6 +16,9 @@ from torch import Tensor
 from paceline.collectives.shared_memory.segment import PAGE, Segment
 
 
+_OFFSET_BITS = 40
+
+
 @dataclass(frozen=True)
 class Arena:
     segment: Segment
@@ -46,13 +49,21 @@ class Arenas:
         found = self._find(tensor)
         return None if found is None else f"{found[0]}:{found[1]}"
 
+    def number_of(self, tensor: Tensor) -> int | None:
+        """The same as one number, to be told to a rank that wants to read the tensor where it lies."""
+        found = self._find(tensor)
+        return None if found is None else found[0] << _OFFSET_BITS | found[1]
+
+    def there(self, rank: int, number: int, elements: int, dtype: torch.dtype) -> Tensor:
+        """What `rank` named by that number."""
+        rows, offset = self._arenas[number >> _OFFSET_BITS].rows, number & (1 << _OFFSET_BITS) - 1
+        return rows[rank, offset : offset + elements * dtype.itemsize].view(dtype)
+
     def everyones(self, tensor: Tensor) -> list[Tensor]:
         """The counterparts of `tensor` on all ranks, in rank order."""
-        found = self._find(tensor)
-        assert found is not None
-        number, offset = found
-        rows = self._arenas[number].rows
-        return [rows[rank, offset : offset + tensor.nbytes].view(tensor.dtype) for rank in range(self._size)]
+        number = self.number_of(tensor)
+        assert number is not None
+        return [self.there(rank, number, tensor.numel(), tensor.dtype) for rank in range(self._size)]
 
     def release(self, tensor: Tensor) -> None:
         """Let go of the arena that `tensor` lies in; the memory is free when every rank has, and no tensor is left."""

@@ -98,6 +98,13 @@ class SharedMemoryGroup(dist.ProcessGroup):
         """A tensor in shared memory, which an all-reduce adds up where it lies. All ranks call it in the same order."""
         return self._arenas.allocate(elements, dtype)
 
+    def number_of(self, tensor: Tensor) -> int | None:
+        """Where in shared memory a flat tensor lies, if it does; another rank finds it `there`."""
+        return self._arenas.number_of(tensor)
+
+    def there(self, rank: int, number: int, elements: int, dtype: torch.dtype) -> Tensor:
+        return self._arenas.there(rank, number, elements, dtype)
+
     def sum_bucket(self, *bucket: Any) -> LineWork:
         """Start the canonical sum of a gradient bucket (see `BucketSums.sum`); the result is this rank's total."""
         result: list[Any] = []
