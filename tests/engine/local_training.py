@@ -40,6 +40,7 @@ class Strategy:
             worker=job.world.rank,
             cut=lambda specs, order: plan_buckets(specs, order, job.bucket_bytes),
             leave=self._left,
+            by_lane=True,
             learns=False,
         )
         self.parameters = self._buckets.parameters
@@ -59,29 +60,31 @@ class Strategy:
 
     def start_step(self, round: int, plan: SumPlan) -> None:
         self.calls.append(("start_step", round))
-        self._nodes: list[dict[int, Tensor]] = []
+        self._gradients: list[list[Tensor]] = [[] for _ in self._buckets.sums]
         self._buckets.start_step(plan)
 
     def start_backward(self, place: ItemPlace, *, last: bool) -> None:
         self.calls.append(("start_backward", place.lane, place.weight))
+        self._place = place
         self._buckets.start_backward(place, last=last)
 
     def finish_backward(self, place: ItemPlace) -> None:
         self._buckets.finish_backward(place)
 
     def skip(self, place: ItemPlace) -> None:
+        self._place = place
         self._buckets.skip(place)
 
     def _left(self, number: int, nodes: dict[int, Tensor]) -> None:
-        self._nodes.append(nodes)
+        self._gradients[number] += [] if self._place.left_out else nodes.values()
 
     def used(self) -> Sequence[bool]:
         return self._buckets.used
 
     def collect(self, tally: Tally) -> None:
         self.calls.append(("collect", tally))
-        for sums, nodes in zip(self._buckets.sums, self._nodes, strict=True):
-            total = torch.stack([*nodes.values()]).sum(0) if nodes else sums.buffer().zero_()
+        for sums, gradients in zip(self._buckets.sums, self._gradients, strict=True):
+            total = torch.stack(gradients).sum(0) if gradients else sums.buffer().zero_()
             used = [self._buckets.used[member.parameter] for member in sums.bucket.members]
             sums.hand_out(total * tally.scale, used)
 

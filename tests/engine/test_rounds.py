@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from paceline import Engine, World
-from paceline.engine.engine import Engine as _Engine
+from paceline.errors import NonFiniteLossError
 from tests.engine.local_training import LocalTraining, remembering, strategy_of
 from tests.engine.loops import prepared
 from tests.workers import run_workers
@@ -91,29 +91,57 @@ def test_a_stop_inside_a_group_that_only_one_worker_takes_is_named_by_the_others
     assert "worker 1 waited for worker 0, but it left its training loop after step 2" in second.error
 
 
-def leaves_out_its_share(world: World) -> tuple[int, list[bool], list[bool], int]:
-    with Engine(world=world, strategy=LocalTraining(), on_nonfinite="skip", timeout_s=20) as engine:
-        model, optimizer, loader = prepared(engine, samples=24)
-        stepped = []
-        for x, _ in loader:
-            bad = engine.step == 1 and world.rank == 1
-            if bad:
-                with pytest.warns(UserWarning, match="nan in lane 1; this worker's share of the step is left out"):
+def leaves_out_a_lane(world: World, *, agree_every: int) -> tuple[int, list[Any], list[float], bool]:
+    """Steps, the tallies' (left out, weights), lane 2's history of buffers, and whether the weights stayed finite."""
+    job: dict[str, Any] = {"strategy": LocalTraining(agree_every), "on_nonfinite": "skip", "timeout_s": 20}
+    with Engine(world=world, lanes=3, **job) as engine:
+        model, optimizer, loader = remembering(engine, steps=3)
+        starts = []
+        for (x,) in loader:
+            if x == 6:  # lane 2 of the second step
+                starts.append(float(model.seen))
+                with pytest.warns(UserWarning, match="the loss of step 2 is nan in lane 2; the .* (left out|skipped)"):
                     engine.backward(loss_of(model, x) * math.nan)
             else:
+                starts += [float(model.seen)] if x % 3 == 0 else []
                 engine.backward(loss_of(model, x))
             optimizer.step()
-            stepped.append(engine.stepped)
-        found = strategy_of(engine)
-        tallies = found.said("collect")
-        assert not any(tally.agreed or tally.empty for tally in tallies)
-        return engine.step, stepped, [tally.left_out for tally in tallies], len(found.said("apply"))
+        tallies = strategy_of(engine).said("collect")
+        finite = all(bool(parameter.isfinite().all()) for parameter in model.parameters())
+        return engine.step, [(tally.left_out, tally.weights) for tally in tallies], starts, finite
 
 
-def test_a_loss_that_is_not_finite_takes_only_the_workers_share_out_and_the_step_counts() -> None:
-    first, second = run_workers(leaves_out_its_share, 2)
-    assert first.value == (3, [True] * 3, [False] * 3, 3), first.traceback
-    assert second.value == (3, [True] * 3, [False, True, False], 3), second.traceback
+def test_where_nobody_agrees_a_loss_that_is_not_finite_takes_only_its_lane_out_and_the_step_counts() -> None:
+    (alone,) = run_workers(leaves_out_a_lane, 1, agree_every=0)
+    assert alone.error is None, alone.traceback
+    step, tallies, starts, finite = alone.value
+    full, without = ((0, 1.0), (1, 1.0), (2, 1.0)), ((0, 1.0), (1, 1.0), (2, 0.0))
+    assert (step, finite) == (3, True)
+    assert tallies == [(False, full), (False, without), (False, full)]
+    assert starts == [0, 3, 3], "the lane's buffers go on from where they were"
+    _, second = run_workers(leaves_out_a_lane, 2, agree_every=0)
+    assert second.value == (3, [(left, weights[1:]) for left, weights in tallies], [0, 3, 3], True), second.traceback
+
+
+def test_inside_a_group_a_loss_that_is_not_finite_leaves_the_round_out_and_the_step_counts() -> None:
+    (alone,) = run_workers(leaves_out_a_lane, 1, agree_every=3)
+    assert alone.error is None, alone.traceback
+    step, tallies, _, finite = alone.value
+    assert (step, finite, [left for left, _ in tallies]) == (3, True, [False, True, False])
+
+
+def stops_at_nan(world: World) -> list[str]:
+    with Engine(world=world, lanes=2, strategy=LocalTraining()) as engine:
+        model, _, loader = prepared(engine)
+        with pytest.raises(NonFiniteLossError, match="the loss of step 1 is nan in lane 0"):
+            for x, _ in loader:
+                engine.backward(loss_of(model, x) * math.nan)
+        return [call[0] for call in strategy_of(engine).calls]
+
+
+def test_where_nobody_agrees_a_loss_that_is_not_finite_stops_before_any_gradient_leaves() -> None:
+    (alone,) = run_workers(stops_at_nan, 1)
+    assert alone.value == ["start_step"], alone.traceback
 
 
 def weighs(world: World) -> list[tuple[tuple[int, float], ...]]:
@@ -223,7 +251,7 @@ def test_buffers_that_the_user_writes_are_where_every_lane_goes_on() -> None:
 # -- what the loop promises a strategy ---------------------------------------------------------------------------------
 
 
-def run(engine: _Engine, steps: int = 4, **options: Any) -> Any:
+def run(engine: Engine, steps: int = 4, **options: Any) -> Any:
     model, optimizer, loader = prepared(engine, samples=4 * steps, **options)
     for x, _ in loader:
         engine.backward(loss_of(model, x))

@@ -37,6 +37,7 @@ class LaneReport:
     loss: float = 0.0  # of the first micro-batch that was not finite, otherwise of the last
     finite: bool = True
     means: dict[int, tuple[float, float]] = field(default_factory=dict)  # name's key -> (Σ value·weight, Σ weight)
+    left_out: bool = False  # known to this worker alone, in rounds that never agree
 
     def add_mean(self, key: int, value: float, weight: float) -> None:
         total, weights = self.means.get(key, (0.0, 0.0))

@@ -40,9 +40,10 @@ from paceline.engine.progress import Progress
 from paceline.engine.replicas import check_same_models, parameter_names, weights_hash
 from paceline.engine.saved_state import check_same_job, job_facts, load_states, states_of
 from paceline.engine.sources import as_loader, check_same_order, make_source
+from paceline.engine.step_so_far import Timing
 from paceline.engine.strategy_table import StrategyTable
 from paceline.engine.surroundings import call_supervisor, connect_workers, default_backend, find_device, open_meeting
-from paceline.engine.train_step import Timing, TrainStep
+from paceline.engine.train_step import TrainStep
 from paceline.errors import CheckpointError, ConfigError, LoopError, PacelineError, ReplicaError
 from paceline.strategies.registry import Job, choose
 from paceline.world.determinism import default_threads, make_deterministic, mix, seed_everything

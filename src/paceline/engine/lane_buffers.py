@@ -116,9 +116,9 @@ class LaneBuffers:
 
     # -- steps that never agree --------------------------------------------------------------------------------------
 
-    def go_apart(self, *, dropped: bool) -> None:
-        """Each of this worker's lanes goes on from its own, or, if its step was `dropped`, from where it was."""
-        self._apart = (self._apart or {}) | ({} if dropped else self._left)
+    def go_apart(self) -> None:
+        """Each of this worker's lanes goes on from its own; one whose buffers were not kept, from where it was."""
+        self._apart = (self._apart or {}) | self._left
         self._note_versions()
 
     def settle(self, comm: Communicator | None, owner: int, lowest: int = 0) -> None:

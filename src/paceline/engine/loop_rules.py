@@ -6,6 +6,7 @@ The table of all rules is docs/concepts/loop.md; those that are part of what a s
 from __future__ import annotations
 
 import enum
+import warnings
 from collections.abc import Callable, Sequence
 
 from torch import Tensor
@@ -13,7 +14,9 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from paceline.data.sharded_sampler import WorkItem
-from paceline.errors import LoopError
+from paceline.engine.ballot import LaneReport
+from paceline.engine.config import OnNonFinite
+from paceline.errors import LoopError, NonFiniteLossError
 
 
 class Phase(enum.Enum):
@@ -54,6 +57,21 @@ def item_of_mean(item: WorkItem | None, phase: Phase, name: str) -> WorkItem:
     if phase in (Phase.COLLECTED, Phase.APPLIED):
         raise LoopError(f"engine.mean({name!r}) comes too late: call it before engine.backward(), which sends it")
     return item
+
+
+def must_leave_out(reports: Sequence[LaneReport], rule: OnNonFinite, step: int, told: str, stacklevel: int) -> bool:
+    """Whether a loss that is not finite takes them out, `told` in a warning; or it stops training."""
+    bad = next((report for report in reports if not report.finite), None)
+    if bad is None or rule == "continue":
+        return False
+    what = f"the loss of step {step + 1} is {bad.loss} in lane {bad.lane}"
+    if rule == "stop":
+        raise NonFiniteLossError(
+            f"{what}; training stops before the weights are touched "
+            "(on_nonfinite='skip' leaves such steps out, 'continue' applies them)"
+        )
+    warnings.warn(f"{what}; {told}", stacklevel=stacklevel)
+    return True
 
 
 def learning_rates(optimizers: Sequence[Optimizer]) -> list[float]:

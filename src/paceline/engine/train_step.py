@@ -8,8 +8,8 @@ The body of the loop runs once per item, so `step()` and `zero_grad()` between i
 the lane sums live out of their reach. After the last backward `.grad` holds the gradient of the global batch, under
 strategies that keep it here; who runs the update is the strategy's affair.
 
-In a round whose workers don't agree there is one ballot, this worker's own: the step, its means and a wish to stop are
-its own affair, and a loss that is not finite takes only its share out.
+In a round whose workers don't agree there is one ballot, this worker's own: means and a wish to stop are its affair.
+Where they never agree a gradient may be applied as soon as it leaves, so a loss is judged before its lane's backward.
 """
 
 from __future__ import annotations
@@ -18,12 +18,10 @@ import math
 import time
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from paceline.collectives.byte_count import Traffic
@@ -41,38 +39,14 @@ from paceline.engine.loop_rules import (
     item_of_backward,
     item_of_mean,
     learning_rates,
+    must_leave_out,
 )
+from paceline.engine.step_so_far import StepSoFar, Timing
 from paceline.engine.strategy_table import StrategyTable, drop_gradients_of_others
-from paceline.errors import LoopError, NonFiniteLossError
+from paceline.errors import LoopError
 from paceline.strategies.registry import Rides
 from paceline.strategies.strategy import Agreement, ItemPlace, Strategy, Tally
 from paceline.world.determinism import mix, seed_everything
-
-
-@dataclass
-class Timing:
-    """Seconds of the last step."""
-
-    backward_s: float = 0.0
-    exposed_s: float = 0.0  # from the end of the last backward until the gradient was there
-    left_during_backward: int = 0  # buckets
-    waited_for_data_s: float = 0.0
-
-
-@dataclass
-class _Step:
-    """What accumulates over one step."""
-
-    agreement: Agreement = Agreement.NOW
-    lowest: int = 0  # lane that has samples
-    owner: int = 0  # the worker that rides it
-    reports: dict[int, LaneReport] = field(default_factory=dict)
-    learning_rates: list[float] | None = None
-    gradient_versions: list[tuple[Parameter, int]] = field(default_factory=list)
-    acted: set[int] = field(default_factory=set)
-    traffic_before: Traffic = field(default_factory=Traffic)
-    empty: bool = False  # all workers leave it out: Σ weight was 0, or the loss was not finite and is skipped
-    left_out: set[tuple[int, int]] = field(default_factory=set)  # (lane, micro-batch) that had no backward
 
 
 class TrainStep:
@@ -100,7 +74,7 @@ class TrainStep:
         self._stop_wanted = False
         self._clip: float | None = None
         self._clipped_by: float = math.nan
-        self._now = _Step()
+        self._now = StepSoFar()
         self._update = 0
         self._active: Strategy | None = None
         self._mean_names: dict[int, str] = {}
@@ -235,13 +209,14 @@ class TrainStep:
             tuple((report.lane, report.weight) for report in reports),
             self._item.step_samples,
             used,
-            left_out=self._must_leave_out(reports, agreed=agreed),
+            left_out=now.agreement is not Agreement.NEVER
+            and must_leave_out(reports, self._config.on_nonfinite, self.step, "the step is skipped", 5),
         )
         active.collect(tally)
         if agreed and tally.weight == 0:
             warnings.warn(f"step {self.step + 1} is skipped: the weights of all its micro-batches are 0", stacklevel=4)
         now.empty = tally.empty
-        self._finish_buffers(changed, dropped=tally.empty or tally.left_out)
+        self._finish_buffers(changed)
         self.means |= means_over(reports, self._mean_names)
         self.stop_agreed = any(ballot.stop for ballot in ballots)
         now.gradient_versions = gradient_versions(active.parameters)
@@ -259,34 +234,29 @@ class TrainStep:
             lanes=tuple(self._now.reports.values()),
         )
 
-    def _must_leave_out(self, reports: Sequence[LaneReport], *, agreed: bool) -> bool:
-        bad = next((report for report in reports if not report.finite), None)
-        if bad is None or self._config.on_nonfinite == "continue":
-            return False
-        what = f"the loss of step {self.step + 1} is {bad.loss} in lane {bad.lane}"
-        if self._config.on_nonfinite == "stop":
-            raise NonFiniteLossError(
-                f"{what}; training stops before the weights are touched "
-                "(on_nonfinite='skip' leaves such steps out, 'continue' applies them)"
-            )
-        skipped = "the step is skipped" if agreed else "this worker's share of the step is left out"
-        warnings.warn(f"{what}; {skipped}", stacklevel=5)
-        return True
-
     def _finish_forward(self, item: WorkItem) -> None:
         """The item's forward is done: its lane's buffers are what it leaves, and may travel while backward runs."""
         now, agreement = self._now, self._now.agreement
         if item.last_of_lane and not item.shadow:
-            lowest = agreement is Agreement.NOW and item.lane == now.lowest
-            self._buffers.finish_lane(item.lane, keep=lowest or agreement is Agreement.NEVER)
+            keep = agreement is Agreement.NOW and item.lane == now.lowest
+            if agreement is Agreement.NEVER:
+                keep = not self._leaves_lane_out(now.reports[item.lane])
+            self._buffers.finish_lane(item.lane, keep=keep)
         if item.last_of_step and agreement is Agreement.NOW:
             self._buffers.send_ahead(self._comm, now.owner, now.lowest)
 
-    def _finish_buffers(self, changed: Sequence[bool], *, dropped: bool) -> None:
+    def _leaves_lane_out(self, report: LaneReport) -> bool:
+        told = "the lane is left out of the step"
+        report.left_out = must_leave_out([report], self._config.on_nonfinite, self.step, told, 6)
+        if report.left_out:
+            report.weight = 0.0
+        return report.left_out
+
+    def _finish_buffers(self, changed: Sequence[bool]) -> None:
         now = self._now
         if now.agreement is Agreement.NEVER:
-            self._buffers.go_apart(dropped=dropped)
-        elif dropped or now.agreement is Agreement.LATER:
+            self._buffers.go_apart()
+        elif now.empty or now.agreement is Agreement.LATER:
             self._buffers.put_back()
         else:
             self._buffers.finish_step(self._comm, now.owner, now.lowest, changed)
@@ -443,7 +413,7 @@ class TrainStep:
         if self._update == 0:
             self._round = self.step + self.left_out_steps
         plan, lowest = self._strategies.plan(item.present), item.present[0]
-        self._now = _Step(
+        self._now = StepSoFar(
             agreement=active.agreement(self._round),
             lowest=lowest,
             owner=next(worker for worker, lanes in enumerate(plan.holders) if lowest in lanes),
@@ -470,9 +440,10 @@ class TrainStep:
             report.loss, report.finite = value, math.isfinite(value)
 
     def _place(self, item: WorkItem) -> ItemPlace:
-        report = None if item.shadow else self._now.reports.get(item.lane)
-        weight = report.weight if report is not None else 0.0
-        return ItemPlace(item.lane, item.last_of_lane, item.last_of_step, item.shadow, weight)
+        if item.shadow:
+            return ItemPlace(item.lane, item.last_of_lane, item.last_of_step, shadow=True)
+        report = self._now.reports[item.lane]
+        return ItemPlace(item.lane, item.last_of_lane, item.last_of_step, False, report.weight, report.left_out)
 
     def _check_learning_rates(self) -> None:
         rates = learning_rates(self._optimizers)

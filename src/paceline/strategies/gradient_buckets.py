@@ -46,7 +46,7 @@ class GradientBuckets:
         self._worker = worker
         self._cut, self._leave = cut, leave
         self._overlap, self._by_lane = overlap, by_lane
-        self._specs = [GradientSpec(tuple(p.shape), p.dtype, p.device) for p in self.parameters]
+        self._specs = gradient_specs(self.parameters)
         self._hooks = [
             parameter.register_post_accumulate_grad_hook(self._hook(index))  # type: ignore[no-untyped-call]
             for index, parameter in enumerate(self.parameters)
@@ -56,7 +56,7 @@ class GradientBuckets:
         self._observed_order: list[int] | None = [] if learns else None
         self._plan: SumPlan | None = None
         self.left_during_backward = 0
-        self._set_buckets(list(reversed(range(len(self.parameters)))))
+        self._set_buckets(expected_order(len(self.parameters)))
 
     # -- one step --------------------------------------------------------------------------------------------------
 
@@ -245,3 +245,12 @@ class GradientBuckets:
             return False
         self._set_buckets(self._learned)
         return True
+
+
+def gradient_specs(parameters: Sequence[Parameter]) -> list[GradientSpec]:
+    return [GradientSpec(tuple(p.shape), p.dtype, p.device) for p in parameters]
+
+
+def expected_order(parameters: int) -> list[int]:
+    """In which gradients become final, before it was seen: the last layer's first."""
+    return list(reversed(range(parameters)))

@@ -51,6 +51,7 @@ class ItemPlace:
     last_of_step: bool
     shadow: bool
     weight: float = 0.0  # of the lane's micro-batches so far, this one included: samples or tokens
+    left_out: bool = False  # in a round that never agrees: the lane's loss was not finite, nothing of it may be used
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,9 @@ class Tally:
     weights: tuple[tuple[int, float], ...]  # (lane, weight), in lane order
     samples: int  # of the round, in the lanes of all workers; backward divides by it
     used: Sequence[bool]  # per parameter
-    left_out: bool = False  # a loss was not finite, and such steps are skipped
+    left_out: bool = (
+        False  # a loss was not finite, and such steps are skipped; lanes that never agree have weight 0 then
+    )
 
     @cached_property
     def weight(self) -> float:
@@ -74,7 +77,7 @@ class Tally:
 
     @property
     def empty(self) -> bool:
-        """All workers leave this round out: no `apply` follows. (Alone, a worker can leave out only its share.)"""
+        """All workers leave this round out: no `apply` follows."""
         return self.agreed and (self.left_out or self.weight == 0)
 
 

@@ -1,0 +1,37 @@
+"""What accumulates over one step of the loop, and what is known of the last one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from torch.nn import Parameter
+
+from paceline.collectives.byte_count import Traffic
+from paceline.engine.ballot import LaneReport
+from paceline.strategies.strategy import Agreement
+
+
+@dataclass
+class Timing:
+    """Seconds of the last step."""
+
+    backward_s: float = 0.0
+    exposed_s: float = 0.0  # from the end of the last backward until the gradient was there
+    left_during_backward: int = 0  # buckets
+    waited_for_data_s: float = 0.0
+
+
+@dataclass
+class StepSoFar:
+    """What accumulates over one step."""
+
+    agreement: Agreement = Agreement.NOW
+    lowest: int = 0  # lane that has samples
+    owner: int = 0  # the worker that rides it
+    reports: dict[int, LaneReport] = field(default_factory=dict)
+    learning_rates: list[float] | None = None
+    gradient_versions: list[tuple[Parameter, int]] = field(default_factory=list)
+    acted: set[int] = field(default_factory=set)
+    traffic_before: Traffic = field(default_factory=Traffic)
+    empty: bool = False  # all workers leave it out: Σ weight was 0, or the loss was not finite and is skipped
+    left_out: set[tuple[int, int]] = field(default_factory=set)  # (lane, micro-batch) that had no backward
