@@ -213,7 +213,7 @@ def test_weights_newer_than_those_of_the_group_are_an_error() -> None:
 
 
 def test_clocks_come_without_torch() -> None:
-    modules = ["clock", "application_log", "replay_order"]
+    modules = ["clock", "application_log", "replay_order", "staleness_stats"]
     script = "import sys\n" + "".join(f"import paceline.parameter_server.{name}\n" for name in modules)
     done = subprocess.run([sys.executable, "-c", script + "sys.exit('torch' in sys.modules)"], check=False, timeout=60)
     assert done.returncode == 0
