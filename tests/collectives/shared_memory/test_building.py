@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from paceline import World
-from paceline.collectives.shared_memory import compiling, group, kernels
+from paceline.collectives.shared_memory import agreement, compiling, group, kernels
 from paceline.collectives.shared_memory.compiling import compiled_library
 from paceline.world import environment
 from tests.collectives.shared_memory.ranks import group_of, opts, succeeded
@@ -104,7 +104,7 @@ def test_a_library_of_another_user_is_not_loaded(cache: Path, monkeypatch: pytes
 
 def one_without_c(world: World) -> tuple[str, float]:
     if world.rank == 1:
-        for module in (compiling, group, kernels):
+        for module in (agreement, compiling, group, kernels):
             module.compiled_library = lambda: None  # type: ignore[attr-defined]
     with group_of(world) as made:
         tensor = torch.ones(50_000)

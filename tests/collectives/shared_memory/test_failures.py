@@ -17,8 +17,7 @@ from torch.distributed import ReduceOp
 from torch.nn.parallel import DistributedDataParallel
 
 from paceline import World
-from paceline.collectives.shared_memory import group as group_module
-from paceline.collectives.shared_memory import segment
+from paceline.collectives.shared_memory import agreement, segment
 from paceline.collectives.shared_memory.group import SharedMemoryGroup
 from paceline.errors import CollectiveError, ConfigError
 from tests.collectives.shared_memory.ranks import group_of, opts, succeeded, torch_distributed
@@ -244,7 +243,7 @@ def made(world: World, **options: Any) -> None:
 
 def on_two_hosts(world: World) -> None:
     if world.rank == 1:
-        group_module.host_identity = lambda: "elsewhere 1234 pid:[5]"
+        agreement.host_identity = lambda: "elsewhere 1234 pid:[5]"
     made(world)
 
 

@@ -8,8 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from paceline.collectives.shared_memory import kernels
 from paceline.collectives.shared_memory.compiling import compiled_library
-from paceline.collectives.shared_memory.kernels import CKernels, Kernels, TorchKernels, merged
+from paceline.collectives.shared_memory.kernels import STREAM_FROM, CKernels, Kernels, TorchKernels, merged
 from paceline.collectives.shared_memory.operations import rank_merges
 from tests.collectives.shared_memory.ranks import odd_rows, plain_sum, same_numbers
 
@@ -22,13 +23,13 @@ def c_kernels() -> CKernels:
     return CKernels(library)
 
 
-def sums_by(kernels: Kernels, rows: list[Tensor], outs: int, in_place: bool) -> list[Tensor]:
+def sums_by(adder: Kernels, rows: list[Tensor], outs: int, in_place: bool) -> list[Tensor]:
     """The sum in each out; with `in_place`, the first outs are rows."""
     rows = [row.clone() for row in rows]
     made = [torch.empty_like(rows[0]) for _ in range(outs)]
     if in_place:
         made[: len(rows)] = rows[:outs]
-    kernels.sum_into(made, rows, rank_merges(len(rows)))
+    adder.sum_into(made, rows, rank_merges(len(rows)))
     return made
 
 
@@ -40,16 +41,19 @@ def test_c_and_torch_sum_to_the_same_bits(
 ) -> None:
     rows = odd_rows(count, elements, seed, nan=nan)
     wanted = plain_sum(rows)
-    for kernels in (TorchKernels(), c_kernels()):
-        for total in sums_by(kernels, rows, outs, in_place):
-            assert same_numbers(total, wanted), kernels.name
+    for adder in (TorchKernels(), c_kernels()):
+        for total in sums_by(adder, rows, outs, in_place):
+            assert same_numbers(total, wanted), adder.name
 
 
 @needs_c
 @pytest.mark.parametrize("count", [2, 3, 8, 130])
 @pytest.mark.parametrize("offset", [0, 1, 5])
-def test_sums_written_past_the_caches_have_the_same_bits(count: int, offset: int) -> None:
-    elements = 300_001 if count < 100 else 300
+def test_sums_written_past_the_caches_have_the_same_bits(
+    count: int, offset: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernels, "STREAM_FROM", 1000)
+    elements = 30_001 if count < 100 else 300
     rows = [row[offset:] for row in odd_rows(count, elements + offset, seed=1)]
     outs = [torch.zeros(elements + 3)[3:] for _ in range(2)]
     c_kernels().sum_into(outs, rows, rank_merges(count))
@@ -57,7 +61,7 @@ def test_sums_written_past_the_caches_have_the_same_bits(count: int, offset: int
 
 
 @needs_c
-@pytest.mark.parametrize("bytes_", [1, 63, 2**20, 2**20 + 4, 2**21 + 3])
+@pytest.mark.parametrize("bytes_", [1, 63, STREAM_FROM - 4, STREAM_FROM, STREAM_FROM + 4, STREAM_FROM + 7])
 def test_copies_past_the_caches_have_every_byte(bytes_: int) -> None:
     for offset in (0, 1, 4):
         source = torch.randint(0, 256, (bytes_ + offset,), dtype=torch.uint8)[offset:]

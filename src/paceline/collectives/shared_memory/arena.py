@@ -15,7 +15,6 @@ from torch import Tensor
 
 from paceline.collectives.shared_memory.segment import PAGE, Segment
 
-
 _OFFSET_BITS = 40
 
 

@@ -6,7 +6,6 @@ torch.distributed.init_process_group("paceline")        after `import paceline.b
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import json
 from collections.abc import Callable, Sequence
@@ -18,6 +17,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ReduceOp
 
+from paceline.collectives.shared_memory.agreement import agree, until_all_have_heard
+from paceline.collectives.shared_memory.all_reduce_in_c import AllReduceInC
 from paceline.collectives.shared_memory.arena import Arenas
 from paceline.collectives.shared_memory.bucket_sums import BucketSums
 from paceline.collectives.shared_memory.compiling import compiled_library
@@ -25,8 +26,8 @@ from paceline.collectives.shared_memory.flat_tensors import equal_parts, flat_of
 from paceline.collectives.shared_memory.kernels import choose_kernels
 from paceline.collectives.shared_memory.mailbox import ANY, CHANNEL_BYTES, Mailbox
 from paceline.collectives.shared_memory.meeting import LINE, Meeting
-from paceline.collectives.shared_memory.operations import Operations
-from paceline.collectives.shared_memory.segment import PAGE, Segment, host_identity, name_of
+from paceline.collectives.shared_memory.operations import Operations, rank_merges
+from paceline.collectives.shared_memory.segment import PAGE, Segment
 from paceline.collectives.shared_memory.sparse import all_reduce_sparse
 from paceline.collectives.shared_memory.work_line import LINGER_S, Event, LineWork, WorkLine
 from paceline.errors import CollectiveError, ConfigError
@@ -34,10 +35,7 @@ from paceline.world import environment
 
 NAME = "paceline"
 MOST_RANKS = 64
-SLOT_BYTES = 16 * 2**20
 LEAST_SLOT_BYTES = 2**20
-SLOTS_IN_ALL = 512 * 2**20
-HEARING_S = 5.0
 SMALLEST_SLOT = 4096  # an element for each of 64 ranks fits, whatever its dtype
 
 
@@ -62,26 +60,24 @@ class SharedMemoryGroup(dist.ProcessGroup):
         self._name = self._description = ""
         self._segments = itertools.count()
         timeout_s = _seconds(timeout)
-        use_c = self._all_have_c(kernels or environment.wanted_kernels())
-        slot = max(LEAST_SLOT_BYTES, min(SLOT_BYTES, SLOTS_IN_ALL // (2 * size) // PAGE * PAGE))
-        if slot_bytes is not None:
-            slot = -(-max(slot_bytes, SMALLEST_SLOT) // PAGE) * PAGE
+        agreed = agree(store, rank, size, kernels or environment.wanted_kernels())
+        wanted = _good_slot_bytes(size, agreed.crowded) if slot_bytes is None else max(slot_bytes, SMALLEST_SLOT)
+        slot = -(-wanted // PAGE) * PAGE
         line_bytes = -(-size * LINE // PAGE) * PAGE
         channel_bytes = -(-size * size * CHANNEL_BYTES // PAGE) * PAGE
         slot_bytes = 2 * size * slot
         self._segment = self._make_segment(line_bytes + channel_bytes + slot_bytes)
         memory = self._segment.memory[PAGE:]
         lines, channels, slots = torch.split(memory, [line_bytes, channel_bytes, slot_bytes])
-        self._meeting = Meeting(lines, rank, size, use_c=use_c)
+        self._meeting = Meeting(lines, rank, size, use_c=agreed.use_c, crowded=agreed.crowded)
         self._arenas = Arenas(rank, size, self._make_segment)
-        self._operations = Operations(
-            self._meeting,
-            slots.view(2, size, slot),
-            self._arenas,
-            choose_kernels(None if use_c else "torch"),
-            rank,
-            size,
-        )
+        slots = slots.view(2, size, slot)
+        adder = choose_kernels(None if agreed.use_c else "torch")
+        self._operations = Operations(self._meeting, slots, self._arenas, adder, rank, size)
+        library = compiled_library() if agreed.use_c else None
+        if library is not None:
+            merges, crowded = rank_merges(size), agreed.crowded
+            self._operations.all_reduce_in_c = AllReduceInC(library, self._meeting, slots, merges, crowded=crowded)
         self._operations.timeout_s = self._timeout_s = timeout_s
         self._bucket_sums = BucketSums(self._operations, self._arenas, rank, size)
         room = channels[: size * size * CHANNEL_BYTES].view(size, size, CHANNEL_BYTES)
@@ -348,39 +344,25 @@ class SharedMemoryGroup(dist.ProcessGroup):
                 segment, told = Segment.create(size)
             except CollectiveError as error:
                 self._store.set(key, json.dumps({"error": str(error)}))
-                self._until_all_have_heard()
+                until_all_have_heard(self._store, self._rank, self._size)
                 raise
             self._store.set(key, told)
         else:
             told = self._store.get(key).decode()
             if "error" in json.loads(told):
-                self._until_all_have_heard()
+                until_all_have_heard(self._store, self._rank, self._size)
                 raise CollectiveError(json.loads(told)["error"])
             segment = Segment.open(told, rank=self._rank)
         return segment
 
-    def _all_have_c(self, wanted: str | None) -> bool:
-        """C only if everybody has it: who sleeps on a word must be woken by the others. And all are on one host."""
-        kernels = "c" if wanted != "torch" and compiled_library() is not None else "torch"
-        mine = {"host": host_identity(), "kernels": kernels}
-        self._store.set(f"hello/{self._rank}", json.dumps(mine))
-        everyone = [json.loads(self._store.get(f"hello/{rank}")) for rank in range(self._size)]
-        hosts = [hello["host"] for hello in everyone]
-        if len(set(hosts)) > 1:
-            other = next(rank for rank, host in enumerate(hosts) if host != hosts[0])
-            self._until_all_have_heard()
-            raise ConfigError(
-                f"rank 0 is on host {name_of(hosts[0])} and rank {other} on {name_of(hosts[other])}: the paceline "
-                "backend joins the processes of one host; use gloo between hosts"
-            )
-        return all(hello["kernels"] == "c" for hello in everyone)
 
-    def _until_all_have_heard(self) -> None:
-        """Rank 0 often holds the store: if it failed at once, the others would only see that the store is gone."""
-        self._store.set(f"heard/{self._rank}", "")
-        if self._rank == 0:
-            with contextlib.suppress(RuntimeError):
-                self._store.wait([f"heard/{rank}" for rank in range(self._size)], timedelta(seconds=HEARING_S))
+def _good_slot_bytes(size: int, crowded: bool) -> int:
+    """What is written into slots is read at once: from a cache that the cores share, if all slots together fit it.
+
+    Where ranks take turns on the cores a meeting costs more than memory does: there slots are large and meetings few.
+    """
+    most, in_all = (16 * 2**20, 512 * 2**20) if crowded else (4 * 2**20, 16 * 2**20)
+    return max(LEAST_SLOT_BYTES, min(most, in_all // (2 * size)))
 
 
 def _listed(tensors: Any) -> list[Tensor]:

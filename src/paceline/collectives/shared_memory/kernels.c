@@ -1,4 +1,5 @@
-/* The two things that Python can't do quickly: wait for a word in shared memory, and add many buffers in one pass.
+/* The things that Python can't do quickly: wait for words in shared memory, add many buffers in one pass, and do both in
+   turn, many times in one all-reduce.
 
    Built at first use with the system's compiler and kept in the user's cache; kernels.py holds the versions in Python and
    torch that are used without it, and whose bits these must have. */
@@ -19,8 +20,12 @@
 #endif
 
 #define LINE 256       /* bytes of a rank's line: its count of meetings first, then how many sleep on it */
+#define CALL_BYTES 96
+#define CALLS_AT 64    /* in a line: two calls, taken in turn */
+#define ALIGNED 64     /* floats: parts of a piece begin on cache lines */
 #define BLOCK 2048     /* floats worked on at a time: a few of them fit the first cache */
 #define MOST_ROWS 128
+#define STREAM_FROM (8u << 20) /* bytes: less is likely to be read again from a cache */
 
 static inline void relax(void) {
 #if defined(__x86_64__) || defined(__i386__)
@@ -76,6 +81,30 @@ int paceline_await(uint8_t *lines, int size, int first, uint32_t count, int64_t 
   return -1;
 }
 
+/* What a rank knows of its group's meetings; the same fields as in meeting.py. */
+struct meeting {
+  uint8_t *lines;
+  uint64_t count; /* meetings so far */
+  int64_t spin_ns;
+  int32_t rank, size;
+};
+
+/* Come to the next meeting about `call`: -1 when all have come about the same. Otherwise the first rank that has not come
+   after `patience_ns`, or `size` plus the first that calls something else. */
+int paceline_meet(struct meeting *m, const uint8_t *call, int64_t patience_ns) {
+  uint8_t *calls = m->lines + CALLS_AT + (m->count & 1) * CALL_BYTES;
+  uint8_t *mine = calls + (size_t)m->rank * LINE;
+  if (memcmp(mine, call, CALL_BYTES)) memcpy(mine, call, CALL_BYTES); /* what stays the same stays in others' caches */
+  m->count++;
+  paceline_arrive(m->lines, m->rank, (uint32_t)m->count);
+  int first = (m->rank + 1) % m->size;
+  int late = paceline_await(m->lines, m->size, first, (uint32_t)m->count, m->spin_ns, patience_ns);
+  if (late >= 0) return late;
+  for (int rank = 0; rank < m->size; rank++)
+    if (memcmp(calls + (size_t)rank * LINE, call, CALL_BYTES)) return m->size + rank;
+  return -1;
+}
+
 /* Copy past the caches: what others will read, or what is read much later, only pushes other things out of them. */
 static void stream_copy(float *to, const float *from, size_t n) {
 #if defined(__AVX__)
@@ -92,7 +121,7 @@ static void stream_copy(float *to, const float *from, size_t n) {
 }
 
 void paceline_copy(uint8_t *to, const uint8_t *from, size_t bytes) {
-  if (((uintptr_t)to | (uintptr_t)from | bytes) % 4 == 0 && bytes >= (1 << 20))
+  if (((uintptr_t)to | (uintptr_t)from | bytes) % 4 == 0 && bytes >= STREAM_FROM)
     stream_copy((float *)to, (const float *)from, bytes / 4);
   else
     memcpy(to, from, bytes);
@@ -103,7 +132,18 @@ static void add_rows(float *restrict left, const float *restrict right, size_t n
 }
 
 static void add_two(float *to, const float *left, const float *right, size_t n) {
+#pragma GCC ivdep
   for (size_t i = 0; i < n; i++) to[i] = left[i] + right[i];
+}
+
+/* Either out may be either row. */
+static void add_two_twice(float *to, float *also, const float *left, const float *right, size_t n) {
+#pragma GCC ivdep
+  for (size_t i = 0; i < n; i++) {
+    float sum = left[i] + right[i];
+    to[i] = sum;
+    also[i] = sum;
+  }
 }
 
 static void stream_two(float *to, const float *left, const float *right, size_t n) {
@@ -131,6 +171,10 @@ int paceline_sum(float *const *outs, int out_count, const float *const *rows, in
       stream_two(outs[0], rows[0], rows[1], n);
     else
       add_two(outs[0], rows[0], rows[1], n);
+    return 0;
+  }
+  if (row_count == 2 && out_count == 2 && !streamed[0] && !streamed[1]) {
+    add_two_twice(outs[0], outs[1], rows[0], rows[1], n);
     return 0;
   }
   float total[BLOCK] __attribute__((aligned(64)));
@@ -175,4 +219,91 @@ int paceline_sum(float *const *outs, int out_count, const float *const *rows, in
     }
   }
   return 0;
+}
+
+#define ALL_REDUCED (-1)
+#define CALL_AGAIN (-2)
+#define NO_MEMORY (-3)
+
+/* One all-reduce and how far it is; the same fields as in all_reduce_in_c.py. */
+struct all_reduce {
+  float *tensor;
+  uint8_t *slots; /* 2 sets × size ranks × slot_bytes */
+  const uint8_t *call;
+  const int32_t *merges;
+  uint64_t elements, slot_bytes;
+  uint64_t step;  /* elements of a piece, whole ALIGNED */
+  uint64_t begun; /* meetings that this rank has come to */
+  int32_t merge_count;
+  int32_t whole; /* everybody adds up whole pieces, and no sums are told */
+};
+
+static const uint8_t through_caches[MOST_ROWS];
+
+/* Where the part of owner `rank` begins in a piece of n elements; as `owner_ranges`. */
+static size_t cut(size_t n, int rank, int size) {
+  size_t blocks = (n + ALIGNED - 1) / ALIGNED, at = (size_t)rank * blocks / (size_t)size * ALIGNED;
+  return rank == size || at > n ? n : at;
+}
+
+static float *slot_of(const struct meeting *m, const struct all_reduce *w, uint64_t meeting, int rank) {
+  return (float *)(w->slots + ((meeting & 1) * (uint64_t)m->size + (uint64_t)rank) * w->slot_bytes);
+}
+
+static size_t length_of(const struct all_reduce *w, uint64_t piece) {
+  uint64_t left = w->elements - piece * w->step;
+  return left < w->step ? left : w->step;
+}
+
+static void write_others(const struct meeting *m, const struct all_reduce *w, uint64_t piece) {
+  const float *from = w->tensor + piece * w->step;
+  float *slot = slot_of(m, w, m->count, m->rank);
+  size_t n = length_of(w, piece), low = cut(n, m->rank, m->size), high = cut(n, m->rank + 1, m->size);
+  if (w->whole) low = high = n;
+  memcpy(slot, from, low * 4);
+  memcpy(slot + high, from + high, (n - high) * 4);
+}
+
+static int sum_own(const struct meeting *m, const struct all_reduce *w, uint64_t piece) {
+  float *mine = w->tensor + piece * w->step;
+  size_t n = length_of(w, piece), low = cut(n, m->rank, m->size), high = cut(n, m->rank + 1, m->size);
+  if (w->whole) low = 0, high = n;
+  if (low == high) return 0;
+  const float *rows[MOST_ROWS];
+  for (int rank = 0; rank < m->size; rank++)
+    rows[rank] = (rank == m->rank ? mine : slot_of(m, w, m->count - 1, rank)) + low;
+  float *outs[2] = {mine + low, slot_of(m, w, m->count, m->rank) + w->step};
+  return paceline_sum(outs, w->whole ? 1 : 2, rows, m->size, w->merges, w->merge_count, high - low, through_caches);
+}
+
+static void read_sums(const struct meeting *m, const struct all_reduce *w, uint64_t piece) {
+  float *to = w->tensor + piece * w->step;
+  size_t n = length_of(w, piece);
+  for (int next = 1; next < m->size; next++) {
+    int rank = (m->rank + next) % m->size;
+    size_t low = cut(n, rank, m->size), high = cut(n, rank + 1, m->size);
+    memcpy(to + low, slot_of(m, w, m->count - 1, rank) + w->step, (high - low) * 4);
+  }
+}
+
+/* The sum of everybody's tensor, in place. Before meeting k a rank writes what others need of piece k, and its sums of
+   piece k-1 behind it; so a piece costs one meeting, and what was written stays where it is until the meeting after next.
+
+   ALL_REDUCED, or what `paceline_meet` said of a meeting: once that is over, call it again and it goes on behind it.
+   CALL_AGAIN after `patience_ns`, so that whoever calls can look after signals. */
+int paceline_all_reduce(struct meeting *m, struct all_reduce *w, int64_t patience_ns) {
+  int64_t came = now_ns();
+  uint64_t pieces = (w->elements + w->step - 1) / w->step;
+  if (m->size > MOST_ROWS) return NO_MEMORY;
+  for (;;) {
+    uint64_t k = w->begun;
+    if (k >= 2 && !w->whole) read_sums(m, w, k - 2);
+    if (k >= 1 && k <= pieces && sum_own(m, w, k - 1)) return NO_MEMORY;
+    if (k == pieces + (w->whole ? 0 : 1)) return ALL_REDUCED;
+    if (k < pieces) write_others(m, w, k);
+    w->begun = k + 1;
+    int other = paceline_meet(m, w->call, patience_ns);
+    if (other >= 0) return other;
+    if (now_ns() - came > patience_ns) return CALL_AGAIN;
+  }
 }

@@ -21,8 +21,8 @@ from paceline.collectives.shared_memory.compiling import compiled_library
 
 Merges = Sequence[tuple[int, int]]  # (left, right): row left += row right; the last left is the sum
 MOST_ROWS = 128  # as in kernels.c
-# Below this many bytes a buffer is likely to be read again from a cache, so it is written through them.
-STREAM_FROM = 2**20
+# Below this many bytes (as in kernels.c) a buffer is likely to be read again from a cache, so it is written through it.
+STREAM_FROM = 8 * 2**20
 
 
 class Kernels(Protocol):
@@ -74,7 +74,7 @@ class CKernels:
             len(outs),
             (ctypes.c_uint64 * len(rows))(*row_addresses),
             len(rows),
-            _merge_table(tuple(merges)),
+            merge_table(tuple(merges)),
             len(merges),
             rows[0].numel(),
             bytes(large and address not in row_addresses for address in out_addresses),
@@ -87,7 +87,7 @@ class CKernels:
 
 
 @cache
-def _merge_table(merges: tuple[tuple[int, int], ...]) -> ctypes.Array[ctypes.c_int32]:
+def merge_table(merges: tuple[tuple[int, int], ...]) -> ctypes.Array[ctypes.c_int32]:
     return (ctypes.c_int32 * max(1, 2 * len(merges)))(*(row for merge in merges for row in merge))
 
 

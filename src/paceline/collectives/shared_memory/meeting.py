@@ -29,13 +29,14 @@ from torch import Tensor
 from paceline.collectives.shared_memory.compiling import compiled_library
 from paceline.errors import CollectiveError
 
-LINE = 256
+LINE = 256  # this and the places in a line: as in kernels.c
 _CALL_BYTES = 96
 _CALLS_AT = (64, 160)
 _PID_AT, _STATE_AT, _BORN_AT = 8, 12, 16
 _HERE, _LEFT, _GAVE_UP = 0, 1, 2
 LOOK_EVERY_S = 0.1
 _SPIN_S = 50e-6
+DONE, AGAIN = -1, -2  # what a program in C says, unless it names a rank that is late (or size + one that differs)
 
 
 @dataclass(frozen=True)
@@ -65,19 +66,33 @@ class Call:
 _GIVEN_UP = b"nothing any more|"
 
 
+class State(ctypes.Structure):
+    """`struct meeting` of kernels.c."""
+
+    _fields_ = (
+        ("lines", ctypes.c_void_p),
+        ("count", ctypes.c_uint64),
+        ("spin_ns", ctypes.c_int64),
+        ("rank", ctypes.c_int32),
+        ("size", ctypes.c_int32),
+    )
+
+
 class Meeting:
-    def __init__(self, lines: Tensor, rank: int, size: int, *, use_c: bool) -> None:
-        """`lines`: size × LINE bytes of shared memory, zeros at first."""
+    def __init__(self, lines: Tensor, rank: int, size: int, *, use_c: bool, crowded: bool | None = None) -> None:
+        """`lines`: size × LINE bytes of shared memory, zeros at first. `crowded`: there are more ranks than cores."""
         self._lines = memoryview(lines.numpy())  # type: ignore[arg-type]
         self._words = self._lines.cast("I")
-        self._address, self._rank, self._size = lines.data_ptr(), rank, size
-        self._count = 0
+        self._rank, self._size = rank, size
         self._pidfds: dict[int, int] = {}
+        if crowded is None:
+            crowded = size > len(os.sched_getaffinity(0))
         # With fewer cores than ranks, whoever spins takes time from the one it waits for.
-        self._spin_s = _SPIN_S if size <= len(os.sched_getaffinity(0)) else 0.0
+        self._spin_s = 0.0 if crowded else _SPIN_S
+        self.state = State(lines.data_ptr(), 0, int(self._spin_s * 1e9), rank, size)
         library = compiled_library() if use_c else None
         self._await = self._await_in_c(library) if library is not None else self._await_in_python
-        self._arrive = self._arrive_in_c(library) if library is not None else self._arrive_in_python
+        self._come = self._come_in_c(library) if library is not None else self._come_in_python
         self._broken: str | None = None
         self._stopped = False
         struct.pack_into("Q", self._lines, rank * LINE + _BORN_AT, _birth_of(os.getpid()))
@@ -86,20 +101,37 @@ class Meeting:
     @property
     def count(self) -> int:
         """Meetings so far."""
-        return self._count
+        return self.state.count  # type: ignore[no-any-return]
 
     def meet(self, call: bytes, timeout_s: float) -> None:
         """Come to the next meeting about `call` and go on when all ranks have come about the same."""
+        self._check_whole()
+        other = self._come(call, min(LOOK_EVERY_S, timeout_s))
+        if other >= 0:
+            self._settle(other, call, timeout_s)
+
+    def run(self, program: Callable[[int], int], call: bytes, timeout_s: float) -> int:
+        """Run a program in C that comes to meetings about `call` itself, given how many ns it may wait for one of them.
+
+        It is called again until it is done, each time after the meeting that it could not end. What else it says is
+        handed back.
+        """
+        self._check_whole()
+        patience_ns = int(min(LOOK_EVERY_S, timeout_s) * 1e9)
+        while (said := program(patience_ns)) >= 0 or said == AGAIN:
+            if said >= 0:
+                self._settle(said, call, timeout_s)
+        return said
+
+    def _check_whole(self) -> None:
         if self._broken is not None:
             raise CollectiveError(f"the group is broken since an earlier operation failed: {self._broken}")
-        place = _CALLS_AT[self._count & 1]
-        here = self._rank * LINE + place
-        self._lines[here : here + _CALL_BYTES] = call
-        self._count += 1
-        self._arrive(self._count & 0xFFFF_FFFF)
-        late = self._await(self._count & 0xFFFF_FFFF, min(LOOK_EVERY_S, timeout_s))
-        if late >= 0:
-            self._wait_longer(late, timeout_s, call)
+
+    def _settle(self, other: int, call: bytes, timeout_s: float) -> None:
+        """End a meeting that could not end at once: rank `other` is late, or `other - size` calls something else."""
+        if other < self._size:
+            self._wait_longer(other, timeout_s, call)
+        place = _CALLS_AT[self.count - 1 & 1]
         for rank in range(self._size):
             there = rank * LINE + place
             if self._lines[there : there + _CALL_BYTES] != call:
@@ -152,7 +184,7 @@ class Meeting:
 
     def _wait_longer(self, late: int, timeout_s: float, call: bytes) -> None:
         deadline = time.monotonic() + timeout_s - min(LOOK_EVERY_S, timeout_s)
-        target = self._count & 0xFFFF_FFFF
+        target = self.count & 0xFFFF_FFFF
         while late >= 0:
             trouble = None
             for rank in range(self._size):
@@ -197,8 +229,22 @@ class Meeting:
         poll.register(pidfd, select.POLLIN)
         return not poll.poll(0)
 
-    def _arrive_in_python(self, target: int) -> None:
+    def _come_in_python(self, call: bytes, patience_s: float) -> int:
+        """As `paceline_meet`."""
+        place = _CALLS_AT[self.count & 1]
+        here = self._rank * LINE + place
+        self._lines[here : here + _CALL_BYTES] = call
+        self.state.count += 1
+        target = self.count & 0xFFFF_FFFF
         self._words[self._rank * LINE // 4] = target
+        late = self._await(target, patience_s)
+        if late >= 0:
+            return late
+        for rank in range(self._size):
+            there = rank * LINE + place
+            if self._lines[there : there + _CALL_BYTES] != call:
+                return self._size + rank
+        return DONE
 
     def _await_in_python(self, target: int, patience_s: float) -> int:
         """-1 when all have come, or a rank that has not. Without C nobody can sleep on a word: naps get longer."""
@@ -214,18 +260,19 @@ class Meeting:
                     nap = min(1e-3, nap + 10e-6)
         return -1
 
-    def _arrive_in_c(self, library: ctypes.CDLL) -> Callable[[int], None]:
-        arrive = library.paceline_arrive
-        arrive.argtypes, arrive.restype = [ctypes.c_void_p, ctypes.c_int, ctypes.c_uint32], None
-        return lambda target: arrive(self._address, self._rank, target)
+    def _come_in_c(self, library: ctypes.CDLL) -> Callable[[bytes, float], int]:
+        meet = library.paceline_meet
+        meet.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_int64]
+        state = ctypes.addressof(self.state)
+        return lambda call, patience_s: meet(state, call, int(patience_s * 1e9))
 
     def _await_in_c(self, library: ctypes.CDLL) -> Callable[[int, float], int]:
         wait = library.paceline_await
         wait.argtypes = [
             ctypes.c_void_p, ctypes.c_int, ctypes.c_int, ctypes.c_uint32, ctypes.c_int64, ctypes.c_int64,
         ]  # fmt: skip
-        spin_ns, first = int(self._spin_s * 1e9), (self._rank + 1) % self._size
-        return lambda target, patience_s: wait(self._address, self._size, first, target, spin_ns, int(patience_s * 1e9))
+        spin_ns, first, lines = self.state.spin_ns, (self._rank + 1) % self._size, self.state.lines
+        return lambda target, patience_s: wait(lines, self._size, first, target, spin_ns, int(patience_s * 1e9))
 
 
 def _birth_of(pid: int) -> int:

@@ -13,7 +13,7 @@
 There are two sets of slots, taken in turn. A rank that comes to meeting k+1 has read what was written before meeting k,
 so two sets are enough, and one meeting per round. Tensors larger than a slot go in pieces. A tensor that lies in shared
 memory itself (`Arena`) is not copied at all: the owner of a part adds it up where it lies and writes the sum to every
-rank's tensor.
+rank's tensor. Where there is C, an all-reduce of fp32 sums is one call of it (`all_reduce_in_c`).
 
 Sums run along the canonical tree over ranks, in fp32 for bf16 and fp16.
 """
@@ -29,6 +29,7 @@ from torch.distributed import ReduceOp
 
 from paceline.collectives.canonical_sum import merges as canonical_merges
 from paceline.collectives.canonical_sum import owner_ranges
+from paceline.collectives.shared_memory.all_reduce_in_c import AllReduceInC
 from paceline.collectives.shared_memory.arena import Arenas
 from paceline.collectives.shared_memory.kernels import Kernels, Merges
 from paceline.collectives.shared_memory.meeting import Call, Meeting
@@ -55,6 +56,7 @@ class Operations:
         self.slot_bytes = slots.shape[2]
         self._rooms: dict[tuple[int, int, torch.dtype], Tensor] = {}
         self.timeout_s = 600.0
+        self.all_reduce_in_c: AllReduceInC | None = None  # where there is C
 
     # -- the collectives -----------------------------------------------------------------------------------------------
 
@@ -68,6 +70,8 @@ class Operations:
         if place is not None:
             call = Call("all_reduce", str(flat.dtype), flat.numel(), f"{reduction}, shared memory {place}")
             return self._all_reduce_in_place(flat, place, op, call)
+        if self.all_reduce_in_c is not None and op == ReduceOp.SUM and flat.dtype == torch.float32 and flat.numel():
+            return self.all_reduce_in_c.run(flat, call.packed(), self.timeout_s)
         if 0 < flat.nbytes <= min(SMALL, self.slot_bytes):
             return self._all_reduce_small(flat, op, call)
         for piece in self._pieces(flat, call):
