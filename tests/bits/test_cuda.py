@@ -25,6 +25,13 @@ def test_workers_sharing_a_gpu_give_the_bits_of_one(
     assert hashes(run_workers(program, workers, bucket_mib=bucket_mib, **job)) == alone
 
 
+@pytest.mark.parametrize(("workers", "lanes"), [(2, 4), (3, 5)])
+def test_a_star_of_workers_sharing_a_gpu_gives_the_bits_of_one(workers: int, lanes: int) -> None:
+    job = {"lanes": lanes, "device": "cuda:0", "backend": "gloo"}
+    alone = hashes(run_workers(convnet, 1, **job))
+    assert hashes(run_workers(convnet, workers, strategy="star", bucket_mib=0.01, **job)) == alone
+
+
 def where(world: World) -> tuple[str, str]:
     with Engine(world=world) as engine:
         model, _, loader = prepared(engine)

@@ -130,7 +130,7 @@ class Maker:
         pass
 
 
-register(Registered("local_training", LocalTraining, Maker))
+register(Registered("local_training", LocalTraining, Maker, is_synchronous=lambda config: False))
 
 
 def strategy_of(engine: Engine) -> Strategy:

@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from paceline import Engine, World
-from paceline.errors import NonFiniteLossError
+from paceline.errors import CheckpointError, NonFiniteLossError
 from tests.engine.local_training import LocalTraining, remembering, strategy_of
 from tests.engine.loops import prepared
 from tests.workers import run_workers
@@ -291,6 +291,18 @@ def test_a_resumed_job_goes_on_with_the_round_it_had(tmp_path: Path) -> None:
         assert found.said("load") == [(optimizer, 3)]
         assert found.said("start_step") == [3, 4, 5]
         assert engine.step == 5
+
+
+def test_a_state_of_updates_of_another_kind_is_refused_unless_accepted(tmp_path: Path) -> None:
+    with Engine(world=World(), strategy=LocalTraining(agree_every=3)) as engine:
+        run(engine)
+        engine.save_state(tmp_path / "state")
+    with Engine(world=World(), strategy="star") as engine:
+        prepared(engine, samples=16)
+        with pytest.raises(CheckpointError, match="updates was 'local_training agree_every=3', is 'synchronous'"):
+            engine.load_state(tmp_path / "state")
+        engine.load_state(tmp_path / "state", accept=["updates"])
+        assert engine.step == 4
 
 
 def test_a_peek_at_a_batch_costs_no_round() -> None:

@@ -60,7 +60,7 @@ def open_served(config: Served, job: Job) -> Maker:
     raise SystemExit(0)
 
 
-register(Registered("served", Served, open_served, uses_servers=True))
+register(Registered("served", Served, open_served, is_synchronous=lambda config: False, uses_servers=True))
 
 
 def trains(world: World, *, folder: str) -> tuple[int, int, list[str]]:

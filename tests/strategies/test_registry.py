@@ -36,11 +36,7 @@ def test_every_strategy_is_listed_under_its_own_name_with_a_config_that_needs_no
     for name, entry in STRATEGIES.items():
         assert entry.name == name
         assert choose(name).config == entry.config()
-        assert all(type(config) is entry.config for config in entry.synchronous)
-
-
-def test_the_synchronous_strategies_are_every_registered_way_to_one_hash() -> None:
-    assert [str(chosen) for chosen in synchronous_strategies()][:2] == ["ddp", "star"]
+        assert all(type(config) is entry.config for config in entry.examples)
 
 
 @dataclass(frozen=True)
@@ -49,11 +45,25 @@ class _Bounded:
     mode: str = "update"
 
 
-def test_a_chosen_strategy_says_how_it_differs_from_its_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry, "_registered", {})
-    entry = register(Registered("bounded", _Bounded, open=lambda config, job: None))  # type: ignore[arg-type, return-value]
-    assert str(registry.Chosen(entry, _Bounded(steps=2))) == "bounded steps=2"
-    assert str(registry.Chosen(entry, _Bounded())) == "bounded"
+BOUNDED = Registered(
+    "bounded",
+    _Bounded,
+    open=lambda config, job: None,  # type: ignore[arg-type, return-value]
+    is_synchronous=lambda config: config.steps == 0,
+    examples=(_Bounded(mode="aggregate"), _Bounded(steps=3)),
+)
+
+
+def test_the_synchronous_strategies_are_every_way_to_one_hash(monkeypatch: pytest.MonkeyPatch) -> None:
+    known = {name: STRATEGIES[name] for name in ("ddp", "star")} | {"bounded": BOUNDED}
+    monkeypatch.setattr(registry, "STRATEGIES", known)
+    names = [str(chosen) for chosen in synchronous_strategies()]
+    assert names == ["ddp", "star", "bounded", "bounded mode=aggregate"]
+
+
+def test_a_chosen_strategy_says_how_it_differs_from_its_defaults() -> None:
+    assert str(registry.Chosen(BOUNDED, _Bounded(steps=2))) == "bounded steps=2"
+    assert str(registry.Chosen(BOUNDED, _Bounded())) == "bounded"
 
 
 def test_a_name_can_t_be_taken_twice() -> None:

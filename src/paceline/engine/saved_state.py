@@ -16,6 +16,8 @@ from paceline.engine.config import EngineConfig
 from paceline.errors import CheckpointError
 from paceline.world.determinism import fingerprint
 
+SYNCHRONOUS = "synchronous"
+
 
 def job_facts(config: EngineConfig, data: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
     """Everything the bits depend on besides the objects themselves; the number of workers is not among it."""
@@ -24,6 +26,7 @@ def job_facts(config: EngineConfig, data: Mapping[str, Any], device: torch.devic
         "accumulate": config.accumulate,
         "seed": config.seed,
         "reduction": config.reduction,
+        "updates": SYNCHRONOUS if config.strategy.is_synchronous else str(config.strategy),
     }
     return facts | dict(data) | {f"machine {name}": value for name, value in fingerprint(device).items()}
 
@@ -34,6 +37,7 @@ def check_same_job(
     """The names of accepted differences; a difference that is not accepted is an error that says all of them."""
     if unknown := [name for name in accept if name not in mine]:
         raise CheckpointError(f"accept={unknown!r} names nothing of this job; known are {', '.join(mine)}")
+    saved = {"updates": SYNCHRONOUS} | dict(saved)  # states from before there were others don't say it
     changed = {name for name, value in mine.items() if saved.get(name) != value}
     if refused := [name for name in mine if name in changed and name not in accept]:
         told = "; ".join(f"{name} was {saved.get(name)!r}, is {mine[name]!r}" for name in refused)

@@ -193,4 +193,4 @@ def _open(config: DdpConfig, job: Job) -> DdpMaker:
     return DdpMaker(job, GradientExchange(job.comm, job.reduction, job.algorithm), overlap=job.overlap)
 
 
-register(Registered("ddp", DdpConfig, _open, synchronous=(DdpConfig(),)))
+register(Registered("ddp", DdpConfig, _open))

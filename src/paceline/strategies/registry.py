@@ -67,8 +67,8 @@ class Registered:
     name: str
     config: type[Any]
     open: Callable[[Any, Job], Maker]
-    # Ways to choose it that give the bits of one process; the tests of bits run each of them.
-    synchronous: tuple[Any, ...] = ()
+    is_synchronous: Callable[[Any], bool] = lambda config: True  # so configured it gives the bits of one process
+    examples: tuple[Any, ...] = ()  # ways to configure it that tests should try, beside the defaults
     rides: Callable[[int, int], Rides] = neighbouring_lanes
     uses_servers: bool = False
 
@@ -83,6 +83,10 @@ class Chosen:
     @property
     def name(self) -> str:
         return self.entry.name
+
+    @property
+    def is_synchronous(self) -> bool:
+        return self.entry.is_synchronous(self.config)
 
     def rides(self, lanes: int, workers: int) -> Rides:
         return self.entry.rides(lanes, workers)
@@ -121,5 +125,6 @@ def choose(strategy: str | object) -> Chosen:
 
 
 def synchronous_strategies() -> list[Chosen]:
-    """Every way to choose a strategy that gives the bits of one process."""
-    return [Chosen(entry, config) for entry in STRATEGIES.values() for config in entry.synchronous]
+    """Every strategy, in the ways that tests should try, where it gives the bits of one process."""
+    ways = [Chosen(e, config) for e in STRATEGIES.values() for config in (e.config(), *e.examples)]
+    return [chosen for chosen in ways if chosen.is_synchronous]
