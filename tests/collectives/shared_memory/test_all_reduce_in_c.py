@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from paceline.collectives.shared_memory import meeting
 from paceline.collectives.shared_memory.all_reduce_in_c import AllReduceInC
 from paceline.collectives.shared_memory.compiling import compiled_library
 from paceline.collectives.shared_memory.group import SharedMemoryGroup
+from paceline.collectives.shared_memory.kernels import Merges
 from paceline.errors import CollectiveError
 from tests.collectives.shared_memory.ranks import group_of, odd_rows, opts, plain_sum, same_numbers, succeeded
 from tests.workers import run_workers
@@ -29,7 +31,7 @@ LARGE = 3_000_000  # floats: an all-reduce of a dozen meetings
 
 
 def wrong_sums(world: World, look_every_s: float | None = None, **options: Any) -> list[int]:
-    """The counts whose sum is not the canonical one, for tensors that begin anywhere."""
+    """The counts whose sum is not the canonical one, for tensors that begin anywhere, in shared memory or not."""
     if look_every_s is not None:
         meeting.LOOK_EVERY_S = look_every_s
     wrong = []
@@ -40,8 +42,13 @@ def wrong_sums(world: World, look_every_s: float | None = None, **options: Any) 
             mine = room[3 : 3 + count]
             mine.copy_(rows[world.rank])
             group.allreduce([mine], opts(ReduceOp.SUM)).wait()
-            around = torch.cat([room[:3], room[3 + count :]])
-            wrong += [] if same_numbers(mine, plain_sum(rows)) and not around.any() else [count]
+            shared = group.allocate(count + 7)
+            shared[3 : 3 + count] = rows[world.rank]
+            group.allreduce([shared[3 : 3 + count]], opts(ReduceOp.SUM)).wait()
+            for made in (room, shared):
+                around = torch.cat([made[:3], made[3 + count :]])
+                right = same_numbers(made[3 : 3 + count], plain_sum(rows)) and not around.any()
+                wrong += [] if right else [count]
     return wrong
 
 
@@ -67,6 +74,10 @@ def in_c_or_not(world: World) -> list[str]:
             run.append(f"{flat.numel()} {flat.dtype}")
             super().run(flat, call, timeout_s)
 
+        def run_in_place(self, rows: Sequence[torch.Tensor], merges: Merges, call: bytes, timeout_s: float) -> None:
+            run.append(f"{rows[0].numel()} in place")
+            super().run_in_place(rows, merges, call, timeout_s)
+
     group_module.AllReduceInC = Spy  # type: ignore[attr-defined]
     for kernels in ("c", "torch"):
         with group_of(world, kernels=kernels) as group:
@@ -83,9 +94,9 @@ def in_c_or_not(world: World) -> list[str]:
     return run
 
 
-def test_only_fp32_sums_of_ordinary_tensors_with_c_take_this_way() -> None:
+def test_only_fp32_sums_with_c_take_this_way() -> None:
     (told,) = succeeded(run_workers(in_c_or_not, 1))
-    assert told == ["5 torch.float32", "300000 torch.float32", "c", "torch"]
+    assert told == ["5 torch.float32", "300000 torch.float32", "5 in place", "c", "torch"]
 
 
 # -- in the middle of it -----------------------------------------------------------------------------------------------

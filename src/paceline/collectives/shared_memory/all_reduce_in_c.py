@@ -10,6 +10,8 @@ costs one meeting, and nothing is left to Python but meetings that don't end at 
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
+from typing import Any
 
 from torch import Tensor
 
@@ -40,36 +42,36 @@ class _AllReduce(ctypes.Structure):
 
 
 class AllReduceInC:
-    """`slots`: 2 sets × size ranks × slot bytes. `crowded`: more ranks than cores, so that meetings should be few."""
+    """`slots`: 2 sets × size ranks × slot bytes of shared memory. `merges`: the order of additions over ranks."""
 
-    def __init__(
-        self, library: ctypes.CDLL, meeting: Meeting, slots: Tensor, merges: Merges, *, crowded: bool = False
-    ) -> None:
-        self._program = library.paceline_all_reduce
-        self._program.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64]
-        self._meeting, self._slots = meeting, slots
-        self._table, self._merge_count = merge_table(tuple(merges)), len(merges)
+    def __init__(self, library: ctypes.CDLL, meeting: Meeting, slots: Tensor, merges: Merges) -> None:
+        self._program, self._program_in_place = library.paceline_all_reduce, library.paceline_all_reduce_in_place
+        for program in (self._program, self._program_in_place):
+            program.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64]
+        self._meeting, self._slots, self._merges = meeting, slots, merges
         _, self._size, self._slot_bytes = slots.shape
-        self._piece_bytes = self._slot_bytes if crowded else PIECE_BYTES
         self._whole_bytes = WHOLE_BYTES_OF_TWO if self._size == 2 else WHOLE_BYTES
 
     def run(self, flat: Tensor, call: bytes, timeout_s: float) -> None:
         """Add up everybody's `flat`: fp32, contiguous, not empty."""
         whole = flat.nbytes <= self._whole_bytes
-        work = _AllReduce(
-            flat.data_ptr(),
-            self._slots.data_ptr(),
-            call,
-            ctypes.addressof(self._table),
-            flat.numel(),
-            self._slot_bytes,
-            self._step(flat.numel(), whole),
-            0,
-            self._merge_count,
-            whole,
-        )
+        step = self._step(flat.numel(), whole)
+        work = _AllReduce(flat.data_ptr(), self._slots.data_ptr(), call, None, flat.numel(), self._slot_bytes, step)
+        work.whole = whole
+        self._run(self._program, work, self._merges, call, timeout_s)
+
+    def run_in_place(self, rows: Sequence[Tensor], merges: Merges, call: bytes, timeout_s: float) -> None:
+        """Add up all `rows`, one of each rank, which are fp32 and lie in shared memory at equal distances."""
+        first = rows[0].data_ptr()
+        distance = rows[1].data_ptr() - first if self._size > 1 else 0
+        work = _AllReduce(None, first, call, None, rows[0].numel(), distance)
+        self._run(self._program_in_place, work, merges, call, timeout_s)
+
+    def _run(self, program: Any, work: _AllReduce, merges: Merges, call: bytes, timeout_s: float) -> None:
+        table = merge_table(tuple(merges))
+        work.merges, work.merge_count = ctypes.addressof(table), len(merges)
         state, about = ctypes.addressof(self._meeting.state), ctypes.addressof(work)
-        said = self._meeting.run(lambda patience_ns: self._program(state, about, patience_ns), call, timeout_s)
+        said = self._meeting.run(lambda patience_ns: program(state, about, patience_ns), call, timeout_s)
         if said != DONE:
             raise MemoryError("no room for blocks of sums")
 
@@ -78,6 +80,6 @@ class AllReduceInC:
         room = self._slot_bytes // ALIGNED_BYTES
         if not whole:  # the sums of a part lie behind a piece; this leaves enough for the largest part
             room = room * self._size // (self._size + 1)
-        most = min(room, self._piece_bytes // ALIGNED_BYTES) * ALIGNED
+        most = min(room, PIECE_BYTES // ALIGNED_BYTES) * ALIGNED
         pieces = -(-elements // most)
         return -(-elements // (pieces * ALIGNED)) * ALIGNED

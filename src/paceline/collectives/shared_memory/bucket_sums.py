@@ -60,18 +60,8 @@ class BucketSums:
         (root,) = roots.values()
         if root.data_ptr() != mine.data_ptr():
             self._operations.copy(mine, root)
-        self._operations.meet(call)
-        begin, end = owner_ranges(mine.numel(), self._size, ALIGNED)[self._rank]
-        if begin < end:
-            merges = _by_row(plan, [lane for worker in range(self._size) for lane in plan.roots(worker)])
-            parts = [total[begin:end] for total in totals]
-            if mine.dtype == torch.float32:
-                self._operations.kernels.sum_into(parts, parts, merges)
-            else:
-                total = combined(parts, merges)
-                for part in parts:
-                    part.copy_(total)
-        self._operations.meet(call)
+        merges = _by_row(plan, [lane for worker in range(self._size) for lane in plan.roots(worker)])
+        self._operations.sum_in_place(totals, merges, call)
         return mine
 
     def _sum_piece(

@@ -76,8 +76,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
         self._operations = Operations(self._meeting, slots, self._arenas, adder, rank, size)
         library = compiled_library() if agreed.use_c else None
         if library is not None:
-            merges, crowded = rank_merges(size), agreed.crowded
-            self._operations.all_reduce_in_c = AllReduceInC(library, self._meeting, slots, merges, crowded=crowded)
+            self._operations.all_reduce_in_c = AllReduceInC(library, self._meeting, slots, rank_merges(size))
         self._operations.timeout_s = self._timeout_s = timeout_s
         self._bucket_sums = BucketSums(self._operations, self._arenas, rank, size)
         room = channels[: size * size * CHANNEL_BYTES].view(size, size, CHANNEL_BYTES)

@@ -228,7 +228,7 @@ int paceline_sum(float *const *outs, int out_count, const float *const *rows, in
 /* One all-reduce and how far it is; the same fields as in all_reduce_in_c.py. */
 struct all_reduce {
   float *tensor;
-  uint8_t *slots; /* 2 sets × size ranks × slot_bytes */
+  uint8_t *slots; /* 2 sets × size ranks × slot_bytes; in place: everybody's tensors, slot_bytes apart */
   const uint8_t *call;
   const int32_t *merges;
   uint64_t elements, slot_bytes;
@@ -306,4 +306,23 @@ int paceline_all_reduce(struct meeting *m, struct all_reduce *w, int64_t patienc
     if (other >= 0) return other;
     if (now_ns() - came > patience_ns) return CALL_AGAIN;
   }
+}
+
+/* The same on tensors in shared memory, where everybody's lie beside each other: each rank writes its sums to all. */
+int paceline_all_reduce_in_place(struct meeting *m, struct all_reduce *w, int64_t patience_ns) {
+  if (m->size > MOST_ROWS) return NO_MEMORY;
+  while (w->begun < 2) {
+    if (w->begun == 1) {
+      size_t low = cut(w->elements, m->rank, m->size), high = cut(w->elements, m->rank + 1, m->size);
+      float *rows[MOST_ROWS];
+      for (int rank = 0; rank < m->size; rank++) rows[rank] = (float *)(w->slots + (uint64_t)rank * w->slot_bytes) + low;
+      if (low < high && paceline_sum(rows, m->size, (const float *const *)rows, m->size, w->merges, w->merge_count,
+                                     high - low, through_caches))
+        return NO_MEMORY;
+    }
+    w->begun++;
+    int other = paceline_meet(m, w->call, patience_ns);
+    if (other >= 0) return other;
+  }
+  return ALL_REDUCED;
 }

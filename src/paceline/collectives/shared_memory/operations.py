@@ -69,7 +69,7 @@ class Operations:
         place = self._arenas.place_of(flat)
         if place is not None:
             call = Call("all_reduce", str(flat.dtype), flat.numel(), f"{reduction}, shared memory {place}")
-            return self._all_reduce_in_place(flat, place, op, call)
+            return self._all_reduce_in_place(flat, op, call)
         if self.all_reduce_in_c is not None and op == ReduceOp.SUM and flat.dtype == torch.float32 and flat.numel():
             return self.all_reduce_in_c.run(flat, call.packed(), self.timeout_s)
         if 0 < flat.nbytes <= min(SMALL, self.slot_bytes):
@@ -209,13 +209,31 @@ class Operations:
         self.meet(call)
         self._reduce([flat], [self.read(rank, flat.dtype, flat.numel()) for rank in range(self._size)], op)
 
-    def _all_reduce_in_place(self, flat: Tensor, place: str, op: ReduceOp.RedOpType, call: Call) -> None:
+    def _all_reduce_in_place(self, flat: Tensor, op: ReduceOp.RedOpType, call: Call) -> None:
+        rows = self._arenas.everyones(flat)
+        if op == ReduceOp.SUM and flat.dtype == torch.float32:
+            return self.sum_in_place(rows, rank_merges(self._size), call)
         self.meet(call)
         low, high = owner_ranges(flat.numel(), self._size, ALIGNED)[self._rank]
-        rows = [tensor[low:high] for tensor in self._arenas.everyones(flat)]
-        if high > low:
-            self._reduce(rows, rows, op)
+        parts = [row[low:high] for row in rows]
+        self._reduce(parts, parts, op)
+        return self.meet(call)
+
+    def sum_in_place(self, rows: Sequence[Tensor], merges: Merges, call: Call) -> None:
+        """Of rows in shared memory, one of each rank, every rank adds up its own part and writes the sum to all."""
+        if self.all_reduce_in_c is not None and rows[0].dtype == torch.float32:
+            return self.all_reduce_in_c.run_in_place(rows, merges, call.packed(), self.timeout_s)
         self.meet(call)
+        low, high = owner_ranges(rows[0].numel(), self._size, ALIGNED)[self._rank]
+        if low < high:
+            parts = [row[low:high] for row in rows]
+            if parts[0].dtype == torch.float32:
+                self.kernels.sum_into(parts, parts, merges)
+            else:
+                total = combined(parts, merges)
+                for part in parts:
+                    part.copy_(total)
+        return self.meet(call)
 
     def _write_others(self, piece: Tensor, parts: Sequence[tuple[int, int]]) -> None:
         """What the others add up; this rank's own part is read where it is."""
