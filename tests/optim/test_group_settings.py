@@ -106,3 +106,13 @@ def test_a_vector_of_another_length_says_what_to_do() -> None:
     settings = GroupSettings([adamw()])
     with pytest.raises(ConfigError, match="numeric settings here but 1 came; build the same groups"):
         settings.put([1.0], {})
+
+
+def test_a_vector_by_name_and_back_keeps_values_and_kinds() -> None:
+    optimizers = [adamw(), torch.optim.SGD([Parameter(torch.ones(1))], momentum=0.5, nesterov=True)]
+    settings = GroupSettings(optimizers)
+    named = settings.by_group(settings.read())
+    assert named[1]["lr"] == 0.01
+    assert named[1]["betas"] == (0.9, 0.95)
+    assert named[2]["nesterov"] is True
+    assert settings.vector(named) == settings.read()

@@ -10,6 +10,7 @@ numbers there are is fixed when training starts, from the groups that both sides
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +19,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from paceline.errors import ConfigError
+
+NamedSetting = float | int | bool | tuple[float, ...]
 
 # How an update is computed, not what it computes; the two sides may run on different devices.
 _WAYS = frozenset({"foreach", "fused", "capturable", "differentiable"})
@@ -92,6 +95,26 @@ class GroupSettings:
                 f"the optimizer's groups have {len(self)} numeric settings here but {len(values)} came; build the "
                 "same groups, with the same settings, in every process before engine.prepare()"
             )
+
+    def by_group(self, values: Sequence[float]) -> tuple[dict[str, NamedSetting], ...]:
+        """A vector as people and logs write it: names and values of each group."""
+        self.check(values)
+        groups: list[dict[str, Any]] = [{} for _ in self._groups()]
+        for number, value in zip(self._numbers, values, strict=True):
+            group, typed = groups[number.group], number.kind(value)
+            group[number.name] = typed if number.place is None else (*group.get(number.name, ()), typed)
+        return tuple(groups)
+
+    def vector(self, groups: Sequence[Mapping[str, Any]]) -> list[float]:
+        """The inverse of `by_group`."""
+        found: list[float] = []
+        taken: Counter[tuple[int, str]] = Counter()
+        for number in self._numbers:
+            value = groups[number.group][number.name]
+            place = taken[number.group, number.name]
+            taken[number.group, number.name] += 1
+            found.append(float(value if number.place is None else value[place]))
+        return found
 
     def difference(self, one: Sequence[float], other: Sequence[float]) -> tuple[str, float, float] | None:
         """The first setting in which two vectors differ, and both values."""

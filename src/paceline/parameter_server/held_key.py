@@ -1,0 +1,147 @@
+"""A key as its server holds it: the weights in one flat tensor, and twins of the user's optimizers that update it.
+
+    weights   |── ln.weight ──|─ ln.bias ─|── head[0:4096] ──|       version 7: updated seven times
+    pieces       Parameter       Parameter      Parameter            views, so an update of a piece is one of the key
+    twins     AdamW(pieces of its groups), one for each of the user's optimizers that has pieces here
+
+Each key has twins of its own: keys are updated one at a time, and a step should not have to look at all the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+from paceline.optim.gradient_norm import block_norms
+from paceline.optim.group_settings import GroupSettings
+from paceline.optim.piece_state import State, scatter_state
+from paceline.optim.range_optimizer import optimizer_on
+from paceline.parameter_server.key_ranges import Key
+
+
+class HeldKey:
+    """`parameters` are the user's, in the order of the layout; they are copied, and never touched again."""
+
+    def __init__(
+        self,
+        key: Key,
+        parameters: Sequence[Tensor],
+        optimizers: Sequence[Optimizer],
+        settings: GroupSettings,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        self.key = key
+        self.version = 0
+        self.weights = key.gathered(parameters).to(device)
+        self._settings = settings
+        self._in_force: Sequence[float] | None = None
+        self._copy: Tensor | None = None
+        views = key.views(self.weights)
+        self._pieces = [
+            Parameter(view.view(()) if parameters[piece.parameter].dim() == 0 else view)
+            for piece, view in zip(key.pieces, views, strict=True)
+        ]
+        self._twins: list[Optimizer] = []
+        self._groups: dict[int, dict[str, Any]] = {}
+        groups_before = 0
+        for optimizer in optimizers:
+            states: dict[Tensor, State] = {}
+            members: list[list[Tensor]] = []
+            for group in optimizer.param_groups:
+                here = {id(parameter) for parameter in group["params"]}
+                found = [place for place, piece in enumerate(key.pieces) if id(parameters[piece.parameter]) in here]
+                members.append([self._pieces[place] for place in found])
+                states |= {self._pieces[place]: self._first_state(place, parameters, optimizer) for place in found}
+            if any(members):
+                twin = optimizer_on(optimizer, members, states)
+                self._twins.append(twin)
+                numbers = [groups_before + place for place, pieces in enumerate(members) if pieces]
+                self._groups |= dict(zip(numbers, twin.param_groups, strict=True))
+            groups_before += len(optimizer.param_groups)
+
+    def _first_state(self, place: int, parameters: Sequence[Tensor], optimizer: Optimizer) -> State:
+        """What the user's optimizer keeps already: made with it (Adagrad), or loaded before training."""
+        piece = self.key.pieces[place]
+        parameter = parameters[piece.parameter]
+        (state,) = scatter_state(optimizer.state.get(parameter, {}), parameter.shape, [piece])
+        return {
+            name: value.to(self.weights.device) if isinstance(value, Tensor) and value.dim() else value
+            for name, value in state.items()
+        }
+
+    # -- updating ----------------------------------------------------------------------------------------------------
+
+    def as_gradient(self, total: Tensor) -> Tensor:
+        """A sum in the precision of the weights, where they are."""
+        return total.to(self.weights.device, self.key.dtype)
+
+    def norms(self, gradient: Tensor, used: int) -> list[Tensor]:
+        """The block norms of the pieces that were used."""
+        views = self.key.views(gradient)
+        return [block_norms(view) for place, view in enumerate(views) if used >> place & 1]
+
+    def update(
+        self,
+        gradient: Tensor,
+        used: int,
+        settings: Sequence[float] = (),
+        *,
+        lr_factor: float = 1.0,
+        momentum: Callable[[float], float] | None = None,
+    ) -> None:
+        """One step of the optimizer; a piece whose bit in `used` is not set has no gradient and is not touched."""
+        self._put(settings, lr_factor, momentum)
+        views = self.key.views(gradient)
+        for place, (piece, view) in enumerate(zip(self._pieces, views, strict=True)):
+            piece.grad = view.view(piece.shape) if used >> place & 1 else None
+        for twin in self._twins:
+            twin.step()
+        for piece in self._pieces:
+            piece.grad = None
+        self.version += 1
+        self._copy = None
+
+    def _put(self, settings: Sequence[float], lr_factor: float, momentum: Callable[[float], float] | None) -> None:
+        """Empty settings: those that are in force. A twin is written to only when something changes."""
+        treated = lr_factor != 1.0 or momentum is not None
+        if settings and (treated or settings != self._in_force):
+            self._settings.put(settings, self._groups, lr_factor=lr_factor, momentum=momentum)
+            self._in_force = None if treated else settings
+
+    # -- reading -----------------------------------------------------------------------------------------------------
+
+    def copy(self) -> Tensor:
+        """The weights as they are now, whatever is applied later; pulls of the same version share one copy."""
+        if self._copy is None:
+            self._copy = self.weights.to("cpu", copy=True)
+        return self._copy
+
+    def states(self) -> list[State]:
+        """What the optimizers keep for each piece; their own tensors, not copies."""
+        return [
+            next((dict(twin.state[piece]) for twin in self._twins if twin.state.get(piece)), {})
+            for piece in self._pieces
+        ]
+
+    def load_weights(self, weights: Tensor, version: int) -> None:
+        self.weights.copy_(weights)
+        self.version, self._copy = version, None
+
+    def load_states(self, states: Sequence[State]) -> None:
+        for piece, state in zip(self._pieces, states, strict=True):
+            twin = next(t for t in self._twins if any(piece is p for group in t.param_groups for p in group["params"]))
+            if state:
+                twin.state[piece] = {name: self._placed(value) for name, value in state.items()}
+            else:
+                twin.state.pop(piece, None)
+
+    def _placed(self, value: object) -> object:
+        """A step count stays on the CPU, as torch keeps it; what belongs to elements goes where the weights are."""
+        if not isinstance(value, Tensor):
+            return value
+        return value.to(self.weights.device, copy=True) if value.dim() else value.clone()

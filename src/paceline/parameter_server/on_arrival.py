@@ -1,0 +1,154 @@
+"""Asynchronous clocks: every push is applied when it arrives, once, and a key counts up to which round it has them all.
+
+    key 3    round 4   lanes 0 1 2 3      all in                 complete = 4
+             round 5   lanes 0 . 2 3      lane 1 is missing      a push of (5, 1) makes complete 6: 6 has all of its own
+             round 6   lanes 0 1 2 3      all in                 a second (4, 2) or (5, 0) is a duplicate
+
+A round is complete for a key when every worker that is still there has opened it, and all lanes that it opened it with
+are in. Channels keep their order, so what a worker has not pushed when it closes the round will never come (a lane that
+was skipped). A worker that is lost takes what it has not pushed with it: nobody waits for that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+
+from torch import Tensor
+
+from paceline.optim.group_settings import GroupSettings
+from paceline.parameter_server.applications import Applications
+from paceline.parameter_server.held_key import HeldKey
+from paceline.parameter_server.key_rounds import Recycle
+from paceline.parameter_server.treatment import Outcome, Treatment, corrected_momentum, delay_in_rounds
+from paceline.parameter_server.wire import Header, WireError
+
+
+@dataclass
+class _Worker:
+    """What one worker has said."""
+
+    lanes: dict[int, tuple[int, ...]] = field(default_factory=dict)  # by round, of those that are not complete
+    opened: int = -1  # the last round
+    closed: int = -1
+    settings: tuple[float, ...] = ()
+
+
+class OnArrival:
+    def __init__(
+        self,
+        held: Mapping[int, HeldKey],
+        settings: GroupSettings,
+        applications: Applications,
+        *,
+        treatment: Treatment,
+        workers: int,
+        lanes: int,
+        first_round: int,
+        recycle: Recycle,
+    ) -> None:
+        self._held, self._settings, self._applications = held, settings, applications
+        self._treatment, self._lanes, self._recycle = treatment, lanes, recycle
+        self._workers = {worker: _Worker() for worker in range(workers)}
+        self._complete = dict.fromkeys(held, first_round - 1)
+        self._in: dict[int, set[tuple[int, int]]] = {key: set() for key in held}  # (round, lane) after `complete`
+
+    def complete(self, key: int) -> int:
+        return self._complete[key]
+
+    def reset(self, key: int, complete: int) -> None:
+        """Go on after round `complete`, from what was loaded."""
+        self._complete[key] = complete
+        self._in[key].clear()
+        for worker in self._workers.values():
+            worker.lanes.clear()
+            worker.opened = worker.closed = complete
+
+    # -- what arrives; each says whether it was new ------------------------------------------------------------------
+
+    def open(self, worker: int, round: int, lanes: tuple[int, ...]) -> bool:
+        said = self._workers.setdefault(worker, _Worker())
+        if round <= said.opened:
+            return False
+        said.opened, said.lanes[round] = round, lanes
+        return True
+
+    def set(self, worker: int, settings: tuple[float, ...]) -> None:
+        self._settings.check(settings)
+        self._workers.setdefault(worker, _Worker()).settings = settings
+
+    def push(self, header: Header, gradient: Tensor) -> bool:
+        """Apply it, unless it was applied before."""
+        key, place = header.key, (header.round, header.lane)
+        if header.round <= self._complete[key] or place in self._in[key]:
+            self._recycle(gradient)
+            return False
+        said = self._workers[header.sender]
+        if header.lane not in said.lanes.get(header.round, ()):
+            raise WireError(
+                f"worker {header.sender} pushed lane {header.lane} of round {header.round}, but opened the round with "
+                f"lanes {list(said.lanes.get(header.round, ()))}"
+            )
+        self._in[key].add(place)
+        self._apply(header, gradient, said.settings or tuple(self._settings.read()))
+        self._recycle(gradient)
+        return True
+
+    def close(self, worker: int, round: int) -> bool:
+        said = self._workers[worker]
+        if round <= said.closed:
+            return False
+        said.closed = round
+        return True
+
+    def leave(self, worker: int) -> None:
+        """It said goodbye, or is lost: what it has not pushed will not come."""
+        self._workers.pop(worker, None)
+
+    def _apply(self, header: Header, gradient: Tensor, values: tuple[float, ...]) -> None:
+        held = self._held[header.key]
+        delay = delay_in_rounds(held.version, header.version, self._lanes)
+        outcome = self._treatment.of(delay, self._settings.momentum(values))
+        if not outcome.dropped:
+            apply_push(held, gradient, header.weight, header.flags, values, outcome)
+        self._applications.tell(
+            *(header.key, header.round, values, outcome),
+            lane=header.lane,
+            worker=header.sender,
+            incarnation=header.incarnation,
+        )
+
+    # -- how far a key is --------------------------------------------------------------------------------------------
+
+    def advance(self, among: Iterable[int] | None = None) -> Iterator[int]:
+        """The keys that are complete up to a later round than before."""
+        for key in reversed(self._complete) if among is None else among:
+            before = self._complete[key]
+            while self._has_all(key, self._complete[key] + 1):
+                self._complete[key] += 1
+            if self._complete[key] > before:
+                self._in[key] = {place for place in self._in[key] if place[0] > self._complete[key]}
+                yield key
+        if among is not None:
+            return
+        done = min(self._complete.values(), default=-1)
+        for said in self._workers.values():
+            said.lanes = {round: lanes for round, lanes in said.lanes.items() if round > done}
+
+    def _has_all(self, key: int, round: int) -> bool:
+        return bool(self._workers) and all(
+            said.opened >= round
+            and (said.closed >= round or all((round, lane) in self._in[key] for lane in said.lanes.get(round, ())))
+            for said in self._workers.values()
+        )
+
+
+def apply_push(
+    held: HeldKey, gradient: Tensor, weight: float, used: int, values: tuple[float, ...], outcome: Outcome
+) -> None:
+    """One update as the treatment wants it; replay does the same, with the outcome that the log has."""
+    if weight != 1.0:
+        gradient.mul_(weight)
+    corrected = None if outcome.momentum is None else partial(corrected_momentum, delay=outcome.delay)
+    held.update(held.as_gradient(gradient), used, values, lr_factor=outcome.lr_factor, momentum=corrected)

@@ -1,0 +1,181 @@
+"""Deterministic clocks: whole rounds are applied, in order, so nothing depends on who was first.
+
+    all workers closed round r ─► scale ─► (clip: norms of all servers ─► coefficient) ─► each key: update, answer pulls
+
+Keys are finished from the last to the first: keys are numbered as backward finishes gradients, and the next forward
+wants the first layers first. Each is answered as it is done, while the others are still being updated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from paceline.optim.gradient_norm import clip_coefficient
+from paceline.optim.group_settings import GroupSettings
+from paceline.parameter_server.applications import Applications
+from paceline.parameter_server.clock import Clock
+from paceline.parameter_server.held_key import HeldKey
+from paceline.parameter_server.key_ranges import KeyTable
+from paceline.parameter_server.key_rounds import Recycle, Round, norm_of
+from paceline.parameter_server.treatment import Outcome
+from paceline.parameter_server.wire import Close, Header
+
+Mode = Literal["update", "aggregate"]
+
+
+@dataclass
+class FinishedSum:
+    """A round's sum of one key, kept until every worker has fetched it (mode aggregate)."""
+
+    total: Tensor
+    used: int
+    wanted_by: set[int] = field(default_factory=set)
+
+
+class RoundByRound:
+    def __init__(
+        self,
+        table: KeyTable,
+        server: int,
+        held: Mapping[int, HeldKey],
+        settings: GroupSettings,
+        applications: Applications,
+        *,
+        clock: Clock,
+        mode: Mode,
+        workers: int,
+        first_round: int,
+        recycle: Recycle,
+    ) -> None:
+        self._table, self._server, self._held, self._settings = table, server, held, settings
+        self._keys = [key.number for key in table.of_server(server)]
+        self._clock, self._mode, self._workers = clock, mode, workers
+        self._applications, self._recycle = applications, recycle
+        self._next = first_round
+        self._rounds: dict[int, Round] = {}
+        self._squares: dict[int, dict[int, list[float]]] = {}  # by round and server
+        self._complete = dict.fromkeys(self._keys, first_round - 1)
+        self.to_tell: list[tuple[int, Tensor]] = []  # (round, squares) for the other servers
+        self.sums: dict[tuple[int, int], FinishedSum] = {}  # by key and round
+        self.norm = float("nan")  # of the last round, where it was clipped
+
+    def complete(self, key: int) -> int:
+        return self._complete[key]
+
+    @property
+    def next_round(self) -> int:
+        return self._next
+
+    def reset(self, key: int, complete: int) -> None:
+        """Go on after round `complete`, from what was loaded."""
+        self._complete[key] = complete
+        self._next = complete + 1
+        self._rounds.clear()
+        self._squares.clear()
+        self.sums.clear()
+
+    # -- what arrives; each says whether it was new ------------------------------------------------------------------
+
+    def open(self, worker: int, round: int, lanes: tuple[int, ...]) -> bool:
+        return round >= self._next and self._round(round).open(worker, lanes)
+
+    def push(self, header: Header, gradient: Tensor) -> bool:
+        new = header.round >= self._next and self._round(header.round).push(
+            header.sender, header.key, header.lane, gradient, header.flags
+        )
+        if not new:
+            self._recycle(gradient)
+        return new
+
+    def close(self, worker: int, round: int, close: Close) -> bool:
+        return round >= self._next and self._round(round).close(worker, close)
+
+    def hear_norms(self, server: int, round: int, squares: Sequence[float]) -> None:
+        if round >= self._next:
+            self._squares.setdefault(round, {})[server] = list(squares)
+
+    def _round(self, number: int) -> Round:
+        if number not in self._rounds:
+            self._rounds[number] = Round(number, self._workers, self._keys, self._recycle)
+        return self._rounds[number]
+
+    def waited_for(self) -> list[tuple[int, list[int]]]:
+        """The rounds under way, each with the workers that have not closed it."""
+        return [(number, found.missing()) for number, found in sorted(self._rounds.items())]
+
+    # -- what can be applied -----------------------------------------------------------------------------------------
+
+    def advance(self) -> Iterator[int]:
+        """Apply the rounds that are complete; gives the keys one by one, as they are done."""
+        while self._next in self._rounds and self._rounds[self._next].closed:
+            round = self._rounds[self._next]
+            if round.squares is None:
+                round.check(self._table, self._settings)
+            if not self._norm_is_known(round):
+                return
+            for key in reversed(self._keys):
+                self._finish(round, key)
+                self._complete[key] = round.number
+                yield key
+            del self._rounds[self._next]
+            self._squares.pop(self._next, None)
+            self._next += 1
+
+    def _norm_is_known(self, round: Round) -> bool:
+        """Without clipping there is none to know."""
+        if round.said.max_norm is None or self._mode == "aggregate" or round.empty:
+            self.norm = float("nan")
+            return True
+        if round.squares is None:
+            round.squares = self._own_squares(round)
+            self.to_tell.append((round.number, torch.tensor(round.squares, dtype=torch.float64)))
+        known = self._squares.setdefault(round.number, {})
+        known[self._server] = round.squares
+        if len(known) < self._table.servers:
+            return False
+        self.norm = norm_of(known)
+        return True
+
+    def _own_squares(self, round: Round) -> list[float]:
+        norms: list[Tensor] = []
+        for key, total in round.sums.items():
+            gradient = self._gradient(round, key)
+            total.nodes = {0: gradient}
+            norms += self._held[key].norms(gradient, total.used)
+        if not norms:
+            return []
+        squares: list[float] = torch.cat([norm.to("cpu", torch.float64) for norm in norms]).square_().tolist()
+        return squares
+
+    def _gradient(self, round: Round, key: int) -> Tensor:
+        """The round's gradient of a key, scaled, and in the weights' precision where they are updated here."""
+        total = round.sums[key].total
+        if round.scale != 1.0:
+            total.mul_(round.scale)
+        return self._held[key].as_gradient(total) if self._mode == "update" else total
+
+    def _finish(self, round: Round, key: int) -> None:
+        total = round.sums[key]
+        if not total.nodes:
+            return
+        if self._mode == "aggregate":
+            everybody = set(range(self._workers))
+            self.sums[key, round.number] = FinishedSum(self._gradient(round, key), total.used, everybody)
+            return
+        if not round.empty:
+            gradient = total.total if round.squares is not None else self._gradient(round, key)
+            self._clip(round, gradient)
+            self._held[key].update(gradient, total.used, round.said.settings)
+            late = Outcome(delay=round.number - 1 - self._clock.needs(round.number))
+            self._applications.tell(key, round.number, round.said.settings or self._settings.read(), late)
+        self._recycle(total.total)
+
+    def _clip(self, round: Round, gradient: Tensor) -> None:
+        max_norm = round.said.max_norm
+        if max_norm is not None and not self.norm <= max_norm:
+            gradient.mul_(clip_coefficient(self.norm, max_norm))

@@ -1,0 +1,377 @@
+"""The server's decisions, without sockets, threads or time: messages go in, replies come out.
+
+    handle(header, payload) ──► a deterministic clock: round_by_round.py       an asynchronous one: on_arrival.py
+             │                  sums whole rounds and applies them in order    applies every push at once
+             └────────────────► pulls wait here until their key is complete up to the round they need
+
+Replies come one by one, as keys are done: send each before asking for the next, and updating one key hides behind
+sending another. The caller holds a lock while it does. A push's tensor belongs to the core from then on; what it does
+not need any more goes to `recycle`, for the next push to be received in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from paceline.errors import ConfigError
+from paceline.optim.group_settings import GroupSettings
+from paceline.parameter_server.applications import Applications, Log
+from paceline.parameter_server.clock import Clock
+from paceline.parameter_server.held_key import HeldKey
+from paceline.parameter_server.key_rounds import Recycle
+from paceline.parameter_server.key_state import pack_states, unpack_states
+from paceline.parameter_server.on_arrival import OnArrival
+from paceline.parameter_server.round_by_round import Mode, RoundByRound
+from paceline.parameter_server.staleness_stats import StalenessCounter
+from paceline.parameter_server.treatment import Treatment
+from paceline.parameter_server.waiting_pulls import WaitingPulls
+from paceline.parameter_server.wire import (
+    ALL,
+    LOADS_STATE,
+    LOADS_WEIGHTS,
+    Close,
+    Header,
+    Kind,
+    Protocol,
+    WireError,
+    text_payload,
+)
+
+
+@dataclass(frozen=True)
+class Reply:
+    """A message to send; `to` counts workers first, then servers."""
+
+    to: int
+    header: Header
+    payload: Tensor | None = None
+
+
+Handler = Callable[[Header, Tensor | None], Iterator[Reply]]
+
+
+class ServerCore:
+    def __init__(
+        self,
+        protocol: Protocol,
+        server: int,
+        held: Mapping[int, HeldKey],
+        settings: GroupSettings,
+        clock: Clock,
+        *,
+        mode: Mode = "update",
+        treatment: Treatment | None = None,
+        first_round: int = 0,
+        recycle: Recycle = lambda _: None,
+        log: Log | None = None,
+        stats: StalenessCounter | None = None,
+    ) -> None:
+        """`held`: the server's keys, none in mode aggregate. `log` hears of an update before anybody sees it."""
+        if mode == "aggregate" and not clock.deterministic:
+            raise ConfigError(
+                f"mode='aggregate' with clock {clock}: pushes that are applied on arrival need an optimizer on the "
+                "server; use mode='update', or a clock whose rounds are summed (s=0, d=N)"
+            )
+        self._protocol, self._table, self._server = protocol, protocol.table, server
+        self._rank = protocol.workers + server
+        self._keys = [key.number for key in self._table.of_server(server)]
+        self._held, self._mode, self._recycle = held, mode, recycle
+        self._stats = stats or StalenessCounter(len(self._keys))
+        applications = Applications(server, settings, log, self._stats)
+        self._rounds: RoundByRound | None = None
+        self._arrivals: OnArrival | None = None
+        if clock.deterministic:
+            self._rounds = RoundByRound(
+                *(self._table, server, held, settings, applications),
+                clock=clock,
+                mode=mode,
+                workers=protocol.workers,
+                first_round=first_round,
+                recycle=recycle,
+            )
+        else:
+            self._arrivals = OnArrival(
+                *(held, settings, applications),
+                treatment=treatment or Treatment(),
+                workers=protocol.workers,
+                lanes=protocol.lanes,
+                first_round=first_round,
+                recycle=recycle,
+            )
+        self._here = set(range(protocol.workers))
+        self._incarnations = dict.fromkeys(self._here, 0)
+        self._waiting = WaitingPulls(self._keys)
+        self._handlers: dict[Kind, Handler] = {
+            Kind.OPEN: self._on_open,
+            Kind.SETTINGS: self._on_settings,
+            Kind.PUSH: self._on_push,
+            Kind.CLOSE: self._on_close,
+            Kind.PULL: self._on_pull,
+            Kind.STATE: self._on_pull,
+            Kind.NORMS: self._on_norms,
+            Kind.LOAD: self._on_load,
+            Kind.PING: self._on_ping,
+            Kind.BYE: self._on_bye,
+        }
+        self.failure: str | None = None
+
+    # -- what the caller sees ----------------------------------------------------------------------------------------
+
+    def handle(self, header: Header, payload: Tensor | None = None) -> Iterator[Reply]:
+        """One message. Nothing happens unless the replies are asked for."""
+        self._protocol.check(header, server=self._server)
+        if header.sender < self._protocol.workers:
+            if header.incarnation < self._incarnations[header.sender]:
+                self._ignore(payload)  # from a life of the worker that is over
+                return
+            self._incarnations[header.sender] = header.incarnation
+            if self.failure is not None and header.kind is not Kind.BYE:
+                if header.kind is not Kind.PUSH:
+                    yield self._error(header.sender, self.failure)
+                return
+        handler = self._handlers.get(header.kind)
+        if handler is None:
+            raise WireError(f"{self._protocol.name(header.sender)} sent {header.kind.name}, which is not for servers")
+        yield from handler(header, payload)
+
+    def worker_lost(self, worker: int) -> Iterator[Reply]:
+        """Its connection is gone without a goodbye."""
+        if worker not in self._here:
+            return
+        self._forget(worker)
+        if self._arrivals is not None:
+            self._arrivals.leave(worker)
+            yield from self._advance()
+            return
+        yield from self.fail(
+            f"worker {worker} was lost{self._where(worker)}; a round needs the gradients of all workers, so training "
+            "stops here: resume from the last saved state"
+        )
+
+    def fail(self, text: str) -> Iterator[Reply]:
+        """Tell every worker, now and whenever one comes; the first reason stays."""
+        self.failure = self.failure or text
+        for worker in sorted(self._here):
+            yield self._error(worker, self.failure)
+
+    @property
+    def finished(self) -> bool:
+        """All workers have left."""
+        return not self._here
+
+    @property
+    def waiting(self) -> int:
+        """Pulls that wait for their round."""
+        return len(self._waiting)
+
+    @property
+    def sums_kept(self) -> int:
+        """Sums that some worker has not fetched yet (mode aggregate)."""
+        return 0 if self._rounds is None else len(self._rounds.sums)
+
+    def complete(self, key: int) -> int:
+        return self._rounds.complete(key) if self._rounds is not None else self._late.complete(key)
+
+    # -- rounds ------------------------------------------------------------------------------------------------------
+
+    def _on_open(self, header: Header, payload: Tensor | None) -> Iterator[Reply]:
+        lanes = () if payload is None else tuple(payload.tolist())
+        self._check_lanes(header, lanes)
+        if self._rounds is not None:
+            gone = sorted(set(range(self._protocol.workers)) - self._here)
+            if gone and header.round >= self._rounds.next_round:
+                yield from self.fail(
+                    f"worker {gone[0]} said goodbye but worker {header.sender} starts round {header.round}; all "
+                    "workers must take the same number of steps"
+                )
+                return
+            new = self._rounds.open(header.sender, header.round, lanes)
+        else:
+            self._here.add(header.sender)
+            new = self._late.open(header.sender, header.round, lanes)
+        yield from self._advance(new)
+
+    def _check_lanes(self, header: Header, lanes: tuple[int, ...]) -> None:
+        if len(set(lanes)) < len(lanes) or not all(0 <= lane < self._protocol.lanes for lane in lanes):
+            raise WireError(
+                f"worker {header.sender} sent OPEN of round {header.round} whose lanes are {list(lanes)}, expected "
+                f"different ones of 0 to {self._protocol.lanes - 1}"
+            )
+
+    def _on_settings(self, header: Header, payload: Tensor | None) -> Iterator[Reply]:
+        if self._arrivals is not None:
+            self._arrivals.set(header.sender, () if payload is None else tuple(payload.tolist()))
+        yield from ()
+
+    def _on_push(self, header: Header, payload: Tensor | None) -> Iterator[Reply]:
+        assert payload is not None  # its elements are those of the key
+        if header.sender not in self._here:
+            self._ignore(payload)
+            return
+        if self._rounds is not None:
+            new = self._rounds.push(header, payload)
+        else:
+            new = self._late.push(header, payload)
+        yield from self._advance(new, key=header.key)
+
+    def _on_close(self, header: Header, payload: Tensor | None) -> Iterator[Reply]:
+        close = Close.unpacked(payload)
+        if self._rounds is not None:
+            new = self._rounds.close(header.sender, header.round, close)
+        else:
+            new = self._late.close(header.sender, header.round)
+        yield from self._advance(new)
+
+    def _on_norms(self, header: Header, payload: Tensor | None) -> Iterator[Reply]:
+        if self._rounds is not None:
+            squares = [] if payload is None else payload.tolist()
+            self._rounds.hear_norms(header.sender - self._protocol.workers, header.round, squares)
+            yield from self._advance()
+
+    def _advance(self, new: bool = True, key: int | None = None) -> Iterator[Reply]:
+        """After something new: apply what can be applied, and answer what waited for it."""
+        if not new:
+            self._stats.duplicate()
+            return
+        if self._rounds is not None:
+            for done in self._rounds.advance():
+                yield from self._answers(done)
+            yield from self._norms_to_tell(self._rounds)
+        else:
+            for done in self._late.advance(None if key is None else [key]):
+                yield from self._answers(done)
+
+    def _norms_to_tell(self, rounds: RoundByRound) -> Iterator[Reply]:
+        for round, squares in rounds.to_tell:
+            header = self._header(Kind.NORMS, round=round).holding(squares)
+            for server in range(self._table.servers):
+                if server != self._server:
+                    yield Reply(self._protocol.workers + server, header, squares if squares.numel() else None)
+        rounds.to_tell.clear()
+
+    @property
+    def _late(self) -> OnArrival:
+        assert self._arrivals is not None
+        return self._arrivals
+
+    # -- pulls -------------------------------------------------------------------------------------------------------
+
+    def _on_pull(self, header: Header, _: Tensor | None) -> Iterator[Reply]:
+        if header.sender not in self._here:
+            return
+        for key in reversed(self._keys) if header.key == ALL else [header.key]:
+            self._waiting.add(key, header)
+            yield from self._answers(key)
+
+    def _answers(self, key: int) -> Iterator[Reply]:
+        for asked in self._waiting.take(key, self.complete(key)):
+            if asked.kind is Kind.STATE:
+                yield self._state(asked, key)
+            elif self._mode == "aggregate":
+                yield self._sum(asked, key)
+            else:
+                yield self._weights(asked, key)
+
+    def _weights(self, pull: Header, key: int) -> Reply:
+        held = self._held[key]
+        # A deterministic clock updates a key only after every worker has received and used what it pulled; an
+        # asynchronous one may update it while these weights are still being sent.
+        live = self._rounds is not None and held.weights.device.type == "cpu"
+        payload = held.weights if live else held.copy()
+        norm = self._rounds.norm if self._rounds is not None else float("nan")
+        header = self._header(Kind.WEIGHTS, round=pull.round, key=key, weight=norm, incarnation=pull.incarnation)
+        return Reply(pull.sender, header.holding(payload), payload)
+
+    def _sum(self, pull: Header, key: int) -> Reply:
+        assert self._rounds is not None
+        found = self._rounds.sums.get((key, pull.round))
+        if found is None or pull.sender not in found.wanted_by:
+            raise WireError(
+                f"worker {pull.sender} asked for the sum of round {pull.round} of {self._table.name(key)}, which it "
+                "has fetched before or which had no gradients"
+            )
+        found.wanted_by.discard(pull.sender)
+        if not found.wanted_by & self._here:
+            del self._rounds.sums[key, pull.round]
+        header = self._header(Kind.SUM, round=pull.round, key=key, flags=found.used, incarnation=pull.incarnation)
+        return Reply(pull.sender, header.holding(found.total), found.total)
+
+    # -- saving and resuming -----------------------------------------------------------------------------------------
+
+    def _state(self, asked: Header, key: int) -> Reply:
+        payload = pack_states(self._held[key].states()) if key in self._held else torch.empty(0, dtype=torch.uint8)
+        header = self._header(Kind.STATE, round=asked.round, key=key, incarnation=asked.incarnation)
+        return Reply(asked.sender, header.holding(payload), payload if payload.numel() else None)
+
+    def _on_load(self, header: Header, payload: Tensor | None) -> Iterator[Reply]:
+        held = self._held.get(header.key)
+        if held is not None and payload is not None:
+            if header.flags == LOADS_WEIGHTS:
+                held.load_weights(payload, header.version)
+            elif header.flags == LOADS_STATE:
+                held.load_states(unpack_states(payload))
+        (self._rounds or self._late).reset(header.key, header.complete)
+        answer = self._header(Kind.LOAD, round=header.round, key=header.key, incarnation=header.incarnation)
+        yield Reply(header.sender, answer)
+
+    # -- coming and going --------------------------------------------------------------------------------------------
+
+    def _on_ping(self, header: Header, _: Tensor | None) -> Iterator[Reply]:
+        if header.sender < self._protocol.workers:
+            yield Reply(header.sender, self._header(Kind.PING, round=header.round, incarnation=header.incarnation))
+
+    def _on_bye(self, header: Header, _: Tensor | None) -> Iterator[Reply]:
+        if header.sender not in self._here:
+            return
+        self._forget(header.sender)
+        if self._arrivals is not None:
+            self._arrivals.leave(header.sender)
+            yield from self._advance()
+        elif self._rounds is not None:
+            left = [number for number, missing in self._rounds.waited_for() if header.sender in missing]
+            if left:
+                yield from self.fail(
+                    f"worker {header.sender} said goodbye in round {left[0]}, which others are waiting for; all "
+                    "workers must take the same number of steps"
+                )
+
+    def _forget(self, worker: int) -> None:
+        """Its life is over; another one would have a higher incarnation."""
+        self._here.discard(worker)
+        self._incarnations[worker] += 1
+        self._waiting.forget(worker)
+
+    def _where(self, worker: int) -> str:
+        assert self._rounds is not None
+        rounds = [number for number, missing in self._rounds.waited_for() if worker in missing]
+        return f" in round {rounds[0]}, before it had pushed all of it" if rounds else " between two rounds"
+
+    def _ignore(self, payload: Tensor | None) -> None:
+        self._stats.duplicate()
+        if payload is not None:
+            self._recycle(payload)
+
+    def _error(self, worker: int, text: str) -> Reply:
+        payload = text_payload(text)
+        return Reply(worker, self._header(Kind.ERROR).holding(payload), payload)
+
+    def _header(
+        self, kind: Kind, *, round: int = 0, key: int = ALL, weight: float = 1.0, flags: int = 0, incarnation: int = 0
+    ) -> Header:
+        held = self._held.get(key)
+        return Header(
+            kind=kind,
+            sender=self._rank,
+            digest=self._table.digest,
+            incarnation=incarnation,
+            round=round,
+            key=key,
+            version=0 if held is None else held.version,
+            complete=-1 if key == ALL else self.complete(key),
+            weight=weight,
+            flags=flags,
+        )
