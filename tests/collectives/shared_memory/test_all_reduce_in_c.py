@@ -30,12 +30,13 @@ COUNTS = (1, 64, 1023, 8193, 131_073, 140_000, 600_001)
 LARGE = 3_000_000  # floats: an all-reduce of a dozen meetings
 
 
-def wrong_sums(world: World, look_every_s: float | None = None, **options: Any) -> list[int]:
+def wrong_sums(world: World, look_every_s: float | None = None, slow_reads: int = 0, **options: Any) -> list[int]:
     """The counts whose sum is not the canonical one, for tensors that begin anywhere, in shared memory or not."""
     if look_every_s is not None:
         meeting.LOOK_EVERY_S = look_every_s
     wrong = []
     with group_of(world, **options) as group:
+        group._meeting.state.slow_reads = slow_reads
         for count in COUNTS:
             rows = odd_rows(world.size, count, seed=count)
             room = torch.zeros(count + 7)
@@ -63,6 +64,12 @@ def test_it_has_the_bits_of_the_canonical_tree_for_slots_of_any_size(workers: in
 def test_it_goes_on_where_it_was_if_no_meeting_ends_at_once(workers: int) -> None:
     options = {"kernels": "c", "slot_bytes": 64 * 2**10, "look_every_s": 0.0}
     assert succeeded(run_workers(wrong_sums, workers, **options)) == [[]] * workers
+
+
+@pytest.mark.parametrize("workers", [2, 3])
+def test_it_has_the_same_bits_where_reads_are_slow_and_all_write_past_the_caches(workers: int) -> None:
+    found = succeeded(run_workers(wrong_sums, workers, kernels="c", slot_bytes=256 * 2**10, slow_reads=2))
+    assert found == [[]] * workers
 
 
 def in_c_or_not(world: World) -> list[str]:

@@ -75,6 +75,7 @@ class State(ctypes.Structure):
         ("spin_ns", ctypes.c_int64),
         ("rank", ctypes.c_int32),
         ("size", ctypes.c_int32),
+        ("slow_reads", ctypes.c_int32),
     )
 
 
