@@ -25,7 +25,7 @@ from paceline.collectives.canonical_sum import SumPlan
 from paceline.optim.gradient_norm import clip_coefficient, global_norm
 from paceline.optim.group_settings import GroupSettings
 from paceline.parameter_server.clock import Clock
-from paceline.parameter_server.held_key import HeldKey
+from paceline.parameter_server.held_key import HeldKey, hold_keys
 from paceline.parameter_server.key_ranges import Key, KeyTable, plan_keys
 from paceline.parameter_server.server_core import Reply, ServerCore
 from paceline.parameter_server.wire import ALL, Close, Header, Kind, Protocol, lanes_payload
@@ -120,9 +120,8 @@ class Job:
             parameters = [Parameter(tensor.clone()) for tensor in start]
             optimizer = make(parameters)
             settings = GroupSettings([optimizer])
-            held = {k.number: HeldKey(k, parameters, [optimizer], settings) for k in self.table.of_server(server)}
-            if options.get("mode") == "aggregate":
-                held = {}
+            aggregates = options.get("mode") == "aggregate"
+            held = {} if aggregates else hold_keys(self.table.of_server(server), parameters, [optimizer], settings)
             self.held.append(held)
             self.cores.append(ServerCore(self.protocol, server, held, settings, clock, **options))
         self.optimizer = make([Parameter(tensor.clone()) for tensor in start])

@@ -18,14 +18,16 @@ from paceline.parameter_server.application_log import Applied
 from paceline.parameter_server.bounded_delay import BoundedDelay
 from paceline.parameter_server.bounded_staleness import BoundedStaleness
 from paceline.parameter_server.clock import Clock
-from paceline.parameter_server.held_key import HeldKey
+from paceline.parameter_server.held_key import HeldKey, hold_keys
 from paceline.parameter_server.staleness_stats import StalenessCounter
 from paceline.parameter_server.wire import Kind, WireError, lanes_payload
+from paceline.sharding.flat_layout import BLOCK
 from tests.parameter_server.core_jobs import (
     Choose,
     Job,
     Setup,
     adamw,
+    ask,
     model,
     one_process,
     open_of,
@@ -301,6 +303,28 @@ def test_aggregate_keeps_a_sum_until_every_worker_has_it_and_not_longer() -> Non
     job.say(0, 0, job.header(Kind.PULL, 0, round=0, complete=0, key=0))
     with pytest.raises(WireError, match=r"worker 0 asked for the sum of round 0 of key 0 \(.*\), which it has fetched"):
         job.deliver_all()
+
+
+def test_aggregate_does_not_keep_a_sum_for_a_worker_that_left() -> None:
+    job = two_workers(SYNCHRONOUS, mode="aggregate")
+    job.say_round(0, plain([0, 1]))
+    job.say(0, 0, job.header(Kind.PULL, 0, round=0, complete=0, key=0))
+    job.deliver_all()
+    assert job.cores[0].sums_kept == 1
+    ask(job, Kind.BYE, 1)
+    assert job.cores[0].sums_kept == 0
+
+
+def test_keys_are_spread_over_the_devices_of_a_server_by_size() -> None:
+    parameters = [Parameter(tensor) for tensor in model()]
+    keys = table_of(parameters, 1, 4 * BLOCK).keys
+    held = hold_keys(keys, parameters, [sgd(parameters)], GroupSettings([sgd(parameters)]), ["cpu", "meta"])
+    assert list(held) == [key.number for key in keys]
+    sizes = {
+        kind: sum(k.key.gradient_bytes for k in held.values() if k.weights.device.type == kind)
+        for kind in ("cpu", "meta")
+    }
+    assert abs(sizes["cpu"] - sizes["meta"]) <= 4 * BLOCK
 
 
 # -- workers that contradict each other --------------------------------------------------------------------------------

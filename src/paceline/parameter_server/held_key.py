@@ -24,6 +24,23 @@ from paceline.optim.range_optimizer import optimizer_on
 from paceline.parameter_server.key_ranges import Key
 
 
+def hold_keys(
+    keys: Sequence[Key],
+    parameters: Sequence[Tensor],
+    optimizers: Sequence[Optimizer],
+    settings: GroupSettings,
+    devices: Sequence[torch.device | str] = ("cpu",),
+) -> dict[int, HeldKey]:
+    """A server's keys by number, spread over its devices by size."""
+    held: dict[int, HeldKey] = {}
+    load = [0] * len(devices)
+    for key in sorted(keys, key=lambda key: (-key.gradient_bytes, key.number)):
+        place = load.index(min(load))
+        load[place] += key.gradient_bytes
+        held[key.number] = HeldKey(key, parameters, optimizers, settings, devices[place])
+    return dict(sorted(held.items()))
+
+
 class HeldKey:
     """`parameters` are the user's, in the order of the layout; they are copied, and never touched again."""
 

@@ -11,7 +11,7 @@ was skipped). A worker that is lost takes what it has not pushed with it: nobody
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -22,7 +22,7 @@ from paceline.parameter_server.applications import Applications
 from paceline.parameter_server.held_key import HeldKey
 from paceline.parameter_server.key_rounds import Recycle
 from paceline.parameter_server.treatment import Outcome, Treatment, corrected_momentum, delay_in_rounds
-from paceline.parameter_server.wire import Header, WireError
+from paceline.parameter_server.wire import Close, Header, WireError
 
 
 @dataclass
@@ -95,7 +95,7 @@ class OnArrival:
         self._recycle(gradient)
         return True
 
-    def close(self, worker: int, round: int) -> bool:
+    def close(self, worker: int, round: int, _: Close) -> bool:
         said = self._workers[worker]
         if round <= said.closed:
             return False
@@ -121,7 +121,7 @@ class OnArrival:
 
     # -- how far a key is --------------------------------------------------------------------------------------------
 
-    def advance(self, among: Iterable[int] | None = None) -> Iterator[int]:
+    def advance(self, among: Sequence[int] | None = None) -> Iterator[int]:
         """The keys that are complete up to a later round than before."""
         for key in reversed(self._complete) if among is None else among:
             before = self._complete[key]

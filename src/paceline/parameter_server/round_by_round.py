@@ -95,6 +95,16 @@ class RoundByRound:
     def close(self, worker: int, round: int, close: Close) -> bool:
         return round >= self._next and self._round(round).close(worker, close)
 
+    def set(self, worker: int, settings: tuple[float, ...]) -> None:
+        """A round's settings come with its end, not before its pushes."""
+
+    def leave(self, worker: int) -> None:
+        """It needs no more sums; that it took part in all rounds is for the core to see."""
+        for place, found in list(self.sums.items()):
+            found.wanted_by.discard(worker)
+            if not found.wanted_by:
+                del self.sums[place]
+
     def hear_norms(self, server: int, round: int, squares: Sequence[float]) -> None:
         if round >= self._next:
             self._squares.setdefault(round, {})[server] = list(squares)
@@ -110,7 +120,7 @@ class RoundByRound:
 
     # -- what can be applied -----------------------------------------------------------------------------------------
 
-    def advance(self) -> Iterator[int]:
+    def advance(self, _: Sequence[int] | None = None) -> Iterator[int]:
         """Apply the rounds that are complete; gives the keys one by one, as they are done."""
         while self._next in self._rounds and self._rounds[self._next].closed:
             round = self._rounds[self._next]

@@ -11,7 +11,7 @@ not need any more goes to `recycle`, for the next push to be received in.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -82,10 +82,10 @@ class ServerCore:
         self._held, self._mode, self._recycle = held, mode, recycle
         self._stats = stats or StalenessCounter(len(self._keys))
         applications = Applications(server, settings, log, self._stats)
-        self._rounds: RoundByRound | None = None
-        self._arrivals: OnArrival | None = None
+        self._rounds: RoundByRound | None = None  # where the clock is deterministic
+        self._applying: RoundByRound | OnArrival
         if clock.deterministic:
-            self._rounds = RoundByRound(
+            self._applying = self._rounds = RoundByRound(
                 *(self._table, server, held, settings, applications),
                 clock=clock,
                 mode=mode,
@@ -94,7 +94,7 @@ class ServerCore:
                 recycle=recycle,
             )
         else:
-            self._arrivals = OnArrival(
+            self._applying = OnArrival(
                 *(held, settings, applications),
                 treatment=treatment or Treatment(),
                 workers=protocol.workers,
@@ -143,8 +143,8 @@ class ServerCore:
         if worker not in self._here:
             return
         self._forget(worker)
-        if self._arrivals is not None:
-            self._arrivals.leave(worker)
+        if self._rounds is None:
+            self._applying.leave(worker)
             yield from self._advance()
             return
         yield from self.fail(
@@ -174,26 +174,24 @@ class ServerCore:
         return 0 if self._rounds is None else len(self._rounds.sums)
 
     def complete(self, key: int) -> int:
-        return self._rounds.complete(key) if self._rounds is not None else self._late.complete(key)
+        """The last round such that this key has all updates up to it."""
+        return self._applying.complete(key)
 
     # -- rounds ------------------------------------------------------------------------------------------------------
 
     def _on_open(self, header: Header, payload: Tensor | None) -> Iterator[Reply]:
         lanes = () if payload is None else tuple(payload.tolist())
         self._check_lanes(header, lanes)
-        if self._rounds is not None:
-            gone = sorted(set(range(self._protocol.workers)) - self._here)
-            if gone and header.round >= self._rounds.next_round:
-                yield from self.fail(
-                    f"worker {gone[0]} said goodbye but worker {header.sender} starts round {header.round}; all "
-                    "workers must take the same number of steps"
-                )
-                return
-            new = self._rounds.open(header.sender, header.round, lanes)
-        else:
+        gone = sorted(set(range(self._protocol.workers)) - self._here)
+        if self._rounds is None:
             self._here.add(header.sender)
-            new = self._late.open(header.sender, header.round, lanes)
-        yield from self._advance(new)
+        elif gone and header.round >= self._rounds.next_round:
+            yield from self.fail(
+                f"worker {gone[0]} said goodbye but worker {header.sender} starts round {header.round}; all workers "
+                "must take the same number of steps"
+            )
+            return
+        yield from self._advance(self._applying.open(header.sender, header.round, lanes))
 
     def _check_lanes(self, header: Header, lanes: tuple[int, ...]) -> None:
         if len(set(lanes)) < len(lanes) or not all(0 <= lane < self._protocol.lanes for lane in lanes):
@@ -203,8 +201,7 @@ class ServerCore:
             )
 
     def _on_settings(self, header: Header, payload: Tensor | None) -> Iterator[Reply]:
-        if self._arrivals is not None:
-            self._arrivals.set(header.sender, () if payload is None else tuple(payload.tolist()))
+        self._applying.set(header.sender, () if payload is None else tuple(payload.tolist()))
         yield from ()
 
     def _on_push(self, header: Header, payload: Tensor | None) -> Iterator[Reply]:
@@ -212,19 +209,10 @@ class ServerCore:
         if header.sender not in self._here:
             self._ignore(payload)
             return
-        if self._rounds is not None:
-            new = self._rounds.push(header, payload)
-        else:
-            new = self._late.push(header, payload)
-        yield from self._advance(new, key=header.key)
+        yield from self._advance(self._applying.push(header, payload), [header.key])
 
     def _on_close(self, header: Header, payload: Tensor | None) -> Iterator[Reply]:
-        close = Close.unpacked(payload)
-        if self._rounds is not None:
-            new = self._rounds.close(header.sender, header.round, close)
-        else:
-            new = self._late.close(header.sender, header.round)
-        yield from self._advance(new)
+        yield from self._advance(self._applying.close(header.sender, header.round, Close.unpacked(payload)))
 
     def _on_norms(self, header: Header, payload: Tensor | None) -> Iterator[Reply]:
         if self._rounds is not None:
@@ -232,18 +220,15 @@ class ServerCore:
             self._rounds.hear_norms(header.sender - self._protocol.workers, header.round, squares)
             yield from self._advance()
 
-    def _advance(self, new: bool = True, key: int | None = None) -> Iterator[Reply]:
-        """After something new: apply what can be applied, and answer what waited for it."""
+    def _advance(self, new: bool = True, among: Sequence[int] | None = None) -> Iterator[Reply]:
+        """After something new about these keys: apply what can be applied, and answer what waited for it."""
         if not new:
             self._stats.duplicate()
             return
+        for key in self._applying.advance(among):
+            yield from self._answers(key)
         if self._rounds is not None:
-            for done in self._rounds.advance():
-                yield from self._answers(done)
             yield from self._norms_to_tell(self._rounds)
-        else:
-            for done in self._late.advance(None if key is None else [key]):
-                yield from self._answers(done)
 
     def _norms_to_tell(self, rounds: RoundByRound) -> Iterator[Reply]:
         for round, squares in rounds.to_tell:
@@ -252,11 +237,6 @@ class ServerCore:
                 if server != self._server:
                     yield Reply(self._protocol.workers + server, header, squares if squares.numel() else None)
         rounds.to_tell.clear()
-
-    @property
-    def _late(self) -> OnArrival:
-        assert self._arrivals is not None
-        return self._arrivals
 
     # -- pulls -------------------------------------------------------------------------------------------------------
 
@@ -295,7 +275,7 @@ class ServerCore:
                 "has fetched before or which had no gradients"
             )
         found.wanted_by.discard(pull.sender)
-        if not found.wanted_by & self._here:
+        if not found.wanted_by:
             del self._rounds.sums[key, pull.round]
         header = self._header(Kind.SUM, round=pull.round, key=key, flags=found.used, incarnation=pull.incarnation)
         return Reply(pull.sender, header.holding(found.total), found.total)
@@ -314,7 +294,7 @@ class ServerCore:
                 held.load_weights(payload, header.version)
             elif header.flags == LOADS_STATE:
                 held.load_states(unpack_states(payload))
-        (self._rounds or self._late).reset(header.key, header.complete)
+        self._applying.reset(header.key, header.complete)
         answer = self._header(Kind.LOAD, round=header.round, key=header.key, incarnation=header.incarnation)
         yield Reply(header.sender, answer)
 
@@ -328,10 +308,10 @@ class ServerCore:
         if header.sender not in self._here:
             return
         self._forget(header.sender)
-        if self._arrivals is not None:
-            self._arrivals.leave(header.sender)
+        self._applying.leave(header.sender)
+        if self._rounds is None:
             yield from self._advance()
-        elif self._rounds is not None:
+        else:
             left = [number for number, missing in self._rounds.waited_for() if header.sender in missing]
             if left:
                 yield from self.fail(
