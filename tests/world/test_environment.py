@@ -610,3 +610,19 @@ def lines_that_touch_the_environment(file: Path) -> Iterator[int]:
                 yield node.lineno
             case ast.ImportFrom(module="os", names=imported) if names & {alias.name for alias in imported}:
                 yield node.lineno
+
+
+# -- the process that workers are forked from --------------------------------------------------------------------------
+
+
+def test_workers_keep_the_memory_they_free_only_if_asked_and_if_the_user_said_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in (*environment.KEEPING_MEMORY, "GLIBC_TUNABLES"):
+        monkeypatch.delenv(name, raising=False)
+    kept = environment.parent_environment(None, keep_memory=True)
+    assert kept["MALLOC_TRIM_THRESHOLD_"] == str(2**40)
+    assert not any(name.startswith("MALLOC_") for name in environment.parent_environment(None, keep_memory=False))
+    monkeypatch.setenv("MALLOC_ARENA_MAX", "1")
+    told = environment.parent_environment(None, keep_memory=True)
+    assert [name for name in told if name.startswith("MALLOC_")] == ["MALLOC_ARENA_MAX"]

@@ -220,5 +220,8 @@ def run_in_workers(comparison: Comparison) -> dict[str, Any] | int:
 def _by_mpirun(workers: int, words: Sequence[str]) -> int:
     """MPI has to start its processes itself."""
     command = ["mpirun", "--allow-run-as-root", "--bind-to", "none", "--oversubscribe", "-n", str(workers)]
-    variables = parent_environment(threads=1) | {"MASTER_ADDR": LOOPBACK, "MASTER_PORT": str(free_port(LOOPBACK))}
+    variables = parent_environment(threads=1, keep_memory=False) | {
+        "MASTER_ADDR": LOOPBACK,
+        "MASTER_PORT": str(free_port(LOOPBACK)),
+    }
     return subprocess.run([*command, sys.executable, "-m", MODULE, *words], env=variables, check=False).returncode

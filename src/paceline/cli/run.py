@@ -49,6 +49,12 @@ def run(
     ] = None,
     backend: Annotated[str | None, typer.Option(help="how tensors travel, such as gloo or nccl")] = None,
     seed: Annotated[int | None, typer.Option(min=0, help="seed of the job")] = None,
+    keep_memory: Annotated[
+        bool,
+        typer.Option(
+            help="let workers keep memory that they free for the next step instead of giving it back to the system"
+        ),
+    ] = True,
     module: Annotated[bool, typer.Option("-m", "--module", help="run a module, as python -m does")] = False,
     hosts: Annotated[
         str | None,
@@ -82,6 +88,7 @@ def run(
         workers=_worker_count(workers if workers is not None else (known.workers if known is not None else None)),
         servers=_server_count(servers),
         settings=LaunchSettings(lanes, threads, backend, seed),
+        keep_memory=keep_memory,
         hosts=None
         if host_count == 1
         else Hosts(

@@ -26,7 +26,9 @@ CHANNEL_TIMEOUT_S = 30.0
 class StableProcess:
     """The supervisor's handle on the stable: one process and one channel, both closed together."""
 
-    def __init__(self, script: Script, folder: Path, threads: int | None, preloaded: Sequence[str]) -> None:
+    def __init__(
+        self, script: Script, folder: Path, threads: int | None, preloaded: Sequence[str], *, keep_memory: bool = False
+    ) -> None:
         self._channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             form = "module" if script.is_module else "file"
@@ -38,7 +40,7 @@ class StableProcess:
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
-                env=environment.parent_environment(threads),
+                env=environment.parent_environment(threads, keep_memory=keep_memory),
                 start_new_session=True,
             )
         self._channel.setblocking(False)

@@ -70,6 +70,7 @@ class Job:
     settings: LaunchSettings
     hosts: Hosts | None = None
     servers: int = 0
+    keep_memory: bool = False
 
     def __post_init__(self) -> None:
         if self.workers < 1:
@@ -157,7 +158,8 @@ class Supervisor:
         self._decider = decider
         control = folder / "control.sock"
         server = ControlServer(control, decider, self._screen.say)
-        stable = StableProcess(self._job.script, folder, default_threads(seat.settings, seat.size), PRELOADED)
+        threads = default_threads(seat.settings, seat.size)
+        stable = StableProcess(self._job.script, folder, threads, PRELOADED, keep_memory=self._job.keep_memory)
         try:
             await server.start()
             watching = asyncio.create_task(self._watch(stable, seat, str(control)))
