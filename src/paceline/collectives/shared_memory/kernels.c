@@ -121,8 +121,8 @@ static void stream_copy(float *to, const float *from, size_t n) {
 #endif
 }
 
-void paceline_copy(uint8_t *to, const uint8_t *from, size_t bytes) {
-  if (((uintptr_t)to | (uintptr_t)from | bytes) % 4 == 0 && bytes >= STREAM_FROM)
+void paceline_copy(uint8_t *to, const uint8_t *from, size_t bytes, int streamed) {
+  if (((uintptr_t)to | (uintptr_t)from | bytes) % 4 == 0 && (streamed || bytes >= STREAM_FROM))
     stream_copy((float *)to, (const float *)from, bytes / 4);
   else
     memcpy(to, from, bytes);

@@ -32,8 +32,8 @@ class Kernels(Protocol):
         """fp32, flat, of one length. An out may be one of the rows."""
         ...
 
-    def copy(self, to: Tensor, source: Tensor) -> None:
-        """Flat, contiguous, of one dtype and length."""
+    def copy(self, to: Tensor, source: Tensor, *, past_caches: bool = False) -> None:
+        """Flat, contiguous, of one dtype and length. `past_caches`: what `to` is a part of is read much later."""
         ...
 
 
@@ -45,7 +45,7 @@ class TorchKernels:
         for out in outs if total.data_ptr() != outs[0].data_ptr() else outs[1:]:
             out.copy_(total)
 
-    def copy(self, to: Tensor, source: Tensor) -> None:
+    def copy(self, to: Tensor, source: Tensor, *, past_caches: bool = False) -> None:
         to.copy_(source)
 
 
@@ -55,7 +55,7 @@ class CKernels:
     def __init__(self, library: ctypes.CDLL) -> None:
         self._sum = library.paceline_sum
         self._copy = library.paceline_copy
-        self._copy.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
+        self._copy.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
         self._copy.restype = None
         self._sum.argtypes = [
             ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p, ctypes.c_int,
@@ -82,8 +82,8 @@ class CKernels:
         if failed:
             raise MemoryError(f"no room for {len(rows)} blocks of sums")
 
-    def copy(self, to: Tensor, source: Tensor) -> None:
-        self._copy(to.data_ptr(), source.data_ptr(), to.nbytes)
+    def copy(self, to: Tensor, source: Tensor, *, past_caches: bool = False) -> None:
+        self._copy(to.data_ptr(), source.data_ptr(), to.nbytes, past_caches)
 
 
 @cache

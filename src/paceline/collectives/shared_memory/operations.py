@@ -31,7 +31,7 @@ from paceline.collectives.canonical_sum import merges as canonical_merges
 from paceline.collectives.canonical_sum import owner_ranges
 from paceline.collectives.shared_memory.all_reduce_in_c import AllReduceInC
 from paceline.collectives.shared_memory.arena import Arenas
-from paceline.collectives.shared_memory.kernels import Kernels, Merges
+from paceline.collectives.shared_memory.kernels import STREAM_FROM, Kernels, Merges
 from paceline.collectives.shared_memory.meeting import Call, Meeting
 from paceline.errors import CollectiveError
 
@@ -122,11 +122,14 @@ class Operations:
     def all_gather(self, outs: Sequence[Tensor], mine: Tensor, call: Call | None = None) -> None:
         self._check_parts("all_gather", outs, mine)
         call = call or Call("all_gather", str(mine.dtype), mine.numel())
+        large = mine.nbytes * self._size >= STREAM_FROM
         for low, high in self._ranges(mine.numel(), mine.element_size(), call):
             self.copy(self.slot(self._rank, mine.dtype, high - low), mine[low:high])
             self.meet(call)
             for rank, out in enumerate(outs):
-                self.copy(out[low:high], self.read(rank, mine.dtype, high - low))
+                given = mine[low:high] if rank == self._rank else self.read(rank, mine.dtype, high - low)
+                if out.data_ptr() != mine.data_ptr():
+                    self.copy(out[low:high], given, past_caches=large)
 
     def broadcast(self, flat: Tensor, root: int) -> None:
         call = Call("broadcast", str(flat.dtype), flat.numel(), f"from rank {root}")
@@ -259,9 +262,10 @@ class Operations:
         for out in outs:
             out.copy_(total)
 
-    def copy(self, to: Tensor, source: Tensor) -> None:
+    def copy(self, to: Tensor, source: Tensor, *, past_caches: bool = False) -> None:
         if to.numel():
-            self.kernels.copy(to, source[: to.numel()] if source.numel() > to.numel() else source)
+            given = source[: to.numel()] if source.numel() > to.numel() else source
+            self.kernels.copy(to, given, past_caches=past_caches)
 
     def meet(self, call: Call) -> None:
         self._meeting.meet(call.packed(), self.timeout_s)
