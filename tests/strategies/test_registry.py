@@ -21,7 +21,7 @@ def test_a_name_means_the_strategy_with_its_defaults() -> None:
 
 
 def test_an_unknown_name_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(ConfigError, match=r"^strategy='dpd' is not known; choose one of ddp, star(, \w+)*$"):
+    with pytest.raises(ConfigError, match=r"^strategy='dpd' is not known; choose one of ddp(, \w+)*, star(, \w+)*$"):
         Engine(world=World(), strategy="dpd")
 
 

@@ -24,6 +24,7 @@ from paceline.collectives.communicator import Communicator
 from paceline.collectives.gradient_exchange import Reduction
 from paceline.errors import ConfigError
 from paceline.strategies.strategy import Strategy
+from paceline.world.control import ControlClient
 from paceline.world.lanes import neighbouring_lanes
 from paceline.world.world import World
 
@@ -37,8 +38,10 @@ class Job:
     world: World
     comm: Communicator | None  # between the workers; None: there is one, or this is a server
     store: Store | None  # for groups of its own; None: nobody else is there
+    client: ControlClient | None  # to the supervisor that started this process, if one did
     device: torch.device
     models: Sequence[nn.Module]
+    names: Mapping[int, str]  # of the models' parameters, by id
     optimizers: Sequence[Optimizer]
     lanes: int
     reduction: Reduction
@@ -93,7 +96,8 @@ class Chosen:
 
     def __str__(self) -> str:
         default = self.entry.config()
-        told = [f.name for f in fields(self.config) if getattr(self.config, f.name) != getattr(default, f.name)]
+        given = [f for f in fields(self.config) if f.compare]  # not what changes nothing about the result
+        told = [f.name for f in given if getattr(self.config, f.name) != getattr(default, f.name)]
         return " ".join([self.name, *(f"{name}={getattr(self.config, name)}" for name in told)])
 
 

@@ -1,0 +1,189 @@
+"""Channels between workers and servers: a header, then at most one tensor, in the order in which they were sent.
+
+    payload lies in                  travels as
+    shared memory of the group       its place, in the header's last field: the reader sees it where it lies
+    other memory                     a second message
+    the same process                 itself (worker 0 that doubles as the server)
+
+`send` starts at once and does not wait; what it gives back is waited for before the payload is written to again. A
+payload that was named belongs to its reader until a later message of that reader says that it is done with it: only a
+clock that makes the writer wait for such a message lets it live in shared memory.
+
+Every wait ends. c10d's timeout would end that for a peer with nothing to say, so whoever is idle sends a PING before
+it; a peer that is lost fails the one thread that waits for it.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from paceline.collectives.communicator import Communicator, Handle
+from paceline.errors import PeerLostError
+from paceline.parameter_server.wire import FIELDS, Header, Kind, pack, unpack
+
+PINGS_PER_TIMEOUT = 4
+LONGEST_SILENCE_S = 30.0
+_PLACE = FIELDS - 1  # the header's spare field: 0, or one more than a number of `Communicator.number_of`
+
+Message = tuple[Header, Tensor | None]
+Room = Callable[[Header], Tensor]
+Check = Callable[[Header], object]
+
+
+def silence_s(timeout_s: float) -> float:
+    """How long a process may say nothing to a peer that waits for it."""
+    return min(LONGEST_SILENCE_S, timeout_s / PINGS_PER_TIMEOUT)
+
+
+class Sent:
+    """A message under way; it keeps what it carries alive."""
+
+    def __init__(self, works: Sequence[Handle] = (), carried: Tensor | None = None) -> None:
+        self._works, self._carried = works, carried
+        self._waiting = threading.Lock()
+
+    def wait(self) -> None:
+        """Until the payload may be written to, unless it was named: then its reader still looks at it."""
+        with self._waiting:
+            for work in self._works:
+                work.wait()
+            self._works, self._carried = (), None
+
+
+class Channel(Protocol):
+    """Both ways between two processes. Any thread may send; one receives."""
+
+    def send(self, header: Header, payload: Tensor | None = None) -> Sent: ...
+
+    def receive(self) -> Message: ...
+
+
+class GroupChannel:
+    """Over the messages of a group of all workers and servers."""
+
+    def __init__(
+        self,
+        comm: Communicator,
+        peer: int,
+        *,
+        named: int,
+        outgoing: tuple[int, int],
+        incoming: tuple[int, int],
+        check: Check,
+        room: Room | None = None,
+        most_under_way: int = 256,
+    ) -> None:
+        """`peer` is its rank in the group and `named` the one in headers; tags are those of header and payload.
+
+        `room` gives the memory in which a payload is received; `check` has seen its header by then. A peer that takes
+        nothing for so long that more than `most_under_way` messages wait makes `send` wait too.
+        """
+        self._comm, self._peer, self._named = comm, peer, named
+        self._outgoing, self._incoming = outgoing, incoming
+        self._check, self._room = check, room or _new_room
+        self._sending = threading.Lock()  # a header and its payload go in one breath
+        self._under_way: deque[Sent] = deque()  # gloo forgets a message whose work nobody keeps
+        self._most_under_way = most_under_way
+
+    def send(self, header: Header, payload: Tensor | None = None) -> Sent:
+        packed, operation = pack(header), header.kind.name.lower()
+        place = None if payload is None else self._comm.number_of(payload)
+        if place is not None:
+            packed[_PLACE] = place + 1
+        tag, payload_tag = self._outgoing
+        with self._sending:
+            while len(self._under_way) >= self._most_under_way:
+                self._under_way.popleft().wait()
+            works = [self._comm.send(packed, to=self._peer, tag=tag, operation=operation)]
+            if payload is not None and place is None:
+                works.append(self._comm.send(payload, to=self._peer, tag=payload_tag, operation=operation))
+            sent = Sent(works, payload)
+            self._under_way.append(sent)
+        return sent
+
+    def receive(self) -> Message:
+        packed = torch.empty(FIELDS, dtype=torch.int64)
+        tag, payload_tag = self._incoming
+        self._comm.receive(packed, source=self._peer, tag=tag, operation="header").wait()
+        header = unpack(packed, self._named)
+        self._check(header)
+        if not header.elements:
+            return header, None
+        place = int(packed[_PLACE])
+        if place:
+            return header, self._comm.there(self._peer, place - 1, header.elements, header.dtype)
+        payload = self._room(header)
+        operation = header.kind.name.lower()
+        self._comm.receive(payload, source=self._peer, tag=payload_tag, operation=operation).wait()
+        return header, payload
+
+
+class LocalChannel:
+    """Inside one process."""
+
+    def __init__(
+        self,
+        outgoing: queue.SimpleQueue[Message],
+        incoming: queue.SimpleQueue[Message],
+        *,
+        timeout_s: float,
+        copies_pushes: bool,
+    ) -> None:
+        self._outgoing, self._incoming = outgoing, incoming
+        self._timeout_s, self._copies_pushes = timeout_s, copies_pushes
+
+    def send(self, header: Header, payload: Tensor | None = None) -> Sent:
+        if payload is not None and self._copies_pushes and header.kind is Kind.PUSH:
+            payload = payload.clone()
+        self._outgoing.put((header, payload))
+        return Sent()
+
+    def receive(self) -> Message:
+        try:
+            return self._incoming.get(timeout=self._timeout_s)
+        except queue.Empty:
+            raise PeerLostError(f"nothing was said for {self._timeout_s:g} s inside worker 0") from None
+
+
+def local_channels(*, timeout_s: float, copies_pushes: bool) -> tuple[LocalChannel, LocalChannel]:
+    """The worker's and the server's end. Without `copies_pushes` what is pushed must not be written to."""
+    there: queue.SimpleQueue[Message] = queue.SimpleQueue()
+    back: queue.SimpleQueue[Message] = queue.SimpleQueue()
+    return (
+        LocalChannel(there, back, timeout_s=timeout_s, copies_pushes=copies_pushes),
+        LocalChannel(back, there, timeout_s=timeout_s, copies_pushes=copies_pushes),
+    )
+
+
+class Rooms:
+    """Memory for payloads, used again; what was not lent here is left alone (it lies in a peer's memory)."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._free: dict[tuple[int, torch.dtype], list[Tensor]] = {}
+        self._lent: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()  # by address
+
+    def lend(self, header: Header) -> Tensor:
+        with self._lock:
+            free = self._free.get((header.elements, header.dtype))
+            room = free.pop() if free else _new_room(header)
+            self._lent[room.data_ptr()] = room
+        return room
+
+    def take_back(self, payload: Tensor) -> None:
+        with self._lock:
+            room = self._lent.pop(payload.data_ptr(), None)
+            if room is not None:
+                self._free.setdefault((room.numel(), room.dtype), []).append(room)
+
+
+def _new_room(header: Header) -> Tensor:
+    return torch.empty(header.elements, dtype=header.dtype)

@@ -1,0 +1,233 @@
+"""A server at work: one thread for each worker hears it, and the core decides, one message at a time.
+
+    worker 0 ══ thread ─┐             ┌─► replies to whoever waited for what this message brought
+    worker 1 ══ thread ─┼─ lock ─ core┤
+    server 1 ══ thread ─┘             └─► log, statistics
+
+Updates run inside the lock, in torch's own threads; receiving and sending run outside of it. A worker that is lost ends
+one thread: an asynchronous job goes on without it, any other is told so and ends. The server itself ends when all
+workers have said goodbye.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from paceline.errors import PeerLostError
+from paceline.parameter_server.key_ranges import KeyTable
+from paceline.parameter_server.link import Channel, silence_s
+from paceline.parameter_server.server_core import Reply, ServerCore
+from paceline.parameter_server.staleness_stats import StalenessCounter, StalenessStats
+from paceline.parameter_server.wire import Header, Kind, Protocol
+
+LAST_PING = 2**62  # as its round: nothing comes after it
+GRACE_S = 5.0
+
+
+@dataclass(frozen=True)
+class CoreMaker:
+    """Makes the core of a space when its first message comes."""
+
+    protocol: Protocol
+    make: Callable[[], ServerCore]
+
+
+class Server:
+    def __init__(
+        self,
+        server: int,
+        makers: Iterable[CoreMaker],
+        channels: Mapping[int, Channel],
+        stats: StalenessCounter,
+        *,
+        timeout_s: float,
+        on_lost: Callable[[int], None] = lambda worker: None,
+        on_goodbye: Callable[[int, StalenessStats], None] = lambda worker, stats: None,
+        sum_homes: Mapping[int, Tensor] | None = None,
+    ) -> None:
+        """`channels` lead to all workers and to the other servers. `sum_homes`: where sums are read, by key."""
+        self._makers = {maker.protocol.table.digest: maker for maker in makers}
+        self._protocol = next(iter(self._makers.values())).protocol
+        self._server, self._rank = server, self._protocol.workers + server
+        self._channels, self._stats, self._timeout_s = channels, stats, timeout_s
+        self._on_lost, self._on_goodbye = on_lost, on_goodbye
+        self._sum_homes, self._home_holds = sum_homes or {}, dict[int, int]()
+        self._cores: dict[int, ServerCore] = {}
+        self._gone: dict[int, Header | None] = {}  # workers that left, with their goodbye if they said any
+        self._lock = threading.Lock()
+        self._arrived = 0
+        self._change = threading.Condition()
+        self._listening = {rank for rank in channels if rank < self._protocol.workers}
+        self._error: Exception | None = None
+        self._silent = threading.Event()
+        self._first_s = self._last_s = 0.0
+
+    @property
+    def stats(self) -> StalenessStats:
+        return self._stats.stats(self._last_s - self._first_s)
+
+    def start(self) -> None:
+        for rank in self._channels:
+            name = f"paceline-server-{self._server}-hears-{rank}"
+            threading.Thread(target=self._listen, args=(rank,), name=name, daemon=True).start()
+        if self._others:
+            threading.Thread(target=self._ping, name=f"paceline-server-{self._server}-pings", daemon=True).start()
+
+    def join(self) -> None:
+        """Until all workers have left; raises what made it fail."""
+        with self._change:
+            # Ends without a timeout of its own: each thread waits for its worker no longer than the group's.
+            self._change.wait_for(lambda: not self._listening or self._error is not None)
+            if self._error is not None:
+                self._change.wait_for(lambda: not self._listening, timeout=GRACE_S)
+        self._silent.set()
+        for rank in self._others:
+            with contextlib.suppress(PeerLostError):
+                self._channels[rank].send(self._ping_of(LAST_PING)).wait()
+        if self._error is not None:
+            raise self._error
+
+    def fail(self, error: Exception) -> None:
+        """Tell all workers and end."""
+        with self._lock:
+            self._fail(error)
+
+    # -- one thread for each peer ------------------------------------------------------------------------------------
+
+    def _listen(self, peer: int) -> None:
+        try:
+            with torch.no_grad():
+                while self._hear(peer, *self._channels[peer].receive()):
+                    pass
+        except PeerLostError as error:
+            self._lose(peer, str(error))
+        except Exception as error:
+            self.fail(error)
+        finally:
+            with self._change:
+                self._listening.discard(peer)
+                self._change.notify_all()
+
+    def _hear(self, peer: int, header: Header, payload: Tensor | None) -> bool:
+        """Whether the peer has more to say."""
+        self._count(header, payload)
+        with self._lock:
+            self._arrived -= 1
+            self._last_s = time.monotonic()
+            if header.kind is Kind.PING and header.round == LAST_PING and peer >= self._protocol.workers:
+                return False
+            if header.kind is Kind.BYE:
+                self._leave(peer, header)
+                return False
+            self._send(self._core(header).handle(header, payload))
+        return True
+
+    def _count(self, header: Header, payload: Tensor | None) -> None:
+        self._arrived += 1  # not exact between threads, and need not be
+        self._stats.queued(self._arrived)
+        if payload is not None:
+            self._stats.received(self._protocol.name(header.sender), payload.nbytes)
+
+    def _lose(self, peer: int, why: str) -> None:
+        with self._lock:
+            if peer >= self._protocol.workers:
+                self._fail(PeerLostError(f"{self._protocol.name(peer)} was lost: {why}"))
+                return
+            self._on_lost(peer)
+            self._leave(peer, None)
+            failure = next((core.failure for core in self._cores.values() if core.failure is not None), None)
+            if failure is not None:
+                self._fail(PeerLostError(failure))
+
+    # -- inside the lock ---------------------------------------------------------------------------------------------
+
+    def _core(self, header: Header) -> ServerCore:
+        maker = self._makers.get(header.digest)
+        if maker is None:
+            self._protocol.check(header, server=self._server)  # says what is wrong with it
+            raise AssertionError("a digest that fits has a maker")
+        core = self._cores.get(header.digest)
+        if core is None:
+            core = self._cores[header.digest] = maker.make()
+            for worker, goodbye in self._gone.items():
+                self._send(_departure(core, header.digest, worker, goodbye))
+        if not self._first_s:
+            self._first_s = time.monotonic()
+        return core
+
+    def _leave(self, worker: int, goodbye: Header | None) -> None:
+        self._gone[worker] = goodbye
+        for digest, core in self._cores.items():
+            self._send(_departure(core, digest, worker, goodbye))
+        if goodbye is not None:
+            self._on_goodbye(worker, self.stats)
+
+    def _fail(self, error: Exception) -> None:
+        with self._change:
+            self._error = self._error or error
+            self._change.notify_all()
+        if not self._cores:  # nobody has said anything yet that makes sense; a core knows how to tell them
+            digest, maker = next(iter(self._makers.items()))
+            self._cores[digest] = maker.make()
+        for core in self._cores.values():
+            self._send(core.fail(str(error)))
+
+    def _send(self, replies: Iterable[Reply]) -> None:
+        for reply in replies:
+            payload = self._at_home(reply)
+            if payload is not None:
+                self._stats.sent(self._protocol.name(reply.to), payload.nbytes)
+            # A peer that is lost is noticed by the thread that listens to it.
+            with contextlib.suppress(PeerLostError):
+                self._channels[reply.to].send(reply.header, payload)
+
+    def _at_home(self, reply: Reply) -> Tensor | None:
+        """A sum is told to all workers from memory of the server's own: where it was made, one of them writes again."""
+        header, payload = reply.header, reply.payload
+        home = self._sum_homes.get(header.key) if header.kind is Kind.SUM else None
+        if home is None or payload is None:
+            return payload
+        if self._home_holds.get(header.key) != header.round:
+            self._home_holds[header.key] = header.round
+            home.copy_(payload)
+        return home
+
+    # -- servers among each other ------------------------------------------------------------------------------------
+
+    @property
+    def _others(self) -> list[int]:
+        return [rank for rank in self._channels if rank >= self._protocol.workers]
+
+    def _ping(self) -> None:
+        while not self._silent.wait(silence_s(self._timeout_s)):
+            for rank in self._others:
+                with contextlib.suppress(PeerLostError):
+                    self._channels[rank].send(self._ping_of(0)).wait()
+
+    def _ping_of(self, round: int) -> Header:
+        return Header(Kind.PING, sender=self._rank, digest=self._protocol.table.digest, round=round)
+
+
+def _departure(core: ServerCore, digest: int, worker: int, goodbye: Header | None) -> Iterable[Reply]:
+    return core.worker_lost(worker) if goodbye is None else core.handle(replace(goodbye, digest=digest))
+
+
+def keys_of(table: KeyTable, server: int) -> str:
+    """What a server holds, for people: `keys 0–3, 7 (head.weight … embedding.weight)`."""
+    numbers = [key.number for key in table.of_server(server)]
+    ends = [place for place, (low, high) in enumerate(pairwise(numbers)) if high != low + 1]
+    runs, first = [], 0
+    for last in [*ends, len(numbers) - 1]:
+        runs.append(f"{numbers[first]}–{numbers[last]}" if last > first else f"{numbers[first]}")
+        first = last + 1
+    pieces = [piece for number in (numbers[0], numbers[-1]) for piece in table.keys[number].pieces]
+    names = dict.fromkeys(table.layout.names[piece.parameter] for piece in (pieces[0], pieces[-1]))
+    return f"key{'s' if len(numbers) > 1 else ''} {', '.join(runs)} ({' … '.join(names)})"

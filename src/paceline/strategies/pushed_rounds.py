@@ -1,0 +1,181 @@
+"""Rounds whose gradients go to servers: what both modes of the parameter server share.
+
+    deterministic clocks   backward ─► roots ─────────────► pushed, bucket by bucket, in the worker's last backward
+    asynchronous clocks    backward ─► a lane's gradient ─► pushed, bucket by bucket, in the lane's last backward
+
+A bucket is cut into keys without a copy. Its memory serves the next round when the servers are done with it: as soon as
+it was sent, or, where they read it in shared memory, when the weights of the next round have come.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+from paceline.collectives.canonical_sum import SumPlan
+from paceline.errors import LoopError
+from paceline.parameter_server.client import Client
+from paceline.parameter_server.clock import Clock
+from paceline.parameter_server.key_ranges import Key
+from paceline.parameter_server.link import Sent
+from paceline.parameter_server.staleness_stats import StalenessCounter
+from paceline.parameter_server.wire import Close
+from paceline.sharding.bucket import plan_buckets
+from paceline.strategies.gradient_buckets import GradientBuckets
+from paceline.strategies.registry import Job
+from paceline.strategies.strategy import Agreement, ItemPlace, Tally
+
+ROUNDS_UNDER_WAY = 2  # whose pushes may still be on their way; a worker that no clock holds back is held back by this
+
+
+@dataclass(frozen=True)
+class _Pushed:
+    """A bucket's memory that servers may still look at."""
+
+    round: int
+    bucket: int
+    node: Tensor
+    sent: Sequence[Sent]
+
+
+class PushedRounds:
+    """`homes`: memory that servers can see, for the gradient of each bucket; only a synchronous clock may use it."""
+
+    def __init__(
+        self,
+        named: Sequence[tuple[str, Parameter]],
+        optimizers: Sequence[Optimizer],
+        client: Client,
+        clock: Clock,
+        job: Job,
+        stats: StalenessCounter,
+        homes: Sequence[Tensor] | None,
+    ) -> None:
+        self._optimizers, self._client, self._clock, self._stats = optimizers, client, clock, stats
+        self._worker, self._comm = job.world.rank, job.comm
+        self._buckets = GradientBuckets(
+            named,
+            self._worker,
+            cut=lambda specs, order: plan_buckets(specs, order, job.bucket_bytes),
+            leave=self._leave,
+            overlap=job.overlap,
+            by_lane=not clock.deterministic,
+            learns=False,  # keys are slices of buckets, and servers have theirs from the start
+        )
+        for sums, home in zip(self._buckets.sums, homes or [], strict=homes is not None):
+            sums.live_in(home)
+        self.parameters = self._buckets.parameters
+        self.replicas: Sequence[Parameter] = self.parameters if clock.deterministic else []
+        self._under_way: deque[_Pushed] = deque()
+        self._round = 0  # the one that runs, or the next after it was closed
+        self._closed = True
+        self._lanes: tuple[int, ...] = ()
+        self._acted: set[int] = set()
+
+    @property
+    def left_during_backward(self) -> int:
+        return self._buckets.left_during_backward
+
+    def agreement(self, round: int) -> Agreement:
+        if not self._clock.deterministic:
+            return Agreement.NEVER
+        return Agreement.NOW if self._clock.pulls_before(self._round + 1) else Agreement.LATER
+
+    # -- one round ---------------------------------------------------------------------------------------------------
+
+    def start_step(self, round: int, plan: SumPlan) -> None:
+        self._lanes = plan.holders[self._worker]
+        self._start_reading()
+        self._make_room()
+        self._acted.clear()
+        self._buckets.start_step(plan)
+
+    def _start_reading(self) -> None:
+        """The weights that the round may read are in the model when this returns."""
+        raise NotImplementedError
+
+    def start_backward(self, place: ItemPlace, *, last: bool) -> None:
+        self._open()
+        self._buckets.start_backward(place, last=last)
+
+    def finish_backward(self, place: ItemPlace) -> None:
+        self._buckets.finish_backward(place)
+
+    def skip(self, place: ItemPlace) -> None:
+        self._open()
+        self._buckets.skip(place)
+
+    def _open(self) -> None:
+        """With the first thing to tell: `engine.update` takes back the start of a step of all optimizers together."""
+        if self._closed:
+            self._client.open(self._round, self._lanes)
+            self._closed = False
+
+    def used(self) -> Sequence[bool]:
+        return self._buckets.used
+
+    def _leave(self, number: int, nodes: dict[int, Tensor]) -> None:
+        for lane, node in reversed(nodes.items()):  # the first lane's is the home, and has to come back last
+            self._push(number, lane, node)
+
+    def _push(self, number: int, lane: int, node: Tensor, weight: float = 1.0) -> None:
+        gradient = node if node.device.type == "cpu" else node.cpu()
+        sent = [
+            self._client.push(
+                key, key.of_bucket(gradient), round=self._round, lane=lane, used=self._used_bits(key), weight=weight
+            )
+            for key in self._client.table.of_bucket(number)
+        ]
+        self._under_way.append(_Pushed(self._round, number, node, sent))
+
+    def _used_bits(self, key: Key) -> int:
+        used = self._buckets.used
+        return sum(1 << place for place, piece in enumerate(key.pieces) if used[piece.parameter])
+
+    def _make_room(self) -> None:
+        """Buckets that the servers are done with serve again; those of the last rounds are given time to be sent."""
+        rounds = 1 if self._clock.synchronous else ROUNDS_UNDER_WAY
+        while self._under_way and self._under_way[0].round <= self._round - rounds:
+            pushed = self._under_way.popleft()
+            for sent in pushed.sent:
+                sent.wait()
+            self._buckets.sums[pushed.bucket].give_back(pushed.node)
+
+    # -- its end -----------------------------------------------------------------------------------------------------
+
+    def _close(self, tally: Tally, *, max_norm: float | None = None, settings: Sequence[float] = ()) -> None:
+        mine = tuple((lane, weight) for lane, weight in tally.weights if lane in self._lanes)
+        close = Close(mine, tally.samples, max_norm, tally.left_out, tuple(settings))
+        self._client.close(self._round, close)
+        self._closed = True
+        self._round += 1
+
+    def _all_have_acted(self, optimizer: Optimizer) -> bool:
+        self._acted.add(id(optimizer))
+        return len(self._acted) == len(self._optimizers)
+
+    def end_step(self) -> None:
+        if not self._closed:
+            raise LoopError(
+                f"{len(self._acted)} of {len(self._optimizers)} optimizers stepped, but servers update all of them "
+                "together; call step() of each in every step, or update them one by one with engine.update()"
+            )
+        for parameter in self.parameters:
+            parameter.grad = None
+
+    def close(self) -> None:
+        self._buckets.close()
+
+    def _all_workers_are_here(self) -> None:
+        if self._comm is not None:
+            self._comm.barrier()
+
+    def _load_own(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
+        """The settings of its groups, for the next rounds; what it keeps for parameters lives elsewhere."""
+        optimizer.load_state_dict({**state, "state": {}})

@@ -1,0 +1,204 @@
+"""How a job with servers is put together: the same on every process, up to the point where it is a worker or a server.
+
+plan spaces and keys ─► join ─► agree ─► share memory ─┬─► serve()           a server process
+                                                       ├─► lines()           a worker
+                                                       └─► server_inside()   worker 0, without server processes
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from paceline.collectives.communicator import Communicator
+from paceline.optim.group_settings import GroupSettings
+from paceline.optim.range_optimizer import check_elementwise
+from paceline.parameter_server import joint
+from paceline.parameter_server.client import Lines
+from paceline.parameter_server.clock import Clock
+from paceline.parameter_server.held_key import HeldKey
+from paceline.parameter_server.link import Channel, GroupChannel, LocalChannel, Rooms, local_channels
+from paceline.parameter_server.round_by_round import Mode
+from paceline.parameter_server.server import CoreMaker, Server, keys_of
+from paceline.parameter_server.server_core import ServerCore
+from paceline.parameter_server.staleness_stats import StalenessCounter
+from paceline.parameter_server.treatment import Treatment
+from paceline.parameter_server.wire import (
+    HEADER_TO_SERVER,
+    HEADER_TO_WORKER,
+    PAYLOAD_TO_SERVER,
+    PAYLOAD_TO_WORKER,
+    Header,
+    Kind,
+)
+from paceline.strategies.registry import Job
+from paceline.strategies.server_space import Space, check_of, plan_spaces
+
+_TO_SERVER = (HEADER_TO_SERVER, PAYLOAD_TO_SERVER)
+_TO_WORKER = (HEADER_TO_WORKER, PAYLOAD_TO_WORKER)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a user chose."""
+
+    clock: Clock
+    mode: Mode
+    treatment: Treatment
+    key_bytes: int | None
+
+
+@dataclass(frozen=True)
+class Memory:
+    """What this process lets the others see, of space 0; None: it can't, or the clock leaves no safe time for it."""
+
+    gradients: list[Tensor] | None = None  # by bucket
+    weights: dict[int, Tensor] | None = None  # by key
+    sums: dict[int, Tensor] | None = None  # by key
+
+
+class Parts:
+    def __init__(self, plan: Plan, job: Job) -> None:
+        self.plan, self.job, world = plan, job, job.world
+        self.servers = max(1, world.servers)
+        self.spaces = plan_spaces(
+            job.optimizers,
+            job.names,
+            workers=world.size,
+            servers=self.servers,
+            lanes=job.lanes,
+            bucket_bytes=job.bucket_bytes,
+            key_bytes=plan.key_bytes,
+        )
+        if plan.mode == "update":
+            for optimizer in job.optimizers:
+                check_elementwise(optimizer, "cpu")
+        self.rooms = Rooms()
+        self.comm = joint.connect(world, job.store, workers_use=job.backend, timeout_s=job.timeout_s)
+        on_host = self._agree()
+        self.memory = self._share_memory(on_host)
+
+    def _agree(self) -> bool:
+        """Whether all workers compute in the host's memory."""
+        plan, space, settings = self.plan, self.spaces[0], GroupSettings(self.spaces[0].optimizers)
+        facts = {
+            "keys": [other.table.digest for other in self.spaces],
+            "lanes": self.job.lanes,
+            "clock": str(plan.clock),
+            "mode": plan.mode,
+            "treatment": str(plan.treatment),
+            "optimizers": [type(optimizer).__name__ for optimizer in space.optimizers],
+            "settings": list(settings.by_group(settings.read())),
+        }
+        own = {"weights": joint.weights_digest(space.parameters), "device": self.job.device.type}
+        told = joint.check_same_job(self.comm, self.job.world, space.table.layout, facts, own)
+        if self.comm is not None and len({one["weights"] for one in told}) > 1:
+            joint.take_over_weights(self.comm, space.parameters)
+        return all(one["device"] == "cpu" for one in told)
+
+    def _share_memory(self, on_host: bool) -> Memory:
+        space, clock, aggregates = self.spaces[0], self.plan.clock, self.plan.mode == "aggregate"
+        sizes = [(bucket.elements, bucket.dtype) for bucket in space.buckets]
+        return Memory(
+            gradients=joint.shared_gradients(self.comm, sizes) if clock.synchronous and on_host else None,
+            weights=joint.shared_keys(self.comm, space.table, sums=False) if clock.deterministic else None,
+            sums=joint.shared_keys(self.comm, space.table, sums=True) if clock.synchronous and aggregates else None,
+        )
+
+    def close(self) -> None:
+        if self.comm is not None:
+            self.comm.close()
+
+    # -- a server ----------------------------------------------------------------------------------------------------
+
+    def serve(self) -> None:
+        """Until all workers have said goodbye."""
+        index = self.job.world.server_index
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // self.servers))
+        if self.job.client is not None:
+            self.job.client.tell("holds", what=keys_of(self.spaces[0].table, index))
+        server = self._server(index)
+        server.start()
+        try:
+            server.join()
+        finally:
+            self.close()
+
+    def server_inside(self) -> tuple[Server, LocalChannel]:
+        """The server that worker 0 doubles as, and the worker's line to it."""
+        # A synchronous worker writes to a gradient again when all weights have come; sums go to others after that.
+        copies = not self.plan.clock.synchronous or self.plan.mode == "aggregate"
+        worker_end, server_end = local_channels(timeout_s=self.job.timeout_s, copies_pushes=copies)
+        server = self._server(0, server_end)
+        server.start()
+        return server, worker_end
+
+    def _server(self, index: int, inside: LocalChannel | None = None) -> Server:
+        world = self.job.world
+        stats = StalenessCounter(len(self.spaces[0].table.of_server(index)))
+        channels: dict[int, Channel] = {} if inside is None else {0: inside}
+        if self.comm is not None:
+            for rank in range(world.size + world.servers):
+                if rank != self.comm.rank:
+                    outgoing = _TO_WORKER if rank < world.size else _TO_SERVER
+                    channels[rank] = self._channel(self.comm, rank, rank, outgoing, _TO_SERVER, index)
+        makers = [CoreMaker(space.protocol, self._core_of(space, index, stats)) for space in self.spaces]
+        return Server(index, makers, channels, stats, timeout_s=self.job.timeout_s, sum_homes=self.memory.sums)
+
+    def _core_of(self, space: Space, index: int, stats: StalenessCounter) -> Callable[[], ServerCore]:
+        def make() -> ServerCore:
+            settings = GroupSettings(space.optimizers)
+            held = {
+                key.number: HeldKey(key, space.parameters, space.optimizers, settings)
+                for key in (space.table.of_server(index) if self.plan.mode == "update" else ())
+            }
+            return ServerCore(
+                *(space.protocol, index, held, settings, self.plan.clock),
+                mode=self.plan.mode,
+                treatment=self.plan.treatment,
+                recycle=self.rooms.take_back,
+                stats=stats,
+            )
+
+        return make
+
+    # -- a worker ----------------------------------------------------------------------------------------------------
+
+    def lines(self, inside: LocalChannel | None) -> Lines:
+        world = self.job.world
+        channels: list[Channel] = [] if inside is None else [inside]
+        for server in range(len(channels), self.servers):
+            assert self.comm is not None
+            peer = world.size + server if world.servers else 0
+            channels.append(self._channel(self.comm, peer, world.size + server, _TO_SERVER, _TO_WORKER, server))
+        return Lines(world.rank, channels, StalenessCounter(), timeout_s=self.job.timeout_s)
+
+    def _channel(
+        self,
+        comm: Communicator,
+        peer: int,
+        named: int,
+        outgoing: tuple[int, int],
+        incoming: tuple[int, int],
+        server: int,
+    ) -> GroupChannel:
+        """To `peer`, about `server`: the one that sends or receives."""
+
+        def room(header: Header) -> Tensor:
+            reused = header.kind in (Kind.PUSH, Kind.WEIGHTS, Kind.SUM)
+            return self.rooms.lend(header) if reused else torch.empty(header.elements, dtype=header.dtype)
+
+        return GroupChannel(
+            comm,
+            peer,
+            named=named,
+            outgoing=outgoing,
+            incoming=incoming,
+            check=lambda header: check_of(self.spaces, header, server=server),
+            room=room,
+            most_under_way=64 + 4 * len(self.spaces[0].table.keys),
+        )

@@ -1,0 +1,45 @@
+"""The parameter server: the bits of ddp when it is synchronous, and one hash for each delay, with any number of workers."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+
+from paceline.parameter_server.clock import parse_clock
+from paceline.strategies.parameter_server import ParameterServer
+from tests.bits.programs import PROGRAMS
+from tests.workers import hashes, run_workers
+
+
+@cache
+def hash_of_ddp(program: str, lanes: int, accumulate: int = 1) -> str:
+    (found,) = hashes(run_workers(PROGRAMS[program], 1, strategy="ddp", lanes=lanes, accumulate=accumulate))
+    return found
+
+
+def hash_of(program: str, workers: int, servers: int, *, clock: str = "s=0", mode: str = "update", **job: Any) -> str:
+    strategy = ParameterServer(clock=parse_clock(clock), mode=mode)  # type: ignore[arg-type]
+    results = run_workers(PROGRAMS[program], workers, servers=servers, strategy=strategy, **job)
+    (found,) = hashes(results)
+    return found
+
+
+# program, workers, servers, clock, mode, backend, lanes: every pair of the last six appears in some row.
+SYNCHRONOUS = [
+    ("gpt", 2, 1, "s=0", "update", "gloo", 4), ("clipped", 2, 3, "s=0", "update", "paceline", 5),
+    ("clipped", 4, 3, "s=0", "update", "gloo", 4), ("gan", 2, 1, "s=0", "update", "paceline", 5),
+    ("convnet", 4, 1, "d=0", "aggregate", "paceline", 5), ("odd_parameters", 1, 1, "s=0", "update", "paceline", 4),
+    ("short_last_step", 4, 1, "s=0", "aggregate", "gloo", 4), ("scheduled", 1, 3, "d=0", "update", "gloo", 5),
+    ("gan", 2, 3, "s=0", "aggregate", "gloo", 4), ("clipped", 1, 0, "s=0", "aggregate", "gloo", 5),
+    ("odd_parameters", 4, 0, "d=0", "update", "gloo", 5), ("gpt", 2, 0, "s=0", "aggregate", "paceline", 4),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("program", "workers", "servers", "clock", "mode", "backend", "lanes"), SYNCHRONOUS)
+def test_synchronous_servers_give_the_bits_of_ddp_and_of_one_process(
+    program: str, workers: int, servers: int, clock: str, mode: str, backend: str, lanes: int
+) -> None:
+    found = hash_of(program, workers, servers, clock=clock, mode=mode, backend=backend, lanes=lanes)
+    assert found == hash_of_ddp(program, lanes)
