@@ -140,3 +140,10 @@ def test_start_up_takes_the_stamps_of_all_workers_and_compares_in_pairs(capsys: 
     assert summary["disturbed_starts"] == 1
     show_startup(summary, console())
     assert "paceline run / torchrun: 0.625" in capsys.readouterr().out
+
+
+def test_a_race_has_servers_only_if_a_contestant_uses_them() -> None:
+    plain = Race("mlp25m", 2, ours=("paceline-exact",), against=("torch-ddp",))
+    served = Race("mlp25m", 2, ours=("paceline-exact", "paceline-parameter-server"), against=("torch-ddp",))
+    assert (plain.servers, plain.with_servers) == (0, ())
+    assert (served.servers, served.with_servers) == (1, ("paceline-parameter-server",))

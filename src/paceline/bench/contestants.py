@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
@@ -122,7 +123,8 @@ class PacelineLoop:
         self._workload = workload
         buckets: dict[str, Any] = {} if race.bucket_mib is None else {"bucket_mib": race.bucket_mib}
         self._engine = paceline.Engine(
-            world=world,
+            world=world if options.servers else replace(world, servers=0),
+            strategy=options.strategy,
             lanes=world.size,
             threads=self.threads,
             device="cpu",

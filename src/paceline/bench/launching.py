@@ -21,6 +21,7 @@ def run_in_workers(race: Race) -> dict[str, Any] | int:
         job = Job(
             script=Script("paceline.bench.measure", (race.to_json(), str(result_file)), is_module=True),
             workers=race.workers,
+            servers=race.servers,
             settings=LaunchSettings(lanes=race.workers, threads=THREADS_PER_WORKER, backend=race.backend),
         )
         code = asyncio.run(supervise(job))

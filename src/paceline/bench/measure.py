@@ -45,10 +45,14 @@ def measure(race: Race, world: World) -> dict[str, Any]:
         raise ConfigError(f"the race is for {race.workers} workers, but this world has {world.size}")
     workload = WORKLOADS[race.workload]
     most_steps = FIRST_STEPS + TRIAL_STEPS + race.all_rounds * (race.steps_per_round or MOST_STEPS_PER_ROUND)
+    if world.is_server:
+        for name in race.with_servers:
+            enter(name, workload, race, world, most_steps)  # serves, and ends the process
     with borrowed_settings(), meeting(world):
         contestants: dict[str, Contestant] = {}
         try:
-            for name in race.contestants:
+            # Engines meet by their number, and a server's first is that of who uses it.
+            for name in (*race.with_servers, *(name for name in race.contestants if name not in race.with_servers)):
                 with deterministic(False):  # an Engine that wants it otherwise says so, and is asked in `enter`
                     contestants[name] = enter(name, workload, race, world, most_steps)
             steps = warm_up(race, contestants)

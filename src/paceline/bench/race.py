@@ -33,6 +33,8 @@ WARM_UP_ROUNDS = 2
 class EngineOptions:
     reduction: Literal["exact", "fast"]
     overlap: bool = True
+    strategy: str = "ddp"
+    servers: int = 0  # processes beside the workers
 
 
 OURS = {
@@ -40,6 +42,8 @@ OURS = {
     "paceline-fast": EngineOptions("fast"),
     "paceline-exact-no-overlap": EngineOptions("exact", overlap=False),
     "paceline-fast-no-overlap": EngineOptions("fast", overlap=False),
+    "paceline-star": EngineOptions("exact", strategy="star"),
+    "paceline-parameter-server": EngineOptions("exact", strategy="parameter_server", servers=1),
 }
 ONE_PROCESS = "one-process"
 PEERS = ("torch-ddp", "torch-ddp-views", "torch-ddp-paceline", "no-communication", ONE_PROCESS)
@@ -86,6 +90,15 @@ class Race:
     @property
     def contestants(self) -> tuple[str, ...]:
         return tuple(dict.fromkeys((*self.ours, *self.against)))
+
+    @property
+    def servers(self) -> int:
+        """Processes beside the workers; idle, except in the turn of who uses them."""
+        return max(OURS[name].servers for name in self.contestants if name in OURS) if self.with_servers else 0
+
+    @property
+    def with_servers(self) -> tuple[str, ...]:
+        return tuple(name for name in self.contestants if name in OURS and OURS[name].servers)
 
     def processes(self, name: str) -> int:
         """How many train in this contestant's turn."""

@@ -61,7 +61,8 @@ def step(
         list[str] | None,
         typer.Option(
             help="more to hold against them: torch-ddp-paceline, torch's DDP on our backend; one-process, plain torch "
-            "with as many threads and the whole batch",
+            "with as many threads and the whole batch; paceline-star and paceline-parameter-server (with one server "
+            "process), other strategies of ours",
         ),
     ] = None,
     workers: Workers = 2,
