@@ -20,7 +20,7 @@ from paceline.parameter_server.bounded_staleness import BoundedStaleness
 from paceline.parameter_server.clock import Clock
 from paceline.parameter_server.held_key import HeldKey, hold_keys
 from paceline.parameter_server.staleness_stats import StalenessCounter
-from paceline.parameter_server.wire import Kind, WireError, lanes_payload
+from paceline.parameter_server.wire import Close, Kind, WireError, lanes_payload
 from paceline.sharding.flat_layout import BLOCK
 from tests.parameter_server.core_jobs import (
     Choose,
@@ -163,6 +163,17 @@ def test_a_round_that_is_skipped_or_weighs_nothing_changes_no_weight_but_is_comp
     assert {(reply.header.complete, reply.header.version) for reply in job.came[0]} == {(0, 0)}
 
 
+def test_one_worker_s_word_leaves_a_round_out() -> None:
+    """Inside a group of rounds the others have not heard of its loss."""
+    job = Job(model(), adamw, SYNCHRONOUS, holders=[[0], [1]])
+    job.say_round(0, plain([0, 1]))
+    header, _ = job.channels[1, 0].pop()
+    close = Close(((1, 4.0),), 8.0, skip=True, settings=tuple(job.settings.read()))
+    job.channels[1, 0].append((header.holding(close.packed()), close.packed()))
+    job.deliver_all()
+    assert same(job.on_servers(), model())
+
+
 def test_pulls_wait_for_all_workers_and_the_first_layers_come_first() -> None:
     job = Job(model(), sgd, SYNCHRONOUS, holders=[[0], [1]])
     backwards = [key.number for key in reversed(job.table.keys)]
@@ -291,6 +302,14 @@ def test_aggregate_hands_out_the_scaled_sum_and_what_was_used(
         optimizer.param_groups[0]["lr"] = setup.learning_rate
         optimizer.step()
         assert same(parameters, expected)
+
+
+def test_in_a_round_that_is_left_out_no_parameter_has_a_gradient() -> None:
+    job = Job(model(), sgd, SYNCHRONOUS, holders=[[0], [1]], mode="aggregate")
+    job.say_round(0, plain([0, 1], skip=True))
+    job.say_pulls(0, 0)
+    job.deliver_all()
+    assert {reply.header.flags for came in job.came for reply in came} == {0}
 
 
 def test_aggregate_keeps_a_sum_until_every_worker_has_it_and_not_longer() -> None:

@@ -38,6 +38,7 @@ class LaneReport:
     finite: bool = True
     means: dict[int, tuple[float, float]] = field(default_factory=dict)  # name's key -> (Σ value·weight, Σ weight)
     left_out: bool = False  # known to this worker alone, in rounds that never agree
+    samples: int = 0  # likewise
 
     def add_mean(self, key: int, value: float, weight: float) -> None:
         total, weights = self.means.get(key, (0.0, 0.0))

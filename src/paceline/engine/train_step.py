@@ -436,6 +436,7 @@ class TrainStep:
         value = float(loss.detach())
         if last:
             report.weight += weight
+            report.samples += item.samples
         if report.finite:
             report.loss, report.finite = value, math.isfinite(value)
 
@@ -443,7 +444,8 @@ class TrainStep:
         if item.shadow:
             return ItemPlace(item.lane, item.last_of_lane, item.last_of_step, shadow=True)
         report = self._now.reports[item.lane]
-        return ItemPlace(item.lane, item.last_of_lane, item.last_of_step, False, report.weight, report.left_out)
+        told = report.weight, report.left_out, report.samples
+        return ItemPlace(item.lane, item.last_of_lane, item.last_of_step, False, *told)
 
     def _check_learning_rates(self) -> None:
         rates = learning_rates(self._optimizers)

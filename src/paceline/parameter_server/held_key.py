@@ -9,7 +9,7 @@ Each key has twins of its own: keys are updated one at a time, and a step should
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -30,14 +30,16 @@ def hold_keys(
     optimizers: Sequence[Optimizer],
     settings: GroupSettings,
     devices: Sequence[torch.device | str] = ("cpu",),
+    homes: Mapping[int, Tensor] | None = None,
 ) -> dict[int, HeldKey]:
-    """A server's keys by number, spread over its devices by size."""
+    """A server's keys by number, spread over its devices by size; a key whose home is given lives there instead."""
     held: dict[int, HeldKey] = {}
     load = [0] * len(devices)
     for key in sorted(keys, key=lambda key: (-key.gradient_bytes, key.number)):
         place = load.index(min(load))
         load[place] += key.gradient_bytes
-        held[key.number] = HeldKey(key, parameters, optimizers, settings, devices[place])
+        home = None if homes is None else homes[key.number]
+        held[key.number] = HeldKey(key, parameters, optimizers, settings, devices[place], home)
     return dict(sorted(held.items()))
 
 
@@ -51,10 +53,12 @@ class HeldKey:
         optimizers: Sequence[Optimizer],
         settings: GroupSettings,
         device: torch.device | str = "cpu",
+        home: Tensor | None = None,
     ) -> None:
+        """`home`: memory for the weights, such as workers can read; otherwise they get some on `device`."""
         self.key = key
         self.version = 0
-        self.weights = key.gathered(parameters).to(device)
+        self.weights = key.gathered(parameters).to(device) if home is None else home.copy_(key.gathered(parameters))
         self._settings = settings
         self._in_force: Sequence[float] | None = None
         self._copy: Tensor | None = None

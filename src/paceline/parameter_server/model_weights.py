@@ -48,17 +48,27 @@ class ModelWeights:
 
     # -- a round's weights while others are shown --------------------------------------------------------------------
 
+    @property
+    def keeps_some(self) -> bool:
+        return self._kept is not None
+
     def keep(self) -> None:
         """Remember the weights as they are, unless some are remembered already."""
         if self._kept is None:
-            self._kept = [parameter.detach().clone() for parameter in self._parameters]
+            self._kept = self.copies()
 
     def restore(self) -> None:
         """Put back what was remembered, if anything."""
         if self._kept is not None:
-            with torch.no_grad():
-                torch._foreach_copy_(list(self._parameters), self._kept)
+            self.put_all(self._kept)
             self._kept = None
+
+    def copies(self) -> list[Tensor]:
+        return [parameter.detach().clone() for parameter in self._parameters]
+
+    def put_all(self, weights: Sequence[Tensor]) -> None:
+        with torch.no_grad():
+            torch._foreach_copy_(list(self._parameters), list(weights))
 
     def forget(self) -> None:
         self._kept = None

@@ -175,7 +175,8 @@ class RoundByRound:
             return
         if self._mode == "aggregate":
             everybody = set(range(self._workers))
-            self.sums[key, round.number] = FinishedSum(self._gradient(round, key), total.used, everybody)
+            used = 0 if round.empty else total.used  # workers then have no gradient, and change nothing either
+            self.sums[key, round.number] = FinishedSum(self._gradient(round, key), used, everybody)
             return
         if not round.empty:
             gradient = total.total if round.squares is not None else self._gradient(round, key)

@@ -32,6 +32,7 @@ from paceline.strategies.registry import Job, Registered, register
 from paceline.strategies.server_parts import Parts, Plan
 from paceline.strategies.strategy import Strategy
 from paceline.strategies.sums_on_servers import SumsOnServers
+from paceline.strategies.updates_on_arrival import UpdatesOnArrival
 from paceline.strategies.updates_on_servers import UpdatesOnServers
 
 
@@ -88,7 +89,9 @@ class ParameterServerMaker:
         client = Client(self._lines, space.protocol, parts.plan.clock, recycle=parts.rooms.take_back)
         homes = parts.memory.gradients if space is parts.spaces[0] else None
         kind = SumsOnServers if parts.plan.mode == "aggregate" else UpdatesOnServers
-        return kind(named, optimizers, client, parts.plan.clock, parts.job, self._lines.stats, homes)
+        if not parts.plan.clock.deterministic:
+            kind = UpdatesOnArrival
+        return kind(space, client, parts.plan.clock, parts.job, self._lines.stats, homes)
 
     def close(self) -> None:
         self._lines.close()

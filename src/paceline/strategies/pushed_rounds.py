@@ -22,13 +22,13 @@ from paceline.collectives.canonical_sum import SumPlan
 from paceline.errors import LoopError
 from paceline.parameter_server.client import Client
 from paceline.parameter_server.clock import Clock
-from paceline.parameter_server.key_ranges import Key
 from paceline.parameter_server.link import Sent
 from paceline.parameter_server.staleness_stats import StalenessCounter
 from paceline.parameter_server.wire import Close
 from paceline.sharding.bucket import plan_buckets
 from paceline.strategies.gradient_buckets import GradientBuckets
 from paceline.strategies.registry import Job
+from paceline.strategies.server_space import Space
 from paceline.strategies.strategy import Agreement, ItemPlace, Tally
 
 ROUNDS_UNDER_WAY = 2  # whose pushes may still be on their way; a worker that no clock holds back is held back by this
@@ -49,18 +49,18 @@ class PushedRounds:
 
     def __init__(
         self,
-        named: Sequence[tuple[str, Parameter]],
-        optimizers: Sequence[Optimizer],
+        space: Space,
         client: Client,
         clock: Clock,
         job: Job,
         stats: StalenessCounter,
         homes: Sequence[Tensor] | None,
     ) -> None:
-        self._optimizers, self._client, self._clock, self._stats = optimizers, client, clock, stats
+        self._optimizers, self._settings = space.optimizers, space.settings
+        self._client, self._clock, self._stats = client, clock, stats
         self._worker, self._comm = job.world.rank, job.comm
         self._buckets = GradientBuckets(
-            named,
+            space.named,
             self._worker,
             cut=lambda specs, order: plan_buckets(specs, order, job.bucket_bytes),
             leave=self._leave,
@@ -101,18 +101,19 @@ class PushedRounds:
         raise NotImplementedError
 
     def start_backward(self, place: ItemPlace, *, last: bool) -> None:
-        self._open()
+        self._begin_item(place)
         self._buckets.start_backward(place, last=last)
 
     def finish_backward(self, place: ItemPlace) -> None:
         self._buckets.finish_backward(place)
 
     def skip(self, place: ItemPlace) -> None:
-        self._open()
+        self._begin_item(place)
         self._buckets.skip(place)
 
-    def _open(self) -> None:
-        """With the first thing to tell: `engine.update` takes back the start of a step of all optimizers together."""
+    def _begin_item(self, place: ItemPlace) -> None:
+        """The round is opened with the first: `engine.update` takes back the start of a step of all optimizers."""
+        self._place = place
         if self._closed:
             self._client.open(self._round, self._lanes)
             self._closed = False
@@ -122,21 +123,23 @@ class PushedRounds:
 
     def _leave(self, number: int, nodes: dict[int, Tensor]) -> None:
         for lane, node in reversed(nodes.items()):  # the first lane's is the home, and has to come back last
-            self._push(number, lane, node)
+            self._push(number, lane, node, self._used_bits(number))
 
-    def _push(self, number: int, lane: int, node: Tensor, weight: float = 1.0) -> None:
+    def _push(self, number: int, lane: int, node: Tensor, used: Sequence[int], weight: float = 1.0) -> None:
+        """One bucket of a lane or root, cut into keys; `used` has the bits of each key's pieces."""
         gradient = node if node.device.type == "cpu" else node.cpu()
         sent = [
-            self._client.push(
-                key, key.of_bucket(gradient), round=self._round, lane=lane, used=self._used_bits(key), weight=weight
-            )
-            for key in self._client.table.of_bucket(number)
+            self._client.push(key, key.of_bucket(gradient), round=self._round, lane=lane, used=bits, weight=weight)
+            for key, bits in zip(self._client.table.of_bucket(number), used, strict=True)
         ]
         self._under_way.append(_Pushed(self._round, number, node, sent))
 
-    def _used_bits(self, key: Key) -> int:
+    def _used_bits(self, number: int) -> list[int]:
         used = self._buckets.used
-        return sum(1 << place for place, piece in enumerate(key.pieces) if used[piece.parameter])
+        return [
+            sum(1 << place for place, piece in enumerate(key.pieces) if used[piece.parameter])
+            for key in self._client.table.of_bucket(number)
+        ]
 
     def _make_room(self) -> None:
         """Buckets that the servers are done with serve again; those of the last rounds are given time to be sent."""

@@ -15,12 +15,11 @@ import torch
 from torch import Tensor
 
 from paceline.collectives.communicator import Communicator
-from paceline.optim.group_settings import GroupSettings
 from paceline.optim.range_optimizer import check_elementwise
 from paceline.parameter_server import joint
 from paceline.parameter_server.client import Lines
 from paceline.parameter_server.clock import Clock
-from paceline.parameter_server.held_key import HeldKey
+from paceline.parameter_server.held_key import hold_keys
 from paceline.parameter_server.link import Channel, GroupChannel, LocalChannel, Rooms, local_channels
 from paceline.parameter_server.round_by_round import Mode
 from paceline.parameter_server.server import CoreMaker, Server, keys_of
@@ -84,7 +83,7 @@ class Parts:
 
     def _agree(self) -> bool:
         """Whether all workers compute in the host's memory."""
-        plan, space, settings = self.plan, self.spaces[0], GroupSettings(self.spaces[0].optimizers)
+        plan, space = self.plan, self.spaces[0]
         facts = {
             "keys": [other.table.digest for other in self.spaces],
             "lanes": self.job.lanes,
@@ -92,7 +91,7 @@ class Parts:
             "mode": plan.mode,
             "treatment": str(plan.treatment),
             "optimizers": [type(optimizer).__name__ for optimizer in space.optimizers],
-            "settings": list(settings.by_group(settings.read())),
+            "settings": list(space.settings.by_group(space.settings.read())),
         }
         own = {"weights": joint.weights_digest(space.parameters), "device": self.job.device.type}
         told = joint.check_same_job(self.comm, self.job.world, space.table.layout, facts, own)
@@ -151,13 +150,11 @@ class Parts:
 
     def _core_of(self, space: Space, index: int, stats: StalenessCounter) -> Callable[[], ServerCore]:
         def make() -> ServerCore:
-            settings = GroupSettings(space.optimizers)
-            held = {
-                key.number: HeldKey(key, space.parameters, space.optimizers, settings)
-                for key in (space.table.of_server(index) if self.plan.mode == "update" else ())
-            }
+            keys = space.table.of_server(index) if self.plan.mode == "update" else ()
+            homes = self.memory.weights if space is self.spaces[0] else None
+            held = hold_keys(keys, space.parameters, space.optimizers, space.settings, homes=homes)
             return ServerCore(
-                *(space.protocol, index, held, settings, self.plan.clock),
+                *(space.protocol, index, held, space.settings, self.plan.clock),
                 mode=self.plan.mode,
                 treatment=self.plan.treatment,
                 recycle=self.rooms.take_back,

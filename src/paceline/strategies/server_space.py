@@ -19,6 +19,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from paceline.errors import ConfigError
+from paceline.optim.group_settings import GroupSettings
 from paceline.parameter_server.key_ranges import KeyTable, plan_keys
 from paceline.parameter_server.wire import Header, Protocol
 from paceline.sharding.bucket import Bucket, GradientSpec, plan_buckets
@@ -30,6 +31,7 @@ from paceline.strategies.gradient_buckets import expected_order
 class Space:
     named: tuple[tuple[str, Parameter], ...]
     optimizers: tuple[Optimizer, ...]
+    settings: GroupSettings  # which there are is known from here on: a schedule made later adds its own notes to groups
     buckets: tuple[Bucket, ...]
     protocol: Protocol
 
@@ -67,7 +69,7 @@ def plan_spaces(
         specs = [GradientSpec(tuple(p.shape), p.dtype, torch.device("cpu")) for _, p in named]
         buckets = plan_buckets(specs, expected_order(len(specs)), bucket_bytes)
         table = plan_keys(layout, buckets, servers=servers, key_bytes=key_bytes)
-        spaces.append(Space(named, together, buckets, Protocol(table, workers, lanes)))
+        spaces.append(Space(named, together, GroupSettings(together), buckets, Protocol(table, workers, lanes)))
     return spaces
 
 

@@ -52,6 +52,7 @@ class ItemPlace:
     shadow: bool
     weight: float = 0.0  # of the lane's micro-batches so far, this one included: samples or tokens
     left_out: bool = False  # in a round that never agrees: the lane's loss was not finite, nothing of it may be used
+    samples: int = 0  # in the lane's micro-batches so far, this one included
 
 
 @dataclass(frozen=True)

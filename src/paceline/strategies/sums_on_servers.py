@@ -19,7 +19,6 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from paceline.optim.gradient_norm import clip_coefficient, global_norm
-from paceline.optim.group_settings import GroupSettings
 from paceline.parameter_server.key_ranges import Key
 from paceline.parameter_server.model_weights import ModelWeights
 from paceline.strategies.pushed_rounds import PushedRounds
@@ -40,15 +39,19 @@ class SumsOnServers(PushedRounds):
     def __init__(self, *parts: Any) -> None:
         super().__init__(*parts)
         self._weights = ModelWeights(self.parameters)  # for `keep` and `restore`: nothing is pulled into them
-        self._settings = GroupSettings(self._optimizers)
         self._totals: list[Tensor] = []
         self._waiting: list[_Waiting] = []
         self._norm = math.nan
+        self._newest: list[Tensor] | None = None  # while the model holds those that a group of rounds reads
 
     # -- one round ---------------------------------------------------------------------------------------------------
 
     def _start_reading(self) -> None:
-        self._weights.restore()
+        if self._clock.pulls_before(self._round):
+            self._catch_up()
+        if self._weights.keeps_some:
+            self._newest = self._weights.copies()
+            self._weights.restore()
         self._stats.started_round()
 
     def collect(self, tally: Tally) -> None:
@@ -105,6 +108,11 @@ class SumsOnServers(PushedRounds):
 
     def _catch_up(self) -> None:
         """Apply the rounds that wait, in order, to the weights after those before them."""
+        if not self._waiting:
+            return
+        if self._newest is not None:
+            self._weights.put_all(self._newest)
+            self._newest = None
         now = self._settings.read()
         groups = dict(enumerate(group for optimizer in self._optimizers for group in optimizer.param_groups))
         for waiting in self._waiting:
@@ -133,6 +141,9 @@ class SumsOnServers(PushedRounds):
 
     def settle(self) -> None:
         """Inside a group the model shows what its first rounds made of the weights; the next gets those back."""
+        if self._waiting and not self._clock.pulls_before(self._round):
+            self._weights.keep()
+        self._catch_up()
 
     def state_of(self, optimizer: Optimizer) -> dict[str, Any]:
         return optimizer.state_dict()
@@ -143,5 +154,5 @@ class SumsOnServers(PushedRounds):
         if self._worker == 0:
             self._client.load(round, self.parameters, None)
         self._all_workers_are_here()
-        self._waiting, self._round = [], round
+        self._waiting, self._newest, self._round = [], None, round
         self._weights.forget()

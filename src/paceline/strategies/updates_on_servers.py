@@ -10,12 +10,11 @@ others it does not wait: the loop goes on while pushes and weights are on their 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from torch.optim import Optimizer
 
-from paceline.optim.group_settings import GroupSettings
 from paceline.optim.piece_state import State
 from paceline.parameter_server.key_state import states_of_keys, whole_states
 from paceline.parameter_server.model_weights import ModelWeights
@@ -27,8 +26,6 @@ class UpdatesOnServers(PushedRounds):
     def __init__(self, *parts: Any) -> None:
         super().__init__(*parts)
         self._weights = ModelWeights(self.parameters)
-        self._settings = GroupSettings(self._optimizers)
-        self._told: Sequence[float] | None = None
         self._tally: Tally | None = None
         self._max_norm: float | None = None
         self._waited_s = 0.0
@@ -42,18 +39,10 @@ class UpdatesOnServers(PushedRounds):
         self._read_next()
         self._stats.started_round(self._waited_s)
         self._waited_s = 0.0
-        if not self._clock.deterministic:
-            self._tell_settings()
 
     def _read_next(self) -> None:
         self._waited_s += self._client.start(self._round, self._weights.put)
         self._shown = self._round
-
-    def _tell_settings(self) -> None:
-        settings = self._settings.read()
-        if settings != self._told:
-            self._client.tell_settings(settings)
-            self._told = settings
 
     def collect(self, tally: Tally) -> None:
         self._tally, self._max_norm = tally, None
@@ -70,9 +59,12 @@ class UpdatesOnServers(PushedRounds):
         if self._all_have_acted(optimizer):
             self._end_round()
 
-    def _end_round(self) -> None:
+    def _tally_of_round(self) -> Tally:
         assert self._tally is not None
-        self._close(self._tally, max_norm=self._max_norm, settings=self._settings.read())
+        return self._tally
+
+    def _end_round(self) -> None:
+        self._close(self._tally_of_round(), max_norm=self._max_norm, settings=self._settings.read())
         self._client.ask(self._round)
         if self._clock.synchronous:
             self._read_next()
@@ -80,15 +72,6 @@ class UpdatesOnServers(PushedRounds):
     # -- between rounds ----------------------------------------------------------------------------------------------
 
     def settle(self) -> None:
-        if self._clock.deterministic:
-            self._show_newest()
-            return
-        self._client.have_been_heard()
-        self._all_workers_are_here()
-        self._client.refresh(self._round, self._weights.put)
-        self._all_workers_are_here()
-
-    def _show_newest(self) -> None:
         """Inside a group of rounds that read the same weights, those have to come back for the next of them."""
         if self._shown == self._round:
             return
@@ -124,7 +107,6 @@ class UpdatesOnServers(PushedRounds):
         self._client.begin_at(round)
         self._weights.forget()
         self._round = self._shown = round
-        self._told = None
 
     def _per_parameter(self, optimizer: Optimizer, state: dict[str, Any]) -> list[State]:
         members = [parameter for group in optimizer.param_groups for parameter in group["params"]]
