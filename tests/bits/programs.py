@@ -5,6 +5,8 @@ Each is a function `program(world, **job) -> hash`, written with the public API 
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -228,6 +230,45 @@ def odd_parameters(world: World, **job: Any) -> str:
         return _train(engine, model, _vectors(50), optimizer=optimizer)
 
 
+class _Wide(nn.Module):
+    """Parameters of many blocks, so that shards cut them: one of them sideways in memory, one in bf16, a scalar."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inside = nn.Linear(16, 150)
+        self.sideways = nn.Parameter(torch.randn(151, 150).t() * 0.1)
+        self.low = nn.Parameter((torch.randn(151, 101) * 0.1).bfloat16())
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.spare = nn.Linear(90, 91)
+        self.head = nn.Linear(101, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.tanh(self.inside(x)) @ self.sideways
+        out: Tensor = self.head(torch.tanh(hidden.bfloat16() @ self.low).float() * self.scale)
+        return out.unsqueeze(1)
+
+
+def in_two_groups(model: nn.Module) -> list[dict[str, Any]]:
+    """As people do it: no decay for what has fewer than two dimensions; and another learning rate."""
+    wide = [p for p in model.parameters() if p.dim() > 1]
+    return [{"params": wide}, {"params": [p for p in model.parameters() if p.dim() < 2], "weight_decay": 0, "lr": 3e-3}]
+
+
+def wide(
+    world: World,
+    *,
+    optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW,
+    settings: Mapping[str, Any] = MappingProxyType({}),
+    clip: float | None = None,
+    **job: Any,
+) -> str:
+    """Two groups with settings of their own."""
+    with Engine(world=world, **{"device": "cpu"} | job) as engine:
+        model = _Wide()
+        made = optimizer(in_two_groups(model), lr=1e-2, **settings)
+        return _train(engine, model, _vectors(60), epochs=1, clip=clip, optimizer=made)
+
+
 def compiled(world: World, **job: Any) -> str:
     with Engine(world=world, **{"device": "cpu"} | job) as engine:
         model = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 10), nn.Unflatten(1, (1, 10)))
@@ -243,4 +284,5 @@ PROGRAMS = {
     "scheduled": scheduled,
     "gan": gan,
     "odd_parameters": odd_parameters,
+    "wide": wide,
 }

@@ -30,6 +30,7 @@ PAIRWISE = [
     ("scheduled", 3, 4, 1, 0.001), ("scheduled", 4, 8, 2, 4.0), ("scheduled", 2, 4, 2, 0.01),
     ("gan", 2, 4, 1, 0.001), ("gan", 3, 5, 1, 0.01), ("gan", 4, 8, 2, 4.0),
     ("odd_parameters", 3, 4, 2, 0.001), ("odd_parameters", 4, 5, 1, 0.01), ("odd_parameters", 2, 8, 1, 4.0),
+    ("wide", 2, 4, 2, 0.01), ("wide", 3, 5, 1, 4.0), ("wide", 4, 8, 1, 0.05),
 ]  # fmt: skip
 EVERYTHING = [
     (program, workers, lanes, accumulate, bucket, backend, strategy)

@@ -22,6 +22,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from paceline.collectives.byte_count import ByteCount, Traffic
 from paceline.collectives.canonical_sum import SumPlan
 from paceline.collectives.shared_memory.group import SharedMemoryGroup
+from paceline.collectives.shipments import Scatter
 from paceline.errors import ConfigError, PeerLostError, WorldError
 from paceline.world.environment import tensor_address
 from paceline.world.world import World
@@ -173,6 +174,13 @@ class Communicator:
             "sum_bucket",
             lambda: group.sum_bucket(owner, bucket, plan, roots, like.numel(), like.dtype),
             "in the sum of a bucket",
+        )
+
+    def scatter_bucket(self, owner: int, scatter: Scatter) -> Work:
+        """Start the canonical reduce-scatter of one shipment of a bucket."""
+        group = self._groups["cpu"]
+        return self._native(
+            "scatter_bucket", lambda: group.scatter_bucket(owner, scatter), "in the reduce-scatter of a bucket"
         )
 
     def home_of_bucket(self, owner: int, bucket: int, elements: int, dtype: torch.dtype) -> Tensor:

@@ -9,6 +9,8 @@ Rank r sends and receives Z + (N-2)·|r| bytes: the ring's bytes in 2 steps of N
 The *canonical* sum between workers takes this way too, and the owner adds along the canonical tree. It works for any
 number of workers and of roots, none included: a worker with k roots sends k times as much in the first phase, which is
 the price of a number of workers that does not divide the lanes.
+
+Without the gather it is the *canonical reduce-scatter*: owners keep what they finished. (N-1)/N · Z bytes for a node.
 """
 
 from __future__ import annotations
@@ -22,8 +24,11 @@ from paceline.collectives.canonical_sum import SumPlan, owner_ranges
 from paceline.collectives.communicator import Communicator, Handle, wait_all
 from paceline.collectives.schedule import Hop, How, Receive, Schedule, Send, one, one_per_rank
 from paceline.collectives.scratch import Scratch
+from paceline.collectives.shared_memory.kernels import TorchKernels
+from paceline.collectives.shipments import Scatter
 
 CANONICAL = "canonical"
+CANONICAL_SCATTER = "canonical reduce-scatter"
 
 
 def hops(rank: int, size: int) -> Iterator[Hop]:
@@ -131,3 +136,64 @@ def direct_all_reduce_by_collectives(
     gathered, handle = comm.all_gather(total)
     handle.wait()
     out.copy_(gathered.view(-1)[: out.numel()])
+
+
+# -- without the gather ------------------------------------------------------------------------------------------------
+
+
+def direct_reduce_scatter(comm: Communicator, scatter: Scatter, *, tag: int, scratch: Scratch) -> None:
+    """Send the slices of this worker's nodes to their owners, and add up those of the range that it owns itself."""
+    start, stop = scatter.ranges[comm.rank]
+    others = [(comm.rank + hop) % comm.size for hop in range(1, comm.size)]
+    outgoing: list[Handle] = []
+    for peer in others:
+        low, high = scatter.ranges[peer]
+        if low < high:
+            outgoing += [
+                comm.send(scatter.nodes[node][low:high], to=peer, tag=tag, operation=CANONICAL_SCATTER)
+                for node in scatter.shipment.sent[comm.rank]
+            ]
+    if start < stop:
+        foreign = [(peer, node) for peer in others for node in scatter.shipment.sent[peer]]
+        outs, width = scatter.outs(), stop - start
+        like = next(iter(outs.values()))
+        received = scratch.take(like, width * len(foreign)).view(len(foreign), width)
+        incoming: list[Handle] = [
+            comm.receive(row, source=peer, tag=tag, operation=CANONICAL_SCATTER)
+            for (peer, _), row in zip(foreign, received, strict=True)
+        ]
+        wait_all(incoming)
+        arrived = {node: row for (_, node), row in zip(foreign, received, strict=True)}
+        _finish(scatter, arrived, outs, start, stop)
+    wait_all(outgoing)
+
+
+def direct_reduce_scatter_by_collectives(comm: Communicator, scatter: Scatter, like: Tensor) -> None:
+    """The same for devices whose tensors can't be sent one by one: an all-to-all of slices."""
+    sent, mine = scatter.shipment.sent, scatter.shipment.sent[comm.rank]
+    widths = [high - low for low, high in scatter.ranges]
+    start, stop = scatter.ranges[comm.rank]
+    slices = [scatter.nodes[node][low:high] for low, high in scatter.ranges for node in mine]
+    parting = torch.cat(slices) if slices else like.new_empty(0)
+    own = widths[comm.rank]
+    arriving = like.new_empty(own * sum(map(len, sent)))
+    comm.all_to_all(
+        arriving, parting, [own * len(nodes) for nodes in sent], [width * len(mine) for width in widths]
+    ).wait()
+    if own:
+        names = [node for nodes in sent for node in nodes]
+        _finish(scatter, dict(zip(names, arriving.view(-1, own).unbind(0), strict=True)), scatter.outs(), start, stop)
+
+
+def scatter_alone(scatter: Scatter) -> None:
+    """One worker owns everything: its nodes join those that it holds."""
+    ((start, stop),) = scatter.ranges
+    if start < stop:
+        _finish(scatter, {}, scatter.outs(), start, stop)
+
+
+def _finish(scatter: Scatter, arrived: Mapping[int, Tensor], outs: Mapping[int, Tensor], start: int, stop: int) -> None:
+    parts = {node: tensor[start:stop] for node, tensor in scatter.nodes.items()} | scatter.held | dict(arrived)
+    for total in scatter.shipment.sums:
+        TorchKernels().sum_into([outs[total.node]], [parts[part] for part in total.parts], total.merges)
+    scatter.keep(outs)

@@ -10,6 +10,8 @@
     fast        any                        native all-reduce of each worker's own sum, in the backend's order
     fast        any, with an algorithm     the schedule of that name, or the cheapest one for the bucket ("auto")
 
+`start_scatter` leaves every sum with the owners of its ranges, always by the canonical tree: nothing comes back.
+
 Native collectives are started by the caller, in bucket order, which is the same on every worker. The others run one
 after another on a thread of their own, matched by tag; torch and gloo release the interpreter while they add and wait.
 (Two threads were no faster: gloo keeps both directions busy by itself, and a second one only takes time from backward.)
@@ -29,11 +31,18 @@ from torch import Tensor
 from paceline.collectives.canonical_sum import SumPlan
 from paceline.collectives.choice import Choice
 from paceline.collectives.communicator import Communicator, Handle
-from paceline.collectives.direct_all_reduce import direct_all_reduce, direct_all_reduce_by_collectives
+from paceline.collectives.direct_all_reduce import (
+    direct_all_reduce,
+    direct_all_reduce_by_collectives,
+    direct_reduce_scatter,
+    direct_reduce_scatter_by_collectives,
+    scatter_alone,
+)
 from paceline.collectives.executor import run_schedule
 from paceline.collectives.halving_doubling import HALVING_DOUBLING
 from paceline.collectives.schedule import Schedule
 from paceline.collectives.scratch import Scratch
+from paceline.collectives.shipments import Scatter
 
 Reduction = Literal["exact", "fast"]
 
@@ -121,6 +130,24 @@ class GradientExchange:
             out, self._thread.run(lambda scratch: direct_all_reduce(comm, plan, roots, out, tag=tag, scratch=scratch))
         )
 
+    def start_scatter(self, of: int, scatter: Scatter, like: Tensor) -> Handle:
+        """Begin to add up a bucket's shipment at the owners of its ranges; `like` is a tensor of its dtype and device.
+
+        Once it is waited for this worker's nodes are free, and `scatter.held` has its own range's sums.
+        """
+        comm = self._comm
+        if comm is None:
+            scatter_alone(scatter)
+            return _DONE
+        if comm.sums_buckets:
+            return comm.scatter_bucket(of, scatter)
+        if like.device.type != "cpu":
+            direct_reduce_scatter_by_collectives(comm, scatter, like)
+            return _DONE
+        assert self._thread is not None
+        tag = scatter.bucket * TAGS_PER_BUCKET
+        return self._thread.run(lambda scratch: direct_reduce_scatter(comm, scatter, tag=tag, scratch=scratch))
+
     def close(self) -> None:
         if self._thread is not None:
             self._thread.close()
@@ -133,6 +160,14 @@ class GradientExchange:
             run_schedule(comm, schedule, out, tag=tag, scratch=self._scratch)
             return None
         return self._thread.run(lambda scratch: run_schedule(comm, schedule, out, tag=tag, scratch=scratch))
+
+
+class _Done:
+    def wait(self) -> None:
+        """It has been done at once."""
+
+
+_DONE = _Done()
 
 
 def _sum_in_order(roots: Mapping[int, Tensor], spare: Callable[[], Tensor]) -> Tensor:
@@ -172,17 +207,19 @@ class _ExchangeThread:
 
 class _Job:
     def __init__(self, exchange: Callable[[Scratch], None]) -> None:
-        self._exchange = exchange
+        self._exchange: Callable[[Scratch], None] | None = exchange
         self._done = threading.Event()
         self._error: BaseException | None = None
 
     def run(self, scratch: Scratch) -> None:
+        assert self._exchange is not None
         try:
             with torch.no_grad():
                 self._exchange(scratch)
         except BaseException as error:
             self._error = error
         finally:
+            self._exchange = None  # what it sent may be freed
             self._done.set()
 
     def wait(self) -> None:

@@ -96,7 +96,8 @@ class LaneBuffers:
             for number in moved:
                 final[number] = mine[number]
         else:
-            late = [number for number in moved if number not in self._moving]
+            gone = self._moving if self._ahead is not None else []
+            late = [number for number in moved if number not in gone]
             sent = [self._ahead] if self._ahead is not None else []
             sent += [self._broadcast(comm, owner, late, mine)] if late else []
             for under_way in sent:

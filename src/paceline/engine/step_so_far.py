@@ -28,6 +28,7 @@ class StepSoFar:
     agreement: Agreement = Agreement.NOW
     lowest: int = 0  # lane that has samples
     owner: int = 0  # the worker that rides it
+    in_step: bool = True  # what workers send before their last backward is in the same order everywhere
     reports: dict[int, LaneReport] = field(default_factory=dict)
     learning_rates: list[float] | None = None
     gradient_versions: list[tuple[Parameter, int]] = field(default_factory=list)

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from paceline.collectives.canonical_sum import SumPlan
 from paceline.strategies.registry import Chosen, Job, Rides
 from paceline.strategies.strategy import Strategy
+from paceline.world.lanes import neighbouring_lanes
 
 
 class StrategyTable:
@@ -21,6 +22,7 @@ class StrategyTable:
         self._names = names
         self._all = list(job.optimizers)
         self.rides = chosen.rides(job.lanes, job.world.size)
+        self._leave_once_a_step = chosen.entry.rides is neighbouring_lanes
         self._maker = chosen.entry.open(chosen.config, job)
         self._known: dict[tuple[int, ...], Strategy] = {}
         self.of(self._all)
@@ -41,6 +43,11 @@ class StrategyTable:
     def plan(self, present: tuple[int, ...]) -> SumPlan:
         """Who holds which of the step's lanes."""
         return _plan(self.rides, present)
+
+    def in_step(self, plan: SumPlan) -> bool:
+        """Whether a worker's last item comes at the same place among the exchanges of all: not where every lane's
+        gradients leave by themselves and workers have different numbers of lanes."""
+        return self._leave_once_a_step or len({len(lanes) for lanes in plan.holders}) == 1
 
     def settle(self) -> None:
         for strategy in self._known.values():

@@ -242,7 +242,7 @@ class TrainStep:
             if agreement is Agreement.NEVER:
                 keep = not self._leaves_lane_out(now.reports[item.lane])
             self._buffers.finish_lane(item.lane, keep=keep)
-        if item.last_of_step and agreement is Agreement.NOW:
+        if item.last_of_step and agreement is Agreement.NOW and now.in_step:
             self._buffers.send_ahead(self._comm, now.owner, now.lowest)
 
     def _leaves_lane_out(self, report: LaneReport) -> bool:
@@ -290,6 +290,7 @@ class TrainStep:
             self.left_out_steps += first and self._update == 0
             return None
         result = self._strategy().apply(optimizer, self._original_steps[id(optimizer)])
+        self.traffic = self._traffic_so_far() - self._now.traffic_before
         if first:
             self.stepped = True
             self.step += self._update == 0
@@ -417,6 +418,7 @@ class TrainStep:
             agreement=active.agreement(self._round),
             lowest=lowest,
             owner=next(worker for worker, lanes in enumerate(plan.holders) if lowest in lanes),
+            in_step=self._strategies.in_step(plan),
             traffic_before=self._traffic_so_far(),
         )
         active.start_step(self._round, plan)

@@ -31,10 +31,18 @@ def block_norms(gradient: Tensor) -> Tensor:
 
 
 def global_norm(gradients: Iterable[Tensor]) -> float:
-    norms = [block_norms(gradient) for gradient in gradients]
-    if not norms:
-        return 0.0
-    squares = torch.cat([norm.to("cpu", torch.float64) for norm in norms]).square_().tolist()
+    return norm_of_blocks(all_block_norms(gradients))
+
+
+def all_block_norms(gradients: Iterable[Tensor]) -> Tensor:
+    """The norms of all blocks, in fp64 on the host, to be told to other workers."""
+    norms = [block_norms(gradient).to("cpu", torch.float64) for gradient in gradients]
+    return torch.cat(norms) if norms else torch.zeros(0, dtype=torch.float64)
+
+
+def norm_of_blocks(norms: Tensor) -> float:
+    """Of blocks in any order; a block of norm 0 changes nothing."""
+    squares = norms.square().tolist()
     if not all(map(math.isfinite, squares)):
         return math.nan if any(map(math.isnan, squares)) else math.inf
     return math.sqrt(math.fsum(squares))

@@ -124,7 +124,7 @@ def _trial(optimizer: Optimizer, device: torch.device | str | None) -> tuple[lis
     for number, group in enumerate(optimizer.param_groups):
         example = next((p for p in group["params"] if optimizer.state.get(p) and p.dim() and p.numel()), None)
         if example is not None:  # Adagrad makes its state when it is made, not in its first step
-            state = {name: _grown(value, example, wholes[number]) for name, value in optimizer.state[example].items()}
+            state = {name: grown(value, example, wholes[number]) for name, value in optimizer.state[example].items()}
             states[wholes[number]] = state
             states |= dict(zip(parts[number], scatter_state(state, TRIAL_SHAPE, cuts[number]), strict=True))
     on_wholes, on_parts = (optimizer_on(optimizer, groups, states) for groups in ([[w] for w in wholes], parts))
@@ -157,7 +157,7 @@ def _wake(group: dict[str, Any]) -> None:
             group["lr"] = 1e-3
 
 
-def _grown(value: Any, example: Tensor, whole: Tensor) -> Any:
+def grown(value: Any, example: Tensor, whole: Tensor) -> Any:
     """What the optimizer keeps for `example`, as it would keep it for a parameter like `whole`."""
     if not isinstance(value, Tensor):
         return value

@@ -5,7 +5,7 @@
 Gradients are copied into one flat buffer from a pool, best at once (`put`) while they are in the caches; their memory
 then serves the next ones. The pool's first buffer may be a *home*, from which the root travels without another copy.
 Without a home a large gradient is *moved*: the tensor that backward made becomes the node. A parameter unused in a lane
-counts as +0.0 there.
+counts as +0.0 there. Where no bucket keeps its gradients all of them take their buffers from the same `Rooms`.
 """
 
 from __future__ import annotations
@@ -18,14 +18,18 @@ from torch.nn import Parameter
 
 from paceline.collectives.canonical_sum import SumPlan
 from paceline.sharding.bucket import Bucket, Member
+from paceline.sharding.rooms import Rooms
 
 
 class LaneSums:
     """The nodes of one bucket that this worker holds, named by lane."""
 
-    def __init__(self, bucket: Bucket, parameters: Sequence[Parameter]) -> None:
+    def __init__(self, bucket: Bucket, parameters: Sequence[Parameter], rooms: Rooms | None = None) -> None:
         self.bucket = bucket
         self._moves = bucket.alone
+        self._rooms = rooms
+        if rooms is not None and not self._moves:
+            rooms.expect(bucket)
         self._parameters = [parameters[member.parameter] for member in bucket.members]
         self._pool: list[Tensor] = []
         self._views: dict[int, list[Tensor]] = {}  # of pooled buffers, by address: they live as long as we do
@@ -91,11 +95,17 @@ class LaneSums:
     def buffer(self) -> Tensor:
         if self._pool:
             return self._pool.pop()
+        if self._rooms is not None and not self._moves:
+            return self._rooms.take(self.bucket)
         return torch.empty(self.bucket.elements, dtype=self.bucket.dtype, device=self.bucket.device)
 
     def give_back(self, flat: Tensor) -> None:
         # What backward allocated itself is not ours to keep: holding it would only add to the peak.
-        if not self._moves:
+        if self._moves:
+            return
+        if self._rooms is not None:
+            self._rooms.give_back(flat)
+        else:
             self._pool.append(flat)
 
     def _views_of(self, flat: Tensor) -> list[Tensor]:

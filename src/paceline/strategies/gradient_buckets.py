@@ -23,6 +23,7 @@ from paceline.collectives.communicator import Communicator
 from paceline.errors import LoopError
 from paceline.sharding.bucket import Bucket, GradientSpec
 from paceline.sharding.lane_sums import LaneSums
+from paceline.sharding.rooms import Rooms
 from paceline.strategies.strategy import ItemPlace
 
 Cut = Callable[[Sequence[GradientSpec], Sequence[int]], tuple[Bucket, ...]]  # of (specs, order of parameters)
@@ -40,12 +41,14 @@ class GradientBuckets:
         overlap: bool = True,
         by_lane: bool = False,
         learns: bool = True,
+        rooms: Rooms | None = None,
     ) -> None:
         self._names = [name for name, _ in named]
         self.parameters = [parameter for _, parameter in named]
         self._worker = worker
         self._cut, self._leave = cut, leave
         self._overlap, self._by_lane = overlap, by_lane
+        self._rooms = rooms
         self._specs = gradient_specs(self.parameters)
         self._hooks = [
             parameter.register_post_accumulate_grad_hook(self._hook(index))  # type: ignore[no-untyped-call]
@@ -217,7 +220,7 @@ class GradientBuckets:
 
     def _set_buckets(self, order: Sequence[int]) -> None:
         buckets = self._cut(self._specs, order)
-        self.sums = [LaneSums(bucket, self.parameters) for bucket in buckets]
+        self.sums = [LaneSums(bucket, self.parameters, self._rooms) for bucket in buckets]
         self._bucket_of = {
             member.parameter: number for number, bucket in enumerate(buckets) for member in bucket.members
         }

@@ -1,6 +1,9 @@
 """Which lanes a worker rides: a job has L lanes for life, and whoever is there shares them.
 
-L = 8, N = 3        worker 0: 0 1        worker 1: 2 3 4        worker 2: 5 6 7
+L = 8, N = 3        neighbouring     worker 0: 0 1          worker 1: 2 3 4        worker 2: 5 6 7
+                    strided          worker 0: 0 3 6        worker 1: 1 4 7        worker 2: 2 5
+
+Neighbours merge inside a worker. Where lanes are summed by others as they come, strided ones arrive next to each other.
 """
 
 from __future__ import annotations
@@ -12,3 +15,8 @@ def neighbouring_lanes(lanes: int, workers: int) -> tuple[tuple[int, ...], ...]:
     """Which lanes each worker rides: worker i of N rides i·L//N up to (i+1)·L//N."""
     cuts = [worker * lanes // workers for worker in range(workers + 1)]
     return tuple(tuple(range(low, high)) for low, high in itertools.pairwise(cuts))
+
+
+def strided_lanes(lanes: int, workers: int) -> tuple[tuple[int, ...], ...]:
+    """Worker i of N rides i, i+N, i+2N, …"""
+    return tuple(tuple(range(worker, lanes, workers)) for worker in range(workers))

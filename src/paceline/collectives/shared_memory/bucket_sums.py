@@ -10,6 +10,14 @@ Totals lie in shared memory, one for each bucket and worker, and are that worker
 copied out. A worker's total is also the home of its root, if it has one and makes it there: then nothing is copied in
 either. Each has one owner at a time: between the meetings its ranges belong to the workers that write them, and
 otherwise to the worker itself.
+
+In a *scatter* only the owner of a range gets its sum, and only it writes:
+
+    a root at home       meeting ─► the owner adds its range of all homes, in its own
+    other nodes          foreign ranges into slots, a piece of each range at a time ─► meeting ─► the owner adds
+
+There is no meeting at the end. A home may still be read when the scatter is over, but nobody comes to a later meeting
+before they have read it: whoever has been to one, such as the ballot, may write to its home again.
 """
 
 from __future__ import annotations
@@ -24,6 +32,7 @@ from paceline.collectives.shared_memory.arena import Arenas
 from paceline.collectives.shared_memory.kernels import Merges
 from paceline.collectives.shared_memory.meeting import Call
 from paceline.collectives.shared_memory.operations import ALIGNED, Operations, combined
+from paceline.collectives.shipments import Scatter
 
 
 class BucketSums:
@@ -92,13 +101,88 @@ class BucketSums:
                 rows.append(roots[lane][low + begin : low + end])
             else:
                 rows.append(operations.read(worker, dtype, place * width + end)[place * width + begin :])
-        outs = [total[low + begin : low + end] for total in totals]
-        if dtype == torch.float32:
-            operations.kernels.sum_into(outs, rows, merges)
+        self._add([total[low + begin : low + end] for total in totals], rows, merges)
+
+    def _add(self, outs: list[Tensor], rows: list[Tensor], merges: Merges) -> None:
+        if rows[0].dtype == torch.float32:
+            self._operations.kernels.sum_into(outs, rows, merges)
+            return
+        total = combined(rows, merges)
+        for out in outs:
+            out.copy_(total)
+
+    # -- only for the owners of ranges -------------------------------------------------------------------------------
+
+    def scatter(self, owner: int, scatter: Scatter) -> None:
+        """Add one shipment of a bucket up at the owners of its ranges. Roots that are one each belong at home."""
+        elements = scatter.ranges[-1][1]
+        call = Call(f"bucket {scatter.bucket}", str(scatter.dtype), elements, "scattered")
+        totals = self._totals.get((owner, scatter.bucket))
+        if totals is not None and scatter.shipment.one_each:
+            self._scatter_at_home(totals, scatter, call)
         else:
-            total = combined(rows, merges)
-            for out in outs:
-                out.copy_(total)
+            self._scatter_by_slots(scatter, call)
+
+    def _scatter_at_home(self, totals: list[Tensor], scatter: Scatter, call: Call) -> None:
+        (node,) = scatter.nodes.values()
+        if node.data_ptr() != totals[self._rank].data_ptr():
+            self._operations.copy(totals[self._rank], node)
+        self._operations.meet(call)
+        low, high = scatter.ranges[self._rank]
+        if low == high:
+            return
+        (total,) = scatter.shipment.sums
+        worker_of = {name: worker for worker, (name,) in enumerate(scatter.shipment.sent)}
+        out = totals[self._rank][low:high]
+        self._add([out], [totals[worker_of[part]][low:high] for part in total.parts], total.merges)
+        scatter.keep({total.node: out})
+
+    def _scatter_by_slots(self, scatter: Scatter, call: Call) -> None:
+        """A slot has a row for each other worker and each node that the busiest worker sends."""
+        sent = scatter.shipment.sent
+        most = max(map(len, sent))
+        rows = max(1, self._size - 1) * most
+        fit = self._operations.slot_bytes // (rows * scatter.dtype.itemsize)
+        step = fit // ALIGNED * ALIGNED or fit
+        start, stop = scatter.ranges[self._rank]
+        outs = scatter.outs() if start < stop else {}
+        for low in range(0, max(high - low for low, high in scatter.ranges), step):
+            self._write_rows(scatter, most, step, low)
+            self._operations.meet(call)
+            if start + low < stop:
+                self._add_rows(scatter, most, step, low, outs)
+        if start < stop:
+            scatter.keep(outs)
+
+    def _write_rows(self, scatter: Scatter, most: int, step: int, low: int) -> None:
+        for peer, (begin, end) in enumerate(scatter.ranges):
+            if peer == self._rank:
+                continue
+            for place, name in enumerate(scatter.shipment.sent[self._rank]):
+                piece = scatter.nodes[name][begin + low : min(begin + low + step, end)]
+                at = self._row(self._rank, peer, most, place) * step
+                self._operations.copy(self._operations.slot(self._rank, scatter.dtype, at + piece.numel())[at:], piece)
+
+    def _add_rows(self, scatter: Scatter, most: int, step: int, low: int, outs: Mapping[int, Tensor]) -> None:
+        start, stop = scatter.ranges[self._rank]
+        width = min(step, stop - start - low)
+        parts = {name: tensor[low : low + width] for name, tensor in scatter.held.items()}
+        parts |= {name: node[start + low : start + low + width] for name, node in scatter.nodes.items()}
+        for worker, names in enumerate(scatter.shipment.sent):
+            if worker != self._rank:
+                for place, name in enumerate(names):
+                    at = self._row(worker, self._rank, most, place) * step
+                    parts[name] = self._operations.read(worker, scatter.dtype, at + width)[at:]
+        for total in scatter.shipment.sums:
+            out = outs[total.node][low : low + width]
+            if total.merges:
+                self._add([out], [parts[part] for part in total.parts], total.merges)
+            elif parts[total.node].data_ptr() != out.data_ptr():
+                self._operations.copy(out, parts[total.node])
+
+    def _row(self, worker: int, peer: int, most: int, place: int) -> int:
+        """Which row of the worker's slot has a node's piece for `peer`."""
+        return (peer - (peer > worker)) * most + place
 
     def forget(self, owner: int) -> None:
         """The owner's buckets are cut anew: their totals are not needed any more."""

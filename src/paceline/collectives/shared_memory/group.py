@@ -105,6 +105,10 @@ class SharedMemoryGroup(dist.ProcessGroup):
         result: list[Any] = []
         return self._run(lambda: result.append(self._bucket_sums.sum(*bucket)), result, None, "sum_bucket")
 
+    def scatter_bucket(self, *bucket: Any) -> LineWork:
+        """Start the canonical reduce-scatter of a gradient bucket (see `BucketSums.scatter`)."""
+        return self._run(lambda: self._bucket_sums.scatter(*bucket), [], None, "scatter_bucket")
+
     def home_of_bucket(self, *bucket: Any) -> LineWork:
         """Room in shared memory for this rank's root of a bucket (see `BucketSums.home`)."""
         result: list[Any] = []

@@ -1,0 +1,93 @@
+"""The pieces that a worker owns: tensors that its optimizers' twins update in place, with gradients from the sums.
+
+    bucket's sum, own range     |── 8192 ──|─ 6 ─|────── 4096 ──────|
+    pieces                       weight[0:8192]  bias  head[0:4096]        views of the parameters, .grad a view above
+
+A piece of a parameter is one-dimensional. A parameter whose memory is not in logical order has only one piece, itself,
+and a gradient with its strides: optimizers walk both by memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from paceline.errors import ConfigError
+from paceline.sharding.flat_layout import BLOCK, Piece, part_of
+from paceline.sharding.shards import OwnedPiece, Shards
+
+
+class OwnPieces:
+    def __init__(self, named: Sequence[tuple[str, Parameter]], shards: Shards, worker: int) -> None:
+        self.names = [name for name, _ in named]
+        self.parameters = [parameter for _, parameter in named]
+        self.shards, self.worker = shards, worker
+        self.index = {id(parameter): number for number, parameter in enumerate(self.parameters)}
+        self.tensors = {piece: piece_of(self.parameters[piece.parameter], piece) for piece in shards.pieces(worker)}
+        self._views: dict[int, tuple[int, list[Tensor]]] = {}  # by bucket: of the sum at that address
+
+    def take_gradients(self, number: int, total: Tensor, used: Sequence[bool]) -> None:
+        """Make the own range of a bucket's finished sum the gradients of its pieces; unused parameters have none."""
+        owned = self.shards.buckets[number].pieces(self.worker)
+        for place, gradient in zip(owned, self._gradients(number, total, owned), strict=True):
+            piece = place.piece
+            parameter, tensor = self.parameters[piece.parameter], self.tensors[piece]
+            tensor.grad = _as_gradient_of(parameter, tensor, gradient) if used[piece.parameter] else None
+
+    def _gradients(self, number: int, total: Tensor, owned: Sequence[OwnedPiece]) -> list[Tensor]:
+        address, views = self._views.get(number, (0, []))
+        if address != total.data_ptr():
+            views = [total[place.offset : place.offset + place.piece.elements] for place in owned]
+            self._views[number] = total.data_ptr(), views
+        return views
+
+    def drop_gradients(self) -> None:
+        for tensor in self.tensors.values():
+            tensor.grad = None
+
+    @property
+    def gradients(self) -> list[Tensor]:
+        return [tensor.grad for tensor in self.tensors.values() if tensor.grad is not None]
+
+    @cached_property
+    def most_blocks(self) -> int:
+        """Of the worker that owns the most."""
+        owned = [self.shards.pieces(worker) for worker in range(self.shards.workers)]
+        return max(sum(-(-piece.elements // BLOCK) for piece in pieces) for pieces in owned)
+
+
+def in_logical_order(parameter: Tensor) -> bool:
+    """Whether memory and elements have the same order, so that a piece is a range of both."""
+    return parameter.is_contiguous()
+
+
+def piece_of(parameter: Parameter, piece: Piece) -> Tensor:
+    return part_of(parameter, piece) if in_logical_order(parameter) else parameter.detach()
+
+
+def _as_gradient_of(parameter: Parameter, tensor: Tensor, gradient: Tensor) -> Tensor:
+    if in_logical_order(parameter):
+        return gradient.view(tensor.shape).to(tensor.dtype)
+    return torch.empty_like(parameter, memory_format=torch.preserve_format).copy_(gradient.view(parameter.shape))
+
+
+def check_apart(named: Sequence[tuple[str, Parameter]]) -> None:
+    """Two parameters over the same memory would be updated by two owners."""
+    spans = sorted((p.data_ptr(), p.data_ptr() + _extent_bytes(p), name) for name, p in named if p.numel())
+    for (_, end, first), (start, _, second) in pairwise(spans):
+        if start < end:
+            raise ConfigError(
+                f"parameters {first!r} and {second!r} are two objects over the same memory, which two workers would "
+                "update; tie them by giving both modules one Parameter (b.weight = a.weight), or use strategy='ddp'"
+            )
+
+
+def _extent_bytes(tensor: Tensor) -> int:
+    return tensor.element_size() * (
+        1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    )

@@ -1,0 +1,214 @@
+"""What strategies with a sharded update have in common: owners of ranges, who sum, clip, update and give weights back.
+
+    backward ─► buckets leave ─► the owner of a range adds it up ─► its pieces' gradients       .grad is nowhere whole
+    clip        norms of blocks are told to all: the norm of the whole, and its bits
+    apply       each worker's twins update its pieces ─► everybody gets all weights
+
+How gradients leave (a worker's roots once a step, or lane by lane) is what zero1 and zero2 differ in.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+from paceline.collectives.canonical_sum import SumPlan
+from paceline.collectives.communicator import Communicator
+from paceline.collectives.gradient_exchange import GradientExchange
+from paceline.errors import ConfigError
+from paceline.optim.gradient_norm import all_block_norms, clip_coefficient, norm_of_blocks
+from paceline.optim.range_optimizer import check_elementwise
+from paceline.optim.thread_cuts import check_thread_cuts
+from paceline.sharding.bucket import plan_buckets
+from paceline.sharding.rooms import Rooms
+from paceline.sharding.shards import cut_buckets
+from paceline.strategies.distant_gradient import DistantGradient
+from paceline.strategies.gradient_buckets import GradientBuckets
+from paceline.strategies.own_pieces import OwnPieces, check_apart, in_logical_order
+from paceline.strategies.registry import Job
+from paceline.strategies.strategy import Agreement, ItemPlace, Tally
+from paceline.strategies.twins import Twins
+from paceline.strategies.weight_gather import WeightGather
+
+
+class ShardedParts:
+    """What the sharded strategies of one job share."""
+
+    def __init__(self, job: Job, name: str) -> None:
+        self.job, self.name = job, name
+        if job.algorithm is not None:
+            raise ConfigError(
+                f"strategy={name!r} with algorithm={job.algorithm!r}: its sums stay with the owners of ranges, for "
+                "which there is one way; leave algorithm out, or choose strategy='ddp' to train over it"
+            )
+        for optimizer in job.optimizers:
+            check_elementwise(optimizer)
+            check_thread_cuts(optimizer)
+        self.comm: Communicator | None = job.comm
+        self.rank, self.workers = (0, 1) if job.comm is None else (job.comm.rank, job.comm.size)
+        self.exchange = GradientExchange(job.comm, "exact")
+        self.twins = Twins(job.comm, name)
+
+    def close(self) -> None:
+        self.twins.close()
+        self.exchange.close()
+
+
+class ShardedStrategy:
+    """Subclasses say how buckets leave (`_leave`) and hand the finished sums of the own ranges over (`_totals`)."""
+
+    def __init__(
+        self,
+        named: Sequence[tuple[str, Parameter]],
+        optimizers: Sequence[Optimizer],
+        parts: ShardedParts,
+        *,
+        by_lane: bool = False,
+        rooms: Rooms | None = None,
+    ) -> None:
+        check_apart(named)
+        job = parts.job
+        self._named, self._optimizers, self._parts = list(named), optimizers, parts
+        self._buckets = GradientBuckets(
+            named,
+            parts.rank,
+            cut=lambda specs, order: plan_buckets(specs, order, job.bucket_bytes),
+            leave=self._leave,
+            overlap=job.overlap,
+            by_lane=by_lane,
+            rooms=rooms,
+        )
+        self.parameters: Sequence[Parameter] = self._buckets.parameters
+        self._distant = [DistantGradient.of(parameter, name, parts.name) for name, parameter in named]
+        self._pieces: OwnPieces | None = None
+        self._used: Sequence[bool] = ()
+        self._gathers: dict[int, WeightGather] = {}
+
+    @property
+    def replicas(self) -> Sequence[Parameter]:
+        return self.parameters
+
+    @property
+    def left_during_backward(self) -> int:
+        return self._buckets.left_during_backward
+
+    def agreement(self, round: int) -> Agreement:
+        return Agreement.NOW
+
+    # -- how gradients leave -----------------------------------------------------------------------------------------
+
+    def _leave(self, number: int, nodes: dict[int, Tensor]) -> None:
+        raise NotImplementedError
+
+    def _settle_in(self, pieces: OwnPieces) -> None:
+        """Buckets have been cut: make what is needed for as long as they are."""
+
+    def _totals(self) -> list[Tensor | None]:
+        """The sums of this worker's ranges, bucket by bucket; None where it owns nothing of one."""
+        raise NotImplementedError
+
+    # -- one step ----------------------------------------------------------------------------------------------------
+
+    def start_step(self, round: int, plan: SumPlan) -> None:
+        self._plan = plan
+        if self._pieces is None:
+            uncut = {number for number, p in enumerate(self.parameters) if not in_logical_order(p)}
+            buckets = [sums.bucket for sums in self._buckets.sums]
+            self._pieces = OwnPieces(self._named, cut_buckets(buckets, self._parts.workers, uncut), self._parts.rank)
+            self._settle_in(self._pieces)
+            self._gathers = {}
+        for optimizer in self._optimizers:
+            self._parts.twins.deal(optimizer, self._pieces)
+        self._buckets.start_step(plan)
+
+    def start_backward(self, place: ItemPlace, *, last: bool) -> None:
+        self._buckets.start_backward(place, last=last)
+
+    def finish_backward(self, place: ItemPlace) -> None:
+        self._buckets.finish_backward(place)
+
+    def skip(self, place: ItemPlace) -> None:
+        self._buckets.skip(place)
+
+    def used(self) -> Sequence[bool]:
+        return self._buckets.used
+
+    def collect(self, tally: Tally) -> None:
+        """The own pieces have their gradients; `.grad` of the parameters says that it has none."""
+        assert self._pieces is not None
+        self._used = tally.used
+        for number, total in enumerate(self._totals()):
+            if total is None:
+                continue
+            if tally.scale != 1.0:
+                total.mul_(tally.scale)
+            self._pieces.take_gradients(number, total, tally.used)
+        if not tally.empty:
+            for parameter, distant, used in zip(self.parameters, self._distant, tally.used, strict=True):
+                parameter.grad = distant if used else None
+        self._buckets.learn(tally.used, self._parts.comm)
+
+    def clip(self, max_norm: float) -> float:
+        assert self._pieces is not None
+        gradients = self._pieces.gradients
+        norms = all_block_norms(gradients)
+        if self._parts.comm is not None:
+            padded = norms.new_zeros(self._pieces.most_blocks)
+            padded[: norms.numel()] = norms
+            norms, handle = self._parts.comm.all_gather(padded)
+            handle.wait()
+        norm = norm_of_blocks(norms.view(-1))
+        if gradients and (norm > max_norm or not math.isfinite(norm)):
+            torch._foreach_mul_(gradients, clip_coefficient(norm, max_norm))
+        return norm
+
+    def apply(self, optimizer: Optimizer, original_step: Callable[[], Any]) -> Any:
+        twin = self._parts.twins.of(optimizer)
+        for number in twin.parameters:
+            self.parameters[number].grad = None
+        for before in optimizer._optimizer_step_pre_hooks.values():
+            before(optimizer, (optimizer,), {})
+        optimizer._opt_called = True  # type: ignore[attr-defined]  # a scheduler looks for it
+        result = self._update(optimizer)
+        for after in optimizer._optimizer_step_post_hooks.values():
+            after(optimizer, (optimizer,), {})
+        return result
+
+    def _update(self, optimizer: Optimizer) -> Any:
+        twin, comm = self._parts.twins.of(optimizer), self._parts.comm
+        result = twin.step(self._used)
+        if comm is not None:
+            gather = self._gathers.get(id(optimizer))
+            if gather is None:
+                gather = WeightGather(comm, self.parameters, twin.pieces.shards, twin.parameters)
+                self._gathers[id(optimizer)] = gather
+            gather.run()
+        return result
+
+    def end_step(self) -> None:
+        assert self._pieces is not None
+        for parameter in self.parameters:
+            parameter.grad = None
+        self._pieces.drop_gradients()
+        if self._buckets.cut_anew():
+            self._pieces = None
+
+    # -- between steps -----------------------------------------------------------------------------------------------
+
+    def settle(self) -> None:
+        """Nothing is under way between two steps."""
+
+    def state_of(self, optimizer: Optimizer) -> dict[str, Any]:
+        return self._parts.twins.state_of(optimizer)
+
+    def load(self, optimizer: Optimizer, state: dict[str, Any], *, round: int) -> None:
+        self._parts.twins.load(optimizer, state)
+
+    def close(self) -> None:
+        self._buckets.close()

@@ -1,0 +1,188 @@
+"""Twins: each of the user's optimizers has one on every worker, which keeps state for that worker's pieces only.
+
+    the user's optimizer     groups, learning rates, hooks; its state is empty
+    its twin                 pieces and their state: 1/N of the whole
+
+Whatever state the user's optimizer turns out to have (Adagrad's from the start, a state_dict that was loaded) is cut
+into pieces and taken over when the next step starts. When pieces are dealt anew (buckets cut in another order, a
+parameter thawed, another set of optimizers acting together) the states follow them, one parameter at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from paceline.collectives.communicator import Communicator
+from paceline.errors import LoopError
+from paceline.optim.piece_state import State, scatter_state
+from paceline.optim.range_optimizer import optimizer_on
+from paceline.sharding.flat_layout import Piece
+from paceline.strategies.own_pieces import OwnPieces, in_logical_order
+from paceline.strategies.whole_states import DealtState, whole_states
+
+
+class Twin:
+    """One optimizer's update of the pieces that this worker owns."""
+
+    def __init__(self, optimizer: Optimizer, pieces: OwnPieces) -> None:
+        self.optimizer, self.pieces = optimizer, pieces
+        self._mine: dict[int, list[Piece]] = {  # by parameter, of those that are dealt out
+            pieces.index[id(p)]: [] for p in _parameters_of(optimizer) if id(p) in pieces.index
+        }
+        for piece in pieces.tensors:
+            if piece.parameter in self._mine:
+                self._mine[piece.parameter].append(piece)
+        self._nothing = [_nothing_of(group["params"]) for group in optimizer.param_groups]
+        groups = [
+            [pieces.tensors[piece] for number in self._numbers(group) for piece in self._mine[number]] or [nothing]
+            for group, nothing in zip(optimizer.param_groups, self._nothing, strict=True)
+        ]
+        self._twin = optimizer_on(optimizer, groups)
+
+    @property
+    def parameters(self) -> list[int]:
+        """The numbers of this optimizer's parameters, whoever owns their pieces."""
+        return list(self._mine)
+
+    def step(self, used: Sequence[bool]) -> Any:
+        """The user's settings as they are now, the update, and what the update changed in the settings."""
+        groups = list(zip(self.optimizer.param_groups, self._twin.param_groups, self._nothing, strict=False))
+        for theirs, mine, nothing in groups:
+            mine.update(_settings(theirs))
+            nothing.grad = nothing.new_empty(0) if any(used[number] for number in self._numbers(theirs)) else None
+        result: Any = self._twin.step()
+        for theirs, mine, _ in groups:
+            theirs.update({name: value for name, value in _settings(mine).items() if value is not theirs.get(name)})
+        return result
+
+    def adopt(self) -> None:
+        """Take over what the user's optimizer keeps for the parameters that are dealt out."""
+        for parameter in [p for p in self.optimizer.state if id(p) in self.pieces.index]:
+            self.put(self.pieces.index[id(parameter)], self.optimizer.state.pop(parameter))
+
+    def put(self, number: int, whole: State) -> None:
+        """Keep of a parameter's state what belongs to the own pieces."""
+        parameter, mine = self.pieces.parameters[number], self._mine[number]
+        if in_logical_order(parameter):
+            states = scatter_state(whole, tuple(parameter.shape), mine)
+        else:
+            states = [dict(whole) for _ in mine]
+        for piece, state in zip(mine, states, strict=True):
+            self._twin.state[self.pieces.tensors[piece]] = state
+
+    def forget(self) -> None:
+        self._twin.state.clear()
+
+    def dealt(self, receivers: Callable[[Parameter], frozenset[int]]) -> list[DealtState]:
+        """The state of every parameter, as far as it is here, on its way to the receivers."""
+        pieces, found = self.pieces, []
+        for number, mine in self._mine.items():
+            parameter = pieces.parameters[number]
+            here = {p: (pieces.tensors[p], self._twin.state.get(pieces.tensors[p], {})) for p in mine}
+            owners = pieces.shards.owners.get(number, ())
+            found.append(DealtState(pieces.names[number], parameter, owners, here, receivers(parameter)))
+        return found
+
+    def _numbers(self, group: Mapping[str, Any]) -> list[int]:
+        return [self.pieces.index[id(p)] for p in group["params"] if id(p) in self.pieces.index]
+
+
+def _parameters_of(optimizer: Optimizer) -> list[Parameter]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _nothing_of(parameters: Sequence[Tensor]) -> Tensor:
+    """What stands for a group of which this worker owns nothing: counts that the group itself keeps go on."""
+    return parameters[0].detach().new_empty(0) if parameters else torch.empty(0)
+
+
+def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in group.items() if name not in ("params", "param_names")}
+
+
+class Twins:
+    """All twins of a job on this worker; strategies that share an optimizer share its twin."""
+
+    def __init__(self, comm: Communicator | None, strategy: str) -> None:
+        self._comm, self._strategy = comm, strategy
+        self._rank, self._workers = (0, 1) if comm is None else (comm.rank, comm.size)
+        self._twins: dict[int, Twin] = {}
+        self._guards: dict[int, RemovableHandle] = {}
+        self._reading = False
+
+    def of(self, optimizer: Optimizer) -> Twin:
+        return self._twins[id(optimizer)]
+
+    def deal(self, optimizer: Optimizer, pieces: OwnPieces) -> None:
+        """Let the optimizer's twin hold these pieces; where it holds others all workers call this together."""
+        old = self._twins.get(id(optimizer))
+        if old is None or old.pieces is not pieces:
+            new = self._twins[id(optimizer)] = Twin(optimizer, pieces)
+            if old is not None:
+                self._move(old, new)
+        if id(optimizer) not in self._guards:
+            self._guards[id(optimizer)] = optimizer.register_state_dict_pre_hook(self._guard)
+        self._twins[id(optimizer)].adopt()
+
+    def _move(self, old: Twin, new: Twin) -> None:
+        """A parameter that is dealt to nobody any more (it was frozen) leaves its state with the user's optimizer."""
+        pieces = new.pieces
+
+        def receivers(parameter: Parameter) -> frozenset[int]:
+            if id(parameter) not in pieces.index:
+                return frozenset(range(self._workers))
+            return frozenset(worker for worker, _ in pieces.shards.owners.get(pieces.index[id(parameter)], ()))
+
+        for parameter, whole in whole_states(self._comm, old.dealt(receivers)):
+            if not whole:
+                continue
+            if id(parameter) in pieces.index:
+                new.put(pieces.index[id(parameter)], whole)
+            else:
+                new.optimizer.state[parameter] = whole
+
+    # -- saved and loaded --------------------------------------------------------------------------------------------
+
+    def state_of(self, optimizer: Optimizer) -> dict[str, Any]:
+        """The state_dict of the whole optimizer on worker 0; without the parameters' states on the others."""
+        twin = self._twins.get(id(optimizer))
+        gathered: dict[Tensor, State] = {}
+        if twin is not None:
+            twin.adopt()
+            gathered = dict(whole_states(self._comm, twin.dealt(lambda _: frozenset({0}))))
+        gathered = {parameter: whole for parameter, whole in gathered.items() if whole}
+        self._reading = True
+        optimizer.state.update(gathered)
+        try:
+            return optimizer.state_dict()
+        finally:
+            self._reading = False
+            for parameter in gathered:
+                del optimizer.state[parameter]
+
+    def load(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
+        """Every worker has been given the whole state; before the first step it waits with the user's optimizer."""
+        optimizer.load_state_dict(state)
+        twin = self._twins.get(id(optimizer))
+        if twin is not None:
+            twin.forget()
+            twin.adopt()
+
+    def _guard(self, _: Optimizer) -> None:
+        if not self._reading:
+            raise LoopError(
+                f"optimizer.state_dict() under strategy={self._strategy!r}: the state is spread over the workers, and "
+                "this worker has its part only; save with engine.save_state(folder), which every worker calls"
+            )
+
+    def close(self) -> None:
+        for guard in self._guards.values():
+            guard.remove()
+        self._guards.clear()

@@ -1,0 +1,107 @@
+"""ZeRO 1: optimizer state in shards. Gradients are whole until they are summed, weights are whole on every worker.
+
+    weights full · gradients full · optimizer state shard
+    during backward: reduce-scatter per bucket      at step: update the own shard, all-gather weights
+
+A worker adds up its lanes as in ddp and sends its roots once a step. The owner of a range finishes the canonical tree
+there; nothing comes back, so both exchanges together move what ddp's one all-reduce does. State is 1/N of ddp's, and so
+is the work of the update.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+from paceline.collectives.canonical_sum import SumPlan
+from paceline.collectives.communicator import Handle
+from paceline.collectives.shipments import Scatter, shipment_of_roots
+from paceline.strategies.own_pieces import OwnPieces
+from paceline.strategies.registry import Job, Registered, register
+from paceline.strategies.sharded_strategy import ShardedParts, ShardedStrategy
+
+
+@dataclass(frozen=True)
+class _Departed:
+    """A bucket on its way: this worker's roots, and the sum of its own range in one of them."""
+
+    handle: Handle
+    held: dict[int, Tensor]
+    roots: dict[int, Tensor]
+    kept: Tensor
+
+
+class Zero1(ShardedStrategy):
+    def __init__(
+        self, named: Sequence[tuple[str, Parameter]], optimizers: Sequence[Optimizer], parts: ShardedParts
+    ) -> None:
+        super().__init__(named, optimizers, parts)
+        self._set: int | None = None
+        self._departed: list[_Departed] = []
+
+    def _settle_in(self, pieces: OwnPieces) -> None:
+        """Roots are made where they travel best."""
+        exchange = self._parts.exchange
+        self._set = exchange.new_set(old=self._set)
+        for number, sums in enumerate(self._buckets.sums):
+            home = exchange.home(self._set, number, sums.bucket.elements, sums.bucket.dtype)
+            if home is not None:
+                sums.live_in(home)
+
+    def start_step(self, round: int, plan: SumPlan) -> None:
+        super().start_step(round, plan)
+        self._departed = []
+
+    def _leave(self, number: int, roots: dict[int, Tensor]) -> None:
+        assert self._pieces is not None
+        assert self._set is not None
+        shards = self._pieces.shards.buckets[number]
+        kept = next(iter(roots.values())) if roots else self._buckets.sums[number].buffer()
+        start, stop = shards.ranges[self._parts.rank]
+        held: dict[int, Tensor] = {}
+        scatter = Scatter(
+            number, shipment_of_roots(self._plan), shards.ranges, shards.bucket.dtype, roots, held,
+            room=lambda node: kept[start:stop],
+        )  # fmt: skip
+        handle = self._parts.exchange.start_scatter(self._set, scatter, kept)
+        self._departed.append(_Departed(handle, held, roots, kept))
+
+    def _totals(self) -> list[Tensor | None]:
+        totals = []
+        for sums, departed in zip(self._buckets.sums, self._departed, strict=True):
+            departed.handle.wait()
+            for root in departed.roots.values():
+                if root is not departed.kept:
+                    sums.give_back(root)
+            totals.append(next(iter(departed.held.values()), None))
+        return totals
+
+    def end_step(self) -> None:
+        """Forget the gradients; the buffers they lived in serve the next step."""
+        for sums, departed in zip(self._buckets.sums, self._departed, strict=True):
+            sums.give_back(departed.kept)
+        self._departed = []
+        super().end_step()
+
+
+@dataclass(frozen=True)
+class Zero1Config:
+    """Nothing to choose yet."""
+
+
+class Zero1Maker:
+    def __init__(self, job: Job) -> None:
+        self._parts = ShardedParts(job, "zero1")
+
+    def make(self, named: Sequence[tuple[str, Parameter]], optimizers: Sequence[Optimizer]) -> Zero1:
+        return Zero1(named, optimizers, self._parts)
+
+    def close(self) -> None:
+        self._parts.close()
+
+
+register(Registered("zero1", Zero1Config, lambda config, job: Zero1Maker(job)))

@@ -1,0 +1,136 @@
+"""ZeRO 2: gradients and optimizer state in shards. Weights are whole on every worker.
+
+    weights full · gradients shard · optimizer state shard
+    during backward: reduce-scatter per bucket      at step: update the own shard, all-gather weights
+
+No worker ever holds a whole gradient. A bucket leaves as soon as a lane's backward has filled it, its memory serves the
+next one, and the owners of its ranges add the lane to the canonical tree. Workers ride every N-th lane, so that those
+that arrive together merge at once and owners hold one or two partial sums:
+
+    worker 0   lane 0 ──► lane 2 ──►            owner    (0,1) ─► 0     (2,3) (0,2) ─► 0
+    worker 1   lane 1 ──► lane 3 ──►
+
+The micro-batches of a lane are added up where they are made, in `.grad`, since the tree starts from whole lanes. With
+accumulate > 1 that is a whole gradient; shipping each of them would keep as much (the owners' N unfinished lanes of
+1/N each) and move `accumulate` times the bytes.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+from paceline.collectives.canonical_sum import SumPlan
+from paceline.collectives.communicator import Handle
+from paceline.collectives.shipments import Scatter, shipments_by_lane
+from paceline.sharding.rooms import Rooms
+from paceline.strategies.own_pieces import OwnPieces
+from paceline.strategies.registry import Job, Registered, register
+from paceline.strategies.sharded_strategy import ShardedParts, ShardedStrategy
+from paceline.strategies.strategy import ItemPlace
+from paceline.world.lanes import strided_lanes
+
+BUCKETS_UNDER_WAY = 2  # as many full ones, in bytes; then backward waits for the first to arrive
+
+
+@dataclass(frozen=True)
+class _Departed:
+    handle: Handle
+    bucket: int
+    nodes: tuple[Tensor, ...]  # those to give back
+    bytes: int
+
+
+class Zero2(ShardedStrategy):
+    def __init__(
+        self, named: Sequence[tuple[str, Parameter]], optimizers: Sequence[Optimizer], parts: ShardedParts
+    ) -> None:
+        super().__init__(named, optimizers, parts, by_lane=True, rooms=Rooms())
+        self._set = parts.exchange.new_set()
+        self._under_way: deque[_Departed] = deque()
+        self._sums: list[Tensor] = []
+
+    def _settle_in(self, pieces: OwnPieces) -> None:
+        """The only gradients that stay: the sums of the own ranges."""
+        self._sums = [
+            torch.empty(shards.width(self._parts.rank), dtype=shards.bucket.dtype, device=shards.bucket.device)
+            for shards in pieces.shards.buckets
+        ]
+
+    def start_step(self, round: int, plan: SumPlan) -> None:
+        super().start_step(round, plan)
+        self._shipments = shipments_by_lane(plan)
+        self._held: list[dict[int, Tensor]] = [{} for _ in self._sums]
+        self._shipped = [0] * len(self._sums)
+
+    def finish_backward(self, place: ItemPlace) -> None:
+        super().finish_backward(place)
+        self._send_the_rest(place)
+
+    def skip(self, place: ItemPlace) -> None:
+        super().skip(place)
+        self._send_the_rest(place)
+
+    def _send_the_rest(self, place: ItemPlace) -> None:
+        """Others may ride more lanes: this worker has nothing to send then, but owns ranges of what they do."""
+        if place.last_of_step:
+            for _ in range(self._shipped[-1] if self._shipped else 0, len(self._shipments)):
+                for number in range(len(self._sums)):
+                    self._leave(number, {})
+
+    def _leave(self, number: int, nodes: dict[int, Tensor]) -> None:
+        assert self._pieces is not None
+        shipment = self._shipments[self._shipped[number]]
+        self._shipped[number] += 1
+        shards, own = self._pieces.shards.buckets[number], self._sums[number]
+        lowest = self._plan.present[0]
+        scatter = Scatter(
+            number, shipment, shards.ranges, shards.bucket.dtype, nodes, self._held[number],
+            room=lambda node: own if node == lowest else torch.empty_like(own),
+        )  # fmt: skip
+        size = sum(node.nbytes for node in nodes.values())
+        self._make_way(size)
+        pooled = tuple(nodes.values()) if self._buckets.sums[number].takes_at_once else ()
+        handle = self._parts.exchange.start_scatter(self._set, scatter, own)
+        self._under_way.append(_Departed(handle, number, pooled, size))
+
+    def _make_way(self, wanted: int) -> None:
+        """Backward must not run ahead of the exchange by more than a few buckets, or gradients would pile up."""
+        most = BUCKETS_UNDER_WAY * self._parts.job.bucket_bytes
+        while self._under_way and sum(departed.bytes for departed in self._under_way) + wanted > most:
+            self._arrived(self._under_way.popleft())
+
+    def _arrived(self, departed: _Departed) -> None:
+        departed.handle.wait()
+        for node in departed.nodes:
+            self._buckets.sums[departed.bucket].give_back(node)
+
+    def _totals(self) -> list[Tensor | None]:
+        while self._under_way:
+            self._arrived(self._under_way.popleft())
+        return [next(iter(held.values()), None) for held in self._held]
+
+
+@dataclass(frozen=True)
+class Zero2Config:
+    """Nothing to choose yet."""
+
+
+class Zero2Maker:
+    def __init__(self, job: Job) -> None:
+        self._parts = ShardedParts(job, "zero2")
+
+    def make(self, named: Sequence[tuple[str, Parameter]], optimizers: Sequence[Optimizer]) -> Zero2:
+        return Zero2(named, optimizers, self._parts)
+
+    def close(self) -> None:
+        self._parts.close()
+
+
+register(Registered("zero2", Zero2Config, lambda config, job: Zero2Maker(job), rides=strided_lanes))
