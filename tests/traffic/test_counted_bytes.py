@@ -19,15 +19,14 @@ DOC = Path(__file__).parents[2] / "docs" / "algorithms.md"
 UNEVEN = 1_003  # divides by none of 2 … 8
 
 
-@pytest.mark.parametrize("elements", [53_760, UNEVEN])
-def test_every_rank_counts_exactly_the_bytes_of_the_formula(elements: int) -> None:
-    wanted = bench.predicted(elements)
-    ranks = run_workers(bench.count, 9, elements=elements)
+@pytest.mark.parametrize(("elements", "sizes_over_servers"), [(53_760, (2, 8)), (UNEVEN, (5,))])
+def test_every_rank_counts_exactly_the_bytes_of_the_formula(elements: int, sizes_over_servers: tuple[int, ...]) -> None:
+    ranks = run_workers(bench.count, 11, elements=elements, sizes_over_servers=sizes_over_servers)
     for rank, result in enumerate(ranks):
         assert result.error is None, f"rank {rank}: {result.traceback}"
-    for name, by_size in wanted.items():
-        for size, moved in by_size.items():
-            assert ranks[0].value[name][size] == moved, f"{name} of {size} workers"
+    for name, by_size in bench.predicted(elements).items():
+        sizes = sizes_over_servers if name in bench.OVER_SERVERS else bench.SIZES
+        assert ranks[0].value[name] == {size: by_size[size] for size in sizes}, name
 
 
 def test_the_tables_of_the_docs_are_what_the_formulas_say() -> None:

@@ -89,6 +89,26 @@ def test_a_dedicated_server_moves_all_tensors_each_way(workers: int) -> None:
     assert set(others) == {Moved(100, 100)}
 
 
+@pytest.mark.parametrize("workers", range(1, 9))
+@pytest.mark.parametrize("servers", [1, 3, 4])
+def test_servers_divide_what_one_of_them_would_move(workers: int, servers: int) -> None:
+    plan = sum_plan(workers, workers, tuple(range(workers)))
+    moved = theory.parameter_server([120 // servers] * servers, plan)
+    assert moved[:workers] == [Moved(120, 120)] * workers
+    assert moved[workers:] == [Moved(workers * 120 // servers, workers * 120 // servers)] * servers
+    assert sum(each.sent for each in moved) == sum(each.received for each in moved) == 2 * workers * 120
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(1, 16), st.integers(1, 6), st.lists(elements, min_size=1, max_size=4), st.booleans())
+def test_what_workers_push_is_what_servers_receive(lanes: int, workers: int, held: list[int], named: bool) -> None:
+    plan = sum_plan(max(lanes, workers), workers, tuple(range(max(lanes, workers))))
+    moved = theory.parameter_server(held, plan, named=named)
+    at_workers, at_servers = moved[:workers], moved[workers:]
+    assert sum(each.sent for each in at_workers) == sum(each.received for each in at_servers)
+    assert sum(each.received for each in at_workers) == sum(each.sent for each in at_servers)
+
+
 @settings(max_examples=60, deadline=None)
 @given(elements, st.integers(2, 9))
 def test_where_z_does_not_divide_a_ring_is_within_two_elements_of_the_formula(n: int, size: int) -> None:

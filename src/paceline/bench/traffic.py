@@ -1,6 +1,7 @@
-"""What each all-reduce moves: bytes counted between real processes beside the formula (docs/algorithms.md).
+"""What each way to add up gradients moves: bytes counted between real processes beside the formula.
 
-    paceline bench traffic               9 processes on this host, groups of 2 … 8 of them, one tensor; prints markdown
+    paceline bench traffic               11 processes on this host, groups of 2 … 8 workers and up to 3 servers, one
+                                         tensor; prints the tables of docs/algorithms.md
     python -m paceline.bench.traffic RESULT_FILE      what each of those processes runs
 
 The count is of payload where it is handed to the backend; headers and the network's own packets come on top.
@@ -17,8 +18,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-from torch._C._distributed_c10d import PrefixStore
+from torch._C._distributed_c10d import PrefixStore, Store
 
+from paceline.bench.server_round import TENSORS, ServerJob, held_by_servers
 from paceline.collectives import traffic_theory as theory
 from paceline.collectives.canonical_sum import SumPlan, sum_plan
 from paceline.collectives.choice import FLAT, HIERARCHICAL, schedule_named
@@ -38,6 +40,9 @@ SIZES = range(2, 9)
 ELEMENTS = 4 * 53_760  # divides by 64 · N for all N of SIZES, so that every chunk of every algorithm is as long
 ITEM_BYTES = 4
 DEDICATED = "star, dedicated server"
+INSIDE = "parameter server, worker 0 serves"
+ONE_SERVER = "parameter server, 1 server"
+THREE_SERVERS = "parameter server, 3 servers"
 TIMEOUT_S = 120.0
 
 Counts = dict[str, dict[int, list[tuple[int, int]]]]
@@ -53,6 +58,7 @@ class Row:
     busiest_share: Callable[[int], float]
     total: str = "2·(N-1)·Z"
     total_share: Callable[[int], float] = lambda size: 2 * (size - 1)
+    servers: int = 0  # processes beside the N workers
 
 
 def _ring_share(size: int) -> float:
@@ -70,7 +76,7 @@ def _two_hosts_share(size: int) -> float:
 
 ROWS = (
     Row("star", "(N-1)·Z", lambda size: size - 1),
-    Row(DEDICATED, "N·Z", lambda size: size, "2·N·Z", lambda size: 2 * size),
+    Row(DEDICATED, "N·Z", lambda size: size, "2·N·Z", lambda size: 2 * size, servers=1),
     Row("unsplit-ring", "(N-1)·Z", lambda size: size - 1, "N·(N-1)·Z", lambda size: size * (size - 1)),
     Row("ring", "2·(N-1)/N·Z", _ring_share),
     Row("tree", "⌈log2 N⌉·Z", lambda size: (size - 1).bit_length()),
@@ -78,7 +84,11 @@ ROWS = (
     Row("direct", "2·(N-1)/N·Z", _ring_share),
     Row(HIERARCHICAL, "2·(N-1)/N·Z, odd N: Z + ⌈log2 g⌉·Z", _two_hosts_share),
     Row(CANONICAL, "2·(N-1)/N·Z", _ring_share),
+    Row(INSIDE, "(N-1)·Z", lambda size: size - 1),
+    Row(ONE_SERVER, "N·Z", lambda size: size, "2·N·Z", lambda size: 2 * size, servers=1),
+    Row(THREE_SERVERS, "N·Z/3, at least Z", lambda size: max(1, size / 3), "2·N·Z", lambda size: 2 * size, servers=3),
 )
+OVER_SERVERS = (INSIDE, ONE_SERVER, THREE_SERVERS)
 
 
 def two_hosts(size: int) -> Topology:
@@ -93,8 +103,14 @@ def one_root_each(size: int) -> SumPlan:
 # -- counting ----------------------------------------------------------------------------------------------------------
 
 
-def count(world: World, client: ControlClient | None = None, *, elements: int = ELEMENTS) -> Counts:
-    """A program for all workers of a world: every algorithm, in groups of the first 2, 3, … of them."""
+def count(
+    world: World,
+    client: ControlClient | None = None,
+    *,
+    elements: int = ELEMENTS,
+    sizes_over_servers: Sequence[int] = SIZES,
+) -> Counts:
+    """A program for all workers of a world: every way, in groups of the first 2, 3, … of them."""
     store = open_store(world, client, TIMEOUT_S)
     scratch = Scratch()
     counts: Counts = {row.name: {} for row in ROWS}
@@ -102,19 +118,23 @@ def count(world: World, client: ControlClient | None = None, *, elements: int = 
         if world.rank >= size:
             continue
         part = replace(world, size=size, local_size=size)
-        comm = Communicator.connect(
-            part, PrefixStore(f"{size}", store), backend="gloo", device=torch.device("cpu"), timeout_s=TIMEOUT_S
-        )
-        for name in counts:
-            workers = size - 1 if name == DEDICATED else size
-            if workers in SIZES:
-                counts[name][workers] = _counted(comm, name, elements, scratch)
+        place = PrefixStore(f"{size}", store)
+        comm = Communicator.connect(part, place, backend="gloo", device=torch.device("cpu"), timeout_s=TIMEOUT_S)
+        for row in ROWS:
+            workers, served = size - row.servers, row.name in OVER_SERVERS
+            if workers not in (sizes_over_servers if served else SIZES):
+                continue
+            if served:
+                moved = _by_servers(part, PrefixStore(row.name, place), row.servers, elements)
+            else:
+                moved = _by_schedule(comm, row.name, elements, scratch)
+            counts[row.name][workers] = [(sent, received) for sent, received in comm.gather_json(moved)]
         comm.barrier()
         comm.close()
     return counts
 
 
-def _counted(comm: Communicator, name: str, elements: int, scratch: Scratch) -> list[tuple[int, int]]:
+def _by_schedule(comm: Communicator, name: str, elements: int, scratch: Scratch) -> tuple[int, int]:
     """Also checks the sum: rank r brings r + 1, a dedicated server zeros."""
     brought = comm.rank + 1 if name != DEDICATED else comm.rank
     tensor = torch.full((elements,), float(brought))
@@ -128,8 +148,21 @@ def _counted(comm: Communicator, name: str, elements: int, scratch: Scratch) -> 
     moved = comm.traffic - before
     wanted = sum(range(comm.size)) if name == DEDICATED else sum(range(comm.size + 1))
     assert bool((tensor == wanted).all()), f"{name}: the sum is wrong"
-    told = comm.gather_json([moved.sent_bytes, moved.received_bytes])
-    return [(sent, received) for sent, received in told]
+    return moved.sent_bytes, moved.received_bytes
+
+
+def _by_servers(part: World, place: Store, servers: int, elements: int) -> tuple[int, int]:
+    """One round, in which the last ranks serve; the tensors in it, without the messages that only say something."""
+    workers = part.size - servers
+    job = ServerJob(replace(part, size=workers, local_size=workers, servers=servers), place, elements)
+    if part.rank < workers:
+        job.round()
+        job.check()
+        job.close()
+    else:
+        job.serve()
+    moved = [job.traffic.of(operation) for operation in TENSORS]
+    return sum(each.sent_bytes for each in moved), sum(each.received_bytes for each in moved)
 
 
 def predicted(elements: int = ELEMENTS) -> Counts:
@@ -144,6 +177,9 @@ def predicted(elements: int = ELEMENTS) -> Counts:
         "direct": lambda size: theory.direct(elements, size),
         HIERARCHICAL: lambda size: theory.hierarchical(elements, two_hosts(size)),
         CANONICAL: lambda size: theory.canonical(elements, one_root_each(size)),
+        INSIDE: lambda size: theory.parameter_server_inside(elements, one_root_each(size)),
+        ONE_SERVER: lambda size: theory.parameter_server([elements], one_root_each(size)),
+        THREE_SERVERS: lambda size: theory.parameter_server(held_by_servers(elements, 3), one_root_each(size)),
     }
     assert set(forms) == {row.name for row in ROWS} >= {*FLAT, HIERARCHICAL}
     return {
@@ -193,7 +229,7 @@ def _line(*cells: str) -> str:
 
 def count_in_workers() -> Counts | int:
     """The counts, or the exit code of workers that failed; the supervisor has told why."""
-    workers = max(SIZES) + 1  # one more for the dedicated server
+    workers = max(SIZES) + max(row.servers for row in ROWS)
     with tempfile.TemporaryDirectory(prefix="paceline-bench-") as folder:
         result_file = Path(folder) / "counts.json"
         job = Job(

@@ -1,4 +1,4 @@
-"""What the literature says each all-reduce moves, rank by rank: closed forms, to lay beside what was counted.
+"""What the literature says each exchange moves, rank by rank: closed forms, to lay beside what was counted.
 
     Z bytes, N ranks         sent by the busiest rank                 sent by all ranks together
     star                     (N-1)·Z                                  2·(N-1)·Z
@@ -7,6 +7,8 @@
     tree                     ⌈log2 N⌉·Z                               2·(N-1)·Z
     halving-doubling         2·(P-1)/P·Z, + Z where N > P             2·(N-1)·Z          P: the power of two below N
     hierarchical             2·(g-1)/g·Z + 2·(H-1)/H·Z/g              2·(N-1)·Z          H hosts of g ranks
+    parameter server         N·Z/S at a server, Z at a worker         2·N·Z              S servers beside N workers
+    … worker 0 serves        (N-1)·Z                                  2·(N-1)·Z
 
 These hold when Z divides by the number of chunks. Where it does not, chunk i has ⌈(n-i)/N⌉ of the n elements, and the
 functions below say exactly who sends how much. None of them looks at a schedule.
@@ -110,6 +112,31 @@ def canonical_star(n: int, plan: SumPlan) -> list[Moved]:
     roots = [len(plan.roots(rank)) for rank in range(len(plan.holders))]
     others = [Moved(count * n, n) for count in roots[1:]]
     return [Moved(len(others) * n, sum(roots[1:]) * n), *others]
+
+
+def parameter_server(held: Sequence[int], plan: SumPlan, *, named: bool = False) -> list[Moved]:
+    """Each root to the servers, by the elements that each of them holds, and one answer to each worker.
+
+    The workers first, then the servers. In both modes: what comes back is weights (update) or a sum (aggregate), and
+    gradients and sums are in the buckets' dtype, weights in their own. `named`: all of them on one host, where a
+    worker's first root and every answer are read where they lie, so that only further roots are sent.
+    """
+    roots, answers = _roots_sent(plan, named), 0 if named else len(plan.holders)
+    workers = [Moved(count * sum(held), answers and sum(held)) for count in roots]
+    return workers + [Moved(answers * own, sum(roots) * own) for own in held]
+
+
+def parameter_server_inside(n: int, plan: SumPlan, *, named: bool = False) -> list[Moved]:
+    """Worker 0 doubles as the server, and sends itself nothing: the canonical star."""
+    if not named:
+        return canonical_star(n, plan)
+    others = _roots_sent(plan, named)[1:]
+    return [Moved(0, sum(others) * n), *(Moved(count * n, 0) for count in others)]
+
+
+def _roots_sent(plan: SumPlan, named: bool) -> list[int]:
+    roots = [len(plan.roots(rank)) for rank in range(len(plan.holders))]
+    return [max(0, count - 1) for count in roots] if named else roots
 
 
 def _even_hosts(n: int, topology: Topology) -> list[Moved]:

@@ -102,7 +102,7 @@ class GroupChannel:
         with self._sending:
             while len(self._under_way) >= self._most_under_way:
                 self._under_way.popleft().wait()
-            works = [self._comm.send(packed, to=self._peer, tag=tag, operation=operation)]
+            works = [self._comm.send(packed, to=self._peer, tag=tag, operation="header")]
             if payload is not None and place is None:
                 works.append(self._comm.send(payload, to=self._peer, tag=payload_tag, operation=operation))
             sent = Sent(works, payload)
