@@ -8,7 +8,7 @@ The place moves when a step commits (`state_after`), so what loader processes fe
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from paceline.data.epochs import Epochs, Place
 from paceline.data.item_fetching import ItemFetching
-from paceline.data.sharded_sampler import BatchPlan, Cut, WorkItem, work_items
+from paceline.data.sharded_sampler import BatchPlan, Cut, WorkItem, lane_items, work_items
 from paceline.data.work_source import Deal
 from paceline.errors import ConfigError, DataError
 
@@ -136,6 +136,11 @@ class ShardedLoader:
         first_step = epoch.plan.step_at(place.position)
         items = work_items(epoch.plan, epoch.order, self._deal.ride, epoch=place.epoch, first_step=first_step)
         return self._fetching.of(items)
+
+    def items_in(self, rides: Iterable[tuple[int, int]]) -> Iterator[tuple[WorkItem, Any]]:
+        """Items of this epoch in another order: those of (step, lane) after (step, lane)."""
+        epoch = self._epochs.of(self._place)
+        return self._fetching.of(lane_items(epoch.plan, epoch.order, rides, epoch=self._place.epoch))
 
     def close(self) -> None:
         """End the loader processes."""

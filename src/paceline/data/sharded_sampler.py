@@ -16,7 +16,7 @@ number: the number of workers appears nowhere.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence, Sized
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -27,7 +27,7 @@ import numpy.typing as npt
 from torch.utils.data import Sampler
 
 from paceline.data.global_order import GlobalOrder, Sequential, Shuffled
-from paceline.errors import ConfigError
+from paceline.errors import ConfigError, DataError
 from paceline.world.lanes import neighbouring_lanes
 
 # Steps whose ids are looked up at once: numpy takes 0.15 ms to shuffle 64 positions, and 0.8 ms to shuffle 16,384.
@@ -244,6 +244,32 @@ def work_items(
                 last_of_lane=number + 1 == len(mine) or mine[number + 1][0] != lane,
                 last_of_step=number + 1 == len(mine),
                 shadow=shadow,
+            )
+
+
+def lane_items(plan: Cut, order: GlobalOrder, rides: Iterable[tuple[int, int]], *, epoch: int) -> Iterator[WorkItem]:
+    """The micro-batches of (step, lane) after (step, lane), each as if it were a step of its own: for replay."""
+    for step, lane in rides:
+        cut, (low, high) = plan.micro_batches(step), plan.step_range(step)
+        if lane not in cut:
+            raise DataError(f"step {step} of epoch {epoch} has no samples for lane {lane}; the data have changed")
+        ids = samples_in(order, cut[lane])
+        for number, positions in enumerate(cut[lane]):
+            first, last = number == 0, number + 1 == len(cut[lane])
+            yield WorkItem(
+                epoch=epoch,
+                step=step,
+                lane=lane,
+                micro_batch=number,
+                position=positions.start,
+                samples=len(positions),
+                sample_ids=tuple(ids[number]),
+                present=tuple(cut),
+                step_samples=high - low,
+                first_of_step=first,
+                first_of_lane=first,
+                last_of_lane=last,
+                last_of_step=last,
             )
 
 

@@ -37,6 +37,7 @@ from paceline.engine.evaluation import EvaluationLoader
 from paceline.engine.one_line_errors import show_our_errors_in_one_line
 from paceline.engine.prepared_loader import PreparedLoader
 from paceline.engine.progress import Progress
+from paceline.engine.replaying_source import ReplayingSource
 from paceline.engine.replicas import check_same_models, parameter_names, weights_hash
 from paceline.engine.saved_state import check_same_job, job_facts, load_states, states_of
 from paceline.engine.sources import as_loader, check_same_order, make_source
@@ -45,7 +46,8 @@ from paceline.engine.strategy_table import StrategyTable
 from paceline.engine.surroundings import call_supervisor, connect_workers, default_backend, find_device, open_meeting
 from paceline.engine.train_step import TrainStep
 from paceline.errors import CheckpointError, ConfigError, LoopError, PacelineError, ReplicaError
-from paceline.strategies.registry import Job, choose
+from paceline.parameter_server.replay import replay_of
+from paceline.strategies.registry import Job, LoopEndListener, choose
 from paceline.world.determinism import default_threads, make_deterministic, mix, seed_everything
 from paceline.world.environment import read_world
 from paceline.world.world import World
@@ -114,6 +116,8 @@ class Engine:
         self._loader: PreparedLoader | None = None
         self._evaluations: list[EvaluationLoader] = []
         self._record_folder = None if record_samples is None else Path(record_samples)
+        self._replay = None if told.replay is None else replay_of(Path(told.replay))
+        self._at_loop_end: list[LoopEndListener] = []
         self._in_loop = False
         self._closed = False
         atexit.register(self.close)
@@ -249,9 +253,11 @@ class Engine:
         return mine
 
     def save_state(self, folder: str | Path) -> None:
-        """Everything needed to continue, at a step boundary; written once, by the main worker."""
+        """Everything needed to continue, at a step boundary; written once, by the main worker. Not in a replay."""
         check_boundary(self._step, "save_state")
         self._settle()
+        if self._replay is not None:
+            return
         step, loader = self._training(), self._loader
         data = None
         if loader is not None:
@@ -342,7 +348,9 @@ class Engine:
         if not self._models:
             raise ConfigError("engine.prepare() got an optimizer but no model; give both in one call")
         check_same_models(self._comm, self._models)
-        strategies = StrategyTable(self.config.strategy, self._job(), parameter_names(self._models))
+        job = self._job()
+        self._at_loop_end = job.at_loop_end
+        strategies = StrategyTable(self.config.strategy, job, parameter_names(self._models))
         self._step = TrainStep(self.config, self._comm, self._models, self._optimizers, self._schedulers, strategies)
         self._step.on_step = self._tell_step
         for optimizer in self._optimizers:
@@ -368,6 +376,8 @@ class Engine:
             bucket_bytes=int(config.bucket_mib * 2**20),
             overlap=config.overlap,
             timeout_s=config.timeout_s,
+            facts=job_facts(config, {}, self.device),
+            replay=self._replay,
         )
 
     def _prepared(self, thing: Any, training: bool) -> Any:
@@ -382,7 +392,7 @@ class Engine:
         step, config = self._training(), self.config
         ride = step.rides[self.world.rank]
         deal = Deal(config.lanes, config.accumulate, ride, config.seed, config.global_batch_size, config.timeout_s)
-        source = make_source(thing, deal, self._comm, step)
+        source = self._replayed(make_source(thing, deal, self._comm, step), step)
         self._loader = PreparedLoader(
             source,
             step,
@@ -393,6 +403,13 @@ class Engine:
         )
         self.print(self._described(source))
         return self._loader
+
+    def _replayed(self, source: WorkSource, step: TrainStep) -> WorkSource:
+        if self._replay is None:
+            return source
+        replaying = ReplayingSource(source, self._replay, step)
+        step.on_step = replaying.acted
+        return replaying
 
     def _described(self, source: WorkSource) -> str:
         config = self.config
@@ -406,7 +423,7 @@ class Engine:
 
     def _start_record(self, source: WorkSource) -> SampleRecord | None:
         folder = self._record_folder
-        if folder is None:
+        if folder is None or self._replay is not None:
             return None
         attempt = self._boundary.told(next_attempt(folder))[0]
         lanes, world = self.config.lanes, self.world
@@ -435,6 +452,8 @@ class Engine:
             if step.stops_alone:
                 self._say_left()
             step.settle()
+            for tell in self._at_loop_end:
+                tell(step.step, lambda: weights_hash(self._models))
             step.stopped()
             seed_everything(mix(self.config.seed, "after the loop", step.step))
         if self._client is not None and not (early and step.inside_step):

@@ -61,7 +61,7 @@ def run_worker(assignment: Assignment, script: Script) -> NoReturn:
     faulthandler.register(STACK_SIGNAL)
     _differ_from_siblings()
     try:
-        names = _run(script)
+        names = run_script(script)
     except SystemExit:
         _let_threads_finish()
         raise  # the script's own choice; the supervisor reads the code
@@ -84,7 +84,7 @@ def _let_threads_finish() -> None:
     time.sleep(LAST_BREATH_S)
 
 
-def _run(script: Script) -> dict[str, Any]:
+def run_script(script: Script) -> dict[str, Any]:
     """Run the script; its names, for as long as the caller wants its objects to live."""
     if script.is_module:
         sys.argv = [script.target, *script.arguments]  # run_module puts the file's path in [0]

@@ -2,6 +2,7 @@
 
     RUN/parameter_server/attempt-0001-worker-00000.jsonl   {"paceline": "parameter server", …, "clock": "s=2", …}
                                                            {"kind": "read", "round": 0, "lanes": [0, 1], "versions": …}
+                                                           {"kind": "loop", "rounds": 9, "weights": "sha256:…"}
                          attempt-0001-worker-00001.jsonl   …
                          attempt-0001-server-00000.jsonl   {"paceline": "parameter server", …}
                                                            {"kind": "settings", "groups": [{"lr": "0x1.9p-4"}]}
@@ -79,6 +80,14 @@ class Applied:
     incarnation: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class LoopEnd:
+    """All workers have ended a training loop: after so many rounds these are the weights."""
+
+    rounds: int
+    weights: str
+
+
 @dataclass(frozen=True)
 class RecordedRun:
     """One start of the job, from all of its files."""
@@ -89,6 +98,7 @@ class RecordedRun:
     applied: Mapping[int, tuple[Applied, ...]]  # by key, in their order
     ends: Mapping[str, Mapping[str, Any]]  # the facts given to `finish`, by who: "server 0", "worker 1", …
     cut: tuple[str, ...]  # files without an end
+    loops: tuple[LoopEnd, ...] = ()
 
 
 class ApplicationLog:
@@ -155,6 +165,11 @@ class ApplicationLog:
             self._write(*news, line)
             self._settings = settings
             self._records += 1
+
+    def loop_ended(self, record: LoopEnd) -> None:
+        """One worker says it for all; replay compares."""
+        with self._lock:
+            self._write({"kind": "loop", "rounds": record.rounds, "weights": record.weights})
 
     def finish(self, facts: Mapping[str, Any] | None = None) -> None:
         """The run came to its end; `facts` may have what replay should find, such as a hash."""
@@ -226,6 +241,7 @@ def read_log(folder: Path, attempt: int | None = None) -> RecordedRun:
         applied,
         {file.who: file.end for file in files if file.end is not None},
         tuple(file.path.name for file in files if file.end is None),
+        tuple(loop for file in files for loop in file.loops),
     )
 
 
@@ -260,6 +276,7 @@ class _LogFile:
         numbers = {name: _whole(header, name) for name in ("workers", "servers", "lanes", "keys", "first_round")}
         self.job = JobFacts(**numbers, clock=str(header["clock"]), facts=dict(header["facts"]))
         self.reads: list[Read] = []
+        self.loops: list[LoopEnd] = []
         self.applied: dict[int, list[Applied]] = {}
         self.end: Mapping[str, Any] | None = None
         self._settings: Settings | None = None
@@ -298,6 +315,8 @@ class _LogFile:
         elif kind == "apply":
             record = self._applied(row)
             self.applied.setdefault(record.key, []).append(record)
+        elif kind == "loop":
+            self.loops.append(LoopEnd(_whole(row, "rounds"), str(row["weights"])))
         elif kind == "end":
             if row["records"] != self._records:
                 raise ValueError(f"the end counts {row['records']} records, but {self._records} came before it")

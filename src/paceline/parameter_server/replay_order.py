@@ -13,6 +13,9 @@ read. An item is computed only when some key has nothing else to go on with, and
 turn comes: so old versions, which items share, are kept rather than gradients, which they don't, and a version only
 until its last reader is computed. While there is an order this finds one: keys that can't go on would otherwise wait
 for each other in a circle.
+
+A push that was dropped made no version, but its item ran: it has a turn all the same, since buffers such as BatchNorm's
+went on from it.
 """
 
 from __future__ import annotations
@@ -43,7 +46,7 @@ class Item:
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """One application that was not dropped, and the items whose gradients it has."""
+    """One record of a key, and the items whose gradients it has."""
 
     record: Applied
     items: tuple[Item, ...]
@@ -76,7 +79,7 @@ class ReplayOrder:
 
 
 def replay_order(run: RecordedRun) -> ReplayOrder:
-    """The order for this log; CheckpointError when there is none. Pushes that were dropped are left out."""
+    """The order for this log; CheckpointError when there is none. Pushes that were dropped are applied nowhere."""
     reads = _reads_by_item(run)
     updates = _updates_by_key(run, reads)
     _check_versions(reads, updates)
@@ -89,10 +92,12 @@ class _Planner:
     def __init__(self, reads: Mapping[Item, Mapping[int, int]], updates: Mapping[int, Sequence[Update]]) -> None:
         self._reads, self._updates = reads, updates
         self._version = dict.fromkeys(updates, 0)
+        self._place = dict.fromkeys(updates, 0)  # in the key's records, the dropped ones included
         self._keys_of: dict[Item, list[int]] = defaultdict(list)
         for key, queue in updates.items():
-            for item in (item for update in queue for item in update.items):
-                self._keys_of[item].append(key)
+            for update in queue:
+                for item in update.items:
+                    self._keys_of[item] += [] if update.record.outcome.dropped else [key]
         self._computed: set[Item] = set()
         self._readers: Counter[KeyVersion] = Counter()  # items that are not computed yet, by what they read
         self._missing: dict[Item, int] = {}  # how many versions that it read do not exist yet
@@ -113,7 +118,7 @@ class _Planner:
         turns = []
         while self._ready:
             turns.append(self._turn(heapq.heappop(self._ready)))
-        if any(self._version[key] < len(queue) for key, queue in self._updates.items()):
+        if any(self._place[key] < len(queue) for key, queue in self._updates.items()):
             raise CheckpointError(f"the log has no order: {self._circle()}; lines are missing, or of another run")
         return ReplayOrder(tuple(turns), dict(self._version), self._most_copies, self._most_gradients)
 
@@ -135,13 +140,15 @@ class _Planner:
     def _go_on(self, key: int) -> list[Application]:
         """Apply to the key what is computed, up to an update that lacks an item: that is wanted from now on."""
         done = []
-        while self._version[key] < len(self._updates[key]):
-            update = self._updates[key][self._version[key]]
+        while self._place[key] < len(self._updates[key]):
+            update = self._updates[key][self._place[key]]
             lacking = self._lacking(update)
             if lacking is not None:
                 self._want(lacking, key)
                 break
-            done.append(self._apply(key, update))
+            self._place[key] += 1
+            if not update.record.outcome.dropped:
+                done.append(self._apply(key, update))
         return done
 
     def _lacking(self, update: Update) -> Item | None:
@@ -167,12 +174,12 @@ class _Planner:
 
     def _circle(self) -> str:
         """Which keys wait for each other."""
-        key = next(key for key, queue in self._updates.items() if self._version[key] < len(queue))
+        key = next(key for key, queue in self._updates.items() if self._place[key] < len(queue))
         seen: list[int] = []
         said: list[str] = []
         while key not in seen:
             seen.append(key)
-            item = self._lacking(self._updates[key][self._version[key]])
+            item = self._lacking(self._updates[key][self._place[key]])
             assert item is not None, "an update whose items are computed would have been applied"
             other, version = next(place for place in self._reads[item].items() if place[1] > self._version[place[0]])
             said.append(
@@ -214,8 +221,6 @@ def _updates_by_key(run: RecordedRun, reads: Mapping[Item, object]) -> dict[int,
                     f"{where}: the gradient of {whose} was there already as application {first}; "
                     "it may be applied once: the log is of two runs, or the server has a fault"
                 )
-            if record.outcome.dropped:
-                continue
             if record.lane is None or record.worker is None:
                 items = tuple(sorted(rounds[record.round, record.incarnation]))
             else:
@@ -231,10 +236,11 @@ def _updates_by_key(run: RecordedRun, reads: Mapping[Item, object]) -> dict[int,
 
 
 def _check_versions(reads: Mapping[Item, Mapping[int, int]], updates: Mapping[int, Sequence[Update]]) -> None:
+    made = {key: sum(not update.record.outcome.dropped for update in queue) for key, queue in updates.items()}
     for item, versions in reads.items():
         for key, version in versions.items():
-            if version > len(updates[key]):
+            if version > made[key]:
                 raise CheckpointError(
-                    f"{item} read version {version} of key {key}, but its server's log has {len(updates[key])} "
+                    f"{item} read version {version} of key {key}, but its server's log has {made[key]} "
                     "updates; lines of it are missing"
                 )

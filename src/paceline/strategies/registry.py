@@ -10,7 +10,7 @@ strategies (the planner, the tests of bits) iterates over `STRATEGIES`, so a new
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from types import MappingProxyType
 from typing import Any, Protocol
 
@@ -23,12 +23,16 @@ from torch.optim import Optimizer
 from paceline.collectives.communicator import Communicator
 from paceline.collectives.gradient_exchange import Reduction
 from paceline.errors import ConfigError
+from paceline.parameter_server.replay import Replay
 from paceline.strategies.strategy import Strategy
 from paceline.world.control import ControlClient
 from paceline.world.lanes import neighbouring_lanes
 from paceline.world.world import World
 
 Rides = tuple[tuple[int, ...], ...]
+LoopEndListener = Callable[
+    [int, Callable[[], str]], None
+]  # of (rounds so far, a function that makes the weights' hash)
 
 
 @dataclass(frozen=True)
@@ -50,6 +54,9 @@ class Job:
     bucket_bytes: int
     overlap: bool
     timeout_s: float
+    facts: Mapping[str, Any] = field(default_factory=dict)  # what the bits depend on besides the objects, for records
+    at_loop_end: list[LoopEndListener] = field(default_factory=list)  # a strategy adds its own
+    replay: Replay | None = None  # do again what this has, instead of training
 
 
 class Maker(Protocol):

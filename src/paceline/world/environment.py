@@ -67,6 +67,20 @@ def worker_environment(world: World) -> dict[str, str]:
     }
 
 
+def replay_environment(folder: Path, *, lanes: int, threads: int, seed: int) -> dict[str, str]:
+    """What makes a process the only worker of a job, which does again what the log in `folder` says."""
+    return {
+        "PACELINE_RANK": "0",
+        "PACELINE_WORLD_SIZE": "1",
+        "PACELINE_SERVERS": "0",
+        "PACELINE_LANES": str(lanes),
+        "PACELINE_THREADS": str(threads),
+        "PACELINE_SEED": str(seed),
+        "PACELINE_REPLAY": str(folder),
+        "OMP_NUM_THREADS": str(threads),
+    }
+
+
 # glibc gives large blocks back to the kernel as they are freed, and a step's gradients and activations are faulted in
 # anew in every step: up to a quarter of the time of a small model on the CPU.
 KEEPING_MEMORY = {"MALLOC_TRIM_THRESHOLD_": str(2**40), "MALLOC_MMAP_THRESHOLD_": str(2**30)}

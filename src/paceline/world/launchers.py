@@ -22,7 +22,8 @@ this process, so its word counts. From the inside out:
 | alone        | none of these                 |                                                                |
 
 Under every launcher PACELINE_LANES, _THREADS, _BACKEND and _SEED fix what `paceline run`'s flags fix, and
-PACELINE_HOST_ADDRESS names the address that tensors leave this host from. An empty variable counts as unset.
+PACELINE_HOST_ADDRESS names the address that tensors leave this host from. PACELINE_REPLAY is the folder of a recorded
+run that one process should do again (`paceline replay`). An empty variable counts as unset.
 
 Servers are started by `paceline run --servers S` alone. The others know only workers: there `World.servers` is 0, and
 worker 0 doubles as the parameter server.
@@ -472,6 +473,7 @@ def _settings(variables: Variables, size: int) -> LaunchSettings:
         threads=number_of(variables, "PACELINE_THREADS", least=1),
         backend=text_of(variables, "PACELINE_BACKEND"),
         seed=number_of(variables, "PACELINE_SEED"),
+        replay=text_of(variables, "PACELINE_REPLAY"),
     )
 
 

@@ -50,6 +50,7 @@ class LaunchSettings:
     threads: int | None = None
     backend: str | None = None
     seed: int | None = None
+    replay: str | None = None  # a run folder: do again what its log says, instead of training
 
     def __post_init__(self) -> None:
         for name, value, least in (("lanes", self.lanes, 1), ("threads", self.threads, 1), ("seed", self.seed, 0)):
