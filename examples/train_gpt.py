@@ -33,6 +33,8 @@ from torch.utils.data import DataLoader, Subset
 
 import paceline
 from paceline.data import TokenFile
+from paceline.parameter_server.clock import parse_clock
+from paceline.strategies.parameter_server import ParameterServer
 
 CONTEXT = 128  # bytes the model looks back
 LAYERS, HEADS, WIDTH = 4, 4, 128
@@ -215,7 +217,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         lanes=args.lanes,
         accumulate=args.accumulate,
         seed=args.seed,
-        strategy=args.strategy,
+        strategy=strategy_of(args),
         reduction=args.reduction,
         algorithm=args.algorithm,
         backend=args.backend,
@@ -224,6 +226,12 @@ def main(argv: Sequence[str] | None = None) -> None:
         record_samples=args.run_dir if args.record_samples else None,
     ) as engine:
         train(engine, args)
+
+
+def strategy_of(args: argparse.Namespace) -> str | ParameterServer:
+    if args.strategy != "parameter_server":
+        return str(args.strategy)
+    return ParameterServer(clock=parse_clock(args.clock), mode=args.server_mode)
 
 
 def train(engine: paceline.Engine, args: argparse.Namespace) -> None:
@@ -373,7 +381,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--accumulate", type=at_least_one, default=1, help="micro-batches per lane and step")
     parser.add_argument("--lanes", type=at_least_one, help="logical workers, for life; default: the workers")
     parser.add_argument("--threads", type=at_least_one, help="per worker; default: cores // lanes")
-    parser.add_argument("--strategy", default="ddp", help="how the work is shared: ddp or star")
+    parser.add_argument("--strategy", default="ddp", help="how the work is shared: ddp, star or parameter_server")
+    parser.add_argument("--clock", default="s=0", help="of a parameter server: s=2 (staleness), s=inf, d=1 (delay)")
+    parser.add_argument("--server-mode", default="update", help="what a parameter server does: update or aggregate")
     parser.add_argument("--reduction", default="exact", help="exact: the same bits on any number of workers; or fast")
     parser.add_argument("--algorithm", help="of a fast reduction: ring, tree, ... or auto; default: the backend's own")
     parser.add_argument("--backend", help="how tensors travel: gloo or nccl; default: what fits the device")

@@ -62,6 +62,13 @@ class GroupSettings:
         groups = self._groups()
         return [number.of(groups[number.group]) for number in self._numbers]
 
+    def with_learning_rates(self, values: Sequence[float], factor: float) -> list[float]:
+        """A vector whose learning rates are multiplied."""
+        return [
+            value * factor if number.name == "lr" else value
+            for number, value in zip(self._numbers, values, strict=True)
+        ]
+
     def put(
         self,
         values: Sequence[float],

@@ -58,7 +58,7 @@ class PushedRounds:
     ) -> None:
         self._optimizers, self._settings = space.optimizers, space.settings
         self._client, self._clock, self._stats = client, clock, stats
-        self._worker, self._comm = job.world.rank, job.comm
+        self._worker, self._comm, self._all_lanes = job.world.rank, job.comm, job.lanes
         self._buckets = GradientBuckets(
             space.named,
             self._worker,

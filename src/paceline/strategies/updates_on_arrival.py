@@ -3,9 +3,13 @@
     lane 0 ─► push ─► update 17 ┐     weights are read between rounds, the newest that have come; the clock says
     lane 1 ─► push ─► update 19 ┘     which updates must be in them
 
-A lane's push is its mean gradient times its share of the round's samples. Where the loop weighs micro-batches by tokens
-each lane's tokens per sample count as typical, since nobody knows those of all. Clipping, too, is each lane's own: its
-mean gradient is clipped, so its buckets leave when all of them are there.
+A lane's push is its mean gradient (times L times its share of the round's samples, where that is not 1/L), and it is
+applied with 1/L of the learning rate: a round of L pushes moves the weights as far as one synchronous update. To scale
+the gradient instead would be the same for SGD, but not for Adam, which takes a step of the same length whatever the
+gradient's scale, nor for weight decay: both would act L times a round.
+
+Where the loop weighs micro-batches by tokens each lane's tokens per sample count as typical, since nobody knows those
+of all. Clipping, too, is each lane's own: its mean gradient is clipped, so its buckets leave when all are there.
 """
 
 from __future__ import annotations
@@ -44,7 +48,7 @@ class UpdatesOnArrival(UpdatesOnServers):
 
     def _start_reading(self) -> None:
         super()._start_reading()
-        settings = self._settings.read()
+        settings = self._settings.with_learning_rates(self._settings.read(), 1 / self._all_lanes)
         if settings != self._told:
             self._client.tell_settings(settings)
             self._told = settings
@@ -65,7 +69,7 @@ class UpdatesOnArrival(UpdatesOnServers):
             if place.left_out or place.weight == 0:
                 self._buckets.sums[number].give_back(node)
             elif self._clips is False:
-                self._push(number, lane, node, self._used_bits(number), _share(place))
+                self._push(number, lane, node, self._used_bits(number), self._all_lanes * _share(place))
             else:
                 held = self._held.setdefault(lane, _HeldLane(place))
                 held.buckets.append((number, node, self._used_bits(number)))
@@ -96,7 +100,7 @@ class UpdatesOnArrival(UpdatesOnServers):
 
     def _end_round(self) -> None:
         for lane, held in self._held.items():
-            weight = _share(held.place)
+            weight = self._all_lanes * _share(held.place)
             if self._max_norm is not None:
                 weight *= clip_coefficient(self._norm_of(held), self._max_norm)
             for number, node, used in held.buckets:
