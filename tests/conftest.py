@@ -10,6 +10,7 @@ import pytest
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--full-product", action="store_true", help="all combinations instead of a pairwise choice")
+    parser.addoption("--every", type=int, default=1, metavar="N", help="of the full product every N-th combination")
 
 
 @pytest.fixture(scope="session")

@@ -53,7 +53,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
             for place, strategy in enumerate(STRATEGIES)
             for case in (turns if place == 0 else turns[place % 3 :: 3])
         ]
-        cases = EVERYTHING if metafunc.config.getoption("--full-product") else chosen
+        whole = EVERYTHING[:: metafunc.config.getoption("--every")]
+        cases = whole if metafunc.config.getoption("--full-product") else chosen
         metafunc.parametrize("case", cases, ids=["-".join(map(str, case)) for case in cases])
 
 
