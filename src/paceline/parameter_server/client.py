@@ -27,7 +27,7 @@ from paceline.parameter_server.key_ranges import Key
 from paceline.parameter_server.key_state import pack_states, unpack_states
 from paceline.parameter_server.link import Channel, Sent, silence_s
 from paceline.parameter_server.server import LAST_PING, keys_of
-from paceline.parameter_server.staleness_stats import StalenessCounter
+from paceline.parameter_server.staleness_stats import StalenessCounter, StalenessStats
 from paceline.parameter_server.wire import (
     ALL,
     LOADS_STATE,
@@ -42,6 +42,7 @@ from paceline.parameter_server.wire import (
 
 Put = Callable[[Key, Tensor], None]  # weights or a sum of a key, to be copied at once
 GOODBYE_S = 5.0
+LAST_WORDS_S = 1.0
 
 
 class Lines:
@@ -55,6 +56,7 @@ class Lines:
         self._pings = itertools.count(1)
         self._answered = [0] * len(channels)  # pings, by server
         self._silent = threading.Event()
+        self._begun_s = time.monotonic()
         self._threads: list[threading.Thread] = []
 
     def add(self, client: Client) -> None:
@@ -68,6 +70,9 @@ class Lines:
         for thread in self._threads:
             thread.start()
 
+    def stats_so_far(self) -> StalenessStats:
+        return self.stats.stats(time.monotonic() - self._begun_s)
+
     # -- saying ------------------------------------------------------------------------------------------------------
 
     def send(self, server: int, header: Header, payload: Tensor | None = None) -> Sent:
@@ -78,6 +83,12 @@ class Lines:
         except PeerLostError as error:
             self._lose(server, str(error))
             raise PeerLostError(self.failure) from error
+
+    def explained(self, error: PeerLostError) -> PeerLostError:
+        """What the thread that listens to the lost server says, which knows who that is."""
+        with self.change:
+            self.change.wait_for(lambda: self.failure is not None, timeout=LAST_WORDS_S)
+        return PeerLostError(self.failure or str(error))
 
     def wait_until(self, true: Callable[[], bool], what: str) -> float:
         """Wait with `change` held; the seconds it took."""
@@ -201,6 +212,12 @@ class Client:
         self._tell_all(Kind.CLOSE, round, close.packed())
         with self._lines.change:
             self._hand.pushed(round)
+
+    def wait_for(self, sent: Sent) -> None:
+        try:
+            sent.wait()
+        except PeerLostError as error:
+            raise self._lines.explained(error) from error
 
     # -- weights -----------------------------------------------------------------------------------------------------
 

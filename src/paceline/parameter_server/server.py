@@ -24,6 +24,7 @@ from torch import Tensor
 from paceline.errors import PeerLostError
 from paceline.parameter_server.key_ranges import KeyTable
 from paceline.parameter_server.link import Channel, silence_s
+from paceline.parameter_server.run_log import RunLog
 from paceline.parameter_server.server_core import Reply, ServerCore
 from paceline.parameter_server.staleness_stats import StalenessCounter, StalenessStats
 from paceline.parameter_server.wire import Header, Kind, Protocol
@@ -49,8 +50,8 @@ class Server:
         stats: StalenessCounter,
         *,
         timeout_s: float,
-        on_lost: Callable[[int], None] = lambda worker: None,
-        on_goodbye: Callable[[int, StalenessStats], None] = lambda worker, stats: None,
+        on_leave: Callable[[int, StalenessStats], None] = lambda worker, stats: None,
+        log: RunLog | None = None,
         sum_homes: Mapping[int, Tensor] | None = None,
     ) -> None:
         """`channels` lead to all workers and to the other servers. `sum_homes`: where sums are read, by key."""
@@ -58,7 +59,7 @@ class Server:
         self._protocol = next(iter(self._makers.values())).protocol
         self._server, self._rank = server, self._protocol.workers + server
         self._channels, self._stats, self._timeout_s = channels, stats, timeout_s
-        self._on_lost, self._on_goodbye = on_lost, on_goodbye
+        self._on_leave, self._log = on_leave, log
         self._sum_homes, self._home_holds = sum_homes or {}, dict[int, int]()
         self._cores: dict[int, ServerCore] = {}
         self._gone: dict[int, Header | None] = {}  # workers that left, with their goodbye if they said any
@@ -92,6 +93,8 @@ class Server:
         for rank in self._others:
             with contextlib.suppress(PeerLostError):
                 self._channels[rank].send(self._ping_of(LAST_PING)).wait()
+        if self._log is not None:
+            self._log.end(well=self._error is None)
         if self._error is not None:
             raise self._error
 
@@ -127,6 +130,8 @@ class Server:
             if header.kind is Kind.BYE:
                 self._leave(peer, header)
                 return False
+            if header.kind is Kind.OPEN and self._log is not None:
+                self._log.begin(header.round)
             self._send(self._core(header).handle(header, payload))
         return True
 
@@ -141,7 +146,6 @@ class Server:
             if peer >= self._protocol.workers:
                 self._fail(PeerLostError(f"{self._protocol.name(peer)} was lost: {why}"))
                 return
-            self._on_lost(peer)
             self._leave(peer, None)
             failure = next((core.failure for core in self._cores.values() if core.failure is not None), None)
             if failure is not None:
@@ -167,8 +171,7 @@ class Server:
         self._gone[worker] = goodbye
         for digest, core in self._cores.items():
             self._send(_departure(core, digest, worker, goodbye))
-        if goodbye is not None:
-            self._on_goodbye(worker, self.stats)
+        self._on_leave(worker, self.stats)
 
     def _fail(self, error: Exception) -> None:
         with self._change:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import get_args
 
 from torch.nn import Parameter
@@ -27,13 +28,18 @@ from paceline.parameter_server.clock import Clock
 from paceline.parameter_server.link import LocalChannel
 from paceline.parameter_server.round_by_round import Mode
 from paceline.parameter_server.server import Server
+from paceline.parameter_server.staleness_stats import StalenessStats, sum_of
 from paceline.parameter_server.treatment import Treatment
-from paceline.strategies.registry import Job, Registered, register
+from paceline.strategies.pushed_rounds import PushedRounds
+from paceline.strategies.registry import Job, Maker, Registered, register
+from paceline.strategies.replayed import ReplayedMaker
 from paceline.strategies.server_parts import Parts, Plan
 from paceline.strategies.strategy import Strategy
 from paceline.strategies.sums_on_servers import SumsOnServers
 from paceline.strategies.updates_on_arrival import UpdatesOnArrival
 from paceline.strategies.updates_on_servers import UpdatesOnServers
+
+LAST_WORDS_S = 3.0  # that the main worker waits for what others have counted
 
 
 @dataclass(frozen=True)
@@ -43,11 +49,15 @@ class ParameterServer:
     `mode`: servers "update" the weights, with the optimizer of the script, or only "aggregate" gradients, and every
     worker updates its own. `treatment` is for pushes that come late. `key_mib` is the size of what servers hold,
     receive and send as one; by default 4, or less in a small model.
+
+    `record` is a run folder, in which every process writes what it read and applied. An asynchronous run can be
+    replayed from that, bit for bit; without it nothing is written, and the run can't be repeated.
     """
 
     clock: Clock = field(default_factory=BoundedStaleness)
     mode: Mode = "update"
     treatment: Treatment = field(default_factory=Treatment)
+    record: str | Path | None = field(default=None, compare=False)
     key_mib: float | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
@@ -58,25 +68,35 @@ class ParameterServer:
                 f"ParameterServer(mode='aggregate') with clock {self.clock}: pushes that are applied on arrival need "
                 "an optimizer on the server; use mode='update', or a clock whose rounds are summed (s=0, d=N)"
             )
+        if self.mode == "aggregate" and self.record is not None:
+            raise ConfigError(
+                f"ParameterServer(mode='aggregate', record={str(self.record)!r}): servers that only add have no order "
+                "of updates to record, and the run has one hash without it; leave record out"
+            )
         if self.key_mib is not None and self.key_mib <= 0:
             raise ConfigError(f"ParameterServer(key_mib={self.key_mib}): a key holds at least one block")
 
     @property
     def plan(self) -> Plan:
         key_bytes = None if self.key_mib is None else int(self.key_mib * 2**20)
-        return Plan(self.clock, self.mode, self.treatment, key_bytes)
+        record = None if self.record is None else Path(self.record)
+        return Plan(self.clock, self.mode, self.treatment, key_bytes, record)
 
 
 class ParameterServerMaker:
     """Strategies of one job share their lines to the servers, and the server that worker 0 may be."""
 
     def __init__(self, parts: Parts) -> None:
-        self._parts = parts
+        self._parts, world = parts, parts.job.world
         self._server: Server | None = None
         inside: LocalChannel | None = None
-        if parts.job.world.servers == 0 and parts.job.world.is_main:
+        if world.servers == 0 and world.is_main:
             self._server, inside = parts.server_inside()
         self._lines = parts.lines(inside)
+        self._log = parts.log_of("worker", world.rank)
+        if self._log is not None and world.is_main:
+            parts.job.at_loop_end.append(self._log.loop_ended)
+        self._made: list[PushedRounds] = []
 
     def make(self, named: Sequence[tuple[str, Parameter]], optimizers: Sequence[Optimizer]) -> Strategy:
         parts = self._parts
@@ -86,22 +106,56 @@ class ParameterServerMaker:
                 "the optimizers hold other parameters than at engine.prepare() (unfrozen, or a new group), but the "
                 "servers hold what was trained then: prepare with all of them, and freeze by a learning rate of 0"
             )
+        if self._log is not None and space is not parts.spaces[0]:
+            raise LoopError(
+                "ParameterServer(record=...) writes down one order of updates, but engine.update() makes one for each "
+                "optimizer; record a loop that steps all optimizers together, or leave record out"
+            )
         client = Client(self._lines, space.protocol, parts.plan.clock, recycle=parts.rooms.take_back)
         homes = parts.memory.gradients if space is parts.spaces[0] else None
-        kind = SumsOnServers if parts.plan.mode == "aggregate" else UpdatesOnServers
+        together = space, client, parts.plan.clock, parts.job, self._lines.stats, homes
+        made: UpdatesOnArrival | UpdatesOnServers | SumsOnServers
         if not parts.plan.clock.deterministic:
-            kind = UpdatesOnArrival
-        return kind(space, client, parts.plan.clock, parts.job, self._lines.stats, homes)
+            made = UpdatesOnArrival(*together, log=self._log, meeting=parts.meeting)
+        elif parts.plan.mode == "update":
+            made = UpdatesOnServers(*together, log=self._log)
+        else:
+            made = SumsOnServers(*together)
+        self._made.append(made)
+        return made
 
     def close(self) -> None:
+        """Say goodbye, serve the others to their end, and tell what was seen."""
+        parts, world = self._parts, self._parts.job.world
+        well = self._lines.failure is None and all(made.between_rounds for made in self._made)
+        parts.meeting.leave(f"stats/worker {world.rank}", self._lines.stats_so_far().to_json())
         self._lines.close()
         if self._server is not None:
             with contextlib.suppress(PacelineError):  # it has told all workers, this one too
                 self._server.join()
-        self._parts.close()
+        if self._log is not None:
+            self._log.end(well=well)
+        if well and world.is_main:
+            self._tell_what_was_seen()
+        parts.close()
+
+    def _tell_what_was_seen(self) -> None:
+        parts, world = self._parts, self._parts.job.world
+        names = [f"stats/worker {worker}" for worker in range(1, world.size) if worker not in parts.meeting.gone]
+        names += [f"stats/server {server}" for server in range(world.servers)]
+        found = parts.meeting.found(names, within_s=LAST_WORDS_S)
+        seen = [self._lines.stats_so_far(), *map(StalenessStats.of_json, found.values())]
+        if self._server is not None:
+            seen.append(self._server.stats)
+        plural = "" if parts.servers == 1 else "s"
+        who = f"{world.servers} server{plural}" if world.servers else "worker 0 as the server"
+        title = f"paceline: parameter server, {parts.plan.clock}, {parts.plan.mode}, {who}"
+        print("\n    ".join([title, *sum_of(seen).lines()]), flush=True)
 
 
-def _open(config: ParameterServer, job: Job) -> ParameterServerMaker:
+def _open(config: ParameterServer, job: Job) -> Maker:
+    if job.replay is not None:
+        return ReplayedMaker(config.plan, job, job.replay)
     parts = Parts(config.plan, job)
     if job.world.is_server:
         parts.serve()

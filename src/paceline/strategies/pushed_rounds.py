@@ -20,9 +20,11 @@ from torch.optim import Optimizer
 
 from paceline.collectives.canonical_sum import SumPlan
 from paceline.errors import LoopError
+from paceline.parameter_server.application_log import Read
 from paceline.parameter_server.client import Client
 from paceline.parameter_server.clock import Clock
 from paceline.parameter_server.link import Sent
+from paceline.parameter_server.run_log import RunLog
 from paceline.parameter_server.staleness_stats import StalenessCounter
 from paceline.parameter_server.wire import Close
 from paceline.sharding.bucket import plan_buckets
@@ -54,10 +56,12 @@ class PushedRounds:
         clock: Clock,
         job: Job,
         stats: StalenessCounter,
-        homes: Sequence[Tensor] | None,
+        homes: Sequence[Tensor] | None = None,
+        *,
+        log: RunLog | None = None,
     ) -> None:
         self._optimizers, self._settings = space.optimizers, space.settings
-        self._client, self._clock, self._stats = client, clock, stats
+        self._client, self._clock, self._stats, self._log = client, clock, stats, log
         self._worker, self._comm, self._all_lanes = job.world.rank, job.comm, job.lanes
         self._buckets = GradientBuckets(
             space.named,
@@ -77,6 +81,10 @@ class PushedRounds:
         self._closed = True
         self._lanes: tuple[int, ...] = ()
         self._acted: set[int] = set()
+
+    @property
+    def between_rounds(self) -> bool:
+        return self._closed
 
     @property
     def left_during_backward(self) -> int:
@@ -115,6 +123,9 @@ class PushedRounds:
         """The round is opened with the first: `engine.update` takes back the start of a step of all optimizers."""
         self._place = place
         if self._closed:
+            if self._log is not None:
+                self._log.begin(self._round)
+                self._log.read(Read(self._worker, self._round, self._lanes, self._client.versions))
             self._client.open(self._round, self._lanes)
             self._closed = False
 
@@ -147,7 +158,7 @@ class PushedRounds:
         while self._under_way and self._under_way[0].round <= self._round - rounds:
             pushed = self._under_way.popleft()
             for sent in pushed.sent:
-                sent.wait()
+                self._client.wait_for(sent)
             self._buckets.sums[pushed.bucket].give_back(pushed.node)
 
     # -- its end -----------------------------------------------------------------------------------------------------

@@ -10,6 +10,8 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,14 +19,18 @@ from torch import Tensor
 from paceline.collectives.communicator import Communicator
 from paceline.optim.range_optimizer import check_elementwise
 from paceline.parameter_server import joint
+from paceline.parameter_server.application_log import JobFacts, Role, next_attempt
 from paceline.parameter_server.client import Lines
 from paceline.parameter_server.clock import Clock
 from paceline.parameter_server.held_key import hold_keys
 from paceline.parameter_server.link import Channel, GroupChannel, LocalChannel, Rooms, local_channels
+from paceline.parameter_server.meeting_point import MeetingPoint
+from paceline.parameter_server.recorded_job import facts_of
 from paceline.parameter_server.round_by_round import Mode
+from paceline.parameter_server.run_log import RunLog
 from paceline.parameter_server.server import CoreMaker, Server, keys_of
 from paceline.parameter_server.server_core import ServerCore
-from paceline.parameter_server.staleness_stats import StalenessCounter
+from paceline.parameter_server.staleness_stats import StalenessCounter, StalenessStats
 from paceline.parameter_server.treatment import Treatment
 from paceline.parameter_server.wire import (
     HEADER_TO_SERVER,
@@ -39,6 +45,7 @@ from paceline.strategies.server_space import Space, check_of, plan_spaces
 
 _TO_SERVER = (HEADER_TO_SERVER, PAYLOAD_TO_SERVER)
 _TO_WORKER = (HEADER_TO_WORKER, PAYLOAD_TO_WORKER)
+_MESSAGES_PER_KEY = 4  # that may be under way to one peer before sending waits: two rounds' worth, both ways
 
 
 @dataclass(frozen=True)
@@ -48,7 +55,8 @@ class Plan:
     clock: Clock
     mode: Mode
     treatment: Treatment
-    key_bytes: int | None
+    key_bytes: int | None = None
+    record: Path | None = None
 
 
 @dataclass(frozen=True)
@@ -77,12 +85,16 @@ class Parts:
             for optimizer in job.optimizers:
                 check_elementwise(optimizer, "cpu")
         self.rooms = Rooms()
+        self.meeting = MeetingPoint(job.store, world.rank, world.size, job.timeout_s)
         self.comm = joint.connect(world, job.store, workers_use=job.backend, timeout_s=job.timeout_s)
-        on_host = self._agree()
-        self.memory = self._share_memory(on_host)
+        told = self._agree()
+        self._main = told[0]
+        self.memory = self._share_memory(on_host=all(one["device"] == "cpu" for one in told))
+        if job.client is not None and not plan.clock.deterministic:
+            job.client.tell("policy", survive_worker_loss=True)
 
-    def _agree(self) -> bool:
-        """Whether all workers compute in the host's memory."""
+    def _agree(self) -> list[dict[str, Any]]:
+        """What all processes say, workers first."""
         plan, space = self.plan, self.spaces[0]
         facts = {
             "keys": [other.table.digest for other in self.spaces],
@@ -93,13 +105,18 @@ class Parts:
             "optimizers": [type(optimizer).__name__ for optimizer in space.optimizers],
             "settings": list(space.settings.by_group(space.settings.read())),
         }
-        own = {"weights": joint.weights_digest(space.parameters), "device": self.job.device.type}
+        own = {
+            "weights": joint.weights_digest(space.parameters),
+            "device": self.job.device.type,
+            "recorded": facts_of(self.job.facts),
+            "attempt": 0 if plan.record is None else next_attempt(plan.record),
+        }
         told = joint.check_same_job(self.comm, self.job.world, space.table.layout, facts, own)
         if self.comm is not None and len({one["weights"] for one in told}) > 1:
             joint.take_over_weights(self.comm, space.parameters)
-        return all(one["device"] == "cpu" for one in told)
+        return told
 
-    def _share_memory(self, on_host: bool) -> Memory:
+    def _share_memory(self, *, on_host: bool) -> Memory:
         space, clock, aggregates = self.spaces[0], self.plan.clock, self.plan.mode == "aggregate"
         sizes = [(bucket.elements, bucket.dtype) for bucket in space.buckets]
         return Memory(
@@ -107,6 +124,16 @@ class Parts:
             weights=joint.shared_keys(self.comm, space.table, sums=False) if clock.deterministic else None,
             sums=joint.shared_keys(self.comm, space.table, sums=True) if clock.synchronous and aggregates else None,
         )
+
+    def log_of(self, role: Role, number: int) -> RunLog | None:
+        """A part of the log of the run; the main worker has counted the starts of the job in its folder."""
+        plan, main, table = self.plan, self._main, self.spaces[0].table
+        if plan.record is None:
+            return None
+        facts = main["recorded"] | {"keys": table.digest, "weights": main["weights"]}
+        keys = len(table.keys)
+        job = JobFacts(self.job.world.size, self.servers, self.job.lanes, keys, str(plan.clock), facts=facts)
+        return RunLog(plan.record, main["attempt"], role, number, job)
 
     def close(self) -> None:
         if self.comm is not None:
@@ -145,10 +172,25 @@ class Parts:
                 if rank != self.comm.rank:
                     outgoing = _TO_WORKER if rank < world.size else _TO_SERVER
                     channels[rank] = self._channel(self.comm, rank, rank, outgoing, _TO_SERVER, index)
-        makers = [CoreMaker(space.protocol, self._core_of(space, index, stats)) for space in self.spaces]
-        return Server(index, makers, channels, stats, timeout_s=self.job.timeout_s, sum_homes=self.memory.sums)
+        log = self.log_of("server", index)
+        makers = [CoreMaker(space.protocol, self._core_of(space, index, stats, log)) for space in self.spaces]
 
-    def _core_of(self, space: Space, index: int, stats: StalenessCounter) -> Callable[[], ServerCore]:
+        def left(worker: int, so_far: StalenessStats) -> None:
+            self.meeting.say_gone(worker)
+            if worker == 0:
+                self.meeting.leave(f"stats/server {index}", so_far.to_json())
+
+        return Server(
+            *(index, makers, channels, stats),
+            timeout_s=self.job.timeout_s,
+            on_leave=left,
+            log=log,
+            sum_homes=self.memory.sums,
+        )
+
+    def _core_of(
+        self, space: Space, index: int, stats: StalenessCounter, log: RunLog | None
+    ) -> Callable[[], ServerCore]:
         def make() -> ServerCore:
             keys = space.table.of_server(index) if self.plan.mode == "update" else ()
             homes = self.memory.weights if space is self.spaces[0] else None
@@ -158,6 +200,7 @@ class Parts:
                 mode=self.plan.mode,
                 treatment=self.plan.treatment,
                 recycle=self.rooms.take_back,
+                log=None if log is None else log.applied,
                 stats=stats,
             )
 
@@ -197,5 +240,5 @@ class Parts:
             incoming=incoming,
             check=lambda header: check_of(self.spaces, header, server=server),
             room=room,
-            most_under_way=64 + 4 * len(self.spaces[0].table.keys),
+            most_under_way=64 + _MESSAGES_PER_KEY * len(self.spaces[0].table.keys),
         )

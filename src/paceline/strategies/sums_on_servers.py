@@ -36,8 +36,8 @@ class _Waiting:
 
 
 class SumsOnServers(PushedRounds):
-    def __init__(self, *parts: Any) -> None:
-        super().__init__(*parts)
+    def __init__(self, *parts: Any, **options: Any) -> None:
+        super().__init__(*parts, **options)
         self._weights = ModelWeights(self.parameters)  # for `keep` and `restore`: nothing is pulled into them
         self._totals: list[Tensor] = []
         self._waiting: list[_Waiting] = []

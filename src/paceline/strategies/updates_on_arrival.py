@@ -23,6 +23,7 @@ from typing import Any
 from torch import Tensor
 
 from paceline.optim.gradient_norm import clip_coefficient, global_norm
+from paceline.parameter_server.meeting_point import MeetingPoint
 from paceline.strategies.strategy import ItemPlace, Tally
 from paceline.strategies.updates_on_servers import UpdatesOnServers
 
@@ -36,8 +37,9 @@ class _HeldLane:
 
 
 class UpdatesOnArrival(UpdatesOnServers):
-    def __init__(self, *parts: Any) -> None:
-        super().__init__(*parts)
+    def __init__(self, *parts: Any, meeting: MeetingPoint | None = None, **options: Any) -> None:
+        super().__init__(*parts, **options)
+        self._meeting = meeting
         self._told: Sequence[float] | None = None
         self._used = [False] * len(self.parameters)
         self._held: dict[int, _HeldLane] = {}
@@ -112,10 +114,16 @@ class UpdatesOnArrival(UpdatesOnServers):
     # -- between rounds ----------------------------------------------------------------------------------------------
 
     def settle(self) -> None:
+        """What all workers pushed is in before any of them reads, and nobody pushes before all have read."""
         self._client.have_been_heard()
         self._all_workers_are_here()
         self._client.refresh(self._round, self._weights.put)
         self._all_workers_are_here()
+
+    def _all_workers_are_here(self) -> None:
+        """Those that are left."""
+        if self._meeting is not None:
+            self._meeting.meet()
 
     def load(self, *parts: Any, **options: Any) -> None:
         super().load(*parts, **options)

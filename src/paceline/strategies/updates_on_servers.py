@@ -23,8 +23,8 @@ from paceline.strategies.strategy import Tally
 
 
 class UpdatesOnServers(PushedRounds):
-    def __init__(self, *parts: Any) -> None:
-        super().__init__(*parts)
+    def __init__(self, *parts: Any, **options: Any) -> None:
+        super().__init__(*parts, **options)
         self._weights = ModelWeights(self.parameters)
         self._tally: Tally | None = None
         self._max_norm: float | None = None
@@ -93,6 +93,8 @@ class UpdatesOnServers(PushedRounds):
         return {**saved, "state": {place: state for place, state in found.items() if state}}
 
     def load(self, optimizer: Optimizer, state: dict[str, Any], *, round: int) -> None:
+        if self._log is not None:
+            self._log.check_not_begun()
         self.settle()
         self._load_own(optimizer, state)
         self._loaded[id(optimizer)] = self._per_parameter(optimizer, state)
