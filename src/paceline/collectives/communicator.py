@@ -50,6 +50,7 @@ class Communicator:
         self.size = world.size
         self.timeout_s = timeout_s
         self._count = ByteCount()
+        self._device = torch.device("cpu")
 
     @property
     def world(self) -> World:
@@ -64,18 +65,17 @@ class Communicator:
     def connect(
         cls, world: World, store: Store, *, backend: str, device: torch.device, timeout_s: float
     ) -> Communicator:
-        backends = {"cpu": "gloo", device.type: backend}
-        try:
-            groups = {
-                kind: _build_group(world, PrefixStore(f"paceline/group/{kind}", store), name, device, timeout_s)
-                for kind, name in backends.items()
-            }
-        except (RuntimeError, ValueError) as error:
-            raise WorldError(
-                f"worker {world.rank} of {world.size} could not join the {backend} group within {timeout_s:.0f} s: "
-                f"{_first_line(error)}; are all {world.size} workers running, and can their hosts reach each other?"
-            ) from error
-        return cls(groups, PrefixStore("paceline/notes", store), world, backend=backend, timeout_s=timeout_s)
+        groups = _build_groups(world, store, backend, device, timeout_s)
+        comm = cls(groups, PrefixStore("paceline/notes", store), world, backend=backend, timeout_s=timeout_s)
+        comm._device = device
+        return comm
+
+    def reconnect(self, world: World, store: Store) -> None:
+        """Go on as this world, of those that are left; what is under way is given up."""
+        old, self._groups = self._groups, _build_groups(world, store, self.backend, self._device, self.timeout_s)
+        self._store, self._world = PrefixStore("paceline/notes", store), world
+        self.rank, self.size = world.rank, world.size
+        _shut_down(old)
 
     # -- messages ------------------------------------------------------------------------------------------------
 
@@ -132,6 +132,13 @@ class Communicator:
             return None
         tensor: Tensor = self._groups["cpu"].allocate(elements, dtype)
         return tensor
+
+    def common(self, bytes_wanted: int) -> Tensor | None:
+        """Bytes that exist once for all ranks, if memory can be shared; all of them ask for the same together."""
+        if self.backend != "paceline":
+            return None
+        memory: Tensor = self._groups["cpu"].common(bytes_wanted)
+        return memory
 
     def number_of(self, tensor: Tensor) -> int | None:
         """The place of a flat tensor in shared memory; telling it to a peer is sending the tensor without a copy."""
@@ -243,10 +250,7 @@ class Communicator:
                 raise PeerLostError(f"worker {self.rank} waited for worker {rank}, but {note}")
 
     def close(self) -> None:
-        for group in self._groups.values():
-            shutdown = getattr(group, "shutdown", None)
-            if shutdown is not None:
-                shutdown()
+        _shut_down(self._groups)
         # gloo's destructor joins its threads while it holds the interpreter lock, and a thread may still want the lock
         # to drop its last collective: let it have it first.
         time.sleep(LAST_BREATH_S)
@@ -312,6 +316,29 @@ class Work:
 def wait_all(handles: Sequence[Handle]) -> None:
     for handle in handles:
         handle.wait()
+
+
+def _build_groups(
+    world: World, store: Store, backend: str, device: torch.device, timeout_s: float
+) -> Mapping[str, Any]:
+    backends = {"cpu": "gloo", device.type: backend}
+    try:
+        return {
+            kind: _build_group(world, PrefixStore(f"paceline/group/{kind}", store), name, device, timeout_s)
+            for kind, name in backends.items()
+        }
+    except (RuntimeError, ValueError) as error:
+        raise WorldError(
+            f"worker {world.rank} of {world.size} could not join the {backend} group within {timeout_s:.0f} s: "
+            f"{_first_line(error)}; are all {world.size} workers running, and can their hosts reach each other?"
+        ) from error
+
+
+def _shut_down(groups: Mapping[str, Any]) -> None:
+    for group in groups.values():
+        shutdown = getattr(group, "shutdown", None)
+        if shutdown is not None:
+            shutdown()
 
 
 def _build_group(world: World, store: Store, backend: str, device: torch.device, timeout_s: float) -> Any:

@@ -78,7 +78,7 @@ def _as_gradient_of(parameter: Parameter, tensor: Tensor, gradient: Tensor) -> T
 
 def check_apart(named: Sequence[tuple[str, Parameter]]) -> None:
     """Two parameters over the same memory would be updated by two owners."""
-    spans = sorted((p.data_ptr(), p.data_ptr() + _extent_bytes(p), name) for name, p in named if p.numel())
+    spans = sorted((p.data_ptr(), p.data_ptr() + extent(p) * p.element_size(), name) for name, p in named if p.numel())
     for (_, end, first), (start, _, second) in pairwise(spans):
         if start < end:
             raise ConfigError(
@@ -87,7 +87,8 @@ def check_apart(named: Sequence[tuple[str, Parameter]]) -> None:
             )
 
 
-def _extent_bytes(tensor: Tensor) -> int:
-    return tensor.element_size() * (
-        1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    )
+def extent(tensor: Tensor) -> int:
+    """From the first to the last element in memory, in elements; gaps between them count."""
+    if not tensor.numel():
+        return 0
+    return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))

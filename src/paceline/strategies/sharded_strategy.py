@@ -2,7 +2,7 @@
 
     backward ─► buckets leave ─► the owner of a range adds it up ─► its pieces' gradients       .grad is nowhere whole
     clip        norms of blocks are told to all: the norm of the whole, and its bits
-    apply       each worker's twins update its pieces ─► everybody gets all weights
+    apply       each worker's twins update its pieces ─► everybody gets all weights, or they lie where all can read
 
 How gradients leave (a worker's roots once a step, or lane by lane) is what zero1 and zero2 differ in.
 """
@@ -30,6 +30,7 @@ from paceline.sharding.rooms import Rooms
 from paceline.sharding.shards import cut_buckets
 from paceline.strategies.distant_gradient import DistantGradient
 from paceline.strategies.gradient_buckets import GradientBuckets
+from paceline.strategies.host_weights import Weights, where_weights_go
 from paceline.strategies.own_pieces import OwnPieces, check_apart, in_logical_order
 from paceline.strategies.registry import Job
 from paceline.strategies.strategy import Agreement, ItemPlace, Tally
@@ -40,7 +41,7 @@ from paceline.strategies.weight_gather import WeightGather
 class ShardedParts:
     """What the sharded strategies of one job share."""
 
-    def __init__(self, job: Job, name: str) -> None:
+    def __init__(self, job: Job, name: str, weights: Weights | None) -> None:
         self.job, self.name = job, name
         if job.algorithm is not None:
             raise ConfigError(
@@ -54,6 +55,7 @@ class ShardedParts:
         self.rank, self.workers = (0, 1) if job.comm is None else (job.comm.rank, job.comm.size)
         self.exchange = GradientExchange(job.comm, "exact")
         self.twins = Twins(job.comm, name)
+        self.weights = where_weights_go(weights, job.comm, name)
 
     def close(self) -> None:
         self.twins.close()
@@ -73,6 +75,8 @@ class ShardedStrategy:
         rooms: Rooms | None = None,
     ) -> None:
         check_apart(named)
+        if parts.weights is not None:
+            parts.weights.hold(named)
         job = parts.job
         self._named, self._optimizers, self._parts = list(named), optimizers, parts
         self._buckets = GradientBuckets(
@@ -92,7 +96,7 @@ class ShardedStrategy:
 
     @property
     def replicas(self) -> Sequence[Parameter]:
-        return self.parameters
+        return self.parameters if self._parts.weights is None else ()
 
     @property
     def left_during_backward(self) -> int:
@@ -117,6 +121,8 @@ class ShardedStrategy:
 
     def start_step(self, round: int, plan: SumPlan) -> None:
         self._plan = plan
+        if self._parts.weights is not None:
+            self._parts.weights.check()
         if self._pieces is None:
             uncut = {number for number, p in enumerate(self.parameters) if not in_logical_order(p)}
             buckets = [sums.bucket for sums in self._buckets.sums]
@@ -181,7 +187,10 @@ class ShardedStrategy:
         return result
 
     def _update(self, optimizer: Optimizer) -> Any:
-        twin, comm = self._parts.twins.of(optimizer), self._parts.comm
+        twin, comm, weights = self._parts.twins.of(optimizer), self._parts.comm, self._parts.weights
+        if weights is not None:
+            with weights.being_written(self.parameters[number] for number in twin.parameters):
+                return twin.step(self._used)
         result = twin.step(self._used)
         if comm is not None:
             gather = self._gathers.get(id(optimizer))
@@ -203,12 +212,16 @@ class ShardedStrategy:
 
     def settle(self) -> None:
         """Nothing is under way between two steps."""
+        if self._parts.weights is not None:
+            self._parts.weights.check()
 
     def state_of(self, optimizer: Optimizer) -> dict[str, Any]:
         return self._parts.twins.state_of(optimizer)
 
     def load(self, optimizer: Optimizer, state: dict[str, Any], *, round: int) -> None:
         self._parts.twins.load(optimizer, state)
+        if self._parts.weights is not None:
+            self._parts.weights.take_as_right()
 
     def close(self) -> None:
         self._buckets.close()

@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from paceline.collectives.canonical_sum import SumPlan
 from paceline.collectives.communicator import Handle
 from paceline.collectives.shipments import Scatter, shipment_of_roots
+from paceline.strategies.host_weights import Weights
 from paceline.strategies.own_pieces import OwnPieces
 from paceline.strategies.registry import Job, Registered, register
 from paceline.strategies.sharded_strategy import ShardedParts, ShardedStrategy
@@ -90,12 +91,14 @@ class Zero1(ShardedStrategy):
 
 @dataclass(frozen=True)
 class Zero1Config:
-    """Nothing to choose yet."""
+    """`weights`: one copy for all workers of a host, the default where they share memory, or one for each worker."""
+
+    weights: Weights | None = None
 
 
 class Zero1Maker:
-    def __init__(self, job: Job) -> None:
-        self._parts = ShardedParts(job, "zero1")
+    def __init__(self, config: Zero1Config, job: Job) -> None:
+        self._parts = ShardedParts(job, "zero1", config.weights)
 
     def make(self, named: Sequence[tuple[str, Parameter]], optimizers: Sequence[Optimizer]) -> Zero1:
         return Zero1(named, optimizers, self._parts)
@@ -104,4 +107,6 @@ class Zero1Maker:
         self._parts.close()
 
 
-register(Registered("zero1", Zero1Config, lambda config, job: Zero1Maker(job)))
+register(
+    Registered("zero1", Zero1Config, Zero1Maker, examples=(Zero1Config(weights="per worker"),)),
+)

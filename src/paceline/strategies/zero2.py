@@ -30,6 +30,7 @@ from paceline.collectives.canonical_sum import SumPlan
 from paceline.collectives.communicator import Handle
 from paceline.collectives.shipments import Scatter, shipments_by_lane
 from paceline.sharding.rooms import Rooms
+from paceline.strategies.host_weights import Weights
 from paceline.strategies.own_pieces import OwnPieces
 from paceline.strategies.registry import Job, Registered, register
 from paceline.strategies.sharded_strategy import ShardedParts, ShardedStrategy
@@ -119,12 +120,14 @@ class Zero2(ShardedStrategy):
 
 @dataclass(frozen=True)
 class Zero2Config:
-    """Nothing to choose yet."""
+    """`weights`: one copy for all workers of a host, the default where they share memory, or one for each worker."""
+
+    weights: Weights | None = None
 
 
 class Zero2Maker:
-    def __init__(self, job: Job) -> None:
-        self._parts = ShardedParts(job, "zero2")
+    def __init__(self, config: Zero2Config, job: Job) -> None:
+        self._parts = ShardedParts(job, "zero2", config.weights)
 
     def make(self, named: Sequence[tuple[str, Parameter]], optimizers: Sequence[Optimizer]) -> Zero2:
         return Zero2(named, optimizers, self._parts)
@@ -133,4 +136,6 @@ class Zero2Maker:
         self._parts.close()
 
 
-register(Registered("zero2", Zero2Config, lambda config, job: Zero2Maker(job), rides=strided_lanes))
+register(
+    Registered("zero2", Zero2Config, Zero2Maker, examples=(Zero2Config(weights="per worker"),), rides=strided_lanes)
+)

@@ -32,6 +32,7 @@ class Arenas:
     def __init__(self, rank: int, size: int, make: Callable[[int], Segment]) -> None:
         self._rank, self._size, self._make = rank, size, make
         self._arenas: dict[int, Arena] = {}  # by number, the same on every rank
+        self._commons: list[Segment] = []
         self._numbers = itertools.count()
 
     def allocate(self, elements: int, dtype: torch.dtype) -> Tensor:
@@ -42,6 +43,12 @@ class Arenas:
         arena = Arena(segment, rows, rows[self._rank].data_ptr(), each)
         self._arenas[next(self._numbers)] = arena
         return rows[self._rank, : elements * dtype.itemsize].view(dtype)
+
+    def common(self, bytes_wanted: int) -> Tensor:
+        """Memory that exists once for all ranks, as bytes; it belongs to nobody, so they agree on who writes when."""
+        segment = self._make(max(1, bytes_wanted))
+        self._commons.append(segment)
+        return segment.memory[PAGE : PAGE + bytes_wanted]
 
     def place_of(self, tensor: Tensor) -> str | None:
         """Which arena and how far in, if `tensor` is there."""
@@ -73,7 +80,10 @@ class Arenas:
     def close(self) -> None:
         for arena in self._arenas.values():
             arena.segment.close()
+        for segment in self._commons:
+            segment.close()
         self._arenas.clear()
+        self._commons.clear()
 
     def _find(self, tensor: Tensor) -> tuple[int, int] | None:
         address = tensor.data_ptr()

@@ -93,6 +93,10 @@ class SharedMemoryGroup(dist.ProcessGroup):
         """A tensor in shared memory, which an all-reduce adds up where it lies. All ranks call it in the same order."""
         return self._arenas.allocate(elements, dtype)
 
+    def common(self, bytes_wanted: int) -> Tensor:
+        """Memory that exists once for all ranks (see `Arenas.common`). All ranks call it in the same order."""
+        return self._arenas.common(bytes_wanted)
+
     def number_of(self, tensor: Tensor) -> int | None:
         """Where in shared memory a flat tensor lies, if it does; another rank finds it `there`."""
         return self._arenas.number_of(tensor)
