@@ -54,7 +54,10 @@ class Server:
         log: RunLog | None = None,
         sum_homes: Mapping[int, Tensor] | None = None,
     ) -> None:
-        """`channels` lead to all workers and to the other servers. `sum_homes`: where sums are read, by key."""
+        """`channels` lead to all workers and to the other servers.
+
+        `sum_homes`: where sums are read, by key of the first of `makers`.
+        """
         self._makers = {maker.protocol.table.digest: maker for maker in makers}
         self._protocol = next(iter(self._makers.values())).protocol
         self._server, self._rank = server, self._protocol.workers + server
@@ -195,7 +198,8 @@ class Server:
     def _at_home(self, reply: Reply) -> Tensor | None:
         """A sum is told to all workers from memory of the server's own: where it was made, one of them writes again."""
         header, payload = reply.header, reply.payload
-        home = self._sum_homes.get(header.key) if header.kind is Kind.SUM else None
+        ours = header.kind is Kind.SUM and header.digest == self._protocol.table.digest
+        home = self._sum_homes.get(header.key) if ours else None
         if home is None or payload is None:
             return payload
         if self._home_holds.get(header.key) != header.round:
