@@ -114,6 +114,17 @@ def canonical_star(n: int, plan: SumPlan) -> list[Moved]:
     return [Moved(len(others) * n, sum(roots[1:]) * n), *others]
 
 
+def scatter_to_owners(owned: Sequence[int], nodes: Sequence[int]) -> list[Moved]:
+    """Each node of each rank, without the elements that the rank owns itself, to the ranks that own them."""
+    n = sum(owned)
+    return [Moved(nodes[rank] * (n - own), (sum(nodes) - nodes[rank]) * own) for rank, own in enumerate(owned)]
+
+
+def gather_from_owners(owned: Sequence[int]) -> list[Moved]:
+    """What each rank owns to all others."""
+    return [Moved((len(owned) - 1) * own, sum(owned) - own) for own in owned]
+
+
 def parameter_server(held: Sequence[int], plan: SumPlan, *, named: bool = False) -> list[Moved]:
     """Each root to the servers, by the elements that each of them holds, and one answer to each worker.
 

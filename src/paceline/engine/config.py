@@ -62,6 +62,11 @@ class EngineConfig:
                 "has no use for them; start without --servers"
                 + "".join(f", or choose strategy={entry.name!r}" for entry in STRATEGIES.values() if entry.uses_servers)
             )
+        if world.settings.replay is not None and not self.strategy.entry.uses_servers:
+            raise ConfigError(
+                f"replay of {world.settings.replay}: strategy={self.strategy.name!r} has no order of updates to do "
+                "again; the script has changed, or the folder is of another run"
+            )
         if world.size > self.lanes:
             raise ConfigError(
                 f"{world.size} workers but only {counted(self.lanes, 'lane')}: "

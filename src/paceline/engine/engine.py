@@ -250,6 +250,8 @@ class Engine:
         hashes = self._boundary.told(mine)
         if len(set(hashes)) > 1:
             raise ReplicaError(f"the workers' weights differ: {dict(enumerate(hashes))}")
+        for tell in self._at_loop_end:
+            tell(self.step, lambda: mine)
         return mine
 
     def save_state(self, folder: str | Path) -> None:

@@ -68,8 +68,11 @@ class ReplayingSource:
         """The place in the data moves at the end of the loop, when all lanes have come that far."""
         if self._furthest is None or item.step > self._furthest.step:
             self._furthest = item
-        if self._step.stop_agreed:  # by this lane, in its round; the others of that round follow
-            self._last_round = self._replay.turn.item.round
+        if self._step.stop_wanted:
+            # Asked for before the lane's gradient was collected it counts in this round, later in the next. Lanes that
+            # are ahead ask later than the one that was the first: the others of that round still follow.
+            last = self._replay.turn.item.round + (not self._step.stop_agreed)
+            self._last_round = last if self._last_round is None else min(last, self._last_round)
             self._step.stopped()
 
     # -- as it was -------------------------------------------------------------------------------------------------

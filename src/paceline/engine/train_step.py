@@ -98,6 +98,11 @@ class TrainStep:
         return self._phase in (Phase.ITEM, Phase.RAN, Phase.COLLECTED)
 
     @property
+    def stop_wanted(self) -> bool:
+        """The loop asked for it; agreed or not yet."""
+        return self._stop_wanted
+
+    @property
     def item(self) -> WorkItem | None:
         return self._item
 

@@ -78,6 +78,7 @@ class Applied:
     settings: Settings
     outcome: Outcome = field(default_factory=Outcome)
     incarnation: int = 0
+    check: int | None = None  # a sum over the bits of the key's new weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,6 +159,7 @@ class ApplicationLog:
             "lr_factor": _written(record.outcome.lr_factor),
             "momentum": _written(record.outcome.momentum),
             "dropped": record.outcome.dropped,
+            "check": record.check,
         }
         settings = [{name: _written(value) for name, value in group.items()} for group in record.settings]
         with self._lock:
@@ -352,6 +354,7 @@ class _LogFile:
             self._settings,
             Outcome(_whole(row, "delay"), float.fromhex(row["lr_factor"]), momentum, row["dropped"]),
             _whole(row, "incarnation"),
+            None if row["check"] is None else int(row["check"]),
         )
 
 

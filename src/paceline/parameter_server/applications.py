@@ -30,8 +30,12 @@ class Applications:
         lane: int | None = None,
         worker: int | None = None,
         incarnation: int = 0,
+        check: Callable[[], int] | None = None,
     ) -> None:
-        """A push of one lane, or (neither lane nor worker) the sum of all lanes of a round."""
+        """A push of one lane, or (neither lane nor worker) the sum of all lanes of a round.
+
+        `check` sums up the bits of what it made: a replay that differs finds out where it begins to.
+        """
         if outcome.dropped:
             self.stats.dropped(outcome.delay)
         else:
@@ -40,5 +44,6 @@ class Applications:
             if values != self._named[0] or not self._named[1]:
                 self._named = values, self._settings.by_group(values)
             order, named = self._order[key], self._named[1]
-            self._log(Applied(self._server, key, order, round, lane, worker, named, outcome, incarnation))
+            made = None if check is None or outcome.dropped else check()
+            self._log(Applied(self._server, key, order, round, lane, worker, named, outcome, incarnation, made))
         self._order[key] += 1

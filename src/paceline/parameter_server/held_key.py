@@ -136,6 +136,11 @@ class HeldKey:
 
     # -- reading -----------------------------------------------------------------------------------------------------
 
+    def check(self) -> int:
+        """The bits of the weights, added up as whole numbers."""
+        whole = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[self.weights.element_size()]
+        return int(self.weights.view(whole).sum(dtype=torch.int64).item())
+
     def copy(self) -> Tensor:
         """The weights as they are now, whatever is applied later; pulls of the same version share one copy."""
         if self._copy is None:

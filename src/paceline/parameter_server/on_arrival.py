@@ -117,6 +117,7 @@ class OnArrival:
             lane=header.lane,
             worker=header.sender,
             incarnation=header.incarnation,
+            check=held.check,
         )
 
     # -- how far a key is --------------------------------------------------------------------------------------------

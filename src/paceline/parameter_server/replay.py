@@ -5,7 +5,8 @@
                  └──► the gradient is applied to the keys in the logged order, by the code that the servers use
 
 All updates are in at the end of every training loop, in the run and here, so there the weights are compared. What has
-no such end, because the run was killed, is replayed up to where its log ends.
+no such end, because the run was killed, is replayed up to where its log ends. With every update the log has a sum over
+the bits of the new weights: a difference is found at the key and version where it begins.
 """
 
 from __future__ import annotations
@@ -19,6 +20,10 @@ from paceline.parameter_server.application_log import RecordedRun, read_log
 from paceline.parameter_server.replay_order import Turn, replay_order
 
 Difference = Callable[[], str | None]
+WHY = (
+    "the script, its data, torch or the hardware have changed, or the script depends on something else than its lane "
+    "and round, such as the time or its rank"
+)
 
 
 class Replay:
@@ -32,7 +37,7 @@ class Replay:
         self._handed_out = 0
         self.done = 0  # turns that were computed and applied
         self.pushes = 0
-        self._weights: tuple[int, str] | None = None  # after the last loop: rounds, hash
+        self._weights: str | None = None  # after the last loop
         self._equal = False
 
     # -- the loop ----------------------------------------------------------------------------------------------------
@@ -76,30 +81,32 @@ class Replay:
     def loop_ended(self, rounds: int, weights: Callable[[], str]) -> None:
         """All updates are in; raises where the weights are not those of the run."""
         mine = weights()
-        self._weights = rounds, mine
+        self._weights = mine
         recorded = next((loop.weights for loop in self.run.loops if loop.rounds == rounds), None)
         self._equal = recorded == mine
         if recorded is not None and not self._equal:
             raise ReplicaError(
                 f"replay: after round {rounds - 1} the weights are {mine}, but were {recorded} in the recorded run; "
-                "the script, its data, torch or the hardware have changed, or the script depends on something else "
-                "than its lane and round, such as the time or its rank"
+                f"{WHY}"
             )
 
     def verdict(self) -> str:
         """One line about a replay that went well; raises where the script did something else than was recorded."""
         left = self.turns[self.done :]
-        if left or self._weights is None:
-            where = f"with {left[0].item}" if left else "no further"
+        if left:
             raise ReplicaError(
-                f"replay: the script ended after {self.pushes:,} pushes, but the log goes on {where}; the script or "
-                "its arguments have changed"
+                f"replay: the script ended after {self.pushes:,} pushes, but the log goes on with {left[0].item}; the "
+                "script or its arguments have changed"
             )
         workers = self.run.job.workers
-        told = f"replayed {self.pushes:,} pushes of {workers} worker{'s' if workers > 1 else ''}: {self._weights[1]}"
+        mine = "their weights were not looked at" if self._weights is None else self._weights
+        told = f"replayed {self.pushes:,} pushes of {workers} worker{'s' if workers > 1 else ''}: {mine}"
         if self._equal:
             return f"{told} equal to the recorded run"
-        return f"{told} where the log ends; the run was cut before it could record its own ({', '.join(self.run.cut)})"
+        if self.run.cut:
+            cut = ", ".join(self.run.cut)
+            return f"{told} where the log ends; the run was cut before it could record its own ({cut})"
+        return f"{told}; the run recorded none (let loops end, or call engine.weights_hash() after a break)"
 
 
 @lru_cache(maxsize=4)

@@ -15,15 +15,16 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from paceline.errors import CheckpointError
+from paceline.errors import CheckpointError, ReplicaError
 from paceline.optim.group_settings import GroupSettings
 from paceline.optim.piece_state import State
+from paceline.parameter_server.application_log import Applied
 from paceline.parameter_server.client import Put
 from paceline.parameter_server.held_key import HeldKey
 from paceline.parameter_server.key_ranges import Key, KeyTable
 from paceline.parameter_server.link import Sent
 from paceline.parameter_server.on_arrival import apply_push
-from paceline.parameter_server.replay import Replay
+from paceline.parameter_server.replay import WHY, Replay
 from paceline.parameter_server.replay_order import Application, Item, KeyVersion
 from paceline.parameter_server.wire import Close
 
@@ -83,9 +84,21 @@ class ReplayedClient:
                 f"replay: {item} pushed key {record.key} in the run, but here its lane had no gradient to push; the "
                 "script or its data have changed"
             )
-        values = tuple(self._settings.vector(record.settings))
-        apply_push(held, pushed.gradient, pushed.weight, pushed.used, values, record.outcome)
-        assert held.version == application.version
+        apply_push(held, pushed.gradient, pushed.weight, pushed.used, self._values(record), record.outcome)
+        if record.check is not None and held.check() != record.check:
+            raise ReplicaError(
+                f"replay: {self.table.name(record.key)} begins to differ from the recorded run with version "
+                f"{application.version}, made of the gradient of {item}; {WHY}"
+            )
+
+    def _values(self, record: Applied) -> tuple[float, ...]:
+        try:
+            return tuple(self._settings.vector(record.settings))
+        except (LookupError, TypeError) as error:
+            raise CheckpointError(
+                f"replay: the log has settings of another optimizer than the script: {list(record.settings)}; "
+                "the script has changed since"
+            ) from error
 
     # -- weights -----------------------------------------------------------------------------------------------------
 
@@ -127,5 +140,7 @@ class ReplayedClient:
     def ask(self, round: int) -> None: ...
 
     def have_been_heard(self) -> None: ...
+
+    def wait_for(self, sent: Sent) -> None: ...
 
     def begin_at(self, round: int) -> None: ...

@@ -28,6 +28,11 @@ class ReplayedMaker:
     def __init__(self, plan: Plan, job: Job, replay: Replay) -> None:
         self._plan, self._job, self._replay = plan, job, replay
         recorded = replay.run.job
+        if plan.clock.deterministic:
+            raise ConfigError(
+                f"replay: with clock {plan.clock} the order of updates is fixed, so the run in {replay.folder} gives "
+                "the same bits when it is simply run again"
+            )
         if str(plan.clock) != recorded.clock or job.lanes != recorded.lanes:
             raise CheckpointError(
                 f"replay: the run in {replay.folder} had clock {recorded.clock} and {recorded.lanes} lanes, but the "
