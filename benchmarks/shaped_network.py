@@ -6,42 +6,39 @@
 
 Each host is a network namespace with one process; each cable is shaped in both directions. Z bytes on N hosts:
 
-    algorithm        bytes in and out of the busiest node      time at N = 8 / time at N = 2
+    way              bytes in and out of the busiest node      time at N = 8 / time at N = 2
     star             (N-1)·Z                                   7
     unsplit ring     (N-1)·Z                                   7
     ring             2·(N-1)/N·Z                               1.75
+    1 server         N·Z, at a host of its own                 4          a round of the parameter server
+    N servers        2·(N-1)/N·Z                               1.75       one on the host of each worker
 
     sudo python benchmarks/shaped_network.py --json shaped.json --png shaped.png
 
-It needs root, `ip` and `tc` (iproute2), and takes two minutes. What it makes has its process number in the name and is
-removed on every way out but SIGKILL.
+It needs root, `ip` and `tc` (iproute2), and takes four minutes. What it makes is removed on every way out but SIGKILL.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import os
-import shutil
 import signal
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-ALGORITHMS = ("star", "unsplit-ring", "ring")
+from shaped_links import address, interface_bytes, network, undisturbed, why_not
+
 HOSTS = (2, 3, 4, 6, 8)
-SUBNET = "10.78.0"
 PORT = 29650
 SEGMENT_BYTES = 128 * 2**10  # short ones, so that what a node has to wait for before it can send is little
-# A bucket that lets out no more than 11 packets at once, and a queue so long that nothing has to be sent twice.
-BURST, QUEUE = "16kb", "8mb"
 TIMEOUT_S = 120.0
 WITHIN = 0.25
 """How far measured ratios may be from the theory's."""
@@ -50,8 +47,32 @@ Value = Callable[[dict[str, Any]], float]
 
 
 @dataclass(frozen=True)
+class Way:
+    """How N hosts add up a tensor of Z bytes."""
+
+    busiest: Callable[[int], float]
+    """Z in (and Z out of) the busiest node, by N."""
+    turns: int = 1
+    """2: that node has to have everything before it sends anything."""
+    marker: str = "o"
+    colour: str = "tab:red"
+
+
+WAYS = {
+    "star": Way(lambda hosts: hosts - 1),
+    "unsplit-ring": Way(lambda hosts: hosts - 1, marker="s", colour="tab:orange"),
+    "ring": Way(lambda hosts: 2 * (hosts - 1) / hosts, marker="D", colour="tab:blue"),
+    "1 server": Way(lambda hosts: hosts, turns=2, marker="^", colour="tab:purple"),
+    "N servers": Way(lambda hosts: 2 * (hosts - 1) / hosts, marker="v", colour="tab:green"),
+}
+SERVERS: dict[str, Callable[[int], Sequence[int]]] = {"1 server": lambda hosts: [hosts], "N servers": range}
+"""The hosts on which the servers of N workers are; worker r is on host r."""
+HOLLOW = ("star", "N servers")  # where two lie on one line hollow markers let both be seen
+
+
+@dataclass(frozen=True)
 class Trial:
-    """What is measured: all-reduces of `mib` MiB between the first 2, 3, … hosts, `rounds` times in turn."""
+    """What is measured: sums of `mib` MiB over the first 2, 3, … hosts, `rounds` times in turn."""
 
     hosts: tuple[int, ...] = HOSTS
     mib: float = 4.0
@@ -78,76 +99,13 @@ class Trial:
         return self.mbit * 1e6 / 8
 
 
-# -- the network -------------------------------------------------------------------------------------------------------
-
-
-def why_not() -> str | None:
-    """What is missing on this machine."""
-    if os.geteuid() != 0:
-        return "needs root, to make network namespaces"
-    missing = [name for name in ("ip", "tc") if shutil.which(name) is None]
-    return f"needs {' and '.join(missing)}: install iproute2" if missing else None
-
-
-@contextlib.contextmanager
-def network(hosts: int, mbit: int) -> Iterator[list[str]]:
-    """Namespaces joined by a bridge in one more; their names. Links and bridge go when their namespaces go."""
-    switch, *names = (f"paceline-{os.getpid()}-{what}" for what in ("switch", *range(hosts)))
-    made: list[str] = []
-    try:
-        for name in (switch, *names):
-            made.append(name)
-            _run("ip", "netns", "add", name)
-            _run("ip", "-n", name, "link", "set", "lo", "up")
-        _run("ip", "-n", switch, "link", "add", "bridge", "type", "bridge")
-        _run("ip", "-n", switch, "link", "set", "bridge", "up")
-        for number, name in enumerate(names):
-            _plug_in(name, switch, number, mbit)
-        yield names
-    finally:
-        with _undisturbed():
-            for name in made:
-                subprocess.run(["ip", "netns", "del", name], capture_output=True, timeout=10, check=False)
-
-
-def _plug_in(name: str, switch: str, number: int, mbit: int) -> None:
-    port = f"port{number}"
-    _run("ip", "link", "add", "eth0", "netns", name, "type", "veth", "peer", "name", port, "netns", switch)
-    _run("ip", "-n", switch, "link", "set", port, "master", "bridge", "up")
-    _run("ip", "-n", name, "addr", "add", f"{address(number)}/24", "dev", "eth0")
-    _run("ip", "-n", name, "link", "set", "eth0", "up")
-    for namespace, device in ((name, "eth0"), (switch, port)):
-        shape = ("tbf", "rate", f"{mbit}mbit", "burst", BURST, "limit", QUEUE)
-        _run("tc", "-n", namespace, "qdisc", "add", "dev", device, "root", *shape)
-
-
-def address(number: int) -> str:
-    return f"{SUBNET}.{number + 1}"
-
-
-def _run(*words: str) -> None:
-    ran = subprocess.run(words, capture_output=True, text=True, timeout=10, check=False)
-    if ran.returncode:
-        sys.exit(f"shaped_network: `{' '.join(words)}` failed: {ran.stderr.strip() or ran.stdout.strip()}")
-
-
-@contextlib.contextmanager
-def _undisturbed() -> Iterator[None]:
-    """Who presses Ctrl-C twice still gets everything removed."""
-    before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
 # -- one host ----------------------------------------------------------------------------------------------------------
 
 
 def work(trial: Trial, rank: int) -> list[dict[str, Any]]:
     """What each host's process runs; the measurements, the same on every rank."""
     import torch
+    from shaped_servers import Served
     from torch._C._distributed_c10d import PrefixStore
 
     from paceline.collectives.communicator import Communicator
@@ -165,20 +123,29 @@ def work(trial: Trial, rank: int) -> list[dict[str, Any]]:
         prefix = PrefixStore(f"{size}", store)
         return Communicator.connect(world(size), prefix, backend="gloo", device=device, timeout_s=TIMEOUT_S)
 
-    everyone = max(trial.hosts)
+    everyone = max(trial.hosts) + 1  # one more for the server
     store = open_store(world(everyone), None, TIMEOUT_S)
-    groups = {size: connect(size) for size in trial.hosts if rank < size}
+    groups = {size: connect(size) for size in (*trial.hosts, everyone) if rank < size}
     all_hosts = groups[everyone]
+    served = {
+        (name, size): Served(world(everyone), store, f"{name} {size}", size, hosts(size), trial.elements)
+        for name, hosts in SERVERS.items()
+        for size in trial.hosts
+    }
     found: list[dict[str, Any]] = []
     for number in range(-1, trial.rounds):  # round -1 opens the windows of all connections
         for size in trial.hosts:
-            for name in ALGORITHMS:
-                told = all_reduce(groups[size], name, trial) if size in groups else None
-                measured = all_hosts.gather_json(told)[0]
+            for name in WAYS:
+                if name in SERVERS:
+                    measured = served[name, size].round(all_hosts)
+                else:
+                    measured = all_hosts.gather_json(all_reduce(groups[size], name, trial) if rank < size else None)[0]
                 if number >= 0:
                     found.append({"round": number, "hosts": size, "algorithm": name, **measured})
         if rank == 0:
             print(f"round {number + 1}/{trial.rounds}{' (not counted)' if number < 0 else ''}", flush=True)
+    for each in served.values():
+        each.close()
     all_hosts.barrier()
     for group in groups.values():
         group.close()
@@ -205,21 +172,12 @@ def all_reduce(comm: Any, name: str, trial: Trial) -> dict[str, Any]:
     return dict(zip(("seconds", "busiest_bytes", "wire_bytes"), map(max, zip(*every, strict=True)), strict=True))
 
 
-def interface_bytes() -> list[int]:
-    """Received and sent by eth0 since it is up, headers included."""
-    for line in Path("/proc/self/net/dev").read_text().splitlines():
-        name, _, counts = line.partition(":")
-        if name.strip() == "eth0":
-            return [int(counts.split()[column]) for column in (0, 8)]
-    raise AssertionError("no eth0 in this namespace")
-
-
 # -- all of them -------------------------------------------------------------------------------------------------------
 
 
 def measure(trial: Trial) -> dict[str, Any]:
     with (
-        network(max(trial.hosts), trial.mbit) as names,
+        network(max(trial.hosts) + 1, trial.mbit) as names,
         tempfile.TemporaryDirectory(prefix="paceline-shaped-") as folder,
     ):
         file = Path(folder) / "found.json"
@@ -232,7 +190,7 @@ def measure(trial: Trial) -> dict[str, Any]:
                 processes.append(subprocess.Popen(command, start_new_session=True, env=quiet))
             _await(processes)
         finally:
-            with _undisturbed():
+            with undisturbed():
                 for process in processes:  # all at once, or the others would tell of the first one's death
                     process.kill()
                 for process in processes:
@@ -249,20 +207,15 @@ def _await(processes: Sequence[subprocess.Popen[bytes]]) -> None:
                 sys.exit(f"shaped_network: the process of host {rank} ended with {process.returncode}; see above")
 
 
-def busiest_share(name: str, hosts: int) -> float:
-    """Bytes in (and out of) the busiest node, in units of Z."""
-    return 2 * (hosts - 1) / hosts if name == "ring" else float(hosts - 1)
-
-
 def summarise(trial: Trial, found: Sequence[dict[str, Any]]) -> dict[str, Any]:
     rows: list[dict[str, Any]] = []
     least = min(trial.hosts)
-    for name in ALGORITHMS:
+    for name, way in WAYS.items():
         for hosts in trial.hosts:
             own = [each for each in found if (each["algorithm"], each["hosts"]) == (name, hosts)]
             first = [each for each in found if (each["algorithm"], each["hosts"]) == (name, least)]
             seconds = [each["seconds"] for each in own]
-            share = busiest_share(name, hosts)
+            share = way.busiest(hosts)
             rows.append(
                 {
                     "algorithm": name,
@@ -270,11 +223,11 @@ def summarise(trial: Trial, found: Sequence[dict[str, Any]]) -> dict[str, Any]:
                     "seconds": statistics.median(seconds),
                     "seconds_least": min(seconds),
                     "seconds_most": max(seconds),
-                    "seconds_by_theory": share * trial.bytes / trial.bytes_per_s,
+                    "seconds_by_theory": way.turns * share * trial.bytes / trial.bytes_per_s,
                     "ratio": statistics.median(
                         mine["seconds"] / two["seconds"] for mine, two in zip(own, first, strict=True)
                     ),
-                    "ratio_by_theory": share / busiest_share(name, least),
+                    "ratio_by_theory": share / way.busiest(least),
                     "busiest_bytes": max(each["busiest_bytes"] for each in own),
                     "bytes_by_theory": round(share * trial.bytes),
                     "wire_bytes": round(statistics.median(each["wire_bytes"] for each in own)),
@@ -295,9 +248,9 @@ def show(result: dict[str, Any]) -> None:
     trial = result["trial"]
     out = Console(width=None if sys.stdout.isatty() else 120, highlight=False)
     least = min(trial["hosts"])
-    out.print(f"All-reduce of {result['tensor_bytes']:,} bytes, links of {trial['mbit']} Mbit/s each way")
+    out.print(f"Sums of {result['tensor_bytes']:,} bytes, links of {trial['mbit']} Mbit/s each way")
     table = Table(box=None, pad_edge=False, header_style="bold")
-    columns = ("algorithm", "N", "time, s", "least – most", "by theory", f"× N={least}", "by theory", "busiest, bytes")
+    columns = ("way", "N", "time, s", "least – most", "by theory", f"× N={least}", "by theory", "busiest, bytes")
     for number, column in enumerate((*columns, "by theory", "on the wire")):
         table.add_column(column, justify="right" if number else "left", no_wrap=True)
     for row in result["rows"]:
@@ -324,19 +277,17 @@ def plot(result: dict[str, Any], file: Path) -> None:
     trial = result["trial"]
     figure = Figure(figsize=(10, 4.2), layout="constrained")
     axes: Any = figure.subplots(1, 2)
-    styles = {"star": ("tab:red", "o"), "unsplit-ring": ("tab:orange", "s"), "ring": ("tab:blue", "D")}
 
     def draw(panel: Any, measured: Value, theory: Value, title: str) -> None:
-        for name, (colour, marker) in styles.items():
+        for name, way in WAYS.items():
             rows = [row for row in result["rows"] if row["algorithm"] == name]
-            hosts = [row["hosts"] for row in rows]
-            # Star and unsplit ring lie on one line: hollow markers let both be seen.
-            size = 10 if name == "star" else 6
-            face = "none" if name == "star" else colour
-            panel.plot(hosts, [theory(row) for row in rows], color=colour, linewidth=1, linestyle="--")
-            panel.plot(hosts, [measured(row) for row in rows], marker, color=colour, ms=size, mfc=face, label=name)
+            hosts, size = [row["hosts"] for row in rows], 10 if name in HOLLOW else 6
+            face = "none" if name in HOLLOW else way.colour
+            panel.plot(hosts, [theory(row) for row in rows], color=way.colour, linewidth=1, linestyle="--")
+            points = [measured(row) for row in rows]
+            panel.plot(hosts, points, way.marker, color=way.colour, ms=size, mfc=face, label=name)
         panel.plot([], [], color="grey", linewidth=1, linestyle="--", label="theory")
-        panel.set(xlabel="hosts", title=title, xticks=trial["hosts"])
+        panel.set(xlabel="workers, one on each host", title=title, xticks=trial["hosts"])
         panel.set_ylim(bottom=0)
         panel.grid(alpha=0.3)
         panel.spines[["top", "right"]].set_visible(False)
@@ -346,13 +297,13 @@ def plot(result: dict[str, Any], file: Path) -> None:
     title = "bytes into the busiest node, MiB (counted)"
     draw(axes[1], lambda row: row["busiest_bytes"] / mib, lambda row: row["bytes_by_theory"] / mib, title)
     axes[0].legend(frameon=False)
-    figure.suptitle(f"All-reduce of {result['tensor_bytes'] / mib:.1f} MiB over links of {trial['mbit']} Mbit/s")
+    figure.suptitle(f"A sum of {result['tensor_bytes'] / mib:.1f} MiB over links of {trial['mbit']} Mbit/s")
     figure.savefig(file, dpi=150)
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Star, unsplit ring and ring on a slow network.")
-    parser.add_argument("--hosts", default=",".join(map(str, HOSTS)), help="how many, a list: 2,3,4,6,8")
+    parser = argparse.ArgumentParser(description="Star, unsplit ring, ring and parameter servers on a slow network.")
+    parser.add_argument("--hosts", default=",".join(map(str, HOSTS)), help="with workers, a list: 2,3,4,6,8")
     parser.add_argument("--mib", type=float, default=Trial.mib, help="of the tensor")
     parser.add_argument("--mbit", type=int, default=Trial.mbit, help="per second, of every link in each direction")
     parser.add_argument("--rounds", type=int, default=Trial.rounds)
