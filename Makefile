@@ -34,7 +34,7 @@ layers: setup
 pytest: setup
 	$(PYTHON) -m pytest
 
-# Of the full product every EVERY-th combination; 5 has no factor in common with the length of any of its axes.
+# Of the full product every EVERY-th combination; a prime above 3 meets all values of all its axes.
 EVERY ?= 1
 bits: setup
 	$(PYTHON) -m pytest tests/bits --full-product --every $(EVERY)

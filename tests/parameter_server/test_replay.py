@@ -175,6 +175,15 @@ def test_the_runs_that_are_replayed_really_read_stale_weights_and_drop_pushes(tm
     assert any(record.outcome.dropped for records in run.applied.values() for record in records)
 
 
+def test_a_run_that_went_on_without_a_killed_worker_is_replayed(tmp_path: Path) -> None:
+    job: dict[str, Any] = {"lanes": 3, "clock": "s=2", "epochs": 1, "width": 16}
+    found, _ = recorded(tmp_path, 3, 1, kill=(2, 4), **job)
+    again = replay(tmp_path, **job)
+    assert again.error is None, again.traceback
+    assert again.value[0] == found
+    assert "equal to the recorded run" in again.value[2]
+
+
 # -- what is wrong with a log or with the script -----------------------------------------------------------------------
 
 

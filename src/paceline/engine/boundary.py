@@ -32,9 +32,12 @@ class Boundary:
         self, world: World, store: Store | None, comm: Communicator | None, device: torch.device, timeout_s: float
     ) -> None:
         self._world, self._store, self._comm, self._device = world, store, comm, device
-        self._workers = comm.size if comm is not None else 1
         self._timeout_s = timeout_s
         self._barriers = itertools.count()
+
+    @property
+    def _workers(self) -> int:
+        return self._comm.size if self._comm is not None else 1
 
     def barrier(self, *, with_servers: bool) -> None:
         if with_servers and self._world.servers and self._store is not None:

@@ -15,13 +15,14 @@ of the loop in docs/concepts/loop.md.
 from __future__ import annotations
 
 import atexit
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._C._distributed_c10d import PrefixStore
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
@@ -118,6 +119,8 @@ class Engine:
         self._record_folder = None if record_samples is None else Path(record_samples)
         self._replay = None if told.replay is None else replay_of(Path(told.replay))
         self._at_loop_end: list[LoopEndListener] = []
+        self._lost: Set[int] = frozenset()
+        self._among = self.world  # the workers that are left, under their ranks there
         self._in_loop = False
         self._closed = False
         atexit.register(self.close)
@@ -219,7 +222,8 @@ class Engine:
 
     @property
     def is_main_process(self) -> bool:
-        return self.world.is_main
+        """One of all workers: the first, or the first of those that are left."""
+        return self._among.is_main
 
     def print(self, *values: object, **options: Any) -> None:
         """Print once, not once per worker."""
@@ -351,10 +355,11 @@ class Engine:
             raise ConfigError("engine.prepare() got an optimizer but no model; give both in one call")
         check_same_models(self._comm, self._models)
         job = self._job()
-        self._at_loop_end = job.at_loop_end
+        self._at_loop_end, self._lost = job.at_loop_end, job.lost
         strategies = StrategyTable(self.config.strategy, job, parameter_names(self._models))
         self._step = TrainStep(self.config, self._comm, self._models, self._optimizers, self._schedulers, strategies)
-        self._step.on_step = self._tell_step
+        self._step.on_step, self._step.on_settled = self._tell_step, self._go_on_without_the_lost
+        self._step.lost = self._lost
         for optimizer in self._optimizers:
             let_optimizer_act_once(optimizer, self._step)
         for scheduler in self._schedulers:
@@ -388,7 +393,7 @@ class Engine:
         if not training:
             seed, timeout_s = self.config.seed, self.config.timeout_s
             self._evaluations.append(
-                EvaluationLoader(thing, self.world, self.device, seed=seed, timeout_s=timeout_s, on_start=self._settle)
+                EvaluationLoader(thing, self._among, self.device, seed=seed, timeout_s=timeout_s, on_start=self._settle)
             )
             return self._evaluations[-1]
         step, config = self._training(), self.config
@@ -433,6 +438,7 @@ class Engine:
         return SampleRecord.start(folder, attempt, header)
 
     def _enter_loop(self) -> None:
+        self._settle()  # a worker may have been lost since the last boundary
         if self._comm is not None:
             self._comm.take_back_note()
         self._in_loop = True
@@ -483,6 +489,18 @@ class Engine:
         """All workers are at a boundary: updates that are under way end, and the model holds the newest weights."""
         if self._step is not None:
             self._step.settle()
+
+    def _go_on_without_the_lost(self) -> None:
+        """Where the strategy goes on without a worker, so does everything that workers do together."""
+        if len(self._lost) == self.world.size - self._among.size or self._comm is None or self._store is None:
+            return
+        self._among = self.world.without(self._lost)
+        named = ", ".join(map(str, sorted(self._lost)))
+        self._comm.reconnect(self._among, PrefixStore(f"without/{named}", self._store))
+        for loader in self._evaluations:
+            loader.deal_to(self._among)
+        plural = "s" if len(self._lost) > 1 else ""
+        self.print(f"paceline: going on without worker{plural} {named}; what their lanes had left to see is not seen")
 
     def _job_facts(self) -> dict[str, Any]:
         data = self._loader.source.facts() if self._loader is not None else {}

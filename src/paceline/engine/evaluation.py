@@ -49,6 +49,10 @@ class EvaluationLoader:
         self._kept: DataLoader[Any] | None = None
         self.real_rows: list[int] | None = None  # which workers hold a real batch this round; None outside
 
+    def deal_to(self, world: World) -> None:
+        """From now on batches are dealt to these workers."""
+        self._world, self._kept = world, None
+
     @property
     def dataset(self) -> Any:
         return self._source.dataset

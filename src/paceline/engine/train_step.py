@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from typing import Any
 
 import torch
@@ -90,17 +90,14 @@ class TrainStep:
         self._in_body = False
         self._stepped_in_body: set[int] = set()
         self.on_step: Callable[[], None] = lambda: None
+        self.on_settled: Callable[[], None] = lambda: None
+        self.lost: Set[int] = frozenset()  # workers that the others go on without
 
     # -- items -------------------------------------------------------------------------------------------------------
 
     @property
     def inside_step(self) -> bool:
         return self._phase in (Phase.ITEM, Phase.RAN, Phase.COLLECTED)
-
-    @property
-    def stop_wanted(self) -> bool:
-        """The loop asked for it; agreed or not yet."""
-        return self._stop_wanted
 
     @property
     def item(self) -> WorkItem | None:
@@ -123,6 +120,11 @@ class TrainStep:
     def votes(self) -> int:
         """Ballots that this worker took part in."""
         return self._box.votes
+
+    @property
+    def stop_wanted(self) -> bool:
+        """The loop asked for it; agreed or not yet."""
+        return self._stop_wanted
 
     @property
     def stops_alone(self) -> bool:
@@ -400,7 +402,11 @@ class TrainStep:
         if self.inside_step:
             return
         self._strategies.settle()
-        self._buffers.settle(self._comm, owner=next(w for w, lanes in enumerate(self.rides) if 0 in lanes))
+        self.on_settled()
+        left = [lanes for worker, lanes in enumerate(self.rides) if worker not in self.lost]
+        lowest = min(lane for lanes in left for lane in lanes)
+        owner = next(place for place, lanes in enumerate(left) if lowest in lanes)
+        self._buffers.settle(self._comm, owner=owner, lowest=lowest)
 
     def state_of(self, optimizer: Optimizer) -> dict[str, Any]:
         return self._strategies.state_of(optimizer)

@@ -13,6 +13,7 @@ import contextlib
 import itertools
 import json
 import time
+from collections.abc import Set
 from typing import Any
 
 from torch._C._distributed_c10d import PrefixStore, Store
@@ -29,12 +30,11 @@ class MeetingPoint:
         self._store = None if store is None else PrefixStore("parameter_server/meetings", store)
         self._worker, self._workers, self._timeout_s = worker, workers, timeout_s
         self._meetings = itertools.count()
-        self.gone: frozenset[int] = frozenset()  # workers that did not come to the last meeting
 
-    def meet(self) -> None:
-        """No worker goes on before all that are left have come."""
+    def meet(self) -> Set[int]:
+        """No worker goes on before all that are left have come; those that did not and never will."""
         if self._store is None or self._workers == 1:
-            return
+            return frozenset()
         name = f"meeting/{next(self._meetings)}"
         self._store.set(f"{name}/{self._worker}", "")
         others = [worker for worker in range(self._workers) if worker != self._worker]
@@ -50,7 +50,7 @@ class MeetingPoint:
                 )
             time.sleep(nap)
             nap = min(_LONGEST_NAP_S, 1.5 * nap)
-        self.gone = frozenset(missing)
+        return frozenset(missing)
 
     def say_gone(self, worker: int) -> None:
         if self._store is not None:

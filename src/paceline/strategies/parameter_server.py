@@ -141,7 +141,7 @@ class ParameterServerMaker:
 
     def _tell_what_was_seen(self) -> None:
         parts, world = self._parts, self._parts.job.world
-        names = [f"stats/worker {worker}" for worker in range(1, world.size) if worker not in parts.meeting.gone]
+        names = [f"stats/worker {worker}" for worker in range(1, world.size) if worker not in parts.job.lost]
         names += [f"stats/server {server}" for server in range(world.servers)]
         found = parts.meeting.found(names, within_s=LAST_WORDS_S)
         seen = [self._lines.stats_so_far(), *map(StalenessStats.of_json, found.values())]

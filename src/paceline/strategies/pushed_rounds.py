@@ -78,9 +78,14 @@ class PushedRounds:
         self.replicas: Sequence[Parameter] = self.parameters if clock.deterministic else []
         self._under_way: deque[_Pushed] = deque()
         self._round = 0  # the one that runs, or the next after it was closed
-        self._closed = True
+        self._closed, self._ever_opened = True, False
+        self._lost = job.lost
         self._lanes: tuple[int, ...] = ()
         self._acted: set[int] = set()
+
+    @property
+    def _speaks_for_all(self) -> bool:
+        return all(worker in self._lost for worker in range(self._worker))
 
     @property
     def between_rounds(self) -> bool:
@@ -127,7 +132,7 @@ class PushedRounds:
                 self._log.begin(self._round)
                 self._log.read(Read(self._worker, self._round, self._lanes, self._client.versions))
             self._client.open(self._round, self._lanes)
-            self._closed = False
+            self._closed, self._ever_opened = False, True
 
     def used(self) -> Sequence[bool]:
         return self._buckets.used

@@ -57,6 +57,7 @@ class Job:
     facts: Mapping[str, Any] = field(default_factory=dict)  # what the bits depend on besides the objects, for records
     at_loop_end: list[LoopEndListener] = field(default_factory=list)  # a strategy adds its own
     replay: Replay | None = None  # do again what this has, instead of training
+    lost: set[int] = field(default_factory=set)  # workers that a strategy goes on without; it adds them in `settle`
 
 
 class Maker(Protocol):

@@ -151,7 +151,7 @@ class SumsOnServers(PushedRounds):
     def load(self, optimizer: Optimizer, state: dict[str, Any], *, round: int) -> None:
         optimizer.load_state_dict(state)
         self._all_workers_are_here()
-        if self._worker == 0:
+        if self._speaks_for_all:
             self._client.load(round, self.parameters, None)
         self._all_workers_are_here()
         self._waiting, self._newest, self._round = [], None, round

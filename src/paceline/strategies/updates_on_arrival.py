@@ -117,13 +117,14 @@ class UpdatesOnArrival(UpdatesOnServers):
         """What all workers pushed is in before any of them reads, and nobody pushes before all have read."""
         self._client.have_been_heard()
         self._all_workers_are_here()
-        self._client.refresh(self._round, self._weights.put)
+        if self._ever_opened:
+            self._client.refresh(self._round, self._weights.put)
         self._all_workers_are_here()
 
     def _all_workers_are_here(self) -> None:
         """Those that are left."""
         if self._meeting is not None:
-            self._meeting.meet()
+            self._lost |= self._meeting.meet()
 
     def load(self, *parts: Any, **options: Any) -> None:
         super().load(*parts, **options)

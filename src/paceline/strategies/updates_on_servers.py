@@ -84,7 +84,7 @@ class UpdatesOnServers(PushedRounds):
 
     def state_of(self, optimizer: Optimizer) -> dict[str, Any]:
         saved: dict[str, Any] = optimizer.state_dict()
-        if self._worker != 0:
+        if not self._speaks_for_all:
             return saved
         wholes = whole_states(self._client.table, self._client.states(self._round), self.parameters)
         state_of = {id(parameter): state for parameter, state in zip(self.parameters, wholes, strict=True)}
@@ -99,7 +99,7 @@ class UpdatesOnServers(PushedRounds):
         self._load_own(optimizer, state)
         self._loaded[id(optimizer)] = self._per_parameter(optimizer, state)
         self._all_workers_are_here()
-        if self._worker == 0:
+        if self._speaks_for_all:
             merged = [
                 next((states[place] for states in self._loaded.values() if states[place]), {})
                 for place in range(len(self.parameters))

@@ -16,6 +16,7 @@ accelerator. Under every other launcher `servers` is 0, and worker 0 doubles as 
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 
 from paceline.errors import WorldError
@@ -123,6 +124,15 @@ class World:
     @property
     def name(self) -> str:
         return f"server {self.server_index}" if self.is_server else f"worker {self.rank}"
+
+    def without(self, lost: Collection[int]) -> World:
+        """The workers that are left, under new ranks."""
+        left = [rank for rank in range(self.size) if rank not in lost]
+        rank, size = left.index(self.rank), len(left)
+        # Who is on which host is not known here; it matters only where all are on one.
+        here = (rank, size) if self.local_size == self.size else (0, 1)
+        alone = replace(self, rank=0, size=1, local_rank=0, local_size=1, host_rank=0, hosts=1, servers=0)
+        return replace(alone, rank=rank, size=size, local_rank=here[0], local_size=here[1])
 
     def joint(self) -> World:
         """Workers and servers as one group with the same ranks, to connect their traffic with each other."""
