@@ -270,8 +270,8 @@ def damaged(folder: Path, role: str, line: int, text: str) -> str:
 
 
 APPLY = (
-    '"incarnation":0,"round":0,"lane":1,"worker":0,"delay":0,"lr_factor":"0x1p+0","momentum":null,'
-    '"dropped":false,"check":null}'
+    '"incarnation":0,"round":0,"lane":1,"worker":0,"delay":0,"lr_factor":"0x1p+0","momentum":null,"dropped":false,'
+    '"check":null}'
 )
 
 
