@@ -438,7 +438,6 @@ class Engine:
         return SampleRecord.start(folder, attempt, header)
 
     def _enter_loop(self) -> None:
-        self._settle()  # a worker may have been lost since the last boundary
         if self._comm is not None:
             self._comm.take_back_note()
         self._in_loop = True
