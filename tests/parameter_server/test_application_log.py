@@ -334,7 +334,7 @@ def test_a_line_after_the_end_is_damage(tmp_path: Path) -> None:
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
-    written(tmp_path, job=replace(JOB, workers=2))
+    written(tmp_path, replace(APPLIED, worker=1), job=replace(JOB, workers=2))
     with pytest.raises(CheckpointError) as caught:
         read_log(tmp_path)
     assert str(caught.value) == (

@@ -7,6 +7,8 @@ import os
 import random
 import signal
 import time
+from collections import Counter
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -175,9 +177,11 @@ def test_the_runs_that_are_replayed_really_read_stale_weights_and_drop_pushes(tm
     assert any(record.outcome.dropped for records in run.applied.values() for record in records)
 
 
-def test_a_run_that_went_on_without_a_killed_worker_is_replayed(tmp_path: Path) -> None:
-    job: dict[str, Any] = {"lanes": 3, "clock": "s=2", "epochs": 1, "width": 16}
-    found, _ = recorded(tmp_path, 3, 1, kill=(2, 4), **job)
+@pytest.mark.parametrize("killed_in", [0, 4, 12])
+def test_a_run_that_went_on_without_a_killed_worker_is_replayed(killed_in: int, tmp_path: Path) -> None:
+    """In its first round, inside an epoch, and in the next one."""
+    job: dict[str, Any] = {"lanes": 3, "clock": "s=2"}
+    found, _ = recorded(tmp_path, 3, 1, kill=(2, killed_in), **job)
     again = replay(tmp_path, **job)
     assert again.error is None, again.traceback
     assert again.value[0] == found
@@ -204,16 +208,23 @@ def copied(a_run: Path, tmp_path: Path) -> Path:
 
 def test_a_log_that_was_cut_is_replayed_up_to_where_it_ends(copied: Path) -> None:
     """As if all processes had been killed at once: what was read and applied first is on file."""
-    whole = read_log(copied)
-    last = max(read.round for read in whole.reads) // 2
-    for file in (copied / FOLDER).iterdir():
-        lines = file.read_text().splitlines(keepends=True)
-        kept = [line for line in lines if json.loads(line).get("round", 0) <= last and '"end"' not in line]
-        file.write_text("".join(line for line in kept if '"loop"' not in line) + '{"kind": "re')
+    by_server = copied / FOLDER / "attempt-0001-server-00000.jsonl"
+    lines = by_server.read_text().splitlines(keepends=True)
+    applied = lines[: len(lines) // 2]
+    by_server.write_text("".join(applied) + '{"kind": "app')
+    versions = Counter(str(row["key"]) for row in map(json.loads, applied) if row.get("kind") == "apply")
+    for file in (copied / FOLDER).glob("*worker*"):
+        header, *reads = file.read_text().splitlines(keepends=True)
+        seen = takewhile(lambda line: could_be_read(json.loads(line), versions), reads)
+        file.write_text("".join([header, *seen]) + '{"kind": "re')
     again = replay(copied, lanes=2, epochs=1)
     assert again.error is None, again.traceback
     assert "where the log ends; the run was cut before it could record its own" in again.value[2]
     assert "attempt-0001-worker-00001.jsonl" in again.value[2]
+
+
+def could_be_read(row: dict[str, Any], versions: Counter[str]) -> bool:
+    return row["kind"] == "read" and all(version <= versions[key] for key, version in row["versions"].items())
 
 
 @pytest.mark.parametrize(

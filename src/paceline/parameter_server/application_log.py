@@ -257,7 +257,10 @@ def _check_files(folder: Path, attempt: int, files: list[_LogFile]) -> None:
                     "these files are of different runs"
                 )
     names = [file_name(attempt, "server", number) for number in range(job.servers)]
-    names += [file_name(attempt, "worker", number) for number in range(job.workers)]
+    # A worker that was lost before its first round has left nothing behind, and nobody needs it.
+    pushed = {record.worker for file in files for records in file.applied.values() for record in records}
+    needed = [number for number in range(job.workers) if number in pushed or None in pushed]
+    names += [file_name(attempt, "worker", number) for number in needed]
     missing = sorted(set(names) - {file.path.name for file in files})
     if missing:
         raise CheckpointError(
