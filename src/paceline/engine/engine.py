@@ -283,6 +283,9 @@ class Engine:
                 write_state(Path(folder), tree)
             except PacelineError as error:
                 failure = str(error)
+            else:
+                if self._client is not None:
+                    self._client.tell("checkpoint", folder=str(folder))
         for text in self._boundary.told(failure):
             if text is not None:
                 raise CheckpointError(text)

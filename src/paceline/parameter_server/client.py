@@ -95,7 +95,9 @@ class Lines:
         if self.failure is None and true():
             return 0.0
         begun = time.monotonic()
-        self.change.wait_for(lambda: self.failure is not None or true(), timeout=self.timeout_s)
+        # A little longer than servers wait for a worker: they can say who it was.
+        patience_s = self.timeout_s + silence_s(self.timeout_s) + LAST_WORDS_S
+        self.change.wait_for(lambda: self.failure is not None or true(), timeout=patience_s)
         if self.failure is not None:
             raise PeerLostError(self.failure)
         if not true():
@@ -112,7 +114,7 @@ class Lines:
     def _ping(self, number: int) -> None:
         digest = next(iter(self._clients))
         for server in range(len(self._channels)):
-            self.send(server, Header(Kind.PING, sender=self.worker, digest=digest, round=number)).wait()
+            self.send(server, Header(Kind.PING, sender=self.worker, digest=digest, round=number))
 
     def _keep_talking(self) -> None:
         """Servers wait for a worker no longer than the timeout, and it for them: somebody has to say something."""
@@ -338,16 +340,18 @@ class Client:
             self._lines.wait_until(lambda: len(self._states) == len(self.table.keys), "the optimizer's state")
         return {number: [] if packed is None else unpack_states(packed) for number, packed in self._states.items()}
 
-    def load(self, round: int, parameters: Sequence[Tensor], states: Mapping[int, Sequence[State]] | None) -> None:
-        """Have the servers go on with `round` from these; None: they keep neither weights nor state."""
+    def load(
+        self, round: int, parameters: Sequence[Tensor] | None, states: Mapping[int, Sequence[State]] | None
+    ) -> None:
+        """Have the servers go on with `round` from these; None: from what they have, if they have such."""
         self._loads, expected = 0, 0
         for key in self.table.keys:
             payloads: list[tuple[int, Tensor | None]] = [(0, None)]
+            if parameters is not None:
+                weights = key.gathered([parameter.detach() for parameter in parameters]).cpu()
+                payloads.append((LOADS_WEIGHTS, weights))
             if states is not None:
-                payloads = [
-                    (LOADS_WEIGHTS, key.gathered([parameter.detach() for parameter in parameters]).cpu()),
-                    (LOADS_STATE, pack_states(states[key.number])),
-                ]
+                payloads.append((LOADS_STATE, pack_states(states[key.number])))
             for flags, payload in payloads:
                 header = self._header(Kind.LOAD, round, key.number, complete=round - 1, flags=flags)
                 self._lines.send(key.server, header if payload is None else header.holding(payload), payload)
@@ -356,9 +360,10 @@ class Client:
             self._lines.wait_until(lambda: self._loads == expected, "the servers to load the saved state")
 
     def begin_at(self, round: int) -> None:
-        """All updates before `round`, and no others, are in the weights at hand."""
+        """The weights at hand are those that `round` reads, and have been loaded."""
+        first = self._clock.needs(round) + 1 if self._clock.deterministic else round
         with self._lines.change:
-            self._hand = WeightsInHand(self._clock, range(len(self.table.keys)), first_round=round)
+            self._hand = WeightsInHand(self._clock, range(len(self.table.keys)), first_round=first)
             self._arrived.clear()
         self.versions = dict.fromkeys(range(len(self.table.keys)), 0)
 

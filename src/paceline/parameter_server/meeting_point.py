@@ -35,13 +35,21 @@ class MeetingPoint:
         """No worker goes on before all that are left have come; those that did not and never will."""
         if self._store is None or self._workers == 1:
             return frozenset()
-        name = f"meeting/{next(self._meetings)}"
-        self._store.set(f"{name}/{self._worker}", "")
-        others = [worker for worker in range(self._workers) if worker != self._worker]
+        try:
+            return self._meet(self._store, f"meeting/{next(self._meetings)}")
+        except RuntimeError as error:
+            reason = str(error).partition("\n")[0]
+            raise PeerLostError(
+                f"worker {self._worker} lost the store in which workers meet, which worker 0 or the launcher serves "
+                f"({reason}); resume from the last saved state"
+            ) from error
+
+    def _meet(self, store: Store, name: str) -> Set[int]:
+        store.set(f"{name}/{self._worker}", "")
+        missing = [worker for worker in range(self._workers) if worker != self._worker]
         deadline, nap = time.monotonic() + self._timeout_s, _NAP_S
-        missing = [worker for worker in others if not self._store.check([f"{name}/{worker}"])]
-        while missing := [worker for worker in missing if not self._store.check([f"{name}/{worker}"])]:
-            if all(self._store.check([f"gone/{worker}"]) for worker in missing):
+        while missing := [worker for worker in missing if not store.check([f"{name}/{worker}"])]:
+            if all(store.check([f"gone/{worker}"]) for worker in missing):
                 break
             if time.monotonic() > deadline:
                 raise PeerLostError(

@@ -48,10 +48,6 @@ class ModelWeights:
 
     # -- a round's weights while others are shown --------------------------------------------------------------------
 
-    @property
-    def keeps_some(self) -> bool:
-        return self._kept is not None
-
     def keep(self) -> None:
         """Remember the weights as they are, unless some are remembered already."""
         if self._kept is None:
@@ -70,8 +66,17 @@ class ModelWeights:
         with torch.no_grad():
             torch._foreach_copy_(list(self._parameters), list(weights))
 
-    def forget(self) -> None:
-        self._kept = None
+    def remember(self, weights: Sequence[Tensor] | None) -> None:
+        """Others than the model holds; None: nothing."""
+        self._kept = None if weights is None else list(weights)
+
+    @property
+    def remembered(self) -> Sequence[Tensor] | None:
+        return self._kept
+
+    def versions(self) -> list[int]:
+        """They change when somebody writes to a parameter."""
+        return [parameter._version for parameter in self._parameters]
 
 
 def _put_piece(parameter: Parameter, piece: Piece, part: Tensor) -> None:

@@ -16,7 +16,7 @@ import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 from torch.nn import Parameter
 from torch.optim import Optimizer
@@ -97,6 +97,7 @@ class ParameterServerMaker:
         if self._log is not None and world.is_main:
             parts.job.at_loop_end.append(self._log.loop_ended)
         self._made: list[PushedRounds] = []
+        self._loads: dict[int, tuple[dict[str, Any], int]] | None = {} if len(parts.spaces) > 1 else None
 
     def make(self, named: Sequence[tuple[str, Parameter]], optimizers: Sequence[Optimizer]) -> Strategy:
         parts = self._parts
@@ -113,14 +114,19 @@ class ParameterServerMaker:
             )
         client = Client(self._lines, space.protocol, parts.plan.clock, recycle=parts.rooms.take_back)
         homes = parts.memory.gradients if space is parts.spaces[0] else None
+        options: dict[str, Any] = {"log": self._log, "loads": self._loads}
         together = space, client, parts.plan.clock, parts.job, self._lines.stats, homes
         made: UpdatesOnArrival | UpdatesOnServers | SumsOnServers
         if not parts.plan.clock.deterministic:
-            made = UpdatesOnArrival(*together, log=self._log, meeting=parts.meeting)
+            made = UpdatesOnArrival(*together, meeting=parts.meeting, **options)
         elif parts.plan.mode == "update":
-            made = UpdatesOnServers(*together, log=self._log)
+            made = UpdatesOnServers(*together, **options)
         else:
-            made = SumsOnServers(*together)
+            made = SumsOnServers(*together, **options)
+        for optimizer in optimizers:
+            if self._loads is not None and id(optimizer) in self._loads:
+                state, round = self._loads[id(optimizer)]
+                made.load(optimizer, state, round=round)
         self._made.append(made)
         return made
 

@@ -10,7 +10,7 @@ it was sent, or, where they read it in shared memory, when the weights of the ne
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,11 +19,12 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from paceline.collectives.canonical_sum import SumPlan
-from paceline.errors import LoopError
+from paceline.errors import CheckpointError, LoopError
 from paceline.parameter_server.application_log import Read
 from paceline.parameter_server.client import Client
 from paceline.parameter_server.clock import Clock
 from paceline.parameter_server.link import Sent
+from paceline.parameter_server.model_weights import ModelWeights
 from paceline.parameter_server.run_log import RunLog
 from paceline.parameter_server.staleness_stats import StalenessCounter
 from paceline.parameter_server.wire import Close
@@ -33,6 +34,7 @@ from paceline.strategies.registry import Job
 from paceline.strategies.server_space import Space
 from paceline.strategies.strategy import Agreement, ItemPlace, Tally
 
+READS = "weights being read"  # in a saved state
 ROUNDS_UNDER_WAY = 2  # whose pushes may still be on their way; a worker that no clock holds back is held back by this
 
 
@@ -59,7 +61,10 @@ class PushedRounds:
         homes: Sequence[Tensor] | None = None,
         *,
         log: RunLog | None = None,
+        loads: dict[int, tuple[dict[str, Any], int]] | None = None,
     ) -> None:
+        """`loads` gets what is loaded, by optimizer: where there are several, others may be made that need it too."""
+        self._space, self._loads = space, loads
         self._optimizers, self._settings = space.optimizers, space.settings
         self._client, self._clock, self._stats, self._log = client, clock, stats, log
         self._worker, self._comm, self._all_lanes = job.world.rank, job.comm, job.lanes
@@ -75,6 +80,7 @@ class PushedRounds:
         for sums, home in zip(self._buckets.sums, homes or [], strict=homes is not None):
             sums.live_in(home)
         self.parameters = self._buckets.parameters
+        self._weights = ModelWeights(self.parameters)
         self.replicas: Sequence[Parameter] = self.parameters if clock.deterministic else []
         self._under_way: deque[_Pushed] = deque()
         self._round = 0  # the one that runs, or the next after it was closed
@@ -195,6 +201,42 @@ class PushedRounds:
         if self._comm is not None:
             self._comm.barrier()
 
-    def _load_own(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
-        """The settings of its groups, for the next rounds; what it keeps for parameters lives elsewhere."""
-        optimizer.load_state_dict({**state, "state": {}})
+    # -- saving and loading ------------------------------------------------------------------------------------------
+
+    def _with_reads(self, state: dict[str, Any], optimizer: Optimizer) -> dict[str, Any]:
+        """Inside a group of rounds that read the same weights those are needed to go on, besides the newest."""
+        kept = self._weights.remembered
+        return state if kept is None else state | {READS: by_place(optimizer, self.parameters, kept)}
+
+    def _reads_of(self, optimizer: Optimizer, state: Mapping[str, Any], round: int) -> list[Tensor] | None:
+        if self._clock.pulls_before(round):
+            return None
+        if READS not in state:
+            raise CheckpointError(
+                f"the state is of step {round}, inside a group of clock {self._clock} whose rounds read the same "
+                "weights, and does not have those: another strategy saved it; load one of a step where a group starts"
+            )
+        known = self._weights.remembered or self._weights.copies()
+        return by_parameter(optimizer, self.parameters, state[READS], otherwise=known)
+
+    def _note_load(self, optimizer: Optimizer, state: dict[str, Any], round: int) -> None:
+        if self._loads is not None:
+            self._loads[id(optimizer)] = state, round
+
+
+def by_place(optimizer: Optimizer, parameters: Sequence[Parameter], values: Sequence[Any]) -> dict[int, Any]:
+    """What belongs to each parameter, under its place in the optimizer, as a state_dict has it."""
+    found = {id(parameter): value for parameter, value in zip(parameters, values, strict=True)}
+    return {place: found[id(member)] for place, member in enumerate(_members(optimizer)) if id(member) in found}
+
+
+def by_parameter(
+    optimizer: Optimizer, parameters: Sequence[Parameter], values: Mapping[int, Any], otherwise: Sequence[Any]
+) -> list[Any]:
+    """The inverse; a parameter that is not there keeps what it has otherwise."""
+    found = {id(member): values[place] for place, member in enumerate(_members(optimizer)) if place in values}
+    return [found.get(id(parameter), other) for parameter, other in zip(parameters, otherwise, strict=True)]
+
+
+def _members(optimizer: Optimizer) -> list[Parameter]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]

@@ -20,7 +20,6 @@ from torch.optim import Optimizer
 
 from paceline.optim.gradient_norm import clip_coefficient, global_norm
 from paceline.parameter_server.key_ranges import Key
-from paceline.parameter_server.model_weights import ModelWeights
 from paceline.strategies.pushed_rounds import PushedRounds
 from paceline.strategies.strategy import Tally
 
@@ -38,7 +37,6 @@ class _Waiting:
 class SumsOnServers(PushedRounds):
     def __init__(self, *parts: Any, **options: Any) -> None:
         super().__init__(*parts, **options)
-        self._weights = ModelWeights(self.parameters)  # for `keep` and `restore`: nothing is pulled into them
         self._totals: list[Tensor] = []
         self._waiting: list[_Waiting] = []
         self._norm = math.nan
@@ -49,7 +47,7 @@ class SumsOnServers(PushedRounds):
     def _start_reading(self) -> None:
         if self._clock.pulls_before(self._round):
             self._catch_up()
-        if self._weights.keeps_some:
+        if self._weights.remembered is not None:
             self._newest = self._weights.copies()
             self._weights.restore()
         self._stats.started_round()
@@ -146,13 +144,16 @@ class SumsOnServers(PushedRounds):
         self._catch_up()
 
     def state_of(self, optimizer: Optimizer) -> dict[str, Any]:
-        return optimizer.state_dict()
+        return self._with_reads(optimizer.state_dict(), optimizer)
 
     def load(self, optimizer: Optimizer, state: dict[str, Any], *, round: int) -> None:
+        reads = self._reads_of(optimizer, state, round)
         optimizer.load_state_dict(state)
+        self._client.have_been_heard()
         self._all_workers_are_here()
         if self._speaks_for_all:
-            self._client.load(round, self.parameters, None)
+            self._client.load(round, None, None)
         self._all_workers_are_here()
         self._waiting, self._newest, self._round = [], None, round
-        self._weights.forget()
+        self._weights.remember(reads)
+        self._note_load(optimizer, state, round)

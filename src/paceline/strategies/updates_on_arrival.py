@@ -24,7 +24,7 @@ from torch import Tensor
 
 from paceline.optim.gradient_norm import clip_coefficient, global_norm
 from paceline.parameter_server.meeting_point import MeetingPoint
-from paceline.strategies.strategy import ItemPlace, Tally
+from paceline.strategies.strategy import ItemPlace
 from paceline.strategies.updates_on_servers import UpdatesOnServers
 
 
@@ -76,9 +76,6 @@ class UpdatesOnArrival(UpdatesOnServers):
                 held = self._held.setdefault(lane, _HeldLane(place))
                 held.buckets.append((number, node, self._used_bits(number)))
 
-    def collect(self, tally: Tally) -> None:
-        self._tally, self._max_norm = tally, None
-
     def clip(self, max_norm: float) -> float:
         if self._clips is False:
             warnings.warn(
@@ -119,6 +116,7 @@ class UpdatesOnArrival(UpdatesOnServers):
         self._all_workers_are_here()
         if self._ever_opened:
             self._client.refresh(self._round, self._weights.put)
+            self._seen = self._weights.versions()
         self._all_workers_are_here()
 
     def _all_workers_are_here(self) -> None:
@@ -126,8 +124,8 @@ class UpdatesOnArrival(UpdatesOnServers):
         if self._meeting is not None:
             self._lost |= self._meeting.meet()
 
-    def load(self, *parts: Any, **options: Any) -> None:
-        super().load(*parts, **options)
+    def _hand_over(self, *parts: Any) -> None:
+        super()._hand_over(*parts)
         self._told = None
 
 

@@ -10,31 +10,35 @@ others it does not wait: the loop goes on while pushes and weights are on their 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
+from torch.nn import Parameter
 from torch.optim import Optimizer
 
+from paceline.errors import LoopError
 from paceline.optim.piece_state import State
 from paceline.parameter_server.key_state import states_of_keys, whole_states
-from paceline.parameter_server.model_weights import ModelWeights
-from paceline.strategies.pushed_rounds import PushedRounds
+from paceline.strategies.distant_gradient import DistantGradient
+from paceline.strategies.pushed_rounds import PushedRounds, by_parameter, by_place
 from paceline.strategies.strategy import Tally
 
 
 class UpdatesOnServers(PushedRounds):
     def __init__(self, *parts: Any, **options: Any) -> None:
         super().__init__(*parts, **options)
-        self._weights = ModelWeights(self.parameters)
         self._tally: Tally | None = None
         self._max_norm: float | None = None
         self._waited_s = 0.0
         self._shown = 0  # the round whose weights the model holds
+        self._seen = self._weights.versions()
+        self._distant = [_not_here(name, parameter) for name, parameter in self._space.named]
         self._loaded: dict[int, list[State]] = {}
 
     # -- one round ---------------------------------------------------------------------------------------------------
 
     def _start_reading(self) -> None:
+        self._take_over_changes()
         self._weights.restore()
         self._read_next()
         self._stats.started_round(self._waited_s)
@@ -42,10 +46,23 @@ class UpdatesOnServers(PushedRounds):
 
     def _read_next(self) -> None:
         self._waited_s += self._client.start(self._round, self._weights.put)
-        self._shown = self._round
+        self._shown, self._seen = self._round, self._weights.versions()
+
+    def _take_over_changes(self) -> None:
+        """Before the first round the script may still change weights: what the model holds is what is trained."""
+        if self._weights.versions() == self._seen:
+            return
+        if self._ever_opened:
+            raise LoopError(
+                "the weights were changed between two steps, but the servers hold them and did not hear of it; change "
+                "weights before the first step, or train with ParameterServer(mode='aggregate')"
+            )
+        self._hand_over(self._round, None)
 
     def collect(self, tally: Tally) -> None:
         self._tally, self._max_norm = tally, None
+        for parameter, distant, used in zip(self.parameters, self._distant, tally.used, strict=True):
+            parameter.grad = distant if used and not tally.empty else None
         if tally.empty:
             self._end_round()
 
@@ -80,37 +97,46 @@ class UpdatesOnServers(PushedRounds):
         else:
             self._weights.keep()
             self._client.newest(self._round, self._weights.put)
-            self._shown = self._round
+            self._shown, self._seen = self._round, self._weights.versions()
 
     def state_of(self, optimizer: Optimizer) -> dict[str, Any]:
         saved: dict[str, Any] = optimizer.state_dict()
         if not self._speaks_for_all:
             return saved
-        wholes = whole_states(self._client.table, self._client.states(self._round), self.parameters)
-        state_of = {id(parameter): state for parameter, state in zip(self.parameters, wholes, strict=True)}
-        members = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        found = {place: state_of.get(id(parameter), {}) for place, parameter in enumerate(members)}
-        return {**saved, "state": {place: state for place, state in found.items() if state}}
+        states = whole_states(self._client.table, self._client.states(self._round), self.parameters)
+        found = by_place(optimizer, self.parameters, states)
+        return self._with_reads({**saved, "state": {p: state for p, state in found.items() if state}}, optimizer)
 
     def load(self, optimizer: Optimizer, state: dict[str, Any], *, round: int) -> None:
         if self._log is not None:
             self._log.check_not_begun()
-        self.settle()
-        self._load_own(optimizer, state)
-        self._loaded[id(optimizer)] = self._per_parameter(optimizer, state)
+        reads = self._reads_of(optimizer, state, round)
+        optimizer.load_state_dict({**state, "state": {}})  # settings for the next rounds; the rest lives elsewhere
+        nothing: list[State] = [{}] * len(self.parameters)
+        self._loaded[id(optimizer)] = by_parameter(optimizer, self.parameters, state["state"], otherwise=nothing)
+        merged: list[State] = [next(filter(None, states), {}) for states in zip(*self._loaded.values(), strict=True)]
+        self._hand_over(round, merged)
+        self._weights.remember(reads)
+        self._note_load(optimizer, state, round)
+
+    def _hand_over(self, round: int, states: Sequence[State] | None) -> None:
+        """The servers go on with `round`, from the model's weights and, unless it is None, from these states."""
+        self._client.have_been_heard()
         self._all_workers_are_here()
         if self._speaks_for_all:
-            merged = [
-                next((states[place] for states in self._loaded.values() if states[place]), {})
-                for place in range(len(self.parameters))
-            ]
-            self._client.load(round, self.parameters, states_of_keys(self._client.table, merged))
+            by_key = None if states is None else states_of_keys(self._client.table, states)
+            self._client.load(round, self.parameters, by_key)
         self._all_workers_are_here()
         self._client.begin_at(round)
-        self._weights.forget()
         self._round = self._shown = round
+        self._seen = self._weights.versions()
 
-    def _per_parameter(self, optimizer: Optimizer, state: dict[str, Any]) -> list[State]:
-        members = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        found = {id(parameter): state["state"].get(place, {}) for place, parameter in enumerate(members)}
-        return [found.get(id(parameter), {}) for parameter in self.parameters]
+
+def _not_here(name: str, parameter: Parameter) -> DistantGradient:
+    made = DistantGradient.of(parameter, name, "parameter_server")
+    made.told = (
+        f"the gradient of {name!r} is not here: under strategy='parameter_server' servers add and apply it, and .grad "
+        "has none of it. To clip, use engine.clip_grad_norm_(max_norm); to look at gradients, use "
+        "ParameterServer(mode='aggregate')"
+    )
+    return made

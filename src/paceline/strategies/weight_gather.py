@@ -30,18 +30,25 @@ class WeightGather:
     """The pieces of some of a cut's parameters, by owner."""
 
     def __init__(
-        self, comm: Communicator, parameters: Sequence[Parameter], shards: Shards, of: Collection[int]
+        self,
+        comm: Communicator,
+        parameters: Sequence[Parameter],
+        shards: Shards,
+        of: Collection[int],
+        *,
+        by_messages: bool | None = None,
     ) -> None:
+        """`by_messages`: send tensors one by one; by default wherever the device can."""
         self._comm = comm
         wanted = set(of)
         owned = [[piece for piece in shards.pieces(w) if piece.parameter in wanted] for w in range(comm.size)]
         self._device = parameters[0].device if parameters else torch.device("cpu")
-        by_messages = self._device.type == "cpu"
-        self._packages = [list(_packages(parameters, pieces, by_messages)) for pieces in owned]
+        self._messages = self._device.type == "cpu" if by_messages is None else by_messages
+        self._packages = [list(_packages(parameters, pieces, self._messages)) for pieces in owned]
 
     def run(self) -> None:
         with torch.no_grad():
-            if self._device.type == "cpu":
+            if self._messages:
                 self._by_messages()
             else:
                 self._by_collectives()

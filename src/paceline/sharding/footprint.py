@@ -1,0 +1,173 @@
+"""Footprint: the bytes that a strategy holds on one worker and moves in one step, from sizes alone.
+
+    Ψ parameters, N workers     weights      gradients    optimizer state     sent in a step
+    ddp                         w·Ψ          g·Ψ          s·Ψ                 2·(N-1)/N · g·Ψ
+    star                        w·Ψ          g·Ψ          s·Ψ                 (N-1) · g·Ψ by the centre, g·Ψ by others
+    zero1                       w·Ψ          g·Ψ          s·Ψ/N               (N-1)/N · (g·Ψ + w·Ψ)
+    zero2                       w·Ψ          g·Ψ/N        s·Ψ/N               (N-1)/N · (g·Ψ + w·Ψ)
+
+    bytes per parameter         Adam in fp32: w 4, g 4, s 8     in mixed precision: w 2, g 2, s 12 (with a master copy)
+
+That is one lane per worker, one micro-batch and one holder of each shard. Otherwise:
+
+    lanes       a worker with m lanes adds them up in a binary counter: about log2 m + 1 gradients at once. zero2's
+                owners hold one or two partial sums of their range, and its lanes are sent one by one
+    accumulate  zero2's lanes add up their micro-batches where they are made: a whole gradient as long as that takes
+    copies      holders of each shard: state and sums as many times, and reduce-scatter to as many
+    per_host    workers that share memory: where all do, zero1 and zero2 have weights once for them all, and gather none
+
+Numbers are those of the busiest worker. Buffers for what is under way are not in them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from paceline.collectives.canonical_sum import SumPlan, sum_plan
+from paceline.collectives.shipments import shipments_by_lane
+from paceline.errors import ConfigError
+from paceline.world.lanes import strided_lanes
+
+
+@dataclass(frozen=True)
+class Model:
+    """The number of parameters, and the bytes that each takes in its roles: Adam's in fp32, unless told otherwise."""
+
+    parameters: int
+    weight: int = 4
+    gradient: int = 4
+    state: int = 8
+
+    @classmethod
+    def mixed(cls, parameters: int) -> Model:
+        """Weights and gradients in half precision; Adam's state with a master copy in fp32."""
+        return cls(parameters, weight=2, gradient=2, state=12)
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """Bytes of one worker."""
+
+    parameters: int
+    gradients: int
+    optimizer_state: int
+    sent: int
+
+    @property
+    def held(self) -> int:
+        return self.parameters + self.gradients + self.optimizer_state
+
+
+def footprint(
+    strategy: str,
+    model: Model,
+    *,
+    workers: int,
+    lanes: int,
+    accumulate: int = 1,
+    copies: int = 1,
+    per_host: int = 1,
+) -> Footprint:
+    if strategy not in FOOTPRINTS:
+        raise ConfigError(f"the footprint of strategy={strategy!r} is not known; known are {', '.join(FOOTPRINTS)}")
+    return FOOTPRINTS[strategy](_Job(model, workers, lanes, accumulate, copies, per_host))
+
+
+@dataclass(frozen=True)
+class _Job:
+    model: Model
+    workers: int
+    lanes: int
+    accumulate: int
+    copies: int
+    per_host: int
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.workers <= self.lanes:
+            raise ConfigError(f"{self.workers} workers and {self.lanes} lanes: every worker rides at least one")
+        if not 1 <= self.copies <= self.workers:
+            raise ConfigError(f"{self.copies} holders of each shard, of {self.workers} workers: there are too few")
+
+    @property
+    def share(self) -> int:
+        """Parameters that one worker owns."""
+        return -(-self.model.parameters // self.workers)
+
+    @property
+    def foreign(self) -> int:
+        """Parameters that it does not."""
+        return self.model.parameters - self.model.parameters // self.workers
+
+    @property
+    def weights_once(self) -> bool:
+        return 1 < self.workers <= self.per_host
+
+
+def _ddp(job: _Job) -> Footprint:
+    plan = _neighbours(job)
+    roots = max(len(plan.roots(worker)) for worker in range(job.workers))
+    sent = (roots * job.foreign + (job.workers - 1) * job.share) * job.model.gradient
+    return _whole(job, plan, sent if job.workers > 1 else 0)
+
+
+def _star(job: _Job) -> Footprint:
+    plan = _neighbours(job)
+    roots = [len(plan.roots(worker)) for worker in range(job.workers)]
+    sent = max([job.workers - 1, *roots[1:]]) * job.model.parameters * job.model.gradient
+    return _whole(job, plan, sent)
+
+
+def _whole(job: _Job, plan: SumPlan, sent: int) -> Footprint:
+    model = job.model
+    gradients = _gradients_at_once(plan) * model.parameters * model.gradient
+    return Footprint(model.parameters * model.weight, gradients, model.parameters * model.state, sent)
+
+
+def _zero1(job: _Job) -> Footprint:
+    plan = _neighbours(job)
+    roots = max(len(plan.roots(worker)) for worker in range(job.workers))
+    gradients = _gradients_at_once(plan) * job.model.parameters * job.model.gradient
+    return _sharded(job, gradients, nodes=roots)
+
+
+def _zero2(job: _Job) -> Footprint:
+    rides = strided_lanes(job.lanes, job.workers)
+    shipments = shipments_by_lane(SumPlan(tuple(range(job.lanes)), rides))
+    partial_sums = max(len(shipment.sums) for shipment in shipments)
+    gradients = job.copies * partial_sums * job.share * job.model.gradient
+    if job.accumulate > 1:
+        gradients += job.model.parameters * job.model.gradient
+    return _sharded(job, gradients, nodes=max(map(len, rides)))
+
+
+def _sharded(job: _Job, gradients: int, nodes: int) -> Footprint:
+    model = job.model
+    weights = model.parameters * model.weight
+    scattered = job.copies * nodes * job.foreign * model.gradient
+    gathered = 0 if job.weights_once else (job.workers - 1) * job.share * model.weight
+    return Footprint(
+        parameters=-(-weights // job.workers) if job.weights_once else weights,
+        gradients=gradients,
+        optimizer_state=job.copies * job.share * model.state,
+        sent=scattered + gathered,
+    )
+
+
+def _neighbours(job: _Job) -> SumPlan:
+    return sum_plan(job.lanes, job.workers, tuple(range(job.lanes)))
+
+
+def _gradients_at_once(plan: SumPlan) -> int:
+    """On the worker that has most: its partial sums, and the lane that runs."""
+    most = 0
+    for worker, lanes in enumerate(plan.holders):
+        alive = 0
+        for lane in lanes:
+            alive += 1
+            most = max(most, alive)
+            alive -= len(plan.merges_after(worker, lane))
+    return most
+
+
+FOOTPRINTS: dict[str, Callable[[_Job], Footprint]] = {"ddp": _ddp, "star": _star, "zero1": _zero1, "zero2": _zero2}

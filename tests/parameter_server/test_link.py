@@ -1,0 +1,189 @@
+"""Channels: what is sent arrives in order, what lies in shared memory is not sent, and every wait ends."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._C._distributed_c10d import PrefixStore
+
+from paceline import World
+from paceline.collectives.communicator import Communicator
+from paceline.errors import PeerLostError
+from paceline.parameter_server.link import GroupChannel, Rooms, local_channels, silence_s
+from paceline.parameter_server.wire import FIELDS, Header, Kind, WireError
+from paceline.world.rendezvous_store import open_store
+from tests.workers import run_workers
+
+HEADER_BYTES = 8 * FIELDS
+
+
+def header(kind: Kind = Kind.PUSH, sender: int = 0, **fields: Any) -> Header:
+    return Header(kind, sender, digest=7, **fields)
+
+
+class Meeting:
+    """Two ranks with a channel to each other."""
+
+    def __init__(self, world: World, backend: str, timeout_s: float = 20.0, **options: Any) -> None:
+        self.store = open_store(world, None, timeout_s)  # kept: what is built on it needs it
+        place = PrefixStore("test", self.store)
+        device = torch.device("cpu")
+        self.comm = Communicator.connect(world, place, backend=backend, device=device, timeout_s=timeout_s)
+        peer = 1 - world.rank
+        options = {"check": lambda header: None, **options}
+        self.channel = GroupChannel(self.comm, peer, named=peer, outgoing=(0, 1), incoming=(0, 1), **options)
+
+
+# -- over a group ------------------------------------------------------------------------------------------------------
+
+
+def exchange(world: World, *, backend: str) -> list[tuple[int, list[float]]]:
+    meeting = Meeting(world, backend)
+    channel = meeting.channel
+    if world.rank == 0:
+        sent = []
+        for number in range(5):
+            payload = torch.full((number * 30_000,), float(number)) if number % 2 else None
+            about = header(round=number)
+            sent.append(channel.send(about if payload is None else about.holding(payload), payload))
+        for one in sent:
+            one.wait()
+        seen: list[tuple[int, list[float]]] = []
+    else:
+        messages = [channel.receive() for _ in range(5)]
+        seen = [(about.round, [] if payload is None else payload[:2].tolist()) for about, payload in messages]
+    meeting.comm.barrier()
+    meeting.comm.close()
+    return seen
+
+
+@pytest.mark.parametrize("backend", ["gloo", "paceline"])
+def test_messages_arrive_in_order_each_with_its_payload(backend: str) -> None:
+    _, receiver = run_workers(exchange, 2, backend=backend)
+    assert receiver.value == [(0, []), (1, [1, 1]), (2, []), (3, [3, 3]), (4, [])], receiver.traceback
+
+
+def share(world: World) -> tuple[int, list[float]]:
+    """Worker 0 names a part of its memory; worker 1 writes there, and worker 0 sees it."""
+    meeting = Meeting(world, "paceline")
+    memory = meeting.comm.shared(1000, torch.float32)
+    assert memory is not None
+    before = meeting.comm.traffic
+    found: list[float] = []
+    if world.rank == 0:
+        memory.copy_(torch.arange(1000.0))
+        meeting.channel.send(header().holding(memory[500:600]), memory[500:600]).wait()
+    else:
+        _, payload = meeting.channel.receive()
+        assert payload is not None
+        found = payload[:3].tolist()
+        payload.fill_(-1)
+    moved = (meeting.comm.traffic - before).sent_bytes
+    meeting.comm.barrier()
+    if world.rank == 0:
+        found = memory[499:502].tolist()
+    meeting.comm.close()
+    return moved, found
+
+
+def test_a_payload_in_shared_memory_is_named_and_read_where_it_lies() -> None:
+    writer, reader = run_workers(share, 2)
+    assert reader.value == (0, [500, 501, 502]), reader.traceback
+    assert writer.value == (HEADER_BYTES, [499, -1, -1]), writer.traceback
+
+
+def refuse(world: World) -> str:
+    def check(about: Header) -> None:
+        raise WireError(f"round {about.round} is not wanted")
+
+    meeting = Meeting(world, "gloo", check=check)
+    told = ""
+    if world.rank == 0:
+        meeting.channel.send(header(round=3, elements=2**60))
+    else:
+        with pytest.raises(WireError) as refused:
+            meeting.channel.receive()
+        told = str(refused.value)
+    meeting.comm.barrier()
+    meeting.comm.close()
+    return told
+
+
+def test_a_header_that_does_not_fit_is_refused_before_there_is_room_for_its_payload() -> None:
+    assert run_workers(refuse, 2)[1].value == "round 3 is not wanted"
+
+
+def lose(world: World, *, backend: str) -> str:
+    meeting = Meeting(world, backend)
+    if world.rank == 0:
+        return ""  # the process ends without a word
+    with pytest.raises(PeerLostError) as lost:
+        meeting.channel.receive()
+    return str(lost.value)
+
+
+@pytest.mark.parametrize("backend", ["gloo", "paceline"])
+def test_a_peer_that_is_gone_ends_the_wait_for_it(backend: str) -> None:
+    _, left = run_workers(lose, 2, backend=backend)
+    assert "worker 1 lost its peers waiting for worker 0" in str(left.value), left.traceback
+
+
+def test_a_process_says_something_well_before_the_timeout_of_those_that_wait_for_it() -> None:
+    assert silence_s(600) == 30
+    assert silence_s(20) == 5
+
+
+# -- inside a process --------------------------------------------------------------------------------------------------
+
+
+def test_inside_a_process_a_push_is_copied_only_where_its_memory_may_be_used_again() -> None:
+    for copies in (False, True):
+        worker, server = local_channels(timeout_s=1, copies_pushes=copies)
+        gradient = torch.ones(3)
+        worker.send(header().holding(gradient), gradient).wait()
+        gradient.fill_(5)
+        _, payload = server.receive()
+        assert payload is not None
+        assert payload.tolist() == ([1, 1, 1] if copies else [5, 5, 5])
+
+
+def test_inside_a_process_a_wait_ends_too() -> None:
+    worker, _ = local_channels(timeout_s=0.01, copies_pushes=False)
+    with pytest.raises(PeerLostError, match=r"^nothing was said for 0.01 s inside worker 0$"):
+        worker.receive()
+
+
+# -- rooms -------------------------------------------------------------------------------------------------------------
+
+
+def of(elements: int, dtype: torch.dtype = torch.float32) -> Header:
+    return header(elements=elements, dtype=dtype)
+
+
+def test_a_room_that_came_back_is_lent_again_for_payloads_of_its_size() -> None:
+    rooms = Rooms()
+    first = rooms.lend(of(10))
+    address = first.data_ptr()
+    rooms.take_back(first)
+    assert rooms.lend(of(11)).data_ptr() != address
+    assert rooms.lend(of(10, torch.float64)).dtype == torch.float64
+    assert rooms.lend(of(10)).data_ptr() == address
+
+
+def test_memory_that_was_not_lent_is_not_taken() -> None:
+    rooms = Rooms()
+    foreign = torch.zeros(10)
+    rooms.take_back(foreign)
+    assert rooms.lend(of(10)).data_ptr() != foreign.data_ptr()
+
+
+def test_a_room_that_is_not_given_back_is_not_kept() -> None:
+    rooms = Rooms()
+    lent: list[Tensor] = [rooms.lend(of(10))]
+    lent.clear()
+    gc.collect()
+    assert len(rooms._lent) == 0
