@@ -357,4 +357,4 @@ def test_a_strategy_is_built_in_prepare_before_training_starts() -> None:
     with Engine(world=World(), strategy="local_training") as engine:
         prepared(engine)
         assert engine._step is not None
-        assert len(engine._step._strategies._known) == 1
+        assert len(engine._step.strategies._known) == 1

@@ -40,7 +40,7 @@ from paceline.engine.prepared_loader import PreparedLoader
 from paceline.engine.progress import Progress
 from paceline.engine.replaying_source import ReplayingSource
 from paceline.engine.replicas import check_same_models, parameter_names, weights_hash
-from paceline.engine.saved_state import check_same_job, job_facts, load_states, states_of
+from paceline.engine.saved_state import check_same_job, job_facts, load_model, load_states, states_of
 from paceline.engine.sources import as_loader, check_same_order, make_source
 from paceline.engine.step_so_far import Timing
 from paceline.engine.strategy_table import StrategyTable
@@ -250,7 +250,7 @@ class Engine:
         """`sha256:…` of parameters and persistent buffers; raises if the workers don't agree."""
         check_boundary(self._step, "weights_hash")
         self._settle()
-        mine = weights_hash(self._models)
+        mine = self._hash()
         hashes = self._boundary.told(mine)
         if len(set(hashes)) > 1:
             raise ReplicaError(f"the workers' weights differ: {dict(enumerate(hashes))}")
@@ -269,6 +269,7 @@ class Engine:
         if loader is not None:
             data = loader.source.merged(self._boundary.told(loader.state_dict()))
         optimizers = [step.state_of(optimizer) for optimizer in self._optimizers]
+        others = states_of(self._models, self._schedulers, step.strategies.whole)
         failure: str | None = None
         if self.is_main_process:
             tree = {
@@ -277,7 +278,7 @@ class Engine:
                 "left_out_steps": step.left_out_steps,
                 "data": data,
                 "optimizers": optimizers,
-                **states_of(self._models, self._schedulers),
+                **others,
             }
             try:
                 write_state(Path(folder), tree)
@@ -300,7 +301,7 @@ class Engine:
         tree = read_state(Path(folder))
         changed = check_same_job(Path(folder), tree["job"], self._job_facts(), accept)
         loads: dict[str, list[Callable[[Any], object]]] = {
-            "models": [model.load_state_dict for model in self._models],
+            "models": [partial(load_model, model, step.strategies.put) for model in self._models],
             "optimizers": [partial(step.load, optimizer) for optimizer in self._optimizers],
             "schedulers": [scheduler.load_state_dict for scheduler in self._schedulers],
         }
@@ -308,7 +309,7 @@ class Engine:
             self._loader.load_state_dict(tree["data"], changed=changed)
         step.step, step.left_out_steps = tree["step"], tree.get("left_out_steps", 0)
         load_states(Path(folder), tree, loads)
-        check_same_models(self._comm, self._models)
+        check_same_models(self._comm, self._models, step.strategies.whole)
         seed_everything(mix(self.config.seed, "between", step.step, 0))
 
     def close(self) -> None:
@@ -463,7 +464,7 @@ class Engine:
                 self._say_left()
             step.settle()
             for tell in self._at_loop_end:
-                tell(step.step, lambda: weights_hash(self._models))
+                tell(step.step, self._hash)
             step.stopped()
             seed_everything(mix(self.config.seed, "after the loop", step.step))
         if self._client is not None and not (early and step.inside_step):
@@ -503,6 +504,13 @@ class Engine:
             loader.deal_to(self._among)
         plural = "s" if len(self._lost) > 1 else ""
         self.print(f"paceline: going on without worker{plural} {named}; what their lanes had left to see is not seen")
+
+    def _hash(self) -> str:
+        return (
+            weights_hash(self._models)
+            if self._step is None
+            else weights_hash(self._models, self._step.strategies.whole)
+        )
 
     def _job_facts(self) -> dict[str, Any]:
         data = self._loader.source.facts() if self._loader is not None else {}

@@ -8,7 +8,7 @@ During the run a 64-bit integer sum of a rotating part of the weights travels wi
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,6 +19,8 @@ from paceline.errors import ReplicaError
 
 # Elements of the weights looked at per step; a drift is found within parameters / WATCHED steps.
 WATCHED = 1 << 16
+
+Whole = Callable[[Tensor], Tensor]  # all of a parameter or buffer, of which the model may hold a part
 
 
 def plain_name(name: str) -> str:
@@ -38,7 +40,7 @@ def named_state(models: Sequence[nn.Module]) -> dict[str, Tensor]:
         prefix = f"{place}." if len(models) > 1 else ""
         for name, value in model.state_dict(keep_vars=True).items():
             if isinstance(value, Tensor):
-                state[prefix + plain_name(name)] = value.detach()
+                state[prefix + plain_name(name)] = value
     return dict(sorted(state.items()))
 
 
@@ -46,26 +48,28 @@ def tensor_bytes(tensor: Tensor) -> memoryview:
     return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data
 
 
-def weights_hash(models: Sequence[nn.Module]) -> str:
-    return "sha256:" + hash_of(named_state(models))
+def weights_hash(models: Sequence[nn.Module], whole: Whole = Tensor.detach) -> str:
+    return "sha256:" + hash_of(named_state(models), whole)
 
 
-def hash_of(state: Mapping[str, Tensor]) -> str:
+def hash_of(state: Mapping[str, Tensor], whole: Whole = Tensor.detach) -> str:
+    """One tensor after another is made whole: all of them together may not fit into memory."""
     digest = hashlib.sha256()
-    for name, tensor in sorted(state.items()):
+    for name, part in sorted(state.items()):
+        tensor = whole(part)
         digest.update(f"{name}|{tensor.dtype}|{tuple(tensor.shape)}|".encode())
         digest.update(tensor_bytes(tensor))
     return digest.hexdigest()
 
 
-def check_same_models(comm: Communicator | None, models: Sequence[nn.Module]) -> None:
+def check_same_models(comm: Communicator | None, models: Sequence[nn.Module], whole: Whole = Tensor.detach) -> None:
     """Raise on every worker, naming the first tensor that is not alike."""
     if comm is None:
         return
-    mine = {
-        name: [str(tensor.dtype), list(tensor.shape), list(tensor.stride()), _short_hash(tensor)]
-        for name, tensor in named_state(models).items()
-    }
+    mine = {}
+    for name, part in named_state(models).items():
+        tensor = whole(part)
+        mine[name] = [str(tensor.dtype), list(tensor.shape), list(tensor.stride()), _short_hash(tensor)]
     summary = hashlib.sha256(repr(mine).encode()).hexdigest()
     if len(set(comm.gather_json(summary))) == 1:
         return

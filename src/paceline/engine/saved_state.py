@@ -11,8 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
 from paceline.engine.config import EngineConfig
+from paceline.engine.replicas import Whole
 from paceline.errors import CheckpointError
 from paceline.world.determinism import fingerprint
 
@@ -48,13 +50,22 @@ def check_same_job(
     return frozenset(changed)
 
 
-def states_of(models: Sequence[Any], schedulers: Sequence[Any]) -> dict[str, Any]:
-    """What every worker holds whole. The optimizers' states may lie elsewhere: the strategy has them."""
+def states_of(models: Sequence[nn.Module], schedulers: Sequence[Any], whole: Whole) -> dict[str, Any]:
+    """All but the optimizers' states. All workers call it: weights may lie elsewhere, and the strategy has them."""
     return {
-        "models": [dict(model.state_dict()) for model in models],
+        "models": [
+            {name: whole(v) if isinstance(v, Tensor) else v for name, v in model.state_dict(keep_vars=True).items()}
+            for model in models
+        ],
         # state_dict() is the scheduler's __dict__, in which prepare() put a step() of ours.
         "schedulers": [{k: v for k, v in s.state_dict().items() if k != "step"} for s in schedulers],
     }
+
+
+def load_model(model: nn.Module, put: Callable[[Tensor, Tensor], None], state: Mapping[str, Any]) -> None:
+    model.load_state_dict(state)
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        put(parameter, state[name])
 
 
 def load_states(folder: Path, tree: Mapping[str, Any], loads: Mapping[str, Sequence[Callable[[Any], object]]]) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
+from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
@@ -58,6 +59,19 @@ class StrategyTable:
 
     def load(self, optimizer: Optimizer, state: dict[str, Any], *, round: int) -> None:
         self._strategy_that_updates(optimizer).load(optimizer, state, round=round)
+
+    def whole(self, weights: Tensor) -> Tensor:
+        """A parameter's newest weights; anything else of a model's state is what it is."""
+        strategy = self._strategy_of(weights)
+        return weights.detach() if strategy is None else strategy.whole(weights)  # type: ignore[arg-type]
+
+    def put(self, weights: Tensor, whole: Tensor) -> None:
+        strategy = self._strategy_of(weights)
+        if strategy is not None:
+            strategy.put(weights, whole)  # type: ignore[arg-type]
+
+    def _strategy_of(self, weights: Tensor) -> Strategy | None:
+        return next((s for s in self._known.values() if any(weights is p for p in s.parameters)), None)
 
     def name_of(self, parameter: Parameter, otherwise: str = "a parameter") -> str:
         return self._names.get(id(parameter), otherwise)

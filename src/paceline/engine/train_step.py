@@ -64,7 +64,7 @@ class TrainStep:
         self._optimizers = optimizers
         self._schedulers = schedulers
         self._buffers = LaneBuffers(models)
-        self._strategies = strategies
+        self.strategies = strategies
         self._box = BallotBox(comm, strategies.rides)
         self._original_steps: dict[int, Callable[..., Any]] = {}
         self._phase = Phase.BETWEEN_STEPS
@@ -114,7 +114,7 @@ class TrainStep:
     @property
     def rides(self) -> Rides:
         """The lanes of every worker."""
-        return self._strategies.rides
+        return self.strategies.rides
 
     @property
     def votes(self) -> int:
@@ -286,7 +286,7 @@ class TrainStep:
         if id(optimizer) in self._now.acted:
             raise LoopError(f"optimizer.step() was called twice in step {self.step + 1}")
         if self._phase is Phase.COLLECTED:
-            check_gradients_untouched(self._now.gradient_versions, self._strategies.name_of)
+            check_gradients_untouched(self._now.gradient_versions, self.strategies.name_of)
         return self._act(optimizer)
 
     def _act(self, optimizer: Optimizer) -> Any:
@@ -401,7 +401,7 @@ class TrainStep:
         """All workers stand between two steps: what is under way ends, and models and buffers are alike everywhere."""
         if self.inside_step:
             return
-        self._strategies.settle()
+        self.strategies.settle()
         self.on_settled()
         left = [lanes for worker, lanes in enumerate(self.rides) if worker not in self.lost]
         lowest = min(lane for lanes in left for lane in lanes)
@@ -409,10 +409,10 @@ class TrainStep:
         self._buffers.settle(self._comm, owner=owner, lowest=lowest)
 
     def state_of(self, optimizer: Optimizer) -> dict[str, Any]:
-        return self._strategies.state_of(optimizer)
+        return self.strategies.state_of(optimizer)
 
     def load(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
-        self._strategies.load(optimizer, state, round=self.step + self.left_out_steps)
+        self.strategies.load(optimizer, state, round=self.step + self.left_out_steps)
 
     # -- parts -------------------------------------------------------------------------------------------------------
 
@@ -420,22 +420,22 @@ class TrainStep:
         self._original_steps[id(optimizer)] = original
 
     def _start_step(self, item: WorkItem, optimizers: Sequence[Optimizer]) -> None:
-        active, remade = self._strategies.of(optimizers)
+        active, remade = self.strategies.of(optimizers)
         self._active = active
         if self._update == 0:
             self._round = self.step + self.left_out_steps
-        plan, lowest = self._strategies.plan(item.present), item.present[0]
+        plan, lowest = self.strategies.plan(item.present), item.present[0]
         self._now = StepSoFar(
             agreement=active.agreement(self._round),
             lowest=lowest,
             owner=next(worker for worker, lanes in enumerate(plan.holders) if lowest in lanes),
-            in_step=self._strategies.in_step(plan),
+            in_step=self.strategies.in_step(plan),
             traffic_before=self._traffic_so_far(),
         )
         active.start_step(self._round, plan)
         self._buffers.start_step()
         if remade or not self._box.watching:
-            self._box.watch([(self._strategies.name_of(p), p) for p in active.replicas])
+            self._box.watch([(self.strategies.name_of(p), p) for p in active.replicas])
 
     def _traffic_so_far(self) -> Traffic:
         return Traffic() if self._comm is None else self._comm.traffic
@@ -467,4 +467,4 @@ class TrainStep:
         check_learning_rates(self._now.learning_rates, rates, self.step)
 
     def close(self) -> None:
-        self._strategies.close()
+        self.strategies.close()

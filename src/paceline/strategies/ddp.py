@@ -25,7 +25,7 @@ from paceline.optim.gradient_norm import clip_coefficient, global_norm
 from paceline.sharding.bucket import plan_buckets
 from paceline.strategies.gradient_buckets import GradientBuckets
 from paceline.strategies.registry import Job, Registered, register
-from paceline.strategies.strategy import Agreement, ItemPlace, Tally
+from paceline.strategies.strategy import Agreement, ItemPlace, Tally, WeightsInTheModel
 
 
 class Pending(Protocol):
@@ -48,7 +48,7 @@ class Exchange(Protocol):
     def close(self) -> None: ...
 
 
-class Ddp:
+class Ddp(WeightsInTheModel):
     def __init__(
         self,
         named: Sequence[tuple[str, Parameter]],

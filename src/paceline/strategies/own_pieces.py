@@ -9,7 +9,7 @@ and a gradient with its strides: optimizers walk both by memory.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from itertools import pairwise
 
@@ -21,14 +21,20 @@ from paceline.errors import ConfigError
 from paceline.sharding.flat_layout import BLOCK, Piece, part_of
 from paceline.sharding.shards import OwnedPiece, Shards
 
+Keep = Callable[[Parameter, Piece], Tensor]
+
 
 class OwnPieces:
-    def __init__(self, named: Sequence[tuple[str, Parameter]], shards: Shards, worker: int) -> None:
+    def __init__(
+        self, named: Sequence[tuple[str, Parameter]], shards: Shards, worker: int, keep: Keep | None = None
+    ) -> None:
+        """`keep` says where the values of a piece are kept; by default in the parameter itself."""
         self.names = [name for name, _ in named]
         self.parameters = [parameter for _, parameter in named]
         self.shards, self.worker = shards, worker
         self.index = {id(parameter): number for number, parameter in enumerate(self.parameters)}
-        self.tensors = {piece: piece_of(self.parameters[piece.parameter], piece) for piece in shards.pieces(worker)}
+        keep = keep or piece_of
+        self.tensors = {piece: keep(self.parameters[piece.parameter], piece) for piece in shards.pieces(worker)}
         self._views: dict[int, tuple[int, list[Tensor]]] = {}  # by bucket: of the sum at that address
 
     def take_gradients(self, number: int, total: Tensor, used: Sequence[bool]) -> None:

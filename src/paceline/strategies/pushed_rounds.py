@@ -32,7 +32,7 @@ from paceline.sharding.bucket import plan_buckets
 from paceline.strategies.gradient_buckets import GradientBuckets
 from paceline.strategies.registry import Job
 from paceline.strategies.server_space import Space
-from paceline.strategies.strategy import Agreement, ItemPlace, Tally
+from paceline.strategies.strategy import Agreement, ItemPlace, Tally, WeightsInTheModel
 
 READS = "weights being read"  # in a saved state
 ROUNDS_UNDER_WAY = 2  # whose pushes may still be on their way; a worker that no clock holds back is held back by this
@@ -48,7 +48,7 @@ class _Pushed:
     sent: Sequence[Sent]
 
 
-class PushedRounds:
+class PushedRounds(WeightsInTheModel):
     """`homes`: memory that servers can see, for the gradient of each bucket; only a synchronous clock may use it."""
 
     def __init__(

@@ -33,7 +33,7 @@ from paceline.strategies.gradient_buckets import GradientBuckets
 from paceline.strategies.host_weights import Weights, where_weights_go
 from paceline.strategies.own_pieces import OwnPieces, check_apart, in_logical_order
 from paceline.strategies.registry import Job
-from paceline.strategies.strategy import Agreement, ItemPlace, Tally
+from paceline.strategies.strategy import Agreement, ItemPlace, Tally, WeightsInTheModel
 from paceline.strategies.twins import Twins
 from paceline.strategies.weight_gather import WeightGather
 
@@ -62,7 +62,7 @@ class ShardedParts:
         self.exchange.close()
 
 
-class ShardedStrategy:
+class ShardedStrategy(WeightsInTheModel):
     """Subclasses say how buckets leave (`_leave`) and hand the finished sums of the own ranges over (`_totals`)."""
 
     def __init__(

@@ -28,6 +28,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Protocol
 
+import torch
+from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
@@ -145,4 +147,23 @@ class Strategy(Protocol):
         """Take over a saved state and go on with `round`; the model has got its weights. All workers call it."""
         ...
 
+    def whole(self, parameter: Parameter) -> Tensor:
+        """All of its newest weights, as precise as they are kept; after `settle`, by all workers in the same order."""
+        ...
+
+    def put(self, parameter: Parameter, whole: Tensor) -> None:
+        """Make these its weights wherever they are kept; all workers do so, with the same."""
+        ...
+
     def close(self) -> None: ...
+
+
+class WeightsInTheModel:
+    """What most strategies do about weights: a parameter's own values are all there is."""
+
+    def whole(self, parameter: Parameter) -> Tensor:
+        return parameter.detach()
+
+    def put(self, parameter: Parameter, whole: Tensor) -> None:
+        with torch.no_grad():
+            parameter.copy_(whole)
