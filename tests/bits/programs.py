@@ -286,3 +286,15 @@ PROGRAMS = {
     "odd_parameters": odd_parameters,
     "wide": wide,
 }
+# Classes in them to compute again in backward, for activation_checkpointing=.
+RECOMPUTED = {
+    "gpt": "blocks",
+    "convnet": "Sequential",
+    "lstm": "LSTM",
+    "clipped": "_Block",
+    "short_last_step": "Sequential",
+    "scheduled": "Sequential",
+    "gan": "Sequential",
+    "odd_parameters": "_Odd",
+    "wide": "_Wide",
+}

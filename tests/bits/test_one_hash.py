@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from paceline.strategies.registry import Chosen, synchronous_strategies
-from tests.bits.programs import PROGRAMS, compiled, convnet, gpt
+from tests.bits.programs import PROGRAMS, RECOMPUTED, compiled, convnet, gpt
 from tests.workers import hashes, run_workers
 
 
@@ -19,8 +19,9 @@ def hash_of_one_process(program: str, lanes: int, accumulate: int) -> str:
 
 
 BACKENDS = ("paceline", "gloo")
+KEEPS = (None, "nothing", "matmuls")  # what activation checkpointing keeps; None: there is none
 STRATEGIES = synchronous_strategies()
-# program, workers, lanes, accumulate, bucket_mib, and the backends in turn: every pair of values appears in some row.
+# program, workers, lanes, accumulate, bucket_mib, and backends and keeps in turn: every pair of values is in some row.
 PAIRWISE = [
     ("gpt", 2, 4, 1, 4.0), ("gpt", 3, 5, 2, 0.001), ("gpt", 4, 8, 1, 0.01), ("gpt", 3, 4, 1, 0.01),
     ("convnet", 2, 5, 1, 0.001), ("convnet", 3, 4, 2, 4.0), ("convnet", 4, 4, 1, 0.01),
@@ -33,7 +34,7 @@ PAIRWISE = [
     ("wide", 2, 4, 2, 0.01), ("wide", 3, 5, 1, 4.0), ("wide", 4, 8, 1, 0.05),
 ]  # fmt: skip
 EVERYTHING = [
-    (program, workers, lanes, accumulate, bucket, backend, strategy)
+    (program, workers, lanes, accumulate, bucket, backend, keep, strategy)
     for strategy in STRATEGIES
     for program in PROGRAMS
     for workers in (2, 3, 4)
@@ -41,17 +42,18 @@ EVERYTHING = [
     for accumulate in (1, 2)
     for bucket in (0.001, 0.01, 4.0)
     for backend in BACKENDS
+    for keep in KEEPS
 ]
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "case" in metafunc.fixturenames:
-        turns = [(*case, BACKENDS[number % 2]) for number, case in enumerate(PAIRWISE)]
         # All of them for the first strategy; each of the others, which share its bookkeeping, runs every third.
         chosen = [
-            (*case, strategy)
+            (*case, BACKENDS[number % 2], KEEPS[(number if place == 0 else number // 3) % 3], strategy)
             for place, strategy in enumerate(STRATEGIES)
-            for case in (turns if place == 0 else turns[place % 3 :: 3])
+            for number, case in enumerate(PAIRWISE)
+            if place == 0 or number % 3 == place % 3
         ]
         whole = EVERYTHING[:: metafunc.config.getoption("--every")]
         cases = whole if metafunc.config.getoption("--full-product") else chosen
@@ -59,10 +61,12 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def test_any_number_of_workers_gives_the_bits_of_one_process(
-    case: tuple[str, int, int, int, float, str, Chosen],
+    case: tuple[str, int, int, int, float, str, str | None, Chosen],
 ) -> None:
-    program, workers, lanes, accumulate, bucket_mib, backend, strategy = case
-    job = {"lanes": lanes, "accumulate": accumulate, "bucket_mib": bucket_mib, "backend": backend}
+    program, workers, lanes, accumulate, bucket_mib, backend, keep, strategy = case
+    job: dict[str, Any] = {"lanes": lanes, "accumulate": accumulate, "bucket_mib": bucket_mib, "backend": backend}
+    if keep is not None:
+        job["activation_checkpointing"] = RECOMPUTED[program] + ("+matmuls" if keep == "matmuls" else "")
     found = hashes(run_workers(PROGRAMS[program], workers, strategy=strategy.config, **job))
     assert found == {hash_of_one_process(program, lanes, accumulate)}
 

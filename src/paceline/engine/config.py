@@ -7,6 +7,7 @@ from typing import Literal
 
 from paceline.collectives.choice import check_algorithm
 from paceline.collectives.gradient_exchange import Reduction
+from paceline.engine.activation_checkpointing import ActivationCheckpointing
 from paceline.errors import ConfigError
 from paceline.strategies.registry import STRATEGIES, Chosen
 from paceline.world.world import World
@@ -31,6 +32,7 @@ class EngineConfig:
     global_batch_size: int | None
     on_nonfinite: OnNonFinite
     timeout_s: float
+    activation_checkpointing: ActivationCheckpointing | None = None
 
     def __post_init__(self) -> None:
         def check(ok: bool, text: str) -> None:

@@ -31,6 +31,7 @@ from paceline.collectives.byte_count import Traffic
 from paceline.collectives.gradient_exchange import Reduction
 from paceline.data.sample_record import RecordHeader, SampleRecord, next_attempt
 from paceline.data.work_source import Deal, WorkSource
+from paceline.engine import activation_checkpointing as recomputing
 from paceline.engine.acting_once import is_scheduler, let_optimizer_act_once, let_scheduler_follow
 from paceline.engine.boundary import Boundary, Operation, check_boundary
 from paceline.engine.config import EngineConfig, OnNonFinite, counted, one_of
@@ -73,6 +74,7 @@ class Engine:
         device: str | torch.device | None = None,
         bucket_mib: float = 16.0,
         overlap: bool = True,
+        activation_checkpointing: recomputing.Wanted = None,
         global_batch_size: int | None = None,
         on_nonfinite: OnNonFinite = "stop",
         record_samples: str | Path | None = None,
@@ -98,6 +100,7 @@ class Engine:
             global_batch_size=global_batch_size,
             on_nonfinite=on_nonfinite,
             timeout_s=timeout_s,
+            activation_checkpointing=recomputing.parse(activation_checkpointing),
         )
         self.config.check_against(self.world)
         self._client = call_supervisor(self.world)
@@ -114,6 +117,7 @@ class Engine:
         self._optimizers: list[Optimizer] = []
         self._schedulers: list[Any] = []
         self._step: TrainStep | None = None
+        self._recomputed: recomputing.Recomputed | None = None
         self._loader: PreparedLoader | None = None
         self._evaluations: list[EvaluationLoader] = []
         self._record_folder = None if record_samples is None else Path(record_samples)
@@ -324,6 +328,8 @@ class Engine:
             self._loader.close()
         if self._step is not None:
             self._step.close()
+        if self._recomputed is not None:
+            self._recomputed.close()
         if self._comm is not None:
             self._comm.close()
         if self._client is not None:
@@ -358,6 +364,9 @@ class Engine:
         if not self._models:
             raise ConfigError("engine.prepare() got an optimizer but no model; give both in one call")
         check_same_models(self._comm, self._models)
+        if self.config.activation_checkpointing is not None:
+            self._recomputed = recomputing.Recomputed(self.config.activation_checkpointing, self._models)
+            self.print(f"paceline: {self._recomputed.described}")
         job = self._job()
         self._at_loop_end, self._lost = job.at_loop_end, job.lost
         strategies = StrategyTable(self.config.strategy, job, parameter_names(self._models))
