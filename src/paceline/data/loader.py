@@ -134,7 +134,10 @@ class ShardedLoader:
     def items(self) -> Iterator[tuple[WorkItem, Any]]:
         place, epoch = self._place, self._epochs.of(self._place)
         first_step = epoch.plan.step_at(place.position)
-        items = work_items(epoch.plan, epoch.order, self._deal.ride, epoch=place.epoch, first_step=first_step)
+        deal = self._deal
+        items = work_items(
+            epoch.plan, epoch.order, deal.ride, epoch=place.epoch, first_step=first_step, rides=deal.rides
+        )
         return self._fetching.of(items)
 
     def items_in(self, rides: Iterable[tuple[int, int]]) -> Iterator[tuple[WorkItem, Any]]:

@@ -27,6 +27,7 @@ import numpy.typing as npt
 from torch.utils.data import Sampler
 
 from paceline.data.global_order import GlobalOrder, Sequential, Shuffled
+from paceline.data.rounds import Rides, Slot, slots_of
 from paceline.errors import ConfigError, DataError
 from paceline.world.lanes import neighbouring_lanes
 
@@ -50,7 +51,7 @@ class WorkItem(NamedTuple):
     first_of_lane: bool
     last_of_lane: bool
     last_of_step: bool  # … on this worker
-    shadow: bool = False  # a worker without samples runs the body all the same; everything it computes is dropped
+    shadow: bool = False  # a worker with nothing to do runs the body all the same; everything it computes is dropped
 
 
 class Cut(Protocol):
@@ -206,44 +207,44 @@ def _in_lanes(parts: Sequence[range], lanes: int) -> dict[int, list[range]]:
 
 
 def rides(plan: Cut, step: int, lanes: tuple[int, ...]) -> Iterator[tuple[int, int, range, bool]]:
-    """This worker's micro-batches of a step as (lane, micro-batch, positions, shadow), lane by lane.
-
-    A worker whose lanes are all absent gets the lowest lane's first micro-batch as a shadow, so that its loop body runs
-    as often as a step needs: a collective the user placed there (an evaluation, say) would otherwise hang.
-    """
-    yield from _rides_of(plan.micro_batches(step), lanes)
+    """This worker's micro-batches of a step as (lane, micro-batch, positions, shadow), lane by lane."""
+    for slot, positions in _rides_of(plan.micro_batches(step), lanes, None):
+        yield slot.lane, slot.micro_batch, positions, slot.shadow
 
 
-def _rides_of(cut: Mapping[int, list[range]], lanes: tuple[int, ...]) -> list[tuple[int, int, range, bool]]:
-    mine = [(lane, number, places, False) for lane in lanes for number, places in enumerate(cut.get(lane, ()))]
-    if mine:
-        return mine
-    lane, micro_batches = next(iter(cut.items()))
-    return [(lane, 0, micro_batches[0], True)]
+def _rides_of(cut: Mapping[int, list[range]], lanes: tuple[int, ...], rides: Rides | None) -> list[tuple[Slot, range]]:
+    slots = slots_of({lane: len(micro_batches) for lane, micro_batches in cut.items()}, lanes, rides)
+    return [(slot, cut[slot.lane][slot.micro_batch]) for slot in slots]
 
 
 def work_items(
-    plan: Cut, order: GlobalOrder, ride: tuple[int, ...], *, epoch: int, first_step: int
+    plan: Cut,
+    order: GlobalOrder,
+    ride: tuple[int, ...],
+    *,
+    epoch: int,
+    first_step: int,
+    rides: Rides | None = None,
 ) -> Iterator[WorkItem]:
-    """What a worker that rides these lanes does in an epoch, from `first_step` on."""
-    for step, present, mine, ids in _with_ids(plan, order, ride, first_step):
+    """What a worker that rides these lanes does in an epoch, from `first_step` on; in rounds given all `rides`."""
+    for step, present, mine, ids in _with_ids(plan, order, ride, first_step, rides):
         low, high = plan.step_range(step)
-        for number, (lane, micro_batch, positions, shadow) in enumerate(mine):
+        for number, (slot, positions) in enumerate(mine):
             yield WorkItem(
                 epoch=epoch,
                 step=step,
-                lane=lane,
-                micro_batch=micro_batch,
+                lane=slot.lane,
+                micro_batch=slot.micro_batch,
                 position=positions.start,
                 samples=len(positions),
                 sample_ids=tuple(ids[number]),
                 present=present,
                 step_samples=high - low,
                 first_of_step=number == 0,
-                first_of_lane=micro_batch == 0,
-                last_of_lane=number + 1 == len(mine) or mine[number + 1][0] != lane,
+                first_of_lane=slot.micro_batch == 0,
+                last_of_lane=slot.last_of_lane,
                 last_of_step=number + 1 == len(mine),
-                shadow=shadow,
+                shadow=slot.shadow,
             )
 
 
@@ -274,15 +275,15 @@ def lane_items(plan: Cut, order: GlobalOrder, rides: Iterable[tuple[int, int]], 
 
 
 def _with_ids(
-    plan: Cut, order: GlobalOrder, ride: tuple[int, ...], first_step: int
-) -> Iterator[tuple[int, tuple[int, ...], list[tuple[int, int, range, bool]], list[list[int]]]]:
+    plan: Cut, order: GlobalOrder, ride: tuple[int, ...], first_step: int, rides: Rides | None
+) -> Iterator[tuple[int, tuple[int, ...], list[tuple[Slot, range]], list[list[int]]]]:
     """Each step with the lanes present, its rides and their ids, looked up for a few steps first, then many at once."""
     steps = range(first_step, plan.steps)
     together = FEW_STEPS
     while steps:
         cuts = [plan.micro_batches(step) for step in steps[:together]]
-        mine = [_rides_of(cut, ride) for cut in cuts]
-        ids = iter(samples_in(order, [each[2] for some in mine for each in some]))
+        mine = [_rides_of(cut, ride, rides) for cut in cuts]
+        ids = iter(samples_in(order, [positions for some in mine for _, positions in some]))
         for step, cut, some in zip(steps, cuts, mine, strict=False):
             yield step, tuple(cut), some, [next(ids) for _ in some]
         steps, together = steps[together:], MANY_STEPS

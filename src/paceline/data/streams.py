@@ -13,6 +13,7 @@ different times, which nobody can know beforehand: before each step the workers 
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
@@ -25,6 +26,7 @@ from paceline.data.epochs import batch_size_of
 from paceline.data.fetching import Failure
 from paceline.data.loader import refuse_what_cannot_be_dealt
 from paceline.data.loader_watch import LoaderWatch
+from paceline.data.rounds import slots_of
 from paceline.data.sharded_sampler import WorkItem
 from paceline.data.stream_reading import WHOLE, Request, StreamReader, StreamShape, shards_of, splits_itself
 from paceline.data.work_source import Deal
@@ -288,13 +290,15 @@ class StreamLoader:
     ) -> Iterator[tuple[WorkItem, Any]]:
         after = self._fetched[2]
         total = sum(sum(counts[lane]) for lane in present)
-        real = [(lane, place) for lane in self._deal.ride for place in range(len(mine.get(lane, ())))]
-        shadow = not real
-        if shadow:
-            real = [(present[0], 0)]
-            mine = {present[0]: [self._shadow_batch(mine, present[0])]}
-        for number, (lane, place) in enumerate(real):
-            samples, batch = mine[lane][place]
+        slots = slots_of({lane: len(counts[lane]) for lane in present}, self._deal.ride, self._deal.rides)
+        for number, slot in enumerate(slots):
+            lane, place = slot.lane, slot.micro_batch
+            if lane in self._deal.ride:
+                samples, batch = mine[lane][place]
+            else:
+                samples, batch = self._shadow_batch(mine, lane)
+            if slot.shadow:  # the real one may follow, and the body may write into what it is given
+                batch = copy.deepcopy(batch)
             before = after[lane].samples - sum(counts[lane][place:]) if lane in after else 0
             self._last = [samples, batch]
             yield (
@@ -310,9 +314,9 @@ class StreamLoader:
                     step_samples=total,
                     first_of_step=number == 0,
                     first_of_lane=place == 0,
-                    last_of_lane=number + 1 == len(real) or real[number + 1][0] != lane,
-                    last_of_step=number + 1 == len(real),
-                    shadow=shadow,
+                    last_of_lane=slot.last_of_lane,
+                    last_of_step=number + 1 == len(slots),
+                    shadow=slot.shadow,
                 ),
                 batch,
             )

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from paceline.data.rounds import Rides
 from paceline.data.sharded_sampler import WorkItem
 
 
@@ -19,6 +20,7 @@ class Deal:
     seed: int
     global_batch_size: int | None = None
     timeout_s: float = 600.0
+    rides: Rides | None = None  # of all workers, where they work in rounds
 
 
 class WorkSource(Protocol):

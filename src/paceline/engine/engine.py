@@ -411,7 +411,15 @@ class Engine:
             return self._evaluations[-1]
         step, config = self._training(), self.config
         ride = step.rides[self.world.rank]
-        deal = Deal(config.lanes, config.accumulate, ride, config.seed, config.global_batch_size, config.timeout_s)
+        deal = Deal(
+            config.lanes,
+            config.accumulate,
+            ride,
+            config.seed,
+            config.global_batch_size,
+            config.timeout_s,
+            rides=step.rides if step.strategies.in_rounds else None,
+        )
         source = self._replayed(make_source(thing, deal, self._comm, step), step)
         self._loader = PreparedLoader(
             source,

@@ -66,6 +66,10 @@ class LaneBuffers:
             self._copy(self._at_start, self._live)
         self._touched = True
 
+    def start_shadow(self) -> None:
+        """What it leaves in the buffers is put back before the next lane starts."""
+        self._touched = True
+
     def finish_lane(self, lane: int, *, keep: bool) -> None:
         """After the lane's last forward; `keep` if its buffers may live on."""
         if keep and self._live:

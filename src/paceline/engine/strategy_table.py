@@ -23,6 +23,7 @@ class StrategyTable:
         self._names = names
         self._all = list(job.optimizers)
         self.rides = chosen.rides(job.lanes, job.world.size)
+        self.in_rounds = chosen.entry.in_rounds
         self._leave_once_a_step = chosen.entry.rides is neighbouring_lanes
         self._maker = chosen.entry.open(chosen.config, job)
         self._known: dict[tuple[int, ...], Strategy] = {}
@@ -47,8 +48,8 @@ class StrategyTable:
 
     def in_step(self, plan: SumPlan) -> bool:
         """Whether a worker's last item comes at the same place among the exchanges of all: not where every lane's
-        gradients leave by themselves and workers have different numbers of lanes."""
-        return self._leave_once_a_step or len({len(lanes) for lanes in plan.holders}) == 1
+        gradients leave by themselves and workers have different numbers of lanes and items."""
+        return self._leave_once_a_step or self.in_rounds or len({len(lanes) for lanes in plan.holders}) == 1
 
     def settle(self) -> None:
         for strategy in self._known.values():

@@ -140,7 +140,9 @@ class TrainStep:
         self._step_called = self._ran_last = False
         self._in_body = True
         self.stepped = False
-        if item.first_of_lane and not item.shadow:
+        if item.shadow:
+            self._buffers.start_shadow()
+        elif item.first_of_lane:
             self._buffers.start_lane(item.lane)
         seed_everything(
             mix(self._config.seed, "model", item.epoch, item.step, item.lane, item.micro_batch, self._update)

@@ -82,6 +82,7 @@ class Registered:
     examples: tuple[Any, ...] = ()  # ways to configure it that tests should try, beside the defaults
     rides: Callable[[int, int], Rides] = neighbouring_lanes
     uses_servers: bool = False
+    in_rounds: bool = False  # all workers run forward equally often, on shadow items if need be
 
 
 @dataclass(frozen=True)
