@@ -11,9 +11,10 @@ from paceline.world.world import World
 if TYPE_CHECKING:
     from paceline import data
     from paceline.engine.engine import Engine
+    from paceline.optim.precision import Precision
 
 __version__ = "0.1.0"
-__all__ = ["Engine", "World", "__version__", "data", "errors"]
+__all__ = ["Engine", "Precision", "World", "__version__", "data", "errors"]
 
 
 def __getattr__(name: str) -> Any:
@@ -22,6 +23,10 @@ def __getattr__(name: str) -> Any:
         from paceline.engine.engine import Engine
 
         return Engine
+    if name == "Precision":
+        from paceline.optim.precision import Precision
+
+        return Precision
     if name == "data":
         return importlib.import_module("paceline.data")
     raise AttributeError(f"module 'paceline' has no attribute {name!r}")

@@ -244,7 +244,7 @@ class _Wide(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = torch.tanh(self.inside(x)) @ self.sideways
-        out: Tensor = self.head(torch.tanh(hidden.bfloat16() @ self.low).float() * self.scale)
+        out: Tensor = self.head(torch.tanh(hidden.bfloat16() @ self.low).to(self.scale.dtype) * self.scale)
         return out.unsqueeze(1)
 
 

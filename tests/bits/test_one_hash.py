@@ -13,15 +13,16 @@ from tests.workers import hashes, run_workers
 
 
 @cache
-def hash_of_one_process(program: str, lanes: int, accumulate: int) -> str:
-    (found,) = hashes(run_workers(PROGRAMS[program], 1, lanes=lanes, accumulate=accumulate))
+def hash_of_one_process(program: str, lanes: int, accumulate: int, precision: str = "fp32") -> str:
+    (found,) = hashes(run_workers(PROGRAMS[program], 1, lanes=lanes, accumulate=accumulate, precision=precision))
     return found
 
 
 BACKENDS = ("paceline", "gloo")
 KEEPS = (None, "nothing", "matmuls")  # what activation checkpointing keeps; None: there is none
+PRECISIONS = ("fp32", "bf16")
 STRATEGIES = synchronous_strategies()
-# program, workers, lanes, accumulate, bucket_mib, and backends and keeps in turn: every pair of values is in some row.
+# program, workers, lanes, accumulate, bucket_mib; backends, keeps and precisions in turn: every pair is in some row.
 PAIRWISE = [
     ("gpt", 2, 4, 1, 4.0), ("gpt", 3, 5, 2, 0.001), ("gpt", 4, 8, 1, 0.01), ("gpt", 3, 4, 1, 0.01),
     ("convnet", 2, 5, 1, 0.001), ("convnet", 3, 4, 2, 4.0), ("convnet", 4, 4, 1, 0.01),
@@ -34,7 +35,7 @@ PAIRWISE = [
     ("wide", 2, 4, 2, 0.01), ("wide", 3, 5, 1, 4.0), ("wide", 4, 8, 1, 0.05),
 ]  # fmt: skip
 EVERYTHING = [
-    (program, workers, lanes, accumulate, bucket, backend, keep, strategy)
+    (program, workers, lanes, accumulate, bucket, backend, keep, precision, strategy)
     for strategy in STRATEGIES
     for program in PROGRAMS
     for workers in (2, 3, 4)
@@ -43,14 +44,23 @@ EVERYTHING = [
     for bucket in (0.001, 0.01, 4.0)
     for backend in BACKENDS
     for keep in KEEPS
+    for precision in PRECISIONS
+    if precision == "fp32" or strategy.entry.takes_low_precision
 ]
+
+
+def in_turn(place: int, number: int, strategy: Chosen) -> tuple[str, str | None, str]:
+    """What the other axes have in a row, for the strategy at `place`."""
+    turn = number if place == 0 else number // 3
+    precision = PRECISIONS[turn // 2 % 2] if strategy.entry.takes_low_precision else "fp32"
+    return BACKENDS[number % 2], KEEPS[turn % 3], precision
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "case" in metafunc.fixturenames:
         # All of them for the first strategy; each of the others, which share its bookkeeping, runs every third.
         chosen = [
-            (*case, BACKENDS[number % 2], KEEPS[(number if place == 0 else number // 3) % 3], strategy)
+            (*case, *in_turn(place, number, strategy), strategy)
             for place, strategy in enumerate(STRATEGIES)
             for number, case in enumerate(PAIRWISE)
             if place == 0 or number % 3 == place % 3
@@ -61,14 +71,15 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def test_any_number_of_workers_gives_the_bits_of_one_process(
-    case: tuple[str, int, int, int, float, str, str | None, Chosen],
+    case: tuple[str, int, int, int, float, str, str | None, str, Chosen],
 ) -> None:
-    program, workers, lanes, accumulate, bucket_mib, backend, keep, strategy = case
+    program, workers, lanes, accumulate, bucket_mib, backend, keep, precision, strategy = case
     job: dict[str, Any] = {"lanes": lanes, "accumulate": accumulate, "bucket_mib": bucket_mib, "backend": backend}
+    job["precision"] = precision
     if keep is not None:
         job["activation_checkpointing"] = RECOMPUTED[program] + ("+matmuls" if keep == "matmuls" else "")
     found = hashes(run_workers(PROGRAMS[program], workers, strategy=strategy.config, **job))
-    assert found == {hash_of_one_process(program, lanes, accumulate)}
+    assert found == {hash_of_one_process(program, lanes, accumulate, precision)}
 
 
 def test_loader_processes_and_overlap_change_no_bit() -> None:

@@ -122,9 +122,9 @@ def test_a_state_saved_under_one_strategy_goes_on_under_another_to_the_same_bits
     assert hashes(run_workers(trains, after[1], until=6, folder=folder, resume=True, strategy=after[0])) == straight()
 
 
-def saves_twice(world: World, *, folder: str, strategy: str) -> list[str]:
+def saves_twice(world: World, *, folder: str, **job: Any) -> list[str]:
     """Once before the first step and once after; goes on from the first, then from the second."""
-    with Engine(world=world, strategy=strategy, lanes=2) as engine:
+    with Engine(world=world, lanes=2, **job) as engine:
         model, loader = nn.Linear(8, 1), DataLoader(TensorDataset(torch.randn(32, 8), torch.randn(32, 1)), batch_size=4)
         optimizer = CountingLion([{"params": [model.weight]}, {"params": [model.bias]}])
         model, optimizer, loader = engine.prepare(model, optimizer, loader)
@@ -201,9 +201,9 @@ def test_a_worker_keeps_its_share_of_the_state_and_the_users_optimizer_nothing(s
 # -- what a loop may do ------------------------------------------------------------------------------------------------
 
 
-def freezes_and_thaws(world: World, *, strategy: str) -> str:
+def freezes_and_thaws(world: World, **job: Any) -> str:
     """A layer that is trained, frozen, and trained again from where its state was; then one more group is added."""
-    with Engine(world=world, lanes=4, strategy=strategy) as engine:
+    with Engine(world=world, lanes=4, **job) as engine:
         model = nn.Sequential(nn.Linear(8, 70), nn.Tanh(), nn.Linear(70, 70), nn.Tanh(), nn.Linear(70, 1))
         late = nn.Parameter(torch.ones(1))
         model.register_parameter("late", late)
@@ -227,9 +227,9 @@ def test_parameters_that_are_frozen_thawed_or_added_keep_their_state(strategy: s
     assert hashes(run_workers(freezes_and_thaws, 3, strategy=strategy)) == ddp
 
 
-def loads_by_itself(world: World, *, strategy: str) -> str:
+def loads_by_itself(world: World, **job: Any) -> str:
     """A state_dict that the script loads into the prepared optimizer, as it would alone."""
-    with Engine(world=world, lanes=2, strategy=strategy) as engine:
+    with Engine(world=world, lanes=2, **job) as engine:
         model = nn.Linear(8, 1)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
         data = TensorDataset(torch.ones(16, 8), torch.ones(16, 1))

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from paceline.collectives.choice import check_algorithm
 from paceline.collectives.gradient_exchange import Reduction
 from paceline.engine.activation_checkpointing import ActivationCheckpointing
 from paceline.errors import ConfigError
+from paceline.optim.precision import Precision
 from paceline.strategies.registry import STRATEGIES, Chosen
 from paceline.world.world import World
 
@@ -33,6 +34,7 @@ class EngineConfig:
     on_nonfinite: OnNonFinite
     timeout_s: float
     activation_checkpointing: ActivationCheckpointing | None = None
+    precision: Precision = field(default_factory=Precision)
 
     def __post_init__(self) -> None:
         def check(ok: bool, text: str) -> None:
@@ -55,6 +57,12 @@ class EngineConfig:
         check(
             self.on_nonfinite in ("stop", "skip", "continue"),
             f"on_nonfinite={self.on_nonfinite!r} is not known; choose stop, skip or continue",
+        )
+        check(
+            self.precision == Precision() or self.strategy.entry.takes_low_precision,
+            f"precision={str(self.precision)!r} with strategy={self.strategy.name!r}, which keeps no fp32 masters of "
+            "weights in low precision; choose one of "
+            + ", ".join(entry.name for entry in STRATEGIES.values() if entry.takes_low_precision),
         )
 
     def check_against(self, world: World) -> None:

@@ -48,6 +48,7 @@ from paceline.engine.strategy_table import StrategyTable
 from paceline.engine.surroundings import call_supervisor, connect_workers, default_backend, find_device, open_meeting
 from paceline.engine.train_step import TrainStep
 from paceline.errors import CheckpointError, ConfigError, LoopError, PacelineError, ReplicaError
+from paceline.optim.precision import Precision, precision_of
 from paceline.parameter_server.replay import replay_of
 from paceline.strategies.registry import Job, LoopEndListener, choose
 from paceline.world.determinism import default_threads, make_deterministic, mix, seed_everything
@@ -74,6 +75,7 @@ class Engine:
         device: str | torch.device | None = None,
         bucket_mib: float = 16.0,
         overlap: bool = True,
+        precision: str | Precision = "fp32",
         activation_checkpointing: recomputing.Wanted = None,
         global_batch_size: int | None = None,
         on_nonfinite: OnNonFinite = "stop",
@@ -101,6 +103,7 @@ class Engine:
             on_nonfinite=on_nonfinite,
             timeout_s=timeout_s,
             activation_checkpointing=recomputing.parse(activation_checkpointing),
+            precision=precision_of(precision),
         )
         self.config.check_against(self.world)
         self._client = call_supervisor(self.world)
@@ -396,6 +399,7 @@ class Engine:
             bucket_bytes=int(config.bucket_mib * 2**20),
             overlap=config.overlap,
             timeout_s=config.timeout_s,
+            precision=config.precision,
             facts=job_facts(config, {}, self.device),
             replay=self._replay,
         )
@@ -446,7 +450,8 @@ class Engine:
             f"paceline: global batch {batch} · "
             f"{counted(self.world.size, 'worker')} × {counted(config.threads, 'thread')} ({self.world.source}) · "
             f"{config.strategy}, {config.reduction}{' over ' + config.algorithm if config.algorithm else ''} · "
-            f"{config.backend if self.world.size > 1 else 'no'} communication · {self.device.type} · {amount}"
+            f"{config.backend if self.world.size > 1 else 'no'} communication · {self.device.type}"
+            f"{' in ' + str(config.precision) if config.precision != Precision() else ''} · {amount}"
         )
 
     def _start_record(self, source: WorkSource) -> SampleRecord | None:

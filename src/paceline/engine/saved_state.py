@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from paceline.engine.config import EngineConfig
 from paceline.engine.replicas import Whole
 from paceline.errors import CheckpointError
+from paceline.optim.precision import Precision
 from paceline.world.determinism import fingerprint
 
 SYNCHRONOUS = "synchronous"
@@ -28,6 +29,7 @@ def job_facts(config: EngineConfig, data: Mapping[str, Any], device: torch.devic
         "accumulate": config.accumulate,
         "seed": config.seed,
         "reduction": config.reduction,
+        "precision": str(config.precision),
         "updates": SYNCHRONOUS if config.strategy.is_synchronous else str(config.strategy),
     }
     return facts | dict(data) | {f"machine {name}": value for name, value in fingerprint(device).items()}
@@ -39,7 +41,9 @@ def check_same_job(
     """The names of accepted differences; a difference that is not accepted is an error that says all of them."""
     if unknown := [name for name in accept if name not in mine]:
         raise CheckpointError(f"accept={unknown!r} names nothing of this job; known are {', '.join(mine)}")
-    saved = {"updates": SYNCHRONOUS} | dict(saved)  # states from before there were others don't say it
+    saved = {"updates": SYNCHRONOUS, "precision": str(Precision())} | dict(
+        saved
+    )  # states from before there were others don't say it
     changed = {name for name, value in mine.items() if saved.get(name) != value}
     if refused := [name for name in mine if name in changed and name not in accept]:
         told = "; ".join(f"{name} was {saved.get(name)!r}, is {mine[name]!r}" for name in refused)

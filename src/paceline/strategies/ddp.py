@@ -3,7 +3,8 @@
     weights full · gradients full · optimizer state full      during backward: all-reduce per bucket      at step: local
 
 Buckets leave in their fixed order while backward still runs, from the hooks of the worker's last item. How a bucket's
-roots become their sum is the exchange's affair; the star is this strategy with another exchange.
+roots become their sum is the exchange's affair; the star is this strategy with another exchange. Where the model
+computes in low precision its parameters are their fp32 masters from `collect` to `apply`.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from paceline.collectives.gradient_exchange import GradientExchange
 from paceline.optim.gradient_norm import clip_coefficient, global_norm
 from paceline.sharding.bucket import plan_buckets
 from paceline.strategies.gradient_buckets import GradientBuckets
+from paceline.strategies.masters import WholeMasters
 from paceline.strategies.registry import Job, Registered, register
 from paceline.strategies.strategy import Agreement, ItemPlace, Tally, WeightsInTheModel
 
@@ -57,15 +59,21 @@ class Ddp(WeightsInTheModel):
         *,
         bucket_bytes: int,
         overlap: bool = True,
+        masters: WholeMasters | None = None,
+        lanes_rounded_to: torch.dtype | None = None,
     ) -> None:
         self._comm = comm
         self._exchange = exchange
+        self._masters = masters
+        if masters is not None:
+            masters.drop_frozen()
         self._buckets = GradientBuckets(
             named,
             comm.rank if comm is not None else 0,
             cut=lambda specs, order: plan_buckets(specs, order, bucket_bytes),
             leave=self._send,
             overlap=overlap,
+            lanes_rounded_to=lanes_rounded_to,
         )
         self.parameters = self.replicas = self._buckets.parameters
         self._set = exchange.new_set()
@@ -118,6 +126,8 @@ class Ddp(WeightsInTheModel):
     def collect(self, tally: Tally) -> None:
         """`.grad` becomes the gradient of the global batch."""
         scale, used = tally.scale, tally.used
+        if self._masters is not None and not tally.empty:
+            self._masters.step_in(self.parameters)
         self._totals = []
         for sums, pending, roots in zip(self._buckets.sums, self._pending, self._roots, strict=True):
             total = pending.wait()
@@ -139,10 +149,15 @@ class Ddp(WeightsInTheModel):
         return norm
 
     def apply(self, optimizer: Optimizer, original_step: Callable[[], Any]) -> Any:
-        return original_step()
+        result = original_step()
+        if self._masters is not None:
+            self._masters.round(p for group in optimizer.param_groups for p in group["params"])
+        return result
 
     def end_step(self) -> None:
         """Forget the gradients; the buffers they lived in serve the next step."""
+        if self._masters is not None:
+            self._masters.round(self.parameters)
         for parameter in self.parameters:
             parameter.grad = None
         for sums, total in zip(self._buckets.sums, self._totals, strict=True):
@@ -163,6 +178,17 @@ class Ddp(WeightsInTheModel):
     def load(self, optimizer: Optimizer, state: dict[str, Any], *, round: int) -> None:
         optimizer.load_state_dict(state)
 
+    def whole(self, parameter: Parameter) -> Tensor:
+        if self._masters is None or not self._masters.has(parameter):
+            return super().whole(parameter)
+        return self._masters.of_parameter(parameter)
+
+    def put(self, parameter: Parameter, whole: Tensor) -> None:
+        if self._masters is None or not self._masters.has(parameter):
+            super().put(parameter, whole)
+        else:
+            self._masters.put(parameter, whole)
+
     def close(self) -> None:
         self._buckets.close()
 
@@ -180,12 +206,23 @@ class DdpMaker:
 
     def __init__(self, job: Job, exchange: Exchange, *, overlap: bool) -> None:
         self._job, self._exchange, self._overlap = job, exchange, overlap
+        self._masters = WholeMasters.of(job)
 
     def make(self, named: Sequence[tuple[str, Parameter]], optimizers: Sequence[Optimizer]) -> Ddp:
         job = self._job
-        return Ddp(named, job.comm, self._exchange, bucket_bytes=job.bucket_bytes, overlap=self._overlap)
+        return Ddp(
+            named,
+            job.comm,
+            self._exchange,
+            bucket_bytes=job.bucket_bytes,
+            overlap=self._overlap,
+            masters=self._masters,
+            lanes_rounded_to=job.precision.lanes_rounded_to,
+        )
 
     def close(self) -> None:
+        if self._masters is not None:
+            self._masters.close()
         self._exchange.close()
 
 
@@ -193,4 +230,4 @@ def _open(config: DdpConfig, job: Job) -> DdpMaker:
     return DdpMaker(job, GradientExchange(job.comm, job.reduction, job.algorithm), overlap=job.overlap)
 
 
-register(Registered("ddp", DdpConfig, _open))
+register(Registered("ddp", DdpConfig, _open, takes_low_precision=True))

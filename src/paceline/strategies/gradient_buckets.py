@@ -42,6 +42,7 @@ class GradientBuckets:
         by_lane: bool = False,
         learns: bool = True,
         rooms: Rooms | None = None,
+        lanes_rounded_to: torch.dtype | None = None,
     ) -> None:
         self._names = [name for name, _ in named]
         self.parameters = [parameter for _, parameter in named]
@@ -49,6 +50,7 @@ class GradientBuckets:
         self._cut, self._leave = cut, leave
         self._overlap, self._by_lane = overlap, by_lane
         self._rooms = rooms
+        self._rounded_to = lanes_rounded_to
         self._specs = gradient_specs(self.parameters)
         self._hooks = [
             parameter.register_post_accumulate_grad_hook(self._hook(index))  # type: ignore[no-untyped-call]
@@ -169,6 +171,9 @@ class GradientBuckets:
                 gradient = gradient.to_dense() if gradient.is_sparse else gradient
             gradients.append(gradient)
         sums.take(lane, gradients)
+        if self._rounded_to is not None:
+            node = sums.nodes[lane]
+            node.copy_(node.to(self._rounded_to))
         self._merge(sums, lane)
         self._taken[number] = True
 

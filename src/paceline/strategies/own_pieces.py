@@ -42,8 +42,8 @@ class OwnPieces:
         owned = self.shards.buckets[number].pieces(self.worker)
         for place, gradient in zip(owned, self._gradients(number, total, owned), strict=True):
             piece = place.piece
-            parameter, tensor = self.parameters[piece.parameter], self.tensors[piece]
-            tensor.grad = _as_gradient_of(parameter, tensor, gradient) if used[piece.parameter] else None
+            tensor = self.tensors[piece]
+            tensor.grad = _as_gradient_of(tensor, gradient) if used[piece.parameter] else None
 
     def _gradients(self, number: int, total: Tensor, owned: Sequence[OwnedPiece]) -> list[Tensor]:
         address, views = self._views.get(number, (0, []))
@@ -76,10 +76,10 @@ def piece_of(parameter: Parameter, piece: Piece) -> Tensor:
     return part_of(parameter, piece) if in_logical_order(parameter) else parameter.detach()
 
 
-def _as_gradient_of(parameter: Parameter, tensor: Tensor, gradient: Tensor) -> Tensor:
-    if in_logical_order(parameter):
+def _as_gradient_of(tensor: Tensor, gradient: Tensor) -> Tensor:
+    if in_logical_order(tensor):
         return gradient.view(tensor.shape).to(tensor.dtype)
-    return torch.empty_like(parameter, memory_format=torch.preserve_format).copy_(gradient.view(parameter.shape))
+    return torch.empty_like(tensor, memory_format=torch.preserve_format).copy_(gradient.view(tensor.shape))
 
 
 def check_apart(named: Sequence[tuple[str, Parameter]]) -> None:

@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 from paceline.collectives.communicator import Communicator
 from paceline.collectives.gradient_exchange import Reduction
 from paceline.errors import ConfigError
+from paceline.optim.precision import Precision
 from paceline.parameter_server.replay import Replay
 from paceline.strategies.strategy import Strategy
 from paceline.world.control import ControlClient
@@ -54,6 +55,7 @@ class Job:
     bucket_bytes: int
     overlap: bool
     timeout_s: float
+    precision: Precision = field(default_factory=Precision)
     facts: Mapping[str, Any] = field(default_factory=dict)  # what the bits depend on besides the objects, for records
     at_loop_end: list[LoopEndListener] = field(default_factory=list)  # a strategy adds its own
     replay: Replay | None = None  # do again what this has, instead of training
@@ -82,6 +84,7 @@ class Registered:
     examples: tuple[Any, ...] = ()  # ways to configure it that tests should try, beside the defaults
     rides: Callable[[int, int], Rides] = neighbouring_lanes
     uses_servers: bool = False
+    takes_low_precision: bool = False  # it lowers the models when it opens, and keeps their fp32 masters
     in_rounds: bool = False  # all workers run forward equally often, on shadow items if need be
 
 

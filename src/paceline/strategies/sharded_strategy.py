@@ -31,10 +31,11 @@ from paceline.sharding.shards import cut_buckets
 from paceline.strategies.distant_gradient import DistantGradient
 from paceline.strategies.gradient_buckets import GradientBuckets
 from paceline.strategies.host_weights import Weights, where_weights_go
+from paceline.strategies.masters import PieceMasters
 from paceline.strategies.own_pieces import OwnPieces, check_apart, in_logical_order
 from paceline.strategies.registry import Job
 from paceline.strategies.strategy import Agreement, ItemPlace, Tally, WeightsInTheModel
-from paceline.strategies.twins import Twins
+from paceline.strategies.twins import Twin, Twins
 from paceline.strategies.weight_gather import WeightGather
 
 
@@ -54,11 +55,14 @@ class ShardedParts:
         self.comm: Communicator | None = job.comm
         self.rank, self.workers = (0, 1) if job.comm is None else (job.comm.rank, job.comm.size)
         self.exchange = GradientExchange(job.comm, "exact")
-        self.twins = Twins(job.comm, name)
+        self.masters = PieceMasters.of(job)
+        self.twins = Twins(job.comm, name, self.masters)
         self.weights = where_weights_go(weights, job.comm, name)
 
     def close(self) -> None:
         self.twins.close()
+        if self.masters is not None:
+            self.masters.close()
         self.exchange.close()
 
 
@@ -87,6 +91,7 @@ class ShardedStrategy(WeightsInTheModel):
             overlap=job.overlap,
             by_lane=by_lane,
             rooms=rooms,
+            lanes_rounded_to=job.precision.lanes_rounded_to,
         )
         self.parameters: Sequence[Parameter] = self._buckets.parameters
         self._distant = [DistantGradient.of(parameter, name, parts.name) for name, parameter in named]
@@ -124,14 +129,21 @@ class ShardedStrategy(WeightsInTheModel):
         if self._parts.weights is not None:
             self._parts.weights.check()
         if self._pieces is None:
-            uncut = {number for number, p in enumerate(self.parameters) if not in_logical_order(p)}
-            buckets = [sums.bucket for sums in self._buckets.sums]
-            self._pieces = OwnPieces(self._named, cut_buckets(buckets, self._parts.workers, uncut), self._parts.rank)
+            self._pieces = self._deal()
             self._settle_in(self._pieces)
             self._gathers = {}
         for optimizer in self._optimizers:
             self._parts.twins.deal(optimizer, self._pieces)
+        if self._parts.masters is not None:
+            self._parts.masters.dealt(self.parameters)
+            self._parts.masters.look(self._pieces)
         self._buckets.start_step(plan)
+
+    def _deal(self) -> OwnPieces:
+        uncut = {number for number, p in enumerate(self.parameters) if not in_logical_order(p)}
+        buckets = [sums.bucket for sums in self._buckets.sums]
+        shards, masters = cut_buckets(buckets, self._parts.workers, uncut), self._parts.masters
+        return OwnPieces(self._named, shards, self._parts.rank, keep=None if masters is None else masters.keep)
 
     def start_backward(self, place: ItemPlace, *, last: bool) -> None:
         self._buckets.start_backward(place, last=last)
@@ -190,14 +202,22 @@ class ShardedStrategy(WeightsInTheModel):
         twin, comm, weights = self._parts.twins.of(optimizer), self._parts.comm, self._parts.weights
         if weights is not None:
             with weights.being_written(self.parameters[number] for number in twin.parameters):
-                return twin.step(self._used)
-        result = twin.step(self._used)
+                return self._step(twin)
+        result = self._step(twin)
         if comm is not None:
             gather = self._gathers.get(id(optimizer))
             if gather is None:
                 gather = WeightGather(comm, self.parameters, twin.pieces.shards, twin.parameters)
                 self._gathers[id(optimizer)] = gather
             gather.run()
+        if self._parts.masters is not None:
+            self._parts.masters.take_as_right(self.parameters[number] for number in twin.parameters)
+        return result
+
+    def _step(self, twin: Twin) -> Any:
+        result = twin.step(self._used)
+        if self._parts.masters is not None:
+            self._parts.masters.round(twin.pieces, twin.parameters)
         return result
 
     def end_step(self) -> None:
@@ -222,6 +242,14 @@ class ShardedStrategy(WeightsInTheModel):
         self._parts.twins.load(optimizer, state)
         if self._parts.weights is not None:
             self._parts.weights.take_as_right()
+
+    def whole(self, parameter: Parameter) -> Tensor:
+        master = self._parts.twins.master_of(parameter)
+        return super().whole(parameter) if master is None else master
+
+    def put(self, parameter: Parameter, whole: Tensor) -> None:
+        super().put(parameter, whole)
+        self._parts.twins.put_master(parameter, whole)
 
     def close(self) -> None:
         self._buckets.close()

@@ -24,6 +24,7 @@ from paceline.errors import LoopError
 from paceline.optim.piece_state import State, scatter_state
 from paceline.optim.range_optimizer import optimizer_on
 from paceline.sharding.flat_layout import Piece
+from paceline.strategies.masters import MASTER, PieceMasters
 from paceline.strategies.own_pieces import OwnPieces, in_logical_order
 from paceline.strategies.whole_states import DealtState, whole_states
 
@@ -31,8 +32,8 @@ from paceline.strategies.whole_states import DealtState, whole_states
 class Twin:
     """One optimizer's update of the pieces that this worker owns."""
 
-    def __init__(self, optimizer: Optimizer, pieces: OwnPieces) -> None:
-        self.optimizer, self.pieces = optimizer, pieces
+    def __init__(self, optimizer: Optimizer, pieces: OwnPieces, masters: PieceMasters | None = None) -> None:
+        self.optimizer, self.pieces, self._masters = optimizer, pieces, masters
         self._mine: dict[int, list[Piece]] = {  # by parameter, of those that are dealt out
             pieces.index[id(p)]: [] for p in _parameters_of(optimizer) if id(p) in pieces.index
         }
@@ -51,6 +52,9 @@ class Twin:
         """The numbers of this optimizer's parameters, whoever owns their pieces."""
         return list(self._mine)
 
+    def holds(self, parameter: Parameter) -> bool:
+        return self.pieces.index.get(id(parameter)) in self._mine
+
     def step(self, used: Sequence[bool]) -> Any:
         """The user's settings as they are now, the update, and what the update changed in the settings."""
         groups = list(zip(self.optimizer.param_groups, self._twin.param_groups, self._nothing, strict=False))
@@ -68,8 +72,12 @@ class Twin:
             self.put(self.pieces.index[id(parameter)], self.optimizer.state.pop(parameter))
 
     def put(self, number: int, whole: State) -> None:
-        """Keep of a parameter's state what belongs to the own pieces."""
+        """Keep of a parameter's state, and of its master if that is with it, what belongs to the own pieces."""
         parameter, mine = self.pieces.parameters[number], self._mine[number]
+        master = whole.pop(MASTER, None)
+        if master is not None and self._masters is not None:
+            for piece in mine:
+                self._masters.take(self.pieces, piece, master)
         if in_logical_order(parameter):
             states = scatter_state(whole, tuple(parameter.shape), mine)
         else:
@@ -80,12 +88,16 @@ class Twin:
     def forget(self) -> None:
         self._twin.state.clear()
 
-    def dealt(self, receivers: Callable[[Parameter], frozenset[int]]) -> list[DealtState]:
+    def dealt(
+        self, receivers: Callable[[Parameter], frozenset[int]], *, with_masters: bool = False
+    ) -> list[DealtState]:
         """The state of every parameter, as far as it is here, on its way to the receivers."""
         pieces, found = self.pieces, []
         for number, mine in self._mine.items():
             parameter = pieces.parameters[number]
             here = {p: (pieces.tensors[p], self._twin.state.get(pieces.tensors[p], {})) for p in mine}
+            if with_masters and self._masters is not None and self._masters.has(parameter):
+                here = {p: (tensor, {**state, MASTER: tensor}) for p, (tensor, state) in here.items()}
             owners = pieces.shards.owners.get(number, ())
             found.append(DealtState(pieces.names[number], parameter, owners, here, receivers(parameter)))
         return found
@@ -110,8 +122,8 @@ def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
 class Twins:
     """All twins of a job on this worker; strategies that share an optimizer share its twin."""
 
-    def __init__(self, comm: Communicator | None, strategy: str) -> None:
-        self._comm, self._strategy = comm, strategy
+    def __init__(self, comm: Communicator | None, strategy: str, masters: PieceMasters | None = None) -> None:
+        self._comm, self._strategy, self._masters = comm, strategy, masters
         self._rank, self._workers = (0, 1) if comm is None else (comm.rank, comm.size)
         self._twins: dict[int, Twin] = {}
         self._guards: dict[int, RemovableHandle] = {}
@@ -124,7 +136,7 @@ class Twins:
         """Let the optimizer's twin hold these pieces; where it holds others all workers call this together."""
         old = self._twins.get(id(optimizer))
         if old is None or old.pieces is not pieces:
-            new = self._twins[id(optimizer)] = Twin(optimizer, pieces)
+            new = self._twins[id(optimizer)] = Twin(optimizer, pieces, self._masters)
             if old is not None:
                 self._move(old, new)
         if id(optimizer) not in self._guards:
@@ -140,13 +152,52 @@ class Twins:
                 return frozenset(range(self._workers))
             return frozenset(worker for worker, _ in pieces.shards.owners.get(pieces.index[id(parameter)], ()))
 
-        for parameter, whole in whole_states(self._comm, old.dealt(receivers)):
-            if not whole:
-                continue
+        for parameter, whole in whole_states(self._comm, old.dealt(receivers, with_masters=True)):
             if id(parameter) in pieces.index:
-                new.put(pieces.index[id(parameter)], whole)
-            else:
+                if whole:
+                    new.put(pieces.index[id(parameter)], whole)
+                continue
+            whole.pop(MASTER, None)
+            if whole:
                 new.optimizer.state[parameter] = whole
+
+    # -- masters -----------------------------------------------------------------------------------------------------
+
+    def master_of(self, parameter: Parameter) -> Tensor | None:
+        """All of a parameter's master on every worker; None if it has none."""
+        if self._masters is None or not self._masters.has(parameter):
+            return None
+        pieces = self._pieces_of(parameter)
+        if pieces is None:
+            return self._masters.before_dealing(parameter)
+        self._masters.look(pieces)
+        number, flat = pieces.index[id(parameter)], torch.empty(parameter.numel(), device=parameter.device)
+        for owner, piece in pieces.shards.owners.get(number, ()):
+            part = flat[piece.start : piece.stop]
+            if owner == self._rank:
+                part.copy_(pieces.tensors[piece].reshape(-1))
+            if self._comm is not None:
+                self._comm.broadcast(part, root=owner).wait()
+        whole = torch.empty_like(parameter, dtype=flat.dtype, memory_format=torch.preserve_format)
+        return whole.copy_(flat.view(parameter.shape)).detach()
+
+    def put_master(self, parameter: Parameter, whole: Tensor) -> bool:
+        """Keep this worker's part of a master, with a parameter that holds it rounded; whether there is a master."""
+        if self._masters is None or not self._masters.has(parameter):
+            return False
+        pieces = self._pieces_of(parameter)
+        if pieces is None:
+            self._masters.put_before_dealing(parameter, whole)
+        else:
+            for piece in pieces.tensors:
+                if pieces.parameters[piece.parameter] is parameter:
+                    self._masters.take(pieces, piece, whole)
+        self._masters.take_as_right([parameter])
+        return True
+
+    def _pieces_of(self, parameter: Parameter) -> OwnPieces | None:
+        holds = (twin.pieces for twin in self._twins.values() if twin.holds(parameter))
+        return next(holds, None)
 
     # -- saved and loaded --------------------------------------------------------------------------------------------
 

@@ -108,5 +108,7 @@ class Zero1Maker:
 
 
 register(
-    Registered("zero1", Zero1Config, Zero1Maker, examples=(Zero1Config(weights="per worker"),)),
+    Registered(
+        "zero1", Zero1Config, Zero1Maker, examples=(Zero1Config(weights="per worker"),), takes_low_precision=True
+    ),
 )

@@ -137,5 +137,12 @@ class Zero2Maker:
 
 
 register(
-    Registered("zero2", Zero2Config, Zero2Maker, examples=(Zero2Config(weights="per worker"),), rides=strided_lanes)
+    Registered(
+        "zero2",
+        Zero2Config,
+        Zero2Maker,
+        examples=(Zero2Config(weights="per worker"),),
+        takes_low_precision=True,
+        rides=strided_lanes,
+    )
 )

@@ -1,0 +1,195 @@
+"""Masters: the fp32 weights behind parameters that compute in low precision, kept where the optimizer updates.
+
+                     forward, backward     update                                      afterwards
+    ddp, star        bf16 parameter        the parameter *is* its master, in fp32      the master is rounded into it
+    zero1, zero2     bf16 parameter        the own pieces of the master, in fp32       own pieces rounded, then gathered
+
+A master rounds to its parameter. Where it does not, the script has written to the parameter (it loaded weights, or
+clamped them) and the parameter is right there: `take_over` settles it element by element. A parameter that is frozen
+loses its master; when it is trained again it starts from what it computed with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+from paceline.optim.precision import Lowered, lower
+from paceline.sharding.flat_layout import Piece, part_of
+from paceline.strategies.own_pieces import OwnPieces, in_logical_order, piece_of
+from paceline.strategies.registry import Job
+
+MASTER = "master"  # among what is kept for a piece, when pieces are dealt anew
+
+
+def take_over(master: Tensor, parameter: Tensor) -> None:
+    """Make the elements of `master` that don't round to the parameter's the parameter's."""
+    low = parameter.detach()
+    master.copy_(torch.where(master.to(low.dtype) == low, master, low.to(master.dtype)))
+
+
+class _Masters:
+    """Which parameters have masters, and when they were last right."""
+
+    def __init__(self, lowered: Lowered, optimizers: Sequence[Optimizer]) -> None:
+        self._lowered = lowered
+        self._low = {id(parameter) for parameter in lowered.low}
+        self._versions: dict[int, int] = {}  # of parameters, by id, when they were last rounded
+        self._hooks = [hook for optimizer in optimizers for hook in _load_in_fp32(optimizer, self.has)]
+
+    def has(self, parameter: Tensor) -> bool:
+        return id(parameter) in self._low
+
+    def take_as_right(self, parameters: Iterable[Parameter]) -> None:
+        for parameter in parameters:
+            self._versions[id(parameter)] = parameter._version
+
+    def _was_written(self, parameter: Parameter) -> bool:
+        return self._versions.get(id(parameter)) != parameter._version
+
+    def close(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._lowered.close()
+
+
+class WholeMasters(_Masters):
+    """Every worker has all of them."""
+
+    def __init__(self, lowered: Lowered, optimizers: Sequence[Optimizer]) -> None:
+        super().__init__(lowered, optimizers)
+        self._masters = lowered.originals
+        self._rounded: dict[int, Tensor] = {}  # by id: what the parameter holds when it is not its master
+
+    @classmethod
+    def of(cls, job: Job) -> WholeMasters | None:
+        lowered = lower(job.models, job.precision)
+        return None if lowered is None else cls(lowered, job.optimizers)
+
+    def drop_frozen(self) -> None:
+        for parameter in self._lowered.low:
+            if not parameter.requires_grad:
+                self._masters.pop(id(parameter), None)
+
+    def of_parameter(self, parameter: Parameter) -> Tensor:
+        """The newest values, in fp32."""
+        if id(parameter) not in self._masters:
+            self._masters[id(parameter)] = parameter.detach().float()
+        master = self._masters[id(parameter)]
+        if id(parameter) not in self._rounded and self._was_written(parameter):
+            take_over(master, parameter)
+            self.take_as_right([parameter])
+        return master
+
+    def put(self, parameter: Parameter, whole: Tensor) -> None:
+        with torch.no_grad():
+            self.of_parameter(parameter).copy_(whole)
+            parameter.copy_(whole)
+        self.take_as_right([parameter])
+
+    def step_in(self, parameters: Iterable[Parameter]) -> None:
+        """Let the parameters be their masters, until they are `rounded`: gradients and updates are in fp32."""
+        for parameter in filter(self.has, parameters):
+            master = self.of_parameter(parameter)
+            if id(parameter) not in self._rounded:
+                self._rounded[id(parameter)] = parameter.data
+                parameter.data = master
+
+    def round(self, parameters: Iterable[Parameter]) -> None:
+        """Let the parameters be in low precision again, with what their masters have become."""
+        for parameter in parameters:
+            low = self._rounded.pop(id(parameter), None)
+            if low is not None:
+                self._masters[id(parameter)] = parameter.data
+                low.copy_(parameter.data)
+                parameter.grad = None
+                parameter.data = low
+                self.take_as_right([parameter])
+
+
+class PieceMasters(_Masters):
+    """This worker has those of its own pieces; before pieces are dealt for the first time, all that there were."""
+
+    @classmethod
+    def of(cls, job: Job) -> PieceMasters | None:
+        lowered = lower(job.models, job.precision)
+        return None if lowered is None else cls(lowered, job.optimizers)
+
+    def keep(self, parameter: Parameter, piece: Piece) -> Tensor:
+        """Where the values of a piece are kept; those of a master that has been dealt before come with its state."""
+        if not self.has(parameter):
+            return piece_of(parameter, piece)
+        master = self.before_dealing(parameter)
+        return (part_of(master, piece) if in_logical_order(parameter) else master).clone()
+
+    def before_dealing(self, parameter: Parameter) -> Tensor:
+        """What a master is as long as nobody has been dealt it."""
+        original = self._lowered.originals.get(id(parameter))
+        if original is None:
+            return parameter.detach().float()
+        take_over(original, parameter)
+        return original
+
+    def put_before_dealing(self, parameter: Parameter, whole: Tensor) -> None:
+        self._lowered.originals[id(parameter)] = whole.detach().to(parameter.device, torch.float32, copy=True)
+
+    def dealt(self, parameters: Iterable[Parameter]) -> None:
+        """Their owners have them."""
+        for parameter in parameters:
+            self._lowered.originals.pop(id(parameter), None)
+
+    def take(self, pieces: OwnPieces, piece: Piece, whole: Tensor) -> None:
+        """The piece's part of a whole master."""
+        parameter, tensor = pieces.parameters[piece.parameter], pieces.tensors[piece]
+        tensor.copy_(part_of(whole, piece) if in_logical_order(parameter) else whole)
+
+    def look(self, pieces: OwnPieces) -> None:
+        """Before a step: take over what the script wrote to parameters since the last one."""
+        written = {number for number, p in enumerate(pieces.parameters) if self.has(p) and self._was_written(p)}
+        for piece, tensor in pieces.tensors.items():
+            if piece.parameter in written:
+                take_over(tensor, piece_of(pieces.parameters[piece.parameter], piece))
+        self.take_as_right(pieces.parameters[number] for number in written)
+
+    def round(self, pieces: OwnPieces, numbers: Iterable[int]) -> None:
+        """Write the own pieces of these parameters into the model."""
+        wanted = {number for number in numbers if self.has(pieces.parameters[number])}
+        changed = [piece for piece in pieces.tensors if piece.parameter in wanted]
+        if changed:
+            parts = [piece_of(pieces.parameters[piece.parameter], piece) for piece in changed]
+            torch._foreach_copy_(parts, [pieces.tensors[piece] for piece in changed])
+
+
+# -- states of optimizers ----------------------------------------------------------------------------------------------
+
+
+def _load_in_fp32(optimizer: Optimizer, has_master: Callable[[Tensor], bool]) -> list[Any]:
+    """torch casts a state that it loads to its parameter's precision; that of a master is in fp32."""
+    given: list[dict[str, Any]] = []
+
+    def before(_: Optimizer, state: dict[str, Any]) -> None:
+        given[:] = [state]
+
+    def after(_: Optimizer) -> None:
+        (state,) = given
+        given.clear()
+        numbers = [number for group in state["param_groups"] for number in group["params"]]
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        for number, parameter in zip(numbers, parameters, strict=True):
+            if has_master(parameter):
+                mine = optimizer.state.get(parameter, {})
+                mine.update({k: _precise(v, mine[k]) for k, v in state["state"].get(number, {}).items() if k in mine})
+
+    return [optimizer.register_load_state_dict_pre_hook(before), optimizer.register_load_state_dict_post_hook(after)]
+
+
+def _precise(given: Any, cast: Any) -> Any:
+    if not isinstance(given, Tensor) or not given.is_floating_point():
+        return cast
+    precise = torch.promote_types(given.dtype, torch.float32)
+    return given.detach().to(cast.device, precise, copy=True)
