@@ -7,8 +7,8 @@
     turn 1                           3a           4a           (2a)
 
 Where weights are gathered in forward, every worker has to run forward as often as the others. *Turn* t is the t-th lane
-of each worker, and lasts as long as the longest of these. Who has less to do runs shadows first, so that all lanes of a
-turn end in the same round: what follows from the end of a lane (its gradients leave) then happens on all at one place.
+with samples of each worker, and lasts as long as the longest of these. Who has less to do runs shadows first, so that
+all lanes of a turn end in the same round: what follows from a lane's end (its gradients leave) happens on all at once.
 A shadow repeats a micro-batch that the worker has anyway; who has none takes the first one of the lowest lane.
 """
 
@@ -42,19 +42,24 @@ def slots_of(counts: Mapping[int, int], ride: Sequence[int], rides: Rides | None
 
 
 def _rounds(counts: Mapping[int, int], ride: Sequence[int], rides: Rides) -> list[Slot]:
+    ride, rides = _present(counts, ride), tuple(_present(counts, lanes) for lanes in rides)
     own = [slot for lane in ride for slot in _of_lane(lane, counts.get(lane, 0))]
     coming = [*own, own[-1] if own else Slot(min(counts), 0, shadow=True, last_of_lane=True)]
     done = 0
     slots: list[Slot] = []
     for turn in range(max(map(len, rides))):
-        rounds = max((counts.get(lanes[turn], 0) for lanes in rides if turn < len(lanes)), default=0)
-        real = counts.get(ride[turn], 0) if turn < len(ride) else 0
+        rounds = max(counts[lanes[turn]] for lanes in rides if turn < len(lanes))
+        real = counts[ride[turn]] if turn < len(ride) else 0
         for number in range(rounds - real):
             ends = not real and number + 1 == rounds
             slots.append(coming[done]._replace(shadow=True, last_of_lane=ends))
         slots += own[done : done + real]
         done += real
     return slots
+
+
+def _present(counts: Mapping[int, int], ride: Sequence[int]) -> tuple[int, ...]:
+    return tuple(lane for lane in ride if counts.get(lane))
 
 
 def _of_lane(lane: int, micro_batches: int) -> list[Slot]:

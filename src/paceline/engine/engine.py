@@ -372,7 +372,7 @@ class Engine:
             self.print(f"paceline: {self._recomputed.described}")
         job = self._job()
         self._at_loop_end, self._lost = job.at_loop_end, job.lost
-        strategies = StrategyTable(self.config.strategy, job, parameter_names(self._models))
+        strategies = StrategyTable(self.config.strategy, job)
         self._step = TrainStep(self.config, self._comm, self._models, self._optimizers, self._schedulers, strategies)
         self._step.on_step, self._step.on_settled = self._tell_step, self._go_on_without_the_lost
         self._step.lost = self._lost

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -11,6 +11,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from paceline.collectives.canonical_sum import SumPlan
+from paceline.engine.replicas import parameter_names
 from paceline.strategies.registry import Chosen, Job, Rides
 from paceline.strategies.strategy import Strategy
 from paceline.world.lanes import neighbouring_lanes
@@ -19,13 +20,13 @@ from paceline.world.lanes import neighbouring_lanes
 class StrategyTable:
     """A loop with one update has one strategy; a GAN's has one more for each of its optimizers."""
 
-    def __init__(self, chosen: Chosen, job: Job, names: Mapping[int, str]) -> None:
-        self._names = names
+    def __init__(self, chosen: Chosen, job: Job) -> None:
         self._all = list(job.optimizers)
         self.rides = chosen.rides(job.lanes, job.world.size)
         self.in_rounds = chosen.entry.in_rounds
         self._leave_once_a_step = chosen.entry.rides is neighbouring_lanes
         self._maker = chosen.entry.open(chosen.config, job)
+        self._names = parameter_names(job.models)  # it may have put others in their place
         self._known: dict[tuple[int, ...], Strategy] = {}
         self.of(self._all)
 
@@ -72,7 +73,7 @@ class StrategyTable:
             strategy.put(weights, whole)  # type: ignore[arg-type]
 
     def _strategy_of(self, weights: Tensor) -> Strategy | None:
-        return next((s for s in self._known.values() if any(weights is p for p in s.parameters)), None)
+        return next((s for s in self._known.values() if any(weights is p for p in (*s.parameters, *s.frozen))), None)
 
     def name_of(self, parameter: Parameter, otherwise: str = "a parameter") -> str:
         return self._names.get(id(parameter), otherwise)

@@ -96,6 +96,11 @@ class Strategy(Protocol):
         ...
 
     @property
+    def frozen(self) -> Sequence[Parameter]:
+        """Those that are not trained and of which the model holds a part."""
+        ...
+
+    @property
     def left_during_backward(self) -> int:
         """Buckets of this step that left while backward ran."""
         ...
@@ -160,6 +165,8 @@ class Strategy(Protocol):
 
 class WeightsInTheModel:
     """What most strategies do about weights: a parameter's own values are all there is."""
+
+    frozen: Sequence[Parameter] = ()
 
     def whole(self, parameter: Parameter) -> Tensor:
         return parameter.detach()

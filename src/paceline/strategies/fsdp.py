@@ -1,0 +1,360 @@
+"""FSDP: weights, gradients and optimizer state in shards, placed and gathered by torch's `fully_shard`.
+
+    weights shard · gradients shard · optimizer state shard
+    before a unit runs, forward and backward: all-gather of its rows       after it: released
+    during backward: reduce-scatter per unit                               at step: update the own rows, nothing to send
+
+    worker 0   forward, backward of lane 0 ──┐ a unit's gradient, row by row      owner of row 0: lane 0 + lane 1 …
+    worker 1   forward, backward of lane 1 ──┴─► ────────────────────────────►    owner of row 1: lane 0 + lane 1 …
+
+torch never adds gradients: what a unit's backward leaves goes to the owners of rows as a lane of the canonical sum, as
+under zero2, and so the bits are those of one process. All workers run equally many items (data/rounds.py), since each
+takes part in every gather. What can't be cut into rows is whole on every worker and goes zero2's way all the time, as
+everything does where nobody shares: on one worker.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C._distributed_c10d import PrefixStore
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+from paceline.collectives.canonical_sum import SumPlan
+from paceline.collectives.communicator import Communicator
+from paceline.collectives.shipments import shipments_by_lane
+from paceline.errors import LoopError
+from paceline.optim.gradient_norm import clip_coefficient, norm_of_blocks
+from paceline.sharding.bucket import plan_buckets
+from paceline.sharding.flat_layout import Piece
+from paceline.sharding.shards import BucketShards, Shards, cut_buckets
+from paceline.strategies.distant_gradient import DistantGradient
+from paceline.strategies.fsdp_models import ShardedModels, ShardedUnit
+from paceline.strategies.fsdp_norms import BlockNorms
+from paceline.strategies.fsdp_units import Units
+from paceline.strategies.gradient_buckets import GradientBuckets
+from paceline.strategies.own_pieces import OwnPieces, check_apart, in_logical_order, piece_of
+from paceline.strategies.owner_sums import OwnerSums
+from paceline.strategies.registry import Job, Registered, register
+from paceline.strategies.sharded_strategy import ShardedParts
+from paceline.strategies.strategy import Agreement, ItemPlace, Tally, WeightsInTheModel
+from paceline.strategies.weight_gather import WeightGather
+from paceline.world.lanes import strided_lanes
+
+BUCKETS_UNDER_WAY = 2  # as many full ones, in bytes; then backward waits for the first to arrive
+
+
+@dataclass
+class _UnitGradient:
+    """What one unit's backward has left so far in a lane."""
+
+    rows: BucketShards
+    flat: Tensor | None = None
+    fresh: bool = False  # some parameter got a gradient since torch handed it over last
+    complete: bool = False  # of this item
+    forwards: int = 0  # in this item
+
+
+class Fsdp(WeightsInTheModel):
+    def __init__(
+        self,
+        named: Sequence[tuple[str, Parameter]],
+        optimizers: Sequence[Optimizer],
+        parts: ShardedParts,
+        models: ShardedModels | None,
+    ) -> None:
+        job = parts.job
+        self._optimizers, self._parts, self._models = optimizers, parts, models
+        whole = [(name, p) for name, p in named if models is None or not models.holds(p)]
+        check_apart(whole)
+        self._named = whole + [(name, p) for name, p in named if models is not None and models.holds(p)]
+        self.parameters: Sequence[Parameter] = [parameter for _, parameter in self._named]
+        self.replicas: Sequence[Parameter] = [parameter for _, parameter in whole]
+        held = [] if models is None else [parameter for unit in models.units for parameter in unit.parameters]
+        self._index = {id(parameter): number for number, parameter in enumerate(self.parameters)}
+        self.frozen: Sequence[Parameter] = [parameter for parameter in held if id(parameter) not in self._index]
+        self._units = self._trained_units()
+        # They leave after the units: in between, every worker's backward would have to finish both in the same order.
+        self._rest = GradientBuckets(
+            whole,
+            parts.rank,
+            cut=lambda specs, order: plan_buckets(specs, order, job.bucket_bytes),
+            leave=lambda number, nodes: self._ship_rest(number, nodes),
+            overlap=False,
+            by_lane=True,
+            learns=False,
+        )
+        uncut = {number for number, (_, p) in enumerate(whole) if not in_logical_order(p)}
+        rest = cut_buckets([sums.bucket for sums in self._rest.sums], parts.workers, uncut)
+        shards = Shards(parts.workers, (*(unit.rows for unit in self._units.values()), *rest.buckets))
+        self._pieces = OwnPieces(self._named, shards, parts.rank, keep=self._keep)
+        self._sums = OwnerSums(parts.exchange, parts.rank, shards.buckets, BUCKETS_UNDER_WAY * job.bucket_bytes)
+        self._norms = BlockNorms(shards.owners, parts.comm)
+        self._distant = [DistantGradient.of(parameter, name, parts.name) for name, parameter in self._named]
+        self._gathers: dict[int, WeightGather] = {}
+        self._used = [False] * len(self.parameters)
+        self._armed = False
+        self._left = 0
+        self.left_during_backward = 0
+
+    def _trained_units(self) -> dict[int, _UnitGradient]:
+        """By the units' numbers, those with a parameter that is updated here."""
+        units = [] if self._models is None else self._models.units
+        rows = {unit.number: unit.rows(self._index) for unit in units}
+        return {number: _UnitGradient(found) for number, found in rows.items() if found is not None}
+
+    def _keep(self, parameter: Parameter, piece: Piece) -> Tensor:
+        if self._models is None or not self._models.holds(parameter):
+            return piece_of(parameter, piece)
+        return self._models.own_rows(parameter)[: piece.elements]
+
+    def agreement(self, round: int) -> Agreement:
+        return Agreement.NOW
+
+    # -- one step ----------------------------------------------------------------------------------------------------
+
+    def start_step(self, round: int, plan: SumPlan) -> None:
+        for optimizer in self._optimizers:
+            self._parts.twins.deal(optimizer, self._pieces)
+        self._rest.start_step(plan)
+        self._sums.start(shipments_by_lane(plan), lowest=plan.present[0])
+        self._used = [False] * len(self.parameters)
+        self.left_during_backward = 0
+        if self._models is not None:
+            self._models.drop_gradients()
+            self._models.on_gradient, self._models.on_seen = self._take, self._saw
+
+    def start_backward(self, place: ItemPlace, *, last: bool) -> None:
+        self._place, self._last = place, last
+        self._armed = True
+        self._left = 0
+        self._rest.start_backward(place, last=last)
+        if self._models is not None:
+            self._models.watch()
+            for unit in self._models.units:
+                if unit.number in self._units:
+                    gradient = self._units[unit.number]
+                    gradient.complete, gradient.forwards = False, max(gradient.forwards, unit.forwards)
+
+    def finish_backward(self, place: ItemPlace) -> None:
+        self._armed = False
+        if self._models is not None:
+            self._models.drop_gradients()
+        if place.last_of_lane:
+            self._ship_units(len(self._units))
+        for unit in self._units.values():
+            unit.forwards = 0
+        self._rest.finish_backward(place)
+        if place.last_of_lane and place.shadow:
+            for number in range(len(self._rest.sums)):
+                self._ship_rest(number, {})
+
+    def skip(self, place: ItemPlace) -> None:
+        if self._models is not None:
+            raise LoopError(
+                f"lane {place.lane} was left without engine.backward(): under strategy={self._parts.name!r} every "
+                "worker runs forward and backward of every item, since all gather weights there, and others would wait "
+                "for this one. To leave an item out, call engine.backward(loss, weight=0)"
+            )
+        self._rest.skip(place)
+
+    # -- gradients of units ------------------------------------------------------------------------------------------
+
+    def _saw(self, parameter: Parameter) -> None:
+        """Autograd has finished a gradient of the parameter."""
+        number = self._index.get(id(parameter))
+        if not self._armed or number is None or self._models is None:
+            return
+        unit = self._models.unit_of(parameter)
+        assert unit is not None
+        self._units[unit.number].fresh = True
+        if not self._place.shadow:
+            self._used[number] = True
+
+    def _take(self, unit: ShardedUnit, flat: Tensor) -> None:
+        """torch hands over what a unit's backward has left; where a unit ran several times it does so each time."""
+        assert self._models is not None
+        gradient = self._units.get(unit.number)
+        if not self._armed or gradient is None or self._place.shadow or not gradient.fresh:
+            self._models.take_back(flat)
+        else:
+            self._add(unit, gradient, flat)
+        if gradient is not None and self._armed and self._last and gradient.forwards <= 1:
+            gradient.complete = True
+            if self._place.last_of_lane and self._parts.job.overlap:
+                self._ship_units(self._ready())
+
+    def _add(self, unit: ShardedUnit, gradient: _UnitGradient, flat: Tensor) -> None:
+        assert self._models is not None
+        if gradient.complete:
+            raise LoopError(
+                f"unit {type(unit.module).__name__!r} got a second gradient after its first had left; when an item has "
+                "several backward passes, all but the last need engine.backward(loss, last=False)"
+            )
+        gradient.fresh = False
+        if gradient.flat is None:
+            gradient.flat = flat
+        else:
+            gradient.flat.add_(flat)
+            self._models.take_back(flat)
+
+    def _ready(self) -> int:
+        """How many of the first units are complete."""
+        return next((place for place, unit in enumerate(self._units.values()) if not unit.complete), len(self._units))
+
+    def _ship_units(self, up_to: int) -> None:
+        """Units leave in the order of their numbers, on every worker alike."""
+        for place, unit in enumerate(list(self._units.values())[self._left : up_to], start=self._left):
+            self.left_during_backward += self._armed
+            self._ship_unit(place, unit)
+        self._left = max(self._left, up_to)
+
+    def _ship_unit(self, place: int, unit: _UnitGradient) -> None:
+        models = self._models
+        assert models is not None
+        if self._place.shadow:
+            self._sums.ship(place, {})
+            return
+        flat, unit.flat = unit.flat, None
+        if flat is None:  # nothing of it was used in this lane
+            flat = torch.zeros(unit.rows.bucket.elements, dtype=unit.rows.bucket.dtype, device=unit.rows.bucket.device)
+        self._sums.ship(place, {self._place.lane: flat}, give_back=lambda: models.take_back(flat))
+
+    def _ship_rest(self, number: int, nodes: dict[int, Tensor]) -> None:
+        sums = self._rest.sums[number]
+
+        def give_back() -> None:
+            for node in nodes.values():
+                sums.give_back(node)
+
+        self._sums.ship(len(self._units) + number, nodes, give_back if sums.takes_at_once else lambda: None)
+
+    def used(self) -> Sequence[bool]:
+        return [*self._rest.used, *self._used[len(self._rest.used) :]]
+
+    # -- the update --------------------------------------------------------------------------------------------------
+
+    def collect(self, tally: Tally) -> None:
+        """The own pieces have their gradients; `.grad` of the parameters says that it has none."""
+        self._used = list(tally.used)
+        for number, total in enumerate(self._totals()):
+            if total is None:
+                continue
+            if tally.scale != 1.0:
+                total.mul_(tally.scale)
+            self._pieces.take_gradients(number, total, tally.used)
+        if not tally.empty:
+            for parameter, distant, used in zip(self.parameters, self._distant, tally.used, strict=True):
+                parameter.grad = distant if used else None
+
+    def _totals(self) -> list[Tensor | None]:
+        """The step's sum of this worker's range of every bucket; None where it owns nothing of one."""
+        return [next(iter(held.values()), None) for held in self._sums.roots()]
+
+    def clip(self, max_norm: float) -> float:
+        norm = norm_of_blocks(self._norms.norms({piece: t.grad for piece, t in self._pieces.tensors.items()}))
+        gradients = self._pieces.gradients
+        if gradients and (norm > max_norm or not math.isfinite(norm)):
+            torch._foreach_mul_(gradients, clip_coefficient(norm, max_norm))
+        return norm
+
+    def apply(self, optimizer: Optimizer, original_step: Callable[[], Any]) -> Any:
+        twin = self._parts.twins.of(optimizer)
+        for number in twin.parameters:
+            self.parameters[number].grad = None
+        for before in optimizer._optimizer_step_pre_hooks.values():
+            before(optimizer, (optimizer,), {})
+        optimizer._opt_called = True  # type: ignore[attr-defined]  # a scheduler looks for it
+        result = twin.step(self._used)
+        self._tell_weights(optimizer)
+        for after in optimizer._optimizer_step_post_hooks.values():
+            after(optimizer, (optimizer,), {})
+        return result
+
+    def _tell_weights(self, optimizer: Optimizer) -> None:
+        """Whole parameters get the others' pieces; rows wait to be gathered, and what was gathered is old."""
+        twin, comm = self._parts.twins.of(optimizer), self._parts.comm
+        if self._models is not None:
+            self._models.release()
+        whole = [number for number in twin.parameters if number < len(self.replicas)]
+        if comm is not None and whole:
+            if id(optimizer) not in self._gathers:
+                self._gathers[id(optimizer)] = WeightGather(comm, self.parameters, self._pieces.shards, whole)
+            self._gathers[id(optimizer)].run()
+
+    def end_step(self) -> None:
+        for parameter in self.parameters:
+            parameter.grad = None
+        self._pieces.drop_gradients()
+
+    # -- between steps -----------------------------------------------------------------------------------------------
+
+    def settle(self) -> None:
+        """Nothing is under way between two steps."""
+
+    def state_of(self, optimizer: Optimizer) -> dict[str, Any]:
+        return self._parts.twins.state_of(optimizer)
+
+    def load(self, optimizer: Optimizer, state: dict[str, Any], *, round: int) -> None:
+        self._parts.twins.load(optimizer, state)
+
+    def whole(self, parameter: Parameter) -> Tensor:
+        if self._models is None or not self._models.holds(parameter):
+            return super().whole(parameter)
+        return self._models.whole(parameter)
+
+    def put(self, parameter: Parameter, whole: Tensor) -> None:
+        if self._models is None or not self._models.holds(parameter):
+            super().put(parameter, whole)
+        else:
+            self._models.put(parameter, whole)
+
+    def close(self) -> None:
+        self._rest.close()
+
+
+@dataclass(frozen=True)
+class FsdpConfig:
+    """`units`: what is gathered together, by class, class name or size; by default modules that repeat in a list."""
+
+    units: Units = None
+
+
+class FsdpMaker:
+    def __init__(self, config: FsdpConfig, job: Job) -> None:
+        self._parts = ShardedParts(job, "fsdp", "per worker")
+        self._gather = gathering(job)
+        self._models = (
+            None
+            if self._gather is None
+            else ShardedModels(job.models, job.optimizers, self._gather, job.device, config.units)
+        )
+
+    def make(self, named: Sequence[tuple[str, Parameter]], optimizers: Sequence[Optimizer]) -> Fsdp:
+        return Fsdp(named, optimizers, self._parts, self._models)
+
+    def close(self) -> None:
+        self._parts.close()
+        if self._models is not None:
+            self._models.close()
+        if self._gather is not None:
+            self._gather.close()
+
+
+def gathering(job: Job) -> Communicator | None:
+    """A group for the gathers alone: they are not to wait in line behind gradients that are under way."""
+    if job.comm is None or job.store is None:
+        return None
+    return Communicator.connect(
+        replace(job.comm.world), PrefixStore("fsdp gathers", job.store),
+        backend=job.backend, device=job.device, timeout_s=job.timeout_s,
+    )  # fmt: skip
+
+
+register(Registered("fsdp", FsdpConfig, FsdpMaker, rides=strided_lanes, in_rounds=True))
