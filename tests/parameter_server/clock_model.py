@@ -30,6 +30,7 @@ CLOCKS: list[Clock] = [
     *(BoundedStaleness(steps) for steps in (0, 1, 2, math.inf)),
     *(BoundedDelay(rounds) for rounds in (0, 1, 3)),
     BoundedStaleness(1, see_own_updates=True),
+    BoundedStaleness(2, from_round=3),
     BoundedStaleness(math.inf, see_own_updates=True),
 ]
 CHOICES = st.lists(st.integers(0, 30), min_size=1, max_size=40)
@@ -192,7 +193,8 @@ def rounds_required(clock: Clock, round: int) -> int:
     if isinstance(clock, BoundedDelay):
         return round - round % (clock.rounds + 1)
     assert isinstance(clock, BoundedStaleness)
-    return 0 if clock.steps == math.inf else max(0, round - int(clock.steps))
+    least = 0 if clock.steps == math.inf else max(0, round - int(clock.steps))
+    return max(least, min(round, clock.from_round))
 
 
 class Miniature:

@@ -107,6 +107,7 @@ class Job:
         lanes: int | None = None,
         servers: int = 1,
         key_bytes: int = 4 * BLOCK,
+        look_ahead: bool = False,
         **options: Any,
     ) -> None:
         self.holders = [tuple(held) for held in holders]
@@ -121,7 +122,8 @@ class Job:
             optimizer = make(parameters)
             settings = GroupSettings([optimizer])
             aggregates = options.get("mode") == "aggregate"
-            held = {} if aggregates else hold_keys(self.table.of_server(server), parameters, [optimizer], settings)
+            keys = () if aggregates else self.table.of_server(server)
+            held = hold_keys(keys, parameters, [optimizer], settings, look_ahead=look_ahead)
             self.held.append(held)
             self.cores.append(ServerCore(self.protocol, server, held, settings, clock, **options))
         self.optimizer = make([Parameter(tensor.clone()) for tensor in start])

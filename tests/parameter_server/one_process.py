@@ -17,10 +17,11 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from paceline.parameter_server.client import Client, Lines, Put
+from paceline.parameter_server.client import Client, Put
 from paceline.parameter_server.clock import Clock
 from paceline.parameter_server.held_key import hold_keys
 from paceline.parameter_server.key_ranges import Key
+from paceline.parameter_server.lines import Lines
 from paceline.parameter_server.link import Channel, local_channels
 from paceline.parameter_server.model_weights import ModelWeights
 from paceline.parameter_server.server import CoreMaker, Server

@@ -17,7 +17,8 @@ from paceline.parameter_server.clock import Clock, PullRequest, WeightsInHand, p
 
 BOUNDS = st.integers(0, 50)
 CLOCKS = st.one_of(
-    st.builds(BoundedStaleness, st.one_of(BOUNDS, st.just(math.inf)), st.booleans()), st.builds(BoundedDelay, BOUNDS)
+    st.builds(BoundedStaleness, st.one_of(BOUNDS, st.just(math.inf)), st.booleans(), BOUNDS),
+    st.builds(BoundedDelay, BOUNDS),
 )
 
 
@@ -31,6 +32,8 @@ CLOCKS = st.one_of(
         (BoundedStaleness(1), [-1, -1, 0, 1, 2, 3]),
         (BoundedStaleness(2), [-1, -1, -1, 0, 1, 2]),
         (BoundedStaleness(math.inf), [-1, -1, -1, -1, -1, -1]),
+        (BoundedStaleness(2, from_round=2), [-1, 0, 1, 1, 1, 2]),
+        (BoundedStaleness(math.inf, from_round=2), [-1, 0, 1, 1, 1, 1]),
         (BoundedDelay(0), [-1, 0, 1, 2, 3, 4]),
         (BoundedDelay(1), [-1, -1, 1, 1, 3, 3]),
         (BoundedDelay(3), [-1, -1, -1, -1, 3, 3]),
@@ -87,6 +90,15 @@ def test_a_staleness_that_is_no_bound_is_refused_in_one_line(steps: float) -> No
     )
 
 
+@pytest.mark.parametrize("round", [-1, 1.5, True, None])
+def test_a_window_that_opens_in_no_round_is_refused_in_one_line(round: int) -> None:
+    with pytest.raises(ConfigError) as caught:
+        BoundedStaleness(2, from_round=round)
+    assert str(caught.value) == (
+        f"BoundedStaleness(from_round={round!r}): the window opens in a round, from 0 (at once)"
+    )
+
+
 @pytest.mark.parametrize("rounds", [-1, 1.5, math.inf, False, None, "1"])
 def test_a_delay_that_is_no_bound_is_refused_in_one_line(rounds: int) -> None:
     with pytest.raises(ConfigError) as caught:
@@ -108,6 +120,8 @@ def test_a_clock_comes_back_from_its_text(clock: Clock) -> None:
         ("s=2", BoundedStaleness(2)),
         ("s=inf", BoundedStaleness(math.inf)),
         ("s=4,own", BoundedStaleness(4, see_own_updates=True)),
+        ("s=2,from=100", BoundedStaleness(2, from_round=100)),
+        ("s=inf,own,from=9", BoundedStaleness(math.inf, see_own_updates=True, from_round=9)),
         ("d=1", BoundedDelay(1)),
     ],
 )
@@ -121,12 +135,23 @@ def test_a_text_that_is_no_clock_is_refused_with_those_that_are(text: str) -> No
     with pytest.raises(ConfigError) as caught:
         parse_clock(text)
     assert str(caught.value) == (
-        f"clock {text!r} is not known; write s=N or s=inf (bounded staleness, with ,own to see own updates) "
-        "or d=N (bounded delay), such as s=2, s=2,own or d=1"
+        f"clock {text!r} is not known; write s=N or s=inf (bounded staleness, with ,own to see own updates "
+        "and ,from=N to wait for each other up to round N) or d=N (bounded delay), such as s=2, s=2,own or d=1"
     )
 
 
 # -- one worker's weights ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("clock", [BoundedStaleness(2), BoundedStaleness(math.inf, see_own_updates=True)], ids=str)
+def test_after_other_weights_were_shown_a_round_starts_only_on_new_ones(clock: Clock) -> None:
+    hand = WeightsInHand(clock, keys=[0])
+    hand.request_for(0)
+    hand.forget()
+    assert not hand.may_start(0)
+    assert hand.request_for(0) == PullRequest(0, -1, (0,))
+    assert hand.arrived(0, version=0, complete=-1, round=0)
+    assert hand.start(0) == {0: 0}
 
 
 def test_a_worker_goes_on_with_old_weights_as_far_as_the_bound_allows() -> None:

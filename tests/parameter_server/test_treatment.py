@@ -91,6 +91,7 @@ def test_what_is_no_treatment_is_refused_in_one_line(options: dict[str, Any], te
     [
         (Treatment(), "as given"),
         (Treatment(drop_beyond=1), "dropped beyond 1 round"),
+        (Treatment(look_ahead=False), "weights not looked ahead"),
         (ALL, "learning rate divided by the delay, momentum corrected, dropped beyond 4 rounds"),
     ],
 )

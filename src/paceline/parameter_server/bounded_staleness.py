@@ -9,6 +9,9 @@ round    0   1   2 │ 3   4 │ 5
 s = 0    synchronous: every round reads all updates before it, so rounds are summed canonically
 s ≥ 1    each push is applied on arrival; no worker is more than s rounds ahead of the slowest
 s = ∞    asynchronous: nobody waits
+
+Early rounds move the weights furthest, and there staleness costs most; `from_round=100` opens the window in round 100,
+and the rounds before it wait for each other.
 """
 
 from __future__ import annotations
@@ -24,11 +27,12 @@ class BoundedStaleness:
     """A worker may start round c when the updates of all lanes for rounds up to c-s-1 are in the weights it reads.
 
     With `see_own_updates` its own pushes of all earlier rounds must be in them too; every round then begins with a
-    round trip to the servers.
+    round trip to the servers. Updates of rounds before `from_round` are waited for whatever the bound.
     """
 
     steps: int | float = 0
     see_own_updates: bool = False
+    from_round: int = 0
 
     def __post_init__(self) -> None:
         whole = isinstance(self.steps, int) and not isinstance(self.steps, bool) and self.steps >= 0
@@ -36,6 +40,11 @@ class BoundedStaleness:
             raise ConfigError(
                 f"BoundedStaleness(steps={self.steps!r}): the bound is a whole number of rounds, from 0 (synchronous), "
                 "or math.inf (asynchronous)"
+            )
+
+        if not isinstance(self.from_round, int) or isinstance(self.from_round, bool) or self.from_round < 0:
+            raise ConfigError(
+                f"BoundedStaleness(from_round={self.from_round!r}): the window opens in a round, from 0 (at once)"
             )
 
     @property
@@ -47,10 +56,12 @@ class BoundedStaleness:
         return self.synchronous
 
     def needs(self, round: int) -> int:
-        return -1 if self.steps == math.inf else max(-1, round - int(self.steps) - 1)
+        bound = -1 if self.steps == math.inf else round - int(self.steps) - 1
+        return max(-1, bound, min(round, self.from_round) - 1)
 
     def pulls_before(self, round: int) -> bool:
         return True
 
     def __str__(self) -> str:
-        return f"s={self.steps}" + (",own" if self.see_own_updates else "")
+        own, opens = ",own" if self.see_own_updates else "", f",from={self.from_round}" if self.from_round else ""
+        return f"s={self.steps}{own}{opens}"

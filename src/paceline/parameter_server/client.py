@@ -1,20 +1,15 @@
 """A worker's side: pushes leave, weights arrive, and a round starts when the clock allows it.
 
-    the loop's thread    open(round) ─► push(key) … ─► close(round) ─► ask(round+1) ─► start(round+1): waits, puts
-                           │              │               │               │                ▲
-    servers                ▼              ▼               ▼               ▼                │
-    a thread per server                                            WEIGHTS of a key ─► what has arrived
+    the loop's thread    open(round) ─► push(key) … ─► close(round) ─► start(round+1): waits, puts
+                           │              │  ask(round+1)    │                ▲
+    servers                ▼              ▼       ▼          ▼                │
+    a thread per server (`Lines`)                     WEIGHTS of a key ─► what has arrived
 
-`Lines` are the channels to all servers, shared by the `Client`s of a process: one for each set of parameters that are
-updated together. Only `start` and `newest` hand weights out, so nothing changes under a forward that runs.
+Only `start`, `newest` and `refresh` hand weights out, so nothing changes under a forward that runs.
 """
 
 from __future__ import annotations
 
-import contextlib
-import itertools
-import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
@@ -25,11 +20,11 @@ from paceline.optim.piece_state import State
 from paceline.parameter_server.clock import Clock, PullRequest, WeightsInHand
 from paceline.parameter_server.key_ranges import Key
 from paceline.parameter_server.key_state import pack_states, unpack_states
-from paceline.parameter_server.link import Channel, Sent, silence_s
-from paceline.parameter_server.server import LAST_PING, keys_of
-from paceline.parameter_server.staleness_stats import StalenessCounter, StalenessStats
+from paceline.parameter_server.lines import Lines
+from paceline.parameter_server.link import Sent
 from paceline.parameter_server.wire import (
     ALL,
+    AS_THEY_ARE,
     LOADS_STATE,
     LOADS_WEIGHTS,
     Close,
@@ -37,141 +32,9 @@ from paceline.parameter_server.wire import (
     Kind,
     Protocol,
     lanes_payload,
-    text_of,
 )
 
 Put = Callable[[Key, Tensor], None]  # weights or a sum of a key, to be copied at once
-GOODBYE_S = 5.0
-LAST_WORDS_S = 1.0
-
-
-class Lines:
-    def __init__(self, worker: int, channels: Sequence[Channel], stats: StalenessCounter, *, timeout_s: float) -> None:
-        """`channels` lead to the servers, in their order."""
-        self.worker, self.timeout_s, self.stats = worker, timeout_s, stats
-        self._channels = channels
-        self._clients: dict[int, Client] = {}
-        self.change = threading.Condition()
-        self.failure: str | None = None
-        self._pings = itertools.count(1)
-        self._answered = [0] * len(channels)  # pings, by server
-        self._silent = threading.Event()
-        self._begun_s = time.monotonic()
-        self._threads: list[threading.Thread] = []
-
-    def add(self, client: Client) -> None:
-        self._clients[client.protocol.table.digest] = client
-        if self._threads:
-            return
-        for server in range(len(self._channels)):
-            name = f"paceline-worker-hears-server-{server}"
-            self._threads.append(threading.Thread(target=self._listen, args=(server,), name=name, daemon=True))
-        self._threads.append(threading.Thread(target=self._keep_talking, name="paceline-worker-pings", daemon=True))
-        for thread in self._threads:
-            thread.start()
-
-    def stats_so_far(self) -> StalenessStats:
-        return self.stats.stats(time.monotonic() - self._begun_s)
-
-    # -- saying ------------------------------------------------------------------------------------------------------
-
-    def send(self, server: int, header: Header, payload: Tensor | None = None) -> Sent:
-        if payload is not None:
-            self.stats.sent(f"server {server}", payload.nbytes)
-        try:
-            return self._channels[server].send(header, payload)
-        except PeerLostError as error:
-            self._lose(server, str(error))
-            raise PeerLostError(self.failure) from error
-
-    def explained(self, error: PeerLostError) -> PeerLostError:
-        """What the thread that listens to the lost server says, which knows who that is."""
-        with self.change:
-            self.change.wait_for(lambda: self.failure is not None, timeout=LAST_WORDS_S)
-        return PeerLostError(self.failure or str(error))
-
-    def wait_until(self, true: Callable[[], bool], what: str) -> float:
-        """Wait with `change` held; the seconds it took."""
-        if self.failure is None and true():
-            return 0.0
-        begun = time.monotonic()
-        # A little longer than servers wait for a worker: they can say who it was.
-        patience_s = self.timeout_s + silence_s(self.timeout_s) + LAST_WORDS_S
-        self.change.wait_for(lambda: self.failure is not None or true(), timeout=patience_s)
-        if self.failure is not None:
-            raise PeerLostError(self.failure)
-        if not true():
-            raise PeerLostError(f"worker {self.worker} waited {self.timeout_s:g} s for {what}, which did not come")
-        return time.monotonic() - begun
-
-    def have_been_heard(self) -> None:
-        """Until the servers have dealt with everything that this worker said."""
-        number = next(self._pings)
-        self._ping(number)
-        with self.change:
-            self.wait_until(lambda: min(self._answered) >= number, "a sign of life of the servers")
-
-    def _ping(self, number: int) -> None:
-        digest = next(iter(self._clients))
-        for server in range(len(self._channels)):
-            self.send(server, Header(Kind.PING, sender=self.worker, digest=digest, round=number))
-
-    def _keep_talking(self) -> None:
-        """Servers wait for a worker no longer than the timeout, and it for them: somebody has to say something."""
-        while not self._silent.wait(silence_s(self.timeout_s)):
-            with contextlib.suppress(PeerLostError):
-                self._ping(next(self._pings))
-
-    # -- hearing -----------------------------------------------------------------------------------------------------
-
-    def _listen(self, server: int) -> None:
-        try:
-            while self._hear(server, *self._channels[server].receive()):
-                pass
-        except PeerLostError as error:
-            self._lose(server, str(error))
-        except Exception as error:
-            with self.change:
-                self.failure = self.failure or f"{type(error).__name__}: {error}"
-                self.change.notify_all()
-
-    def _hear(self, server: int, header: Header, payload: Tensor | None) -> bool:
-        """Whether more will come."""
-        if payload is not None:
-            self.stats.received(f"server {server}", payload.nbytes)
-        with self.change:
-            if header.kind is Kind.ERROR:
-                self.failure = self.failure or text_of(payload)
-            elif header.kind is Kind.PING:
-                self._answered[server] = max(self._answered[server], header.round)
-            else:
-                self._clients[header.digest].heard(header, payload)
-            self.change.notify_all()
-        return header.kind is not Kind.ERROR and (header.kind, header.round) != (Kind.PING, LAST_PING)
-
-    def _lose(self, server: int, why: str) -> None:
-        held = keys_of(next(iter(self._clients.values())).protocol.table, server)
-        with self.change:
-            self.failure = self.failure or (
-                f"server {server}, which held {held}, was lost; what it had learned is gone: resume from the last "
-                f"saved state ({why})"
-            )
-            self.change.notify_all()
-
-    # -- the end -----------------------------------------------------------------------------------------------------
-
-    def close(self) -> None:
-        """Say goodbye to all servers."""
-        self._silent.set()
-        if not self._threads:
-            return
-        digest = next(iter(self._clients))
-        for server in range(len(self._channels)):
-            with contextlib.suppress(PeerLostError):
-                self.send(server, Header(Kind.PING, sender=self.worker, digest=digest, round=LAST_PING)).wait()
-                self.send(server, Header(Kind.BYE, sender=self.worker, digest=digest)).wait()
-        for thread in self._threads:
-            thread.join(GOODBYE_S)
 
 
 class Client:
@@ -232,7 +95,10 @@ class Client:
 
     def start(self, round: int, put: Put) -> float:
         """Wait until `round` may start, and put the weights it reads; the seconds that were waited."""
-        self.ask(round)
+        with self._lines.change:
+            ask = bool(self._hand.lacking(round))
+        if ask:
+            self.ask(round)
         waited = 0.0
         with self._lines.change:
             while lacking := set(self._hand.lacking(round)):
@@ -255,22 +121,24 @@ class Client:
 
     def newest(self, round: int, put: Put) -> None:
         """Put weights with all updates before `round`, also those that the clock would not show it."""
-        with self._lines.change:
-            self._newest = {}
-        self._pull(PullRequest(round, round - 1, tuple(range(len(self.table.keys)))))
-        with self._lines.change:
-            found = self._newest
-            self._lines.wait_until(lambda: len(found) == len(self.table.keys), f"the weights after round {round - 1}")
-            self._newest = None
-        self._put(found, put)
+        self._put(self._as_they_are(round, round - 1), put)
 
     def refresh(self, round: int, put: Put) -> None:
-        """Put the weights as the servers have them now; everybody stands still."""
-        self._pull(PullRequest(round, -1, tuple(range(len(self.table.keys)))))
-        self._lines.have_been_heard()
+        """Put the weights as the servers have them now, while everybody stands still; rounds read others."""
+        self._put(self._as_they_are(round, -1), put)
         with self._lines.change:
-            here = self._take_arrived()
-        self._put(here, put)
+            self._hand.forget()
+            self._arrived.clear()
+
+    def _as_they_are(self, round: int, complete: int) -> Mapping[int, Tensor]:
+        with self._lines.change:
+            self._newest = {}
+        self._pull(PullRequest(round, complete, tuple(range(len(self.table.keys)))), flags=AS_THEY_ARE)
+        with self._lines.change:
+            found = self._newest
+            self._lines.wait_until(lambda: len(found) == len(self.table.keys), f"the weights before round {round}")
+            self._newest = None
+        return found
 
     def have_been_heard(self) -> None:
         self._lines.have_been_heard()
@@ -316,8 +184,9 @@ class Client:
             self._loads += 1
 
     def _weights(self, header: Header, payload: Tensor) -> None:
-        if self._newest is not None:
-            self._newest[header.key] = payload
+        if header.flags & AS_THEY_ARE:
+            if self._newest is not None:
+                self._newest[header.key] = payload
             return
         version, complete, round = header.version, header.complete, header.round
         if self._hand.arrived(header.key, version=version, complete=complete, round=round):
@@ -369,12 +238,13 @@ class Client:
 
     # -- parts -------------------------------------------------------------------------------------------------------
 
-    def _pull(self, request: PullRequest) -> None:
+    def _pull(self, request: PullRequest, *, flags: int = 0) -> None:
         wanted = set(request.keys)
         for server in range(self.table.servers):
             keys = [key.number for key in self.table.of_server(server)]
             for number in [ALL] if wanted.issuperset(keys) else [key for key in keys if key in wanted]:
-                self._lines.send(server, self._header(Kind.PULL, request.round, number, complete=request.complete))
+                asked = self._header(Kind.PULL, request.round, number, complete=request.complete, flags=flags)
+                self._lines.send(server, asked)
 
     def _tell_all(self, kind: Kind, round: int, payload: Tensor | None) -> None:
         header = self._header(kind, round, ALL)

@@ -56,16 +56,17 @@ class Clock(Protocol):
 
 
 def parse_clock(text: str) -> Clock:
-    """The clock of a command line, as `str(clock)` writes it: s=2, s=inf, s=2,own or d=1."""
-    found = re.fullmatch(r"s=(\d+|inf)(,own)?|d=(\d+)", text.strip())
+    """The clock of a command line, as `str(clock)` writes it: s=2, s=inf, s=2,own, s=2,from=100 or d=1."""
+    found = re.fullmatch(r"s=(\d+|inf)(,own)?(?:,from=(\d+))?|d=(\d+)", text.strip())
     if found is None:
         raise ConfigError(
-            f"clock {text!r} is not known; write s=N or s=inf (bounded staleness, with ,own to see own updates) "
-            "or d=N (bounded delay), such as s=2, s=2,own or d=1"
+            f"clock {text!r} is not known; write s=N or s=inf (bounded staleness, with ,own to see own updates "
+            "and ,from=N to wait for each other up to round N) or d=N (bounded delay), such as s=2, s=2,own or d=1"
         )
-    if found[3] is not None:
-        return BoundedDelay(int(found[3]))
-    return BoundedStaleness(math.inf if found[1] == "inf" else int(found[1]), see_own_updates=found[2] is not None)
+    if found[4] is not None:
+        return BoundedDelay(int(found[4]))
+    steps = math.inf if found[1] == "inf" else int(found[1])
+    return BoundedStaleness(steps, see_own_updates=found[2] is not None, from_round=int(found[3] or 0))
 
 
 @dataclass(frozen=True)
@@ -100,6 +101,11 @@ class WeightsInHand:
         self._read = dict(self._newest)
         self._asked: dict[int, int] = {}
         self._last_pushed = -1
+
+    def forget(self) -> None:
+        """Something else is in the model: no round may start before new weights have come."""
+        self._newest = dict.fromkeys(self._newest, KeyWeights(-1, -2, -1))
+        self._asked.clear()
 
     def pushed(self, round: int) -> None:
         """This worker had lanes in `round`, and their pushes have left."""

@@ -10,6 +10,7 @@ Each key has twins of its own: keys are updated one at a time, and a step should
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from paceline.optim.group_settings import GroupSettings
 from paceline.optim.piece_state import State, scatter_state
 from paceline.optim.range_optimizer import optimizer_on
 from paceline.parameter_server.key_ranges import Key
+from paceline.parameter_server.look_ahead import LookAhead
 
 
 def hold_keys(
@@ -31,16 +33,30 @@ def hold_keys(
     settings: GroupSettings,
     devices: Sequence[torch.device | str] = ("cpu",),
     homes: Mapping[int, Tensor] | None = None,
+    *,
+    look_ahead: bool = False,
 ) -> dict[int, HeldKey]:
     """A server's keys by number, spread over its devices by size; a key whose home is given lives there instead."""
+    ahead = look_ahead and bool(settings.momentum(settings.read()))
     held: dict[int, HeldKey] = {}
     load = [0] * len(devices)
     for key in sorted(keys, key=lambda key: (-key.gradient_bytes, key.number)):
         place = load.index(min(load))
         load[place] += key.gradient_bytes
         home = None if homes is None else homes[key.number]
-        held[key.number] = HeldKey(key, parameters, optimizers, settings, devices[place], home)
+        held[key.number] = HeldKey(key, parameters, optimizers, settings, devices[place], home, look_ahead=ahead)
     return dict(sorted(held.items()))
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """A key as it was."""
+
+    weights: Tensor
+    ahead: LookAhead | None
+
+    def seen_by(self, worker: int) -> Tensor:
+        return self.weights if self.ahead is None else self.ahead.seen_by(worker, self.weights)
 
 
 class HeldKey:
@@ -54,6 +70,8 @@ class HeldKey:
         settings: GroupSettings,
         device: torch.device | str = "cpu",
         home: Tensor | None = None,
+        *,
+        look_ahead: bool = False,
     ) -> None:
         """`home`: memory for the weights, such as workers can read; otherwise they get some on `device`."""
         self.key = key
@@ -62,6 +80,7 @@ class HeldKey:
         self._settings = settings
         self._in_force: Sequence[float] | None = None
         self._copy: Tensor | None = None
+        self._ahead = LookAhead() if look_ahead else None
         views = key.views(self.weights)
         self._pieces = [
             Parameter(view.view(()) if parameters[piece.parameter].dim() == 0 else view)
@@ -120,10 +139,14 @@ class HeldKey:
         views = self.key.views(gradient)
         for place, (piece, view) in enumerate(zip(self._pieces, views, strict=True)):
             piece.grad = view.view(piece.shape) if used >> place & 1 else None
+        if self._ahead is not None:
+            self._ahead.before(self.weights)
         for twin in self._twins:
             twin.step()
         for piece in self._pieces:
             piece.grad = None
+        if self._ahead is not None:
+            self._ahead.after(self.weights, self._settings.momentum(settings) if settings else None)
         self.version += 1
         self._copy = None
 
@@ -133,6 +156,11 @@ class HeldKey:
         if settings and (treated or settings != self._in_force):
             self._settings.put(settings, self._groups, lr_factor=lr_factor, momentum=momentum)
             self._in_force = None if treated else settings
+
+    def came_back(self, worker: int, version: int) -> None:
+        """A push of the worker is about to be applied, made of the weights of this version."""
+        if self._ahead is not None:
+            self._ahead.came_back(worker, self.version - version)
 
     # -- reading -----------------------------------------------------------------------------------------------------
 
@@ -147,6 +175,13 @@ class HeldKey:
             self._copy = self.weights.to("cpu", copy=True)
         return self._copy
 
+    def seen_by(self, worker: int) -> Tensor:
+        """What the worker computes with: the weights, ahead of where they are as far as its pushes come late."""
+        return self.copy() if self._ahead is None else self._ahead.seen_by(worker, self.weights).cpu()
+
+    def snapshot(self) -> Snapshot:
+        return Snapshot(self.weights.clone(), None if self._ahead is None else self._ahead.copy())
+
     def states(self) -> list[State]:
         """What the optimizers keep for each piece; their own tensors, not copies."""
         return [
@@ -157,6 +192,8 @@ class HeldKey:
     def load_weights(self, weights: Tensor, version: int) -> None:
         self.weights.copy_(weights)
         self.version, self._copy = version, None
+        if self._ahead is not None:
+            self._ahead.forget()
 
     def load_states(self, states: Sequence[State]) -> None:
         for piece, state in zip(self._pieces, states, strict=True):

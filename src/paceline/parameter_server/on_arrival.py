@@ -111,6 +111,7 @@ class OnArrival:
         delay = delay_in_rounds(held.version, header.version, self._lanes)
         outcome = self._treatment.of(delay, self._settings.momentum(values))
         if not outcome.dropped:
+            held.came_back(header.sender, header.version)
             apply_push(held, gradient, header.weight, header.flags, values, outcome)
         self._applications.tell(
             *(header.key, header.round, values, outcome),

@@ -20,7 +20,7 @@ from paceline.optim.group_settings import GroupSettings
 from paceline.optim.piece_state import State
 from paceline.parameter_server.application_log import Applied
 from paceline.parameter_server.client import Put
-from paceline.parameter_server.held_key import HeldKey
+from paceline.parameter_server.held_key import HeldKey, Snapshot
 from paceline.parameter_server.key_ranges import Key, KeyTable
 from paceline.parameter_server.link import Sent
 from paceline.parameter_server.on_arrival import apply_push
@@ -34,6 +34,7 @@ class _Pushed:
     gradient: Tensor
     weight: float
     used: int
+    version: int  # of the weights that it was made of
 
 
 class ReplayedClient:
@@ -43,8 +44,8 @@ class ReplayedClient:
         """`hold` makes the keys when they are first needed, as servers do."""
         self.table, self._replay, self._settings, self._hold = table, replay, settings, hold
         self._held: Mapping[int, HeldKey] = {}
-        self._shown = {key.number: 0 for key in table.keys}  # which version the model holds
-        self._copies: dict[KeyVersion, Tensor] = {}  # of versions that a later item read
+        self._shown: dict[int, tuple[int, int]] = {}  # which version the model holds, as which worker read it
+        self._copies: dict[KeyVersion, Snapshot] = {}  # of versions that a later item read
         self._pushed: dict[tuple[Item, int], _Pushed] = {}
         self.norm = math.nan
 
@@ -52,14 +53,15 @@ class ReplayedClient:
 
     def start(self, round: int, put: Put) -> float:
         self._have_keys()
-        for number, version in self._replay.turn.reads.items():
-            self._show(number, version, put)
+        turn = self._replay.turn
+        for number, version in turn.reads.items():
+            self._show(number, version, turn.item.worker, put)
         return 0.0
 
     def push(self, key: Key, gradient: Tensor, *, round: int, lane: int, used: int, weight: float = 1.0) -> Sent:
         turn = self._replay.turn
         if key.number in turn.keys:
-            self._pushed[turn.item, key.number] = _Pushed(gradient.clone(), weight, used)
+            self._pushed[turn.item, key.number] = _Pushed(gradient.clone(), weight, used, turn.reads[key.number])
         return Sent()
 
     def close(self, round: int, close: Close) -> None:
@@ -74,7 +76,7 @@ class ReplayedClient:
         record = application.record
         held = self._held[record.key]
         if application.keep_old:
-            self._copies[record.key, held.version] = held.weights.clone()
+            self._copies[record.key, held.version] = held.snapshot()
         assert record.lane is not None
         assert record.worker is not None
         item = Item(record.round, record.lane, record.worker, record.incarnation)
@@ -84,6 +86,7 @@ class ReplayedClient:
                 f"replay: {item} pushed key {record.key} in the run, but here its lane had no gradient to push; the "
                 "script or its data have changed"
             )
+        held.came_back(record.worker, pushed.version)
         apply_push(held, pushed.gradient, pushed.weight, pushed.used, self._values(record), record.outcome)
         if record.check is not None and held.check() != record.check:
             raise ReplicaError(
@@ -105,15 +108,17 @@ class ReplayedClient:
     def newest(self, round: int, put: Put) -> None:
         self._have_keys()
         for number, held in self._held.items():
-            self._show(number, held.version, put)
+            put(self.table.keys[number], held.weights)
+        self._shown.clear()
 
     refresh = newest
 
-    def _show(self, number: int, version: int, put: Put) -> None:
+    def _show(self, number: int, version: int, worker: int, put: Put) -> None:
         held = self._held[number]
-        if self._shown[number] != version:
-            put(self.table.keys[number], held.weights if held.version == version else self._copies[number, version])
-            self._shown[number] = version
+        if self._shown.get(number) != (version, worker):
+            there = held if held.version == version else self._copies[number, version]
+            put(self.table.keys[number], there.seen_by(worker))
+            self._shown[number] = version, worker
 
     def _have_keys(self) -> None:
         self._held = self._held or self._hold()
@@ -129,7 +134,7 @@ class ReplayedClient:
         for number, held in self._held.items():
             held.load_weights(held.key.gathered([parameter.detach() for parameter in parameters]).cpu(), 0)
             held.load_states(states[number])
-            self._shown[number] = 0
+        self._shown.clear()
 
     # -- what only real servers need ---------------------------------------------------------------------------------
 

@@ -31,6 +31,7 @@ from paceline.parameter_server.treatment import Treatment
 from paceline.parameter_server.waiting_pulls import WaitingPulls
 from paceline.parameter_server.wire import (
     ALL,
+    AS_THEY_ARE,
     LOADS_STATE,
     LOADS_WEIGHTS,
     Close,
@@ -261,9 +262,14 @@ class ServerCore:
         # A deterministic clock updates a key only after every worker has received and used what it pulled; an
         # asynchronous one may update it while these weights are still being sent.
         live = self._rounds is not None and held.weights.device.type == "cpu"
-        payload = held.weights if live else held.copy()
+        if live:
+            payload = held.weights
+        else:
+            payload = held.copy() if pull.flags & AS_THEY_ARE else held.seen_by(pull.sender)
         norm = self._rounds.norm if self._rounds is not None else float("nan")
-        header = self._header(Kind.WEIGHTS, round=pull.round, key=key, weight=norm, incarnation=pull.incarnation)
+        header = self._header(
+            Kind.WEIGHTS, round=pull.round, key=key, weight=norm, flags=pull.flags, incarnation=pull.incarnation
+        )
         return Reply(pull.sender, header.holding(payload), payload)
 
     def _sum(self, pull: Header, key: int) -> Reply:

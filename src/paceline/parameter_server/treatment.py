@@ -43,6 +43,7 @@ class Treatment:
     learning_rate: LearningRate = "as given"
     momentum: Momentum = "as given"
     drop_beyond: int | None = None  # rounds; None: nothing is dropped
+    look_ahead: bool = True  # where the optimizer has momentum: see look_ahead.py
 
     def __post_init__(self) -> None:
         _check_choice("learning_rate", self.learning_rate, get_args(LearningRate))
@@ -69,6 +70,8 @@ class Treatment:
             said.append("momentum corrected")
         if self.drop_beyond is not None:
             said.append(f"dropped beyond {self.drop_beyond} round{'' if self.drop_beyond == 1 else 's'}")
+        if not self.look_ahead:
+            said.append("weights not looked ahead")
         return ", ".join(said) or "as given"
 
 

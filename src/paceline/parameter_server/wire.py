@@ -44,6 +44,7 @@ ALL = -1  # in `key`: all keys of the server
 
 HEADER_TO_SERVER, PAYLOAD_TO_SERVER, HEADER_TO_WORKER, PAYLOAD_TO_WORKER = range(4)
 LOADS_WEIGHTS, LOADS_STATE = 1, 2  # flags of LOAD
+AS_THEY_ARE = 1  # a flag of PULL, and of WEIGHTS that answer it: not looked ahead
 MOST_TEXT = 1 << 16
 MOST_SETTINGS = 1 << 16
 MOST_STATE = 1 << 34

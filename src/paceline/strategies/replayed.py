@@ -70,11 +70,12 @@ class ReplayedMaker:
                 "replay: the optimizers act one by one, or hold other parameters than at engine.prepare(), which was "
                 "not so in the recorded run; the script has changed since"
             )
-        client = ReplayedClient(self._replay, space.table, space.settings, lambda: _held(space))
+        client = ReplayedClient(self._replay, space.table, space.settings, lambda: _held(space, self._plan))
         return UpdatesOnArrival(space, client, self._plan.clock, self._job, StalenessCounter(), None)
 
     def close(self) -> None: ...
 
 
-def _held(space: Space) -> dict[int, HeldKey]:
-    return hold_keys(space.table.keys, space.parameters, space.optimizers, space.settings)
+def _held(space: Space, plan: Plan) -> dict[int, HeldKey]:
+    ahead = plan.treatment.look_ahead
+    return hold_keys(space.table.keys, space.parameters, space.optimizers, space.settings, look_ahead=ahead)

@@ -20,9 +20,9 @@ from paceline.collectives.communicator import Communicator
 from paceline.optim.range_optimizer import check_elementwise
 from paceline.parameter_server import joint
 from paceline.parameter_server.application_log import JobFacts, Role, next_attempt
-from paceline.parameter_server.client import Lines
 from paceline.parameter_server.clock import Clock
 from paceline.parameter_server.held_key import hold_keys
+from paceline.parameter_server.lines import Lines
 from paceline.parameter_server.link import Channel, GroupChannel, LocalChannel, Rooms, local_channels
 from paceline.parameter_server.meeting_point import MeetingPoint
 from paceline.parameter_server.recorded_job import facts_of
@@ -194,7 +194,8 @@ class Parts:
         def make() -> ServerCore:
             keys = space.table.of_server(index) if self.plan.mode == "update" else ()
             homes = self.memory.weights if space is self.spaces[0] else None
-            held = hold_keys(keys, space.parameters, space.optimizers, space.settings, homes=homes)
+            ahead = self.plan.treatment.look_ahead and not self.plan.clock.deterministic
+            held = hold_keys(*(keys, space.parameters, space.optimizers, space.settings), homes=homes, look_ahead=ahead)
             return ServerCore(
                 *(space.protocol, index, held, space.settings, self.plan.clock),
                 mode=self.plan.mode,

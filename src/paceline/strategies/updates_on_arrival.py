@@ -58,6 +58,8 @@ class UpdatesOnArrival(UpdatesOnServers):
 
     def _begin_item(self, place: ItemPlace) -> None:
         super()._begin_item(place)
+        if place.last_of_step and not self._clock.see_own_updates:
+            self._client.ask(self._round + 1)  # no earlier: what comes before this backward is done is early enough
         if place.last_of_lane:  # that is when gradients are taken: what is marked from here on is this lane's
             self._used = list(self.used())
             self._buckets.used = [False] * len(self.parameters)
@@ -106,7 +108,9 @@ class UpdatesOnArrival(UpdatesOnServers):
                 self._push(number, lane, node, used, weight)
         self._held.clear()
         self._clips = self._max_norm is not None
-        super()._end_round()
+        self._close(self._tally_of_round(), settings=self._settings.read())
+        if self._clock.see_own_updates:
+            self._client.ask(self._round)
 
     # -- between rounds ----------------------------------------------------------------------------------------------
 

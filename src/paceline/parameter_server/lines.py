@@ -1,0 +1,163 @@
+"""A worker's lines to all servers: one thread hears each of them, one says now and then that the worker is there.
+
+    Client of space 0 ─┐          ┌══ server 0        a client for each set of parameters that are updated together;
+    Client of space 1 ─┴─ Lines ══┴══ server 1        messages name their space by its digest
+
+A server that is lost fails every wait, with what it held and what to do.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Protocol as Interface
+
+from torch import Tensor
+
+from paceline.errors import PeerLostError
+from paceline.parameter_server.link import Channel, Sent, silence_s
+from paceline.parameter_server.server import LAST_PING, keys_of
+from paceline.parameter_server.staleness_stats import StalenessCounter, StalenessStats
+from paceline.parameter_server.wire import Header, Kind, Protocol, text_of
+
+GOODBYE_S = 5.0
+LAST_WORDS_S = 1.0
+
+
+class Listener(Interface):
+    protocol: Protocol
+
+    def heard(self, header: Header, payload: Tensor | None) -> None:
+        """Something for its space; the lock is held."""
+
+
+class Lines:
+    def __init__(self, worker: int, channels: Sequence[Channel], stats: StalenessCounter, *, timeout_s: float) -> None:
+        """`channels` lead to the servers, in their order."""
+        self.worker, self.timeout_s, self.stats = worker, timeout_s, stats
+        self._channels = channels
+        self._clients: dict[int, Listener] = {}
+        self.change = threading.Condition()
+        self.failure: str | None = None
+        self._pings = itertools.count(1)
+        self._answered = [0] * len(channels)  # pings, by server
+        self._silent = threading.Event()
+        self._begun_s = time.monotonic()
+        self._threads: list[threading.Thread] = []
+
+    def add(self, client: Listener) -> None:
+        self._clients[client.protocol.table.digest] = client
+        if self._threads:
+            return
+        for server in range(len(self._channels)):
+            name = f"paceline-worker-hears-server-{server}"
+            self._threads.append(threading.Thread(target=self._listen, args=(server,), name=name, daemon=True))
+        self._threads.append(threading.Thread(target=self._keep_talking, name="paceline-worker-pings", daemon=True))
+        for thread in self._threads:
+            thread.start()
+
+    def stats_so_far(self) -> StalenessStats:
+        return self.stats.stats(time.monotonic() - self._begun_s)
+
+    # -- saying ------------------------------------------------------------------------------------------------------
+
+    def send(self, server: int, header: Header, payload: Tensor | None = None) -> Sent:
+        if payload is not None:
+            self.stats.sent(f"server {server}", payload.nbytes)
+        try:
+            return self._channels[server].send(header, payload)
+        except PeerLostError as error:
+            self._lose(server, str(error))
+            raise PeerLostError(self.failure) from error
+
+    def explained(self, error: PeerLostError) -> PeerLostError:
+        """What the thread that listens to the lost server says, which knows who that is."""
+        with self.change:
+            self.change.wait_for(lambda: self.failure is not None, timeout=LAST_WORDS_S)
+        return PeerLostError(self.failure or str(error))
+
+    def wait_until(self, true: Callable[[], bool], what: str) -> float:
+        """Wait with `change` held; the seconds it took."""
+        if self.failure is None and true():
+            return 0.0
+        begun = time.monotonic()
+        # A little longer than servers wait for a worker: they can say who it was.
+        patience_s = self.timeout_s + silence_s(self.timeout_s) + LAST_WORDS_S
+        self.change.wait_for(lambda: self.failure is not None or true(), timeout=patience_s)
+        if self.failure is not None:
+            raise PeerLostError(self.failure)
+        if not true():
+            raise PeerLostError(f"worker {self.worker} waited {self.timeout_s:g} s for {what}, which did not come")
+        return time.monotonic() - begun
+
+    def have_been_heard(self) -> None:
+        """Until the servers have dealt with everything that this worker said."""
+        number = next(self._pings)
+        self._ping(number)
+        with self.change:
+            self.wait_until(lambda: min(self._answered) >= number, "a sign of life of the servers")
+
+    def _ping(self, number: int) -> None:
+        digest = next(iter(self._clients))
+        for server in range(len(self._channels)):
+            self.send(server, Header(Kind.PING, sender=self.worker, digest=digest, round=number))
+
+    def _keep_talking(self) -> None:
+        """Servers wait for a worker no longer than the timeout, and it for them: somebody has to say something."""
+        while not self._silent.wait(silence_s(self.timeout_s)):
+            with contextlib.suppress(PeerLostError):
+                self._ping(next(self._pings))
+
+    # -- hearing -----------------------------------------------------------------------------------------------------
+
+    def _listen(self, server: int) -> None:
+        try:
+            while self._hear(server, *self._channels[server].receive()):
+                pass
+        except PeerLostError as error:
+            self._lose(server, str(error))
+        except Exception as error:
+            with self.change:
+                self.failure = self.failure or f"{type(error).__name__}: {error}"
+                self.change.notify_all()
+
+    def _hear(self, server: int, header: Header, payload: Tensor | None) -> bool:
+        """Whether more will come."""
+        if payload is not None:
+            self.stats.received(f"server {server}", payload.nbytes)
+        with self.change:
+            if header.kind is Kind.ERROR:
+                self.failure = self.failure or text_of(payload)
+            elif header.kind is Kind.PING:
+                self._answered[server] = max(self._answered[server], header.round)
+            else:
+                self._clients[header.digest].heard(header, payload)
+            self.change.notify_all()
+        return header.kind is not Kind.ERROR and (header.kind, header.round) != (Kind.PING, LAST_PING)
+
+    def _lose(self, server: int, why: str) -> None:
+        held = keys_of(next(iter(self._clients.values())).protocol.table, server)
+        with self.change:
+            self.failure = self.failure or (
+                f"server {server}, which held {held}, was lost; what it had learned is gone: resume from the last "
+                f"saved state ({why})"
+            )
+            self.change.notify_all()
+
+    # -- the end -----------------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Say goodbye to all servers."""
+        self._silent.set()
+        if not self._threads:
+            return
+        digest = next(iter(self._clients))
+        for server in range(len(self._channels)):
+            with contextlib.suppress(PeerLostError):
+                self.send(server, Header(Kind.PING, sender=self.worker, digest=digest, round=LAST_PING)).wait()
+                self.send(server, Header(Kind.BYE, sender=self.worker, digest=digest)).wait()
+        for thread in self._threads:
+            thread.join(GOODBYE_S)
