@@ -70,6 +70,10 @@ class Communicator:
         comm._device = device
         return comm
 
+    def counts_with(self, other: Communicator) -> None:
+        """From now on what is sent here is counted there."""
+        self._count = other._count
+
     def reconnect(self, world: World, store: Store) -> None:
         """Go on as this world, of those that are left; what is under way is given up."""
         old, self._groups = self._groups, _build_groups(world, store, self.backend, self._device, self.timeout_s)
@@ -291,9 +295,13 @@ class Work:
         """What the operation gave, once it has been waited for."""
         return self._work.result()
 
-    def wait(self) -> None:
+    def wait(self, timeout_s: float | None = None) -> None:
+        """`timeout_s`: another one than the group's."""
         try:
-            self._work.wait()
+            if timeout_s is None:
+                self._work.wait()
+            else:
+                self._work.wait(timedelta(seconds=timeout_s))
         except RuntimeError as error:
             raise self._owner._lost(error, self._doing) from error
         if self.when_done is not None:

@@ -56,7 +56,8 @@ class Bucket:
 
     @property
     def elements(self) -> int:
-        return sum(member.elements for member in self.members)
+        """Of the flat buffer; there may be gaps between members."""
+        return self.members[-1].offset + self.members[-1].elements
 
     @property
     def alone(self) -> bool:

@@ -11,12 +11,12 @@ A parameter whose memory is not in logical (row-major) order is not cut: an upda
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
-from paceline.sharding.bucket import Bucket
+from paceline.sharding.bucket import Bucket, Member
 from paceline.sharding.flat_layout import BLOCK, Piece
 
 Range = tuple[int, int]
@@ -53,6 +53,22 @@ class BucketShards:
     def pieces(self, worker: int) -> tuple[OwnedPiece, ...]:
         """In the bucket's order."""
         return self._pieces[worker]
+
+    def only(self, numbers: Mapping[int, int]) -> BucketShards | None:
+        """The same owners of fewer parameters, under the numbers that these have elsewhere; None: of none."""
+        members, offset = [], 0
+        for member in self.bucket.members:
+            if member.parameter in numbers:
+                members.append(Member(numbers[member.parameter], offset, member.shape))
+                offset += member.elements
+        if not members:
+            return None
+        widths = [
+            sum(owned.piece.elements for owned in self.pieces(worker) if owned.piece.parameter in numbers)
+            for worker in range(len(self.ranges))
+        ]
+        bucket = Bucket(tuple(members), self.bucket.dtype, self.bucket.device)
+        return BucketShards(bucket, tuple(pairwise(accumulate(widths, initial=0))))
 
     def _pieces_in(self, start: int, stop: int) -> Iterator[OwnedPiece]:
         for member in self.bucket.members:

@@ -20,6 +20,7 @@ from torch.nn import Parameter
 from paceline.errors import ConfigError
 from paceline.sharding.flat_layout import BLOCK, Piece, part_of
 from paceline.sharding.shards import OwnedPiece, Shards
+from paceline.strategies.released_parameter import is_released
 
 Keep = Callable[[Parameter, Piece], Tensor]
 
@@ -84,7 +85,11 @@ def _as_gradient_of(tensor: Tensor, gradient: Tensor) -> Tensor:
 
 def check_apart(named: Sequence[tuple[str, Parameter]]) -> None:
     """Two parameters over the same memory would be updated by two owners."""
-    spans = sorted((p.data_ptr(), p.data_ptr() + extent(p) * p.element_size(), name) for name, p in named if p.numel())
+    spans = sorted(
+        (p.data_ptr(), p.data_ptr() + extent(p) * p.element_size(), name)
+        for name, p in named
+        if p.numel() and not is_released(p)
+    )
     for (_, end, first), (start, _, second) in pairwise(spans):
         if start < end:
             raise ConfigError(

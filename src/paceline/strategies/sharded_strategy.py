@@ -29,7 +29,7 @@ from paceline.sharding.bucket import plan_buckets
 from paceline.sharding.rooms import Rooms
 from paceline.sharding.shards import cut_buckets
 from paceline.strategies.distant_gradient import DistantGradient
-from paceline.strategies.gradient_buckets import GradientBuckets
+from paceline.strategies.gradient_buckets import Cut, GradientBuckets
 from paceline.strategies.host_weights import Weights, where_weights_go
 from paceline.strategies.masters import PieceMasters
 from paceline.strategies.own_pieces import OwnPieces, check_apart, in_logical_order
@@ -77,7 +77,9 @@ class ShardedStrategy(WeightsInTheModel):
         *,
         by_lane: bool = False,
         rooms: Rooms | None = None,
+        cut: Cut | None = None,
     ) -> None:
+        """`cut` makes the buckets, for good; by default they are cut anew in the order in which gradients come."""
         check_apart(named)
         if parts.weights is not None:
             parts.weights.hold(named)
@@ -86,10 +88,11 @@ class ShardedStrategy(WeightsInTheModel):
         self._buckets = GradientBuckets(
             named,
             parts.rank,
-            cut=lambda specs, order: plan_buckets(specs, order, job.bucket_bytes),
+            cut=cut or (lambda specs, order: plan_buckets(specs, order, job.bucket_bytes)),
             leave=self._leave,
             overlap=job.overlap,
             by_lane=by_lane,
+            learns=cut is None,
             rooms=rooms,
             lanes_rounded_to=job.precision.lanes_rounded_to,
         )

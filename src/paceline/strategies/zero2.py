@@ -30,6 +30,7 @@ from paceline.collectives.canonical_sum import SumPlan
 from paceline.collectives.communicator import Handle
 from paceline.collectives.shipments import Scatter, shipments_by_lane
 from paceline.sharding.rooms import Rooms
+from paceline.strategies.gradient_buckets import Cut
 from paceline.strategies.host_weights import Weights
 from paceline.strategies.own_pieces import OwnPieces
 from paceline.strategies.registry import Job, Registered, register
@@ -50,9 +51,14 @@ class _Departed:
 
 class Zero2(ShardedStrategy):
     def __init__(
-        self, named: Sequence[tuple[str, Parameter]], optimizers: Sequence[Optimizer], parts: ShardedParts
+        self,
+        named: Sequence[tuple[str, Parameter]],
+        optimizers: Sequence[Optimizer],
+        parts: ShardedParts,
+        *,
+        cut: Cut | None = None,
     ) -> None:
-        super().__init__(named, optimizers, parts, by_lane=True, rooms=Rooms())
+        super().__init__(named, optimizers, parts, by_lane=True, rooms=Rooms(), cut=cut)
         self._set = parts.exchange.new_set()
         self._under_way: deque[_Departed] = deque()
         self._sums: list[Tensor] = []

@@ -1,0 +1,124 @@
+"""Released parameters: shape, dtype and gradient of a parameter whose weights are elsewhere until somebody asks.
+
+    p.shape, p.numel(), p.grad …     answered as it stands
+    anything that needs values       its owner fetches them first; from then on it is an ordinary parameter
+    p.mul_(0.9), p.copy_(x) …        LoopError: the change would be lost when the weights are released again
+
+A module's hooks fetch what it needs before it runs. This is for all the rest: a weight used by another module than its
+own, a look at a norm, `state_dict()`. The parameter stays the same object; only its class and its memory change.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from paceline.errors import LoopError
+
+_LOOKS = frozenset({
+    "shape", "dtype", "device", "layout", "ndim", "is_leaf", "requires_grad", "grad", "grad_fn", "is_sparse", "is_cuda",
+    "is_meta", "is_quantized", "is_mkldnn", "is_cpu", "is_nested", "itemsize", "nbytes", "_version", "_backward_hooks",
+    "_post_accumulate_grad_hooks", "names", "output_nr", "retains_grad",
+})  # fmt: skip
+_ASKS = frozenset({
+    "size", "dim", "ndimension", "numel", "nelement", "element_size", "is_floating_point", "is_complex", "get_device",
+    "register_hook", "register_post_accumulate_grad_hook", "requires_grad_", "__len__", "is_same_size", "is_signed",
+})  # fmt: skip
+_LAYOUT = frozenset({"stride", "is_contiguous", "is_non_overlapping_and_dense"})
+
+
+class Owner(Protocol):
+    """Who can bring a released parameter's weights."""
+
+    def fetch(self, parameter: Parameter) -> None:
+        """Make it an ordinary parameter with all of its weights."""
+        ...
+
+
+_owners: dict[int, weakref.ref[Owner]] = {}
+_classes: dict[int, type[Parameter]] = {}  # what it is when it is not released
+_layouts: dict[int, Tensor] = {}  # without memory: how its own lies
+
+
+class ReleasedParameter(Parameter):
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func.__name__ in _LAYOUT and id(args[0]) in _layouts:
+            return func(_layouts[id(args[0])], *args[1:], **kwargs)
+        if not _only_looks(func):
+            for parameter in _released((*args, *kwargs.values())):
+                owner = _owners.get(id(parameter), _no_owner)()
+                if owner is None:
+                    raise engine_is_closed()
+                if _writes(func, parameter, args, kwargs):
+                    raise LoopError(
+                        f"{func.__name__}() on a parameter whose weights are in shards on several workers would be "
+                        "lost; change weights before engine.prepare(), or with model.load_state_dict() on every worker"
+                    )
+                owner.fetch(parameter)
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **kwargs)
+
+
+def engine_is_closed() -> LoopError:
+    return LoopError(
+        "the weights of this model are in shards on several workers, and its engine is closed; use them before "
+        "engine.close(), or save them with engine.save_state(folder)"
+    )
+
+
+def release(parameter: Parameter, owner: Owner) -> None:
+    """Let its memory go; whoever still has a view of it keeps that."""
+    layout = torch.empty_strided(parameter.shape, parameter.stride(), dtype=parameter.dtype, device="meta")
+    parameter.data = torch.full((), torch.nan, dtype=parameter.dtype, device=parameter.device).expand(parameter.shape)
+    _owners[id(parameter)], _classes[id(parameter)] = weakref.ref(owner), type(parameter)
+    _layouts[id(parameter)] = layout
+    parameter.__class__ = ReleasedParameter
+
+
+def give_back(parameter: Parameter, weights: Tensor) -> None:
+    """Make it an ordinary parameter with these weights."""
+    parameter.__class__ = _classes.pop(id(parameter), type(parameter))
+    _owners.pop(id(parameter), None)
+    _layouts.pop(id(parameter), None)
+    parameter.data = weights
+
+
+def is_released(parameter: Tensor) -> bool:
+    return type(parameter) is ReleasedParameter
+
+
+def _no_owner() -> None:
+    return None
+
+
+def _only_looks(func: Callable[..., Any]) -> bool:
+    if func.__name__ in ("__get__", "__set__", "__delete__"):
+        return getattr(getattr(func, "__self__", None), "__name__", None) in _LOOKS
+    return func.__name__ in _ASKS
+
+
+def _writes(func: Callable[..., Any], parameter: Tensor, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    name = func.__name__
+    in_place = (name.endswith("_") and not name.endswith("__")) or name in ("__setitem__", "__set__")
+    return (in_place and bool(args) and args[0] is parameter) or kwargs.get("out") is parameter
+
+
+def _released(values: Any) -> Iterator[Parameter]:
+    for value in values:
+        if isinstance(value, list | tuple):
+            yield from _released(value)
+        elif isinstance(value, ReleasedParameter):
+            yield value

@@ -1,0 +1,120 @@
+"""Pulls: a worker asks the owners for their parts of a unit, whenever it needs it; nobody has to be in step with it.
+
+    worker 0                        worker 1
+    unit 3, version 7? ────────►    a thread of its own, one for each peer: waits until version 7 is there
+    room for its part  ◄────────    sends its part from where it lies
+
+So workers may have different numbers of items, run different branches of a model or evaluate alone: there is no
+collective whose order could differ. *Version* counts updates. A part is not written to before all workers have finished
+their backward (their ballots say so), and by then every answer has arrived.
+
+The group is one for this alone. Its receives wait for as long as the job lasts, since a peer may have nothing to ask
+for; who waits for an answer waits no longer than the job's timeout. A worker that leaves says so.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+from torch._C._distributed_c10d import PrefixStore
+
+from paceline.collectives.communicator import Communicator, Work
+from paceline.errors import PeerLostError
+from paceline.strategies.registry import Job
+
+FOREVER_S = 10 * 86400.0
+LEAVES_WITHIN_S = 2.0
+_ASK, _ANSWER = 0, 1  # tags
+_LEAVES = -1
+_OPERATION = "gather of weights"
+_KEPT = 8  # answers whose memory is kept until they are known to have been sent
+
+Parts = Callable[[int], Sequence[Tensor]]  # of a unit: what this worker owns, on the host, in the order of buckets
+
+
+class ShardPulls:
+    def __init__(self, job: Job, parts: Parts, number: int) -> None:
+        assert job.store is not None
+        assert job.comm is not None
+        store, host = PrefixStore(f"pulls/{number}", job.store), torch.device("cpu")
+        self._comm = Communicator.connect(job.world, store, backend="gloo", device=host, timeout_s=job.timeout_s)
+        self._comm.counts_with(job.comm)
+        self._timeout_s, self._parts = job.timeout_s, parts
+        self.peers = [worker for worker in range(self._comm.size) if worker != self._comm.rank]
+        self._asks: deque[Work] = deque(maxlen=4 * len(self.peers))  # gloo forgets a message whose work nobody keeps
+        self._change = threading.Condition()
+        self._version, self._closing = 0, False
+        self._threads = [
+            threading.Thread(target=self._answer, args=(peer,), name=f"paceline-shards-for-{peer}", daemon=True)
+            for peer in self.peers
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    @property
+    def version(self) -> int:
+        return self._version
+
+    def changed(self) -> None:
+        """This worker's parts are those of the next version."""
+        with self._change:
+            self._version += 1
+            self._change.notify_all()
+
+    def start(self, unit: int, rooms: Mapping[int, Sequence[Tensor]]) -> list[Work]:
+        """Ask every peer that owns something of the unit; `rooms` has memory on the host for each one's parts."""
+        works = [
+            self._comm.receive(part, source=peer, tag=_ANSWER, operation=_OPERATION)
+            for peer, parts in rooms.items()
+            for part in parts
+        ]
+        for peer in rooms:
+            self._ask(peer, unit)
+        return works
+
+    def _ask(self, peer: int, unit: int) -> Work:
+        work = self._comm.send(torch.tensor([unit, self._version]), to=peer, tag=_ASK, operation="request")
+        self._asks.append(work)
+        return work
+
+    def _answer(self, peer: int) -> None:
+        """Until the peer leaves or is lost; then whoever waits for it hears of it."""
+        asked, answers = torch.empty(2, dtype=torch.int64), deque[Work]()
+        try:
+            while True:
+                self._comm.receive(asked, source=peer, tag=_ASK, operation="request").wait(FOREVER_S)
+                unit, version = asked.tolist()
+                if unit == _LEAVES or not self._reaches(version):
+                    return
+                for part in self._parts(unit):
+                    answers.append(self._comm.send(part, to=peer, tag=_ANSWER, operation=_OPERATION))
+                while len(answers) > _KEPT:
+                    answers.popleft().wait()
+        except PeerLostError:
+            return
+
+    def _reaches(self, version: int) -> bool:
+        with self._change:
+            self._change.wait_for(lambda: self._closing or self._version >= version, timeout=self._timeout_s)
+            return self._version >= version
+
+    def close(self) -> None:
+        with self._change:
+            if self._closing:
+                return
+            self._closing = True
+            self._change.notify_all()
+        for peer in self.peers:
+            try:
+                self._ask(peer, _LEAVES)
+            except PeerLostError:
+                continue  # it has left before
+        for thread in self._threads:
+            thread.join(timeout=LEAVES_WITHIN_S)
+        self._comm.close()
+        for thread in self._threads:
+            thread.join(timeout=LEAVES_WITHIN_S)

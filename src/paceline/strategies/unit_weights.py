@@ -1,0 +1,363 @@
+"""Weights in shards: whole while a unit is used, elsewhere otherwise.
+
+    forward    unit 0 ─ unit 1 ─ unit 2        before a module runs its unit is gathered, afterwards released
+    backward   unit 2 ─ unit 1 ─ unit 0        gathered again when autograd wants a saved weight, released when the
+                                               unit's gradients are there
+    ahead      the next unit of the item before is asked for while this one is used
+
+Autograd keeps no gathered weight: where it would save one, hooks give it the place instead, and look it up again in
+backward. So a release is nothing but letting go: what anybody still uses stays alive, and nothing is ever read that was
+freed. Weights that are used in other ways than by their module are fetched by `ReleasedParameter`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.nn import Parameter
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils.hooks import RemovableHandle
+
+from paceline.collectives.communicator import Work
+from paceline.errors import LoopError
+from paceline.sharding.flat_layout import Piece, part_of
+from paceline.sharding.shards import BucketShards, OwnedPiece, cut_buckets
+from paceline.sharding.unit import Classes, Unit, cut_units, unit_buckets
+from paceline.strategies.gradient_buckets import gradient_specs
+from paceline.strategies.own_pieces import in_logical_order, piece_of
+from paceline.strategies.registry import Job
+from paceline.strategies.released_parameter import engine_is_closed, give_back, is_released, release
+from paceline.strategies.shard_pulls import ShardPulls
+from paceline.strategies.unit_order import UnitOrder
+
+_KEPT_BESIDE = 1  # units used before the current one that stay, unless their module has ended
+
+
+@dataclass
+class _Gathered:
+    """A unit on its way here, or here: whole buckets, and for each parameter the version it came with."""
+
+    flats: list[Tensor]
+    works: Sequence[Work]
+    rooms: Sequence[tuple[Tensor, Tensor]]  # on the host, and where its elements go
+    versions: list[int] | None = None
+
+
+@dataclass(frozen=True)
+class _Place:
+    """What autograd keeps instead of a weight."""
+
+    unit: int
+    bucket: int
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+
+class UnitWeights:
+    """All weights that a job's optimizers hold, cut into units and shards once."""
+
+    def __init__(self, job: Job, parameters: Sequence[Parameter], classes: Classes | None, number: int = 0) -> None:
+        """The parameters are released: from here on this has their weights. A job's first has number 0, and so on."""
+        assert job.comm is not None
+        self._rank, self._parameters = job.comm.rank, parameters
+        self._index = {id(parameter): number for number, parameter in enumerate(parameters)}
+        specs = gradient_specs(parameters)
+        self._units = cut_units(job.models, self._index, specs, classes=classes, unit_bytes=job.bucket_bytes)
+        self._unit_of = {number: place for place, unit in enumerate(self._units) for number in unit.parameters}
+        uncut = {number for number, parameter in enumerate(parameters) if not in_logical_order(parameter)}
+        buckets = [list(unit_buckets(specs, unit, job.bucket_bytes, uncut)) for unit in self._units]
+        # Backward comes to the last unit first.
+        self._cut = cut_buckets([b for of_unit in reversed(buckets) for b in of_unit], job.comm.size, uncut).buckets
+        found = {shards.bucket: shards for shards in self._cut}
+        self._buckets = [[found[bucket] for bucket in of_unit] for of_unit in buckets]
+        self._strides = [parameter.stride() for parameter in parameters]
+        self._bucket_of: dict[int, tuple[BucketShards, Tensor]] = {}
+        self._shards = [[self._own_part(shards) for shards in of_unit] for of_unit in self._buckets]
+        self._pulls = ShardPulls(job, self._parts, number)
+        self._gathered: dict[int, _Gathered] = {}
+        self._held = [0] * len(self._units)  # modules that run with it
+        self._recent: list[int] = []
+        self._by_memory: dict[int, tuple[int, int]] = {}  # where a gathered bucket lies: its unit, its place there
+        self._order = UnitOrder()
+        self._hooks: list[RemovableHandle] = []
+        self._wanted = [0] * len(self._units)  # gradients in a backward
+        self._there = [0] * len(self._units)
+        self._packing: list[saved_tensors_hooks | None] = []
+        self._closed = False
+        for unit in range(len(self._units)):
+            self._let_go(unit)
+        self._install(job.models)
+
+    def buckets_of(self, parameters: Sequence[Parameter]) -> list[BucketShards]:
+        """How the gradients of some of the parameters travel, these numbered by place; in backward's order."""
+        known = [(place, parameter) for place, parameter in enumerate(parameters) if self.knows(parameter)]
+        numbers = {self._index[id(parameter)]: place for place, parameter in known}
+        found = [shards.only(numbers) for shards in self._cut]
+        return [shards for shards in found if shards is not None]
+
+    def knows(self, parameter: Parameter) -> bool:
+        return id(parameter) in self._index
+
+    # -- what this worker owns ---------------------------------------------------------------------------------------
+
+    def _own_part(self, shards: BucketShards) -> Tensor:
+        """The own range of a bucket, cut from the whole weights of the model as they lie in memory."""
+        start, stop = shards.ranges[self._rank]
+        dtype = self._parameters[shards.bucket.members[0].parameter].dtype
+        part = torch.zeros(stop - start, dtype=dtype, device=shards.bucket.device)
+        for member in shards.bucket.members:
+            self._bucket_of[member.parameter] = shards, part
+        for owned in shards.pieces(self._rank):
+            self._kept(owned, part).copy_(piece_of(self._parameters[owned.piece.parameter], owned.piece))
+        return part
+
+    def _kept(self, owned: OwnedPiece, part: Tensor) -> Tensor:
+        """An own piece where it lies: one-dimensional, or a whole parameter whose memory has another order."""
+        piece, kept = owned.piece, part[owned.offset : owned.offset + owned.piece.elements]
+        parameter = self._parameters[piece.parameter]
+        if parameter.dim() == 0:
+            return kept.view(())
+        if not in_logical_order(parameter):
+            return kept.as_strided(parameter.shape, self._strides[piece.parameter])
+        return kept
+
+    def keep(self, parameter: Parameter, piece: Piece) -> Tensor:
+        """Where the values of an own piece are; the piece may be numbered by another order of parameters."""
+        number = self._index[id(parameter)]
+        shards, part = self._bucket_of[number]
+        mine = Piece(number, piece.start, piece.stop)
+        return self._kept(next(owned for owned in shards.pieces(self._rank) if owned.piece == mine), part)
+
+    def _parts(self, unit: int) -> list[Tensor]:
+        return [part.cpu() for part in self._shards[unit] if part.numel()]
+
+    def updated(self) -> None:
+        """The own pieces have been changed, on every worker: what was gathered before is old."""
+        for unit in list(self._gathered):
+            self._let_go(unit)
+        self._pulls.changed()
+
+    def put(self, parameter: Parameter, whole: Tensor) -> None:
+        """All workers have these weights for the parameter."""
+        number = self._index[id(parameter)]
+        shards, part = self._bucket_of[number]
+        for owned in shards.pieces(self._rank):
+            if owned.piece.parameter == number:
+                kept = self._kept(owned, part)
+                kept.copy_(whole if kept.shape == whole.shape else part_of(whole, owned.piece))
+        self._let_go(self._unit_of[number])
+        self._pulls.changed()
+
+    def whole(self, parameter: Parameter) -> Tensor:
+        self.fetch(parameter)
+        return parameter.detach()
+
+    # -- gathering and letting go ------------------------------------------------------------------------------------
+
+    def fetch(self, parameter: Parameter) -> None:
+        if self._closed:
+            raise engine_is_closed()
+        self._use(self._unit_of[self._index[id(parameter)]])
+
+    def _use(self, unit: int, *, in_backward: bool = False) -> None:
+        """Have the unit's weights here, and its likely successor's on their way."""
+        records = in_backward or torch.is_grad_enabled()
+        if unit in self._gathered and self._recent[-1:] == [unit]:
+            self._order.after(unit, in_backward=in_backward, records=records)
+            return
+        with _disable_current_modes():  # checkpointing would take our copies for the model's
+            self._bring(unit, in_backward, records)
+
+    def _bring(self, unit: int, in_backward: bool, records: bool) -> None:
+        self._start(unit)
+        following = self._order.after(unit, in_backward=in_backward, records=records)
+        if following is not None:
+            self._start(following)
+        gathered = self._gathered[unit]
+        if gathered.versions is None:
+            self._arrive(unit, gathered)
+        self._recent = [*(other for other in self._recent if other != unit), unit]
+        while len(self._recent) > 1 + _KEPT_BESIDE:
+            old = self._recent.pop(0)
+            if not self._held[old] and old != following:
+                self._let_go(old)
+
+    def _start(self, unit: int) -> None:
+        if unit in self._gathered:
+            return
+        flats, rooms, copies = [], {peer: list[Tensor]() for peer in self._pulls.peers}, []
+        for shards, own in zip(self._buckets[unit], self._shards[unit], strict=True):
+            flat = torch.empty(shards.bucket.elements, dtype=own.dtype, device=own.device)
+            for worker, (start, stop) in enumerate(shards.ranges):
+                if worker == self._rank:
+                    flat[start:stop] = own
+                elif start < stop:
+                    part = flat[start:stop]
+                    room = part if part.device.type == "cpu" else torch.empty(part.shape, dtype=part.dtype)
+                    copies += [] if room is part else [(room, part)]
+                    rooms[worker].append(room)
+            flats.append(flat)
+        works = self._pulls.start(unit, {peer: parts for peer, parts in rooms.items() if parts})
+        self._gathered[unit] = _Gathered(flats, works, copies)
+
+    def _arrive(self, unit: int, gathered: _Gathered) -> None:
+        for work in gathered.works:
+            work.wait()
+        for room, part in gathered.rooms:
+            part.copy_(room)
+        for place, (shards, flat) in enumerate(zip(self._buckets[unit], gathered.flats, strict=True)):
+            self._by_memory[flat.untyped_storage().data_ptr()] = unit, place
+            for member in shards.bucket.members:
+                weights = flat.as_strided(member.shape, self._strides[member.parameter], member.offset)
+                give_back(self._parameters[member.parameter], weights)
+        gathered.works, gathered.rooms = (), ()
+        gathered.versions = [self._parameters[number]._version for number in self._units[unit].parameters]
+
+    def _let_go(self, unit: int) -> None:
+        """Forget what was gathered; whoever still uses a part of it keeps that alive."""
+        gathered = self._gathered.pop(unit, None)
+        numbers = self._units[unit].parameters
+        if gathered is not None:
+            if gathered.versions is None:  # it was asked for and is not wanted: its messages must end all the same
+                for work in gathered.works:
+                    work.wait()
+                return
+            for flat in gathered.flats:
+                self._by_memory.pop(flat.untyped_storage().data_ptr(), None)
+            self._check_unwritten(numbers, gathered.versions)
+        self._recent = [other for other in self._recent if other != unit]
+        for number in numbers:
+            if not is_released(self._parameters[number]):
+                release(self._parameters[number], self)
+
+    def _check_unwritten(self, numbers: Sequence[int], versions: Sequence[int]) -> None:
+        for number, version in zip(numbers, versions, strict=True):
+            if self._parameters[number]._version != version:
+                unit = self._units[self._unit_of[number]].name
+                raise LoopError(
+                    f"a parameter of {unit!r} was changed in place while its weights were gathered: the change would "
+                    "be lost, since every worker keeps a part of them; change weights before engine.prepare(), or with "
+                    "model.load_state_dict() on every worker"
+                )
+
+    # -- when modules run ----------------------------------------------------------------------------------------------
+
+    def _install(self, models: Sequence[nn.Module]) -> None:
+        for model in models:
+            self._hooks += [
+                model.register_forward_pre_hook(self._start_packing, prepend=True),
+                model.register_forward_hook(self._stop_packing, always_call=True),
+                model.register_load_state_dict_pre_hook(self._before_load),  # type: ignore[no-untyped-call]
+                model.register_load_state_dict_post_hook(self._after_load),  # type: ignore[no-untyped-call]
+            ]
+        for unit in self._units:
+            if unit.module is not None:
+                used = self._used_by(unit)
+                self._hooks += [
+                    unit.module.register_forward_pre_hook(self._before(used)),
+                    unit.module.register_forward_hook(self._behind(used), always_call=True),
+                ]
+        for number, parameter in enumerate(self._parameters):
+            if parameter.requires_grad:
+                self._wanted[self._unit_of[number]] += 1
+                hook = parameter.register_post_accumulate_grad_hook(self._grown(self._unit_of[number]))  # type: ignore[no-untyped-call]
+                self._hooks.append(hook)
+
+    def _used_by(self, unit: Unit) -> list[int]:
+        """The unit itself, and others that have parameters of its module because they are shared."""
+        assert unit.module is not None
+        whole = {self._unit_of[number] for number in unit.parameters}
+        below = {self._index[id(p)] for p in unit.module.parameters() if id(p) in self._index}
+        own = {self._index[id(p)] for p in unit.module.parameters(recurse=False) if id(p) in self._index}
+        is_all = set(unit.parameters) - own or not list(unit.module.children())
+        return sorted(whole | {self._unit_of[number] for number in (below if is_all else own)})
+
+    def _before(self, used: Sequence[int]) -> Callable[..., None]:
+        def gather(*_: Any) -> None:
+            for unit in used:
+                self._held[unit] += 1
+                self._use(unit)
+
+        return gather
+
+    def _behind(self, used: Sequence[int]) -> Callable[..., None]:
+        def let_go(*_: Any) -> None:
+            for unit in used:
+                self._held[unit] -= 1
+                if not self._held[unit] and self._order.following != unit and unit in self._gathered:
+                    self._let_go(unit)
+
+        return let_go
+
+    def _grown(self, unit: int) -> Callable[[Tensor], None]:
+        def gradient_is_there(_: Tensor) -> None:
+            self._there[unit] += 1
+            if self._there[unit] == self._wanted[unit] and not self._held[unit]:
+                self._let_go(unit)
+
+        return gradient_is_there
+
+    def item_ended(self) -> None:
+        """Its backward is done, or will not come."""
+        self._there = [0] * len(self._units)
+        self._held = [0] * len(self._units)
+        for unit in list(self._gathered):
+            self._let_go(unit)
+        self._order.item_ended()
+
+    # -- what autograd saves -------------------------------------------------------------------------------------------
+
+    def _start_packing(self, *_: Any) -> None:
+        context = saved_tensors_hooks(self._pack, self._unpack) if torch.is_grad_enabled() else None
+        if context is not None:
+            context.__enter__()
+        self._packing.append(context)
+
+    def _stop_packing(self, *_: Any) -> None:
+        context = self._packing.pop()
+        if context is not None:
+            context.__exit__()
+
+    def _pack(self, saved: Tensor) -> Tensor | _Place:
+        found = self._by_memory.get(saved.untyped_storage().data_ptr())
+        if found is None:
+            return saved
+        return _Place(*found, saved.size(), saved.stride(), int(saved.storage_offset()))
+
+    def _unpack(self, packed: Tensor | _Place) -> Tensor:
+        if isinstance(packed, Tensor):
+            return packed
+        self._use(packed.unit, in_backward=True)
+        flat = self._gathered[packed.unit].flats[packed.bucket]
+        return flat.as_strided(packed.size, packed.stride, packed.offset)
+
+    # -- a model's own load_state_dict ---------------------------------------------------------------------------------
+
+    def _before_load(self, module: nn.Module, *_: Any) -> None:
+        for unit in self._units_of(module):
+            self._held[unit] += 1
+            self._use(unit)
+
+    def _after_load(self, module: nn.Module, _: Any) -> None:
+        for unit in self._units_of(module):
+            self._held[unit] -= 1
+            gathered = self._gathered[unit]
+            for shards, flat, own in zip(self._buckets[unit], gathered.flats, self._shards[unit], strict=True):
+                own.copy_(flat[slice(*shards.ranges[self._rank])])
+            gathered.versions = [self._parameters[number]._version for number in self._units[unit].parameters]
+        self.updated()
+
+    def _units_of(self, module: nn.Module) -> list[int]:
+        return sorted({self._unit_of[self._index[id(p)]] for p in module.parameters() if id(p) in self._index})
+
+    def close(self) -> None:
+        self._closed = True
+        for hook in self._hooks:
+            hook.remove()
+        self._pulls.close()

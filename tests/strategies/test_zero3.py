@@ -1,0 +1,270 @@
+"""zero3 with weights in shards: the bits of one process, from weights that are whole only while they are used."""
+
+from __future__ import annotations
+
+import copy
+import re
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from paceline import Engine, World
+from paceline.errors import ConfigError
+from paceline.strategies.released_parameter import is_released
+from paceline.strategies.unit_weights import UnitWeights
+from paceline.strategies.zero3 import Zero3, Zero3Config
+from tests.bits.programs import gpt
+from tests.workers import hashes, run_workers
+
+SHARDS = Zero3Config(weights="in shards")
+JOB: dict[str, Any] = {"samples": 32, "epochs": 1, "bucket_mib": 0.02}
+
+
+@cache
+def hash_of_one(lanes: int, **job: Any) -> frozenset[str]:
+    return frozenset(hashes(run_workers(gpt, 1, lanes=lanes, **JOB, **job)))
+
+
+@pytest.mark.parametrize("backend", ["gloo", "paceline"])
+@pytest.mark.parametrize(("workers", "lanes"), [(2, 4), (3, 4), (4, 5), (1, 5)])
+def test_any_number_of_workers_gives_the_bits_of_one(workers: int, lanes: int, backend: str) -> None:
+    made = run_workers(gpt, workers, lanes=lanes, strategy=SHARDS, backend=backend, accumulate=2, **JOB)
+    assert hashes(made) == hash_of_one(lanes, accumulate=2)
+
+
+# -- which weights are here --------------------------------------------------------------------------------------------
+
+
+class Watched(nn.Sequential):
+    """Writes down how many of its layers have their weights here while each of them runs."""
+
+    def __init__(self, layers: int = 6) -> None:
+        super().__init__(*[nn.Linear(64, 64) for _ in range(layers)])
+        self.here: list[int] = []
+        for layer in self:
+            layer.register_forward_hook(lambda *_: self.note())
+
+    def note(self) -> None:
+        self.here.append(sum(not is_released(layer.weight) for layer in self))
+
+
+def data(samples: int = 32) -> TensorDataset:
+    return TensorDataset(torch.randn(samples, 64, generator=torch.Generator().manual_seed(1)))
+
+
+def unit_weights(engine: Engine) -> UnitWeights:
+    strategy = engine._training()._active
+    assert isinstance(strategy, Zero3)
+    return strategy._unit_weights[0]
+
+
+def counts_what_is_here(world: World) -> tuple[list[int], list[int], int, list[bool]]:
+    with Engine(world=world, strategy=SHARDS, bucket_mib=0.02) as engine:
+        model = Watched()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model, optimizer, loader = engine.prepare(model, optimizer, DataLoader(data(), batch_size=4))
+        assert all(is_released(p) for p in model.parameters())
+        in_backward: list[int] = []
+        for layer in model:
+            layer.register_full_backward_hook(
+                lambda *_: in_backward.append(sum(not is_released(layer.weight) for layer in model))
+            )
+        shapes = [model[0].weight.shape == (64, 64), model[0].weight.numel() == 4096, model[0].bias.dim() == 1]
+        for (x,) in loader:
+            engine.backward(model(x).square().mean())
+            optimizer.step()
+        own = sum(part.numel() for parts in unit_weights(engine)._shards for part in parts)
+        engine.barrier()
+        return model.here, in_backward, own, [*shapes, all(is_released(p) for p in model.parameters())]
+
+
+def test_few_units_are_whole_at_once_and_none_between_items() -> None:
+    for result in run_workers(counts_what_is_here, 2):
+        assert result.error is None, result.traceback
+        forward, backward, own, facts = result.value
+        assert max(forward) <= 2, forward
+        assert max(backward) <= 3, backward
+        assert own == 6 * (64 * 64 + 64) / 2
+        assert all(facts)
+
+
+def counts_bytes(world: World, *, backend: str) -> tuple[int, int, int]:
+    """In the second step, when the order of units is known: weights received, gradients sent, the model's bytes."""
+    with Engine(world=world, strategy=SHARDS, bucket_mib=0.1, backend=backend) as engine:
+        model = nn.Sequential(*[nn.Linear(128, 128, bias=False) for _ in range(6)])
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model, optimizer, loader = engine.prepare(
+            model, optimizer, DataLoader(TensorDataset(torch.randn(16 * world.size, 128)), batch_size=4)
+        )
+        for (x,) in loader:
+            engine.backward(model(x).square().mean())
+            optimizer.step()
+        weights = engine.traffic.of("gather of weights")
+        size = sum(p.numel() * p.element_size() for p in model.parameters())
+        return weights.received_bytes, engine.traffic.of("canonical reduce-scatter").sent_bytes, size
+
+
+@pytest.mark.parametrize("workers", [2, 4])
+def test_weights_are_gathered_twice_and_gradients_scattered_once(workers: int) -> None:
+    """Twice but for the last unit, which backward finds where forward left it, and the first, which it needs not."""
+    for result in run_workers(counts_bytes, workers, backend="gloo"):
+        assert result.error is None, result.traceback
+        weights, gradients, size = result.value
+        assert weights == (2 * size - 2 * size // 6) * (workers - 1) // workers
+        assert gradients == size * (workers - 1) // workers
+
+
+class Branches(nn.Module):
+    """Which of its layers run depends on the data; one uses the weights of another, one is never used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right, self.head = nn.Linear(64, 64), nn.Linear(64, 64), nn.Linear(64, 8)
+        self.attention = nn.MultiheadAttention(64, 2, batch_first=True)  # reads out_proj's weights itself
+        self.unused = nn.Linear(64, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.left(x) if x.sum() > 0 else self.right(x)
+        x = x + self.attention(x[None], x[None], x[None])[0][0]
+        out: Tensor = F.linear(x, self.head.weight) + self.head.bias
+        return out
+
+
+def takes_branches(world: World, **job: Any) -> str:
+    with Engine(world=world, lanes=4, bucket_mib=0.005, **job) as engine:
+        model = Branches()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        model, optimizer, loader = engine.prepare(model, optimizer, DataLoader(data(48), batch_size=3))
+        for (x,) in loader:
+            engine.backward(model(x).square().mean())
+            optimizer.step()
+        return engine.weights_hash()
+
+
+@pytest.mark.parametrize("workers", [2, 3])
+def test_workers_may_take_different_branches_and_use_weights_of_other_modules(workers: int) -> None:
+    alone = hashes(run_workers(takes_branches, 1))
+    assert hashes(run_workers(takes_branches, workers, strategy=SHARDS)) == alone
+
+
+def looks_at_weights(world: World) -> list[Any]:
+    """On one worker alone, while the other waits: an evaluation, a norm, a state_dict, a copy of the model."""
+    with Engine(world=world, strategy=SHARDS, bucket_mib=0.02) as engine:
+        model = Watched(3)
+        before = copy.deepcopy(model.state_dict())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        engine.prepare(model, optimizer)
+        found: list[Any] = []
+        if world.rank == 1:
+            with torch.no_grad():
+                found.append(bool(torch.equal(model(torch.ones(2, 64)), Watched.forward(model, torch.ones(2, 64)))))
+            found.append(float(model[1].weight.norm()) == float(before["1.weight"].norm()))
+            found.append(all(torch.equal(value, before[name]) for name, value in model.state_dict().items()))
+            twin = copy.deepcopy(model[2])
+            found.append(bool(torch.equal(twin.weight.detach(), before["2.weight"])))
+        engine.barrier()
+        doubled = {name: value * 2 for name, value in before.items()}
+        model.load_state_dict(doubled)
+        found.append(all(torch.equal(value, doubled[name]) for name, value in model.state_dict().items()))
+        engine.barrier()
+        return found
+
+
+def test_one_worker_may_look_at_weights_alone_and_all_may_load_them() -> None:
+    results = run_workers(looks_at_weights, 2)
+    for result in results:
+        assert result.error is None, result.traceback
+    assert results[0].value == [True]
+    assert results[1].value == [True] * 5
+
+
+# -- what goes wrong ---------------------------------------------------------------------------------------------------
+
+
+def writes(world: World, *, when: str) -> None:
+    with Engine(world=world, strategy=SHARDS, bucket_mib=0.02, timeout_s=20) as engine:
+        model = Watched(3)
+        if when == "in forward":
+            model[1].register_forward_hook(lambda layer, *_: layer.weight.detach().mul_(0.5).grad)  # None: no output
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model, optimizer, loader = engine.prepare(model, optimizer, DataLoader(data(), batch_size=4))
+        for (x,) in loader:
+            engine.backward(model(x).square().mean())
+            optimizer.step()
+            if when == "between steps":
+                with torch.no_grad():
+                    model[0].weight.mul_(0.9)
+
+
+@pytest.mark.parametrize(
+    ("when", "told"),
+    [
+        ("between steps", r"mul_\(\) on a parameter whose weights are in shards on several workers would be lost"),
+        ("in forward", r"a parameter of '1' was changed in place while its weights were gathered"),
+    ],
+)
+def test_a_change_that_would_be_lost_is_an_error(when: str, told: str) -> None:
+    for result in run_workers(writes, 2, when=when):
+        assert re.search(told, str(result.error)), result.traceback
+        assert "load_state_dict() on every worker" in str(result.error)
+
+
+def uses_after_close(world: World) -> float:
+    with Engine(world=world, strategy=SHARDS) as engine:
+        model = nn.Linear(64, 64)
+        engine.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        engine.barrier()
+    return float(model.weight.sum())
+
+
+def test_weights_of_a_closed_engine_are_named() -> None:
+    for result in run_workers(uses_after_close, 2):
+        assert "its engine is closed; use them before engine.close(), or save them" in str(result.error)
+
+
+def leaves(world: World) -> None:
+    engine = Engine(world=world, strategy=SHARDS, bucket_mib=0.02, timeout_s=20)
+    model = Watched(3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer, loader = engine.prepare(model, optimizer, DataLoader(data(64), batch_size=4))
+    for place, (x,) in enumerate(loader):
+        if world.rank == 1 and place == 2:
+            engine.close()
+            return
+        engine.backward(model(x).square().mean())
+        optimizer.step()
+
+
+def test_a_worker_that_leaves_is_named_by_those_that_need_its_part() -> None:
+    first, second = run_workers(leaves, 2)
+    assert second.error is None, second.traceback
+    assert re.match(r"PeerLostError: worker 0 .*", str(first.error)), first.traceback
+
+
+@pytest.mark.parametrize(
+    ("config", "told"),
+    [
+        (Zero3Config(weights="per worker"), r"weights='per worker' is not known; choose 'per host' or 'in shards'"),
+        (Zero3Config(weights="per host"), r"needs workers that share memory"),
+    ],
+)
+def test_a_place_for_weights_that_is_none_is_refused(config: Zero3Config, told: str) -> None:
+    with pytest.raises(ConfigError, match=told), Engine(world=World(), strategy=config) as engine:
+        model = nn.Linear(2, 2)
+        engine.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+def names_no_unit(world: World) -> None:
+    with Engine(world=world, strategy=Zero3Config(weights="in shards", units="Block")) as engine:
+        model = nn.Linear(2, 2)
+        engine.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+def test_a_class_that_the_model_does_not_have_is_named() -> None:
+    for result in run_workers(names_no_unit, 2):
+        assert "units=Block: the model has no module of that class" in str(result.error)
