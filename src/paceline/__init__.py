@@ -11,10 +11,11 @@ from paceline.world.world import World
 if TYPE_CHECKING:
     from paceline import data
     from paceline.engine.engine import Engine
+    from paceline.optim.loss_scale import LossScale
     from paceline.optim.precision import Precision
 
 __version__ = "0.1.0"
-__all__ = ["Engine", "Precision", "World", "__version__", "data", "errors"]
+__all__ = ["Engine", "LossScale", "Precision", "World", "__version__", "data", "errors"]
 
 
 def __getattr__(name: str) -> Any:
@@ -23,6 +24,10 @@ def __getattr__(name: str) -> Any:
         from paceline.engine.engine import Engine
 
         return Engine
+    if name == "LossScale":
+        from paceline.optim.loss_scale import LossScale
+
+        return LossScale
     if name == "Precision":
         from paceline.optim.precision import Precision
 

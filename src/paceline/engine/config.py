@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
 
 from paceline.collectives.choice import check_algorithm
 from paceline.collectives.gradient_exchange import Reduction
 from paceline.engine.activation_checkpointing import ActivationCheckpointing
 from paceline.errors import ConfigError
+from paceline.optim.loss_scale import LossScale, OnNonFinite
 from paceline.optim.precision import Precision
 from paceline.strategies.registry import STRATEGIES, Chosen
 from paceline.world.world import World
-
-OnNonFinite = Literal["stop", "skip", "continue"]
 
 
 @dataclass(frozen=True)
@@ -35,6 +33,7 @@ class EngineConfig:
     timeout_s: float
     activation_checkpointing: ActivationCheckpointing | None = None
     precision: Precision = field(default_factory=Precision)
+    loss_scale: LossScale | None = None
 
     def __post_init__(self) -> None:
         def check(ok: bool, text: str) -> None:

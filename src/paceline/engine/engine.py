@@ -34,7 +34,7 @@ from paceline.data.work_source import Deal, WorkSource
 from paceline.engine import activation_checkpointing as recomputing
 from paceline.engine.acting_once import is_scheduler, let_optimizer_act_once, let_scheduler_follow
 from paceline.engine.boundary import Boundary, Operation, check_boundary
-from paceline.engine.config import EngineConfig, OnNonFinite, counted, one_of
+from paceline.engine.config import EngineConfig, counted, one_of
 from paceline.engine.evaluation import EvaluationLoader
 from paceline.engine.one_line_errors import show_our_errors_in_one_line
 from paceline.engine.prepared_loader import PreparedLoader
@@ -48,6 +48,7 @@ from paceline.engine.strategy_table import StrategyTable
 from paceline.engine.surroundings import call_supervisor, connect_workers, default_backend, find_device, open_meeting
 from paceline.engine.train_step import TrainStep
 from paceline.errors import CheckpointError, ConfigError, LoopError, PacelineError, ReplicaError
+from paceline.optim.loss_scale import LossScale, OnNonFinite, loss_scale_of
 from paceline.optim.precision import Precision, precision_of
 from paceline.parameter_server.replay import replay_of
 from paceline.strategies.registry import Job, LoopEndListener, choose
@@ -76,6 +77,7 @@ class Engine:
         bucket_mib: float = 16.0,
         overlap: bool = True,
         precision: str | Precision = "fp32",
+        loss_scale: LossScale | float | None = None,
         activation_checkpointing: recomputing.Wanted = None,
         global_batch_size: int | None = None,
         on_nonfinite: OnNonFinite = "stop",
@@ -104,6 +106,7 @@ class Engine:
             timeout_s=timeout_s,
             activation_checkpointing=recomputing.parse(activation_checkpointing),
             precision=precision_of(precision),
+            loss_scale=loss_scale_of(loss_scale, precision_of(precision)),
         )
         self.config.check_against(self.world)
         self._client = call_supervisor(self.world)
@@ -210,6 +213,12 @@ class Engine:
         return self._training().timing
 
     @property
+    def loss_scale(self) -> float:
+        """What losses are multiplied by in backward, now: 1 unless the model computes in fp16."""
+        scale = self._training().loss_scale
+        return 1.0 if scale is None else scale.value
+
+    @property
     def traffic(self) -> Traffic:
         """What this worker sent and received in its last step, by peer and operation."""
         return self._training().traffic
@@ -283,6 +292,7 @@ class Engine:
                 "job": self._job_facts(),
                 "step": step.step,
                 "left_out_steps": step.left_out_steps,
+                "loss_scale": None if step.loss_scale is None else step.loss_scale.state_dict(),
                 "data": data,
                 "optimizers": optimizers,
                 **others,
@@ -315,6 +325,8 @@ class Engine:
         if self._loader is not None and tree["data"] is not None:
             self._loader.load_state_dict(tree["data"], changed=changed)
         step.step, step.left_out_steps = tree["step"], tree.get("left_out_steps", 0)
+        if step.loss_scale is not None and tree.get("loss_scale") is not None:
+            step.loss_scale.load_state_dict(tree["loss_scale"])
         load_states(Path(folder), tree, loads)
         check_same_models(self._comm, self._models, step.strategies.whole)
         seed_everything(mix(self.config.seed, "between", step.step, 0))

@@ -15,8 +15,8 @@ from torch.optim import Optimizer
 
 from paceline.data.sharded_sampler import WorkItem
 from paceline.engine.ballot import LaneReport
-from paceline.engine.config import OnNonFinite
 from paceline.errors import LoopError, NonFiniteLossError
+from paceline.optim.loss_scale import OnNonFinite
 
 
 class Phase(enum.Enum):

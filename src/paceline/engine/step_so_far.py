@@ -35,4 +35,5 @@ class StepSoFar:
     acted: set[int] = field(default_factory=set)
     traffic_before: Traffic = field(default_factory=Traffic)
     empty: bool = False  # all workers leave it out: Σ weight was 0, or the loss was not finite and is skipped
+    overflowed: bool = False  # the scaled gradient was not finite: nobody applies it
     left_out: set[tuple[int, int]] = field(default_factory=set)  # (lane, micro-batch) that had no backward

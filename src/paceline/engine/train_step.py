@@ -44,6 +44,7 @@ from paceline.engine.loop_rules import (
 from paceline.engine.step_so_far import StepSoFar, Timing
 from paceline.engine.strategy_table import StrategyTable, drop_gradients_of_others
 from paceline.errors import LoopError
+from paceline.optim.loss_scale import MovingScale
 from paceline.strategies.registry import Rides
 from paceline.strategies.strategy import Agreement, ItemPlace, Strategy, Tally
 from paceline.world.determinism import mix, seed_everything
@@ -65,6 +66,7 @@ class TrainStep:
         self._schedulers = schedulers
         self._buffers = LaneBuffers(models)
         self.strategies = strategies
+        self.loss_scale = None if config.loss_scale is None else MovingScale(config.loss_scale)
         self._box = BallotBox(comm, strategies.rides)
         self._original_steps: dict[int, Callable[..., Any]] = {}
         self._phase = Phase.BETWEEN_STEPS
@@ -179,7 +181,7 @@ class TrainStep:
         active.start_backward(place, last=last)
         # The gradient is Σ w·∇loss / Σ w. Dividing by the step's samples before backward keeps small precisions in
         # range, and where w counts samples it is the whole scaling: no second pass over the gradient.
-        torch.autograd.backward(loss, torch.full_like(loss, weight / item.step_samples))
+        torch.autograd.backward(loss, torch.full_like(loss, weight / item.step_samples * self._scale))
         ended = time.perf_counter()
         self.timing.backward_s = ended - started
         if not last:
@@ -218,13 +220,16 @@ class TrainStep:
             tuple((report.lane, report.weight) for report in reports),
             self._item.step_samples,
             used,
+            self._scale,
             left_out=now.agreement is not Agreement.NEVER
             and must_leave_out(reports, self._config.on_nonfinite, self.step, "the step is skipped", 5),
         )
         active.collect(tally)
         if agreed and tally.weight == 0:
             warnings.warn(f"step {self.step + 1} is skipped: the weights of all its micro-batches are 0", stacklevel=4)
-        now.empty = tally.empty
+        if self.loss_scale is not None and not tally.empty:
+            now.overflowed = self.loss_scale.drops(active.keeps_finite(), self._config.on_nonfinite, self.step)
+        now.empty = tally.empty or now.overflowed
         self._finish_buffers(changed)
         self.means |= means_over(reports, self._mean_names)
         self.stop_agreed = any(ballot.stop for ballot in ballots)
@@ -390,7 +395,9 @@ class TrainStep:
         self._clip = max_norm
         if self._phase is Phase.ITEM:
             raise LoopError("engine.clip_grad_norm_() belongs between engine.backward() and optimizer.step()")
-        if self._phase is not Phase.COLLECTED:
+        if self._now.overflowed:
+            self._clipped_by = math.inf
+        if self._phase is not Phase.COLLECTED or self._now.overflowed:
             return self._clipped_by
         active = self._strategy()
         self._clipped_by = active.clip(max_norm)
@@ -441,6 +448,10 @@ class TrainStep:
 
     def _traffic_so_far(self) -> Traffic:
         return Traffic() if self._comm is None else self._comm.traffic
+
+    @property
+    def _scale(self) -> float:
+        return 1.0 if self.loss_scale is None else self.loss_scale.value
 
     def _strategy(self) -> Strategy:
         assert self._active is not None

@@ -10,7 +10,7 @@ A sum of per-worker partial sums would depend on where the shards end; this does
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -51,3 +51,9 @@ def norm_of_blocks(norms: Tensor) -> float:
 def clip_coefficient(norm: float, max_norm: float) -> float:
     """What gradients are multiplied by, as in PyTorch: at most 1, and never a division by zero."""
     return norm if math.isnan(norm) else min(1.0, max_norm / (norm + 1e-6))
+
+
+def all_finite(gradients: Sequence[Tensor]) -> bool:
+    """One number of each tensor is looked at: its largest magnitude, which is NaN if anything in it is."""
+    filled = [gradient for gradient in gradients if gradient.numel()]
+    return not filled or bool(torch.stack(torch._foreach_norm(filled, math.inf)).isfinite().all())

@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from paceline.collectives.canonical_sum import SumPlan
 from paceline.collectives.communicator import Communicator
 from paceline.collectives.gradient_exchange import GradientExchange
-from paceline.optim.gradient_norm import clip_coefficient, global_norm
+from paceline.optim.gradient_norm import all_finite, clip_coefficient, global_norm
 from paceline.sharding.bucket import plan_buckets
 from paceline.strategies.gradient_buckets import GradientBuckets
 from paceline.strategies.masters import WholeMasters
@@ -140,6 +140,13 @@ class Ddp(WeightsInTheModel):
             self._totals.append(total)
         self._pending, self._roots = [], []
         self._buckets.learn(used, self._comm)
+
+    def keeps_finite(self) -> bool:
+        """Every worker has the whole sum, so all of them see the same."""
+        finite = all_finite(self._totals)
+        if not finite and self._masters is not None:
+            self._masters.round(self.parameters)
+        return finite
 
     def clip(self, max_norm: float) -> float:
         gradients = [parameter.grad for parameter in self.parameters if parameter.grad is not None]

@@ -22,7 +22,7 @@ from paceline.collectives.canonical_sum import SumPlan
 from paceline.collectives.communicator import Communicator
 from paceline.collectives.gradient_exchange import GradientExchange
 from paceline.errors import ConfigError
-from paceline.optim.gradient_norm import all_block_norms, clip_coefficient, norm_of_blocks
+from paceline.optim.gradient_norm import all_block_norms, all_finite, clip_coefficient, norm_of_blocks
 from paceline.optim.range_optimizer import check_elementwise
 from paceline.optim.thread_cuts import check_thread_cuts
 from paceline.sharding.bucket import plan_buckets
@@ -174,6 +174,15 @@ class ShardedStrategy(WeightsInTheModel):
             for parameter, distant, used in zip(self.parameters, self._distant, tally.used, strict=True):
                 parameter.grad = distant if used else None
         self._buckets.learn(tally.used, self._parts.comm)
+
+    def keeps_finite(self) -> bool:
+        assert self._pieces is not None
+        finite = all_finite(self._pieces.gradients)
+        if self._parts.comm is not None:
+            told, handle = self._parts.comm.all_gather(torch.tensor([finite], dtype=torch.uint8))
+            handle.wait()
+            finite = bool(told.all())
+        return finite
 
     def clip(self, max_norm: float) -> float:
         assert self._pieces is not None

@@ -65,6 +65,7 @@ class Tally:
     weights: tuple[tuple[int, float], ...]  # (lane, weight), in lane order
     samples: int  # of the round, in the lanes of all workers; backward divides by it
     used: Sequence[bool]  # per parameter
+    loss_scale: float = 1.0  # backward multiplies by it
     left_out: bool = (
         False  # a loss was not finite, and such steps are skipped; lanes that never agree have weight 0 then
     )
@@ -76,7 +77,7 @@ class Tally:
     @property
     def scale(self) -> float:
         """What turns the sum of the counted lanes' gradients into their weighted mean."""
-        return self.samples / self.weight if self.weight > 0 else 0.0
+        return self.samples / self.weight / self.loss_scale if self.weight > 0 else 0.0
 
     @property
     def empty(self) -> bool:
@@ -127,6 +128,10 @@ class Strategy(Protocol):
 
     def collect(self, tally: Tally) -> None: ...
 
+    def keeps_finite(self) -> bool:
+        """Whether all that was collected is finite; if not, all workers drop it. Asked where the loss is scaled."""
+        ...
+
     def clip(self, max_norm: float) -> float:
         """Clip what was collected by its global norm and return that; if it is found elsewhere, the last one known."""
         ...
@@ -167,6 +172,9 @@ class WeightsInTheModel:
     """What most strategies do about weights: a parameter's own values are all there is."""
 
     frozen: Sequence[Parameter] = ()
+
+    def keeps_finite(self) -> bool:
+        raise NotImplementedError("asked only where models compute in low precision, which this strategy does not take")
 
     def whole(self, parameter: Parameter) -> Tensor:
         return parameter.detach()
