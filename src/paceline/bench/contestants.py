@@ -6,6 +6,7 @@
 | torch-ddp        | forward, backward, step, zero_grad on batches made beforehand                         |
 | torch-ddp-views  | the same with gradient_as_bucket_view=True                                            |
 | …-ddp-paceline   | torch's DDP as it is, on our shared-memory backend instead of gloo                    |
+| torch-fsdp2      | torch's fully_shard over the model and each of its repeated modules, on gloo          |
 | no-communication | the same without DDP: the ceiling, workers that never talk                            |
 | one-process      | the same in worker 0 alone, on everyone's batches and threads; the others wait        |
 
@@ -58,12 +59,26 @@ def enter(name: str, workload: Workload, race: Race, world: World, most_steps: i
 
             ours = DistributedDataParallel(workload.build(), process_group=dist.new_group(backend="paceline"))
             return PlainLoop(ours, workload, mine)
+        case "torch-fsdp2":
+            return PlainLoop(_fully_sharded(workload), workload, mine)
         case "no-communication":
             return PlainLoop(workload.build(), workload, mine)
         case "one-process":
             everyone = range(world.size)
             return PlainLoop(workload.build(), workload, everyone, race.threads(name)) if world.is_main else Spectator()
     return PacelineLoop(OURS[name], workload, race, world, most_steps)
+
+
+def _fully_sharded(workload: Workload) -> nn.Module:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    model, mesh = workload.build(), init_device_mesh("cpu", (dist.get_world_size(),))
+    for module in model.modules():
+        if isinstance(module, workload.repeated):
+            fully_shard(module, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return model
 
 
 class PlainLoop:

@@ -44,9 +44,13 @@ OURS = {
     "paceline-fast-no-overlap": EngineOptions("fast", overlap=False),
     "paceline-star": EngineOptions("exact", strategy="star"),
     "paceline-parameter-server": EngineOptions("exact", strategy="parameter_server", servers=1),
+    "paceline-zero1": EngineOptions("exact", strategy="zero1"),
+    "paceline-zero2": EngineOptions("exact", strategy="zero2"),
+    "paceline-zero3": EngineOptions("exact", strategy="zero3"),
+    "paceline-fsdp": EngineOptions("exact", strategy="fsdp"),
 }
 ONE_PROCESS = "one-process"
-PEERS = ("torch-ddp", "torch-ddp-views", "torch-ddp-paceline", "no-communication", ONE_PROCESS)
+PEERS = ("torch-ddp", "torch-ddp-views", "torch-ddp-paceline", "torch-fsdp2", "no-communication", ONE_PROCESS)
 BACKENDS = ("paceline", "gloo")
 
 

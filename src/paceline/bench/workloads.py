@@ -101,6 +101,7 @@ class Workload:
     name: str
     model: Callable[[], nn.Module]
     samples: Callable[[int, torch.Generator], tuple[Tensor, Tensor]]
+    repeated: type[nn.Module]  # what a peer that gathers weights is told to gather
     batch_size: int
     units_per_sample: int
     unit: str
@@ -161,8 +162,8 @@ def _images(count: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
 WORKLOADS = {
     workload.name: workload
     for workload in (
-        Workload("mlp25m", Mlp, _vectors, batch_size=32, units_per_sample=1, unit="samples/s"),
-        Workload("gpt10m", Gpt, _texts, batch_size=4, units_per_sample=Gpt.SEQUENCE, unit="tokens/s"),
-        Workload("convnet", Convnet, _images, batch_size=32, units_per_sample=1, unit="samples/s"),
+        Workload("mlp25m", Mlp, _vectors, repeated=nn.Linear, batch_size=32, units_per_sample=1, unit="samples/s"),
+        Workload("gpt10m", Gpt, _texts, repeated=Block, batch_size=4, units_per_sample=Gpt.SEQUENCE, unit="tokens/s"),
+        Workload("convnet", Convnet, _images, repeated=nn.Conv2d, batch_size=32, units_per_sample=1, unit="samples/s"),
     )
 }
