@@ -129,6 +129,10 @@ class Fsdp(WeightsInTheModel):
         if self._models is not None:
             self._models.drop_gradients()
             self._models.on_gradient, self._models.on_seen = self._take, self._saw
+            for piece, rows in self._pieces.tensors.items():
+                name, parameter = self._named[piece.parameter]
+                if self._models.holds(parameter):
+                    self._models.check_in_place(parameter, rows, name)
 
     def start_backward(self, place: ItemPlace, *, last: bool) -> None:
         self._place, self._last = place, last

@@ -24,21 +24,34 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from paceline.collectives.communicator import Communicator
+from paceline.errors import CollectiveError, LoopError, PeerLostError
 from paceline.strategies.fsdp_rows import RowMember, RowShards
 from paceline.strategies.fsdp_units import Units, kept_whole, unit_modules
 
 _meshes = itertools.count()
+_HEADER = 16  # elements before a row: its unit's number, then nothing, so that rows stay aligned
+_ALIKE = (
+    "every worker has to run the same units in the same order: a module that only some micro-batches use can't be one. "
+    "Choose units=… so that it is part of a larger one"
+)
 OnGradient = Callable[["ShardedUnit", Tensor], None]
 
 
 class ShardedUnit:
     """One module under `fully_shard`, and what torch keeps for it."""
 
-    def __init__(self, number: int, module: Any, group: Any, workers: int) -> None:
-        self.number, self.module, self.workers = number, module, workers
+    def __init__(self, number: int, module: Any, group: Any, comm: Communicator) -> None:
+        self.number, self.module = number, module
+        self.rank, self.workers = comm.rank, comm.size
         self._group = group
         self.cuts: list[Any] = group.fsdp_params  # torch's FSDPParam of each parameter
+        self._cut_of = {id(cut.sharded_param): cut for cut in self.cuts}
         self._hooked: dict[int, RemovableHandle] = {}
+
+    @property
+    def name(self) -> str:
+        name = self._group._module_fqn  # once it has run
+        return f"{name or type(self.module).__name__!s}"
 
     @property
     def parameters(self) -> list[Parameter]:
@@ -72,9 +85,21 @@ class ShardedUnit:
 
     def own_rows(self, parameter: Parameter) -> Tensor:
         """This worker's part of a parameter: one range of its elements, in memory that gathers read."""
-        cut = next(cut for cut in self.cuts if cut.sharded_param is parameter)
-        rows: Tensor = cut._sharded_param_data
+        rows: Tensor = self._cut_of[id(parameter)]._sharded_param_data
         return rows
+
+    def has_moved(self, parameter: Parameter, rows: Tensor) -> bool:
+        """Whether something else stands in the module, or its rows lie elsewhere."""
+        cut = self._cut_of[id(parameter)]
+        return cut.sharded_param is not parameter or cut._sharded_param_data.data_ptr() != rows.data_ptr()
+
+    def cut_like(self, parameter: Parameter, whole: Tensor) -> Tensor:
+        """Of a tensor of the parameter's shape what this worker has of the parameter, as torch has it."""
+        cut = self._cut_of[id(parameter)]
+        low, high = RowMember(0, tuple(parameter.shape)).owned(self.rank, self.workers)
+        part = whole.detach().reshape(-1)[low:high].to(parameter.device, parameter.dtype)
+        same: Tensor = cut.to_sharded_dtensor(part.view(cut.sharded_size))
+        return same
 
     def unhook(self) -> None:
         for hook in self._hooked.values():
@@ -101,6 +126,10 @@ class ShardedModels:
             self.units += self._shard(model, mesh, wanted)
         self._unit_of = {id(p): unit for unit in self.units for p in unit.parameters}
         _swap(models, before, optimizers)
+        self._loading: list[RemovableHandle] = [
+            model.register_load_state_dict_pre_hook(self._cut_loaded)  # type: ignore[no-untyped-call]
+            for model in models
+        ]
         self.on_gradient: OnGradient = lambda unit, flat: None
         self.on_seen: Callable[[Parameter], None] = lambda parameter: None
 
@@ -117,8 +146,8 @@ class ShardedModels:
             sharded.set_reduce_scatter_unused_params(True)
             group = sharded._get_fsdp_state()._fsdp_param_group
             if group is not None:
-                unit = ShardedUnit(number, sharded, group, self._comm.size)
-                sharded.set_custom_all_gather(_Gather(self._comm))
+                unit = ShardedUnit(number, sharded, group, self._comm)
+                sharded.set_custom_all_gather(_Gather(unit, self._comm))
                 sharded.set_custom_reduce_scatter(_HandOver(unit, self))
                 yield unit
 
@@ -160,6 +189,22 @@ class ShardedModels:
         own[: high - low] = whole.detach().reshape(-1)[low:high]
         self.release()
 
+    def _cut_loaded(self, module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+        """Whole tensors that are loaded, as by model.load_state_dict(…), become this worker's rows of them."""
+        self.release()
+        for name, parameter in module.named_parameters(remove_duplicate=False):
+            given: Any = state.get(prefix + name)
+            if self.holds(parameter) and type(given) in (Tensor, Parameter) and given.shape == parameter.shape:
+                state[prefix + name] = self._unit_of[id(parameter)].cut_like(parameter, given)
+
+    def check_in_place(self, parameter: Parameter, rows: Tensor, name: str) -> None:
+        if self._unit_of[id(parameter)].has_moved(parameter, rows):
+            raise LoopError(
+                f"the weights of {name!r} have been moved after engine.prepare(), as by model.to(…) or "
+                "load_state_dict(…, assign=True), and the optimizer would update what they were; do that before "
+                "prepare(), or load without assign"
+            )
+
     def release(self) -> None:
         """Weights have changed: what was gathered before is old. Roots keep theirs after a forward without backward."""
         for unit in self.units:
@@ -168,6 +213,8 @@ class ShardedModels:
     def close(self) -> None:
         for unit in self.units:
             unit.unhook()
+        for hook in self._loading:
+            hook.remove()
         _unregister_process_group(self._mesh_name)
 
 
@@ -218,18 +265,48 @@ class _Pool:
 
 
 class _Gather:
-    """torch's all-gather of a unit: `mine` is this worker's row of `rows`, in the same memory."""
+    """torch's all-gather of a unit: `input_tensor` is this worker's row of `output_tensor`, in the same memory.
 
-    def __init__(self, comm: Communicator) -> None:
-        self._comm = comm
+    Workers that gather different units would compute with wrong weights, so the unit's number travels with its rows.
+    """
+
+    def __init__(self, unit: ShardedUnit, comm: Communicator) -> None:
+        self._unit, self._comm = unit, comm
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False) -> None:
-        rows, handle = self._comm.all_gather(input_tensor)
-        handle.wait()
-        output_tensor.view(self._comm.size, -1).copy_(rows)
+        comm = self._comm
+        if comm.backend == "gloo":  # which does not look whether all send as much
+            self._check(self._gathered(torch.tensor([self._unit.number]))[:, 0])
+        row = input_tensor.new_empty(_HEADER + input_tensor.numel())
+        row[0] = self._unit.number
+        row[_HEADER:] = input_tensor
+        rows = self._gathered(row)
+        if comm.backend != "nccl":  # where a look at the numbers would wait for the device
+            self._check(rows[:, 0])
+        output_tensor.view(comm.size, -1).copy_(rows[:, _HEADER:])
+
+    def _gathered(self, row: Tensor) -> Tensor:
+        rows, handle = self._comm.all_gather(row)
+        try:
+            handle.wait()
+        except PeerLostError as error:
+            if not isinstance(error.__cause__, CollectiveError) or "different things" not in str(error):
+                raise
+            raise LoopError(
+                f"worker {self._comm.rank} gathers {self._unit.name!r}: {error.__cause__}; {_ALIKE}"
+            ) from error
+        return rows
+
+    def _check(self, numbers: Tensor) -> None:
+        for worker, number in enumerate(numbers.tolist()):
+            if int(number) != self._unit.number:
+                raise LoopError(
+                    f"worker {self._comm.rank} gathers the weights of {self._unit.name!r} while worker {worker} is at "
+                    f"another unit; {_ALIKE}"
+                )
 
 
 class _HandOver:
