@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import re
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from paceline.strategies.released_parameter import is_released
 from paceline.strategies.unit_weights import UnitWeights
 from paceline.strategies.zero3 import Zero3, Zero3Config
 from tests.bits.programs import gpt
+from tests.strategies.test_zero import trains
 from tests.workers import hashes, run_workers
 
 SHARDS = Zero3Config(weights="in shards")
@@ -268,3 +270,16 @@ def names_no_unit(world: World) -> None:
 def test_a_class_that_the_model_does_not_have_is_named() -> None:
     for result in run_workers(names_no_unit, 2):
         assert "units=Block: the model has no module of that class" in str(result.error)
+
+
+# -- low precision -----------------------------------------------------------------------------------------------------
+
+
+def test_masters_of_shards_give_the_bits_of_one_process_in_bf16_and_go_on_under_ddp(tmp_path: Path) -> None:
+    straight = hashes(run_workers(trains, 1, until=6, precision="bf16"))
+    assert hashes(run_workers(trains, 3, until=6, strategy=SHARDS, precision="bf16")) == straight
+    for before, after in ((SHARDS, "ddp"), ("ddp", SHARDS)):
+        folder = str(tmp_path / str(before))
+        hashes(run_workers(trains, 2, until=3, folder=folder, strategy=before, precision="bf16"))
+        resumed = run_workers(trains, 3, until=6, folder=folder, resume=True, strategy=after, precision="bf16")
+        assert hashes(resumed) == straight

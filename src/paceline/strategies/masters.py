@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 
 from paceline.optim.precision import Lowered, lower
 from paceline.sharding.flat_layout import Piece, part_of
-from paceline.strategies.own_pieces import OwnPieces, in_logical_order, piece_of
+from paceline.strategies.own_pieces import Keep, OwnPieces, in_logical_order, piece_of
 from paceline.strategies.registry import Job
 
 MASTER = "master"  # among what is kept for a piece, when pieces are dealt anew
@@ -156,12 +156,12 @@ class PieceMasters(_Masters):
                 take_over(tensor, piece_of(pieces.parameters[piece.parameter], piece))
         self.take_as_right(pieces.parameters[number] for number in written)
 
-    def round(self, pieces: OwnPieces, numbers: Iterable[int]) -> None:
-        """Write the own pieces of these parameters into the model."""
+    def round(self, pieces: OwnPieces, numbers: Iterable[int], into: Keep = piece_of) -> None:
+        """Write the own pieces of these parameters into the model, or wherever its weights are."""
         wanted = {number for number in numbers if self.has(pieces.parameters[number])}
         changed = [piece for piece in pieces.tensors if piece.parameter in wanted]
         if changed:
-            parts = [piece_of(pieces.parameters[piece.parameter], piece) for piece in changed]
+            parts = [into(pieces.parameters[piece.parameter], piece) for piece in changed]
             torch._foreach_copy_(parts, [pieces.tensors[piece] for piece in changed])
 
 

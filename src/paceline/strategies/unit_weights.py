@@ -154,10 +154,6 @@ class UnitWeights:
         self._let_go(self._unit_of[number])
         self._pulls.changed()
 
-    def whole(self, parameter: Parameter) -> Tensor:
-        self.fetch(parameter)
-        return parameter.detach()
-
     # -- gathering and letting go ------------------------------------------------------------------------------------
 
     def fetch(self, parameter: Parameter) -> None:

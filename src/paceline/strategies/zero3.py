@@ -26,6 +26,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from paceline.errors import ConfigError
+from paceline.sharding.flat_layout import Piece
 from paceline.sharding.shards import Shards
 from paceline.sharding.unit import Classes
 from paceline.strategies.host_weights import Weights
@@ -74,7 +75,15 @@ class Zero3(Zero2):
         return ()
 
     def _deal(self) -> OwnPieces:
-        return OwnPieces(self._named, self._shards, self._parts.rank, keep=lambda p, piece: self._of(p).keep(p, piece))
+        return OwnPieces(self._named, self._shards, self._parts.rank, keep=self._keep)
+
+    def _keep(self, parameter: Parameter, piece: Piece) -> Tensor:
+        masters = self._parts.masters
+        has_master = masters is not None and masters.has(parameter)
+        return masters.keep(parameter, piece) if masters and has_master else self._part(parameter, piece)
+
+    def _part(self, parameter: Parameter, piece: Piece) -> Tensor:
+        return self._of(parameter).keep(parameter, piece)
 
     def _of(self, parameter: Parameter) -> UnitWeights:
         return next(some for some in self._unit_weights if some.knows(parameter))
@@ -94,16 +103,17 @@ class Zero3(Zero2):
     def _update(self, optimizer: Optimizer) -> Any:
         if self._parts.comm is not None:
             self._parts.comm.barrier()  # until now somebody may look at weights, and gets those before the update
-        result = self._parts.twins.of(optimizer).step(self._used)
+        twin = self._parts.twins.of(optimizer)
+        result = twin.step(self._used)
+        if self._parts.masters is not None:
+            self._parts.masters.round(twin.pieces, twin.parameters, into=self._part)
         for some in self._unit_weights:
             some.updated()
         return result
 
-    def whole(self, parameter: Parameter) -> Tensor:
-        return self._of(parameter).whole(parameter)
-
     def put(self, parameter: Parameter, whole: Tensor) -> None:
         self._of(parameter).put(parameter, whole)
+        self._parts.twins.put_master(parameter, whole)
 
 
 def _kept(config: Zero3Config) -> Weights | None:
@@ -160,5 +170,12 @@ def check_shardable(job: Job, parameters: Sequence[Parameter]) -> None:
 
 
 register(
-    Registered("zero3", Zero3Config, Zero3Maker, examples=(Zero3Config(weights="in shards"),), rides=strided_lanes)
+    Registered(
+        "zero3",
+        Zero3Config,
+        Zero3Maker,
+        examples=(Zero3Config(weights="in shards"),),
+        rides=strided_lanes,
+        takes_low_precision=True,
+    )
 )
