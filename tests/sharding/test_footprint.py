@@ -26,6 +26,7 @@ def test_in_single_precision_it_is_the_formula(n: int) -> None:
     assert held("ddp", n) == held("star", n) == 16
     assert held("zero1", n) == 8 + 8 / n
     assert held("zero2", n) == 4 + 12 / n
+    assert held("zero3", n) == 16 / n
 
 
 @pytest.mark.parametrize("n", [1, 2, 4, 8])
@@ -33,12 +34,14 @@ def test_in_mixed_precision_it_is_the_formula(n: int) -> None:
     assert held("ddp", n, Model.mixed(PSI)) == 16
     assert held("zero1", n, Model.mixed(PSI)) == 4 + 12 / n
     assert held("zero2", n, Model.mixed(PSI)) == 2 + 14 / n
+    assert held("zero3", n, Model.mixed(PSI)) == 16 / n
 
 
 @pytest.mark.parametrize("n", [2, 3, 4, 8])
 def test_zero_sends_what_ddp_sends_and_the_star_everything_through_one(n: int) -> None:
     ring = 2 * PSI * (n - 1) // n * 4
     assert [of(s, n).sent for s in ("ddp", "zero1", "zero2")] == [ring] * 3
+    assert of("zero3", n).sent == ring * 3 // 2
     assert of("star", n).sent == (n - 1) * PSI * 4
     assert {of(strategy, 1).sent for strategy in FOOTPRINTS} == {0}
 
@@ -82,6 +85,14 @@ def test_a_second_holder_of_each_shard_doubles_state_and_reduce_scatter() -> Non
     assert of("ddp", 4, copies=2) == of("ddp", 4)
 
 
+def test_zero3_gathers_weights_for_every_micro_batch_forward_and_backward() -> None:
+    once = 4 * PSI * 3 // 4  # a reduce-scatter or a gather, on four workers
+    assert of("zero3", 4, lanes=8).sent == 2 * once + 4 * once
+    assert of("zero3", 4, accumulate=3).sent == once + 6 * once
+    assert of("zero3", 4, per_host=4).sent == once
+    assert of("zero3", 4, per_host=4).held == of("zero3", 4).held
+
+
 @pytest.mark.parametrize("strategy", ["zero1", "zero2"])
 def test_weights_once_per_host_are_shared_by_all_and_not_gathered(strategy: str) -> None:
     apart, together = (of(strategy, 4, per_host=workers) for workers in (2, 4))
@@ -96,5 +107,5 @@ def test_what_can_t_be_is_refused() -> None:
         of("ddp", 3, lanes=2)
     with pytest.raises(ConfigError, match="5 holders of each shard, of 4 workers"):
         of("zero1", 4, copies=5)
-    with pytest.raises(ConfigError, match=r"strategy='zero9' is not known; known are ddp, star, zero1, zero2"):
+    with pytest.raises(ConfigError, match=r"strategy='zero9' is not known; known are ddp, star, zero1, zero2, zero3"):
         of("zero9", 2)

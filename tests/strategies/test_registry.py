@@ -8,10 +8,12 @@ import pytest
 
 from paceline import Engine, World
 from paceline.errors import ConfigError
+from paceline.sharding.footprint import Model
 from paceline.strategies import registry
 from paceline.strategies.ddp import DdpConfig
 from paceline.strategies.registry import STRATEGIES, Registered, choose, register, synchronous_strategies
 from paceline.strategies.star import StarConfig
+from paceline.strategies.zero2 import Zero2Config
 
 
 def test_a_name_means_the_strategy_with_its_defaults() -> None:
@@ -30,6 +32,16 @@ def test_something_that_is_no_config_is_refused_with_names_and_an_example() -> N
         ConfigError, match=r"^strategy=7 is no strategy; give one of the names ddp, .* DdpConfig\(\) or"
     ):
         Engine(world=World(), strategy=7)
+
+
+def test_the_footprint_of_a_chosen_strategy_follows_its_configuration() -> None:
+    model, job = Model(840), {"workers": 4, "lanes": 4, "per_host": 4}
+    assert choose("zero2").footprint(model, **job).parameters == 840
+    assert choose(Zero2Config(weights="per worker")).footprint(model, **job).parameters == 4 * 840
+    assert choose("ddp").footprint(model, **job).held == 16 * 840
+    assert not choose("parameter_server").has_footprint
+    with pytest.raises(ConfigError, match="the footprint of strategy='parameter_server' is not known"):
+        choose("parameter_server").footprint(model, **job)
 
 
 def test_every_strategy_is_listed_under_its_own_name_with_a_config_that_needs_no_arguments() -> None:

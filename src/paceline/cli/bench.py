@@ -1,4 +1,4 @@
-"""`paceline bench step | overlap | startup | order | lengths | traffic | collectives`: beside what people use today.
+"""`paceline bench step | overlap | startup | order | lengths | traffic | collectives | loader | memory`: measurements.
 
     paceline bench step --workload mlp25m --against torch-ddp --workers 2 --json step.json
     paceline bench overlap --workload mlp25m --workers 2
@@ -6,6 +6,7 @@
     paceline bench order --samples 1000000000
     paceline bench lengths --lanes 8 --accumulate 4
     paceline bench traffic
+    paceline bench memory --workers 4 --strategy zero2 --against torch-fsdp2
     paceline bench collectives --operation all_reduce --operation all_gather --png collectives.png
 
 What each side's figures include is written in docs/benchmarks.md.
@@ -21,6 +22,7 @@ from typing import Annotated, Any
 import typer
 
 from paceline.bench import collectives as comparing
+from paceline.bench import memory as memory_bench
 from paceline.bench.launching import run_in_workers
 from paceline.bench.race import OURS, PEERS, WORKLOADS, Race
 from paceline.errors import ConfigError
@@ -249,6 +251,45 @@ def loader(
     result = measure_loader(rounds, loader_processes or [0, 1], tell=lambda line: print(line, flush=True))
     _write(result, json_file)
     show_loader(result, console())
+
+
+@app.command()
+def memory(
+    strategy: Annotated[
+        list[str] | None,
+        typer.Option(help="of ours, may be repeated [default: all whose footprint is known]", show_default=False),
+    ] = None,
+    against: Annotated[
+        list[str] | None,
+        typer.Option(
+            help=f"may be repeated: {', '.join(memory_bench.PEERS)}, or nobody [default: all that are installed]",
+            show_default=False,
+        ),
+    ] = None,
+    workers: Annotated[
+        list[int] | None, typer.Option(help="may be repeated [default: 2 and 4]", show_default=False)
+    ] = None,
+    backend: Backend = "paceline",
+    bucket_mib: BucketMib = None,
+    json_file: JsonFile = None,
+) -> None:
+    """What a worker holds in memory, by role: each strategy beside its formula, torch's FSDP2 and DeepSpeed."""
+    from paceline.bench.machine_load import machine_facts
+    from paceline.bench.memory_contestants import MLP50M, strategies
+    from paceline.bench.memory_report import show_memory
+    from paceline.bench.report import console
+
+    _check_writable(json_file)
+    peers = [] if against == ["nobody"] else against or list(memory_bench.known_peers())
+    names = list(dict.fromkeys([*(strategy or strategies()), *peers]))
+    memory_bench.check_names(names, list(strategies()))
+    runs = [memory_bench.MemoryRun(name, count, backend, bucket_mib) for count in workers or [2, 4] for name in names]
+    rows = memory_bench.measure_memory(runs, tell=lambda line: print(line, flush=True))
+    if isinstance(rows, int):
+        raise typer.Exit(rows)
+    result = {"parameters": MLP50M.parameters, "backend": backend, "rows": rows, "machine": machine_facts()}
+    _write(result, json_file)
+    show_memory(result, console())
 
 
 def _run_race(race: Race, json_file: Path | None) -> None:

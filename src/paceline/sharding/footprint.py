@@ -5,16 +5,20 @@
     star                        w·Ψ          g·Ψ          s·Ψ                 (N-1) · g·Ψ by the centre, g·Ψ by others
     zero1                       w·Ψ          g·Ψ          s·Ψ/N               (N-1)/N · (g·Ψ + w·Ψ)
     zero2                       w·Ψ          g·Ψ/N        s·Ψ/N               (N-1)/N · (g·Ψ + w·Ψ)
+    zero3                       w·Ψ/N        g·Ψ/N        s·Ψ/N               (N-1)/N · (g·Ψ + 2·w·Ψ)
 
     bytes per parameter         Adam in fp32: w 4, g 4, s 8     in mixed precision: w 2, g 2, s 12 (with a master copy)
 
 That is one lane per worker, one micro-batch and one holder of each shard. Otherwise:
 
     lanes       a worker with m lanes adds them up in a binary counter: about log2 m + 1 gradients at once. zero2's
-                owners hold one or two partial sums of their range, and its lanes are sent one by one
-    accumulate  zero2's lanes add up their micro-batches where they are made: a whole gradient as long as that takes
+                owners hold one or two partial sums of their range, and its lanes are sent one by one; so are zero3's,
+                which gathers weights for each of them
+    accumulate  zero2's and zero3's lanes add up their micro-batches where they are made: a whole gradient as long as
+                that takes. zero3 gathers weights for each of them, forward and backward
     copies      holders of each shard: state and sums as many times, and reduce-scatter to as many
-    per_host    workers that share memory: where all do, zero1 and zero2 have weights once for them all, and gather none
+    per_host    workers that share memory: where all do, sharded strategies have weights once for them all, and gather
+                none
 
 Numbers are those of the busiest worker. Buffers for what is under way are not in them.
 """
@@ -132,22 +136,34 @@ def _zero1(job: _Job) -> Footprint:
 
 
 def _zero2(job: _Job) -> Footprint:
+    return _by_lane(job, weights_whole=True)
+
+
+def _zero3(job: _Job) -> Footprint:
+    return _by_lane(job, weights_whole=False)
+
+
+def _by_lane(job: _Job, *, weights_whole: bool) -> Footprint:
     rides = strided_lanes(job.lanes, job.workers)
     shipments = shipments_by_lane(SumPlan(tuple(range(job.lanes)), rides))
     partial_sums = max(len(shipment.sums) for shipment in shipments)
     gradients = job.copies * partial_sums * job.share * job.model.gradient
     if job.accumulate > 1:
         gradients += job.model.parameters * job.model.gradient
-    return _sharded(job, gradients, nodes=max(map(len, rides)))
+    most = max(map(len, rides))
+    # Whoever gathers weights to use them sends its part to all others each time, forward and backward.
+    return _sharded(job, gradients, nodes=most, gathers=None if weights_whole else 2 * most * job.accumulate)
 
 
-def _sharded(job: _Job, gradients: int, nodes: int) -> Footprint:
+def _sharded(job: _Job, gradients: int, nodes: int, gathers: int | None = None) -> Footprint:
+    """`gathers` of weights in a step, where nobody keeps them whole; otherwise there is one, after the update."""
     model = job.model
     weights = model.parameters * model.weight
     scattered = job.copies * nodes * job.foreign * model.gradient
-    gathered = 0 if job.weights_once else (job.workers - 1) * job.share * model.weight
+    each = 0 if job.weights_once else (job.workers - 1) * job.share * model.weight
+    gathered = each * (1 if gathers is None else gathers)
     return Footprint(
-        parameters=-(-weights // job.workers) if job.weights_once else weights,
+        parameters=-(-weights // job.workers) if job.weights_once or gathers is not None else weights,
         gradients=gradients,
         optimizer_state=job.copies * job.share * model.state,
         sent=scattered + gathered,
@@ -170,4 +186,10 @@ def _gradients_at_once(plan: SumPlan) -> int:
     return most
 
 
-FOOTPRINTS: dict[str, Callable[[_Job], Footprint]] = {"ddp": _ddp, "star": _star, "zero1": _zero1, "zero2": _zero2}
+FOOTPRINTS: dict[str, Callable[[_Job], Footprint]] = {
+    "ddp": _ddp,
+    "star": _star,
+    "zero1": _zero1,
+    "zero2": _zero2,
+    "zero3": _zero3,
+}

@@ -25,6 +25,7 @@ from paceline.collectives.gradient_exchange import Reduction
 from paceline.errors import ConfigError
 from paceline.optim.precision import Precision
 from paceline.parameter_server.replay import Replay
+from paceline.sharding.footprint import FOOTPRINTS, Footprint, Model, footprint
 from paceline.strategies.strategy import Strategy
 from paceline.world.control import ControlClient
 from paceline.world.lanes import neighbouring_lanes
@@ -102,6 +103,22 @@ class Chosen:
     @property
     def is_synchronous(self) -> bool:
         return self.entry.is_synchronous(self.config)
+
+    @property
+    def has_footprint(self) -> bool:
+        return self.name in FOOTPRINTS
+
+    def footprint(
+        self, model: Model, *, workers: int, lanes: int, accumulate: int = 1, copies: int = 1, per_host: int = 1
+    ) -> Footprint:
+        """What it holds on one worker and moves in one step, by formula: for the planner, and for tests of both.
+
+        `per_host` workers could share memory; whether they keep their weights there is the configuration's affair.
+        """
+        if getattr(self.config, "weights", None) not in (None, "per host"):
+            per_host = 1
+        sizes = {"workers": workers, "lanes": lanes, "accumulate": accumulate, "copies": copies, "per_host": per_host}
+        return footprint(self.name, model, **sizes)
 
     def rides(self, lanes: int, workers: int) -> Rides:
         return self.entry.rides(lanes, workers)

@@ -53,6 +53,11 @@ class Zero1(ShardedStrategy):
             if home is not None:
                 sums.live_in(home)
 
+    @property
+    def roots_held(self) -> list[Tensor]:
+        """Whole gradients of this worker's lanes, of which only its own range has the sum over all workers."""
+        return [departed.kept for departed in self._departed]
+
     def start_step(self, round: int, plan: SumPlan) -> None:
         super().start_step(round, plan)
         self._departed = []
