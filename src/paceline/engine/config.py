@@ -9,6 +9,7 @@ from paceline.collectives.gradient_exchange import Reduction
 from paceline.engine.activation_checkpointing import ActivationCheckpointing
 from paceline.errors import ConfigError
 from paceline.optim.loss_scale import LossScale, OnNonFinite
+from paceline.optim.offload import OffloadName
 from paceline.optim.precision import Precision
 from paceline.strategies.registry import STRATEGIES, Chosen
 from paceline.world.world import World
@@ -34,6 +35,7 @@ class EngineConfig:
     activation_checkpointing: ActivationCheckpointing | None = None
     precision: Precision = field(default_factory=Precision)
     loss_scale: LossScale | None = None
+    offload: OffloadName | None = None
 
     def __post_init__(self) -> None:
         def check(ok: bool, text: str) -> None:

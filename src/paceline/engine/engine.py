@@ -49,9 +49,10 @@ from paceline.engine.surroundings import call_supervisor, connect_workers, defau
 from paceline.engine.train_step import TrainStep
 from paceline.errors import CheckpointError, ConfigError, LoopError, PacelineError, ReplicaError
 from paceline.optim.loss_scale import LossScale, OnNonFinite, loss_scale_of
+from paceline.optim.offload import OffloadName, check_offload
 from paceline.optim.precision import Precision, precision_of
 from paceline.parameter_server.replay import replay_of
-from paceline.strategies.registry import Job, LoopEndListener, choose
+from paceline.strategies.registry import STRATEGIES, Job, LoopEndListener, choose
 from paceline.world.determinism import default_threads, make_deterministic, mix, seed_everything
 from paceline.world.environment import read_world
 from paceline.world.world import World
@@ -78,6 +79,7 @@ class Engine:
         overlap: bool = True,
         precision: str | Precision = "fp32",
         loss_scale: LossScale | float | None = None,
+        offload: OffloadName | None = None,
         activation_checkpointing: recomputing.Wanted = None,
         global_batch_size: int | None = None,
         on_nonfinite: OnNonFinite = "stop",
@@ -107,8 +109,11 @@ class Engine:
             activation_checkpointing=recomputing.parse(activation_checkpointing),
             precision=precision_of(precision),
             loss_scale=loss_scale_of(loss_scale, precision_of(precision)),
+            offload=offload,
         )
         self.config.check_against(self.world)
+        able = [entry.name for entry in STRATEGIES.values() if entry.takes_offload]
+        check_offload(offload, self.device, self.config.strategy.name, able)
         self._client = call_supervisor(self.world)
         self._opened_store, self._store = open_meeting(self.world, self._client, timeout_s)
         self._comm = connect_workers(
@@ -412,6 +417,7 @@ class Engine:
             overlap=config.overlap,
             timeout_s=config.timeout_s,
             precision=config.precision,
+            offload=config.offload is not None,
             facts=job_facts(config, {}, self.device),
             replay=self._replay,
         )

@@ -11,7 +11,7 @@ loses its master; when it is trained again it starts from what it computed with.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
+from paceline.optim.offload import HOST, Offload
 from paceline.optim.precision import Lowered, lower
 from paceline.sharding.flat_layout import Piece, part_of
 from paceline.strategies.own_pieces import Keep, OwnPieces, in_logical_order, piece_of
@@ -29,21 +30,26 @@ MASTER = "master"  # among what is kept for a piece, when pieces are dealt anew
 
 def take_over(master: Tensor, parameter: Tensor) -> None:
     """Make the elements of `master` that don't round to the parameter's the parameter's."""
-    low = parameter.detach()
+    low = parameter.detach().to(master.device)
     master.copy_(torch.where(master.to(low.dtype) == low, master, low.to(master.dtype)))
 
 
 class _Masters:
     """Which parameters have masters, and when they were last right."""
 
-    def __init__(self, lowered: Lowered, optimizers: Sequence[Optimizer]) -> None:
+    def __init__(self, lowered: Lowered | None, optimizers: Sequence[Optimizer], home: torch.device | None) -> None:
         self._lowered = lowered
-        self._low = {id(parameter) for parameter in lowered.low}
+        self._originals = {} if lowered is None else lowered.originals
+        self._low = {} if lowered is None else {id(parameter): parameter for parameter in lowered.low}
         self._versions: dict[int, int] = {}  # of parameters, by id, when they were last rounded
-        self._hooks = [hook for optimizer in optimizers for hook in _load_in_fp32(optimizer, self.has)]
+        self._hooks = [hook for optimizer in optimizers for hook in _load_as_masters(optimizer, self, home)]
 
     def has(self, parameter: Tensor) -> bool:
         return id(parameter) in self._low
+
+    def dtype_of(self, parameter: Tensor) -> torch.dtype:
+        """A master is more precise than its parameter if that was lowered for it, and not just elsewhere."""
+        return torch.float32 if id(parameter) in self._low else parameter.dtype
 
     def take_as_right(self, parameters: Iterable[Parameter]) -> None:
         for parameter in parameters:
@@ -55,15 +61,16 @@ class _Masters:
     def close(self) -> None:
         for hook in self._hooks:
             hook.remove()
-        self._lowered.close()
+        if self._lowered is not None:
+            self._lowered.close()
 
 
 class WholeMasters(_Masters):
     """Every worker has all of them."""
 
     def __init__(self, lowered: Lowered, optimizers: Sequence[Optimizer]) -> None:
-        super().__init__(lowered, optimizers)
-        self._masters = lowered.originals
+        super().__init__(lowered, optimizers, home=None)
+        self._masters = self._originals
         self._rounded: dict[int, Tensor] = {}  # by id: what the parameter holds when it is not its master
 
     @classmethod
@@ -72,7 +79,7 @@ class WholeMasters(_Masters):
         return None if lowered is None else cls(lowered, job.optimizers)
 
     def drop_frozen(self) -> None:
-        for parameter in self._lowered.low:
+        for parameter in self._low.values():
             if not parameter.requires_grad:
                 self._masters.pop(id(parameter), None)
 
@@ -113,35 +120,46 @@ class WholeMasters(_Masters):
 
 
 class PieceMasters(_Masters):
-    """This worker has those of its own pieces; before pieces are dealt for the first time, all that there were."""
+    """This worker has those of its own pieces; before pieces are dealt for the first time, all that there were.
+
+    With `offload` they are on the host, also those of parameters in fp32.
+    """
+
+    def __init__(self, lowered: Lowered | None, optimizers: Sequence[Optimizer], offload: Offload | None) -> None:
+        super().__init__(lowered, optimizers, home=None if offload is None else HOST)
+        self._offload = offload
 
     @classmethod
-    def of(cls, job: Job) -> PieceMasters | None:
+    def of(cls, job: Job, offload: Offload | None = None) -> PieceMasters | None:
         lowered = lower(job.models, job.precision)
-        return None if lowered is None else cls(lowered, job.optimizers)
+        return None if lowered is None and offload is None else cls(lowered, job.optimizers, offload)
+
+    def has(self, parameter: Tensor) -> bool:
+        return self._offload is not None or super().has(parameter)
 
     def keep(self, parameter: Parameter, piece: Piece) -> Tensor:
         """Where the values of a piece are kept; those of a master that has been dealt before come with its state."""
         if not self.has(parameter):
             return piece_of(parameter, piece)
-        master = self.before_dealing(parameter)
-        return (part_of(master, piece) if in_logical_order(parameter) else master).clone()
+        whole = self.before_dealing(parameter)
+        master = part_of(whole, piece) if in_logical_order(parameter) else whole
+        return master.clone() if self._offload is None else self._offload.room(master, master.dtype).copy_(master)
 
     def before_dealing(self, parameter: Parameter) -> Tensor:
         """What a master is as long as nobody has been dealt it."""
-        original = self._lowered.originals.get(id(parameter))
+        original = self._originals.get(id(parameter))
         if original is None:
-            return parameter.detach().float()
+            return parameter.detach().to(self.dtype_of(parameter))
         take_over(original, parameter)
         return original
 
     def put_before_dealing(self, parameter: Parameter, whole: Tensor) -> None:
-        self._lowered.originals[id(parameter)] = whole.detach().to(parameter.device, torch.float32, copy=True)
+        self._originals[id(parameter)] = whole.detach().to(parameter.device, self.dtype_of(parameter), copy=True)
 
     def dealt(self, parameters: Iterable[Parameter]) -> None:
         """Their owners have them."""
         for parameter in parameters:
-            self._lowered.originals.pop(id(parameter), None)
+            self._originals.pop(id(parameter), None)
 
     def take(self, pieces: OwnPieces, piece: Piece, whole: Tensor) -> None:
         """The piece's part of a whole master."""
@@ -156,40 +174,55 @@ class PieceMasters(_Masters):
                 take_over(tensor, piece_of(pieces.parameters[piece.parameter], piece))
         self.take_as_right(pieces.parameters[number] for number in written)
 
-    def round(self, pieces: OwnPieces, numbers: Iterable[int], into: Keep = piece_of) -> None:
-        """Write the own pieces of these parameters into the model, or wherever its weights are."""
-        wanted = {number for number in numbers if self.has(pieces.parameters[number])}
-        changed = [piece for piece in pieces.tensors if piece.parameter in wanted]
-        if changed:
-            parts = [into(pieces.parameters[piece.parameter], piece) for piece in changed]
-            torch._foreach_copy_(parts, [pieces.tensors[piece] for piece in changed])
+    def round(self, pieces: OwnPieces, of: Iterable[Piece], into: Keep = piece_of) -> None:
+        """Write own pieces into the model, or wherever its weights are."""
+        changed = [piece for piece in of if self.has(pieces.parameters[piece.parameter])]
+        if not changed:
+            return
+        parts = [into(pieces.parameters[piece.parameter], piece) for piece in changed]
+        masters = [pieces.tensors[piece] for piece in changed]
+        if self._offload is None:
+            torch._foreach_copy_(parts, masters)
+        else:
+            self._offload.give(parts, masters)
 
 
 # -- states of optimizers ----------------------------------------------------------------------------------------------
 
 
-def _load_in_fp32(optimizer: Optimizer, has_master: Callable[[Tensor], bool]) -> list[Any]:
-    """torch casts a state that it loads to its parameter's precision; that of a master is in fp32."""
+def _load_as_masters(optimizer: Optimizer, masters: _Masters, home: torch.device | None) -> list[Any]:
+    """torch would cast a state that it loads to its parameter's precision and device; a master's is elsewhere.
+
+    So the states of masters are taken out before and put in afterwards; `home` is where masters are kept.
+    """
     given: list[dict[str, Any]] = []
 
-    def before(_: Optimizer, state: dict[str, Any]) -> None:
+    def before(_: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
         given[:] = [state]
+        taken_out = masters_of(state)
+        return {**state, "state": {number: v for number, v in state["state"].items() if number not in taken_out}}
+
+    def masters_of(state: dict[str, Any]) -> dict[Any, tuple[Parameter, dict[str, Any]]]:
+        numbers = [number for group in state["param_groups"] for number in group["params"]]
+        mine = [(parameter, group) for group in optimizer.param_groups for parameter in group["params"]]
+        return {number: found for number, found in zip(numbers, mine, strict=False) if masters.has(found[0])}
 
     def after(_: Optimizer) -> None:
         (state,) = given
         given.clear()
-        numbers = [number for group in state["param_groups"] for number in group["params"]]
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        for number, parameter in zip(numbers, parameters, strict=True):
-            if has_master(parameter):
-                mine = optimizer.state.get(parameter, {})
-                mine.update({k: _precise(v, mine[k]) for k, v in state["state"].get(number, {}).items() if k in mine})
+        for number, (parameter, group) in masters_of(state).items():
+            if number in state["state"]:
+                place = home or parameter.device, masters.dtype_of(parameter)
+                kept = {k: _placed(k, v, group, *place) for k, v in state["state"][number].items()}
+                optimizer.state[parameter] = kept
 
     return [optimizer.register_load_state_dict_pre_hook(before), optimizer.register_load_state_dict_post_hook(after)]
 
 
-def _precise(given: Any, cast: Any) -> Any:
-    if not isinstance(given, Tensor) or not given.is_floating_point():
-        return cast
-    precise = torch.promote_types(given.dtype, torch.float32)
-    return given.detach().to(cast.device, precise, copy=True)
+def _placed(name: str, value: Any, group: dict[str, Any], device: torch.device, dtype: torch.dtype) -> Any:
+    """As torch places it: a count of steps goes to the device for those who look at it there."""
+    if not isinstance(value, Tensor):
+        return value
+    if name == "step" and not group.get("capturable") and not group.get("fused"):
+        return value.detach().clone()
+    return value.detach().to(device, dtype if value.is_floating_point() else value.dtype, copy=True)

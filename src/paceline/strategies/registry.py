@@ -57,6 +57,7 @@ class Job:
     overlap: bool
     timeout_s: float
     precision: Precision = field(default_factory=Precision)
+    offload: bool = False  # of the optimizer, to the host
     facts: Mapping[str, Any] = field(default_factory=dict)  # what the bits depend on besides the objects, for records
     at_loop_end: list[LoopEndListener] = field(default_factory=list)  # a strategy adds its own
     replay: Replay | None = None  # do again what this has, instead of training
@@ -85,6 +86,7 @@ class Registered:
     examples: tuple[Any, ...] = ()  # ways to configure it that tests should try, beside the defaults
     rides: Callable[[int, int], Rides] = neighbouring_lanes
     uses_servers: bool = False
+    takes_offload: bool = False
     takes_low_precision: bool = False  # it lowers the models when it opens, and keeps their fp32 masters
     in_rounds: bool = False  # all workers run forward equally often, on shadow items if need be
 

@@ -10,7 +10,7 @@ How gradients leave (a worker's roots once a step, or lane by lane) is what zero
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -23,9 +23,11 @@ from paceline.collectives.communicator import Communicator
 from paceline.collectives.gradient_exchange import GradientExchange
 from paceline.errors import ConfigError
 from paceline.optim.gradient_norm import all_block_norms, all_finite, clip_coefficient, norm_of_blocks
+from paceline.optim.offload import HOST, Offload
 from paceline.optim.range_optimizer import check_elementwise
 from paceline.optim.thread_cuts import check_thread_cuts
 from paceline.sharding.bucket import plan_buckets
+from paceline.sharding.flat_layout import Piece
 from paceline.sharding.rooms import Rooms
 from paceline.sharding.shards import cut_buckets
 from paceline.strategies.distant_gradient import DistantGradient
@@ -50,12 +52,13 @@ class ShardedParts:
                 "which there is one way; leave algorithm out, or choose strategy='ddp' to train over it"
             )
         for optimizer in job.optimizers:
-            check_elementwise(optimizer)
+            check_elementwise(optimizer, HOST if job.offload else None)
             check_thread_cuts(optimizer)
         self.comm: Communicator | None = job.comm
         self.rank, self.workers = (0, 1) if job.comm is None else (job.comm.rank, job.comm.size)
         self.exchange = GradientExchange(job.comm, "exact")
-        self.masters = PieceMasters.of(job)
+        self.offload = Offload(job.device) if job.offload else None
+        self.masters = PieceMasters.of(job, self.offload)
         self.twins = Twins(job.comm, name, self.masters)
         self.weights = where_weights_go(weights, job.comm, name)
 
@@ -132,6 +135,8 @@ class ShardedStrategy(WeightsInTheModel):
         if self._parts.weights is not None:
             self._parts.weights.check()
         if self._pieces is None:
+            if self._parts.offload is not None:
+                self._parts.offload.forget()
             self._pieces = self._deal()
             self._settle_in(self._pieces)
             self._gathers = {}
@@ -169,15 +174,22 @@ class ShardedStrategy(WeightsInTheModel):
                 continue
             if tally.scale != 1.0:
                 total.mul_(tally.scale)
+            if self._parts.offload is not None:
+                total = self._parts.offload.land(number, total)
             self._pieces.take_gradients(number, total, tally.used)
         if not tally.empty:
             for parameter, distant, used in zip(self.parameters, self._distant, tally.used, strict=True):
                 parameter.grad = distant if used else None
         self._buckets.learn(tally.used, self._parts.comm)
 
-    def keeps_finite(self) -> bool:
+    def _gradients(self) -> list[Tensor]:
         assert self._pieces is not None
-        finite = all_finite(self._pieces.gradients)
+        if self._parts.offload is not None:
+            self._parts.offload.wait()
+        return self._pieces.gradients
+
+    def keeps_finite(self) -> bool:
+        finite = all_finite(self._gradients())
         if self._parts.comm is not None:
             told, handle = self._parts.comm.all_gather(torch.tensor([finite], dtype=torch.uint8))
             handle.wait()
@@ -186,7 +198,7 @@ class ShardedStrategy(WeightsInTheModel):
 
     def clip(self, max_norm: float) -> float:
         assert self._pieces is not None
-        gradients = self._pieces.gradients
+        gradients = self._gradients()
         norms = all_block_norms(gradients)
         if self._parts.comm is not None:
             padded = norms.new_zeros(self._pieces.most_blocks)
@@ -227,16 +239,34 @@ class ShardedStrategy(WeightsInTheModel):
         return result
 
     def _step(self, twin: Twin) -> Any:
+        masters, offload = self._parts.masters, self._parts.offload
+        if offload is not None:
+            result = twin.step(self._used, self._turns(twin, offload))
+            offload.finish()
+            return result
         result = twin.step(self._used)
-        if self._parts.masters is not None:
-            self._parts.masters.round(twin.pieces, twin.parameters)
+        if masters is not None:
+            masters.round(twin.pieces, twin.own)
         return result
+
+    def _turns(self, twin: Twin, offload: Offload) -> Iterator[list[Piece]]:
+        """A bucket is updated when its gradients are on the host, and goes back while the next one is updated."""
+        assert self._parts.masters is not None
+        own = set(twin.own)
+        for number, shards in enumerate(twin.pieces.shards.buckets):
+            pieces = [owned.piece for owned in shards.pieces(self._parts.rank) if owned.piece in own]
+            if pieces:
+                offload.wait(number)
+                yield pieces
+                self._parts.masters.round(twin.pieces, pieces)
 
     def end_step(self) -> None:
         assert self._pieces is not None
         for parameter in self.parameters:
             parameter.grad = None
         self._pieces.drop_gradients()
+        if self._parts.offload is not None:
+            self._parts.offload.wait()
         if self._buckets.cut_anew():
             self._pieces = None
 

@@ -10,7 +10,7 @@ parameter thawed, another set of optimizers acting together) the states follow t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -48,6 +48,11 @@ class Twin:
         self._twin = optimizer_on(optimizer, groups)
 
     @property
+    def own(self) -> list[Piece]:
+        """Those of its pieces that this worker owns."""
+        return [piece for mine in self._mine.values() for piece in mine]
+
+    @property
     def parameters(self) -> list[int]:
         """The numbers of this optimizer's parameters, whoever owns their pieces."""
         return list(self._mine)
@@ -55,16 +60,39 @@ class Twin:
     def holds(self, parameter: Parameter) -> bool:
         return self.pieces.index.get(id(parameter)) in self._mine
 
-    def step(self, used: Sequence[bool]) -> Any:
-        """The user's settings as they are now, the update, and what the update changed in the settings."""
+    def step(self, used: Sequence[bool], turns: Iterable[Sequence[Piece]] | None = None) -> Any:
+        """The user's settings as they are now, the update, and what the update changed in the settings.
+
+        With `turns` some pieces after others; each turn starts from the same settings.
+        """
         groups = list(zip(self.optimizer.param_groups, self._twin.param_groups, self._nothing, strict=False))
-        for theirs, mine, nothing in groups:
-            mine.update(_settings(theirs))
-            nothing.grad = nothing.new_empty(0) if any(used[number] for number in self._numbers(theirs)) else None
-        result: Any = self._twin.step()
-        for theirs, mine, _ in groups:
-            theirs.update({name: value for name, value in _settings(mine).items() if value is not theirs.get(name)})
+        changes: list[dict[str, Any]] = [{} for _ in groups]
+        result: Any = None
+        for _ in [None] if turns is None else self._seen_in_turn(turns):
+            for theirs, mine, nothing in groups:
+                mine.update(_settings(theirs))
+                nothing.grad = nothing.new_empty(0) if any(used[number] for number in self._numbers(theirs)) else None
+            result = self._twin.step()
+            for (theirs, mine, _), changed in zip(groups, changes, strict=True):
+                changed.update({name: v for name, v in _settings(mine).items() if v is not theirs.get(name)})
+        for (theirs, _, _), changed in zip(groups, changes, strict=True):
+            theirs.update(changed)
         return result
+
+    def _seen_in_turn(self, turns: Iterable[Sequence[Piece]]) -> Iterator[None]:
+        """Let the optimizer see the gradients of one turn's pieces only."""
+        tensors = {piece: self.pieces.tensors[piece] for piece in self.own}
+        gradients = {piece: tensor.grad for piece, tensor in tensors.items()}
+        for tensor in tensors.values():
+            tensor.grad = None
+        for turn in turns:
+            for piece in turn:
+                tensors[piece].grad = gradients[piece]
+            yield
+            for piece in turn:
+                tensors[piece].grad = None
+        for piece, tensor in tensors.items():
+            tensor.grad = gradients[piece]
 
     def adopt(self) -> None:
         """Take over what the user's optimizer keeps for the parameters that are dealt out."""
@@ -83,7 +111,10 @@ class Twin:
         else:
             states = [dict(whole) for _ in mine]
         for piece, state in zip(mine, states, strict=True):
-            self._twin.state[self.pieces.tensors[piece]] = state
+            tensor = self.pieces.tensors[piece]
+            if tensor.device != parameter.device:
+                state = {k: v.to(tensor.device) if isinstance(v, Tensor) else v for k, v in state.items()}
+            self._twin.state[tensor] = state
 
     def forget(self) -> None:
         self._twin.state.clear()
@@ -171,14 +202,15 @@ class Twins:
         if pieces is None:
             return self._masters.before_dealing(parameter)
         self._masters.look(pieces)
-        number, flat = pieces.index[id(parameter)], torch.empty(parameter.numel(), device=parameter.device)
+        number, dtype = pieces.index[id(parameter)], self._masters.dtype_of(parameter)
+        flat = torch.empty(parameter.numel(), dtype=dtype, device=parameter.device)
         for owner, piece in pieces.shards.owners.get(number, ()):
             part = flat[piece.start : piece.stop]
             if owner == self._rank:
                 part.copy_(pieces.tensors[piece].reshape(-1))
             if self._comm is not None:
                 self._comm.broadcast(part, root=owner).wait()
-        whole = torch.empty_like(parameter, dtype=flat.dtype, memory_format=torch.preserve_format)
+        whole = torch.empty_like(parameter, dtype=dtype, memory_format=torch.preserve_format)
         return whole.copy_(flat.view(parameter.shape)).detach()
 
     def put_master(self, parameter: Parameter, whole: Tensor) -> bool:

@@ -114,6 +114,11 @@ class Zero1Maker:
 
 register(
     Registered(
-        "zero1", Zero1Config, Zero1Maker, examples=(Zero1Config(weights="per worker"),), takes_low_precision=True
+        "zero1",
+        Zero1Config,
+        Zero1Maker,
+        examples=(Zero1Config(weights="per worker"),),
+        takes_low_precision=True,
+        takes_offload=True,
     ),
 )

@@ -149,6 +149,7 @@ register(
         Zero2Maker,
         examples=(Zero2Config(weights="per worker"),),
         takes_low_precision=True,
+        takes_offload=True,
         rides=strided_lanes,
     )
 )

@@ -106,7 +106,7 @@ class Zero3(Zero2):
         twin = self._parts.twins.of(optimizer)
         result = twin.step(self._used)
         if self._parts.masters is not None:
-            self._parts.masters.round(twin.pieces, twin.parameters, into=self._part)
+            self._parts.masters.round(twin.pieces, twin.own, into=self._part)
         for some in self._unit_weights:
             some.updated()
         return result
