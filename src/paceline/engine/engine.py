@@ -464,10 +464,11 @@ class Engine:
     def _described(self, source: WorkSource) -> str:
         config = self.config
         batch, amount = source.described()
+        summed = config.reduction if config.strategy.is_synchronous else "weights may be old"
         return (
             f"paceline: global batch {batch} · "
             f"{counted(self.world.size, 'worker')} × {counted(config.threads, 'thread')} ({self.world.source}) · "
-            f"{config.strategy}, {config.reduction}{' over ' + config.algorithm if config.algorithm else ''} · "
+            f"{config.strategy}, {summed}{' over ' + config.algorithm if config.algorithm else ''} · "
             f"{config.backend if self.world.size > 1 else 'no'} communication · {self.device.type}"
             f"{' in ' + str(config.precision) if config.precision != Precision() else ''} · {amount}"
         )
@@ -542,8 +543,8 @@ class Engine:
         self._comm.reconnect(self._among, PrefixStore(f"without/{named}", self._store))
         for loader in self._evaluations:
             loader.deal_to(self._among)
-        plural = "s" if len(self._lost) > 1 else ""
-        self.print(f"paceline: going on without worker{plural} {named}; what their lanes had left to see is not seen")
+        plural, whose = ("s", "their") if len(self._lost) > 1 else ("", "its")
+        self.print(f"paceline: going on without worker{plural} {named}; samples left in {whose} lanes are not seen")
 
     def _hash(self) -> str:
         return (
