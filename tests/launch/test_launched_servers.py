@@ -1,4 +1,4 @@
-"""`paceline run --servers`, workers that are lost, and processes that stay behind: real processes without torch."""
+"""`paceline run --servers`, workers that are lost, and processes that stay behind: real processes, few with torch."""
 
 from __future__ import annotations
 
@@ -167,3 +167,57 @@ def test_a_worker_that_hangs_after_its_peers_is_stopped_and_shows_where_it_is(la
 def test_a_worker_that_works_on_after_its_peers_is_left_to_it(launch: Start) -> None:
     finished = launch("--workers 3", STAYS_BEHIND.replace("{}", "save")).finish()
     assert (finished.code, finished.err) == (0, "")
+
+
+TRAINS_ON_SERVERS = """
+import os, signal, sys, threading
+import torch
+import paceline
+from paceline.parameter_server.clock import parse_clock
+from paceline.strategies.parameter_server import ParameterServer
+
+clock, victim = sys.argv[1], " ".join(sys.argv[2:])
+engine = paceline.Engine(strategy=ParameterServer(clock=parse_clock(clock)), device="cpu")
+model = torch.nn.Linear(3000, 2)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+data = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.randn(4000, 3000)), batch_size=1)
+
+def die_when_a_state_is_saved():
+    while not os.path.exists("saved"):
+        threading.Event().wait(0.005)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+if engine.world.name == victim:
+    threading.Thread(target=die_when_a_state_is_saved, daemon=True).start()
+model, optimizer, data = engine.prepare(model, optimizer, data)
+for (x,) in data:
+    engine.backward(model(x).square().sum())
+    optimizer.step()
+    optimizer.zero_grad()
+    if engine.stepped and engine.step == 5:
+        engine.save_state("runs/mine")
+        open("saved", "w").close()
+"""
+
+
+def test_a_server_that_is_killed_while_a_script_trains_ends_it_with_what_it_held_and_the_checkpoint(
+    launch: Start,
+) -> None:
+    finished = launch("--workers 2 --servers 2", TRAINS_ON_SERVERS, "s=2 server 1", torch=True).finish()
+    assert finished.code == 128 + signal.SIGKILL, finished.err
+    cause, others, resume = finished.err.splitlines()
+    held = r"keys 0, 2 \(bias … weight\)"
+    assert re.fullmatch(
+        rf"paceline: server 1 \(pid \d+, holding {held}\) was killed by SIGKILL \(out of memory\?\)", cause
+    )
+    lost = rf"PeerLostError: server 1, which held {held}, was lost \(its process has ended\); what it had learned is "
+    assert re.fullmatch(rf"paceline: also stopped: workers 0, 1 \({lost}.*\); server 0 .*", others), others
+    assert resume == "paceline: the last checkpoint is runs/mine"
+
+
+def test_a_worker_that_is_killed_in_a_synchronous_job_is_the_one_cause(launch: Start) -> None:
+    finished = launch("--workers 2 --servers 1", TRAINS_ON_SERVERS, "s=0 worker 1", torch=True).finish()
+    assert finished.code == 128 + signal.SIGKILL, finished.err
+    cause, _, resume = finished.err.splitlines()
+    assert re.fullmatch(r"paceline: worker 1 \(pid \d+\) was killed by SIGKILL at step \d+ \(out of memory\?\)", cause)
+    assert resume == "paceline: the last checkpoint is runs/mine"

@@ -168,7 +168,7 @@ def test_a_lost_server_is_named_with_what_it_held() -> None:
     cluster.say_round(0)
     held = keys_of(cluster.table, 1)
     expect_lost(
-        cluster, 0, rf"^server 1, which held {held.replace('(', '.').replace(')', '.')}, was lost; .* saved state"
+        cluster, 0, rf"^server 1, which held {held.replace('(', '.').replace(')', '.')}, was lost .*; .* saved state"
     )
     cluster.lines[0].close()
 

@@ -18,7 +18,7 @@ from typing import Protocol as Interface
 from torch import Tensor
 
 from paceline.errors import PeerLostError
-from paceline.parameter_server.link import Channel, Sent, silence_s
+from paceline.parameter_server.link import Channel, Sent, end_of, silence_s
 from paceline.parameter_server.server import LAST_PING, keys_of
 from paceline.parameter_server.staleness_stats import StalenessCounter, StalenessStats
 from paceline.parameter_server.wire import Header, Kind, Protocol, text_of
@@ -142,8 +142,8 @@ class Lines:
         held = keys_of(next(iter(self._clients.values())).protocol.table, server)
         with self.change:
             self.failure = self.failure or (
-                f"server {server}, which held {held}, was lost; what it had learned is gone: resume from the last "
-                f"saved state ({why})"
+                f"server {server}, which held {held}, was lost ({end_of(why)}); what it had learned is gone: resume "
+                "from the last saved state"
             )
             self.change.notify_all()
 

@@ -185,5 +185,13 @@ class Rooms:
                 self._free.setdefault((room.numel(), room.dtype), []).append(room)
 
 
+def end_of(why: str) -> str:
+    """How a peer was lost, for people: a group counts workers and servers through, and calls all of them workers."""
+    said = why.lower()
+    if any(word in said for word in ("died", "closed", "reset", "broken pipe")):
+        return "its process has ended"
+    return "it said nothing in time" if "timed out" in said or "timeout" in said else why
+
+
 def _new_room(header: Header) -> Tensor:
     return torch.empty(header.elements, dtype=header.dtype)

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from paceline.errors import PeerLostError
 from paceline.parameter_server.key_ranges import KeyTable
-from paceline.parameter_server.link import Channel, silence_s
+from paceline.parameter_server.link import Channel, end_of, silence_s
 from paceline.parameter_server.run_log import RunLog
 from paceline.parameter_server.server_core import Reply, ServerCore
 from paceline.parameter_server.staleness_stats import StalenessCounter, StalenessStats
@@ -151,7 +151,9 @@ class Server:
     def _lose(self, peer: int, why: str) -> None:
         with self._lock:
             if peer >= self._protocol.workers:
-                self._fail(PeerLostError(f"{self._protocol.name(peer)} was lost: {why}"))
+                held = keys_of(self._protocol.table, peer - self._protocol.workers)
+                lost = f"{self._protocol.name(peer)}, which held {held}, was lost ({end_of(why)})"
+                self._fail(PeerLostError(f"{lost}; what it had learned is gone: resume from the last saved state"))
                 return
             self._leave(peer, None)
             failure = next((core.failure for core in self._cores.values() if core.failure is not None), None)

@@ -1,0 +1,140 @@
+"""Killed at any moment: a real process of a real job dies by SIGKILL, at a random time after the first round began.
+
+asynchronous    a worker     the others go on; the log has every push of theirs once, and the run can be replayed
+synchronous     a worker     one error on all that are left, which names it
+any clock       a server     one error on all workers, which names what it held and what to do
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import signal
+import threading
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+from paceline.engine.engine import Engine
+from paceline.parameter_server.application_log import RecordedRun, read_log
+from paceline.parameter_server.clock import parse_clock
+from paceline.parameter_server.replay import replay_of
+from paceline.strategies.parameter_server import ParameterServer
+from paceline.world.world import LaunchSettings, World
+from tests.workers import Result, run_workers
+
+ROUNDS, LANES = 40, 3
+TRAINING_S = 0.15  # at least: the naps alone
+
+
+def die_at_a_random_moment(begun: Path, seed: int) -> None:
+    """Any instruction of any thread may be the last one."""
+
+    def wait_and_die() -> None:
+        deadline = time.monotonic() + 20
+        while not begun.exists() and time.monotonic() < deadline:
+            time.sleep(0.001)
+        time.sleep(random.Random(seed).uniform(0, TRAINING_S))
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=wait_and_die, daemon=True).start()
+
+
+def train(world: World, *, folder: str, clock: str, victim: str | None, seed: int = 0) -> str:
+    if world.name == victim:
+        die_at_a_random_moment(Path(folder) / "begun", seed)
+    asynchronous = not parse_clock(clock).deterministic
+    settings = ParameterServer(clock=parse_clock(clock), key_mib=0.0005, record=folder if asynchronous else None)
+    options: dict[str, Any] = {"device": "cpu", "backend": "gloo", "timeout_s": 20.0, "lanes": LANES}
+    with Engine(world=world, strategy=settings, **options) as engine:
+        model: Any = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 4))
+        optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        generator = torch.Generator().manual_seed(1)
+        inputs = torch.randn(2 * LANES * ROUNDS, 8, generator=generator)
+        loader: Any = DataLoader(TensorDataset(inputs, torch.arange(len(inputs)) % 4), batch_size=2)
+        model, optimizer, loader = engine.prepare(model, optimizer, loader)
+        for x, y in loader:
+            if world.size > 1:
+                (Path(folder) / "begun").touch()
+                time.sleep(TRAINING_S / ROUNDS)
+            engine.backward(F.cross_entropy(model(x), y))
+            optimizer.step()
+            optimizer.zero_grad()
+        return engine.weights_hash()
+
+
+def replayed(_: World, *, folder: str, clock: str) -> tuple[str, str]:
+    found = train(World(settings=LaunchSettings(replay=folder)), folder=folder, clock=clock, victim=None)
+    return found, replay_of(Path(folder)).verdict()
+
+
+def pushes_by_key(run: RecordedRun) -> dict[int, Counter[tuple[int, int]]]:
+    """How often each (round, lane) was applied."""
+    return {
+        key: Counter((record.round, -1 if record.lane is None else record.lane) for record in records)
+        for key, records in run.applied.items()
+    }
+
+
+@pytest.mark.parametrize(("clock", "seed"), [("s=2", 1), ("s=2", 2), ("s=2", 3), ("s=inf", 4), ("s=inf", 5)])
+def test_a_worker_killed_at_any_moment_loses_no_push_of_the_others_and_doubles_none(
+    clock: str, seed: int, tmp_path: Path
+) -> None:
+    one, victim, other, server = run_workers(
+        train, 3, servers=1, folder=str(tmp_path), clock=clock, victim="worker 1", seed=seed
+    )
+    assert victim.exit_code == -signal.SIGKILL
+    for alive in (one, other, server):
+        assert alive.error is None, f"{alive.name}: {alive.error}\n{alive.traceback}"
+    assert one.value == other.value
+    for key, pushes in pushes_by_key(read_log(tmp_path)).items():
+        assert set(pushes.values()) == {1}, f"key {key}: a push was applied twice"
+        of_the_dead = [round for round, lane in pushes if lane == 1]
+        assert of_the_dead == list(range(len(of_the_dead))), f"key {key}: one of its pushes is missing in between"
+        others = {(round, lane) for round in range(ROUNDS) for lane in (0, 2)}
+        assert others <= pushes.keys(), f"key {key} lost {sorted(others - pushes.keys())}"
+    (again,) = run_workers(replayed, 1, folder=str(tmp_path), clock=clock)
+    assert again.error is None, again.traceback
+    assert again.value[0] == one.value
+    assert "equal to the recorded run" in again.value[1]
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3, 4])
+def test_a_synchronous_job_ends_on_all_that_are_left_and_the_server_names_the_killed_worker(
+    seed: int, tmp_path: Path
+) -> None:
+    """The server knows who it was. Workers may stand in an exchange of their own, where gloo can't tell."""
+    results = run_workers(train, 3, servers=1, folder=str(tmp_path), clock="s=0", victim="worker 1", seed=seed)
+    assert results[1].exit_code == -signal.SIGKILL
+    assert re.fullmatch(
+        r"PeerLostError: worker 1 was lost( in round \d+, before it had pushed all of it| between two rounds); a round "
+        "needs the gradients of all workers, so training stops here: resume from the last saved state",
+        text_of(results[3]),
+    ), text_of(results[3])
+    for survivor in (results[0], results[2]):
+        assert text_of(survivor).startswith("PeerLostError: "), text_of(survivor)
+
+
+@pytest.mark.parametrize(("clock", "seed"), [("s=0", 1), ("s=0", 2), ("d=1", 3), ("s=2", 4), ("s=inf", 5)])
+def test_a_killed_server_is_named_with_what_it_held_and_what_to_do(clock: str, seed: int, tmp_path: Path) -> None:
+    results = run_workers(train, 2, servers=2, folder=str(tmp_path), clock=clock, victim="server 1", seed=seed)
+    assert results[3].exit_code == -signal.SIGKILL
+    for result in results[:3]:
+        assert re.fullmatch(
+            r"PeerLostError: server 1, which held keys? [\d–, ]+ \([\w.]+( … [\w.]+)?\), was lost \(its process has "
+            r"ended\); what it had learned is gone: resume from the last saved state",
+            text_of(result),
+        ), text_of(result)
+
+
+def text_of(result: Result) -> str:
+    assert result.error is not None, f"{result.name} ended well"
+    return result.error
