@@ -161,9 +161,9 @@ def test_whole_weights_that_the_script_loads_are_cut_into_rows() -> None:
 # -- who holds what ----------------------------------------------------------------------------------------------------
 
 
-def holds(world: World) -> tuple[int, int, int, int]:
+def holds(world: World, **job: Any) -> tuple[int, int, int, int]:
     """Elements of the model, and of this worker's weights, optimizer state and gradients between steps."""
-    with Engine(world=world, strategy="fsdp") as engine:
+    with Engine(world=world, **{"strategy": "fsdp"} | job) as engine:
         model = nn.Sequential(nn.Linear(8, 120), nn.Tanh(), nn.Linear(120, 300), nn.Tanh(), nn.Linear(300, 60))
         elements = sum(p.numel() for p in model.parameters())
         optimizer = torch.optim.Adam(model.parameters())

@@ -52,14 +52,18 @@ def shipment_of_roots(plan: SumPlan) -> Shipment:
 
 
 @lru_cache(maxsize=256)
-def shipments_by_lane(plan: SumPlan) -> tuple[Shipment, ...]:
-    """Every worker sends its lanes one after another; who has fewer than others sends nothing at the end."""
+def shipments_by_lane(plan: SumPlan, among: tuple[int, ...] | None = None) -> tuple[Shipment, ...]:
+    """Every worker sends its lanes one after another; who has fewer than others sends nothing at the end.
+
+    `among`: these workers alone, whose owners are left with their roots of the tree.
+    """
+    holders = plan.holders if among is None else tuple(plan.holders[worker] for worker in among)
     waiting = list(merges(plan.present))
     arrived: set[int] = set()
     nodes: set[int] = set()
     found = []
-    for turn in range(max(len(lanes) for lanes in plan.holders)):
-        sent = tuple(lanes[turn : turn + 1] for lanes in plan.holders)
+    for turn in range(max(len(lanes) for lanes in holders)):
+        sent = tuple(lanes[turn : turn + 1] for lanes in holders)
         arriving = {lane for lanes in sent for lane in lanes}
         arrived |= arriving
         missing = set(plan.present) - arrived

@@ -22,10 +22,10 @@ class StrategyTable:
 
     def __init__(self, chosen: Chosen, job: Job) -> None:
         self._all = list(job.optimizers)
-        self.rides = chosen.rides(job.lanes, job.world.size)
         self.in_rounds = chosen.entry.in_rounds
         self._leave_once_a_step = chosen.entry.rides is neighbouring_lanes
         self._maker = chosen.entry.open(chosen.config, job)
+        self.rides: Rides = getattr(self._maker, "rides", None) or chosen.rides(job.lanes, job.world.size)
         self._names = parameter_names(job.models)  # it may have put others in their place
         self._known: dict[tuple[int, ...], Strategy] = {}
         self.of(self._all)

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -28,7 +28,7 @@ from torch.optim import Optimizer
 
 from paceline.collectives.canonical_sum import SumPlan
 from paceline.collectives.communicator import Communicator
-from paceline.collectives.shipments import shipments_by_lane
+from paceline.collectives.shipments import Shipment, shipments_by_lane
 from paceline.errors import LoopError
 from paceline.optim.gradient_norm import clip_coefficient, norm_of_blocks
 from paceline.sharding.bucket import plan_buckets
@@ -123,7 +123,7 @@ class Fsdp(WeightsInTheModel):
         for optimizer in self._optimizers:
             self._parts.twins.deal(optimizer, self._pieces)
         self._rest.start_step(plan)
-        self._sums.start(shipments_by_lane(plan), lowest=plan.present[0])
+        self._sums.start(*self._shipments(plan))
         self._used = [False] * len(self.parameters)
         self.left_during_backward = 0
         if self._models is not None:
@@ -133,6 +133,10 @@ class Fsdp(WeightsInTheModel):
                 name, parameter = self._named[piece.parameter]
                 if self._models.holds(parameter):
                     self._models.check_in_place(parameter, rows, name)
+
+    def _shipments(self, plan: SumPlan) -> tuple[Sequence[Shipment], int]:
+        """What is sent in this step to the owners of rows, and the lowest lane among it."""
+        return shipments_by_lane(plan), plan.present[0]
 
     def start_backward(self, place: ItemPlace, *, last: bool) -> None:
         self._place, self._last = place, last
@@ -331,8 +335,10 @@ class FsdpConfig:
 
 
 class FsdpMaker:
-    def __init__(self, config: FsdpConfig, job: Job) -> None:
-        self._parts = ShardedParts(job, "fsdp", "per worker")
+    name = "fsdp"
+
+    def __init__(self, config: Any, job: Job) -> None:
+        self._parts = ShardedParts(job, self.name, "per worker")
         self._gather = gathering(job)
         self._models = (
             None
@@ -356,7 +362,7 @@ def gathering(job: Job) -> Communicator | None:
     if job.comm is None or job.store is None:
         return None
     return Communicator.connect(
-        replace(job.comm.world), PrefixStore("fsdp gathers", job.store),
+        job.comm.world, PrefixStore("fsdp gathers", job.store),
         backend=job.backend, device=job.device, timeout_s=job.timeout_s,
     )  # fmt: skip
 

@@ -65,7 +65,10 @@ class Job:
 
 
 class Maker(Protocol):
-    """Makes a strategy for each set of optimizers that act together, and owns what these strategies share."""
+    """Makes a strategy for each set of optimizers that act together, and owns what these strategies share.
+
+    One that has an attribute `rides` says there who rides which lanes, where that depends on more than their numbers.
+    """
 
     def make(self, named: Sequence[tuple[str, Parameter]], optimizers: Sequence[Optimizer]) -> Strategy: ...
 

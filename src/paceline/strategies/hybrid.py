@@ -1,0 +1,174 @@
+"""Hybrid sharding: `fully_shard` inside a host, replicas across hosts.
+
+    host 0   worker 0 · worker 1       rows 0 and 1 of every unit       gathers and the sums of a host's lanes stay
+    host 1   worker 2 · worker 3       rows 0 and 1, the same           inside it: fsdp over its workers alone
+             │          │
+             └─ row 0   └─ row 1       once a step the owners of a row finish its canonical sum across hosts
+
+What crosses is a host's roots: one for each row where its lanes are an aligned part of the tree, so hosts ride
+neighbouring lanes and the workers inside one every N-th of them. A worker holds 1/n of weights, gradients and optimizer
+state, n being the workers of a host; slow links carry 2·(H-1)/H · Z/n bytes a step and no weights at all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+from torch import Tensor
+from torch._C._distributed_c10d import PrefixStore
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+from paceline.collectives.canonical_sum import SumPlan
+from paceline.collectives.communicator import Communicator
+from paceline.collectives.gradient_exchange import GradientExchange, PendingSum
+from paceline.collectives.shipments import Shipment, shipments_by_lane
+from paceline.errors import ConfigError
+from paceline.strategies.fsdp import Fsdp, FsdpMaker
+from paceline.strategies.fsdp_models import ShardedModels
+from paceline.strategies.fsdp_units import Units
+from paceline.strategies.registry import Job, Registered, Rides, register
+from paceline.strategies.sharded_strategy import ShardedParts
+from paceline.world.lanes import neighbouring_lanes, strided_lanes
+from paceline.world.topology import Topology
+from paceline.world.world import World
+
+Groups = tuple[tuple[int, ...], ...]  # the workers that share weights, group by group
+
+
+@dataclass(frozen=True)
+class HybridConfig:
+    """`units` as for fsdp. `shard_over`: as many neighbouring workers share weights; by default those of a host."""
+
+    units: Units = None
+    shard_over: int | None = None
+
+
+def groups_of(topology: Topology, shard_over: int | None) -> Groups:
+    if shard_over is None and not topology.is_even:
+        counts = ", ".join(str(len(host)) for host in topology.hosts)
+        raise ConfigError(
+            f"strategy='hybrid': the hosts have {counts} workers, but the owners of a row meet across hosts in pairs; "
+            "start as many on each host, or give HybridConfig(shard_over=n) with an n that divides all of them"
+        )
+    size = len(topology.hosts[0]) if shard_over is None else shard_over
+    for host in topology.hosts:
+        if size < 1 or len(host) % size:
+            raise ConfigError(
+                f"HybridConfig(shard_over={size}): a host has {len(host)} workers, which are no groups of {size}; "
+                "choose a number that divides the workers of every host"
+            )
+    return tuple(host[low : low + size] for host in topology.hosts for low in range(0, len(host), size))
+
+
+def hybrid_rides(lanes: int, groups: Groups) -> Rides:
+    """Groups ride neighbouring lanes, the workers of a group every n-th of these."""
+    found: dict[int, tuple[int, ...]] = {}
+    for group, span in zip(groups, neighbouring_lanes(lanes, len(groups)), strict=True):
+        for place, ride in enumerate(strided_lanes(len(span), len(group))):
+            found[group[place]] = tuple(span[number] for number in ride)
+    return tuple(found[worker] for worker in sorted(found))
+
+
+@lru_cache(maxsize=256)
+def plan_across(plan: SumPlan, groups: Groups) -> SumPlan:
+    """The same tree, each group seen as one worker that holds the lanes of all its workers."""
+    holders = tuple(tuple(sorted(lane for worker in group for lane in plan.holders[worker])) for group in groups)
+    return SumPlan(plan.present, holders)
+
+
+class Across:
+    """The owners of the same rows, one in each group."""
+
+    def __init__(self, groups: Groups, group: int, comm: Communicator | None) -> None:
+        self.groups, self.group, self._comm = groups, group, comm
+        self.exchange = GradientExchange(comm, "exact")
+
+    def close(self) -> None:
+        self.exchange.close()
+        if self._comm is not None:
+            self._comm.close()
+
+
+class Hybrid(Fsdp):
+    def __init__(
+        self,
+        named: Sequence[tuple[str, Parameter]],
+        optimizers: Sequence[Optimizer],
+        parts: ShardedParts,
+        models: ShardedModels | None,
+        across: Across,
+    ) -> None:
+        super().__init__(named, optimizers, parts, models)
+        self._across = across
+        self._set = across.exchange.new_set()
+
+    def _shipments(self, plan: SumPlan) -> tuple[Sequence[Shipment], int]:
+        across = self._across
+        self._plan_across = plan_across(plan, across.groups)
+        mine = self._plan_across.holders[across.group]
+        return shipments_by_lane(plan, across.groups[across.group]), min(mine, default=0)
+
+    def _totals(self) -> list[Tensor | None]:
+        """Roots of this group's lanes cross to the others, all buckets at once."""
+        pending = [self._start_across(number, roots) for number, roots in enumerate(self._sums.roots())]
+        return [None if total is None else total.wait() for total in pending]
+
+    def _start_across(self, number: int, roots: dict[int, Tensor]) -> PendingSum | None:
+        room = self._sums.room(number)
+        if not room.numel():
+            return None
+        in_order = dict(sorted(roots.items()))
+        return self._across.exchange.start(self._set, number, self._plan_across, in_order, lambda: room)
+
+
+class HybridMaker(FsdpMaker):
+    name = "hybrid"
+
+    def __init__(self, config: HybridConfig, job: Job) -> None:
+        hosts = [job.world.host_rank] if job.comm is None else job.comm.gather_json(job.world.host_rank)
+        groups = groups_of(Topology.of(hosts), config.shard_over)
+        number = next(n for n, group in enumerate(groups) if job.world.rank in group)
+        self.rides = hybrid_rides(job.lanes, groups)
+        place = groups[number].index(job.world.rank)
+        inside = _connected(job, f"group {number}", place, len(groups[number]), one_host=True)
+        across = _connected(job, f"rows {place}", number, len(groups), one_host=job.world.hosts == 1)
+        self._inside = inside
+        self._across = Across(groups, number, across)
+        store = None if job.store is None else PrefixStore(f"hybrid/inside {number}", job.store)
+        backend = job.backend if inside is None else inside.backend
+        super().__init__(config, replace(job, comm=inside, store=store, backend=backend))
+
+    def make(self, named: Sequence[tuple[str, Parameter]], optimizers: Sequence[Optimizer]) -> Hybrid:
+        return Hybrid(named, optimizers, self._parts, self._models, self._across)
+
+    def close(self) -> None:
+        super().close()
+        self._across.close()
+        if self._inside is not None:
+            self._inside.close()
+
+
+def _connected(job: Job, name: str, rank: int, size: int, *, one_host: bool) -> Communicator | None:
+    """A group of some of the workers; inside one of several hosts they can share memory, whatever goes across."""
+    if size == 1 or job.store is None:
+        return None
+    local = (rank, size, 0, 1) if one_host else (0, 1, rank, size)
+    world: World = replace(job.world, rank=0, size=1, local_rank=0, local_size=1, host_rank=0, hosts=1, servers=0)
+    world = replace(
+        world, rank=rank, size=size, local_rank=local[0], local_size=local[1], host_rank=local[2], hosts=local[3]
+    )
+    shares_memory = one_host and job.world.hosts > 1 and job.device.type == "cpu"
+    return Communicator.connect(
+        world, PrefixStore(f"hybrid/{name}", job.store),
+        backend="paceline" if shares_memory else job.backend, device=job.device, timeout_s=job.timeout_s,
+    )  # fmt: skip
+
+
+register(
+    Registered(
+        "hybrid", HybridConfig, HybridMaker, examples=(HybridConfig(shard_over=1),), rides=strided_lanes, in_rounds=True
+    )
+)

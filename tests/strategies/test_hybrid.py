@@ -1,0 +1,100 @@
+"""hybrid: rows inside a host, replicas across; the bits of one process however workers are spread over hosts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paceline import World
+from paceline.collectives.canonical_sum import SumPlan
+from paceline.errors import ConfigError
+from paceline.strategies.hybrid import HybridConfig, groups_of, hybrid_rides, plan_across
+from paceline.world.topology import Topology
+from tests.bits.programs import PROGRAMS
+from tests.strategies.test_fsdp import holds
+from tests.strategies.test_zero import straight, trains
+from tests.workers import hashes, run_workers
+
+
+def on_hosts(world: World, *, run: Callable[..., Any], hosts: int, **job: Any) -> Any:
+    """As if the workers were spread over several hosts, each with as many of them."""
+    each = world.size // hosts
+    here = replace(
+        world, local_rank=world.rank % each, local_size=each, host_rank=world.rank // each, hosts=hosts
+    )  # fmt: skip
+    return run(here, **job)
+
+
+@cache
+def alone(program: str, lanes: int, accumulate: int) -> frozenset[str]:
+    return frozenset(hashes(run_workers(PROGRAMS[program], 1, lanes=lanes, accumulate=accumulate)))
+
+
+@pytest.mark.parametrize(
+    ("program", "workers", "hosts", "lanes", "accumulate"),
+    [
+        ("clipped", 4, 2, 5, 2), ("gpt", 4, 2, 8, 1), ("convnet", 4, 2, 4, 1), ("wide", 3, 3, 5, 2),
+        ("gan", 4, 2, 5, 1), ("short_last_step", 4, 2, 4, 2), ("odd_parameters", 2, 1, 4, 1),
+    ],
+)  # fmt: skip
+def test_any_number_of_hosts_gives_the_bits_of_one_process(
+    program: str, workers: int, hosts: int, lanes: int, accumulate: int
+) -> None:
+    job = {"lanes": lanes, "accumulate": accumulate, "bucket_mib": 0.01, "backend": "gloo"}
+    found = run_workers(on_hosts, workers, run=PROGRAMS[program], hosts=hosts, strategy="hybrid", **job)
+    assert hashes(found) == alone(program, lanes, accumulate)
+
+
+@pytest.mark.parametrize("backend", ["gloo", "paceline"])
+def test_groups_smaller_than_a_host_give_the_bits_of_one_process(backend: str) -> None:
+    job = {"lanes": 5, "accumulate": 2, "backend": backend}
+    found = run_workers(PROGRAMS["clipped"], 4, strategy=HybridConfig(shard_over=2), **job)
+    assert hashes(found) == alone("clipped", 5, 2)
+
+
+@pytest.mark.parametrize(("before", "after"), [("hybrid", "ddp"), ("ddp", "hybrid"), ("fsdp", "hybrid")])
+def test_a_state_saved_under_one_strategy_goes_on_under_another_to_the_same_bits(
+    before: str, after: str, tmp_path: Path
+) -> None:
+    folder = str(tmp_path / "state")
+    job = {"run": trains, "hosts": 2, "backend": "gloo", "folder": folder}
+    hashes(run_workers(on_hosts, 4, until=3, strategy=before, **job))
+    assert hashes(run_workers(on_hosts, 4, until=6, resume=True, strategy=after, **job)) == straight()
+
+
+def test_a_worker_keeps_its_share_of_a_host() -> None:
+    for result in run_workers(on_hosts, 4, run=holds, hosts=2, strategy="hybrid", backend="gloo"):
+        assert result.error is None, result.traceback
+        elements, weights, state, gradients = result.value
+        assert (weights, gradients, state) == (elements // 2, elements // 2, elements)
+
+
+# -- who is with whom --------------------------------------------------------------------------------------------------
+
+TWO_HOSTS = Topology.of([0, 0, 1, 1])
+
+
+def test_hosts_ride_neighbouring_lanes_so_that_each_has_one_root() -> None:
+    groups = groups_of(TWO_HOSTS, None)
+    assert groups == ((0, 1), (2, 3))
+    rides = hybrid_rides(8, groups)
+    assert rides == ((0, 2), (1, 3), (4, 6), (5, 7))
+    plan = plan_across(SumPlan(tuple(range(8)), rides), groups)
+    assert [plan.roots(host) for host in (0, 1)] == [(0,), (4,)]
+
+
+def test_hosts_of_different_sizes_are_refused_unless_groups_fit_them() -> None:
+    uneven = Topology.of([0, 0, 1, 1, 1, 1])
+    with pytest.raises(ConfigError, match=r"the hosts have 2, 4 workers.*HybridConfig\(shard_over=n\)"):
+        groups_of(uneven, None)
+    assert groups_of(uneven, 2) == ((0, 1), (2, 3), (4, 5))
+
+
+def test_groups_that_do_not_divide_a_host_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"shard_over=3\): a host has 2 workers, which are no groups of 3"):
+        groups_of(TWO_HOSTS, 3)
