@@ -32,6 +32,21 @@ def test_a_star_of_workers_sharing_a_gpu_gives_the_bits_of_one(workers: int, lan
     assert hashes(run_workers(convnet, workers, strategy="star", bucket_mib=0.01, **job)) == alone
 
 
+@pytest.mark.parametrize(("strategy", "workers"), [("zero1", 2), ("zero2", 3)])
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_shards_of_workers_sharing_a_gpu_give_the_bits_of_one(strategy: str, workers: int, precision: str) -> None:
+    job = {"lanes": 4, "device": "cuda:0", "backend": "gloo", "precision": precision}
+    alone = hashes(run_workers(clipped, 1, **job))
+    assert hashes(run_workers(clipped, workers, strategy=strategy, bucket_mib=0.01, **job)) == alone
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_an_update_on_the_host_has_one_result_at_any_number_of_workers(precision: str) -> None:
+    job = {"lanes": 4, "device": "cuda:0", "backend": "gloo", "precision": precision, "offload": "optimizer"}
+    alone = hashes(run_workers(gpt, 1, strategy="zero1", **job))
+    assert hashes(run_workers(gpt, 2, strategy="zero2", bucket_mib=0.01, **job)) == alone
+
+
 def where(world: World) -> tuple[str, str]:
     with Engine(world=world) as engine:
         model, _, loader = prepared(engine)

@@ -3,6 +3,7 @@
 Z bytes of gradients     sent by a worker in a step
 zero1                    (N-1)/N · Z for each of its roots   + (N-1)/N · Z of weights
 zero2                    (N-1)/N · Z for each of its lanes   + (N-1)/N · Z of weights
+in bf16                  half of it for weights, and for lanes if they are reduced in it
 weights once per host    no weights
 """
 
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from paceline import Engine, World
+from paceline import Engine, Precision, World
 from paceline.collectives import traffic_theory as theory
 from paceline.collectives.byte_count import Traffic
 from paceline.collectives.canonical_sum import sum_plan
@@ -113,6 +114,22 @@ def test_shares_that_differ_by_a_block_and_weights_in_bf16_are_counted_to_the_by
         assert len(set(owned)) > 1
         sums = theory.scatter_to_owners(owned, nodes_sent(strategy, lanes, workers))[rank]
         assert bytes_of(traffic, CANONICAL_SCATTER) == times(sums, 4)
+        assert bytes_of(traffic, GATHER) == times(theory.gather_from_owners(owned)[rank], 2)
+
+
+@pytest.mark.parametrize(("strategy", "bytes_of_gradients"), [("zero1", 4), ("zero2", 2)])
+def test_low_precision_gathers_two_bytes_a_weight_and_lanes_rounded_to_bf16_are_sent_in_it(
+    strategy: str, bytes_of_gradients: int
+) -> None:
+    """zero1 sends sums of several lanes, which bf16 would round again."""
+    workers, lanes = 3, 5
+    precision = Precision("bf16", reduction="bf16")
+    job = {"strategy": strategy, "lanes": lanes, "backend": "gloo", "precision": precision}
+    for rank, result in enumerate(run_workers(a_step, workers, **job)):
+        assert result.error is None, result.traceback
+        traffic, owned = result.value
+        sums = theory.scatter_to_owners(owned, nodes_sent(strategy, lanes, workers))[rank]
+        assert bytes_of(traffic, CANONICAL_SCATTER) == times(sums, bytes_of_gradients)
         assert bytes_of(traffic, GATHER) == times(theory.gather_from_owners(owned)[rank], 2)
 
 

@@ -146,24 +146,26 @@ def direct_reduce_scatter(comm: Communicator, scatter: Scatter, *, tag: int, scr
     start, stop = scatter.ranges[comm.rank]
     others = [(comm.rank + hop) % comm.size for hop in range(1, comm.size)]
     outgoing: list[Handle] = []
+    wire = scatter.wire or scatter.dtype
+    parting = {node: scatter.nodes[node].to(wire) for node in scatter.shipment.sent[comm.rank]}
     for peer in others:
         low, high = scatter.ranges[peer]
         if low < high:
             outgoing += [
-                comm.send(scatter.nodes[node][low:high], to=peer, tag=tag, operation=CANONICAL_SCATTER)
-                for node in scatter.shipment.sent[comm.rank]
+                comm.send(tensor[low:high], to=peer, tag=tag, operation=CANONICAL_SCATTER)
+                for tensor in parting.values()
             ]
     if start < stop:
         foreign = [(peer, node) for peer in others for node in scatter.shipment.sent[peer]]
         outs, width = scatter.outs(), stop - start
         like = next(iter(outs.values()))
-        received = scratch.take(like, width * len(foreign)).view(len(foreign), width)
+        received = scratch.take(like.new_empty(0, dtype=wire), width * len(foreign)).view(len(foreign), width)
         incoming: list[Handle] = [
             comm.receive(row, source=peer, tag=tag, operation=CANONICAL_SCATTER)
             for (peer, _), row in zip(foreign, received, strict=True)
         ]
         wait_all(incoming)
-        arrived = {node: row for (_, node), row in zip(foreign, received, strict=True)}
+        arrived = {node: row for (_, node), row in zip(foreign, received.to(scatter.dtype), strict=True)}
         _finish(scatter, arrived, outs, start, stop)
     wait_all(outgoing)
 
@@ -174,15 +176,17 @@ def direct_reduce_scatter_by_collectives(comm: Communicator, scatter: Scatter, l
     widths = [high - low for low, high in scatter.ranges]
     start, stop = scatter.ranges[comm.rank]
     slices = [scatter.nodes[node][low:high] for low, high in scatter.ranges for node in mine]
-    parting = torch.cat(slices) if slices else like.new_empty(0)
+    wire = scatter.wire or scatter.dtype
+    parting = (torch.cat(slices) if slices else like.new_empty(0)).to(wire)
     own = widths[comm.rank]
-    arriving = like.new_empty(own * sum(map(len, sent)))
+    arriving = like.new_empty(own * sum(map(len, sent)), dtype=wire)
     comm.all_to_all(
         arriving, parting, [own * len(nodes) for nodes in sent], [width * len(mine) for width in widths]
     ).wait()
     if own:
         names = [node for nodes in sent for node in nodes]
-        _finish(scatter, dict(zip(names, arriving.view(-1, own).unbind(0), strict=True)), scatter.outs(), start, stop)
+        rows = arriving.to(scatter.dtype).view(-1, own).unbind(0)
+        _finish(scatter, dict(zip(names, rows, strict=True)), scatter.outs(), start, stop)
 
 
 def scatter_alone(scatter: Scatter) -> None:

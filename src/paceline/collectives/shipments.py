@@ -98,6 +98,7 @@ class Scatter:
     nodes: Mapping[int, Tensor]  # by name: the whole bucket, flat
     held: dict[int, Tensor]  # by name: this worker's range; afterwards those of the shipment's sums
     room: Callable[[int], Tensor]  # memory for a node that is not held yet; it may be part of `nodes`
+    wire: torch.dtype | None = None  # what messages are sent in, where that loses nothing: `nodes` were rounded to it
 
     def outs(self) -> dict[int, Tensor]:
         """Where each sum goes: a node that grows stays where it is."""

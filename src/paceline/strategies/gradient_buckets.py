@@ -171,11 +171,15 @@ class GradientBuckets:
                 gradient = gradient.to_dense() if gradient.is_sparse else gradient
             gradients.append(gradient)
         sums.take(lane, gradients)
-        if self._rounded_to is not None:
-            node = sums.nodes[lane]
-            node.copy_(node.to(self._rounded_to))
+        rounded_to = self.lanes_are_in(number)
+        if rounded_to is not None:
+            sums.nodes[lane].copy_(sums.nodes[lane].to(rounded_to))
         self._merge(sums, lane)
         self._taken[number] = True
+
+    def lanes_are_in(self, number: int) -> torch.dtype | None:
+        """What each lane's gradients in this bucket are rounded to, if they are: not what a model keeps in fp64."""
+        return self._rounded_to if self.sums[number].bucket.dtype == torch.float32 else None
 
     def _merge(self, sums: LaneSums, lane: int) -> None:
         if not self._by_lane:

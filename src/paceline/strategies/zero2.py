@@ -100,6 +100,7 @@ class Zero2(ShardedStrategy):
         scatter = Scatter(
             number, shipment, shards.ranges, shards.bucket.dtype, nodes, self._held[number],
             room=lambda node: own if node == lowest else torch.empty_like(own),
+            wire=self._buckets.lanes_are_in(number),
         )  # fmt: skip
         size = sum(node.nbytes for node in nodes.values())
         self._make_way(size)
