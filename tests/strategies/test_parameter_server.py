@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from paceline.errors import ConfigError
 from paceline.parameter_server.clock import parse_clock
 from paceline.strategies.parameter_server import ParameterServer
 from tests.bits.programs import PROGRAMS
@@ -19,8 +20,17 @@ def hash_of_ddp(program: str, lanes: int, accumulate: int = 1) -> str:
     return found
 
 
-def hash_of(program: str, workers: int, servers: int, *, clock: str = "s=0", mode: str = "update", **job: Any) -> str:
-    strategy = ParameterServer(clock=parse_clock(clock), mode=mode)  # type: ignore[arg-type]
+def hash_of(
+    program: str,
+    workers: int,
+    servers: int,
+    *,
+    clock: str = "s=0",
+    mode: Any = "update",
+    devices: tuple[str, ...] = ("cpu",),
+    **job: Any,
+) -> str:
+    strategy = ParameterServer(clock=parse_clock(clock), mode=mode, server_devices=devices)
     results = run_workers(PROGRAMS[program], workers, servers=servers, strategy=strategy, **job)
     (found,) = hashes(results)
     return found
@@ -79,3 +89,39 @@ def test_a_delay_has_one_hash_on_any_number_of_workers_and_servers_in_both_modes
 def test_another_delay_gives_other_bits() -> None:
     """The oracle can fail: it sees that the weights were read later."""
     assert len({hash_of_ddp("gpt", 4), hash_of_delay("gpt", "d=1", 4, 1), hash_of_delay("gpt", "d=3", 4, 1)}) == 3
+
+
+# -- several devices of a server ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("clock", "servers"), [("s=0", 1), ("s=0", 0), ("d=1", 2)])
+def test_keys_spread_over_several_devices_of_a_server_give_the_same_bits(clock: str, servers: int) -> None:
+    job: dict[str, Any] = {"clock": clock, "lanes": 4}
+    spread = hash_of("gpt", 2, servers, devices=("cpu", "cpu:0", "cpu"), **job)
+    assert spread == hash_of("gpt", 1, 0, **job)
+
+
+@pytest.mark.parametrize(
+    ("devices", "text"),
+    [
+        (
+            (),
+            "ParameterServer(server_devices=()): name at least one device, such as ('cpu',) or ('cuda:0', 'cuda:1')",
+        ),
+        (
+            "cpu",
+            "ParameterServer(server_devices='cpu'): name at least one device, such as ('cpu',) or ('cuda:0', 'cuda:1')",
+        ),
+        (("gpu",), "ParameterServer(server_devices=…): 'gpu' is no device; write cpu, cuda:0 and the like"),
+    ],
+)
+def test_what_is_no_device_of_a_server_is_refused_in_one_line(devices: Any, text: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        ParameterServer(server_devices=devices)
+    assert str(caught.value) == text
+
+
+def test_a_gpu_that_a_server_does_not_see_is_named_before_training() -> None:
+    results = run_workers(PROGRAMS["gpt"], 1, servers=1, strategy=ParameterServer(server_devices=("cuda:63",)))
+    assert "server 0 is to hold keys on cuda:63, but sees" in str(results[1].error), results
+    assert all(str(result.error).split(":")[0] in ("ConfigError", "PeerLostError") for result in results), results

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, get_args
 
+import torch
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
@@ -48,7 +49,8 @@ class ParameterServer:
 
     `mode`: servers "update" the weights, with the optimizer of the script, or only "aggregate" gradients, and every
     worker updates its own. `treatment` is for pushes that come late. `key_mib` is the size of what servers hold,
-    receive and send as one; by default 4, or less in a small model.
+    receive and send as one; by default 4, or less in a small model. `server_devices`: where a server holds its keys,
+    spread over these by size; by default in the host's memory.
 
     `record` is a run folder, in which every process writes what it read and applied. An asynchronous run can be
     replayed from that, bit for bit; without it nothing is written, and the run can't be repeated.
@@ -59,6 +61,7 @@ class ParameterServer:
     treatment: Treatment = field(default_factory=Treatment)
     record: str | Path | None = field(default=None, compare=False)
     key_mib: float | None = field(default=None, compare=False)
+    server_devices: tuple[str, ...] = field(default=("cpu",), compare=False)
 
     def __post_init__(self) -> None:
         if self.mode not in get_args(Mode):
@@ -75,12 +78,13 @@ class ParameterServer:
             )
         if self.key_mib is not None and self.key_mib <= 0:
             raise ConfigError(f"ParameterServer(key_mib={self.key_mib}): a key holds at least one block")
+        check_devices(self.server_devices)
 
     @property
     def plan(self) -> Plan:
         key_bytes = None if self.key_mib is None else int(self.key_mib * 2**20)
         record = None if self.record is None else Path(self.record)
-        return Plan(self.clock, self.mode, self.treatment, key_bytes, record)
+        return Plan(self.clock, self.mode, self.treatment, key_bytes, record, tuple(self.server_devices))
 
 
 class ParameterServerMaker:
@@ -157,6 +161,21 @@ class ParameterServerMaker:
         who = f"{world.servers} server{plural}" if world.servers else "worker 0 as the server"
         title = f"paceline: parameter server, {parts.plan.clock}, {parts.plan.mode}, {who}"
         print("\n    ".join([title, *sum_of(seen).lines()]), flush=True)
+
+
+def check_devices(devices: object) -> None:
+    if not isinstance(devices, tuple | list) or not devices:
+        raise ConfigError(
+            f"ParameterServer(server_devices={devices!r}): name at least one device, such as ('cpu',) or "
+            "('cuda:0', 'cuda:1')"
+        )
+    for device in devices:
+        try:
+            torch.device(device)
+        except (RuntimeError, TypeError):
+            raise ConfigError(
+                f"ParameterServer(server_devices=…): {device!r} is no device; write cpu, cuda:0 and the like"
+            ) from None
 
 
 def _open(config: ParameterServer, job: Job) -> Maker:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from paceline.collectives.communicator import Communicator
+from paceline.errors import ConfigError
 from paceline.optim.range_optimizer import check_elementwise
 from paceline.parameter_server import joint
 from paceline.parameter_server.application_log import JobFacts, Role, next_attempt
@@ -57,6 +58,11 @@ class Plan:
     treatment: Treatment
     key_bytes: int | None = None
     record: Path | None = None
+    devices: tuple[str, ...] = ("cpu",)  # where a server holds its keys
+
+    @property
+    def on_host(self) -> bool:
+        return all(torch.device(device).type == "cpu" for device in self.devices)
 
 
 @dataclass(frozen=True)
@@ -119,9 +125,10 @@ class Parts:
     def _share_memory(self, *, on_host: bool) -> Memory:
         space, clock, aggregates = self.spaces[0], self.plan.clock, self.plan.mode == "aggregate"
         sizes = [(bucket.elements, bucket.dtype) for bucket in space.buckets]
+        shows_weights = clock.deterministic and self.plan.on_host
         return Memory(
             gradients=joint.shared_gradients(self.comm, sizes) if clock.synchronous and on_host else None,
-            weights=joint.shared_keys(self.comm, space.table, sums=False) if clock.deterministic else None,
+            weights=joint.shared_keys(self.comm, space.table, sums=False) if shows_weights else None,
             sums=joint.shared_keys(self.comm, space.table, sums=True) if clock.synchronous and aggregates else None,
         )
 
@@ -165,6 +172,7 @@ class Parts:
 
     def _server(self, index: int, inside: LocalChannel | None = None) -> Server:
         world = self.job.world
+        self._check_devices(index)
         stats = StalenessCounter(len(self.spaces[0].table.of_server(index)))
         channels: dict[int, Channel] = {} if inside is None else {0: inside}
         if self.comm is not None:
@@ -188,6 +196,14 @@ class Parts:
             sum_homes=self.memory.sums,
         )
 
+    def _check_devices(self, index: int) -> None:
+        for device in map(torch.device, self.plan.devices):
+            if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+                raise ConfigError(
+                    f"ParameterServer(server_devices=…): server {index} is to hold keys on {device}, but sees "
+                    f"{torch.cuda.device_count()} GPUs; name others, or cpu"
+                )
+
     def _core_of(
         self, space: Space, index: int, stats: StalenessCounter, log: RunLog | None
     ) -> Callable[[], ServerCore]:
@@ -195,7 +211,10 @@ class Parts:
             keys = space.table.of_server(index) if self.plan.mode == "update" else ()
             homes = self.memory.weights if space is self.spaces[0] else None
             ahead = self.plan.treatment.look_ahead and not self.plan.clock.deterministic
-            held = hold_keys(*(keys, space.parameters, space.optimizers, space.settings), homes=homes, look_ahead=ahead)
+            held = hold_keys(
+                *(keys, space.parameters, space.optimizers, space.settings, self.plan.devices, homes),
+                look_ahead=ahead,
+            )
             return ServerCore(
                 *(space.protocol, index, held, space.settings, self.plan.clock),
                 mode=self.plan.mode,
