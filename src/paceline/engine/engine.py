@@ -36,6 +36,7 @@ from paceline.engine.acting_once import is_scheduler, let_optimizer_act_once, le
 from paceline.engine.boundary import Boundary, Operation, check_boundary
 from paceline.engine.config import EngineConfig, counted, one_of
 from paceline.engine.evaluation import EvaluationLoader
+from paceline.engine.memory_check import check_memory
 from paceline.engine.one_line_errors import show_our_errors_in_one_line
 from paceline.engine.prepared_loader import PreparedLoader
 from paceline.engine.progress import Progress
@@ -384,6 +385,7 @@ class Engine:
         if not self._models:
             raise ConfigError("engine.prepare() got an optimizer but no model; give both in one call")
         check_same_models(self._comm, self._models)
+        check_memory(self.config, self.world, self._comm, self.device, self._optimizers, self._client)
         if self.config.activation_checkpointing is not None:
             self._recomputed = recomputing.Recomputed(self.config.activation_checkpointing, self._models)
             self.print(f"paceline: {self._recomputed.described}")

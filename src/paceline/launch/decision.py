@@ -15,6 +15,7 @@ import asyncio
 import signal
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, Protocol
 
 from paceline.errors import WorldError
@@ -23,6 +24,7 @@ from paceline.launch.ending import Policy, goes_on, good_end, look_at_the_last
 from paceline.launch.hosts import SealedLink, Seat
 from paceline.launch.verdict import (
     NO_MEETING,
+    MemoryTold,
     Outcome,
     Phase,
     Process,
@@ -97,6 +99,8 @@ class Coordinator:
                 self.policy = self.policy.told(body)
             case "holds":
                 process.holds = str(body["what"])
+            case "memory":
+                process.memory = MemoryTold(str(body["told"]), Path(body["kills_file"]), int(body["kills"]))
             case "checkpoint":
                 self._checkpoint = str(body["folder"])
             case "busy":

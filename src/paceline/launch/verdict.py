@@ -31,7 +31,10 @@ import signal
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from enum import Enum
+from pathlib import Path
 from typing import Any
+
+from paceline.world.memory_limit import kills
 
 WORKER_FAILED = 1
 BAD_INPUT = 2
@@ -82,6 +85,15 @@ class Raised:
         return self.text.strip().splitlines()[0] if self.text.strip() else ""
 
 
+@dataclass(frozen=True)
+class MemoryTold:
+    """What a worker said of its limit, and how often that had killed somebody by then."""
+
+    told: str
+    kills_file: Path
+    kills: int
+
+
 @dataclass
 class Process:
     """What the supervisor knows of one worker or server."""
@@ -101,6 +113,7 @@ class Process:
     """It failed, and the job goes on without it."""
     holds: str = ""
     """What is lost with it, in its own words, such as a server's keys."""
+    memory: MemoryTold | None = None
     ended_at: float | None = None
     heard_at: float = 0.0
     """Its last sign of life: a word, output, or time on a processor."""
@@ -210,7 +223,7 @@ def happened(process: Process, processes: Sequence[Process]) -> str:
         said = process.raised.text if process.raised.ours else process.raised.summary
         return f"raised {process.raised.type}{process.at_step}" + (f": {said}" if said else "")
     if process.status is not None and process.status < 0:
-        hint = " (out of memory?)" if -process.status == signal.SIGKILL else ""
+        hint = _of_what(process) if -process.status == signal.SIGKILL else ""
         return f"was killed by {signal_name(-process.status)}{process.at_step}{hint}"
     if process.left_early:
         others = [p for p in processes if p is not process and not p.is_server]
@@ -218,6 +231,16 @@ def happened(process: Process, processes: Sequence[Process]) -> str:
         left = "1 other was" if len(training) == 1 else f"{len(training)} others were"
         return f"exited with code 0{process.at_step} while {left} still training"
     return f"exited with code {process.status}{process.at_step}"
+
+
+def _of_what(process: Process) -> str:
+    """Of a SIGKILL: the kernel's, when a limit of memory was reached, or somebody else's."""
+    memory = process.memory
+    if memory is None or not memory.kills_file.exists():  # it may be on another host
+        return " (out of memory?)"
+    if kills(memory.kills_file) > memory.kills:
+        return f": out of memory. {memory.told[0].upper()}{memory.told[1:]}"
+    return ""
 
 
 def count(processes: Sequence[Process]) -> str:

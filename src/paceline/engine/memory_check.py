@@ -1,0 +1,144 @@
+"""Will it fit? Weights, gradients and optimizer state by formula, against the memory that there is, before step 1.
+
+    ConfigError: strategy='ddp' does not fit: … take 2.24 GiB on each worker, and the limit is 2.00 GiB (cgroup /job0).
+    On 4 workers zero3 takes 0.56 GiB …
+
+What comes on top, activations most of all, nobody knows before it was seen; a job that dies of it is told the same
+numbers by the launcher.
+"""
+
+from __future__ import annotations
+
+import math
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from paceline.collectives.communicator import Communicator
+from paceline.engine.config import EngineConfig, counted
+from paceline.errors import ConfigError
+from paceline.optim.state_size import state_bytes
+from paceline.sharding.footprint import Model
+from paceline.strategies.registry import STRATEGIES, Chosen
+from paceline.world.control import ControlClient
+from paceline.world.memory_limit import MemoryLimit, kills, memory_limit
+from paceline.world.world import World
+
+_GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Fit:
+    """What strategies hold on one worker, and how much of a limit one worker has."""
+
+    chosen: Chosen
+    model: Model
+    limit: MemoryLimit
+    sharers: int
+    workers: int
+    lanes: int
+    accumulate: int
+    per_host: int
+
+    @property
+    def room(self) -> int:
+        return self.limit.bytes // self.sharers
+
+    def held(self, strategy: Chosen) -> int:
+        sizes = {"workers": self.workers, "lanes": self.lanes, "accumulate": self.accumulate}
+        return strategy.footprint(self.model, **sizes, per_host=self.per_host).held
+
+    @property
+    def fits(self) -> bool:
+        return self.held(self.chosen) <= self.room
+
+    def told(self) -> str:
+        """What is held, of what, and by whom less."""
+        shared = "" if self.sharers == 1 else f" for {counted(self.sharers, 'worker')}"
+        return (
+            f"weights, gradients and optimizer state of {self.model.parameters:,} parameters take "
+            f"{_gib(self.held(self.chosen))} on each worker, and the limit is {_gib(self.limit.bytes)}{shared} "
+            f"({self.limit.shared_by})"
+        )
+
+    def advice(self) -> str:
+        others = [Chosen(entry, entry.config()) for entry in STRATEGIES.values()]
+        smaller = {s.name: self.held(s) for s in others if s.has_footprint and self.held(s) < self.held(self.chosen)}
+        fitting = [f"strategy={name!r} takes {_gib(held)}" for name, held in smaller.items() if held <= self.room]
+        if fitting:
+            return f"on {counted(self.workers, 'worker')} {', '.join(fitting)}"
+        everything = self.model.parameters * (self.model.weight + self.model.gradient + self.model.state)
+        return f"strategy='zero3' needs at least {counted(math.ceil(everything / self.room), 'worker')} of this size"
+
+
+def check_memory(
+    config: EngineConfig,
+    world: World,
+    comm: Communicator | None,
+    device: torch.device,
+    optimizers: Sequence[Optimizer],
+    client: ControlClient | None,
+) -> None:
+    """Refuse what can't fit, on all workers alike; what may is told to the launcher, in case it does not."""
+    fit = _fit(config, world, comm, device, optimizers)
+    refused = None
+    if fit is not None and not fit.fits:
+        refused = f"strategy={config.strategy.name!r} does not fit: {fit.told()}. Instead: {fit.advice()}"
+    everyone = [refused] if comm is None else comm.gather_json(refused)
+    if text := next((text for text in everyone if text is not None), None):
+        raise ConfigError(text)
+    if fit is not None and client is not None and fit.limit.kills_file is not None:
+        file = fit.limit.kills_file
+        client.tell("memory", told=f"{fit.told()}; {fit.advice()}", kills_file=str(file), kills=kills(file))
+
+
+def _fit(
+    config: EngineConfig,
+    world: World,
+    comm: Communicator | None,
+    device: torch.device,
+    optimizers: Sequence[Optimizer],
+) -> Fit | None:
+    limit = _limit_of(device)
+    whom = None if limit is None else f"{socket.gethostname()} {limit.shared_by}"
+    sharers = 1 if comm is None else comm.gather_json(whom).count(whom)  # all workers take part, whatever they find
+    model = _model(optimizers)
+    if limit is None or model is None or not config.strategy.has_footprint:
+        return None
+    if device.type != "cpu":
+        sharers = 1
+    shares_memory = comm is not None and comm.backend == "paceline"
+    per_host = world.size if shares_memory else 1
+    return Fit(config.strategy, model, limit, sharers, world.size, config.lanes, config.accumulate, per_host)
+
+
+def _limit_of(device: torch.device) -> MemoryLimit | None:
+    if device.type == "cuda":
+        return MemoryLimit(torch.cuda.get_device_properties(device).total_memory, f"{device}")
+    return memory_limit()
+
+
+def _model(optimizers: Sequence[Optimizer]) -> Model | None:
+    """All trained parameters as if they were alike: the bytes of each, rounded down."""
+    trained: dict[int, Tensor] = {}
+    state = 0.0
+    for optimizer in optimizers:
+        each = state_bytes(optimizer)
+        mine = {id(p): p for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
+        if each is None:
+            return None
+        state += each * sum(p.numel() for p in mine.values())
+        trained |= mine
+    elements = sum(p.numel() for p in trained.values())
+    if not elements:
+        return None
+    weight = sum(p.numel() * p.element_size() for p in trained.values()) / elements
+    return Model(elements, weight=int(weight), gradient=4, state=int(state / elements))
+
+
+def _gib(number: int) -> str:
+    return f"{number / _GIB:.2f} GiB"

@@ -1,0 +1,88 @@
+"""What can't fit is refused before the first step, with what would; what dies of it all the same is told by name."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from paceline import Engine, World
+from paceline.launch.verdict import MemoryTold, Process, happened
+from paceline.optim.state_size import state_bytes
+from tests.workers import run_workers
+
+GROUPS = Path("/sys/fs/cgroup/memory")
+PARAMETERS = 4 * 2**20
+
+
+@pytest.fixture
+def group() -> Iterator[Path]:
+    """A real cgroup of 48 MiB, for as long as the test runs."""
+    made = GROUPS / f"paceline-test-{os.getpid()}"
+    try:
+        made.mkdir()
+        (made / "memory.limit_in_bytes").write_text(str(48 * 2**20))
+    except OSError:
+        pytest.skip("needs root and the memory controller of cgroups, version 1")
+    yield made
+    made.rmdir()
+
+
+def prepares(world: World, *, strategy: str, group: str, all_together: bool) -> str:
+    """In the group before anything is held, and out of it again for the rest."""
+    if all_together or world.rank == 1:
+        (Path(group) / "cgroup.procs").write_text(str(os.getpid()))
+    try:
+        with Engine(world=world, strategy=strategy, backend="gloo") as engine:
+            model = nn.Linear(2048, PARAMETERS // 2048, bias=False)
+            engine.prepare(model, torch.optim.AdamW(model.parameters()))
+            return "fits"
+    finally:
+        (GROUPS / "cgroup.procs").write_text(str(os.getpid()))
+
+
+def test_a_strategy_that_does_not_fit_is_refused_by_all_workers_with_those_that_do(group: Path) -> None:
+    results = run_workers(prepares, 2, strategy="ddp", group=str(group), all_together=False)
+    for result in results:
+        assert result.error == (
+            "ConfigError: strategy='ddp' does not fit: weights, gradients and optimizer state of 4,194,304 parameters "
+            f"take 0.06 GiB on each worker, and the limit is 0.05 GiB (cgroup /{group.name}). Instead: on 2 workers "
+            "strategy='zero1' takes 0.05 GiB, strategy='zero2' takes 0.04 GiB, strategy='zero3' takes 0.03 GiB"
+        ), result.traceback
+
+
+def test_workers_of_one_group_share_its_limit(group: Path) -> None:
+    results = run_workers(prepares, 2, strategy="ddp", group=str(group), all_together=True)
+    for result in results:
+        assert "the limit is 0.05 GiB for 2 workers" in str(result.error), result.traceback
+        assert "Instead: strategy='zero3' needs at least 3 workers of this size" in str(result.error)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "settings", "bytes_each"),
+    [
+        (torch.optim.SGD, {"lr": 0.1}, 0), (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}, 4),
+        (torch.optim.AdamW, {}, 8), (torch.optim.Adam, {"amsgrad": True}, 12),
+    ],
+)  # fmt: skip
+def test_the_state_of_an_optimizer_is_found_by_trying(optimizer: type, settings: dict, bytes_each: int) -> None:
+    assert state_bytes(optimizer(nn.Linear(4, 4).parameters(), **settings)) == bytes_each
+
+
+def test_an_optimizer_that_can_not_be_tried_is_not_judged() -> None:
+    assert state_bytes(torch.optim.LBFGS(nn.Linear(4, 4).parameters())) is None
+
+
+def test_a_worker_that_the_kernel_killed_for_its_memory_is_told_from_one_that_somebody_killed(tmp_path: Path) -> None:
+    file = tmp_path / "memory.oom_control"
+    told = MemoryTold("weights take 2 GiB", file, kills=1)
+    victim = Process(rank=0, pid=1, status=-9, memory=told)
+    assert happened(victim, [victim]) == "was killed by SIGKILL (out of memory?)"  # the file is on another host
+    file.write_text("under_oom 0\noom_kill 1\n")
+    assert happened(victim, [victim]) == "was killed by SIGKILL"
+    file.write_text("under_oom 0\noom_kill 2\n")
+    assert happened(victim, [victim]) == "was killed by SIGKILL: out of memory. Weights take 2 GiB"
