@@ -11,8 +11,8 @@ A model of 50 million parameters in fp32, AdamW, one lane per worker, one micro-
     parameters + gradients + optimizer state     beside the formula (sharding/footprint.py)
     activations                                  what autograd keeps between forward and backward
     buffers                                      of communication: other tensors, and shared memory beyond the above
-    other                                        the rest of a step's peak: temporary results, libraries, memory that
-                                                 the allocator keeps when it is freed
+    other                                        the rest of a step's peak: temporary results, libraries, and with
+                                                 --keep-memory what the allocator keeps when it is freed
 
 The plan is here, without torch; `memory_measure` runs in the workers.
 """
@@ -55,6 +55,7 @@ class MemoryRun:
     workers: int
     backend: str = "paceline"  # ours; the peers' is gloo
     bucket_mib: float | None = None  # ours; zero3 gathers as much at once
+    keep_memory: bool = False  # as `paceline run` does; if not, what is freed is not counted
 
     def __post_init__(self) -> None:
         if self.workers < 1:
@@ -103,6 +104,7 @@ def _run_in_workers(run: MemoryRun) -> list[dict[str, Any]] | int:
             script=Script("paceline.bench.memory_measure", (run.to_json(), folder), is_module=True),
             workers=run.workers,
             settings=LaunchSettings(lanes=run.workers, threads=1, backend=run.backend),
+            keep_memory=run.keep_memory,
         )
         code = asyncio.run(supervise(job))
         if code != 0:

@@ -22,6 +22,7 @@ from paceline.bench.process_memory import Activations, Resident, held_now, peak_
 from paceline.bench.workloads import adamw
 from paceline.sharding.footprint import FOOTPRINTS, Model, footprint
 from paceline.world.environment import read_world
+from paceline.world.free_memory import keep_no_free_memory
 from paceline.world.world import World
 
 WARM_UP_STEPS = 4
@@ -31,6 +32,8 @@ WARM_UP_STEPS = 4
 def measure(run: MemoryRun, world: World, workload: Mlp = MLP50M) -> dict[str, Any]:
     """This worker's figures, in bytes, and where its tensors are."""
     torch.set_num_threads(1)
+    if not run.keep_memory:
+        keep_no_free_memory()
     _use_everything_once()
     at_start = Resident.now().pss
     reset_peak()

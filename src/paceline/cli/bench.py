@@ -271,6 +271,9 @@ def memory(
     ] = None,
     backend: Backend = "paceline",
     bucket_mib: BucketMib = None,
+    keep_memory: Annotated[
+        bool, typer.Option(help="let the allocator keep what is freed, as paceline run does; it counts as other")
+    ] = False,
     json_file: JsonFile = None,
 ) -> None:
     """What a worker holds in memory, by role: each strategy beside its formula, torch's FSDP2 and DeepSpeed."""
@@ -283,7 +286,11 @@ def memory(
     peers = [] if against == ["nobody"] else against or list(memory_bench.known_peers())
     names = list(dict.fromkeys([*(strategy or strategies()), *peers]))
     memory_bench.check_names(names, list(strategies()))
-    runs = [memory_bench.MemoryRun(name, count, backend, bucket_mib) for count in workers or [2, 4] for name in names]
+    runs = [
+        memory_bench.MemoryRun(name, count, backend, bucket_mib, keep_memory)
+        for count in workers or [2, 4]
+        for name in names
+    ]
     rows = memory_bench.measure_memory(runs, tell=lambda line: print(line, flush=True))
     if isinstance(rows, int):
         raise typer.Exit(rows)

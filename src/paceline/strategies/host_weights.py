@@ -23,6 +23,7 @@ from torch.nn import Parameter
 from paceline.collectives.communicator import Communicator
 from paceline.errors import ConfigError, LoopError
 from paceline.strategies.own_pieces import extent
+from paceline.world.free_memory import give_back_free_memory
 
 Weights = Literal["per host", "per worker"]
 ALIGNED = 64  # bytes: where torch's own memory starts, so that products of matrices have the same bits
@@ -57,6 +58,7 @@ class HostWeights:
         for view, (name, parameter) in zip(views, new, strict=True):
             parameter.data = view
             self._held[id(parameter)] = name, parameter
+        give_back_free_memory()  # in which the weights were
         self.take_as_right()
 
     @contextmanager

@@ -27,6 +27,9 @@ from paceline.sharding.flat_layout import Piece
 from paceline.strategies.masters import MASTER, PieceMasters
 from paceline.strategies.own_pieces import OwnPieces, in_logical_order
 from paceline.strategies.whole_states import DealtState, whole_states
+from paceline.world.free_memory import give_back_free_memory
+
+GIVE_BACK_EVERY = 64 * 2**20  # bytes of state that have moved: between old and new places there are only holes
 
 
 class Twin:
@@ -183,7 +186,14 @@ class Twins:
                 return frozenset(range(self._workers))
             return frozenset(worker for worker, _ in pieces.shards.owners.get(pieces.index[id(parameter)], ()))
 
-        for parameter, whole in whole_states(self._comm, old.dealt(receivers, with_masters=True)):
+        dealt = old.dealt(receivers, with_masters=True)
+        old.forget()  # from here on only `dealt` has it, and lets it go bit by bit
+        since = 0
+        for parameter, whole in whole_states(self._comm, dealt, forget=True):
+            since += sum(value.nbytes for value in whole.values() if isinstance(value, Tensor))
+            if since > GIVE_BACK_EVERY:
+                give_back_free_memory()
+                since = 0
             if id(parameter) in pieces.index:
                 if whole:
                     new.put(pieces.index[id(parameter)], whole)
@@ -191,6 +201,7 @@ class Twins:
             whole.pop(MASTER, None)
             if whole:
                 new.optimizer.state[parameter] = whole
+        give_back_free_memory()
 
     # -- masters -----------------------------------------------------------------------------------------------------
 

@@ -3,8 +3,9 @@
     worker 0   weight[0:8192]  {step 7, exp_avg …}  ──┐
     worker 1   weight[8192:]   {step 7, exp_avg …}  ──┴─►  {step 7, exp_avg (6, 4096)} on the receivers
 
-One parameter after another, so that nobody holds more than one whole state that it does not want. First all workers
-tell each other what they keep for each piece; what is kept once for a piece, like a step count, travels with that.
+One parameter after another, so that nobody holds more than one whole state that it does not want; where the pieces are
+not needed any more they go one after another too. First all workers tell each other what they keep for each piece; what
+is kept once for a piece, like a step count, travels with that.
 """
 
 from __future__ import annotations
@@ -33,12 +34,17 @@ class DealtState:
     name: str
     parameter: Parameter
     owners: tuple[tuple[int, Piece], ...]
-    mine: Mapping[Piece, tuple[Tensor, State]]  # the piece and what is kept for it
+    mine: dict[Piece, tuple[Tensor, State]]  # the piece and what is kept for it
     receivers: frozenset[int]
 
 
-def whole_states(comm: Communicator | None, dealt: Sequence[DealtState]) -> Iterator[tuple[Parameter, State]]:
-    """The states of the parameters that this worker receives; all workers go through all of them."""
+def whole_states(
+    comm: Communicator | None, dealt: Sequence[DealtState], *, forget: bool = False
+) -> Iterator[tuple[Parameter, State]]:
+    """The states of the parameters that this worker receives; all workers go through all of them.
+
+    With `forget` this worker's pieces of one are let go before the next.
+    """
     mine = [[[p.start, _described(d.name, *held)] for p, held in d.mine.items()] for d in dealt]
     told = [mine] if comm is None else comm.gather_json(mine)
     rank = 0 if comm is None else comm.rank
@@ -58,11 +64,17 @@ def whole_states(comm: Communicator | None, dealt: Sequence[DealtState]) -> Iter
                 under_way += _received(comm, states[-1], entries, owner)
         wait_all(under_way)
         if wanted:
-            placed = [
+            states = [
                 _placed(state, d.parameter, kept[owner, piece.start])
                 for state, (owner, piece) in zip(states, d.owners, strict=True)
             ]
-            yield d.parameter, gather_state(placed, [piece for _, piece in d.owners], d.parameter, d.name)
+            whole = gather_state(states, [piece for _, piece in d.owners], d.parameter, d.name)
+        del states, under_way
+        if forget:
+            d.mine.clear()
+        if wanted:
+            yield d.parameter, whole
+            del whole
 
 
 Entries = Mapping[str, Sequence[Any]]
