@@ -4,7 +4,7 @@
     straggler   4, one of them at half the others' speed     s = 0, 1, 2, 4, inf · d = 1, 3
     jitter      4, each item takes a random time             s = 0, 1, 2
 
-    python benchmarks/staleness.py measure results.json        # about 5 minutes; starts `paceline run` for every cell
+    python benchmarks/staleness.py measure results.json        # about 6 minutes; starts `paceline run` for every cell
     python benchmarks/staleness.py show results.json --png docs/figures/staleness.png
 
 Most of an item's time is a sleep, so that the cores of the machine don't decide. Every clock runs twice: for the same
@@ -32,9 +32,9 @@ STRAGGLER = ("s=0", "s=1", "s=2", "s=4", "s=inf", "d=1", "d=3")
 JITTER = ("s=0", "s=1", "s=2")
 WORKERS = 4
 BATCH = 16
-ITEM_S = 0.02
-SECONDS, ROUNDS = 8.0, 200
-LEARNING_RATE = 0.1
+ITEM_S = 0.04
+SECONDS, ROUNDS = 10.0, 150
+LEARNING_RATE, MOMENTUM = 0.02, 0.9
 PACELINE = "from paceline.cli.main import main; main()"
 CELL_TIMEOUT_S = 180.0
 
@@ -70,16 +70,18 @@ def train(scenario: str, clock: str, until: str, result: Path) -> None:
     engine = paceline.Engine(strategy=ParameterServer(clock=parse_clock(clock)), device="cpu", seed=0)
     torch.manual_seed(0)
     model: nn.Module = nn.Sequential(nn.Linear(32, 128), nn.ReLU(), nn.Linear(128, 10))
-    optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
+    optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE, momentum=MOMENTUM)
     length = BATCH * WORKERS * (ROUNDS if until == "rounds" else 100 * ROUNDS)
     inputs, targets = samples(length, seed=1)
     loader: Any = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(inputs, targets), batch_size=BATCH)
     model, optimizer, loader = engine.prepare(model, optimizer, loader)
     pace = random.Random(engine.world.rank)
-    started, items = time.monotonic(), 0
+    started, items, busy_s = time.monotonic(), 0, 0.0
     for batch_inputs, batch_targets in loader:
+        begun = time.monotonic()
         loss = nn.functional.cross_entropy(model(batch_inputs), batch_targets)
         time.sleep(_nap_s(scenario, engine.world.rank, pace))
+        busy_s += time.monotonic() - begun  # a synchronous backward ends by waiting for the others
         engine.backward(loss)
         optimizer.step()
         optimizer.zero_grad()
@@ -90,9 +92,10 @@ def train(scenario: str, clock: str, until: str, result: Path) -> None:
     held_out, classes = samples(4096, seed=2)
     with torch.no_grad():
         reached = float(nn.functional.cross_entropy(model(held_out), classes))
-    told = engine.reduce(torch.tensor([items, seconds], dtype=torch.float64), "sum").tolist()
+    told = engine.reduce(torch.tensor([items, seconds, busy_s], dtype=torch.float64), "sum").tolist()
     if engine.is_main_process:
-        result.write_text(json.dumps({"items": int(told[0]), "seconds": told[1] / WORKERS, "loss": reached}))
+        means = {"seconds": told[1] / WORKERS, "busy_s": told[2] / WORKERS}
+        result.write_text(json.dumps({"items": int(told[0]), "loss": reached, **means}))
 
 
 def _nap_s(scenario: str, rank: int, pace: random.Random) -> float:
@@ -127,7 +130,7 @@ def measure(file: Path) -> None:
 
 
 def summary(said: str) -> dict[str, Any]:
-    """What the run's last lines tell: `staleness  0: 1 %, 1: 99 % (mean 0.99, at most 1 rounds)`, `clock  waited …`."""
+    """What the run's last lines tell: `staleness  0: 1 %, 1: 99 % (mean 0.99, at most 1 rounds)`."""
     found: dict[str, Any] = {"delays": {}}
     for line in said.splitlines():
         words = line.partition("] ")[2].split()
@@ -135,74 +138,110 @@ def summary(said: str) -> dict[str, Any]:
             found["delays"] = {delay: float(share) for delay, share in re.findall(r"(\d+)(?: or more)?: (\d+) %", line)}
             mean, most = re.findall(r"mean ([\d.]+), at most (\d+)", line)[0]
             found |= {"mean_delay": float(mean), "most_delay": int(most)}
-        elif words[:2] == ["clock", "waited"]:
-            found["waited_s"] = float(words[2].replace(",", ""))
     return found
 
 
 def _told(row: dict[str, Any]) -> str:
     seen = row["staleness"] or {}
     return (
-        f"{row['scenario']} {row['clock']}, same {row['until']}: {row['items'] / row['seconds']:.0f} updates/s · "
+        f"{row['scenario']} {row['clock']}, same {row['until']}: {speed(row):.0f} updates/s · "
         f"loss {row['loss']:.4f} · staleness {seen.get('mean_delay', 0.0):.2f}, at most {seen.get('most_delay', 0)} · "
-        f"waited {100 * seen.get('waited_s', 0.0) / (WORKERS * row['seconds']):.0f} % of the time"
+        f"waiting {waiting(row):.0%} of the time"
     )
+
+
+def speed(row: dict[str, Any]) -> float:
+    return float(row["items"] / row["seconds"])
+
+
+def waiting(row: dict[str, Any]) -> float:
+    """The share of their time in which workers did not compute."""
+    return 1 - float(row["busy_s"] / row["seconds"])
 
 
 def show(file: Path, png: Path | None) -> None:
     rows = {(row["scenario"], row["clock"], row["until"]): row for row in json.loads(file.read_text())}
     for scenario, clocks in (("straggler", STRAGGLER), ("jitter", JITTER)):
         print(
-            f"\n| {scenario} | updates/s | to s=0 | staleness, rounds: mean, most | at the clock | loss, same time |",
-            end="",
+            f"\n| {scenario} | updates/s | to s=0 | workers wait | staleness, rounds: mean, most "
+            f"| loss after {SECONDS:.0f} s | loss after {ROUNDS} rounds |\n|---|---|---|---|---|---|---|"
         )
-        print(" loss, same updates |\n|---|---|---|---|---|---|---|")
         for clock in clocks:
             timed, counted = rows[scenario, clock, "time"], rows[scenario, clock, "rounds"]
             base = rows[scenario, "s=0", "time"]
-            speed = timed["items"] / timed["seconds"]
             seen = timed["staleness"] or {}
             print(
-                f"| {clock} | {speed:.0f} | {speed / (base['items'] / base['seconds']):.2f} | "
+                f"| {clock} | {speed(timed):.0f} | {speed(timed) / speed(base):.2f} | {100 * waiting(timed):.0f} % | "
                 f"{seen.get('mean_delay', 0.0):.2f}, {seen.get('most_delay', 0)} | "
-                f"{100 * seen.get('waited_s', 0.0) / (WORKERS * timed['seconds']):.0f} % | "
-                f"{timed['loss']:.4f} | {counted['loss']:.4f} |"
+                f"{timed['loss']:.3f} | {counted['loss']:.3f} |"
             )
     if png is not None:
         draw(rows, png)
 
 
-def draw(rows: dict[tuple[str, str, str], dict[str, Any]], png: Path) -> None:
-    import matplotlib
+Rows = dict[tuple[str, str, str], dict[str, Any]]
+FULL, OTHER = "#2a6f97", "#d68c45"
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
 
-    figure, (speeds, losses, delays) = pyplot.subplots(1, 3, figsize=(13, 4), constrained_layout=True)
-    places = range(len(STRAGGLER))
-    timed = [rows["straggler", clock, "time"] for clock in STRAGGLER]
-    counted = [rows["straggler", clock, "rounds"] for clock in STRAGGLER]
-    speeds.bar(places, [row["items"] / row["seconds"] for row in timed], color="tab:blue")
-    speeds.set_title("updates/s, one of 4 workers at half speed")
-    losses.plot(places, [row["loss"] for row in timed], "o-", label=f"after {SECONDS:.0f} s")
-    losses.plot(places, [row["loss"] for row in counted], "s--", label=f"after {ROUNDS} rounds")
-    losses.set_title("held-out loss")
-    losses.legend()
-    for place, row in enumerate(timed):
-        histogram = {int(delay): count for delay, count in ((row["staleness"] or {}).get("delays") or {}).items()}
-        total, bottom = sum(histogram.values()) or 1, 0.0
-        for delay in sorted(histogram):
-            share = histogram[delay] / total
-            shade = pyplot.get_cmap("viridis")(min(delay, 8) / 8)
-            delays.bar(place, share, bottom=bottom, color=shade)
-            if share > 0.08:
-                delays.text(place, bottom + share / 2, str(delay), ha="center", va="center", color="white", fontsize=8)
-            bottom += share
-    delays.set_title("observed staleness, rounds (share of pushes)")
-    for axis in (speeds, losses, delays):
-        axis.set_xticks(list(places), STRAGGLER)
+def draw(rows: Rows, png: Path) -> None:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, 7), layout="constrained")
+    (one, two), (three, four) = figure.subplots(2, 2)
+    draw_speeds(one, rows, "straggler", STRAGGLER)
+    one.set_title("One of 4 workers at half speed: updates/s (grey: waiting)", loc="left")
+    draw_delays(two, [rows["straggler", clock, "time"] for clock in STRAGGLER])
+    draw_losses(three, rows)
+    draw_speeds(four, rows, "jitter", JITTER)
+    four.set_title("Items of random length: updates/s (grey: waiting)", loc="left")
+    for axis, clocks in ((one, STRAGGLER), (two, STRAGGLER), (three, STRAGGLER), (four, JITTER)):
+        axis.set_xticks(range(len(clocks)), [clock.replace("inf", "∞") for clock in clocks])
         axis.spines[["top", "right"]].set_visible(False)
     figure.savefig(png, dpi=110)
+
+
+def draw_speeds(axis: Any, rows: Rows, scenario: str, clocks: tuple[str, ...]) -> None:
+    """Whole bars: what the workers could do if nobody ever waited."""
+    timed = [rows[scenario, clock, "time"] for clock in clocks]
+    axis.bar(range(len(clocks)), [speed(row) / (1 - waiting(row)) for row in timed], 0.6, color="#e6e6e6")
+    bars = axis.bar(range(len(clocks)), [speed(row) for row in timed], 0.6, color=FULL)
+    axis.bar_label(bars, fmt="%.0f", label_type="center", color="white")
+    for place, row in enumerate(timed):
+        if waiting(row) > 0.08:
+            axis.text(place, speed(row) + 1.5, f"{waiting(row):.0%}", ha="center", fontsize=9, color="#777777")
+
+
+def draw_delays(axis: Any, timed: list[dict[str, Any]]) -> None:
+    import matplotlib
+
+    shades = matplotlib.colormaps["YlGnBu"]
+    for place, row in enumerate(timed):
+        counts = {int(delay): share for delay, share in (row["staleness"].get("delays") or {"0": 100}).items()}
+        shares = {delay: share / sum(counts.values()) for delay, share in counts.items()}
+        bottom = 0.0
+        for delay in sorted(shares):
+            axis.bar(place, shares[delay], 0.6, bottom=bottom, color=shades(0.12 + 0.18 * min(delay, 4)))
+            if shares[delay] > 0.07:
+                color = "white" if delay > 2 else "#333333"
+                middle = bottom + shares[delay] / 2
+                axis.text(place, middle, str(delay), ha="center", va="center", fontsize=9, color=color)
+            bottom += shares[delay]
+    axis.yaxis.set_major_formatter("{x:.0%}")
+    axis.set_title("How many rounds old the weights of a push were", loc="left")
+
+
+def draw_losses(axis: Any, rows: Rows) -> None:
+    for until, text, color, marker in (
+        ("time", f"after {SECONDS:.0f} s", FULL, "o"),
+        ("rounds", f"after {ROUNDS} rounds", OTHER, "s"),
+    ):
+        losses = [rows["straggler", clock, until]["loss"] for clock in STRAGGLER]
+        axis.plot(range(len(losses)), losses, marker, color=color, markersize=8, label=text)
+    for place, clock in enumerate(STRAGGLER):
+        ends = [rows["straggler", clock, until]["loss"] for until in ("time", "rounds")]
+        axis.plot([place, place], ends, color="#cccccc", zorder=0)
+    axis.set_title("The same straggler: held-out loss", loc="left")
+    axis.legend(frameon=False)
 
 
 def main() -> None:
