@@ -4,9 +4,9 @@
     stream                          └─►  └─►  └─►        │     │     │           one for each direction
     host                            update 0 ─────────► update 1 ─► update 2     as soon as a bucket's gradient is there
 
-Only pinned memory is copied while others compute. What goes to the device is rounded on the host, so that a weight in
-bf16 costs two bytes of the way. Nothing on the host is written again before the device has it: the next gradient that
-is waited for was computed from it.
+Only pinned memory is copied while others compute. Masters go up as they are and are rounded on the device: the way is
+free while the host updates, and the host is what everybody waits for. Nothing on the host is written again before the
+device has it: the next gradient that is waited for was computed from it.
 """
 
 from __future__ import annotations
@@ -46,7 +46,6 @@ class Offload:
         self._down = torch.cuda.Stream(device) if self._has_streams else None  # type: ignore[no-untyped-call]
         self._up = torch.cuda.Stream(device) if self._has_streams else None  # type: ignore[no-untyped-call]
         self._landed: dict[int, tuple[Tensor, Any]] = {}  # by bucket: where its gradient is, and the event of the copy
-        self._staged: dict[tuple[int, ...], Tensor] = {}  # by what it is for: pinned memory in the weights' precision
 
     def room(self, like: Tensor, dtype: torch.dtype) -> Tensor:
         """Memory on the host for a tensor of this layout."""
@@ -75,19 +74,10 @@ class Offload:
                 event.synchronize()
 
     def give(self, parts: Sequence[Tensor], masters: Sequence[Tensor]) -> None:
-        """Send updated masters to the weights, rounded to their precision."""
+        """Send updated masters to the weights, and round them to their precision there."""
         with self._on(self._up):
             for part, master in zip(parts, masters, strict=True):
-                part.copy_(self._rounded(part, master), non_blocking=True)
-
-    def _rounded(self, part: Tensor, master: Tensor) -> Tensor:
-        if part.dtype == master.dtype:
-            return master
-        key = (part.data_ptr(), part.numel())
-        staged = self._staged.get(key)
-        if staged is None:
-            staged = self._staged[key] = self.room(part, part.dtype)
-        return staged.copy_(master)
+                part.copy_(master.to(part.device, non_blocking=True))
 
     def finish(self) -> None:
         """What the device computes from now on sees all that was given."""
@@ -98,7 +88,6 @@ class Offload:
         """Buckets and pieces have been cut anew."""
         self.wait()
         self._landed.clear()
-        self._staged.clear()
 
     def _on(self, stream: Any) -> AbstractContextManager[Any]:
         return nullcontext() if stream is None else torch.cuda.stream(stream)

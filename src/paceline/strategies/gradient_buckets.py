@@ -163,6 +163,8 @@ class GradientBuckets:
             parameter = self.parameters[member.parameter]
             if parameter.dtype == sums.bucket.dtype:
                 gradient = parameter.grad if parameter.grad is not None else self._held[member.parameter]
+            elif self._held[member.parameter] is None:
+                gradient = parameter.grad  # it becomes precise where it is put
             else:
                 gradient = self._added_to_held(member.parameter, parameter)
             parameter.grad = None

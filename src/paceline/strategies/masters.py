@@ -143,7 +143,9 @@ class PieceMasters(_Masters):
             return piece_of(parameter, piece)
         whole = self.before_dealing(parameter)
         master = part_of(whole, piece) if in_logical_order(parameter) else whole
-        return master.clone() if self._offload is None else self._offload.room(master, master.dtype).copy_(master)
+        if self._offload is not None:
+            return self._offload.room(master, master.dtype).copy_(master)
+        return master if piece.elements == parameter.numel() else master.clone()
 
     def before_dealing(self, parameter: Parameter) -> Tensor:
         """What a master is as long as nobody has been dealt it."""

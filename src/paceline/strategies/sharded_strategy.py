@@ -102,6 +102,7 @@ class ShardedStrategy(WeightsInTheModel):
         self.parameters: Sequence[Parameter] = self._buckets.parameters
         self._distant = [DistantGradient.of(parameter, name, parts.name) for name, parameter in named]
         self._pieces: OwnPieces | None = None
+        self._kept_before: dict[Piece, Tensor] = {}
         self._used: Sequence[bool] = ()
         self._gathers: dict[int, WeightGather] = {}
 
@@ -138,6 +139,7 @@ class ShardedStrategy(WeightsInTheModel):
             if self._parts.offload is not None:
                 self._parts.offload.forget()
             self._pieces = self._deal()
+            self._kept_before = {}
             self._settle_in(self._pieces)
             self._gathers = {}
         for optimizer in self._optimizers:
@@ -151,7 +153,14 @@ class ShardedStrategy(WeightsInTheModel):
         uncut = {number for number, p in enumerate(self.parameters) if not in_logical_order(p)}
         buckets = [sums.bucket for sums in self._buckets.sums]
         shards, masters = cut_buckets(buckets, self._parts.workers, uncut), self._parts.masters
-        return OwnPieces(self._named, shards, self._parts.rank, keep=None if masters is None else masters.keep)
+        if masters is None:
+            return OwnPieces(self._named, shards, self._parts.rank)
+        before = self._kept_before
+
+        def keep(parameter: Parameter, piece: Piece) -> Tensor:
+            return before.pop(piece) if piece in before else masters.keep(parameter, piece)
+
+        return OwnPieces(self._named, shards, self._parts.rank, keep=keep)
 
     def start_backward(self, place: ItemPlace, *, last: bool) -> None:
         self._buckets.start_backward(place, last=last)
@@ -268,6 +277,7 @@ class ShardedStrategy(WeightsInTheModel):
         if self._parts.offload is not None:
             self._parts.offload.wait()
         if self._buckets.cut_anew():
+            self._kept_before = dict(self._pieces.tensors)  # a piece of the new cut that was one before stays in place
             self._pieces = None
 
     # -- between steps -----------------------------------------------------------------------------------------------

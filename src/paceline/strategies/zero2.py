@@ -65,6 +65,7 @@ class Zero2(ShardedStrategy):
 
     def _settle_in(self, pieces: OwnPieces) -> None:
         """The only gradients that stay: the sums of the own ranges."""
+        self._sums = []  # those of another cut go first
         self._sums = [
             torch.empty(shards.width(self._parts.rank), dtype=shards.bucket.dtype, device=shards.bucket.device)
             for shards in pieces.shards.buckets
