@@ -103,6 +103,7 @@ def test_a_server_writes_a_header_settings_where_they_change_and_a_line_for_each
         "lane": 1,
         "worker": 0,
         "delay": 0,
+        "updates": 0,
         "lr_factor": "0x1.0000000000000p+0",
         "momentum": None,
         "dropped": False,
@@ -270,7 +271,7 @@ def damaged(folder: Path, role: str, line: int, text: str) -> str:
 
 
 APPLY = (
-    '"incarnation":0,"round":0,"lane":1,"worker":0,"delay":0,"lr_factor":"0x1p+0","momentum":null,"dropped":false,'
+    '"incarnation":0,"round":0,"lane":1,"worker":0,"delay":0,"updates":0,"lr_factor":"0x1p+0","momentum":null,"dropped":false,'
     '"check":null}'
 )
 

@@ -47,6 +47,10 @@ def test_a_later_push_is_never_worth_more(delay: int) -> None:
     assert corrected_momentum(0.9, delay + 1) <= corrected_momentum(0.9, delay)
 
 
+def test_momentum_is_corrected_by_updates_and_the_learning_rate_by_rounds() -> None:
+    assert ALL.of(2, 0.9, 4) == Outcome(2, 0.5, corrected_momentum(0.9, 4), updates=4)
+
+
 def test_an_optimizer_without_momentum_has_none_to_correct() -> None:
     assert ALL.of(2, None) == Outcome(2, 0.5, None)
 

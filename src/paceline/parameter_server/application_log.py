@@ -156,6 +156,7 @@ class ApplicationLog:
             "lane": record.lane,
             "worker": record.worker,
             "delay": record.outcome.delay,
+            "updates": record.outcome.updates,
             "lr_factor": _written(record.outcome.lr_factor),
             "momentum": _written(record.outcome.momentum),
             "dropped": record.outcome.dropped,
@@ -355,7 +356,7 @@ class _LogFile:
             None if row["lane"] is None else _whole(row, "lane", self.job.lanes),
             None if row["worker"] is None else _whole(row, "worker", self.job.workers),
             self._settings,
-            Outcome(_whole(row, "delay"), float.fromhex(row["lr_factor"]), momentum, row["dropped"]),
+            Outcome(_whole(row, "delay"), float.fromhex(row["lr_factor"]), momentum, row["dropped"], row["updates"]),
             _whole(row, "incarnation"),
             None if row["check"] is None else int(row["check"]),
         )

@@ -109,7 +109,8 @@ class OnArrival:
     def _apply(self, header: Header, gradient: Tensor, values: tuple[float, ...]) -> None:
         held = self._held[header.key]
         delay = delay_in_rounds(held.version, header.version, self._lanes)
-        outcome = self._treatment.of(delay, self._settings.momentum(values))
+        updates = held.version - header.version
+        outcome = self._treatment.of(delay, self._settings.momentum(values), updates)
         if not outcome.dropped:
             held.came_back(header.sender, header.version)
             apply_push(held, gradient, header.weight, header.flags, values, outcome)
@@ -152,5 +153,5 @@ def apply_push(
     """One update as the treatment wants it; replay does the same, with the outcome that the log has."""
     if weight != 1.0:
         gradient.mul_(weight)
-    corrected = None if outcome.momentum is None else partial(corrected_momentum, delay=outcome.delay)
+    corrected = None if outcome.momentum is None else partial(corrected_momentum, delay=outcome.updates)
     held.update(held.as_gradient(gradient), used, values, lr_factor=outcome.lr_factor, momentum=corrected)

@@ -1,18 +1,18 @@
 """What a late push is worth: a gradient computed τ rounds ago may step less far, remember less, or be thrown away.
 
-    delay τ, in rounds                       0      1      2      4      9
-    learning rate × 1/max(1, τ)              1      1    1/2    1/4    1/9      "divide by delay"
-    momentum that asynchrony adds            0    0.5   0.67    0.8    0.9      1 - 1/(τ+1)
-    momentum 0.9, what is left to add      0.9    0.8    0.7    0.5      0      "corrected": max(0, 1 - (1-μ)(τ+1))
-    drop_beyond=4                                                    dropped
+    delay τ                                  0      1      2      4      9
+    in rounds: learning rate × 1/max(1, τ)   1      1    1/2    1/4    1/9      "divide by delay"
+               drop_beyond=4                                         dropped
+    in updates: what asynchrony adds         0    0.5   0.67    0.8    0.9      1 - 1/(τ+1)
+               what is left of μ = 0.9     0.9    0.8    0.7    0.5      0      "corrected": max(0, 1 - (1-μ)(τ+1))
 
 The learning rate: a gradient from weights that are τ rounds old is a step in a direction that τ other rounds have taken
 already; dividing by τ bounds what they add up to (staleness-aware asynchronous SGD, Zhang et al. 2015).
 
-Momentum: applying gradients late mixes old directions into new ones, as momentum does. With a mean delay of τ it acts
-like a momentum of 1 - 1/(τ+1) that nobody asked for (Mitliagkas et al. 2016). The two combine as (1-μ_total) =
-(1-μ_explicit)/(τ+1); to keep the total at the μ that was tuned synchronously, the optimizer's own must shrink. From
-τ+1 ≥ 1/(1-μ) on asynchrony alone has as much momentum as was wanted, and the rest is 0.
+Momentum: applying gradients late mixes old directions into new ones, as momentum does. With a mean delay of τ updates
+(each multiplies by μ once more) it acts like a momentum of 1 - 1/(τ+1) that nobody asked for (Mitliagkas et al. 2016).
+The two combine as (1-μ_total) = (1-μ_explicit)/(τ+1); to keep the total at the μ that was tuned synchronously, the
+optimizer's own must shrink. From τ+1 ≥ 1/(1-μ) on asynchrony alone has as much momentum as was wanted; the rest is 0.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ class Outcome:
     lr_factor: float = 1.0
     momentum: float | None = None  # None: as given, or the optimizer has none
     dropped: bool = False
+    updates: int = 0  # since the weights were read; `delay` is the rounds that they make
 
 
 @dataclass(frozen=True)
@@ -55,12 +56,13 @@ class Treatment:
                 "or never (None)"
             )
 
-    def of(self, delay: int, momentum: float | None = None) -> Outcome:
+    def of(self, delay: int, momentum: float | None = None, updates: int = 0) -> Outcome:
         """What happens to a push with this delay, under an optimizer with this momentum (Adam's: its first beta)."""
         if self.drop_beyond is not None and delay > self.drop_beyond:
-            return Outcome(delay, dropped=True)
-        corrected = None if momentum is None or self.momentum == "as given" else corrected_momentum(momentum, delay)
-        return Outcome(delay, 1.0 if self.learning_rate == "as given" else lr_factor(delay), corrected)
+            return Outcome(delay, dropped=True, updates=updates)
+        corrected = None if momentum is None or self.momentum == "as given" else corrected_momentum(momentum, updates)
+        factor = 1.0 if self.learning_rate == "as given" else lr_factor(delay)
+        return Outcome(delay, factor, corrected, updates=updates)
 
     def __str__(self) -> str:
         said = []
