@@ -53,6 +53,7 @@ from paceline.optim.loss_scale import LossScale, OnNonFinite, loss_scale_of
 from paceline.optim.offload import OffloadName, check_offload
 from paceline.optim.precision import Precision, precision_of
 from paceline.parameter_server.replay import replay_of
+from paceline.strategies.meta_weights import check_states, fill, is_on_meta, module_names, moved
 from paceline.strategies.registry import STRATEGIES, Job, LoopEndListener, choose
 from paceline.world.determinism import default_threads, make_deterministic, mix, seed_everything
 from paceline.world.environment import read_world
@@ -366,7 +367,7 @@ class Engine:
 
     def _adopt(self, thing: Any) -> None:
         if isinstance(thing, nn.Module):
-            self._models.append(thing.to(self.device))
+            self._models.append(moved(thing, self.device))
         elif isinstance(thing, Optimizer):
             self._optimizers.append(thing)
         elif is_scheduler(thing):
@@ -384,6 +385,7 @@ class Engine:
             raise ConfigError("engine.prepare() was given an optimizer twice; prepare all optimizers in one call")
         if not self._models:
             raise ConfigError("engine.prepare() got an optimizer but no model; give both in one call")
+        self._fill_models()
         check_same_models(self._comm, self._models)
         check_memory(self.config, self.world, self._comm, self.device, self._optimizers, self._client)
         if self.config.activation_checkpointing is not None:
@@ -399,6 +401,16 @@ class Engine:
             let_optimizer_act_once(optimizer, self._step)
         for scheduler in self._schedulers:
             let_scheduler_follow(scheduler, self._step)
+
+    def _fill_models(self) -> None:
+        """Models built on the meta device get their first weights here, where the strategy doesn't do it itself."""
+        if not any(map(is_on_meta, self._models)):
+            return
+        check_states(self._optimizers)
+        if not self.config.strategy.entry.fills_meta:
+            names = module_names(self._models)
+            for model in self._models:
+                fill(model, names, seed=self.config.seed, device=self.device)
 
     def _job(self) -> Job:
         config = self.config
@@ -418,6 +430,7 @@ class Engine:
             bucket_bytes=int(config.bucket_mib * 2**20),
             overlap=config.overlap,
             timeout_s=config.timeout_s,
+            seed=config.seed,
             precision=config.precision,
             offload=config.offload is not None,
             facts=job_facts(config, {}, self.device),

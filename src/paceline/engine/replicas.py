@@ -102,6 +102,8 @@ def _differences(first: Mapping[str, list[Any]], other: Mapping[str, list[Any]])
 
 
 def _short_hash(tensor: Tensor) -> str:
+    if tensor.is_meta:
+        return "no values yet"
     return hashlib.sha256(tensor_bytes(tensor)).hexdigest()[:16]
 
 

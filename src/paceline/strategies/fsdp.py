@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._C._distributed_c10d import PrefixStore
 from torch.nn import Parameter
 from torch.optim import Optimizer
@@ -39,6 +39,7 @@ from paceline.strategies.fsdp_models import ShardedModels, ShardedUnit
 from paceline.strategies.fsdp_norms import BlockNorms
 from paceline.strategies.fsdp_units import Units
 from paceline.strategies.gradient_buckets import GradientBuckets
+from paceline.strategies.meta_weights import fill, module_names
 from paceline.strategies.own_pieces import OwnPieces, check_apart, in_logical_order, piece_of
 from paceline.strategies.owner_sums import OwnerSums
 from paceline.strategies.registry import Job, Registered, register
@@ -338,13 +339,21 @@ class FsdpMaker:
     name = "fsdp"
 
     def __init__(self, config: Any, job: Job) -> None:
-        self._parts = ShardedParts(job, self.name, "per worker")
+        names = module_names(job.models)
         self._gather = gathering(job)
-        self._models = (
-            None
-            if self._gather is None
-            else ShardedModels(job.models, job.optimizers, self._gather, job.device, config.units)
-        )
+        self._models: ShardedModels | None = None
+
+        def first_weights(part: nn.Module) -> None:
+            fill(part, names, seed=job.seed, device=job.device)
+
+        if self._gather is None:
+            for model in job.models:
+                first_weights(model)
+        else:
+            self._models = ShardedModels(
+                job.models, job.optimizers, self._gather, job.device, config.units, first_weights
+            )
+        self._parts = ShardedParts(job, self.name, "per worker")
 
     def make(self, named: Sequence[tuple[str, Parameter]], optimizers: Sequence[Optimizer]) -> Fsdp:
         return Fsdp(named, optimizers, self._parts, self._models)
@@ -367,4 +376,4 @@ def gathering(job: Job) -> Communicator | None:
     )  # fmt: skip
 
 
-register(Registered("fsdp", FsdpConfig, FsdpMaker, rides=strided_lanes, in_rounds=True))
+register(Registered("fsdp", FsdpConfig, FsdpMaker, rides=strided_lanes, in_rounds=True, fills_meta=True))

@@ -115,7 +115,9 @@ class ShardedModels:
         comm: Communicator,
         device: torch.device,
         wanted: Units,
+        fill: Callable[[nn.Module], None],
     ) -> None:
+        """`fill` gives a part of a model that has none its first weights: unit by unit, each is whole for a moment."""
         self._comm, self._pool = comm, _Pool()
         self._mesh_name: Any = f"paceline fsdp {next(_meshes)}"
         before = [list(model.named_parameters(remove_duplicate=False)) for model in models]
@@ -123,7 +125,7 @@ class ShardedModels:
         mesh = _mesh(self._mesh_name, comm, device)
         self.units: list[ShardedUnit] = []
         for model in models:
-            self.units += self._shard(model, mesh, wanted)
+            self.units += self._shard(model, mesh, wanted, fill)
         self._unit_of = {id(p): unit for unit in self.units for p in unit.parameters}
         _swap(models, before, optimizers)
         self._loading: list[RemovableHandle] = [
@@ -133,13 +135,16 @@ class ShardedModels:
         self.on_gradient: OnGradient = lambda unit, flat: None
         self.on_seen: Callable[[Parameter], None] = lambda parameter: None
 
-    def _shard(self, model: nn.Module, mesh: Any, wanted: Units) -> Iterator[ShardedUnit]:
+    def _shard(
+        self, model: nn.Module, mesh: Any, wanted: Units, fill: Callable[[nn.Module], None]
+    ) -> Iterator[ShardedUnit]:
         """Units in the order in which backward comes to them: the last of the model first, the model itself last."""
         from torch.distributed.fsdp import fully_shard
 
         inner = unit_modules(model, wanted)
         whole = kept_whole(model, inner)
         for number, module in enumerate([*reversed(inner), model], start=len(self.units)):
+            fill(module)
             sharded: Any = fully_shard(module, mesh=mesh, ignored_params=whole)
             sharded.set_gradient_divide_factor(1.0)
             sharded.set_force_sum_reduction_for_comms(True)

@@ -169,6 +169,12 @@ def _connected(job: Job, name: str, rank: int, size: int, *, one_host: bool) -> 
 
 register(
     Registered(
-        "hybrid", HybridConfig, HybridMaker, examples=(HybridConfig(shard_over=1),), rides=strided_lanes, in_rounds=True
+        "hybrid",
+        HybridConfig,
+        HybridMaker,
+        examples=(HybridConfig(shard_over=1),),
+        rides=strided_lanes,
+        in_rounds=True,
+        fills_meta=True,
     )
 )

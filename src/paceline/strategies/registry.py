@@ -56,6 +56,7 @@ class Job:
     bucket_bytes: int
     overlap: bool
     timeout_s: float
+    seed: int = 0
     precision: Precision = field(default_factory=Precision)
     offload: bool = False  # of the optimizer, to the host
     facts: Mapping[str, Any] = field(default_factory=dict)  # what the bits depend on besides the objects, for records
@@ -91,6 +92,7 @@ class Registered:
     uses_servers: bool = False
     takes_offload: bool = False
     takes_low_precision: bool = False  # it lowers the models when it opens, and keeps their fp32 masters
+    fills_meta: bool = False  # it gives models that were built on the meta device their first weights itself
     in_rounds: bool = False  # all workers run forward equally often, on shadow items if need be
 
 

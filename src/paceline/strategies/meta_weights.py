@@ -1,0 +1,126 @@
+"""Meta weights: models built under `torch.device("meta")` have shapes and no memory, until their modules are filled.
+
+    with torch.device("meta"):            no memory, whatever the size
+        model = Gpt(…)
+    engine.prepare(model, …)              module by module: memory, a seed of its own, its reset_parameters()
+
+A module's seed is made of the job's and of the module's name, so its weights are the same wherever and beside however
+many others it is filled. Strategies that keep shards fill a part of the model, cut it and go on; so a model can be
+larger than a worker's memory. Parameters stay the objects that they were: optimizers hold the right ones.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from paceline.errors import ConfigError
+from paceline.world.determinism import drawing_from, mix, seed_everything
+
+RESETS = ("reset_parameters", "_reset_parameters")
+
+
+def is_on_meta(model: nn.Module) -> bool:
+    return any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
+
+
+def moved(model: nn.Module, device: torch.device) -> nn.Module:
+    """The model with all that has values on `device`."""
+    if is_on_meta(model):
+        return model._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))
+    return model.to(device)
+
+
+def module_names(models: Sequence[nn.Module]) -> dict[int, str]:
+    """By id; prefixed by the model's place when there are several."""
+    found: dict[int, str] = {}
+    for place, model in enumerate(models):
+        for name, module in model.named_modules():
+            found.setdefault(id(module), f"{place}.{name}" if len(models) > 1 else name)
+    return found
+
+
+def fill(part: nn.Module, names: Mapping[int, str], *, seed: int, device: torch.device) -> None:
+    """Give every module of `part` that has none memory on `device`, and its first weights."""
+    for module in part.modules():
+        empty = [(name, tensor) for name, tensor in _own_tensors(module) if tensor.is_meta]
+        if empty:
+            _fill_module(module, names[id(module)], empty, seed, device)
+
+
+def _fill_module(
+    module: nn.Module, name: str, empty: Sequence[tuple[str, Tensor]], seed: int, device: torch.device
+) -> None:
+    what = f"{name or 'the model'} ({type(module).__name__})"
+    reset = _reset_of(module)
+    if reset is None:
+        raise ConfigError(
+            f"{what} was built on the meta device and has no reset_parameters() to give {empty[0][0]!r} its first "
+            "values; write one that sets all its own parameters and buffers, or build the model on a real device"
+        )
+    # A weight that another module has been given already (a tied one) is that module's: what is drawn here is dropped.
+    given = [(tensor, tensor.detach().clone()) for _, tensor in _own_tensors(module) if not tensor.is_meta]
+    for _, tensor in empty:
+        _give_memory(tensor, what, device)
+    drawn = mix(seed, "weights", name)
+    with drawing_from(drawn), torch.no_grad():
+        seed_everything(drawn)  # the device's numbers too
+        reset()
+        for tensor, value in given:
+            tensor.copy_(value)
+    for own, tensor in empty:
+        if _has_unset(tensor):
+            raise ConfigError(
+                f"{what} was built on the meta device, and its {reset.__name__}() does not set all of {own!r}: set it "
+                "there, since values given in __init__ are lost on the meta device"
+            )
+
+
+def _reset_of(module: nn.Module) -> Callable[[], Any] | None:
+    return next((getattr(module, name) for name in RESETS if callable(getattr(module, name, None))), None)
+
+
+def _own_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from module.named_parameters(recurse=False)
+    yield from module.named_buffers(recurse=False)
+
+
+def _give_memory(tensor: Tensor, what: str, device: torch.device) -> None:
+    real: Tensor = torch.full_like(tensor, _UNSET.get(tensor.dtype, 0), device=device, requires_grad=False)
+    if isinstance(tensor, nn.Parameter):
+        real = nn.Parameter(real, requires_grad=tensor.requires_grad)
+    try:
+        torch.utils.swap_tensors(tensor, real)
+    except RuntimeError as error:
+        raise ConfigError(
+            f"{what} was built on the meta device and something holds on to its tensors: {error}"
+        ) from error
+
+
+# What a reset that forgets a tensor would leave in it; other dtypes can't be told from set ones.
+_UNSET = dict.fromkeys((torch.float64, torch.float32, torch.bfloat16, torch.float16), math.nan) | {
+    torch.int64: -(2**63) + 1,
+    torch.int32: -(2**31) + 1,
+}
+
+
+def _has_unset(tensor: Tensor) -> bool:
+    if tensor.dtype.is_floating_point:
+        return bool(tensor.isnan().any())
+    return tensor.dtype in _UNSET and bool((tensor == _UNSET[tensor.dtype]).any())
+
+
+def check_states(optimizers: Sequence[Optimizer]) -> None:
+    """Some optimizers make their state when they are made: on the meta device it is lost."""
+    for optimizer in optimizers:
+        for state in optimizer.state.values():
+            if any(isinstance(value, Tensor) and value.is_meta for value in state.values()):
+                raise ConfigError(
+                    f"{type(optimizer).__name__} made its state when it was made, for weights on the meta device; "
+                    "build the model on a real device for it, or choose an optimizer that makes its state in step()"
+                )

@@ -1,0 +1,149 @@
+"""Models built on the meta device: the same first weights at any number of workers; what can't be filled is named."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from paceline import Engine, World
+from paceline.errors import ConfigError
+from paceline.strategies.meta_weights import fill, is_on_meta, module_names
+from tests.bits.programs import TiedGpt
+from tests.workers import hashes, run_workers
+
+CPU = torch.device("cpu")
+
+
+def on_meta(make: Any) -> nn.Module:
+    with torch.device("meta"):
+        model: nn.Module = make()
+    return model
+
+
+def filled(make: Any, seed: int = 0) -> nn.Module:
+    model = on_meta(make)
+    fill(model, module_names([model]), seed=seed, device=CPU)
+    return model
+
+
+def test_every_module_is_filled_and_parameters_stay_the_same_objects() -> None:
+    model = on_meta(TiedGpt)
+    before = list(model.parameters())
+    fill(model, module_names([model]), seed=0, device=CPU)
+    assert not is_on_meta(model)
+    assert all(a is b for a, b in zip(before, model.parameters(), strict=True))
+    assert all(bool(p.isfinite().all()) for p in model.parameters())
+
+
+def test_a_part_filled_alone_gets_what_it_gets_in_the_whole_and_another_seed_gives_other_weights() -> None:
+    whole, other = filled(TiedGpt), filled(TiedGpt, seed=1)
+    model = on_meta(TiedGpt)
+    names = module_names([model])
+    for part in reversed(list(model.modules())):
+        fill(part, names, seed=0, device=CPU)
+    for (name, a), b, c in zip(model.named_parameters(), whole.parameters(), other.parameters(), strict=True):
+        assert torch.equal(a, b) or "embedding" in name, name
+        assert not torch.equal(a, c) or "norm" in name
+
+
+def test_what_the_script_draws_is_not_disturbed() -> None:
+    torch.manual_seed(5)
+    wanted = torch.rand(3)
+    torch.manual_seed(5)
+    filled(TiedGpt)
+    assert torch.equal(torch.rand(3), wanted)
+
+
+class NoReset(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(3))
+
+
+class Forgets(NoReset):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("table", torch.arange(3.0))
+
+    def reset_parameters(self) -> None:
+        nn.init.ones_(self.scale)
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        (NoReset, r"0 \(NoReset\) was built on the meta device and has no reset_parameters\(\) to give 'scale'"),
+        (Forgets, r"0 \(Forgets\).*reset_parameters\(\) does not set all of 'table'"),
+    ],
+)
+def test_a_module_that_can_not_be_filled_is_named(kind: type[nn.Module], text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        filled(lambda: nn.Sequential(kind()))
+
+
+def trains_from_meta(world: World, *, norm: bool = True, **job: Any) -> str:
+    with Engine(world=world, **{"lanes": 4, "device": "cpu"} | job) as engine:
+        with torch.device("meta"):
+            model = nn.Sequential(TiedGpt(), nn.BatchNorm1d(16)) if norm else TiedGpt()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        text = torch.randint(0, 32, (40, 17), generator=torch.Generator().manual_seed(2))
+        loader = DataLoader(TensorDataset(text[:, :-1], text[:, 1:]), batch_size=4)
+        model, optimizer, loader = engine.prepare(model, optimizer, loader)
+        for x, y in loader:
+            engine.backward(F.cross_entropy(model(x).flatten(0, 1), y.flatten()))
+            optimizer.step()
+        return engine.weights_hash()
+
+
+@pytest.mark.parametrize(("strategy", "workers"), [("ddp", 3), ("zero2", 2), ("fsdp", 1), ("fsdp", 3), ("hybrid", 2)])
+def test_training_from_the_meta_device_gives_one_hash(strategy: str, workers: int) -> None:
+    assert hashes(run_workers(trains_from_meta, workers, strategy=strategy)) == hashes(run_workers(trains_from_meta, 1))
+
+
+def most_filled(world: World) -> tuple[int, int]:
+    """The most elements that a worker has filled at a time, and those of the model."""
+    import paceline.strategies.fsdp as fsdp
+
+    most = 0
+
+    def watched(part: nn.Module, *args: Any, **options: Any) -> None:
+        nonlocal most
+        fill(part, *args, **options)
+        whole = [p for p in model.parameters() if not p.is_meta and type(p) is nn.Parameter]
+        most = max(most, sum(p.numel() for p in whole))
+
+    fsdp.fill = watched
+    with Engine(world=world, strategy="fsdp") as engine:
+        with torch.device("meta"):
+            model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(8)))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        engine.prepare(model, optimizer, DataLoader(TensorDataset(torch.randn(8, 64)), batch_size=4))
+        return most, sum(p.numel() for p in model.parameters())
+
+
+def test_no_more_than_one_unit_is_whole_at_a_time() -> None:
+    for result in run_workers(most_filled, 2):
+        assert result.error is None, result.traceback
+        most, elements = result.value
+        assert most == elements // 8
+
+
+def test_an_optimizer_that_has_made_its_state_on_meta_is_refused() -> None:
+    model = on_meta(lambda: nn.Linear(4, 4))
+    with (
+        pytest.raises(ConfigError, match=r"Adagrad made its state when it was made, for weights on the meta device"),
+        Engine(world=World(), device="cpu") as engine,
+    ):
+        engine.prepare(model, torch.optim.Adagrad(model.parameters()))
+
+
+def test_a_tied_weight_is_the_first_modules() -> None:
+    model = filled(TiedGpt)
+    assert isinstance(model, TiedGpt)
+    assert model.head.weight is model.embedding.weight
+    assert float(model.embedding.weight.detach().std()) > 0.5, "an embedding's: a head's would be smaller"
