@@ -31,9 +31,10 @@ def is_on_meta(model: nn.Module) -> bool:
 
 def moved(model: nn.Module, device: torch.device) -> nn.Module:
     """The model with all that has values on `device`."""
-    if is_on_meta(model):
-        return model._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))
-    return model.to(device)
+    if not is_on_meta(model):
+        return model.to(device)
+    model._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))  # type: ignore[no-untyped-call]
+    return model
 
 
 def module_names(models: Sequence[nn.Module]) -> dict[int, str]:
@@ -95,7 +96,7 @@ def _give_memory(tensor: Tensor, what: str, device: torch.device) -> None:
     if isinstance(tensor, nn.Parameter):
         real = nn.Parameter(real, requires_grad=tensor.requires_grad)
     try:
-        torch.utils.swap_tensors(tensor, real)
+        torch.utils.swap_tensors(tensor, real)  # type: ignore[no-untyped-call]
     except RuntimeError as error:
         raise ConfigError(
             f"{what} was built on the meta device and something holds on to its tensors: {error}"
