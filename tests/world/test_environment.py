@@ -160,12 +160,21 @@ WORLDS = {
     "paceline run, one worker": ({"PACELINE_RANK": "0", "PACELINE_WORLD_SIZE": "1"}, World(source="paceline run")),
     "paceline run with settings": (
         PACELINE
-        | {"PACELINE_LANES": "8", "PACELINE_THREADS": "2", "PACELINE_BACKEND": "gloo", "PACELINE_SEED": "0"}
+        | {
+            "PACELINE_LANES": "8",
+            "PACELINE_THREADS": "2",
+            "PACELINE_BACKEND": "gloo",
+            "PACELINE_SEED": "0",
+            "PACELINE_STRATEGY": "zero2",
+            "PACELINE_PRECISION": "bf16",
+            "PACELINE_OFFLOAD": "optimizer",
+            "PACELINE_ACTIVATION_CHECKPOINTING": "blocks",
+        }
         | {"PACELINE_HOST_ADDRESS": "10.0.0.7"},
         replace(
             PACELINE_WORLD,
             host_address="10.0.0.7",
-            settings=LaunchSettings(lanes=8, threads=2, backend="gloo", seed=0),
+            settings=LaunchSettings(8, 2, "gloo", 0, "zero2", "bf16", "blocks", "optimizer"),
         ),
     ),
     "paceline run, a worker beside servers": (SERVED, replace(PACELINE_WORLD, servers=2)),

@@ -49,6 +49,15 @@ def run(
     ] = None,
     backend: Annotated[str | None, typer.Option(help="how tensors travel, such as gloo or nccl")] = None,
     seed: Annotated[int | None, typer.Option(min=0, help="seed of the job")] = None,
+    strategy: Annotated[
+        str | None, typer.Option(help="how the work is shared: ddp, zero1, zero2, zero3, fsdp, hybrid, star, …")
+    ] = None,
+    precision: Annotated[str | None, typer.Option(help="what the model computes in: fp32, bf16 or fp16")] = None,
+    activation_checkpointing: Annotated[
+        str | None,
+        typer.Option(help="what backward computes again: blocks, k for every k-th, or classes; +matmuls keeps those"),
+    ] = None,
+    offload: Annotated[str | None, typer.Option(help="what of a GPU's job the host keeps: optimizer")] = None,
     keep_memory: Annotated[
         bool,
         typer.Option(
@@ -87,7 +96,7 @@ def run(
         script=_find(script, arguments or [], module),
         workers=_worker_count(workers if workers is not None else (known.workers if known is not None else None)),
         servers=_server_count(servers),
-        settings=LaunchSettings(lanes, threads, backend, seed),
+        settings=LaunchSettings(lanes, threads, backend, seed, strategy, precision, activation_checkpointing, offload),
         keep_memory=keep_memory,
         hosts=None
         if host_count == 1

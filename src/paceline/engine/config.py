@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from paceline.collectives.choice import check_algorithm
 from paceline.collectives.gradient_exchange import Reduction
@@ -13,6 +14,8 @@ from paceline.optim.offload import OffloadName
 from paceline.optim.precision import Precision
 from paceline.strategies.registry import STRATEGIES, Chosen
 from paceline.world.world import World
+
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -86,11 +89,12 @@ class EngineConfig:
             )
 
 
-def one_of(name: str, in_script: int | None, by_launcher: int | None) -> int | None:
+def one_of(name: str, in_script: _T | None, by_launcher: _T | None) -> _T | None:
     """A value that both the script and the launcher may give, but not differently."""
     if in_script is not None and by_launcher is not None and in_script != by_launcher:
         raise ConfigError(
-            f"the script says {name}={in_script} and the launcher says --{name} {by_launcher}; give one of them"
+            f"the script says {name}={in_script} and the launcher says --{name.replace('_', '-')} {by_launcher}; give "
+            "one of them"
         )
     return in_script if in_script is not None else by_launcher
 

@@ -71,7 +71,7 @@ class Engine:
         lanes: int | None = None,
         accumulate: int = 1,
         seed: int | None = None,
-        strategy: str | object = "ddp",
+        strategy: str | object | None = None,
         reduction: Reduction = "exact",
         algorithm: str | None = None,
         backend: str | None = None,
@@ -79,7 +79,7 @@ class Engine:
         device: str | torch.device | None = None,
         bucket_mib: float = 16.0,
         overlap: bool = True,
-        precision: str | Precision = "fp32",
+        precision: str | Precision | None = None,
         loss_scale: LossScale | float | None = None,
         offload: OffloadName | None = None,
         activation_checkpointing: recomputing.Wanted = None,
@@ -92,6 +92,10 @@ class Engine:
         show_our_errors_in_one_line()
         self.world = read_world() if world is None else world
         told = self.world.settings
+        strategy = one_of("strategy", strategy, told.strategy) or "ddp"
+        precision = precision_of(one_of("precision", precision, told.precision) or "fp32")
+        offload = one_of("offload", offload, told.offload)  # type: ignore[arg-type]
+        again = one_of("activation_checkpointing", activation_checkpointing, told.activation_checkpointing)
         self.device = find_device(self.world, device)
         lanes = one_of("lanes", lanes, told.lanes) or self.world.size
         self.config = EngineConfig(
@@ -108,9 +112,9 @@ class Engine:
             global_batch_size=global_batch_size,
             on_nonfinite=on_nonfinite,
             timeout_s=timeout_s,
-            activation_checkpointing=recomputing.parse(activation_checkpointing),
-            precision=precision_of(precision),
-            loss_scale=loss_scale_of(loss_scale, precision_of(precision)),
+            activation_checkpointing=recomputing.parse(again),
+            precision=precision,
+            loss_scale=loss_scale_of(loss_scale, precision),
             offload=offload,
         )
         self.config.check_against(self.world)

@@ -52,6 +52,10 @@ def worker_environment(world: World) -> dict[str, str]:
         "PACELINE_THREADS": settings.threads,
         "PACELINE_BACKEND": settings.backend,
         "PACELINE_SEED": settings.seed,
+        "PACELINE_STRATEGY": settings.strategy,
+        "PACELINE_PRECISION": settings.precision,
+        "PACELINE_ACTIVATION_CHECKPOINTING": settings.activation_checkpointing,
+        "PACELINE_OFFLOAD": settings.offload,
         "OMP_NUM_THREADS": settings.threads,
     }
     return {

@@ -21,9 +21,10 @@ this process, so its word counts. From the inside out:
 | SkyPilot     | SKYPILOT_NODE_RANK, _NODE_IPS | SKYPILOT_NUM_NODES, _NUM_GPUS_PER_NODE, _TASK_ID               |
 | alone        | none of these                 |                                                                |
 
-Under every launcher PACELINE_LANES, _THREADS, _BACKEND and _SEED fix what `paceline run`'s flags fix, and
-PACELINE_HOST_ADDRESS names the address that tensors leave this host from. PACELINE_REPLAY is the folder of a recorded
-run that one process should do again (`paceline replay`). An empty variable counts as unset.
+Under every launcher PACELINE_LANES, _THREADS, _BACKEND, _SEED, _STRATEGY, _PRECISION, _ACTIVATION_CHECKPOINTING and
+_OFFLOAD fix what `paceline run`'s flags fix, and PACELINE_HOST_ADDRESS names the address that tensors leave this host
+from. PACELINE_REPLAY is the folder of a recorded run that one process should do again (`paceline replay`). An empty
+variable counts as unset.
 
 Servers are started by `paceline run --servers S` alone. The others know only workers: there `World.servers` is 0, and
 worker 0 doubles as the parameter server.
@@ -473,6 +474,10 @@ def _settings(variables: Variables, size: int) -> LaunchSettings:
         threads=number_of(variables, "PACELINE_THREADS", least=1),
         backend=text_of(variables, "PACELINE_BACKEND"),
         seed=number_of(variables, "PACELINE_SEED"),
+        strategy=text_of(variables, "PACELINE_STRATEGY"),
+        precision=text_of(variables, "PACELINE_PRECISION"),
+        activation_checkpointing=text_of(variables, "PACELINE_ACTIVATION_CHECKPOINTING"),
+        offload=text_of(variables, "PACELINE_OFFLOAD"),
         replay=text_of(variables, "PACELINE_REPLAY"),
     )
 

@@ -51,6 +51,10 @@ class LaunchSettings:
     threads: int | None = None
     backend: str | None = None
     seed: int | None = None
+    strategy: str | None = None
+    precision: str | None = None
+    activation_checkpointing: str | None = None
+    offload: str | None = None
     replay: str | None = None  # a run folder: do again what its log says, instead of training
 
     def __post_init__(self) -> None:
