@@ -11,7 +11,7 @@ from paceline.bench.memory import PARTS
 from paceline.bench.report import machine_line, table_of
 
 COLUMNS = (
-    "contestant", "N", "weights", "gradients", "state", "sum", "formula", "activ.", "buffers", "other", "peak",
+    "contestant", "N", "weights", "gradients", "state", "sum", "formula", "PSS", "activ.", "buffers", "other", "peak",
     "highest",
 )  # fmt: skip
 
@@ -25,7 +25,8 @@ def show_memory(result: dict[str, Any], out: Console) -> None:
     for row in result["rows"]:
         table.add_row(*cells(row))
     out.print(table)
-    out.print("sum: of weights, gradients and optimizer state · peak: of a step · highest: since the start")
+    out.print("sum: of weights, gradients and optimizer state · PSS: of the process, when they are all there")
+    out.print("peak: of a step, which is activations, buffers and other too · highest: since the start")
     out.print(machine_line(result["machine"]))
 
 
@@ -39,10 +40,10 @@ def cells(row: dict[str, Any]) -> tuple[str, ...]:
     weights, gradients, state, activations, buffers, other = (_mb(row[part]) for part in PARTS)
     formula = row["formula"]
     near = "–" if formula is None else f"{_mb(formula)} ({100 * (row['held'] / formula - 1):+.1f} %)"
-    peaks = _mb(row["step_peak"]), _mb(row["highest_peak"])
+    pss, *peaks = (_mb(row[measured]) for measured in ("pss_before_step", "step_peak", "highest_peak"))
     return (
-        row["contestant"], str(row["workers"]), weights, gradients, state, _mb(row["held"]), near, activations, buffers,
-        other, *peaks,
+        row["contestant"], str(row["workers"]), weights, gradients, state, _mb(row["held"]), near, pss, activations,
+        buffers, other, *peaks,
     )  # fmt: skip
 
 
