@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -33,10 +33,11 @@ from paceline.errors import LoopError
 from paceline.optim.gradient_norm import clip_coefficient, norm_of_blocks
 from paceline.sharding.bucket import plan_buckets
 from paceline.sharding.flat_layout import Piece
-from paceline.sharding.shards import BucketShards, Shards, cut_buckets
+from paceline.sharding.shards import Shards, cut_buckets
 from paceline.strategies.distant_gradient import DistantGradient
 from paceline.strategies.fsdp_models import ShardedModels, ShardedUnit
 from paceline.strategies.fsdp_norms import BlockNorms
+from paceline.strategies.fsdp_rows import RowShards
 from paceline.strategies.fsdp_units import Units
 from paceline.strategies.gradient_buckets import GradientBuckets
 from paceline.strategies.meta_weights import fill, module_names
@@ -55,9 +56,9 @@ BUCKETS_UNDER_WAY = 2  # as many full ones, in bytes; then backward waits for th
 class _UnitGradient:
     """What one unit's backward has left so far in a lane."""
 
-    rows: BucketShards
+    rows: RowShards
     flat: Tensor | None = None
-    fresh: bool = False  # some parameter got a gradient since torch handed it over last
+    seen: set[int] = field(default_factory=set)  # parameters, by id, with a gradient since torch last handed one over
     complete: bool = False  # of this item
     forwards: int = 0  # in this item
 
@@ -159,6 +160,7 @@ class Fsdp(WeightsInTheModel):
             self._ship_units(len(self._units))
         for unit in self._units.values():
             unit.forwards = 0
+            unit.seen.clear()
         self._rest.finish_backward(place)
         if place.last_of_lane and place.shadow:
             for number in range(len(self._rest.sums)):
@@ -177,20 +179,18 @@ class Fsdp(WeightsInTheModel):
 
     def _saw(self, parameter: Parameter) -> None:
         """Autograd has finished a gradient of the parameter."""
-        number = self._index.get(id(parameter))
-        if not self._armed or number is None or self._models is None:
+        number, unit = self._index.get(id(parameter)), self._models and self._models.unit_of(parameter)
+        if not self._armed or not unit or unit.number not in self._units:
             return
-        unit = self._models.unit_of(parameter)
-        assert unit is not None
-        self._units[unit.number].fresh = True
-        if not self._place.shadow:
+        self._units[unit.number].seen.add(id(parameter))
+        if number is not None and not self._place.shadow:
             self._used[number] = True
 
     def _take(self, unit: ShardedUnit, flat: Tensor) -> None:
         """torch hands over what a unit's backward has left; where a unit ran several times it does so each time."""
         assert self._models is not None
         gradient = self._units.get(unit.number)
-        if not self._armed or gradient is None or self._place.shadow or not gradient.fresh:
+        if not self._armed or gradient is None or self._place.shadow or not gradient.seen:
             self._models.take_back(flat)
         else:
             self._add(unit, gradient, flat)
@@ -206,7 +206,11 @@ class Fsdp(WeightsInTheModel):
                 f"unit {type(unit.module).__name__!r} got a second gradient after its first had left; when an item has "
                 "several backward passes, all but the last need engine.backward(loss, last=False)"
             )
-        gradient.fresh = False
+        if flat.numel() != gradient.rows.bucket.elements:  # torch leaves out what got no gradient
+            there = [id(parameter) in gradient.seen for parameter in unit.trained]
+            given, flat = flat, gradient.rows.spread(flat, there, self._models.room(gradient.rows))
+            self._models.take_back(given)
+        gradient.seen.clear()
         if gradient.flat is None:
             gradient.flat = flat
         else:
@@ -232,7 +236,7 @@ class Fsdp(WeightsInTheModel):
             return
         flat, unit.flat = unit.flat, None
         if flat is None:  # nothing of it was used in this lane
-            flat = torch.zeros(unit.rows.bucket.elements, dtype=unit.rows.bucket.dtype, device=unit.rows.bucket.device)
+            flat = models.room(unit.rows).zero_()
         self._sums.ship(place, {self._place.lane: flat}, give_back=lambda: models.take_back(flat))
 
     def _ship_rest(self, number: int, nodes: dict[int, Tensor]) -> None:
@@ -353,13 +357,20 @@ class FsdpMaker:
             self._models = ShardedModels(
                 job.models, job.optimizers, self._gather, job.device, config.units, first_weights
             )
-        self._parts = ShardedParts(job, self.name, "per worker")
+        try:
+            self._parts = ShardedParts(job, self.name, "per worker")
+        except BaseException:
+            self._let_go()
+            raise
 
     def make(self, named: Sequence[tuple[str, Parameter]], optimizers: Sequence[Optimizer]) -> Fsdp:
         return Fsdp(named, optimizers, self._parts, self._models)
 
     def close(self) -> None:
         self._parts.close()
+        self._let_go()
+
+    def _let_go(self) -> None:
         if self._models is not None:
             self._models.close()
         if self._gather is not None:

@@ -58,17 +58,18 @@ class ShardedUnit:
         return [cut.sharded_param for cut in self.cuts]
 
     @property
+    def trained(self) -> list[Parameter]:
+        """Those that may get a gradient, in the order of the rows."""
+        return [parameter for parameter in self.parameters if parameter.requires_grad]
+
+    @property
     def forwards(self) -> int:
         """How often it ran since the last backward: so often its gradient may come."""
         return len(self._group._post_forward_indices)
 
     def rows(self, index: dict[int, int]) -> RowShards | None:
         """How its gradients lie; `index` numbers those that are wanted, by id. None: nothing of it is trained."""
-        members = [
-            RowMember(index.get(id(cut.sharded_param)), tuple(cut.sharded_param.shape))
-            for cut in self.cuts
-            if cut.sharded_param.requires_grad
-        ]
+        members = [RowMember(index.get(id(p)), tuple(p.shape)) for p in self.trained]
         if all(member.parameter is None for member in members):
             return None
         first = self.cuts[0].sharded_param
@@ -148,7 +149,6 @@ class ShardedModels:
             sharded: Any = fully_shard(module, mesh=mesh, ignored_params=whole)
             sharded.set_gradient_divide_factor(1.0)
             sharded.set_force_sum_reduction_for_comms(True)
-            sharded.set_reduce_scatter_unused_params(True)
             group = sharded._get_fsdp_state()._fsdp_param_group
             if group is not None:
                 unit = ShardedUnit(number, sharded, group, self._comm)
@@ -161,6 +161,10 @@ class ShardedModels:
     def watch(self) -> None:
         for unit in self.units:
             unit.watch(lambda parameter: self.on_seen(parameter))
+
+    def room(self, like: RowShards) -> Tensor:
+        """Memory for a unit's gradient."""
+        return self._pool.take(like.bucket.elements, like.bucket.dtype, like.bucket.device)
 
     def take_back(self, flat: Tensor) -> None:
         """A gradient that was handed over is not needed any more."""

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from math import prod
 
 import torch
+from torch import Tensor
 
 from paceline.sharding.bucket import Bucket, Member
 from paceline.sharding.flat_layout import Piece
@@ -62,3 +63,19 @@ class RowShards(BucketShards):
             if member.parameter is not None and low < high:
                 yield OwnedPiece(Piece(member.parameter, low, high), offset)
             offset += member.width(workers)
+
+    def spread(self, flat: Tensor, there: Sequence[bool], out: Tensor) -> Tensor:
+        """Rows of the members that are `there`, with zeros for the others: a gradient that nobody computed is +0.0."""
+        workers = len(self.ranges)
+        given, rows = flat.view(workers, -1), out.view(workers, -1)
+        begin = end = 0
+        for member, is_there in zip(self.members, there, strict=True):
+            width = member.width(workers)
+            if is_there:
+                rows[:, end : end + width] = given[:, begin : begin + width]
+                begin += width
+            else:
+                rows[:, end : end + width] = 0
+            end += width
+        assert begin == given.shape[1], f"{begin} elements a row are told, {given.shape[1]} are there"
+        return out
