@@ -13,10 +13,13 @@ from torch.utils.data import DataLoader, TensorDataset
 from paceline import Engine, World
 from paceline.errors import ConfigError
 from paceline.strategies.meta_weights import fill, is_on_meta, module_names
+from paceline.strategies.zero3 import Zero3Config
 from tests.bits.programs import TiedGpt
 from tests.workers import hashes, run_workers
 
 CPU = torch.device("cpu")
+
+SHARDS = Zero3Config(weights="in shards")
 
 
 def on_meta(make: Any) -> nn.Module:
@@ -100,7 +103,10 @@ def trains_from_meta(world: World, *, norm: bool = True, **job: Any) -> str:
         return engine.weights_hash()
 
 
-@pytest.mark.parametrize(("strategy", "workers"), [("ddp", 3), ("zero2", 2), ("fsdp", 1), ("fsdp", 3), ("hybrid", 2)])
+@pytest.mark.parametrize(
+    ("strategy", "workers"),
+    [("ddp", 3), ("zero2", 2), ("zero3", 2), (SHARDS, 3), ("fsdp", 1), ("fsdp", 3), ("hybrid", 2)],
+)
 def test_training_from_the_meta_device_gives_one_hash(strategy: str, workers: int) -> None:
     assert hashes(run_workers(trains_from_meta, workers, strategy=strategy)) == hashes(run_workers(trains_from_meta, 1))
 

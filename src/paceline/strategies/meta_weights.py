@@ -12,7 +12,7 @@ larger than a worker's memory. Parameters stay the objects that they were: optim
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -48,7 +48,12 @@ def module_names(models: Sequence[nn.Module]) -> dict[int, str]:
 
 def fill(part: nn.Module, names: Mapping[int, str], *, seed: int, device: torch.device) -> None:
     """Give every module of `part` that has none memory on `device`, and its first weights."""
-    for module in part.modules():
+    fill_modules(part.modules(), names, seed=seed, device=device)
+
+
+def fill_modules(modules: Iterable[nn.Module], names: Mapping[int, str], *, seed: int, device: torch.device) -> None:
+    """The same for modules without those below them."""
+    for module in modules:
         empty = [(name, tensor) for name, tensor in _own_tensors(module) if tensor.is_meta]
         if empty:
             _fill_module(module, names[id(module)], empty, seed, device)

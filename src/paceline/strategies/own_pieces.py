@@ -88,7 +88,7 @@ def check_apart(named: Sequence[tuple[str, Parameter]]) -> None:
     spans = sorted(
         (p.data_ptr(), p.data_ptr() + extent(p) * p.element_size(), name)
         for name, p in named
-        if p.numel() and not is_released(p)
+        if p.numel() and not is_released(p) and not p.is_meta
     )
     for (_, end, first), (start, _, second) in pairwise(spans):
         if start < end:

@@ -52,7 +52,7 @@ class ShardedParts:
                 "which there is one way; leave algorithm out, or choose strategy='ddp' to train over it"
             )
         for optimizer in job.optimizers:
-            check_elementwise(optimizer, HOST if job.offload else None)
+            check_elementwise(optimizer, HOST if job.offload else job.device)
             check_thread_cuts(optimizer)
         self.comm: Communicator | None = job.comm
         self.rank, self.workers = (0, 1) if job.comm is None else (job.comm.rank, job.comm.size)

@@ -13,7 +13,7 @@ freed. Weights that are used in other ways than by their module are fetched by `
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -29,6 +29,7 @@ from paceline.sharding.flat_layout import Piece, part_of
 from paceline.sharding.shards import BucketShards, OwnedPiece, cut_buckets
 from paceline.sharding.unit import Classes, Unit, cut_units, unit_buckets
 from paceline.strategies.gradient_buckets import gradient_specs
+from paceline.strategies.meta_weights import fill, fill_modules, module_names
 from paceline.strategies.own_pieces import in_logical_order, piece_of
 from paceline.strategies.registry import Job
 from paceline.strategies.released_parameter import engine_is_closed, give_back, is_released, release
@@ -67,7 +68,7 @@ class UnitWeights:
         assert job.comm is not None
         self._rank, self._parameters = job.comm.rank, parameters
         self._index = {id(parameter): number for number, parameter in enumerate(parameters)}
-        specs = gradient_specs(parameters)
+        specs = [replace(spec, device=job.device) for spec in gradient_specs(parameters)]
         self._units = cut_units(job.models, self._index, specs, classes=classes, unit_bytes=job.bucket_bytes)
         self._unit_of = {number: place for place, unit in enumerate(self._units) for number in unit.parameters}
         uncut = {number for number, parameter in enumerate(parameters) if not in_logical_order(parameter)}
@@ -78,8 +79,7 @@ class UnitWeights:
         self._buckets = [[found[bucket] for bucket in of_unit] for of_unit in buckets]
         self._strides = [parameter.stride() for parameter in parameters]
         self._bucket_of: dict[int, tuple[BucketShards, Tensor]] = {}
-        self._shards = [[self._own_part(shards) for shards in of_unit] for of_unit in self._buckets]
-        self._pulls = ShardPulls(job, self._parts, number)
+        self._shards: list[list[Tensor]] = []
         self._gathered: dict[int, _Gathered] = {}
         self._held = [0] * len(self._units)  # modules that run with it
         self._recent: list[int] = []
@@ -90,8 +90,8 @@ class UnitWeights:
         self._there = [0] * len(self._units)
         self._packing: list[saved_tensors_hooks | None] = []
         self._closed = False
-        for unit in range(len(self._units)):
-            self._let_go(unit)
+        self._cut_up(job)
+        self._pulls = ShardPulls(job, self._parts, number)
         self._install(job.models)
 
     def buckets_of(self, parameters: Sequence[Parameter]) -> list[BucketShards]:
@@ -105,6 +105,20 @@ class UnitWeights:
         return id(parameter) in self._index
 
     # -- what this worker owns ---------------------------------------------------------------------------------------
+
+    def _cut_up(self, job: Job) -> None:
+        """Unit by unit, so that of a model on the meta device never more than a unit is whole."""
+        names, owners = module_names(job.models), dict[int, list[nn.Module]]()
+        for module in (module for model in job.models for module in model.modules()):
+            for parameter in module.parameters(recurse=False):
+                owners.setdefault(id(parameter), []).append(module)
+        for number, unit in enumerate(self._units):
+            used = [module for place in unit.parameters for module in owners.get(id(self._parameters[place]), ())]
+            fill_modules(used, names, seed=job.seed, device=job.device)
+            self._shards.append([self._own_part(shards) for shards in self._buckets[number]])
+            self._let_go(number)
+        for model in job.models:
+            fill(model, names, seed=job.seed, device=job.device)
 
     def _own_part(self, shards: BucketShards) -> Tensor:
         """The own range of a bucket, cut from the whole weights of the model as they lie in memory."""

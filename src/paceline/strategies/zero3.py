@@ -29,7 +29,8 @@ from paceline.errors import ConfigError
 from paceline.sharding.flat_layout import Piece
 from paceline.sharding.shards import Shards
 from paceline.sharding.unit import Classes
-from paceline.strategies.host_weights import Weights
+from paceline.strategies.host_weights import HostWeights, Weights
+from paceline.strategies.meta_weights import fill, module_names
 from paceline.strategies.own_pieces import OwnPieces, check_apart, extent, in_logical_order
 from paceline.strategies.registry import Job, Registered, register
 from paceline.strategies.sharded_strategy import ShardedParts
@@ -124,7 +125,12 @@ def _kept(config: Zero3Config) -> Weights | None:
 
 class Zero3Maker:
     def __init__(self, config: Zero3Config, job: Job) -> None:
-        self._parts = ShardedParts(job, "zero3", _kept(config))
+        kept = _kept(config)
+        if (kept != "per worker" and HostWeights.possible(job.comm)) or job.comm is None or job.precision.is_low:
+            names = module_names(job.models)  # else unit by unit
+            for model in job.models:
+                fill(model, names, seed=job.seed, device=job.device)
+        self._parts = ShardedParts(job, "zero3", kept)
         self._classes = config.classes
         self._unit_weights: list[UnitWeights] = []
         if job.comm is not None and self._parts.weights is None:
@@ -177,5 +183,6 @@ register(
         examples=(Zero3Config(weights="in shards"),),
         rides=strided_lanes,
         takes_low_precision=True,
+        fills_meta=True,
     )
 )
