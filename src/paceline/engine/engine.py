@@ -95,7 +95,8 @@ class Engine:
         strategy = one_of("strategy", strategy, told.strategy) or "ddp"
         precision = precision_of(one_of("precision", precision, told.precision) or "fp32")
         offload = one_of("offload", offload, told.offload)  # type: ignore[arg-type]
-        again = one_of("activation_checkpointing", activation_checkpointing, told.activation_checkpointing)
+        flag: recomputing.Wanted = told.activation_checkpointing
+        again = one_of("activation_checkpointing", activation_checkpointing, flag)
         self.device = find_device(self.world, device)
         lanes = one_of("lanes", lanes, told.lanes) or self.world.size
         self.config = EngineConfig(
