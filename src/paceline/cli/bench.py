@@ -63,8 +63,8 @@ def step(
         list[str] | None,
         typer.Option(
             help="more to hold against them: torch-ddp-paceline, torch's DDP on our backend; one-process, plain torch "
-            "with as many threads and the whole batch; paceline-star and paceline-parameter-server (with one server "
-            "process), other strategies of ours",
+            "with as many threads and the whole batch; others of ours: "
+            f"{', '.join(name for name in OURS if name.removeprefix('paceline-') not in REDUCTIONS)}",
         ),
     ] = None,
     workers: Workers = 2,
