@@ -68,8 +68,8 @@ class ActivationCheckpointing:
 Wanted = ActivationCheckpointing | Class | tuple[Class, ...] | int | None
 
 
-def parse(wanted: Wanted) -> ActivationCheckpointing | None:
-    """From what the Engine takes, or from a flag's text: `blocks`, `2`, `Block,Head`, each perhaps with `+matmuls`."""
+def parse(wanted: object) -> ActivationCheckpointing | None:
+    """From a value of `Wanted`, or a flag's text: `blocks`, `2`, `Block,Head`, each perhaps with `+matmuls`."""
     if wanted is None or isinstance(wanted, ActivationCheckpointing):
         return wanted
     if isinstance(wanted, str):
