@@ -20,6 +20,7 @@ from paceline.strategies.fsdp import Fsdp, FsdpConfig
 from paceline.strategies.fsdp_units import AtLeast
 from tests.bits.programs import TiedGpt, clipped, convnet, gpt, wide
 from tests.engine.loops import prepared
+from tests.engine.test_data import trains as trains_on
 from tests.strategies.test_zero import (
     OPTIMIZERS,
     elements_of_state,
@@ -65,6 +66,12 @@ def test_units_change_no_bit(units: Any) -> None:
 def test_batch_statistics_of_shadow_items_are_dropped() -> None:
     job: dict[str, Any] = {"lanes": 4, "samples": 37, "epochs": 1}
     assert hashes(run_workers(convnet, 3, strategy="fsdp", **job)) == hashes(run_workers(convnet, 1, **job))
+
+
+@pytest.mark.parametrize("kind", ["stream", "whole stream", "batch sampler"])
+def test_streams_whose_lanes_run_dry_at_different_times_give_one_hash(kind: str) -> None:
+    alone = hashes(run_workers(trains_on, 1, kind=kind))
+    assert hashes(run_workers(trains_on, 3, kind=kind, strategy="fsdp")) == alone
 
 
 @pytest.mark.parametrize("job", [{"activation_checkpointing": "blocks"}, {"threads": 2}, {"overlap": False}])
