@@ -78,8 +78,8 @@ class Precision:
         return None if self.reduction == "fp32" else DTYPES[self.reduction]
 
     @property
-    def _kept(self) -> tuple[type[nn.Module], ...]:
-        """A BatchNorm's scale stays with its statistics: torch has no way to mix them."""
+    def kept(self) -> tuple[type[nn.Module], ...]:
+        """Whose modules compute in fp32. BatchNorm's scale stays with its statistics: torch does not mix them."""
         statistics = (nn.modules.batchnorm._BatchNorm,) if self.buffers == "fp32" else ()
         return (*self.keep_fp32, *statistics)
 
@@ -104,7 +104,11 @@ def precision_of(given: str | Precision) -> Precision:
 class Lowered:
     """Models that compute in low precision, and what their trained parameters were before."""
 
-    def __init__(self, models: Sequence[nn.Module], precision: Precision) -> None:
+    def __init__(
+        self, models: Sequence[nn.Module], precision: Precision, leave: Callable[[Parameter], bool] = lambda _: False
+    ) -> None:
+        """`leave`: parameters that somebody else lowers."""
+        self._leave = leave
         self.low: list[Parameter] = []
         self.originals: dict[int, Tensor] = {}  # by id, in fp32; of parameters that are trained
         self._hooks: list[Any] = []
@@ -113,12 +117,13 @@ class Lowered:
 
     def _lower(self, model: nn.Module, precision: Precision) -> None:
         dtype = precision.dtype
-        kept = list(_outermost(model, precision._kept))
+        kept = list(outermost(model, precision.kept))
         of_kept = {id(parameter) for module in kept for parameter in module.parameters()}
         _check_not_in_both(model, kept, of_kept)
         known = {id(parameter) for parameter in self.low}
         for parameter in model.parameters():
-            if id(parameter) not in of_kept and id(parameter) not in known and _may_be_lowered(parameter):
+            done = id(parameter) in of_kept or id(parameter) in known or self._leave(parameter)
+            if not done and _may_be_lowered(parameter):
                 if parameter.requires_grad:
                     self.originals[id(parameter)] = parameter.data.float()  # .detach() would share version counters
                 parameter.data = parameter.data.to(dtype)
@@ -144,9 +149,11 @@ class Lowered:
             hook.remove()
 
 
-def lower(models: Sequence[nn.Module], precision: Precision) -> Lowered | None:
+def lower(
+    models: Sequence[nn.Module], precision: Precision, leave: Callable[[Parameter], bool] = lambda _: False
+) -> Lowered | None:
     """Let models compute in low precision from now on; None if they shall not."""
-    return Lowered(models, precision) if precision.is_low else None
+    return Lowered(models, precision, leave) if precision.is_low else None
 
 
 def _may_be_lowered(tensor: Tensor) -> bool:
@@ -154,12 +161,12 @@ def _may_be_lowered(tensor: Tensor) -> bool:
     return tensor.is_floating_point() and tensor.dtype != torch.float64
 
 
-def _outermost(model: nn.Module, classes: tuple[type[nn.Module], ...]) -> Iterator[nn.Module]:
+def outermost(model: nn.Module, classes: tuple[type[nn.Module], ...]) -> Iterator[nn.Module]:
     if isinstance(model, classes):
         yield model
         return
     for child in model.children():
-        yield from _outermost(child, classes)
+        yield from outermost(child, classes)
 
 
 def _check_not_in_both(model: nn.Module, kept: Sequence[nn.Module], of_kept: set[int]) -> None:

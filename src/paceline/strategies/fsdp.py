@@ -91,6 +91,7 @@ class Fsdp(WeightsInTheModel):
             overlap=False,
             by_lane=True,
             learns=False,
+            lanes_rounded_to=job.precision.lanes_rounded_to,
         )
         uncut = {number for number, (_, p) in enumerate(whole) if not in_logical_order(p)}
         rest = cut_buckets([sums.bucket for sums in self._rest.sums], parts.workers, uncut)
@@ -113,7 +114,8 @@ class Fsdp(WeightsInTheModel):
 
     def _keep(self, parameter: Parameter, piece: Piece) -> Tensor:
         if self._models is None or not self._models.holds(parameter):
-            return piece_of(parameter, piece)
+            masters = self._parts.masters
+            return piece_of(parameter, piece) if masters is None else masters.keep(parameter, piece)
         return self._models.own_rows(parameter)[: piece.elements]
 
     def agreement(self, round: int) -> Agreement:
@@ -124,12 +126,16 @@ class Fsdp(WeightsInTheModel):
     def start_step(self, round: int, plan: SumPlan) -> None:
         for optimizer in self._optimizers:
             self._parts.twins.deal(optimizer, self._pieces)
+        if self._parts.masters is not None:
+            self._parts.masters.dealt(self.replicas)
+            self._parts.masters.look(self._pieces)
         self._rest.start_step(plan)
         self._sums.start(*self._shipments(plan))
         self._used = [False] * len(self.parameters)
         self.left_during_backward = 0
         if self._models is not None:
             self._models.drop_gradients()
+            self._models.round_frozen()
             self._models.on_gradient, self._models.on_seen = self._take, self._saw
             for piece, rows in self._pieces.tensors.items():
                 name, parameter = self._named[piece.parameter]
@@ -237,6 +243,8 @@ class Fsdp(WeightsInTheModel):
         flat, unit.flat = unit.flat, None
         if flat is None:  # nothing of it was used in this lane
             flat = models.room(unit.rows).zero_()
+        elif (rounded_to := self._parts.job.precision.lanes_rounded_to) is not None:
+            flat.copy_(flat.to(rounded_to))
         self._sums.ship(place, {self._place.lane: flat}, give_back=lambda: models.take_back(flat))
 
     def _ship_rest(self, number: int, nodes: dict[int, Tensor]) -> None:
@@ -270,6 +278,9 @@ class Fsdp(WeightsInTheModel):
         """The step's sum of this worker's range of every bucket; None where it owns nothing of one."""
         return [next(iter(held.values()), None) for held in self._sums.roots()]
 
+    def keeps_finite(self) -> bool:
+        return self._parts.finite_everywhere(self._pieces.gradients)
+
     def clip(self, max_norm: float) -> float:
         norm = norm_of_blocks(self._norms.norms({piece: t.grad for piece, t in self._pieces.tensors.items()}))
         gradients = self._pieces.gradients
@@ -285,7 +296,12 @@ class Fsdp(WeightsInTheModel):
             before(optimizer, (optimizer,), {})
         optimizer._opt_called = True  # type: ignore[attr-defined]  # a scheduler looks for it
         result = twin.step(self._used)
+        masters = self._parts.masters
+        if masters is not None:
+            masters.round(twin.pieces, twin.own)
         self._tell_weights(optimizer)
+        if masters is not None:
+            masters.take_as_right(self.parameters[n] for n in twin.parameters if n < len(self.replicas))
         for after in optimizer._optimizer_step_post_hooks.values():
             after(optimizer, (optimizer,), {})
         return result
@@ -319,12 +335,14 @@ class Fsdp(WeightsInTheModel):
 
     def whole(self, parameter: Parameter) -> Tensor:
         if self._models is None or not self._models.holds(parameter):
-            return super().whole(parameter)
+            master = self._parts.twins.master_of(parameter)
+            return super().whole(parameter) if master is None else master
         return self._models.whole(parameter)
 
     def put(self, parameter: Parameter, whole: Tensor) -> None:
         if self._models is None or not self._models.holds(parameter):
             super().put(parameter, whole)
+            self._parts.twins.put_master(parameter, whole)
         else:
             self._models.put(parameter, whole)
 
@@ -355,10 +373,11 @@ class FsdpMaker:
                 first_weights(model)
         else:
             self._models = ShardedModels(
-                job.models, job.optimizers, self._gather, job.device, config.units, first_weights
+                job.models, job.optimizers, self._gather, job.device, config.units, first_weights, job.precision
             )
         try:
-            self._parts = ShardedParts(job, self.name, "per worker")
+            held = self._models.holds if self._models is not None else lambda _: False
+            self._parts = ShardedParts(job, self.name, "per worker", leave=held)
         except BaseException:
             self._let_go()
             raise
@@ -387,4 +406,14 @@ def gathering(job: Job) -> Communicator | None:
     )  # fmt: skip
 
 
-register(Registered("fsdp", FsdpConfig, FsdpMaker, rides=strided_lanes, in_rounds=True, fills_meta=True))
+register(
+    Registered(
+        "fsdp",
+        FsdpConfig,
+        FsdpMaker,
+        rides=strided_lanes,
+        in_rounds=True,
+        fills_meta=True,
+        takes_low_precision=True,
+    )
+)

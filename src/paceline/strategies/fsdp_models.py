@@ -25,8 +25,9 @@ from torch.utils.hooks import RemovableHandle
 
 from paceline.collectives.communicator import Communicator
 from paceline.errors import CollectiveError, LoopError, PeerLostError
+from paceline.optim.precision import Precision, outermost
 from paceline.strategies.fsdp_rows import RowMember, RowShards
-from paceline.strategies.fsdp_units import Units, kept_whole, unit_modules
+from paceline.strategies.fsdp_units import Units, kept_whole, unit_modules, with_units
 
 _meshes = itertools.count()
 _HEADER = 16  # elements before a row: its unit's number, then nothing, so that rows stay aligned
@@ -42,6 +43,7 @@ class ShardedUnit:
 
     def __init__(self, number: int, module: Any, group: Any, comm: Communicator) -> None:
         self.number, self.module = number, module
+        self.low: torch.dtype | None = None  # what it is rounded to when it is gathered
         self.rank, self.workers = comm.rank, comm.size
         self._group = group
         self.cuts: list[Any] = group.fsdp_params  # torch's FSDPParam of each parameter
@@ -117,9 +119,12 @@ class ShardedModels:
         device: torch.device,
         wanted: Units,
         fill: Callable[[nn.Module], None],
+        precision: Precision,
     ) -> None:
-        """`fill` gives a part of a model that has none its first weights: unit by unit, each is whole for a moment."""
-        self._comm, self._pool = comm, _Pool()
+        """Rows are in fp32, whatever they are rounded to when they are gathered.
+
+        `fill` gives a part of a model that has none its first weights: unit by unit, each is whole for a moment."""
+        self._comm, self._pool, self._precision = comm, _Pool(), precision
         self._mesh_name: Any = f"paceline fsdp {next(_meshes)}"
         before = [list(model.named_parameters(remove_duplicate=False)) for model in models]
         self._group = _group(self._mesh_name, comm)  # torch's registry does not keep it alive
@@ -128,6 +133,8 @@ class ShardedModels:
         for model in models:
             self.units += self._shard(model, mesh, wanted, fill)
         self._unit_of = {id(p): unit for unit in self.units for p in unit.parameters}
+        self._rounded: set[int] = set()  # frozen parameters
+        self.round_frozen()
         _swap(models, before, optimizers)
         self._loading: list[RemovableHandle] = [
             model.register_load_state_dict_pre_hook(self._cut_loaded)  # type: ignore[no-untyped-call]
@@ -142,19 +149,32 @@ class ShardedModels:
         """Units in the order in which backward comes to them: the last of the model first, the model itself last."""
         from torch.distributed.fsdp import fully_shard
 
-        inner = unit_modules(model, wanted)
+        kept = list(outermost(model, self._precision.kept)) if self._precision.is_low else []
+        inner = with_units(model, unit_modules(model, wanted), kept)
+        in_fp32 = {id(below) for module in kept for below in module.modules()}
         whole = kept_whole(model, inner)
         for number, module in enumerate([*reversed(inner), model], start=len(self.units)):
             fill(module)
-            sharded: Any = fully_shard(module, mesh=mesh, ignored_params=whole)
+            sharded: Any = fully_shard(
+                module, mesh=mesh, ignored_params=whole, mp_policy=self._policy(in_fp32=id(module) in in_fp32)
+            )
             sharded.set_gradient_divide_factor(1.0)
             sharded.set_force_sum_reduction_for_comms(True)
             group = sharded._get_fsdp_state()._fsdp_param_group
             if group is not None:
                 unit = ShardedUnit(number, sharded, group, self._comm)
+                unit.low = self._precision.dtype if self._precision.is_low and id(module) not in in_fp32 else None
                 sharded.set_custom_all_gather(_Gather(unit, self._comm))
                 sharded.set_custom_reduce_scatter(_HandOver(unit, self))
                 yield unit
+
+    def _policy(self, *, in_fp32: bool) -> Any:
+        """Inputs are cast by the models' own hooks (optim/precision.py)."""
+        from torch.distributed.fsdp import MixedPrecisionPolicy
+
+        low = self._precision.is_low and not in_fp32
+        dtypes = {"param_dtype": self._precision.dtype, "reduce_dtype": torch.float32} if low else {}
+        return MixedPrecisionPolicy(**dtypes, cast_forward_inputs=False)
 
     # -- gradients ---------------------------------------------------------------------------------------------------
 
@@ -188,13 +208,28 @@ class ShardedModels:
         return self._unit_of[id(parameter)].own_rows(parameter)
 
     def whole(self, parameter: Parameter) -> Tensor:
+        self.round_frozen()
         rows, handle = self._comm.all_gather(self.own_rows(parameter))
         handle.wait()
-        return rows.view(-1)[: parameter.numel()].view(parameter.shape)
+        whole = rows.view(-1)[: parameter.numel()].view(parameter.shape)
+        low = self._unit_of[id(parameter)].low
+        return whole if low is None or parameter.requires_grad else whole.to(low)
+
+    def round_frozen(self) -> None:
+        """What is not trained has no master: it is what it computes with."""
+        for unit in self.units:
+            for parameter in unit.parameters if unit.low is not None else ():
+                if parameter.requires_grad:
+                    self._rounded.discard(id(parameter))
+                elif id(parameter) not in self._rounded:
+                    self._rounded.add(id(parameter))
+                    rows = unit.own_rows(parameter)
+                    rows.copy_(rows.to(unit.low))
 
     def put(self, parameter: Parameter, whole: Tensor) -> None:
         own = self.own_rows(parameter)
         low, high = RowMember(0, tuple(parameter.shape)).owned(self._comm.rank, self._comm.size)
+        self._rounded.discard(id(parameter))
         own[: high - low] = whole.detach().reshape(-1)[low:high]
         self.release()
 
@@ -281,6 +316,7 @@ class _Gather:
 
     def __init__(self, unit: ShardedUnit, comm: Communicator) -> None:
         self._unit, self._comm = unit, comm
+        self._mark = unit.number % 256  # whole in bf16
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
@@ -288,9 +324,9 @@ class _Gather:
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False) -> None:
         comm = self._comm
         if comm.backend == "gloo":  # which does not look whether all send as much
-            self._check(self._gathered(torch.tensor([self._unit.number]))[:, 0])
+            self._check(self._gathered(torch.tensor([self._mark]))[:, 0])
         row = input_tensor.new_empty(_HEADER + input_tensor.numel())
-        row[0] = self._unit.number
+        row[0] = self._mark
         row[_HEADER:] = input_tensor
         rows = self._gathered(row)
         if comm.backend != "nccl":  # where a look at the numbers would wait for the device
@@ -311,7 +347,7 @@ class _Gather:
 
     def _check(self, numbers: Tensor) -> None:
         for worker, number in enumerate(numbers.tolist()):
-            if int(number) != self._unit.number:
+            if int(number) != self._mark:
                 raise LoopError(
                     f"worker {self._comm.rank} gathers the weights of {self._unit.name!r} while worker {worker} is at "
                     f"another unit; {_ALIKE}"

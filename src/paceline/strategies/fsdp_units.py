@@ -54,8 +54,13 @@ def unit_modules(model: nn.Module, wanted: Units) -> list[nn.Module]:
         if not found:
             names = ", ".join(c if isinstance(c, str) else c.__name__ for c in classes)
             raise ConfigError(f"units={names}: the model has no module of that class; name one that it repeats")
+    return with_units(model, found, ())
+
+
+def with_units(model: nn.Module, units: Sequence[nn.Module], more: Sequence[nn.Module]) -> list[nn.Module]:
+    """Units and more of them, in the same order: a unit has one precision, so what has another is one of its own."""
     places = {id(module): place for place, module in enumerate(model.modules())}
-    own = {id(module): module for module in found if module is not model and _has_parameters(module)}
+    own = {id(module): module for module in (*units, *more) if module is not model and _has_parameters(module)}
     return sorted(own.values(), key=lambda module: places[id(module)])
 
 

@@ -176,5 +176,6 @@ register(
         rides=strided_lanes,
         in_rounds=True,
         fills_meta=True,
+        takes_low_precision=True,
     )
 )

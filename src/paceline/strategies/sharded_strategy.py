@@ -44,7 +44,10 @@ from paceline.strategies.weight_gather import WeightGather
 class ShardedParts:
     """What the sharded strategies of one job share."""
 
-    def __init__(self, job: Job, name: str, weights: Weights | None) -> None:
+    def __init__(
+        self, job: Job, name: str, weights: Weights | None, leave: Callable[[Parameter], bool] = lambda _: False
+    ) -> None:
+        """`leave`: parameters that are not lowered here."""
         self.job, self.name = job, name
         if job.algorithm is not None:
             raise ConfigError(
@@ -58,9 +61,18 @@ class ShardedParts:
         self.rank, self.workers = (0, 1) if job.comm is None else (job.comm.rank, job.comm.size)
         self.exchange = GradientExchange(job.comm, "exact")
         self.offload = Offload(job.device) if job.offload else None
-        self.masters = PieceMasters.of(job, self.offload)
+        self.masters = PieceMasters.of(job, self.offload, leave)
         self.twins = Twins(job.comm, name, self.masters)
         self.weights = where_weights_go(weights, job.comm, name)
+
+    def finite_everywhere(self, gradients: Sequence[Tensor]) -> bool:
+        """Of all workers, each of which has its own."""
+        finite = all_finite(gradients)
+        if self.comm is not None:
+            told, handle = self.comm.all_gather(torch.tensor([finite], dtype=torch.uint8))
+            handle.wait()
+            finite = bool(told.all())
+        return finite
 
     def close(self) -> None:
         self.twins.close()
@@ -198,12 +210,7 @@ class ShardedStrategy(WeightsInTheModel):
         return self._pieces.gradients
 
     def keeps_finite(self) -> bool:
-        finite = all_finite(self._gradients())
-        if self._parts.comm is not None:
-            told, handle = self._parts.comm.all_gather(torch.tensor([finite], dtype=torch.uint8))
-            handle.wait()
-            finite = bool(told.all())
-        return finite
+        return self._parts.finite_everywhere(self._gradients())
 
     def clip(self, max_norm: float) -> float:
         assert self._pieces is not None
