@@ -106,6 +106,8 @@ def test_modules_kept_in_fp32_give_one_hash() -> None:
     alone = hashes(run_workers(gpt, 1, **job))
     assert hashes(run_workers(gpt, 3, strategy="zero2", **job)) == alone
     assert hashes(run_workers(gpt, 2, strategy="ddp", **job)) == alone
+    assert hashes(run_workers(gpt, 3, strategy="fsdp", **job)) == alone
+    assert hashes(run_workers(gpt, 2, strategy="zero3", backend="gloo", **job)) == alone
 
 
 # -- saved, loaded, changed --------------------------------------------------------------------------------------------
@@ -113,7 +115,15 @@ def test_modules_kept_in_fp32_give_one_hash() -> None:
 
 @pytest.mark.parametrize(
     ("before", "after"),
-    [(("ddp", 1), ("zero1", 4)), (("zero1", 4), ("ddp", 1)), (("zero2", 3), ("zero1", 2)), (("star", 2), ("zero2", 3))],
+    [
+        (("ddp", 1), ("zero1", 4)),
+        (("zero1", 4), ("ddp", 1)),
+        (("zero2", 3), ("zero1", 2)),
+        (("star", 2), ("zero2", 3)),
+        (("fsdp", 3), ("ddp", 2)),
+        (("zero2", 2), ("fsdp", 2)),
+        (("hybrid", 2), ("zero3", 3)),
+    ],
 )
 def test_a_bf16_state_goes_on_under_another_strategy_to_the_same_bits(
     before: tuple[str, int], after: tuple[str, int], tmp_path: Path
