@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from paceline import Engine, World
 from paceline.errors import ConfigError
 from paceline.strategies.released_parameter import is_released
+from paceline.strategies.spare_flats import SpareFlats
 from paceline.strategies.unit_weights import UnitWeights
 from paceline.strategies.zero3 import Zero3, Zero3Config
 from tests.bits.programs import gpt
@@ -283,3 +284,19 @@ def test_masters_of_shards_give_the_bits_of_one_process_in_bf16_and_go_on_under_
         hashes(run_workers(trains, 2, until=3, folder=folder, strategy=before, precision="bf16"))
         resumed = run_workers(trains, 3, until=6, folder=folder, resume=True, strategy=after, precision="bf16")
         assert hashes(resumed) == straight
+
+
+# -- memory ------------------------------------------------------------------------------------------------------------
+
+
+def test_memory_that_somebody_still_looks_at_is_not_used_again() -> None:
+    spare, like = SpareFlats(), torch.empty(0)
+    first = spare.take(100, like)
+    address, view = first.data_ptr(), first[3:]
+    spare.give_back(first)
+    del first
+    other = spare.take(100, like)
+    assert other.data_ptr() != address
+    del view
+    assert spare.take(50, like).numel() == 50
+    assert spare.take(100, like).data_ptr() == address

@@ -34,6 +34,7 @@ from paceline.strategies.own_pieces import in_logical_order, piece_of
 from paceline.strategies.registry import Job
 from paceline.strategies.released_parameter import engine_is_closed, give_back, is_released, release
 from paceline.strategies.shard_pulls import ShardPulls
+from paceline.strategies.spare_flats import SpareFlats
 from paceline.strategies.unit_order import UnitOrder
 
 _KEPT_BESIDE = 1  # units used before the current one that stay, unless their module has ended
@@ -89,6 +90,7 @@ class UnitWeights:
         self._wanted = [0] * len(self._units)  # gradients in a backward
         self._there = [0] * len(self._units)
         self._packing: list[saved_tensors_hooks | None] = []
+        self._spare = SpareFlats()
         self._closed = False
         self._cut_up(job)
         self._pulls = ShardPulls(job, self._parts, number)
@@ -203,7 +205,7 @@ class UnitWeights:
             return
         flats, rooms, copies = [], {peer: list[Tensor]() for peer in self._pulls.peers}, []
         for shards, own in zip(self._buckets[unit], self._shards[unit], strict=True):
-            flat = torch.empty(shards.bucket.elements, dtype=own.dtype, device=own.device)
+            flat = self._spare.take(shards.bucket.elements, own)
             for worker, (start, stop) in enumerate(shards.ranges):
                 if worker == self._rank:
                     flat[start:stop] = own
@@ -240,6 +242,7 @@ class UnitWeights:
                 return
             for flat in gathered.flats:
                 self._by_memory.pop(flat.untyped_storage().data_ptr(), None)
+                self._spare.give_back(flat)
             self._check_unwritten(numbers, gathered.versions)
         self._recent = [other for other in self._recent if other != unit]
         for number in numbers:
