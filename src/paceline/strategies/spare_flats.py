@@ -29,4 +29,4 @@ class SpareFlats:
 
 
 def _is_alone(flat: Tensor) -> bool:
-    return bool(torch._C._storage_Use_Count(flat.untyped_storage()._cdata) == _ALONE)  # type: ignore[attr-defined]
+    return bool(torch._C._storage_Use_Count(flat.untyped_storage()._cdata) == _ALONE)
