@@ -5,7 +5,7 @@
     star                        w·Ψ          g·Ψ          s·Ψ                 (N-1) · g·Ψ by the centre, g·Ψ by others
     zero1                       w·Ψ          g·Ψ          s·Ψ/N               (N-1)/N · (g·Ψ + w·Ψ)
     zero2                       w·Ψ          g·Ψ/N        s·Ψ/N               (N-1)/N · (g·Ψ + w·Ψ)
-    zero3                       w·Ψ/N        g·Ψ/N        s·Ψ/N               (N-1)/N · (g·Ψ + 2·w·Ψ)
+    zero3, fsdp                 w·Ψ/N        g·Ψ/N        s·Ψ/N               (N-1)/N · (g·Ψ + 2·w·Ψ)
 
     bytes per parameter         Adam in fp32: w 4, g 4, s 8     in mixed precision: w 2, g 2, s 12 (with a master copy)
 
@@ -26,7 +26,7 @@ Numbers are those of the busiest worker. Buffers for what is under way are not i
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from paceline.collectives.canonical_sum import SumPlan, sum_plan
 from paceline.collectives.shipments import shipments_by_lane
@@ -143,6 +143,11 @@ def _zero3(job: _Job) -> Footprint:
     return _by_lane(job, weights_whole=False)
 
 
+def _fsdp(job: _Job) -> Footprint:
+    """Weights are gathered wherever the workers are."""
+    return _by_lane(replace(job, per_host=1), weights_whole=False)
+
+
 def _by_lane(job: _Job, *, weights_whole: bool) -> Footprint:
     rides = strided_lanes(job.lanes, job.workers)
     shipments = shipments_by_lane(SumPlan(tuple(range(job.lanes)), rides))
@@ -192,4 +197,5 @@ FOOTPRINTS: dict[str, Callable[[_Job], Footprint]] = {
     "zero1": _zero1,
     "zero2": _zero2,
     "zero3": _zero3,
+    "fsdp": _fsdp,
 }
