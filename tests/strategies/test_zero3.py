@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
+import time
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 from paceline import Engine, World
@@ -300,3 +302,99 @@ def test_memory_that_somebody_still_looks_at_is_not_used_again() -> None:
     del view
     assert spare.take(50, like).numel() == 50
     assert spare.take(100, like).data_ptr() == address
+
+
+# -- weights wherever they are used ------------------------------------------------------------------------------------
+
+
+class Encoder(nn.Module):
+    """LayerNorms save their weights as they are, and not a view of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 64)) for _ in range(3)])
+
+    def encode(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = x + block(x)
+        return x
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.encode(x)
+
+
+def uses_weights(world: World, *, how: str, **job: Any) -> str:
+    with Engine(world=world, lanes=4, bucket_mib=0.001, **job) as engine:
+        model = Encoder()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        model, optimizer, loader = engine.prepare(model, optimizer, DataLoader(data(), batch_size=4))
+        if how == "inference":
+            with torch.inference_mode():
+                model(torch.ones(2, 64))
+        for (x,) in loader:
+            if how == "another method":
+                loss = model.encode(x).square().mean()
+            elif how == "checkpointed by hand":
+                x.requires_grad_()
+                loss = checkpoint(model.blocks[1], model.blocks[0](x), use_reentrant=True).square().mean()
+            elif how == "sparse":
+                loss = torch.sparse.mm(torch.eye(len(x)).to_sparse(), model(x)).square().mean()
+            else:
+                loss = model(x).square().mean()
+            if how == "penalty":
+                loss = loss + 1e-2 * sum(p.pow(2).sum() for p in model.parameters())
+            if how == "second derivative":
+                x.requires_grad_()
+                y = model(x).square().mean()
+                (slope,) = torch.autograd.grad(y, x, create_graph=True)
+                loss = y + slope.square().sum()
+            engine.backward(loss)
+            optimizer.step()
+            if how == "a copy":
+                assert torch.equal(copy.deepcopy(model)(x), model(x))
+        return engine.weights_hash()
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        "penalty", "another method", "checkpointed by hand", "inference", "sparse", "second derivative", "a copy",
+    ],
+)  # fmt: skip
+def test_weights_may_be_used_anywhere(how: str) -> None:
+    alone = hashes(run_workers(uses_weights, 1, how=how))
+    assert hashes(run_workers(uses_weights, 2, how=how, strategy=SHARDS)) == alone
+
+
+def clamps(world: World) -> None:
+    """As a Wasserstein critic does: past the version counters."""
+    with Engine(world=world, strategy=SHARDS, bucket_mib=0.001, timeout_s=20) as engine:
+        model = Encoder()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model, optimizer, loader = engine.prepare(model, optimizer, DataLoader(data(), batch_size=4))
+        for (x,) in loader:
+            engine.backward(model(x).square().mean())
+            optimizer.step()
+            for parameter in model.parameters():
+                parameter.data.clamp_(-0.01, 0.01)
+
+
+def test_a_change_through_data_is_found_too() -> None:
+    for result in run_workers(clamps, 2):
+        assert "was changed in place while its weights were gathered" in str(result.error), result.traceback
+
+
+def saves_late(world: World) -> int:
+    with Engine(world=world, strategy=SHARDS, bucket_mib=0.001, timeout_s=20) as engine:
+        model = Encoder()
+        engine.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        if world.is_main:
+            time.sleep(2.5)
+            return len(model.state_dict())
+    return 0
+
+
+def test_a_worker_that_has_ended_answers_until_the_others_have() -> None:
+    first, second = run_workers(saves_late, 2)
+    assert (first.error, second.error) == (None, None), first.traceback
+    assert first.value == 12

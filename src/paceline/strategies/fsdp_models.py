@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch._C._distributed_c10d import _register_process_group, _unregister_process_group
 from torch.nn import Parameter
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from paceline.collectives.communicator import Communicator
@@ -130,6 +131,7 @@ class ShardedModels:
         self._group = _group(self._mesh_name, comm)  # torch's registry does not keep it alive
         mesh = _mesh(self._mesh_name, comm, device)
         self.units: list[ShardedUnit] = []
+        self._twice: list[RemovableHandle] = []
         for model in models:
             self.units += self._shard(model, mesh, wanted, fill)
         self._unit_of = {id(p): unit for unit in self.units for p in unit.parameters}
@@ -164,6 +166,7 @@ class ShardedModels:
             if group is not None:
                 unit = ShardedUnit(number, sharded, group, self._comm)
                 unit.low = self._precision.dtype if self._precision.is_low and id(module) not in in_fp32 else None
+                self._twice.append(sharded.register_forward_hook(_refuse_second_derivatives))
                 sharded.set_custom_all_gather(_Gather(unit, self._comm))
                 sharded.set_custom_reduce_scatter(_HandOver(unit, self))
                 yield unit
@@ -257,7 +260,7 @@ class ShardedModels:
     def close(self) -> None:
         for unit in self.units:
             unit.unhook()
-        for hook in self._loading:
+        for hook in (*self._loading, *self._twice):
             hook.remove()
         _unregister_process_group(self._mesh_name)
 
@@ -292,6 +295,21 @@ def _swap(
         for parameter in list(optimizer.state):
             state = optimizer.state.pop(parameter)
             optimizer.state[now.get(id(parameter), parameter)] = state
+
+
+def _refuse_second_derivatives(module: nn.Module, args: Any, output: Any) -> None:
+    """torch lets a unit's weights go after its backward, though a graph of that backward may still read them."""
+
+    def look(_: Tensor) -> None:
+        if torch.is_grad_enabled():
+            raise LoopError(
+                f"a backward with create_graph=True came to a {type(module).__name__}: torch's fully_shard lets "
+                "weights go after their first backward, and can't differentiate twice; use strategy='zero3', which can"
+            )
+
+    for value in tree_leaves(output):
+        if isinstance(value, Tensor) and value.requires_grad:
+            value.register_hook(look)  # type: ignore[no-untyped-call]
 
 
 class _Pool:

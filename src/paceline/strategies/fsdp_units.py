@@ -113,5 +113,8 @@ def kept_whole(model: nn.Module, units: Sequence[nn.Module]) -> set[Parameter]:
 
 def _can_be_cut(parameter: Parameter) -> bool:
     return (
-        parameter.is_contiguous() and parameter.dim() > 0 and parameter.numel() > 0 and parameter.dtype == torch.float32
+        parameter.stride() == torch.empty(parameter.shape, device="meta").stride()
+        and parameter.dim() > 0
+        and parameter.numel() > 0
+        and parameter.dtype == torch.float32
     )

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -42,6 +43,7 @@ class Owner(Protocol):
 
 _owners: dict[int, weakref.ref[Owner]] = {}
 _classes: dict[int, type[Parameter]] = {}  # what it is when it is not released
+_alive: dict[int, weakref.ref[Parameter]] = {}
 _layouts: dict[int, Tensor] = {}  # without memory: how its own lies
 
 
@@ -59,7 +61,10 @@ class ReleasedParameter(Parameter):
             return func(_layouts[id(args[0])], *args[1:], **kwargs)
         if not _only_looks(func):
             for parameter in _released((*args, *kwargs.values())):
-                owner = _owners.get(id(parameter), _no_owner)()
+                if id(parameter) not in _owners:  # a copy of one, with weights of its own
+                    parameter.__class__ = Parameter
+                    continue
+                owner = _owners[id(parameter)]()
                 if owner is None:
                     raise engine_is_closed()
                 if _writes(func, parameter, args, kwargs):
@@ -85,6 +90,8 @@ def release(parameter: Parameter, owner: Owner) -> None:
     parameter.data = torch.full((), torch.nan, dtype=parameter.dtype, device=parameter.device).expand(parameter.shape)
     _owners[id(parameter)], _classes[id(parameter)] = weakref.ref(owner), type(parameter)
     _layouts[id(parameter)] = layout
+    if id(parameter) not in _alive:
+        _alive[id(parameter)] = weakref.ref(parameter, partial(_forget, id(parameter)))
     parameter.__class__ = ReleasedParameter
 
 
@@ -100,8 +107,9 @@ def is_released(parameter: Tensor) -> bool:
     return type(parameter) is ReleasedParameter
 
 
-def _no_owner() -> None:
-    return None
+def _forget(key: int, _: Any) -> None:
+    for known in (_owners, _classes, _layouts, _alive):
+        known.pop(key, None)
 
 
 def _only_looks(func: Callable[..., Any]) -> bool:

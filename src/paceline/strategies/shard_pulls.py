@@ -9,12 +9,14 @@ collective whose order could differ. *Version* counts updates. A part is not wri
 their backward (their ballots say so), and by then every answer has arrived.
 
 The group is one for this alone. Its receives wait for as long as the job lasts, since a peer may have nothing to ask
-for; who waits for an answer waits no longer than the job's timeout. A worker that leaves says so.
+for; who waits for an answer waits no longer than the job's timeout. A worker that leaves between steps says so, and
+answers until all others do.
 """
 
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 
@@ -43,7 +45,8 @@ class ShardPulls:
         store, host = PrefixStore(f"pulls/{number}", job.store), torch.device("cpu")
         self._comm = Communicator.connect(job.world, store, backend="gloo", device=host, timeout_s=job.timeout_s)
         self._comm.counts_with(job.comm)
-        self._timeout_s, self._parts = job.timeout_s, parts
+        self._main, self._timeout_s, self._parts = job.comm, job.timeout_s, parts
+        self.at_rest = True
         self.peers = [worker for worker in range(self._comm.size) if worker != self._comm.rank]
         self._asks: deque[Work] = deque(maxlen=4 * len(self.peers))  # gloo forgets a message whose work nobody keeps
         self._change = threading.Condition()
@@ -94,8 +97,12 @@ class ShardPulls:
                     answers.append(self._comm.send(part, to=peer, tag=_ANSWER, operation=_OPERATION))
                 while len(answers) > _KEPT:
                     answers.popleft().wait()
-        except PeerLostError:
+        except (PeerLostError, KeyError):  # lost, or our own group is closed
             return
+
+    def meet(self) -> None:
+        """All workers are here."""
+        self._main.barrier()
 
     def _reaches(self, version: int) -> bool:
         with self._change:
@@ -113,8 +120,10 @@ class ShardPulls:
                 self._ask(peer, _LEAVES)
             except PeerLostError:
                 continue  # it has left before
+        # Between steps a peer may go on alone, to evaluate or to save; inside one it will hear that we have left.
+        until = time.monotonic() + (self._timeout_s if self.at_rest else LEAVES_WITHIN_S)
         for thread in self._threads:
-            thread.join(timeout=LEAVES_WITHIN_S)
+            thread.join(timeout=max(0.0, until - time.monotonic()))
         self._comm.close()
         for thread in self._threads:
             thread.join(timeout=LEAVES_WITHIN_S)

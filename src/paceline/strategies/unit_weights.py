@@ -5,9 +5,9 @@
                                                unit's gradients are there
     ahead      the next unit of the item before is asked for while this one is used
 
-Autograd keeps no gathered weight: where it would save one, hooks give it the place instead, and look it up again in
-backward. So a release is nothing but letting go: what anybody still uses stays alive, and nothing is ever read that was
-freed. Weights that are used in other ways than by their module are fetched by `ReleasedParameter`.
+Autograd keeps no gathered weight (`saved_weights.py`). So a release is nothing but letting go: what anybody still uses
+stays alive, and nothing is ever read that was freed. Weights that are used in other ways than by their module are
+fetched by `ReleasedParameter`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import Parameter
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.hooks import RemovableHandle
@@ -48,17 +47,7 @@ class _Gathered:
     works: Sequence[Work]
     rooms: Sequence[tuple[Tensor, Tensor]]  # on the host, and where its elements go
     versions: list[int] | None = None
-
-
-@dataclass(frozen=True)
-class _Place:
-    """What autograd keeps instead of a weight."""
-
-    unit: int
-    bucket: int
-    size: torch.Size
-    stride: tuple[int, ...]
-    offset: int
+    by_hand: bool = False  # somebody asked for a weight who may also write to it, past the version counters
 
 
 class UnitWeights:
@@ -84,12 +73,11 @@ class UnitWeights:
         self._gathered: dict[int, _Gathered] = {}
         self._held = [0] * len(self._units)  # modules that run with it
         self._recent: list[int] = []
-        self._by_memory: dict[int, tuple[int, int]] = {}  # where a gathered bucket lies: its unit, its place there
+        self._by_memory: dict[int, tuple[int, int, torch.dtype]] = {}  # by address: the unit, its bucket there
         self._order = UnitOrder()
         self._hooks: list[RemovableHandle] = []
         self._wanted = [0] * len(self._units)  # gradients in a backward
         self._there = [0] * len(self._units)
-        self._packing: list[saved_tensors_hooks | None] = []
         self._spare = SpareFlats()
         self._closed = False
         self._cut_up(job)
@@ -153,21 +141,24 @@ class UnitWeights:
     def _parts(self, unit: int) -> list[Tensor]:
         return [part.cpu() for part in self._shards[unit] if part.numel()]
 
-    def updated(self) -> None:
-        """The own pieces have been changed, on every worker: what was gathered before is old."""
+    def let_all_go(self) -> None:
         for unit in list(self._gathered):
             self._let_go(unit)
+
+    def updated(self) -> None:
+        """The own pieces have been changed, on every worker, since all was let go."""
         self._pulls.changed()
 
     def put(self, parameter: Parameter, whole: Tensor) -> None:
         """All workers have these weights for the parameter."""
         number = self._index[id(parameter)]
         shards, part = self._bucket_of[number]
+        self._let_go(self._unit_of[number])
+        self._pulls.meet()  # until now somebody may look at weights, and gets the old ones
         for owned in shards.pieces(self._rank):
             if owned.piece.parameter == number:
                 kept = self._kept(owned, part)
                 kept.copy_(whole if kept.shape == whole.shape else part_of(whole, owned.piece))
-        self._let_go(self._unit_of[number])
         self._pulls.changed()
 
     # -- gathering and letting go ------------------------------------------------------------------------------------
@@ -175,7 +166,9 @@ class UnitWeights:
     def fetch(self, parameter: Parameter) -> None:
         if self._closed:
             raise engine_is_closed()
-        self._use(self._unit_of[self._index[id(parameter)]])
+        unit = self._unit_of[self._index[id(parameter)]]
+        self._use(unit)
+        self._gathered[unit].by_hand = True
 
     def _use(self, unit: int, *, in_backward: bool = False) -> None:
         """Have the unit's weights here, and its likely successor's on their way."""
@@ -183,7 +176,8 @@ class UnitWeights:
         if unit in self._gathered and self._recent[-1:] == [unit]:
             self._order.after(unit, in_backward=in_backward, records=records)
             return
-        with _disable_current_modes():  # checkpointing would take our copies for the model's
+        # Checkpointing would take our copies for the model's, and what an inference makes could not be trained with.
+        with torch.inference_mode(False), torch.no_grad(), _disable_current_modes():
             self._bring(unit, in_backward, records)
 
     def _bring(self, unit: int, in_backward: bool, records: bool) -> None:
@@ -224,7 +218,8 @@ class UnitWeights:
         for room, part in gathered.rooms:
             part.copy_(room)
         for place, (shards, flat) in enumerate(zip(self._buckets[unit], gathered.flats, strict=True)):
-            self._by_memory[flat.untyped_storage().data_ptr()] = unit, place
+            if flat.numel():
+                self._by_memory[flat.untyped_storage().data_ptr()] = unit, place, flat.dtype
             for member in shards.bucket.members:
                 weights = flat.as_strided(member.shape, self._strides[member.parameter], member.offset)
                 give_back(self._parameters[member.parameter], weights)
@@ -243,29 +238,41 @@ class UnitWeights:
             for flat in gathered.flats:
                 self._by_memory.pop(flat.untyped_storage().data_ptr(), None)
                 self._spare.give_back(flat)
-            self._check_unwritten(numbers, gathered.versions)
+            self._check_unwritten(unit, gathered)
         self._recent = [other for other in self._recent if other != unit]
         for number in numbers:
             if not is_released(self._parameters[number]):
                 release(self._parameters[number], self)
 
-    def _check_unwritten(self, numbers: Sequence[int], versions: Sequence[int]) -> None:
-        for number, version in zip(numbers, versions, strict=True):
-            if self._parameters[number]._version != version:
-                unit = self._units[self._unit_of[number]].name
-                raise LoopError(
-                    f"a parameter of {unit!r} was changed in place while its weights were gathered: the change would "
-                    "be lost, since every worker keeps a part of them; change weights before engine.prepare(), or with "
-                    "model.load_state_dict() on every worker"
-                )
+    def _check_unwritten(self, unit: int, gathered: _Gathered) -> None:
+        """Every element has an owner, so what all workers wrote at least one of them finds."""
+        numbers, versions = self._units[unit].parameters, gathered.versions or []
+        changed = any(self._parameters[n]._version != v for n, v in zip(numbers, versions, strict=True))
+        for shards, flat, own in zip(self._buckets[unit], gathered.flats, self._shards[unit], strict=True):
+            for member in shards.bucket.members:
+                weights = self._parameters[member.parameter]
+                changed |= weights.numel() > 0 and weights.data_ptr() != flat[member.offset :].data_ptr()
+            if gathered.by_hand:
+                changed |= not _same_bytes(flat[slice(*shards.ranges[self._rank])], own)
+        if changed:
+            raise LoopError(
+                f"a parameter of {self._units[unit].name!r} was changed in place while its weights were gathered: the "
+                "change would be lost, since every worker keeps a part of them; change weights before "
+                "engine.prepare(), or with model.load_state_dict() on every worker"
+            )
+
+    def check(self, parameter: Parameter) -> None:
+        """Raise if somebody wrote to what is here of the parameter's unit."""
+        unit = self._unit_of[self._index[id(parameter)]]
+        gathered = self._gathered.get(unit)
+        if gathered is not None and gathered.versions is not None and gathered.by_hand:
+            self._let_go(unit)
 
     # -- when modules run ----------------------------------------------------------------------------------------------
 
     def _install(self, models: Sequence[nn.Module]) -> None:
         for model in models:
             self._hooks += [
-                model.register_forward_pre_hook(self._start_packing, prepend=True),
-                model.register_forward_hook(self._stop_packing, always_call=True),
                 model.register_load_state_dict_pre_hook(self._before_load),  # type: ignore[no-untyped-call]
                 model.register_load_state_dict_post_hook(self._after_load),  # type: ignore[no-untyped-call]
             ]
@@ -273,8 +280,8 @@ class UnitWeights:
             if unit.module is not None:
                 used = self._used_by(unit)
                 self._hooks += [
-                    unit.module.register_forward_pre_hook(self._before(used)),
-                    unit.module.register_forward_hook(self._behind(used), always_call=True),
+                    unit.module.register_forward_pre_hook(self._before(unit.module, used)),
+                    unit.module.register_forward_hook(self._behind(unit.module, used), always_call=True),
                 ]
         for number, parameter in enumerate(self._parameters):
             if parameter.requires_grad:
@@ -291,18 +298,18 @@ class UnitWeights:
         is_all = set(unit.parameters) - own or not list(unit.module.children())
         return sorted(whole | {self._unit_of[number] for number in (below if is_all else own)})
 
-    def _before(self, used: Sequence[int]) -> Callable[..., None]:
-        def gather(*_: Any) -> None:
-            for unit in used:
+    def _before(self, mine: nn.Module, used: Sequence[int]) -> Callable[..., None]:
+        def gather(module: nn.Module, *_: Any) -> None:
+            for unit in used if module is mine else ():  # a copy of a module has its hooks, and weights of its own
                 self._held[unit] += 1
                 self._use(unit)
 
         return gather
 
-    def _behind(self, used: Sequence[int]) -> Callable[..., None]:
-        def let_go(*_: Any) -> None:
-            for unit in used:
-                self._held[unit] -= 1
+    def _behind(self, mine: nn.Module, used: Sequence[int]) -> Callable[..., None]:
+        def let_go(module: nn.Module, *_: Any) -> None:
+            for unit in used if module is mine else ():
+                self._held[unit] = max(0, self._held[unit] - 1)
                 if not self._held[unit] and self._order.following != unit and unit in self._gathered:
                     self._let_go(unit)
 
@@ -320,35 +327,17 @@ class UnitWeights:
         """Its backward is done, or will not come."""
         self._there = [0] * len(self._units)
         self._held = [0] * len(self._units)
-        for unit in list(self._gathered):
-            self._let_go(unit)
+        self.let_all_go()
         self._order.item_ended()
 
     # -- what autograd saves -------------------------------------------------------------------------------------------
 
-    def _start_packing(self, *_: Any) -> None:
-        context = saved_tensors_hooks(self._pack, self._unpack) if torch.is_grad_enabled() else None
-        if context is not None:
-            context.__enter__()
-        self._packing.append(context)
+    def place_of(self, address: int) -> tuple[int, int, torch.dtype] | None:
+        return self._by_memory.get(address)
 
-    def _stop_packing(self, *_: Any) -> None:
-        context = self._packing.pop()
-        if context is not None:
-            context.__exit__()
-
-    def _pack(self, saved: Tensor) -> Tensor | _Place:
-        found = self._by_memory.get(saved.untyped_storage().data_ptr())
-        if found is None:
-            return saved
-        return _Place(*found, saved.size(), saved.stride(), int(saved.storage_offset()))
-
-    def _unpack(self, packed: Tensor | _Place) -> Tensor:
-        if isinstance(packed, Tensor):
-            return packed
-        self._use(packed.unit, in_backward=True)
-        flat = self._gathered[packed.unit].flats[packed.bucket]
-        return flat.as_strided(packed.size, packed.stride, packed.offset)
+    def for_backward(self, unit: int, bucket: int) -> Tensor:
+        self._use(unit, in_backward=True)
+        return self._gathered[unit].flats[bucket]
 
     # -- a model's own load_state_dict ---------------------------------------------------------------------------------
 
@@ -358,19 +347,35 @@ class UnitWeights:
             self._use(unit)
 
     def _after_load(self, module: nn.Module, _: Any) -> None:
+        if not self._units_of(module):
+            return
+        self._pulls.meet()  # until now somebody may look at weights, and gets the old ones
         for unit in self._units_of(module):
             self._held[unit] -= 1
             gathered = self._gathered[unit]
             for shards, flat, own in zip(self._buckets[unit], gathered.flats, self._shards[unit], strict=True):
                 own.copy_(flat[slice(*shards.ranges[self._rank])])
             gathered.versions = [self._parameters[number]._version for number in self._units[unit].parameters]
+        self.let_all_go()
         self.updated()
 
     def _units_of(self, module: nn.Module) -> list[int]:
         return sorted({self._unit_of[self._index[id(p)]] for p in module.parameters() if id(p) in self._index})
+
+    def __deepcopy__(self, memo: Any) -> UnitWeights:
+        """A copy of a model has our hooks; there is one of us all the same."""
+        return self
+
+    def rest(self, *, at_rest: bool) -> None:
+        """Whether a step is running; between steps others may still need this worker's part when it leaves."""
+        self._pulls.at_rest = at_rest
 
     def close(self) -> None:
         self._closed = True
         for hook in self._hooks:
             hook.remove()
         self._pulls.close()
+
+
+def _same_bytes(a: Tensor, b: Tensor) -> bool:
+    return torch.equal(a.view(torch.uint8), b.view(torch.uint8))

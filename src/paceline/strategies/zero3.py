@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
+from paceline.collectives.canonical_sum import SumPlan
 from paceline.errors import ConfigError
 from paceline.sharding.flat_layout import Piece
 from paceline.sharding.shards import Shards
@@ -33,6 +34,7 @@ from paceline.strategies.host_weights import HostWeights, Weights
 from paceline.strategies.meta_weights import fill, module_names
 from paceline.strategies.own_pieces import OwnPieces, check_apart, extent, in_logical_order
 from paceline.strategies.registry import Job, Registered, register
+from paceline.strategies.saved_weights import SavedWeights
 from paceline.strategies.sharded_strategy import ShardedParts
 from paceline.strategies.strategy import ItemPlace
 from paceline.strategies.unit_weights import UnitWeights
@@ -89,6 +91,16 @@ class Zero3(Zero2):
     def _of(self, parameter: Parameter) -> UnitWeights:
         return next(some for some in self._unit_weights if some.knows(parameter))
 
+    def start_step(self, round: int, plan: SumPlan) -> None:
+        super().start_step(round, plan)
+        for some in self._unit_weights:
+            some.rest(at_rest=False)
+
+    def end_step(self) -> None:
+        super().end_step()
+        for some in self._unit_weights:
+            some.rest(at_rest=True)
+
     def finish_backward(self, place: ItemPlace) -> None:
         super().finish_backward(place)
         self._item_ended()
@@ -104,6 +116,8 @@ class Zero3(Zero2):
     def _update(self, optimizer: Optimizer) -> Any:
         if self._parts.comm is not None:
             self._parts.comm.barrier()  # until now somebody may look at weights, and gets those before the update
+        for some in self._unit_weights:
+            some.let_all_go()
         twin = self._parts.twins.of(optimizer)
         result = twin.step(self._used)
         if self._parts.masters is not None:
@@ -111,6 +125,10 @@ class Zero3(Zero2):
         for some in self._unit_weights:
             some.updated()
         return result
+
+    def whole(self, parameter: Parameter) -> Tensor:
+        self._of(parameter).check(parameter)
+        return super().whole(parameter)
 
     def put(self, parameter: Parameter, whole: Tensor) -> None:
         self._of(parameter).put(parameter, whole)
@@ -133,7 +151,9 @@ class Zero3Maker:
         self._parts = ShardedParts(job, "zero3", kept)
         self._classes = config.classes
         self._unit_weights: list[UnitWeights] = []
+        self._saved: SavedWeights | None = None
         if job.comm is not None and self._parts.weights is None:
+            self._saved = SavedWeights(self._unit_weights)
             everything = [
                 p for optimizer in job.optimizers for group in optimizer.param_groups for p in group["params"]
             ]
@@ -155,6 +175,8 @@ class Zero3Maker:
         return Zero3(named, optimizers, self._parts, self._unit_weights)
 
     def close(self) -> None:
+        if self._saved is not None:
+            self._saved.close()
         for some in self._unit_weights:
             some.close()
         self._parts.close()
