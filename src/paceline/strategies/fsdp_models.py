@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch._C._distributed_c10d import _register_process_group, _unregister_process_group
 from torch.nn import Parameter
 from torch.optim import Optimizer
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
@@ -162,7 +163,10 @@ class ShardedModels:
             )
             sharded.set_gradient_divide_factor(1.0)
             sharded.set_force_sum_reduction_for_comms(True)
-            group = sharded._get_fsdp_state()._fsdp_param_group
+            state = sharded._get_fsdp_state()
+            _outside_modes(sharded._forward_pre_hooks, state._pre_forward_hook_handle)
+            _outside_modes(sharded._forward_hooks, state._post_forward_hook_handle)
+            group = state._fsdp_param_group
             if group is not None:
                 unit = ShardedUnit(number, sharded, group, self._comm)
                 unit.low = self._precision.dtype if self._precision.is_low and id(module) not in in_fp32 else None
@@ -295,6 +299,17 @@ def _swap(
         for parameter in list(optimizer.state):
             state = optimizer.state.pop(parameter)
             optimizer.state[now.get(id(parameter), parameter)] = state
+
+
+def _outside_modes(hooks: dict[int, Callable[..., Any]], handle: RemovableHandle) -> None:
+    """Checkpointing that keeps some results watches all operations, and must not take gathers for the model's."""
+    hook = hooks[handle.id]
+
+    def unwatched(*args: Any) -> Any:
+        with _disable_current_modes():
+            return hook(*args)
+
+    hooks[handle.id] = unwatched
 
 
 def _refuse_second_derivatives(module: nn.Module, args: Any, output: Any) -> None:
