@@ -289,21 +289,16 @@ class Fsdp(WeightsInTheModel):
         return norm
 
     def apply(self, optimizer: Optimizer, original_step: Callable[[], Any]) -> Any:
-        twin = self._parts.twins.of(optimizer)
-        for number in twin.parameters:
-            self.parameters[number].grad = None
-        for before in optimizer._optimizer_step_pre_hooks.values():
-            before(optimizer, (optimizer,), {})
-        optimizer._opt_called = True  # type: ignore[attr-defined]  # a scheduler looks for it
+        return self._parts.between_hooks(optimizer, self.parameters, lambda: self._update(optimizer))
+
+    def _update(self, optimizer: Optimizer) -> Any:
+        twin, masters = self._parts.twins.of(optimizer), self._parts.masters
         result = twin.step(self._used)
-        masters = self._parts.masters
         if masters is not None:
             masters.round(twin.pieces, twin.own)
         self._tell_weights(optimizer)
         if masters is not None:
             masters.take_as_right(self.parameters[n] for n in twin.parameters if n < len(self.replicas))
-        for after in optimizer._optimizer_step_post_hooks.values():
-            after(optimizer, (optimizer,), {})
         return result
 
     def _tell_weights(self, optimizer: Optimizer) -> None:

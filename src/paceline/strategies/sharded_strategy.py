@@ -74,6 +74,18 @@ class ShardedParts:
             finite = bool(told.all())
         return finite
 
+    def between_hooks(self, optimizer: Optimizer, parameters: Sequence[Parameter], update: Callable[[], Any]) -> Any:
+        """An update that the user's optimizer does not run itself, as its own step() would look from outside."""
+        for number in self.twins.of(optimizer).parameters:
+            parameters[number].grad = None
+        for before in optimizer._optimizer_step_pre_hooks.values():
+            before(optimizer, (optimizer,), {})
+        optimizer._opt_called = True  # type: ignore[attr-defined]  # a scheduler looks for it
+        result = update()
+        for after in optimizer._optimizer_step_post_hooks.values():
+            after(optimizer, (optimizer,), {})
+        return result
+
     def close(self) -> None:
         self.twins.close()
         if self.masters is not None:
@@ -227,16 +239,7 @@ class ShardedStrategy(WeightsInTheModel):
         return norm
 
     def apply(self, optimizer: Optimizer, original_step: Callable[[], Any]) -> Any:
-        twin = self._parts.twins.of(optimizer)
-        for number in twin.parameters:
-            self.parameters[number].grad = None
-        for before in optimizer._optimizer_step_pre_hooks.values():
-            before(optimizer, (optimizer,), {})
-        optimizer._opt_called = True  # type: ignore[attr-defined]  # a scheduler looks for it
-        result = self._update(optimizer)
-        for after in optimizer._optimizer_step_post_hooks.values():
-            after(optimizer, (optimizer,), {})
-        return result
+        return self._parts.between_hooks(optimizer, self.parameters, lambda: self._update(optimizer))
 
     def _update(self, optimizer: Optimizer) -> Any:
         twin, comm, weights = self._parts.twins.of(optimizer), self._parts.comm, self._parts.weights
