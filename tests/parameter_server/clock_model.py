@@ -27,10 +27,11 @@ Contents = frozenset[Fact]
 Action = tuple[Any, ...]
 
 CLOCKS: list[Clock] = [
-    *(BoundedStaleness(steps) for steps in (0, 1, 2, math.inf)),
+    *(BoundedStaleness(steps, from_round=0) for steps in (0, 1, 2, math.inf)),
     *(BoundedDelay(rounds) for rounds in (0, 1, 3)),
-    BoundedStaleness(1, see_own_updates=True),
+    BoundedStaleness(1, see_own_updates=True, from_round=0),
     BoundedStaleness(2, from_round=3),
+    BoundedStaleness(2),  # its window does not open in the rounds of the miniature
     BoundedStaleness(math.inf, see_own_updates=True),
 ]
 CHOICES = st.lists(st.integers(0, 30), min_size=1, max_size=40)

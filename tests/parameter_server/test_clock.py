@@ -29,8 +29,9 @@ CLOCKS = st.one_of(
     ("clock", "needs"),
     [
         (BoundedStaleness(0), [-1, 0, 1, 2, 3, 4]),
-        (BoundedStaleness(1), [-1, -1, 0, 1, 2, 3]),
-        (BoundedStaleness(2), [-1, -1, -1, 0, 1, 2]),
+        (BoundedStaleness(1, from_round=0), [-1, -1, 0, 1, 2, 3]),
+        (BoundedStaleness(2, from_round=0), [-1, -1, -1, 0, 1, 2]),
+        (BoundedStaleness(2), [-1, 0, 1, 2, 3, 4]),
         (BoundedStaleness(math.inf), [-1, -1, -1, -1, -1, -1]),
         (BoundedStaleness(2, from_round=2), [-1, 0, 1, 1, 1, 2]),
         (BoundedStaleness(math.inf, from_round=2), [-1, 0, 1, 1, 1, 1]),
@@ -90,7 +91,7 @@ def test_a_staleness_that_is_no_bound_is_refused_in_one_line(steps: float) -> No
     )
 
 
-@pytest.mark.parametrize("round", [-1, 1.5, True, None])
+@pytest.mark.parametrize("round", [-1, 1.5, True, "100"])
 def test_a_window_that_opens_in_no_round_is_refused_in_one_line(round: int) -> None:
     with pytest.raises(ConfigError) as caught:
         BoundedStaleness(2, from_round=round)
@@ -117,10 +118,11 @@ def test_a_clock_comes_back_from_its_text(clock: Clock) -> None:
 @pytest.mark.parametrize(
     ("text", "clock"),
     [
-        ("s=2", BoundedStaleness(2)),
+        ("s=0", BoundedStaleness()),
+        ("s=2,from=0", BoundedStaleness(2, from_round=0)),
         ("s=inf", BoundedStaleness(math.inf)),
-        ("s=4,own", BoundedStaleness(4, see_own_updates=True)),
-        ("s=2,from=100", BoundedStaleness(2, from_round=100)),
+        ("s=4,own,from=0", BoundedStaleness(4, see_own_updates=True, from_round=0)),
+        ("s=2,from=100", BoundedStaleness(2)),
         ("s=inf,own,from=9", BoundedStaleness(math.inf, see_own_updates=True, from_round=9)),
         ("d=1", BoundedDelay(1)),
     ],
@@ -130,20 +132,30 @@ def test_the_words_of_a_command_line(text: str, clock: Clock) -> None:
     assert str(clock) == text
 
 
+@pytest.mark.parametrize("text", ["s=1", "s=2", "s=2,own"])
+def test_a_bounded_window_opens_in_round_100_unless_told_otherwise_and_the_clock_says_so(text: str) -> None:
+    clock = parse_clock(text)
+    assert str(clock) == f"{text},from=100"
+    assert [clock.needs(round) for round in (98, 99, 100, 101)] == [97, 98, 99, 99]
+
+
 @pytest.mark.parametrize("text", ["", "2", "s=", "s=-1", "s=1.5", "d=inf", "d=1,own", "s=2 d=1", "async"])
 def test_a_text_that_is_no_clock_is_refused_with_those_that_are(text: str) -> None:
     with pytest.raises(ConfigError) as caught:
         parse_clock(text)
     assert str(caught.value) == (
         f"clock {text!r} is not known; write s=N or s=inf (bounded staleness, with ,own to see own updates "
-        "and ,from=N to wait for each other up to round N) or d=N (bounded delay), such as s=2, s=2,own or d=1"
+        "and ,from=N to wait for each other up to round N, 100 if you don't say) or d=N (bounded delay), such as s=2, "
+        "s=2,from=0 or d=1"
     )
 
 
 # -- one worker's weights ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("clock", [BoundedStaleness(2), BoundedStaleness(math.inf, see_own_updates=True)], ids=str)
+@pytest.mark.parametrize(
+    "clock", [BoundedStaleness(2, from_round=0), BoundedStaleness(math.inf, see_own_updates=True)], ids=str
+)
 def test_after_other_weights_were_shown_a_round_starts_only_on_new_ones(clock: Clock) -> None:
     hand = WeightsInHand(clock, keys=[0])
     hand.request_for(0)
@@ -155,12 +167,12 @@ def test_after_other_weights_were_shown_a_round_starts_only_on_new_ones(clock: C
 
 
 def test_a_worker_goes_on_with_old_weights_as_far_as_the_bound_allows() -> None:
-    hand = WeightsInHand(BoundedStaleness(2), keys=[0, 1])
+    hand = WeightsInHand(BoundedStaleness(2, from_round=0), keys=[0, 1])
     assert [hand.may_start(round) for round in range(5)] == [True, True, True, False, False]
 
 
 def test_weights_that_came_are_read_from_the_next_start_on() -> None:
-    hand = WeightsInHand(BoundedStaleness(1), keys=[0, 1])
+    hand = WeightsInHand(BoundedStaleness(1, from_round=0), keys=[0, 1])
     assert hand.start(0) == {0: 0, 1: 0}
     assert hand.request_for(1) == PullRequest(round=1, complete=-1, keys=(0, 1))
     assert hand.arrived(0, version=3, complete=0, round=1)
@@ -177,7 +189,7 @@ def test_nothing_is_asked_again_while_an_answer_that_is_new_enough_is_on_its_way
 
 
 def test_an_answer_that_would_be_too_old_does_not_keep_a_worker_from_asking() -> None:
-    hand = WeightsInHand(BoundedStaleness(1), keys=[0])
+    hand = WeightsInHand(BoundedStaleness(1, from_round=0), keys=[0])
     assert hand.request_for(1) == PullRequest(1, -1, (0,))
     assert hand.request_for(2) == PullRequest(2, 0, (0,))
 
@@ -189,7 +201,7 @@ def test_inside_a_group_nothing_is_asked() -> None:
 
 
 def test_an_answer_older_than_what_is_there_is_thrown_away() -> None:
-    hand = WeightsInHand(BoundedStaleness(4), keys=[0])
+    hand = WeightsInHand(BoundedStaleness(4, from_round=0), keys=[0])
     assert hand.arrived(0, version=5, complete=1, round=2)
     assert not hand.arrived(0, version=3, complete=0, round=1)
     assert hand.start(2) == {0: 5}

@@ -112,12 +112,12 @@ def fails(clock: Clock, obeyed: Clock | None = None, hand: type[WeightsInHand] =
     return str(caught.value)
 
 
-@pytest.mark.parametrize("clock", [BoundedStaleness(1), BoundedStaleness(2)], ids=str)
+@pytest.mark.parametrize("clock", [BoundedStaleness(1, from_round=0), BoundedStaleness(2, from_round=0)], ids=str)
 def test_a_staleness_clock_that_asks_for_one_round_less_is_caught_reading_too_early(clock: Clock) -> None:
     assert "read without" in fails(clock, OffByOne(clock, -1))
 
 
-@pytest.mark.parametrize("clock", [BoundedStaleness(1), BoundedStaleness(2)], ids=str)
+@pytest.mark.parametrize("clock", [BoundedStaleness(1, from_round=0), BoundedStaleness(2, from_round=0)], ids=str)
 def test_a_staleness_clock_that_asks_for_one_round_more_is_caught_waiting_for_nothing(clock: Clock) -> None:
     assert "all that the bound requires was delivered" in fails(clock, OffByOne(clock, 1))
 
@@ -129,7 +129,7 @@ def test_a_deterministic_clock_that_is_off_by_one_is_caught(clock: Clock, by: in
 
 
 def test_a_sliding_window_in_the_place_of_groups_is_caught() -> None:
-    assert "which are not its own" in fails(BoundedDelay(3), BoundedStaleness(3))
+    assert "which are not its own" in fails(BoundedDelay(3), BoundedStaleness(3, from_round=0))
 
 
 def test_a_worker_that_forgets_its_own_updates_is_caught() -> None:
@@ -138,8 +138,8 @@ def test_a_worker_that_forgets_its_own_updates_is_caught() -> None:
 
 
 def test_a_worker_that_looks_at_one_key_only_is_caught() -> None:
-    assert "read without" in fails(BoundedStaleness(1), hand=OneKeyIsEnough)
+    assert "read without" in fails(BoundedStaleness(1, from_round=0), hand=OneKeyIsEnough)
 
 
 def test_a_worker_that_asks_too_seldom_is_caught_in_a_deadlock() -> None:
-    assert "deadlock" in fails(BoundedStaleness(1, see_own_updates=True), hand=AsksOnce)
+    assert "deadlock" in fails(BoundedStaleness(1, see_own_updates=True, from_round=0), hand=AsksOnce)

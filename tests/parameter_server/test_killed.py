@@ -84,7 +84,9 @@ def pushes_by_key(run: RecordedRun) -> dict[int, Counter[tuple[int, int]]]:
     }
 
 
-@pytest.mark.parametrize(("clock", "seed"), [("s=2", 1), ("s=2", 2), ("s=2", 3), ("s=inf", 4), ("s=inf", 5)])
+@pytest.mark.parametrize(
+    ("clock", "seed"), [("s=2,from=0", 1), ("s=2,from=0", 2), ("s=2", 3), ("s=inf", 4), ("s=inf", 5)]
+)
 def test_a_worker_killed_at_any_moment_loses_no_push_of_the_others_and_doubles_none(
     clock: str, seed: int, tmp_path: Path
 ) -> None:
@@ -123,7 +125,7 @@ def test_a_synchronous_job_ends_on_all_that_are_left_and_the_server_names_the_ki
         assert text_of(survivor).startswith("PeerLostError: "), text_of(survivor)
 
 
-@pytest.mark.parametrize(("clock", "seed"), [("s=0", 1), ("s=0", 2), ("d=1", 3), ("s=2", 4), ("s=inf", 5)])
+@pytest.mark.parametrize(("clock", "seed"), [("s=0", 1), ("s=0", 2), ("d=1", 3), ("s=2,from=0", 4), ("s=inf", 5)])
 def test_a_killed_server_is_named_with_what_it_held_and_what_to_do(clock: str, seed: int, tmp_path: Path) -> None:
     results = run_workers(train, 2, servers=2, folder=str(tmp_path), clock=clock, victim="server 1", seed=seed)
     assert results[3].exit_code == -signal.SIGKILL

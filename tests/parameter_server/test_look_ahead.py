@@ -102,7 +102,7 @@ def test_a_snapshot_is_read_as_its_version_was() -> None:
 
 
 def test_a_pull_for_a_boundary_gets_the_weights_as_they_are_and_one_for_a_round_looks_ahead() -> None:
-    job = Job([torch.zeros(3)], momentum, BoundedStaleness(4), holders=[[0], [1]], look_ahead=True)
+    job = Job([torch.zeros(3)], momentum, BoundedStaleness(4, from_round=0), holders=[[0], [1]], look_ahead=True)
     for round in range(3):
         tell(job, open_of(job, 0, round, [0]))
         tell(job, push_of(job, 0, round, 0, version=max(0, round - 1)))

@@ -31,7 +31,7 @@ from tests.parameter_server.core_jobs import (
 )
 
 ASYNCHRONOUS = BoundedStaleness(math.inf)
-ONE = BoundedStaleness(1)
+ONE = BoundedStaleness(1, from_round=0)
 
 
 @settings(max_examples=60, deadline=None)

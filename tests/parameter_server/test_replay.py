@@ -48,7 +48,7 @@ def train(
     world: World,
     *,
     record: str,
-    clock: str = "s=1",
+    clock: str = "s=1,from=0",
     optimizer: str = "adamw",
     epochs: int = 2,
     samples: int = 90,
@@ -141,19 +141,19 @@ def stale_reads(run: RecordedRun) -> int:
 
 # workers, servers, clock, job: every program has BatchNorm, dropout and a layer that only some micro-batches use.
 JOBS: dict[str, tuple[int, int, str, dict[str, Any]]] = {
-    "walk": (2, 1, "s=1", {"lanes": 2, "optimizer": "sgd", "epochs": 1, "width": 16}),
-    "adamw": (3, 1, "s=2", {"lanes": 3, "seed": 1}),
-    "another seed": (3, 1, "s=2", {"lanes": 3, "seed": 2}),
-    "momentum, accumulated, two servers": (2, 2, "s=3", {"lanes": 2, "optimizer": "momentum", "accumulate": 2}),
+    "walk": (2, 1, "s=1,from=0", {"lanes": 2, "optimizer": "sgd", "epochs": 1, "width": 16}),
+    "adamw": (3, 1, "s=2,from=0", {"lanes": 3, "seed": 1}),
+    "another seed": (3, 1, "s=2,from=0", {"lanes": 3, "seed": 2}),
+    "momentum, accumulated, two servers": (2, 2, "s=3,from=0", {"lanes": 2, "optimizer": "momentum", "accumulate": 2}),
     "worker 0 serves four": (4, 0, "s=inf", {"lanes": 4}),
-    "unequal lanes": (2, 1, "s=1", {"lanes": 5, "optimizer": "momentum", "samples": 100}),
-    "sees its own": (3, 2, "s=2,own", {"lanes": 4}),
-    "schedule and clipping": (2, 1, "s=2", {"lanes": 3, "scheduled": True, "clip": 0.5}),
-    "late steps shrink": (3, 1, "s=4", {"lanes": 3, "treatment": Treatment("divide by delay", "corrected")}),
+    "unequal lanes": (2, 1, "s=1,from=0", {"lanes": 5, "optimizer": "momentum", "samples": 100}),
+    "sees its own": (3, 2, "s=2,own,from=0", {"lanes": 4}),
+    "schedule and clipping": (2, 1, "s=2,from=0", {"lanes": 3, "scheduled": True, "clip": 0.5}),
+    "late steps shrink": (3, 1, "s=4,from=0", {"lanes": 3, "treatment": Treatment("divide by delay", "corrected")}),
     "late pushes are dropped": (4, 1, "s=inf", {"lanes": 4, "treatment": Treatment(drop_beyond=0)}),
-    "stops": (2, 1, "s=1", {"lanes": 4, "epochs": 1, "stop_at": 3}),
-    "breaks": (2, 1, "s=1", {"lanes": 4, "epochs": 1, "break_at": 4}),
-    "looks": (3, 1, "s=2", {"lanes": 3, "look_every": 4}),
+    "stops": (2, 1, "s=1,from=0", {"lanes": 4, "epochs": 1, "stop_at": 3}),
+    "breaks": (2, 1, "s=1,from=0", {"lanes": 4, "epochs": 1, "break_at": 4}),
+    "looks": (3, 1, "s=2,from=3", {"lanes": 3, "look_every": 4}),
 }  # fmt: skip
 
 
@@ -180,7 +180,7 @@ def test_the_runs_that_are_replayed_really_read_stale_weights_and_drop_pushes(tm
 @pytest.mark.parametrize("killed_in", [0, 4, 12])
 def test_a_run_that_went_on_without_a_killed_worker_is_replayed(killed_in: int, tmp_path: Path) -> None:
     """In its first round, inside an epoch, and in the next one."""
-    job: dict[str, Any] = {"lanes": 3, "clock": "s=2"}
+    job: dict[str, Any] = {"lanes": 3, "clock": "s=2,from=0"}
     found, _ = recorded(tmp_path, 3, 1, kill=(2, killed_in), **job)
     again = replay(tmp_path, **job)
     assert again.error is None, again.traceback
@@ -231,8 +231,8 @@ def could_be_read(row: dict[str, Any], versions: Counter[str]) -> bool:
     ("changed", "complaint"),
     [
         ({"width": 16}, "trained another model, or cut it into other keys"),
-        ({"clock": "s=3"}, "had clock s=1 and 2 lanes, but the script has clock s=3 and 2"),
-        ({"lanes": 3}, "had clock s=1 and 2 lanes, but the script has clock s=1 and 3"),
+        ({"clock": "s=3"}, "had clock s=1,from=0 and 2 lanes, but the script has clock s=3,from=100 and 2"),
+        ({"lanes": 3}, "had clock s=1,from=0 and 2 lanes, but the script has clock s=1,from=0 and 3"),
         ({"seed": 5}, "began with other weights of the same model"),
         ({"optimizer": "sgd"}, "the log has settings of another optimizer"),
         ({"samples": 60}, "begins to differ from the recorded run with version 1"),

@@ -158,7 +158,7 @@ def test_dropped_pushes_make_no_version_and_are_left_out(shape: Shape, choices: 
 
 def test_a_run_can_be_replayed_from_its_files(tmp_path: Path) -> None:
     shape = Shape(workers=2, lanes=3, servers=2, keys=3, rounds=5)
-    miniature = Miniature(BoundedStaleness(1), shape)
+    miniature = Miniature(BoundedStaleness(1, from_round=0), shape)
     miniature.run_to_end([5, 2, 7, 1, 0])
     run = recorded(miniature)
     job = JobFacts(workers=2, servers=2, lanes=3, keys=3, clock="s=1")
@@ -203,7 +203,9 @@ def test_an_item_that_was_never_applied_is_not_computed() -> None:
     assert [turn.item for turn in order.turns] == [Item(0, 1, 0, 0)]
 
 
-@pytest.mark.parametrize(("clock", "copies"), [(BoundedDelay(3), 2), (BoundedStaleness(2), 2 * 3 * 4)], ids=str)
+@pytest.mark.parametrize(
+    ("clock", "copies"), [(BoundedDelay(3), 2), (BoundedStaleness(2, from_round=0), 2 * 3 * 4)], ids=str
+)
 def test_what_is_kept_does_not_grow_with_the_run(clock: Clock, copies: int) -> None:
     shape = Shape(workers=3, lanes=3, servers=2, keys=2, rounds=40)
     miniature = Miniature(clock, shape)
@@ -276,7 +278,7 @@ def test_a_read_that_is_there_twice_is_told() -> None:
 def test_a_log_with_wrong_numbers_is_replayed_as_it_stands_or_refused(
     shape: Shape, choices: list[int], data: st.DataObject
 ) -> None:
-    miniature = Miniature(BoundedStaleness(2), shape)
+    miniature = Miniature(BoundedStaleness(2, from_round=0), shape)
     miniature.run_to_end(choices)
     run = recorded(miniature)
     place = data.draw(st.integers(0, len(run.reads) - 1))

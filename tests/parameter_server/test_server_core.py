@@ -101,7 +101,7 @@ def test_state_is_handed_out_when_its_round_is_in() -> None:
 
 
 def test_an_asynchronous_job_goes_on_after_what_was_loaded() -> None:
-    job = two_workers(BoundedStaleness(1))
+    job = two_workers(BoundedStaleness(1, from_round=0))
     load(job, [torch.full((3,), 7.0)], {0: [{}]}, complete=4)
     assert job.cores[0].complete(0) == 4
     for worker in (0, 1):
@@ -204,5 +204,7 @@ def test_an_error_sent_to_a_server_is_refused() -> None:
 
 
 def test_aggregate_with_an_asynchronous_clock_is_one_clear_line() -> None:
-    with pytest.raises(ConfigError, match="mode='aggregate' with clock s=2: pushes that are applied on arrival need"):
+    with pytest.raises(
+        ConfigError, match="mode='aggregate' with clock s=2,from=100: pushes that are applied on arrival need"
+    ):
         Job(model(), sgd, BoundedStaleness(2), holders=[[0]], mode="aggregate")

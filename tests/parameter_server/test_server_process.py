@@ -50,7 +50,7 @@ def test_servers_tell_each_other_what_they_need_to_clip() -> None:
 
 
 def test_a_worker_ahead_waits_for_the_others_and_goes_on_when_they_come() -> None:
-    with Cluster(workers=2, clock=BoundedStaleness(1)) as cluster:
+    with Cluster(workers=2, clock=BoundedStaleness(1, from_round=0)) as cluster:
         cluster.say_round(0, workers=[0])
         cluster.start(0, 1)  # round 1 needs nothing
         cluster.say_round(1, workers=[0])
@@ -135,7 +135,7 @@ def test_where_rounds_need_all_workers_a_lost_one_is_named_to_the_others() -> No
 
 def test_where_pushes_are_applied_on_arrival_the_others_go_on_without_a_lost_one() -> None:
     left: list[int] = []
-    cluster = Cluster(workers=2, clock=BoundedStaleness(1), timeout_s=0.4)
+    cluster = Cluster(workers=2, clock=BoundedStaleness(1, from_round=0), timeout_s=0.4)
     cluster.servers[0]._on_leave = lambda worker, _: left.append(worker)
     with cluster:
         cluster.say_round(0)

@@ -1,8 +1,8 @@
 """The clock says how old the weights may be that a worker computes with; `WeightsInHand` is how a worker obeys it.
 
     round                         0    1    2    3    4    5
-    needs, BoundedStaleness(1)   -1   -1    0    1    2    3      the last round whose updates, of all lanes, must be in
-    needs, BoundedDelay(1)       -1   -1    1    1    3    3      the weights read in this round; -1: none need be
+    needs, s=1,from=0            -1   -1    0    1    2    3      the last round whose updates, of all lanes, must be in
+    needs, d=1                   -1   -1    1    1    3    3      the weights read in this round; -1: none need be
 
 A worker knows three states of each key's weights: those it reads, those that came since and wait for a round to start,
 and those it asked for. Between rounds it looks at the newest that came: when they are new enough for all keys it goes
@@ -56,17 +56,19 @@ class Clock(Protocol):
 
 
 def parse_clock(text: str) -> Clock:
-    """The clock of a command line, as `str(clock)` writes it: s=2, s=inf, s=2,own, s=2,from=100 or d=1."""
+    """The clock of a command line: s=2, s=inf, s=2,own, s=2,from=0 or d=1; `str(clock)` writes one that it reads."""
     found = re.fullmatch(r"s=(\d+|inf)(,own)?(?:,from=(\d+))?|d=(\d+)", text.strip())
     if found is None:
         raise ConfigError(
             f"clock {text!r} is not known; write s=N or s=inf (bounded staleness, with ,own to see own updates "
-            "and ,from=N to wait for each other up to round N) or d=N (bounded delay), such as s=2, s=2,own or d=1"
+            "and ,from=N to wait for each other up to round N, 100 if you don't say) or d=N (bounded delay), such as "
+            "s=2, s=2,from=0 or d=1"
         )
     if found[4] is not None:
         return BoundedDelay(int(found[4]))
     steps = math.inf if found[1] == "inf" else int(found[1])
-    return BoundedStaleness(steps, see_own_updates=found[2] is not None, from_round=int(found[3] or 0))
+    opens = {} if found[3] is None else {"from_round": int(found[3])}
+    return BoundedStaleness(steps, see_own_updates=found[2] is not None, **opens)
 
 
 @dataclass(frozen=True)
