@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from paceline.data.sharded_sampler import WorkItem
 from paceline.engine.ballot import LaneReport
+from paceline.engine.step_so_far import ItemSoFar
 from paceline.errors import LoopError, NonFiniteLossError
 from paceline.optim.loss_scale import OnNonFinite
 
@@ -29,18 +30,17 @@ class Phase(enum.Enum):
     APPLIED = "an optimizer has acted"
 
 
-def item_of_backward(
-    item: WorkItem | None, phase: Phase, loss: Tensor, *, step_called: bool, ran: bool, step: int
-) -> WorkItem:
+def item_of_backward(item: WorkItem | None, phase: Phase, loss: Tensor, so_far: ItemSoFar, step: int) -> WorkItem:
     """The item that a backward is for."""
     if item is None or phase is Phase.BETWEEN_STEPS:
         raise LoopError("engine.backward() needs an item: call it inside `for batch in loader` of a prepared loader")
-    if step_called:
+    check_backward_held(item, so_far, step)
+    if so_far.step_called:
         raise LoopError(
             f"engine.backward() came after optimizer.step() in the same item (step {step + 1}): later lanes "
             "would see new weights. With several optimizers use engine.update(optimizer, loss_fn) for each"
         )
-    if ran:
+    if so_far.ran_last:
         raise LoopError(
             "a second engine.backward() in one item: its buckets have left; "
             "all but the last need engine.backward(loss, last=False)"
@@ -48,6 +48,15 @@ def item_of_backward(
     if loss.numel() != 1:
         raise LoopError(f"engine.backward() takes a scalar loss, got shape {tuple(loss.shape)}; average it first")
     return item
+
+
+def check_backward_held(item: WorkItem, so_far: ItemSoFar, step: int) -> None:
+    if so_far.failed:
+        raise LoopError(
+            f"engine.backward() ended with an exception in lane {item.lane} of step {step + 1}, which the loop caught: "
+            "the item has no gradient now. Leave it with `continue`, so that it counts as empty, or let the exception "
+            "end the program"
+        )
 
 
 def item_of_mean(item: WorkItem | None, phase: Phase, name: str) -> WorkItem:

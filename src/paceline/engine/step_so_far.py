@@ -1,8 +1,8 @@
-"""What accumulates over one step of the loop, and what is known of the last one."""
+"""What accumulates over one item and one step of the loop, and what is known of the last one."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from torch.nn import Parameter
 
@@ -37,3 +37,32 @@ class StepSoFar:
     empty: bool = False  # all workers leave it out: Σ weight was 0, or the loss was not finite and is skipped
     overflowed: bool = False  # the scaled gradient was not finite: nobody applies it
     left_out: set[tuple[int, int]] = field(default_factory=set)  # (lane, micro-batch) that had no backward
+
+
+@dataclass
+class ItemSoFar:
+    """What has happened with the item that is out."""
+
+    step_called: bool = False
+    ran_last: bool = False
+    forward_done: bool = False  # its buffers are taken
+    before: LaneReport | None = None  # what its lane had told before the first backward, until the last one is done
+    failed: bool = False  # a backward raised
+
+    @property
+    def has_run(self) -> bool:
+        """Some backward, or a part of one."""
+        return self.ran_last or self.failed or self.before is not None
+
+    def note_start(self, report: LaneReport) -> None:
+        if self.before is None:
+            self.before = replace(report)
+
+    def take_back(self, report: LaneReport) -> None:
+        """The item counts as empty: its lane has told nothing about it. Means stay, as for an item without backward."""
+        if self.before is not None:
+            report.weight, report.samples, report.left_out = (
+                self.before.weight, self.before.samples, self.before.left_out
+            )  # fmt: skip
+            report.loss, report.finite = self.before.loss, self.before.finite
+            self.before = None

@@ -33,6 +33,7 @@ from paceline.engine.config import EngineConfig
 from paceline.engine.lane_buffers import LaneBuffers
 from paceline.engine.loop_rules import (
     Phase,
+    check_backward_held,
     check_gradients_untouched,
     check_learning_rates,
     gradient_versions,
@@ -41,7 +42,7 @@ from paceline.engine.loop_rules import (
     learning_rates,
     must_leave_out,
 )
-from paceline.engine.step_so_far import StepSoFar, Timing
+from paceline.engine.step_so_far import ItemSoFar, StepSoFar, Timing
 from paceline.engine.strategy_table import StrategyTable, drop_gradients_of_others
 from paceline.errors import LoopError
 from paceline.optim.loss_scale import MovingScale
@@ -71,8 +72,8 @@ class TrainStep:
         self._original_steps: dict[int, Callable[..., Any]] = {}
         self._phase = Phase.BETWEEN_STEPS
         self._item: WorkItem | None = None
-        self._step_called = False
-        self._ran_last = False
+        self._so_far = ItemSoFar()
+        self._updating = False
         self._stop_wanted = False
         self._clip: float | None = None
         self._clipped_by: float = math.nan
@@ -135,11 +136,12 @@ class TrainStep:
 
     def begin_item(self, item: WorkItem, *, optimizers: Sequence[Optimizer] | None = None) -> None:
         """Hand out `item`: the lane's buffers and random stream are in place when the body runs."""
-        self.end_item()
+        if optimizers is None or not self._updating:
+            self.end_item()
         if item.first_of_step:
             self._start_step(item, optimizers or self._optimizers)
-        self._item = item
-        self._step_called = self._ran_last = False
+        self._item, self._so_far = item, ItemSoFar()
+        self._updating = optimizers is not None
         self._in_body = True
         self.stepped = False
         if item.shadow:
@@ -159,18 +161,34 @@ class TrainStep:
                 "step() after every backward: it acts once per step. To accumulate k micro-batches, use "
                 "Engine(accumulate=k)"
             )
+        self._check_step_whole()
         if self._phase is Phase.ITEM:
             self._skip_item()
         if self._phase is Phase.APPLIED:
             self._end_step()
 
+    def _check_step_whole(self) -> None:
+        """Exceptions that the loop caught where nothing can be taken back any more."""
+        in_update = self._updating and self._phase in (Phase.ITEM, Phase.RAN)
+        if in_update or (self._so_far.failed and self._so_far.ran_last):
+            raise LoopError(
+                f"an exception in step {self.step + 1} ended engine.{'update' if in_update else 'backward'}(), and the "
+                "loop caught it: a part of the step's gradients is under way or missing, and can't be taken back. Let "
+                "the exception end the program"
+            )
+
     def backward(self, loss: Tensor, weight: float | None, *, last: bool) -> None:
-        item = item_of_backward(
-            self._item, self._phase, loss, step_called=self._step_called, ran=self._ran_last, step=self.step
-        )
+        item = item_of_backward(self._item, self._phase, loss, self._so_far, self.step)
         weight = float(item.samples) if weight is None else float(weight)
         if not math.isfinite(weight) or weight < 0:
             raise LoopError(f"backward(weight={weight}): the weight is a number of samples or tokens, 0 or more")
+        try:
+            self._run_backward(item, loss, weight, last=last)
+        except BaseException:
+            self._so_far.failed = True  # if the loop catches it
+            raise
+
+    def _run_backward(self, item: WorkItem, loss: Tensor, weight: float, *, last: bool) -> None:
         if not item.shadow:
             self._report(item, loss, weight, last=last)
         if last:
@@ -186,7 +204,7 @@ class TrainStep:
         self.timing.backward_s = ended - started
         if not last:
             return
-        self._ran_last = True
+        self._so_far.ran_last, self._so_far.before = True, None
         active.finish_backward(place)
         drop_gradients_of_others(active, self._optimizers)
         self._phase = Phase.RAN
@@ -251,6 +269,9 @@ class TrainStep:
     def _finish_forward(self, item: WorkItem) -> None:
         """The item's forward is done: its lane's buffers are what it leaves, and may travel while backward runs."""
         now, agreement = self._now, self._now.agreement
+        if self._so_far.forward_done:
+            return
+        self._so_far.forward_done = True
         if item.last_of_lane and not item.shadow:
             keep = agreement is Agreement.NOW and item.lane == now.lowest
             if agreement is Agreement.NEVER:
@@ -281,8 +302,9 @@ class TrainStep:
             raise LoopError(
                 "optimizer.step(closure) would run forward again inside the step; use engine.update(optimizer, loss_fn)"
             )
-        self._step_called = True
+        self._so_far.step_called = True
         if self._phase is Phase.ITEM and self._item is not None:
+            check_backward_held(self._item, self._so_far, self.step)
             raise LoopError(
                 f"optimizer.step() was called before engine.backward() in step {self.step + 1}, lane {self._item.lane}"
                 + (": the last backward of an item is called without last=False" if self._now.reports else "")
@@ -333,12 +355,14 @@ class TrainStep:
         self._check_learning_rates()
         self._act(optimizer)
         self._update += 1
+        self._updating = False
 
     def retract_item(self) -> None:
         """`engine.update` runs the items itself: take back the one that the loop was given."""
         if self._phase is Phase.APPLIED:
             return
-        if self._phase is not Phase.ITEM or self._ran_last:
+        self._check_step_whole()
+        if self._phase is not Phase.ITEM or self._so_far.has_run:
             raise LoopError("engine.update() and engine.backward() can't be mixed in one item; use one form per loop")
         self._phase = Phase.BETWEEN_STEPS
 
@@ -365,14 +389,16 @@ class TrainStep:
         assert item is not None
         active = self._strategy()
         if not item.shadow:
-            warnings.warn(
-                f"lane {item.lane} of step {self.step + 1} was left without engine.backward(); it counts as empty",
-                stacklevel=5,
-            )
-            self._now.reports.setdefault(item.lane, LaneReport(item.lane))
+            self._so_far.take_back(self._now.reports.setdefault(item.lane, LaneReport(item.lane)))
             self._now.left_out.add((item.lane, item.micro_batch))
         self._finish_forward(item)
         active.skip(self._place(item))
+        if not item.shadow:
+            why = "had an exception in" if self._so_far.failed else "was left without"
+            warnings.warn(
+                f"lane {item.lane} of step {self.step + 1} {why} engine.backward(); it counts as empty", stacklevel=5
+            )
+        drop_gradients_of_others(active, self._optimizers)
         self._phase = Phase.RAN
         if item.last_of_step:
             self._collect()
@@ -459,6 +485,7 @@ class TrainStep:
 
     def _report(self, item: WorkItem, loss: Tensor, weight: float, *, last: bool) -> None:
         report = self._now.reports.setdefault(item.lane, LaneReport(item.lane))
+        self._so_far.note_start(report)
         value = float(loss.detach())
         if last:
             report.weight += weight

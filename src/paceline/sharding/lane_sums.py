@@ -61,6 +61,13 @@ class LaneSums:
     def has(self, place: int) -> bool:
         return place in self._there
 
+    def forget_put(self) -> None:
+        """The members' gradients that have been put belong to an item that counts as empty."""
+        if self._filling is not None:
+            self.give_back(self._filling)
+        self._filling = None
+        self._there.clear()
+
     def take(self, lane: int, gradients: Sequence[Tensor | None]) -> None:
         """Make the members' finished gradients of `lane` a node of the tree, with those that were put before."""
         if self._moves and gradients[0] is not None:

@@ -174,11 +174,13 @@ class Fsdp(WeightsInTheModel):
 
     def skip(self, place: ItemPlace) -> None:
         if self._models is not None:
+            how = "in the middle of its" if self._armed else "without"
             raise LoopError(
-                f"lane {place.lane} was left without engine.backward(): under strategy={self._parts.name!r} every "
+                f"lane {place.lane} was left {how} engine.backward(): under strategy={self._parts.name!r} every "
                 "worker runs forward and backward of every item, since all gather weights there, and others would wait "
                 "for this one. To leave an item out, call engine.backward(loss, weight=0)"
             )
+        self._armed = False
         self._rest.skip(place)
 
     # -- gradients of units ------------------------------------------------------------------------------------------

@@ -58,6 +58,7 @@ class GradientBuckets:
         ]
         self._held: list[Tensor | None] = [None] * len(self.parameters)
         self._armed = False
+        self._before: tuple[list[bool], list[int | None]] = [], []  # used, versions of what is held: before the item
         self._observed_order: list[int] | None = [] if learns else None
         self._plan: SumPlan | None = None
         self.left_during_backward = 0
@@ -75,6 +76,8 @@ class GradientBuckets:
 
     def start_backward(self, place: ItemPlace, *, last: bool) -> None:
         """Put the lane's gradients so far back into `.grad`; with `last`, buckets may leave as they fill."""
+        if not self._armed:
+            self._before = list(self.used), [None if held is None else held._version for held in self._held]
         self._armed = True
         self._place = place
         self._start_leaving()
@@ -100,7 +103,9 @@ class GradientBuckets:
         self._leave_the_rest(place)
 
     def skip(self, place: ItemPlace) -> None:
-        """The loop left this item without a backward; a lane with no other item adds +0.0."""
+        """The loop left this item without a backward, or with half of one; a lane with no other item adds +0.0."""
+        if self._armed:
+            self._drop_half(place)
         self._start_leaving()
         if not place.shadow and place.last_of_lane:
             nothing = all(held is None for held in self._held)
@@ -112,6 +117,18 @@ class GradientBuckets:
                     self._take(number, place.lane)
             self._held = [None] * len(self.parameters)
         self._leave_the_rest(place)
+
+    def _drop_half(self, place: ItemPlace) -> None:
+        """A backward of the item failed, or its last one never came: forget what there is of it."""
+        self._armed = False
+        used, versions = self._before
+        added = any(h is not None and h._version != v for h, v in zip(self._held, versions, strict=True))
+        if added or any(self._taken):
+            raise half_is_gone(place)
+        for sums in self.sums:
+            sums.forget_put()
+        self._drop_gradients()
+        self.used = used
 
     def close(self) -> None:
         for hook in self._hooks:
@@ -259,6 +276,14 @@ class GradientBuckets:
             return False
         self._set_buckets(self._learned)
         return True
+
+
+def half_is_gone(place: ItemPlace) -> LoopError:
+    return LoopError(
+        f"lane {place.lane} was left in the middle of its backward, when a part of its gradients had been sent or "
+        "added to those of other micro-batches: it can't be taken back, and the step would be wrong. Let an exception "
+        "in engine.backward() end the program; what may fail belongs before it, where `continue` leaves the item out"
+    )
 
 
 def gradient_specs(parameters: Sequence[Parameter]) -> list[GradientSpec]:
