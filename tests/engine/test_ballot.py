@@ -19,6 +19,7 @@ from paceline.engine.ballot import (
     pack,
     unpack,
 )
+from paceline.engine.stop_signals import Stop
 from paceline.errors import ConfigError
 
 MOST_LANES = 4
@@ -31,7 +32,7 @@ ballots = st.builds(
     Ballot,
     step=st.integers(0, 2**62),
     update=st.integers(0, 2**62),
-    stop=st.booleans(),
+    stop=st.sampled_from(Stop),
     check=int64,
     used=st.lists(st.booleans(), max_size=40).map(tuple),
     lanes=st.lists(reports, max_size=MOST_LANES).map(tuple),
@@ -39,7 +40,7 @@ ballots = st.builds(
 
 
 def ballot(*lanes: LaneReport, used: tuple[bool, ...] = ()) -> Ballot:
-    return Ballot(step=1, update=0, stop=False, check=0, used=used, lanes=lanes)
+    return Ballot(step=1, update=0, stop=Stop.NO, check=0, used=used, lanes=lanes)
 
 
 @settings(max_examples=100, deadline=None)
@@ -51,7 +52,7 @@ def test_a_ballot_is_read_as_it_was_written(said: Ballot) -> None:
 @settings(max_examples=50, deadline=None)
 @given(ballots)
 def test_ballots_of_one_job_have_one_size_whatever_is_in_them(said: Ballot) -> None:
-    nothing = Ballot(step=0, update=0, stop=False, check=0, used=(False,) * len(said.used), lanes=())
+    nothing = Ballot(step=0, update=0, stop=Stop.NO, check=0, used=(False,) * len(said.used), lanes=())
     assert pack(said, MOST_LANES).shape == pack(nothing, MOST_LANES).shape
 
 

@@ -14,6 +14,7 @@ import typer
 
 from paceline.errors import LaunchError
 from paceline.launch.hosts import Address
+from paceline.launch.stopping import GRACE_S
 from paceline.launch.supervisor import Hosts, Job, supervise
 from paceline.launch.worker_main import Script
 from paceline.world import environment
@@ -64,6 +65,10 @@ def run(
             help="let workers keep memory that they free for the next step instead of giving it back to the system"
         ),
     ] = True,
+    grace_s: Annotated[
+        float,
+        typer.Option(help="how long workers have to save and end after SIGTERM or Ctrl-C, before they are killed"),
+    ] = GRACE_S,
     module: Annotated[bool, typer.Option("-m", "--module", help="run a module, as python -m does")] = False,
     hosts: Annotated[
         str | None,
@@ -98,6 +103,7 @@ def run(
         servers=_server_count(servers),
         settings=LaunchSettings(lanes, threads, backend, seed, strategy, precision, activation_checkpointing, offload),
         keep_memory=keep_memory,
+        grace_s=grace_s,
         hosts=None
         if host_count == 1
         else Hosts(

@@ -1,7 +1,7 @@
 """Ballots: the few numbers every worker tells every other at the end of a step, in one small all-gather.
 
     step, update       a worker that is elsewhere is named instead of mixing its gradients in
-    stop               honoured by all at the end of the same step
+    stop               honoured by all at the end of the same step; and whether a signal asked for it
     check              a 64-bit sum over a rotating part of the weights: replicas that drift apart are named
     used               which parameters got a gradient here
     lanes              weight, loss and running means of every lane that this worker rode
@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from paceline.engine.stop_signals import Stop
 from paceline.errors import ConfigError
 
 MOST_MEANS = 16
@@ -51,7 +52,7 @@ class LaneReport:
 class Ballot:
     step: int
     update: int
-    stop: bool
+    stop: Stop
     check: int
     used: tuple[bool, ...]
     lanes: tuple[LaneReport, ...]
@@ -94,7 +95,7 @@ def unpack(packed: Tensor, parameters: int) -> Ballot:
         place += MOST_MEANS * _MEAN.size
         lanes.append(LaneReport(lane, weight, loss, bool(finite), means))
     used = tuple(bool(bits >> index & 1) for index in range(parameters))
-    return Ballot(step, update, bool(stop), check, used, tuple(lanes))
+    return Ballot(step, update, Stop(stop), check, used, tuple(lanes))
 
 
 def any_used(ballots: Sequence[Ballot]) -> list[bool]:

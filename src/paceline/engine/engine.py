@@ -15,6 +15,7 @@ of the loop in docs/concepts/loop.md.
 from __future__ import annotations
 
 import atexit
+import signal
 from collections.abc import Callable, Sequence, Set
 from functools import partial
 from pathlib import Path
@@ -45,6 +46,7 @@ from paceline.engine.replicas import check_same_models, parameter_names, weights
 from paceline.engine.saved_state import check_same_job, job_facts, load_model, load_states, states_of
 from paceline.engine.sources import as_loader, check_same_order, make_source
 from paceline.engine.step_so_far import Timing
+from paceline.engine.stop_signals import StoppedOnRequest, StopSignals
 from paceline.engine.strategy_table import StrategyTable
 from paceline.engine.surroundings import call_supervisor, connect_workers, default_backend, find_device, open_meeting
 from paceline.engine.train_step import TrainStep
@@ -142,6 +144,8 @@ class Engine:
         self._replay = None if told.replay is None else replay_of(Path(told.replay))
         self._at_loop_end: list[LoopEndListener] = []
         self._lost: Set[int] = frozenset()
+        tells = self.world.is_main and self._client is None  # the launcher has told it otherwise
+        self._stops = StopSignals(self.world.name, tells=tells, is_server=self.world.is_server)
         self._among = self.world  # the workers that are left, under their ranks there
         self._in_loop = False
         self._closed = False
@@ -238,6 +242,27 @@ class Engine:
     def stop(self) -> None:
         """End the loop of all workers after the same step: this one, or the next if this one has acted already."""
         self._training().stop()
+
+    def stop_on_signals(self, *numbers: signal.Signals) -> None:
+        """From now on a signal to any worker ends the loop of all after the same step; call it on every worker.
+
+        Without `numbers`: SIGTERM, Ctrl-C and SIGUSR1. What follows is told in docs/concepts/stopping.md.
+        """
+        self._stops.watch(numbers)
+        if self._client is not None:
+            self._client.tell("policy", stops_on_request=True)
+
+    @property
+    def stop_requested(self) -> bool:
+        """All workers have agreed that a signal ends the training: after this step when asked inside the loop."""
+        return self._stops.agreed
+
+    def exit_if_stopped(self) -> None:
+        """After the loop and the last save: leave with code 75 if a signal ended the loop; otherwise do nothing."""
+        if self._stops.agreed:
+            if self._client is None:  # the launcher says it otherwise
+                self.print(f"paceline: stopped on request after step {self.step}; start again to continue")
+            raise StoppedOnRequest
 
     def progress(self, loader: Any, *, total: int | None = None) -> Progress:
         """The loader with a progress line; `total` in steps."""
@@ -349,6 +374,7 @@ class Engine:
             return
         self._closed = True
         atexit.unregister(self.close)
+        self._stops.close()
         if self._in_loop and self._comm is not None:
             self._say_left()
         if self._loader is not None:
@@ -399,7 +425,8 @@ class Engine:
         job = self._job()
         self._at_loop_end, self._lost = job.at_loop_end, job.lost
         strategies = StrategyTable(self.config.strategy, job)
-        self._step = TrainStep(self.config, self._comm, self._models, self._optimizers, self._schedulers, strategies)
+        trained = (self._models, self._optimizers, self._schedulers)
+        self._step = TrainStep(self.config, self._comm, *trained, strategies, self._stops)
         self._step.on_step, self._step.on_settled = self._tell_step, self._go_on_without_the_lost
         self._step.lost = self._lost
         for optimizer in self._optimizers:
@@ -502,15 +529,19 @@ class Engine:
         header = RecordHeader(worker=world.rank, workers=world.size, lanes=lanes, **source.record_header())
         return SampleRecord.start(folder, attempt, header)
 
-    def _enter_loop(self) -> None:
+    def _enter_loop(self) -> bool:
+        """Whether there is a loop to run."""
         if self._comm is not None:
             self._comm.take_back_note()
+        if not self._stops.enter_loop(self._boundary.told):
+            return False
         self._in_loop = True
         if self._loader is not None and self._loader.source.digest is not None:
             check_same_order(self._boundary.told(self._loader.source.digest))
         if self._client is not None:
             self._client.tell("phase", name="training")
         self._tell_step()
+        return True
 
     def _leave_loop(self, early: bool) -> None:
         self._in_loop = False

@@ -28,7 +28,7 @@ class PreparedLoader:
         train_step: TrainStep,
         device: torch.device,
         *,
-        on_enter: Callable[[], None],
+        on_enter: Callable[[], bool],
         on_leave: Callable[[bool], None],
         start_record: Callable[[], SampleRecord | None] = lambda: None,
     ) -> None:
@@ -68,8 +68,9 @@ class PreparedLoader:
             raise LoopError(
                 f"{self._train_step.broken}, so it can't start another; end a loop early with engine.stop()"
             )
+        if not self._on_enter():
+            return
         left_early = True
-        self._on_enter()
         self._open_record()
         self._items = Prefetch(self.source.items(), self._device, ahead=self.source.fetches_ahead)
         try:

@@ -43,6 +43,7 @@ from paceline.engine.loop_rules import (
     must_leave_out,
 )
 from paceline.engine.step_so_far import ItemSoFar, StepSoFar, Timing
+from paceline.engine.stop_signals import StopSignals
 from paceline.engine.strategy_table import StrategyTable, drop_gradients_of_others
 from paceline.errors import LoopError
 from paceline.optim.loss_scale import MovingScale
@@ -60,8 +61,10 @@ class TrainStep:
         optimizers: Sequence[Optimizer],
         schedulers: Sequence[Any],
         strategies: StrategyTable,
+        stops: StopSignals,
     ) -> None:
         self._config = config
+        self._stops = stops
         self._comm = comm
         self._optimizers = optimizers
         self._schedulers = schedulers
@@ -250,7 +253,7 @@ class TrainStep:
         now.empty = tally.empty or now.overflowed
         self._finish_buffers(changed)
         self.means |= means_over(reports, self._mean_names)
-        self.stop_agreed = any(ballot.stop for ballot in ballots)
+        self.stop_agreed = self._stops.hear([ballot.stop for ballot in ballots])
         now.gradient_versions = gradient_versions(active.parameters)
         self.timing.left_during_backward = active.left_during_backward
         self.traffic = self._traffic_so_far() - now.traffic_before
@@ -260,7 +263,7 @@ class TrainStep:
         return Ballot(
             step=self.step,
             update=self._update,
-            stop=self._stop_wanted,
+            stop=self._stops.vote(wanted=self._stop_wanted, later=self._now.agreement is Agreement.LATER),
             check=self._box.check(self.step) if self._now.agreement is Agreement.NOW else 0,
             used=(*active.used(), *self._buffers.changed(self._now.lowest)),
             lanes=tuple(self._now.reports.values()),

@@ -12,6 +12,7 @@ follows is the verdict, or, where the job goes on without those that fell, a lin
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import signal
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -22,6 +23,7 @@ from paceline.errors import WorldError
 from paceline.launch.control_channel import NONSENSE, Body, KeyValues, reply
 from paceline.launch.ending import Policy, goes_on, good_end, look_at_the_last
 from paceline.launch.hosts import SealedLink, Seat
+from paceline.launch.stopping import GRACE_S, TELL_AFTER_S, Request, cut_short, obeyed, still_there
 from paceline.launch.verdict import (
     NO_MEETING,
     MemoryTold,
@@ -33,13 +35,11 @@ from paceline.launch.verdict import (
     describe,
     has_cause,
     judge,
-    signal_name,
 )
 from paceline.world.progress_line import ProgressLine
 
 SETTLE_S = 0.5
 SETTLE_LONGER_S = 3.0
-RELAY_MARGIN_S = 2.0
 LOOK_EVERY_S = 0.5
 
 
@@ -49,12 +49,15 @@ class Decider(Protocol):
     outcome: asyncio.Future[Outcome]
     someone_ended: bool
     """From then on signs of life of those who still run are worth telling, as `busy`."""
+    stop_wanted: asyncio.Event
+    """Set when every worker is to be asked to stop, by SIGTERM."""
 
     def told(self, rank: int, kind: str, body: Body) -> None: ...
     async def answer(self, rank: int, kind: str, body: Body, timeout_s: float) -> Body: ...
     def started(self, rank: int, pid: int) -> None: ...
     def exited(self, rank: int, status: int) -> None: ...
     def interrupted(self, by: signal.Signals) -> None: ...
+    def leave_now(self, by: signal.Signals) -> None: ...
     def broken(self, text: str, code: int) -> None: ...
     async def close(self) -> None: ...
 
@@ -66,12 +69,16 @@ class Coordinator:
         links: Mapping[int, SealedLink],
         on_progress: Callable[[ProgressLine], None],
         say: Callable[[str], None],
+        grace_s: float = GRACE_S,
     ) -> None:
         workers = [Process(rank) for rank in range(seat.size)]
         self.processes = workers + [Process(seat.size + index, index) for index in range(seat.servers)]
         self.policy = Policy()
         self.outcome: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
         self.someone_ended = False
+        self.stop_wanted = asyncio.Event()
+        self._grace_s = grace_s
+        self._request: Request | None = None
         self._clock = asyncio.get_running_loop().time
         self._keys = KeyValues()
         self._on_progress = on_progress
@@ -136,10 +143,40 @@ class Coordinator:
             self._spawn(self._watch_the_last())
 
     def interrupted(self, by: signal.Signals, where: str = "") -> None:
-        how = "Ctrl-C" if by == signal.SIGINT else by.name
-        steps = [process.step for process in self.processes if process.step is not None]
-        at = f" at step {max(steps)}" if steps else ""
-        self._decide(Outcome(128 + by, (f"paceline: stopped by {how}{where}{at}",)))
+        """Ask all workers to stop, and see them off. A notice may be followed by an order."""
+        first = self._request is None
+        self._request = Request(by, where, self._grace_s, self._clock())
+        if any(process.pid is None for process in self.processes):  # nothing has begun that could be saved
+            self._decide(cut_short(self._request, self.processes))
+            return
+        if self.policy.stops_on_request:
+            self._announce(self._request.first_words())
+        if first:
+            self.stop_wanted.set()
+            self._tell_hosts({"kind": "stop"})
+            self._spawn(self._see_off())
+        self._news.set()
+
+    def leave_now(self, by: signal.Signals, where: str = "") -> None:
+        self._decide(cut_short(Request(by, where, self._grace_s, self._clock()), self.processes))
+
+    async def _see_off(self) -> None:
+        """Wait until the workers have gone, or their time is up."""
+        assert self._request is not None
+        told = self.policy.stops_on_request
+        while still_there(self.processes) and not self.outcome.done():
+            now = self._clock()
+            if now >= self._request.deadline:
+                break
+            if not told and now - self._request.since >= TELL_AFTER_S:
+                self._announce(self._request.waiting(self.processes))
+                told = True
+            self._news.clear()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._news.wait(), min(self._request.deadline - now, LOOK_EVERY_S))
+        late = still_there(self.processes)
+        if late or (not self._settling and any(map(obeyed, self.processes))):
+            self._decide(cut_short(self._request, self.processes, late=late))
 
     def broken(self, text: str, code: int) -> None:
         self._decide(Outcome(code, (f"paceline: {text}",)))
@@ -153,7 +190,8 @@ class Coordinator:
             await link.close()
 
     def _failed(self, process: Process) -> None:
-        if process.failed_as is None:
+        expected = self._request is not None and obeyed(process)
+        if process.failed_as is None and not expected:
             process.failed_as = self._failures
             self._failures += 1
             if not self._settling:
@@ -255,6 +293,8 @@ class Coordinator:
                 self.exited(message["rank"], message["status"])
             case "interrupted":
                 self.interrupted(signal.Signals(message["signal"]), f" on host {host}")
+            case "leave_now":
+                self.leave_now(signal.Signals(message["signal"]), f" on host {host}")
             case "broken":
                 self.broken(f"host {host}: {message['text']}", message["code"])
             case _:
@@ -286,86 +326,3 @@ def _numbers(processes: Sequence[Process]) -> str:
         for role in ("worker", "server")
     }
     return ", ".join(f"{role}{'s' if ',' in numbers else ''} {numbers}" for role, numbers in named.items() if numbers)
-
-
-class Member:
-    """Another host's supervisor: what its workers say goes to the coordinator, whose answers and outcome come back."""
-
-    def __init__(self, link: SealedLink, say: Callable[[str], None]) -> None:
-        self.outcome: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
-        self.someone_ended = False
-        self._say = say
-        self._link = link
-        self._answers: dict[int, asyncio.Future[Body]] = {}
-        self._asked = 0
-        self._listening = asyncio.create_task(self._listen())
-        self._listening.add_done_callback(self._heard_all)
-
-    def told(self, rank: int, kind: str, body: Body) -> None:
-        self._link.send({"kind": "told", "rank": rank, "what": kind, "body": body})
-
-    async def answer(self, rank: int, kind: str, body: Body, timeout_s: float) -> Body:
-        self._asked += 1
-        number = self._asked
-        answer: asyncio.Future[Body] = asyncio.get_running_loop().create_future()
-        self._answers[number] = answer
-        try:
-            self._link.send({"kind": kind, "body": body, "timeout_s": timeout_s, "id": number, "rank": rank})
-            message = await asyncio.wait_for(answer, timeout_s + RELAY_MARGIN_S)
-        except TimeoutError:
-            raise WorldError(f"the coordinator did not answer {kind!r} within {timeout_s:g} s") from None
-        finally:
-            del self._answers[number]
-        if "error" in message:
-            raise WorldError(message["error"])
-        answered: Body = message["body"]
-        return answered
-
-    def started(self, rank: int, pid: int) -> None:
-        self._link.send({"kind": "started", "rank": rank, "pid": pid})
-
-    def exited(self, rank: int, status: int) -> None:
-        self._link.send({"kind": "exited", "rank": rank, "status": status})
-
-    def interrupted(self, by: signal.Signals) -> None:
-        self._link.send({"kind": "interrupted", "signal": int(by)})
-        how = "Ctrl-C" if by == signal.SIGINT else signal_name(by)
-        self._decide(Outcome(128 + by, (f"paceline: stopped by {how}",)))
-
-    def broken(self, text: str, code: int) -> None:
-        self._link.send({"kind": "broken", "text": text, "code": code})
-        self._decide(Outcome(code, (f"paceline: {text}",)))
-
-    async def close(self) -> None:
-        self._listening.cancel()
-        await asyncio.gather(self._listening, return_exceptions=True)
-        await self._link.close()
-
-    async def _listen(self) -> None:
-        try:
-            while (message := await self._link.receive()) is not None:
-                self._hear(message)
-        except WorldError as error:
-            self._decide(Outcome(NO_MEETING, (f"paceline: {error}",)))
-        self._decide(Outcome(NO_MEETING, ("paceline: lost the coordinator (host 0); its own output says why",)))
-
-    def _hear(self, message: Body) -> None:
-        match message.get("kind"):
-            case "outcome":
-                self._decide(Outcome.from_message(message))
-            case "say":
-                self._say(message["line"])
-            case "someone_ended":
-                self.someone_ended = True
-            case _:
-                answer = self._answers.get(message["id"])
-                if answer is not None and not answer.done():
-                    answer.set_result(message)
-
-    def _decide(self, outcome: Outcome) -> None:
-        if not self.outcome.done():
-            self.outcome.set_result(outcome)
-
-    def _heard_all(self, task: asyncio.Task[None]) -> None:
-        if not task.cancelled() and (error := task.exception()) is not None and not self.outcome.done():
-            self.outcome.set_exception(error)

@@ -3,6 +3,7 @@
 | what has happened                                 | then                                                            |
 |---------------------------------------------------|-----------------------------------------------------------------|
 | everyone ended well                               | over, code 0                                                    |
+| everyone ended well, or because a signal asked    | over, code 75: `stopping` tells how they were asked             |
 | a worker or server failed                         | over: `verdict.judge` finds the cause                           |
 | a worker failed, the policy is to survive that,   | the job goes on without it; when the others have ended well,    |
 | another is left, and it was not the server        | over, code 0 and a warning                                      |
@@ -17,6 +18,7 @@ The *policy* comes from the script while it runs, as words on the control channe
 
     client.tell("policy", survive_worker_loss=True)      an asynchronous strategy: the others don't need the dead one
     client.tell("policy", hang_timeout_s=600.0)          what the engine waits for a peer
+    client.tell("policy", stops_on_request=True)         SIGTERM ends its loop after a step, and then it saves
 """
 
 from __future__ import annotations
@@ -26,7 +28,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from paceline.launch.verdict import WORKER_FAILED, Outcome, Phase, Process, count, happened
+from paceline.launch.verdict import ENDED_WELL, WORKER_FAILED, Outcome, Phase, Process, count, happened
+from paceline.world.control import STOPPED_ON_REQUEST
 
 SERVERS_END_S = 10.0
 QUIET_S = 60.0
@@ -38,10 +41,12 @@ class Policy:
 
     survive_worker_loss: bool = False
     hang_timeout_s: float = 600.0
+    stops_on_request: bool = False
 
     def __post_init__(self) -> None:
-        if not isinstance(self.survive_worker_loss, bool):
-            raise TypeError(f"survive_worker_loss is {self.survive_worker_loss!r}, neither true nor false")
+        for name in ("survive_worker_loss", "stops_on_request"):
+            if not isinstance(getattr(self, name), bool):
+                raise TypeError(f"{name} is {getattr(self, name)!r}, neither true nor false")
         if not self.hang_timeout_s > 0 or math.isinf(self.hang_timeout_s):
             raise ValueError(f"hang_timeout_s is {self.hang_timeout_s!r}, not a number of seconds")
 
@@ -52,8 +57,14 @@ class Policy:
 def good_end(processes: Sequence[Process]) -> Outcome | None:
     """The outcome when everyone the job still counts on has ended well; None: not yet, or not so."""
     lost = [process for process in processes if process.lost]
-    if any(process.status != 0 or process.raised is not None for process in processes if not process.lost):
+    counted = [process for process in processes if not process.lost]
+    if any(process.status not in ENDED_WELL or process.raised is not None for process in counted):
         return None
+    if any(process.status == STOPPED_ON_REQUEST for process in counted):
+        steps = [process.step for process in counted if process.step is not None]
+        after = f" after step {max(steps)}" if steps else ""
+        said = f"paceline: stopped on request{after}; start again to continue"
+        return Outcome(STOPPED_ON_REQUEST, closing=(said,))
     if not lost:
         return Outcome(0)
     told = "; ".join(f"{process.name} {happened(process, processes)}" for process in lost)

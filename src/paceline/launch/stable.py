@@ -11,6 +11,9 @@ turn die with the stable. When a worker ends, its group is killed *before* it is
 been given to another process: by SIGTERM, so that helpers that clean up after it (multiprocessing's resource tracker
 unlinks shared memory) still can, and after `LINGER_S` by SIGKILL.
 
+Schedulers signal every process that they find in a job (SLURM's container). What that means is the supervisor's to say:
+the stable takes SIGTERM for the supervisor's death only where its parent has changed, and ignores SIGUSR1.
+
 A request to start comes with the worker's stdout and stderr as open descriptors:
 
     supervisor ──▶ {"kind": "start", "rank": 0, "control": …, "variables": {…}}
@@ -50,8 +53,9 @@ LAST_REAPING_S = 1.0
 class Stable:
     """The main loop of the process; it owns the workers' process ids, and is the only one to signal or reap them."""
 
-    def __init__(self, channel: socket.socket, run_folder: Path) -> None:
+    def __init__(self, channel: socket.socket, run_folder: Path, supervisor: int) -> None:
         self._channel = channel
+        self._supervisor = supervisor
         self._run_folder = run_folder
         self._serving = False
         self._ranks: dict[int, int] = {}
@@ -64,6 +68,7 @@ class Stable:
         signal.signal(signal.SIGCHLD, lambda number, frame: None)
         signal.signal(signal.SIGTERM, self._sigterm)
         signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)
 
     def serve(self) -> Assignment | None:
         """Fork workers until the supervisor goes: None in the stable itself, an assignment in each new worker."""
@@ -136,6 +141,7 @@ class Stable:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(signal.SIGUSR1, signal.SIG_DFL)
         for own in (self._channel, self._woken, self._waker):
             own.close()
         for descriptor, standard in zip(outputs, (1, 2), strict=True):
@@ -176,6 +182,8 @@ class Stable:
             self._told_to_end = True
 
     def _sigterm(self, number: int, frame: FrameType | None) -> None:
+        if os.getppid() == self._supervisor:
+            return
         self._told_to_end = True
         if not self._serving:  # importing torch goes on for a second or two, and raising inside an import may be caught
             self.end()
@@ -219,7 +227,7 @@ def preload(modules: Sequence[str]) -> None:
 
 def main() -> None:
     channel, supervisor, run_folder, modules, form, target, *arguments = sys.argv[1:]
-    stable = Stable(socket.socket(fileno=int(channel)), Path(run_folder))
+    stable = Stable(socket.socket(fileno=int(channel)), Path(run_folder), int(supervisor))
     die_with_parent(int(supervisor), signal.SIGTERM)
     _prctl(PR_SET_CHILD_SUBREAPER, 1)
     preload(modules.split())

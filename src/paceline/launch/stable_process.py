@@ -18,8 +18,8 @@ from paceline.launch.stable import LAST_REAPING_S, MESSAGE_LIMIT
 from paceline.launch.worker_main import Script
 from paceline.world import environment
 
-GRACE_S = 1.0
-"""Between SIGTERM and SIGKILL."""
+LAST_MOMENT_S = 1.0
+"""Between SIGTERM and SIGKILL, when the job is over."""
 CHANNEL_TIMEOUT_S = 30.0
 
 
@@ -76,7 +76,7 @@ class StableProcess:
     async def close(self) -> None:
         """End of the channel: the stable kills what is left of its workers and leaves."""
         self._channel.close()
-        if await self.wait(GRACE_S + LAST_REAPING_S) is None:
+        if await self.wait(LAST_MOMENT_S + LAST_REAPING_S) is None:
             self._process.kill()
             self._process.wait()
 

@@ -23,10 +23,12 @@ from typing import Any
 from paceline.errors import LaunchError
 from paceline.launch.activity import Activity
 from paceline.launch.control_channel import ControlServer
-from paceline.launch.decision import Coordinator, Decider, Member
+from paceline.launch.decision import Coordinator, Decider
 from paceline.launch.hosts import Address, Arrival, Gathering, Seat, free_port, join
+from paceline.launch.member import Member
 from paceline.launch.output import Screen, Stream, WorkerOutput
-from paceline.launch.stable_process import GRACE_S, StableProcess
+from paceline.launch.stable_process import LAST_MOMENT_S, StableProcess
+from paceline.launch.stopping import GRACE_S, NOTICE
 from paceline.launch.verdict import Outcome, signal_name
 from paceline.launch.worker_main import STACK_SIGNAL, Script
 from paceline.world import environment
@@ -71,10 +73,13 @@ class Job:
     hosts: Hosts | None = None
     servers: int = 0
     keep_memory: bool = False
+    grace_s: float = GRACE_S
 
     def __post_init__(self) -> None:
         if self.workers < 1:
             raise LaunchError(f"--workers {self.workers}; a job has at least one")
+        if not 0 <= self.grace_s < float("inf"):
+            raise LaunchError(f"--grace-s {self.grace_s:g}; workers that are asked to stop get 0 or more seconds")
         if self.servers < 0:
             raise LaunchError(f"--servers {self.servers}; a job has none (worker 0 doubles as the server) or more")
         cores = len(os.sched_getaffinity(0))
@@ -137,6 +142,7 @@ class Supervisor:
         self._screen = Screen(sys.stdout.fileno(), sys.stderr.fileno(), on_room=self._make_room)
         self._decider: Decider | None = None
         self._interrupted: asyncio.Future[signal.Signals] = self._loop.create_future()
+        self._asked: signal.Signals | None = None
         self._hurry = asyncio.Event()
         self._outputs: list[WorkerOutput] = []
         self._running: dict[int, int] = {}
@@ -164,6 +170,7 @@ class Supervisor:
             await server.start()
             watching = asyncio.create_task(self._watch(stable, seat, str(control)))
             feeling = asyncio.create_task(self._feel_pulses(decider))
+            asking = asyncio.create_task(self._ask_to_stop(stable, seat, decider))
             # Whichever ends first: a report that makes no sense must not leave us waiting for an outcome.
             either: set[asyncio.Future[Any]] = {watching, feeling, decider.outcome}
             await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
@@ -172,6 +179,7 @@ class Supervisor:
                     task.result()
             outcome = await decider.outcome
             feeling.cancel()
+            asking.cancel()
             await self._catch_up()
             self._say(outcome.lines)
             await self._show_stacks(stable, outcome)
@@ -191,7 +199,7 @@ class Supervisor:
         if hosts is None:
             port = free_port(LOOPBACK)
             seat = Seat(0, 1, 0, job.workers, job.workers, job.settings, LOOPBACK, LOOPBACK, port, job.servers)
-            return seat, Coordinator(seat, {}, self._screen.progress, self._screen.say)
+            return seat, Coordinator(seat, {}, self._screen.progress, self._screen.say, job.grace_s)
         meeting = asyncio.create_task(self._meet_hosts(hosts))
         either: set[asyncio.Future[Any]] = {meeting, self._interrupted}
         await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
@@ -209,7 +217,7 @@ class Supervisor:
             return seat, Member(link, self._screen.say)
         gathering = Gathering(hosts.coordinator, arrival, hosts.secret, self._screen.say)
         seat, links = await gathering.meet(hosts.meet_timeout_s, lambda size: settle(job.settings, size))
-        return seat, Coordinator(seat, links, self._screen.progress, self._screen.say)
+        return seat, Coordinator(seat, links, self._screen.progress, self._screen.say, job.grace_s)
 
     async def _watch(self, stable: StableProcess, seat: Seat, control: str) -> None:
         """Pass on what the stable reports, from `ready` to the last exit."""
@@ -248,7 +256,7 @@ class Supervisor:
                 os.killpg(pid, signal.SIGKILL)
         self._running.clear()
         self._all_ended.set()
-        status = await stable.wait(GRACE_S)
+        status = await stable.wait(LAST_MOMENT_S)
         if status is not None and status < 0:
             number = -status
             return f"the process that workers are forked from was killed by {signal_name(number)}", 128 + number
@@ -275,18 +283,25 @@ class Supervisor:
             await asyncio.sleep(STACKS_S)
             await self._catch_up()
 
+    async def _ask_to_stop(self, stable: StableProcess, seat: Seat, decider: Decider) -> None:
+        """Once, and the workers alone: their loader processes and the servers must live until they have saved."""
+        await decider.stop_wanted.wait()
+        for rank in self._running:
+            if rank < seat.size:
+                stable.signal_worker(rank, signal.SIGTERM)
+
     async def _stop(self, stable: StableProcess) -> None:
-        """SIGTERM, a moment of grace, SIGKILL; a second Ctrl-C skips the moment."""
+        """SIGTERM, a last moment, SIGKILL; a second Ctrl-C skips the moment."""
         if not self._running:
             return
         self._all_ended.clear()
         stable.signal_workers(signal.SIGTERM)
         hurry = asyncio.create_task(self._hurry.wait())
         ended = asyncio.create_task(self._all_ended.wait())
-        await asyncio.wait({hurry, ended}, timeout=GRACE_S, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({hurry, ended}, timeout=LAST_MOMENT_S, return_when=asyncio.FIRST_COMPLETED)
         if self._running:
             stable.signal_workers(signal.SIGKILL)
-            await asyncio.wait({ended}, timeout=GRACE_S)
+            await asyncio.wait({ended}, timeout=LAST_MOMENT_S)
         hurry.cancel()
         ended.cancel()
 
@@ -322,7 +337,7 @@ class Supervisor:
 
     @contextlib.contextmanager
     def _signals(self) -> Iterator[None]:
-        watched = [signal.SIGINT, signal.SIGTERM]
+        watched = [signal.SIGINT, signal.SIGTERM, NOTICE]
         if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup asked us to outlive the terminal
             watched.append(signal.SIGHUP)
         for number in watched:
@@ -334,12 +349,17 @@ class Supervisor:
                 self._loop.remove_signal_handler(number)
 
     def _interrupt(self, number: signal.Signals) -> None:
-        if self._interrupted.done():
+        """The first is passed on; so is an order after a notice. Only Ctrl-C has a second meaning: at once."""
+        if self._asked is None or (self._asked == NOTICE and number != signal.SIGINT):
+            again, self._asked = self._asked == number, number
+            if not self._interrupted.done():
+                self._interrupted.set_result(number)
+            if self._decider is not None and not again:
+                self._decider.interrupted(number)
+        elif number == signal.SIGINT:
             self._hurry.set()
-            return
-        self._interrupted.set_result(number)
-        if self._decider is not None:
-            self._decider.interrupted(number)
+            if self._decider is not None:
+                self._decider.leave_now(number)
 
 
 @contextlib.contextmanager

@@ -20,9 +20,10 @@ Exit codes of `paceline run`:
 |       | or hung when the others had ended                                                    |
 | 2     | wrong usage or bad input, found before anything started                              |
 | 3     | the workers or hosts could not meet, or lost each other                              |
+| 75    | stopped on request: a signal ended the loop after a step; start again to continue    |
 | 128+n | a worker or server was killed by signal n (137: SIGKILL, 139: segmentation fault)    |
-| 130   | Ctrl-C (SIGINT)                                                                      |
-| 143   | SIGTERM                                                                              |
+| 130   | Ctrl-C (SIGINT), and the workers did not stop by themselves                          |
+| 143   | SIGTERM, likewise                                                                    |
 """
 
 from __future__ import annotations
@@ -34,8 +35,10 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
+from paceline.world.control import STOPPED_ON_REQUEST
 from paceline.world.memory_limit import kills
 
+ENDED_WELL = (0, STOPPED_ON_REQUEST)
 WORKER_FAILED = 1
 BAD_INPUT = 2
 NO_MEETING = 3
@@ -147,11 +150,11 @@ class Process:
 
     @property
     def left_early(self) -> bool:
-        return self.status == 0 and self.phase is Phase.TRAINING
+        return self.status in ENDED_WELL and self.phase is Phase.TRAINING
 
     @property
     def is_failure(self) -> bool:
-        return self.raised is not None or (self.status is not None and self.status != 0)
+        return self.raised is not None or (self.status is not None and self.status not in ENDED_WELL)
 
 
 @dataclass(frozen=True)
@@ -229,7 +232,7 @@ def happened(process: Process, processes: Sequence[Process]) -> str:
         others = [p for p in processes if p is not process and not p.is_server]
         training = [p for p in others if not (p.ended and not p.is_failure)]
         left = "1 other was" if len(training) == 1 else f"{len(training)} others were"
-        return f"exited with code 0{process.at_step} while {left} still training"
+        return f"exited with code {process.status}{process.at_step} while {left} still training"
     return f"exited with code {process.status}{process.at_step}"
 
 
@@ -270,7 +273,7 @@ def _fate(process: Process, root: Process) -> str:
         return f"{before}{raised.type}: {summary if len(summary) <= 120 else summary[:117] + '...'}"
     if process.failed_as is not None and process.status is not None:
         return before + (signal_name(-process.status) if process.status < 0 else f"exit code {process.status}")
-    return "had finished" if process.status == 0 else ""
+    return "had finished" if process.status in ENDED_WELL else ""
 
 
 def _exit_code(root: Process) -> int:

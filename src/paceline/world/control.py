@@ -11,6 +11,7 @@
 | phase      | name: training, idle                | leaving while others train counts as a failure              |
 | progress   | step, total, fields, final          | one line is drawn below the output                          |
 | policy     | survive_worker_loss, hang_timeout_s | the end is judged by what the strategy needs: `ending`      |
+|            | stops_on_request                    | SIGTERM is known to end it after a step, with time to save  |
 | holds      | what                                | a verdict says what went with it: `keys 4…7`                |
 | checkpoint | folder                              | whoever reads why the job failed sees where to resume       |
 
@@ -36,6 +37,10 @@ JSON = str | int | float | bool | None | Sequence["JSON"] | Mapping[str, "JSON"]
 
 SUPERVISOR_GONE = 74
 """Exit code of a worker whose supervisor went away."""
+
+STOPPED_ON_REQUEST = 75
+"""Exit code of a worker, and of the job, that a signal stopped between two steps: start again to continue.
+It is EX_TEMPFAIL of sysexits.h, which schedulers can tell apart from a failure."""
 
 ANSWER_MARGIN_S = 5.0
 """The supervisor answers a question it can't settle when its time is up; only then do we stop waiting for it."""

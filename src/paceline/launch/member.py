@@ -1,0 +1,103 @@
+"""Another host's supervisor: what its workers say goes to the coordinator, whose answers and outcome come back."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import Callable
+
+from paceline.errors import WorldError
+from paceline.launch.control_channel import Body
+from paceline.launch.hosts import SealedLink
+from paceline.launch.verdict import NO_MEETING, Outcome, signal_name
+
+RELAY_MARGIN_S = 2.0
+
+
+class Member:
+    """The `Decider` of a host that doesn't decide."""
+
+    def __init__(self, link: SealedLink, say: Callable[[str], None]) -> None:
+        self.outcome: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
+        self.someone_ended = False
+        self.stop_wanted = asyncio.Event()
+        self._say = say
+        self._link = link
+        self._answers: dict[int, asyncio.Future[Body]] = {}
+        self._asked = 0
+        self._listening = asyncio.create_task(self._listen())
+        self._listening.add_done_callback(self._heard_all)
+
+    def told(self, rank: int, kind: str, body: Body) -> None:
+        self._link.send({"kind": "told", "rank": rank, "what": kind, "body": body})
+
+    async def answer(self, rank: int, kind: str, body: Body, timeout_s: float) -> Body:
+        self._asked += 1
+        number = self._asked
+        answer: asyncio.Future[Body] = asyncio.get_running_loop().create_future()
+        self._answers[number] = answer
+        try:
+            self._link.send({"kind": kind, "body": body, "timeout_s": timeout_s, "id": number, "rank": rank})
+            message = await asyncio.wait_for(answer, timeout_s + RELAY_MARGIN_S)
+        except TimeoutError:
+            raise WorldError(f"the coordinator did not answer {kind!r} within {timeout_s:g} s") from None
+        finally:
+            del self._answers[number]
+        if "error" in message:
+            raise WorldError(message["error"])
+        answered: Body = message["body"]
+        return answered
+
+    def started(self, rank: int, pid: int) -> None:
+        self._link.send({"kind": "started", "rank": rank, "pid": pid})
+
+    def exited(self, rank: int, status: int) -> None:
+        self._link.send({"kind": "exited", "rank": rank, "status": status})
+
+    def interrupted(self, by: signal.Signals) -> None:
+        self._link.send({"kind": "interrupted", "signal": int(by)})
+
+    def leave_now(self, by: signal.Signals) -> None:
+        self._link.send({"kind": "leave_now", "signal": int(by)})
+        how = "Ctrl-C" if by == signal.SIGINT else signal_name(by)
+        self._decide(Outcome(128 + by, (f"paceline: stopped by {how}",)))
+
+    def broken(self, text: str, code: int) -> None:
+        self._link.send({"kind": "broken", "text": text, "code": code})
+        self._decide(Outcome(code, (f"paceline: {text}",)))
+
+    async def close(self) -> None:
+        self._listening.cancel()
+        await asyncio.gather(self._listening, return_exceptions=True)
+        await self._link.close()
+
+    async def _listen(self) -> None:
+        try:
+            while (message := await self._link.receive()) is not None:
+                self._hear(message)
+        except WorldError as error:
+            self._decide(Outcome(NO_MEETING, (f"paceline: {error}",)))
+        self._decide(Outcome(NO_MEETING, ("paceline: lost the coordinator (host 0); its own output says why",)))
+
+    def _hear(self, message: Body) -> None:
+        match message.get("kind"):
+            case "outcome":
+                self._decide(Outcome.from_message(message))
+            case "say":
+                self._say(message["line"])
+            case "someone_ended":
+                self.someone_ended = True
+            case "stop":
+                self.stop_wanted.set()
+            case _:
+                answer = self._answers.get(message["id"])
+                if answer is not None and not answer.done():
+                    answer.set_result(message)
+
+    def _decide(self, outcome: Outcome) -> None:
+        if not self.outcome.done():
+            self.outcome.set_result(outcome)
+
+    def _heard_all(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and (error := task.exception()) is not None and not self.outcome.done():
+            self.outcome.set_exception(error)
