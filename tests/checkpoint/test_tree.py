@@ -65,7 +65,7 @@ def test_a_tree_comes_back_as_it_was(tree: Any) -> None:
 
 
 def test_the_tree_of_the_docstring_is_encoded_as_it_says() -> None:
-    moment = torch.zeros(2)
+    moment = torch.zeros(20)
     encoded, table = flatten({"state": {0: {"exp_avg": moment}}, "betas": (0.9, 0.95)})
     path = encoded["state"]["int:0"]["exp_avg"]["$tensor"]
     assert encoded["betas"] == {"$tuple": [0.9, 0.95]}

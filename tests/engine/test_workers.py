@@ -193,13 +193,13 @@ def test_a_state_of_another_job_or_a_damaged_one_is_refused(tmp_path: Path) -> N
     trains(World(), until=1, folder=str(folder), resume=False)
     with pytest.raises(CheckpointError, match=r"another job.*accumulate was 2, is 1; seed was 0, is 7"):
         trains(World(), until=2, folder=str(folder), resume=True, accumulate=1, seed=7)
-    tensors = folder / "tensors.safetensors"
+    tensors = folder / "worker-00000-of-00001.safetensors"
     data = bytearray(tensors.read_bytes())
     data[-1] ^= 1
     tensors.write_bytes(data)
     with pytest.raises(CheckpointError, match="damaged"):
         trains(World(), until=2, folder=str(folder), resume=True)
-    with pytest.raises(CheckpointError, match="there is no saved state"):
+    with pytest.raises(CheckpointError, match="there is no checkpoint"):
         trains(World(), until=2, folder=str(tmp_path / "nowhere"), resume=True)
 
 

@@ -1,30 +1,57 @@
 """Trees on disk without pickle: a state_dict becomes JSON plus a flat table of tensors.
 
-{"state": {0: {"exp_avg": Tensor}}, "betas": (0.9, 0.95)}
-  ──►  {"state": {"int:0": {"exp_avg": {"$tensor": "/state/int:0/exp_avg"}}}, "betas": {"$tuple": [0.9, 0.95]}}
+{"state": {0: {"step": tensor(7.), "exp_avg": Tensor}}, "betas": (0.9, 0.95)}
+  ──►  {"state": {"int:0": {"step": {"$small": ["F32", [], "0000e040"]},
+                            "exp_avg": {"$tensor": "/state/int:0/exp_avg"}}}, "betas": {"$tuple": [0.9, 0.95]}}
        + {"/state/int:0/exp_avg": Tensor}
+
+A leaf may also be `Slices`, of which this worker has a part. A tensor that stands at two places, as tied weights do, is
+in the table once. Tensors of a few bytes stay in the tree.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from paceline.checkpoint.tensor_file import DTYPES, as_bytes, code_of
 from paceline.errors import CheckpointError
+from paceline.sharding.slices import Slices
+
+SMALL = 64  # bytes
+
+Leaf = Tensor | Slices
 
 
-def flatten(tree: Any, path: str = "") -> tuple[Any, dict[str, Tensor]]:
+class _Leaves:
+    """Tensors by path, each object once."""
+
+    def __init__(self) -> None:
+        self.by_path: dict[str, Leaf] = {}
+        self._paths: dict[int, str] = {}
+
+    def path_of(self, leaf: Leaf, path: str) -> str:
+        if id(leaf) not in self._paths:
+            self._paths[id(leaf)] = path
+            self.by_path[path] = leaf
+        return self._paths[id(leaf)]
+
+
+def flatten(tree: Any, path: str = "") -> tuple[Any, dict[str, Leaf]]:
     """The tree as JSON, and its tensors by path."""
-    tensors: dict[str, Tensor] = {}
-    return _encode(tree, path, tensors), tensors
+    leaves = _Leaves()
+    return _encode(tree, path, leaves), leaves.by_path
 
 
-def _encode(tree: Any, path: str, tensors: dict[str, Tensor]) -> Any:
-    if isinstance(tree, Tensor):
-        tensors[path] = tree
-        return {"$tensor": path}
+def _encode(tree: Any, path: str, tensors: _Leaves) -> Any:
+    if isinstance(tree, Tensor) and tree.numel() * tree.element_size() <= SMALL:
+        return {"$small": [code_of(tree.dtype, path), list(tree.shape), as_bytes(tree).hex()]}
+    if isinstance(tree, Tensor | Slices):
+        return {"$tensor": tensors.path_of(tree, path)}
     if tree is None or isinstance(tree, bool | int | str):
         return tree
     if isinstance(tree, float):
@@ -55,13 +82,20 @@ def _key(key: Any, path: str) -> str:
     )
 
 
-def unflatten(tree: Any, tensors: dict[str, Tensor]) -> Any:
-    """What `flatten` took apart."""
+def unflatten(tree: Any, tensors: Mapping[str, Any]) -> Any:
+    """What `flatten` took apart, with whatever stands for its tensors."""
     if isinstance(tree, list):
         return [unflatten(value, tensors) for value in tree]
     if isinstance(tree, dict):
         if "$tensor" in tree:
             return tensors[tree["$tensor"]]
+        if "$small" in tree:
+            code, shape, values = tree["$small"]
+            return (
+                torch.frombuffer(bytearray.fromhex(values), dtype=DTYPES[code]).view(shape)
+                if values
+                else (torch.empty(shape, dtype=DTYPES[code]))
+            )
         if "$tuple" in tree:
             return tuple(unflatten(value, tensors) for value in tree["$tuple"])
         if "$float" in tree:

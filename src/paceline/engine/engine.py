@@ -17,7 +17,6 @@ from __future__ import annotations
 import atexit
 import signal
 from collections.abc import Callable, Sequence, Set
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,6 @@ from torch._C._distributed_c10d import PrefixStore
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from paceline.checkpoint.state_folder import read_state, write_state
 from paceline.collectives.byte_count import Traffic
 from paceline.collectives.gradient_exchange import Reduction
 from paceline.data.sample_record import RecordHeader, SampleRecord, next_attempt
@@ -35,22 +33,25 @@ from paceline.data.work_source import Deal, WorkSource
 from paceline.engine import activation_checkpointing as recomputing
 from paceline.engine.acting_once import is_scheduler, let_optimizer_act_once, let_scheduler_follow
 from paceline.engine.boundary import Boundary, Operation, check_boundary
+from paceline.engine.checkpoints import Checkpoints, WhenBusy
 from paceline.engine.config import EngineConfig, counted, one_of
 from paceline.engine.evaluation import EvaluationLoader
+from paceline.engine.job_state import JobState
 from paceline.engine.memory_check import check_memory
 from paceline.engine.one_line_errors import show_our_errors_in_one_line
 from paceline.engine.prepared_loader import PreparedLoader
 from paceline.engine.progress import Progress
 from paceline.engine.replaying_source import ReplayingSource
-from paceline.engine.replicas import check_same_models, parameter_names, weights_hash
-from paceline.engine.saved_state import check_same_job, job_facts, load_model, load_states, states_of
+from paceline.engine.replicas import check_same_models, named_state, parameter_names, weights_hash
+from paceline.engine.saved_state import job_facts
+from paceline.engine.saver import Saver, Surroundings
 from paceline.engine.sources import as_loader, check_same_order, make_source
 from paceline.engine.step_so_far import Timing
 from paceline.engine.stop_signals import StoppedOnRequest, StopSignals
 from paceline.engine.strategy_table import StrategyTable
 from paceline.engine.surroundings import call_supervisor, connect_workers, default_backend, find_device, open_meeting
 from paceline.engine.train_step import TrainStep
-from paceline.errors import CheckpointError, ConfigError, LoopError, PacelineError, ReplicaError
+from paceline.errors import ConfigError, LoopError, ReplicaError
 from paceline.optim.loss_scale import LossScale, OnNonFinite, loss_scale_of
 from paceline.optim.offload import OffloadName, check_offload
 from paceline.optim.precision import Precision, precision_of
@@ -144,6 +145,7 @@ class Engine:
         self._replay = None if told.replay is None else replay_of(Path(told.replay))
         self._at_loop_end: list[LoopEndListener] = []
         self._lost: Set[int] = frozenset()
+        self._saver = Saver(self.config, self._surroundings, self._state)
         tells = self.world.is_main and self._client is None  # the launcher has told it otherwise
         self._stops = StopSignals(self.world.name, tells=tells, is_server=self.world.is_server)
         self._among = self.world  # the workers that are left, under their ranks there
@@ -311,39 +313,17 @@ class Engine:
             tell(self.step, lambda: mine)
         return mine
 
-    def save_state(self, folder: str | Path) -> None:
-        """Everything needed to continue, at a step boundary; written once, by the main worker. Not in a replay."""
-        check_boundary(self._step, "save_state")
+    def state_dict(self) -> dict[str, Tensor]:
+        """Whole weights and buffers by name, on the host, whatever the strategy; all workers call it and get them."""
+        check_boundary(self._step, "state_dict")
         self._settle()
-        if self._replay is not None:
-            return
-        step, loader = self._training(), self._loader
-        data = None
-        if loader is not None:
-            data = loader.source.merged(self._boundary.told(loader.state_dict()))
-        optimizers = [step.state_of(optimizer) for optimizer in self._optimizers]
-        others = states_of(self._models, self._schedulers, step.strategies.whole)
-        failure: str | None = None
-        if self.is_main_process:
-            tree = {
-                "job": self._job_facts(),
-                "step": step.step,
-                "left_out_steps": step.left_out_steps,
-                "loss_scale": None if step.loss_scale is None else step.loss_scale.state_dict(),
-                "data": data,
-                "optimizers": optimizers,
-                **others,
-            }
-            try:
-                write_state(Path(folder), tree)
-            except PacelineError as error:
-                failure = str(error)
-            else:
-                if self._client is not None:
-                    self._client.tell("checkpoint", folder=str(folder))
-        for text in self._boundary.told(failure):
-            if text is not None:
-                raise CheckpointError(text)
+        whole = Tensor.detach if self._step is None else self._step.strategies.whole
+        return {name: whole(value).to("cpu", copy=True) for name, value in named_state(self._models).items()}
+
+    def save_state(self, folder: str | Path) -> None:
+        """Everything needed to continue, at a step boundary; every worker writes its part. Not in a replay."""
+        if self._at_boundary("save_state"):
+            self._saver.save(Path(folder))
 
     def load_state(self, folder: str | Path, *, accept: Sequence[str] = ()) -> None:
         """Continue from `save_state`, on any number of workers, with the next sample.
@@ -351,22 +331,27 @@ class Engine:
         A job that differs in something the bits depend on is refused; `accept` names what may differ all the same.
         """
         check_boundary(self._step, "load_state")
-        step = self._training()
-        tree = read_state(Path(folder))
-        changed = check_same_job(Path(folder), tree["job"], self._job_facts(), accept)
-        loads: dict[str, list[Callable[[Any], object]]] = {
-            "models": [partial(load_model, model, step.strategies.put) for model in self._models],
-            "optimizers": [partial(step.load, optimizer) for optimizer in self._optimizers],
-            "schedulers": [scheduler.load_state_dict for scheduler in self._schedulers],
-        }
-        if self._loader is not None and tree["data"] is not None:
-            self._loader.load_state_dict(tree["data"], changed=changed)
-        step.step, step.left_out_steps = tree["step"], tree.get("left_out_steps", 0)
-        if step.loss_scale is not None and tree.get("loss_scale") is not None:
-            step.loss_scale.load_state_dict(tree["loss_scale"])
-        load_states(Path(folder), tree, loads)
-        check_same_models(self._comm, self._models, step.strategies.whole)
-        seed_everything(mix(self.config.seed, "between", step.step, 0))
+        self._saver.load(Path(folder), accept)
+
+    def checkpoints(
+        self,
+        folder: str | Path,
+        *,
+        keep: int | None = None,
+        asynchronous: bool = True,
+        when_busy: WhenBusy = "wait",
+    ) -> Checkpoints:
+        """`folder/checkpoint-{step}`: saved while the training goes on, the newest `keep` and the best kept."""
+        return Checkpoints(
+            Path(folder),
+            self._saver,
+            around=self._surroundings,
+            at_boundary=self._at_boundary,
+            step=lambda: self.step,
+            keep=keep,
+            asynchronous=asynchronous,
+            when_busy=when_busy,
+        )
 
     def close(self) -> None:
         """Leave the job: threads, hooks, group and control connection end. Called at exit by itself."""
@@ -377,6 +362,7 @@ class Engine:
         self._stops.close()
         if self._in_loop and self._comm is not None:
             self._say_left()
+        self._saver.finish()
         if self._loader is not None:
             self._loader.close()
         if self._step is not None:
@@ -579,6 +565,21 @@ class Engine:
         if self._step is None:
             raise LoopError("nothing to train yet: give a model and an optimizer to engine.prepare() first")
         return self._step
+
+    def _at_boundary(self, operation: str) -> bool:
+        """All workers are between two steps, with the newest weights; False: in a replay, which saves nothing."""
+        check_boundary(self._step, operation)
+        self._settle()
+        return self._replay is None
+
+    def _surroundings(self) -> Surroundings:
+        return Surroundings(self._among, self._boundary.told, self._client)
+
+    def _state(self) -> JobState:
+        facts, step = self._job_facts(), self._training()
+        return JobState(
+            self._models, self._optimizers, self._schedulers, step, self._loader, facts, self.config.seed
+        )
 
     def _settle(self) -> None:
         """All workers are at a boundary: updates that are under way end, and the model holds the newest weights."""

@@ -13,13 +13,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from paceline.checkpoint.load import whole_tree
 from paceline.engine.config import EngineConfig
-from paceline.engine.replicas import Whole
+from paceline.engine.replicas import plain_name
 from paceline.errors import CheckpointError
-from paceline.optim.precision import Precision
+from paceline.sharding.slices import Slices
 from paceline.world.determinism import fingerprint
 
 SYNCHRONOUS = "synchronous"
+
+Kept = Callable[[Tensor], Tensor | Slices]
 
 
 def job_facts(config: EngineConfig, data: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
@@ -43,9 +46,6 @@ def check_same_job(
     """The names of accepted differences; a difference that is not accepted is an error that says all of them."""
     if unknown := [name for name in accept if name not in mine]:
         raise CheckpointError(f"accept={unknown!r} names nothing of this job; known are {', '.join(mine)}")
-    saved = {"updates": SYNCHRONOUS, "precision": str(Precision())} | dict(
-        saved
-    )  # states from before there were others don't say it
     changed = {name for name, value in mine.items() if saved.get(name) != value}
     if refused := [name for name in mine if name in changed and name not in accept]:
         told = "; ".join(f"{name} was {saved.get(name)!r}, is {mine[name]!r}" for name in refused)
@@ -56,31 +56,70 @@ def check_same_job(
     return frozenset(changed)
 
 
-def states_of(models: Sequence[nn.Module], schedulers: Sequence[Any], whole: Whole) -> dict[str, Any]:
-    """All but the optimizers' states. All workers call it: weights may lie elsewhere, and the strategy has them."""
-    return {
-        "models": [
-            {name: whole(v) if isinstance(v, Tensor) else v for name, v in model.state_dict(keep_vars=True).items()}
-            for model in models
-        ],
-        # state_dict() is the scheduler's __dict__, in which prepare() put a step() of ours.
-        "schedulers": [{k: v for k, v in s.state_dict().items() if k != "step"} for s in schedulers],
-    }
+def kept_models(models: Sequence[nn.Module], kept: Kept) -> list[dict[str, Any]]:
+    """The models' states as this worker can save them; tied weights are one object."""
+    known: dict[int, Any] = {}
+
+    def once(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        if id(value) not in known:
+            known[id(value)] = kept(value)
+        return known[id(value)]
+
+    return [
+        {plain_name(name): once(value) for name, value in model.state_dict(keep_vars=True).items()} for model in models
+    ]
+
+
+def kept_schedulers(schedulers: Sequence[Any]) -> list[dict[str, Any]]:
+    """state_dict() is the scheduler's __dict__, in which prepare() put a step() of ours."""
+    return [{key: value for key, value in s.state_dict().items() if key != "step"} for s in schedulers]
+
+
+def check_fits(folder: Path, tree: Mapping[str, Any], prepared: Mapping[str, Sequence[Any]]) -> None:
+    """That the state is one of these objects; before anything is loaded."""
+    for kind, things in prepared.items():
+        if len(tree[kind]) != len(things):
+            raise CheckpointError(f"{folder} holds {len(tree[kind])} {kind}, this job prepared {len(things)}")
+    for saved, model in zip(tree["models"], prepared["models"], strict=True):
+        mine = {plain_name(name): value for name, value in model.state_dict(keep_vars=True).items()}
+        missing, unknown = sorted(mine.keys() - saved.keys()), sorted(saved.keys() - mine.keys())
+        told = [f"it has no {name!r}" for name in missing[:1]] + [f"the model has no {name!r}" for name in unknown[:1]]
+        for name in mine.keys() & saved.keys():
+            if isinstance(mine[name], Tensor) and tuple(mine[name].shape) != tuple(saved[name].shape):
+                there, here = tuple(saved[name].shape), tuple(mine[name].shape)
+                told.append(f"{name!r} is {there} there and {here} here")
+        if told:
+            more = len(missing) + len(unknown) - 2
+            rest = f" and {more} more names" if more > 0 else ""
+            raise CheckpointError(f"the checkpoint in {folder} is of another model: {'; '.join(told[:3])}{rest}")
+    for saved, optimizer in zip(tree["optimizers"], prepared["optimizers"], strict=True):
+        theirs = [len(group["params"]) for group in saved["param_groups"]]
+        ours = [len(group["params"]) for group in optimizer.param_groups]
+        if theirs != ours:
+            raise CheckpointError(
+                f"the checkpoint in {folder} is of another optimizer: its groups have {theirs} parameters, here {ours}"
+            )
 
 
 def load_model(model: nn.Module, put: Callable[[Tensor, Tensor], None], state: Mapping[str, Any]) -> None:
-    model.load_state_dict(state)
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        put(parameter, state[name])
+    """One tensor after another: all of them together may not fit into memory."""
+    done: set[int] = set()
+    others: dict[str, Any] = {}
+    for name, value in model.state_dict(keep_vars=True).items():
+        saved = state[plain_name(name)]
+        if not isinstance(value, Tensor):
+            others[name] = whole_tree(saved)
+        elif id(value) not in done:
+            done.add(id(value))
+            put(value, whole_tree(saved))
+    if others:
+        model.load_state_dict(others, strict=False)
 
 
-def load_states(folder: Path, tree: Mapping[str, Any], loads: Mapping[str, Sequence[Callable[[Any], object]]]) -> None:
-    """Give every prepared object its state; `loads` has, for each kind, the functions that take them."""
-    for kind, takers in loads.items():
-        if len(tree[kind]) != len(takers):
-            raise CheckpointError(f"{folder} holds {len(tree[kind])} {kind}, this job prepared {len(takers)}")
-        for load, state in zip(takers, tree[kind], strict=True):
-            try:
-                load(state)
-            except (RuntimeError, ValueError, KeyError) as error:
-                raise CheckpointError(f"the {kind[:-1]} in {folder} does not fit this job's: {error}") from error
+def load_one(folder: Path, kind: str, load: Callable[[Any], object], state: Any) -> None:
+    try:
+        load(state)
+    except (RuntimeError, ValueError, KeyError) as error:
+        raise CheckpointError(f"the {kind} in {folder} does not fit this job's: {error}") from error

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from paceline.collectives.canonical_sum import SumPlan
 from paceline.engine.replicas import parameter_names
+from paceline.sharding.slices import Slices
 from paceline.strategies.registry import Chosen, Job, Rides
 from paceline.strategies.strategy import Strategy
 from paceline.world.lanes import neighbouring_lanes
@@ -56,8 +57,8 @@ class StrategyTable:
         for strategy in self._known.values():
             strategy.settle()
 
-    def state_of(self, optimizer: Optimizer) -> dict[str, Any]:
-        return self._strategy_that_updates(optimizer).state_of(optimizer)
+    def kept_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        return self._strategy_that_updates(optimizer).kept_state(optimizer)
 
     def load(self, optimizer: Optimizer, state: dict[str, Any], *, round: int) -> None:
         self._strategy_that_updates(optimizer).load(optimizer, state, round=round)
@@ -67,10 +68,17 @@ class StrategyTable:
         strategy = self._strategy_of(weights)
         return weights.detach() if strategy is None else strategy.whole(weights)  # type: ignore[arg-type]
 
+    def kept(self, weights: Tensor) -> Tensor | Slices:
+        """What this worker can save of a parameter; anything else of a model's state all workers have."""
+        strategy = self._strategy_of(weights)
+        return weights.detach() if strategy is None else strategy.kept(weights)  # type: ignore[arg-type]
+
     def put(self, weights: Tensor, whole: Tensor) -> None:
         strategy = self._strategy_of(weights)
         if strategy is not None:
             strategy.put(weights, whole)  # type: ignore[arg-type]
+        else:
+            weights.detach().copy_(whole)
 
     def _strategy_of(self, weights: Tensor) -> Strategy | None:
         return next((s for s in self._known.values() if any(weights is p for p in (*s.parameters, *s.frozen))), None)

@@ -446,8 +446,8 @@ class TrainStep:
         owner = next(place for place, lanes in enumerate(left) if lowest in lanes)
         self._buffers.settle(self._comm, owner=owner, lowest=lowest)
 
-    def state_of(self, optimizer: Optimizer) -> dict[str, Any]:
-        return self.strategies.state_of(optimizer)
+    def kept_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        return self.strategies.kept_state(optimizer)
 
     def load(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
         self.strategies.load(optimizer, state, round=self.step + self.left_out_steps)

@@ -26,8 +26,8 @@ _TREE = "$tree"
 
 
 def pack_states(states: Sequence[State]) -> Tensor:
-    tree, tensors = flatten(list(states))
-    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    tree, leaves = flatten(list(states))
+    tensors = {name: leaf.detach().cpu().contiguous() for name, leaf in leaves.items() if isinstance(leaf, Tensor)}
     tensors[_TREE] = torch.frombuffer(bytearray(json.dumps(tree).encode()), dtype=torch.uint8)
     return torch.frombuffer(bytearray(save(tensors)), dtype=torch.uint8)
 

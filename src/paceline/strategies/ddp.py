@@ -179,7 +179,7 @@ class Ddp(WeightsInTheModel):
     def settle(self) -> None:
         """Nothing is under way between two steps."""
 
-    def state_of(self, optimizer: Optimizer) -> dict[str, Any]:
+    def kept_state(self, optimizer: Optimizer) -> dict[str, Any]:
         return optimizer.state_dict()
 
     def load(self, optimizer: Optimizer, state: dict[str, Any], *, round: int) -> None:

@@ -34,6 +34,7 @@ from paceline.optim.gradient_norm import clip_coefficient, norm_of_blocks
 from paceline.sharding.bucket import plan_buckets
 from paceline.sharding.flat_layout import Piece
 from paceline.sharding.shards import Shards, cut_buckets
+from paceline.sharding.slices import Slices
 from paceline.strategies.distant_gradient import DistantGradient
 from paceline.strategies.fsdp_models import ShardedModels, ShardedUnit
 from paceline.strategies.fsdp_norms import BlockNorms
@@ -324,8 +325,8 @@ class Fsdp(WeightsInTheModel):
     def settle(self) -> None:
         """Nothing is under way between two steps."""
 
-    def state_of(self, optimizer: Optimizer) -> dict[str, Any]:
-        return self._parts.twins.state_of(optimizer)
+    def kept_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        return self._parts.twins.kept_state(optimizer)
 
     def load(self, optimizer: Optimizer, state: dict[str, Any], *, round: int) -> None:
         self._parts.twins.load(optimizer, state)
@@ -335,6 +336,12 @@ class Fsdp(WeightsInTheModel):
             master = self._parts.twins.master_of(parameter)
             return super().whole(parameter) if master is None else master
         return self._models.whole(parameter)
+
+    def kept(self, parameter: Parameter) -> Tensor | Slices:
+        if self._models is None or not self._models.holds(parameter):
+            master = self._parts.twins.own_master(parameter)
+            return super().kept(parameter) if master is None else master
+        return self._models.own(parameter)
 
     def put(self, parameter: Parameter, whole: Tensor) -> None:
         if self._models is None or not self._models.holds(parameter):

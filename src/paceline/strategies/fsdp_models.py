@@ -28,6 +28,7 @@ from torch.utils.hooks import RemovableHandle
 from paceline.collectives.communicator import Communicator
 from paceline.errors import CollectiveError, LoopError, PeerLostError
 from paceline.optim.precision import Precision, outermost
+from paceline.sharding.slices import Slices
 from paceline.strategies.fsdp_rows import RowMember, RowShards
 from paceline.strategies.fsdp_units import Units, kept_whole, unit_modules, with_units
 
@@ -221,6 +222,14 @@ class ShardedModels:
         whole = rows.view(-1)[: parameter.numel()].view(parameter.shape)
         low = self._unit_of[id(parameter)].low
         return whole if low is None or parameter.requires_grad else whole.to(low)
+
+    def own(self, parameter: Parameter) -> Slices:
+        """What this worker has of a parameter's weights."""
+        self.round_frozen()
+        low, high = RowMember(0, tuple(parameter.shape)).owned(self._comm.rank, self._comm.size)
+        rows, lower = self.own_rows(parameter)[: high - low], self._unit_of[id(parameter)].low
+        rows = rows if lower is None or parameter.requires_grad else rows.to(lower)
+        return Slices.of(parameter.shape, rows.dtype, [(low, rows)])
 
     def round_frozen(self) -> None:
         """What is not trained has no master: it is what it computes with."""

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import Any
 
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore
@@ -26,6 +27,7 @@ from paceline.collectives.communicator import Communicator
 from paceline.collectives.gradient_exchange import GradientExchange, PendingSum
 from paceline.collectives.shipments import Shipment, shipments_by_lane
 from paceline.errors import ConfigError
+from paceline.sharding.slices import Slices, others_have_it
 from paceline.strategies.fsdp import Fsdp, FsdpMaker
 from paceline.strategies.fsdp_models import ShardedModels
 from paceline.strategies.fsdp_units import Units
@@ -104,6 +106,15 @@ class Hybrid(Fsdp):
         super().__init__(named, optimizers, parts, models)
         self._across = across
         self._set = across.exchange.new_set()
+
+    def kept(self, parameter: Parameter) -> Tensor | Slices:
+        """The first group speaks for all."""
+        mine = super().kept(parameter)
+        return mine if self._across.group == 0 else others_have_it(mine)
+
+    def kept_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        mine = super().kept_state(optimizer)
+        return mine if self._across.group == 0 else others_have_it(mine)
 
     def _shipments(self, plan: SumPlan) -> tuple[Sequence[Shipment], int]:
         across = self._across

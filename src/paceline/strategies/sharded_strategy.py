@@ -30,6 +30,7 @@ from paceline.sharding.bucket import plan_buckets
 from paceline.sharding.flat_layout import Piece
 from paceline.sharding.rooms import Rooms
 from paceline.sharding.shards import cut_buckets
+from paceline.sharding.slices import Slices
 from paceline.strategies.distant_gradient import DistantGradient
 from paceline.strategies.gradient_buckets import Cut, GradientBuckets
 from paceline.strategies.host_weights import Weights, where_weights_go
@@ -297,8 +298,8 @@ class ShardedStrategy(WeightsInTheModel):
         if self._parts.weights is not None:
             self._parts.weights.check()
 
-    def state_of(self, optimizer: Optimizer) -> dict[str, Any]:
-        return self._parts.twins.state_of(optimizer)
+    def kept_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        return self._parts.twins.kept_state(optimizer)
 
     def load(self, optimizer: Optimizer, state: dict[str, Any], *, round: int) -> None:
         self._parts.twins.load(optimizer, state)
@@ -308,6 +309,10 @@ class ShardedStrategy(WeightsInTheModel):
     def whole(self, parameter: Parameter) -> Tensor:
         master = self._parts.twins.master_of(parameter)
         return super().whole(parameter) if master is None else master
+
+    def kept(self, parameter: Parameter) -> Tensor | Slices:
+        master = self._parts.twins.own_master(parameter)
+        return super().kept(parameter) if master is None else master
 
     def put(self, parameter: Parameter, whole: Tensor) -> None:
         super().put(parameter, whole)

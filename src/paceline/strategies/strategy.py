@@ -34,6 +34,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from paceline.collectives.canonical_sum import SumPlan
+from paceline.sharding.slices import Slices
 
 
 class Agreement(enum.Enum):
@@ -149,8 +150,12 @@ class Strategy(Protocol):
         """
         ...
 
-    def state_of(self, optimizer: Optimizer) -> dict[str, Any]:
-        """The optimizer's whole state, wherever it lives; all workers call it, after `settle`."""
+    def kept(self, parameter: Parameter) -> Tensor | Slices:
+        """What this worker can save of its newest weights, after `settle`: all, as all workers can, or its slices."""
+        ...
+
+    def kept_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """The same of the optimizer: its state_dict with slices where the state is elsewhere, or without it."""
         ...
 
     def load(self, optimizer: Optimizer, state: dict[str, Any], *, round: int) -> None:
@@ -178,6 +183,9 @@ class WeightsInTheModel:
 
     def whole(self, parameter: Parameter) -> Tensor:
         return parameter.detach()
+
+    def kept(self, parameter: Parameter) -> Tensor | Slices:
+        return self.whole(parameter)
 
     def put(self, parameter: Parameter, whole: Tensor) -> None:
         with torch.no_grad():

@@ -143,7 +143,7 @@ class SumsOnServers(PushedRounds):
             self._weights.keep()
         self._catch_up()
 
-    def state_of(self, optimizer: Optimizer) -> dict[str, Any]:
+    def kept_state(self, optimizer: Optimizer) -> dict[str, Any]:
         return self._with_reads(optimizer.state_dict(), optimizer)
 
     def load(self, optimizer: Optimizer, state: dict[str, Any], *, round: int) -> None:

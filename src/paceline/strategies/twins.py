@@ -24,6 +24,7 @@ from paceline.errors import LoopError
 from paceline.optim.piece_state import State, scatter_state
 from paceline.optim.range_optimizer import optimizer_on
 from paceline.sharding.flat_layout import Piece
+from paceline.sharding.slices import Slices
 from paceline.strategies.masters import MASTER, PieceMasters
 from paceline.strategies.own_pieces import OwnPieces, in_logical_order
 from paceline.strategies.whole_states import DealtState, whole_states
@@ -118,6 +119,21 @@ class Twin:
             if tensor.device != parameter.device:
                 state = {k: v.to(tensor.device) if isinstance(v, Tensor) else v for k, v in state.items()}
             self._twin.state[tensor] = state
+
+    def own_states(self) -> Iterator[tuple[Parameter, State]]:
+        """Of every parameter what is here: what is kept for each element as slices, the rest as it is."""
+        for number, mine in self._mine.items():
+            parameter, once = self.pieces.parameters[number], State()
+            each: dict[str, list[tuple[int, Tensor]]] = {}
+            for piece in mine:
+                tensor = self.pieces.tensors[piece]
+                for entry, value in self._twin.state.get(tensor, {}).items():
+                    if isinstance(value, Tensor) and value.shape == tensor.shape:
+                        each.setdefault(entry, []).append((piece.start, value))
+                    else:
+                        once[entry] = value
+            slices = {entry: Slices.of(parameter.shape, parts[0][1].dtype, parts) for entry, parts in each.items()}
+            yield parameter, {**once, **slices}
 
     def forget(self) -> None:
         self._twin.state.clear()
@@ -224,6 +240,18 @@ class Twins:
         whole = torch.empty_like(parameter, dtype=dtype, memory_format=torch.preserve_format)
         return whole.copy_(flat.view(parameter.shape)).detach()
 
+    def own_master(self, parameter: Parameter) -> Tensor | Slices | None:
+        """What this worker has of it: before it is dealt everyone has all."""
+        if self._masters is None or not self._masters.has(parameter):
+            return None
+        pieces = self._pieces_of(parameter)
+        if pieces is None:
+            return self._masters.before_dealing(parameter)
+        self._masters.look(pieces)
+        number = pieces.index[id(parameter)]
+        mine = [(piece.start, tensor) for piece, tensor in pieces.tensors.items() if piece.parameter == number]
+        return Slices.of(parameter.shape, self._masters.dtype_of(parameter), mine)
+
     def put_master(self, parameter: Parameter, whole: Tensor) -> bool:
         """Keep this worker's part of a master, with a parameter that holds it rounded; whether there is a master."""
         if self._masters is None or not self._masters.has(parameter):
@@ -244,22 +272,21 @@ class Twins:
 
     # -- saved and loaded --------------------------------------------------------------------------------------------
 
-    def state_of(self, optimizer: Optimizer) -> dict[str, Any]:
-        """The state_dict of the whole optimizer on worker 0; without the parameters' states on the others."""
+    def kept_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """The state_dict of the optimizer, with this worker's slices of the states that are dealt out."""
         twin = self._twins.get(id(optimizer))
-        gathered: dict[Tensor, State] = {}
         if twin is not None:
             twin.adopt()
-            gathered = dict(whole_states(self._comm, twin.dealt(lambda _: frozenset({0}))))
-        gathered = {parameter: whole for parameter, whole in gathered.items() if whole}
         self._reading = True
-        optimizer.state.update(gathered)
         try:
-            return optimizer.state_dict()
+            saved: dict[str, Any] = optimizer.state_dict()
         finally:
             self._reading = False
-            for parameter in gathered:
-                del optimizer.state[parameter]
+        if twin is None:
+            return saved
+        places = {id(parameter): place for place, parameter in enumerate(_parameters_of(optimizer))}
+        own = {places[id(parameter)]: state for parameter, state in twin.own_states() if state}
+        return {**saved, "state": {**saved["state"], **own}}
 
     def load(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
         """Every worker has been given the whole state; before the first step it waits with the user's optimizer."""

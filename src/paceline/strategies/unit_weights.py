@@ -26,6 +26,7 @@ from paceline.collectives.communicator import Work
 from paceline.errors import LoopError
 from paceline.sharding.flat_layout import Piece, part_of
 from paceline.sharding.shards import BucketShards, OwnedPiece, cut_buckets
+from paceline.sharding.slices import Slices
 from paceline.sharding.unit import Classes, Unit, cut_units, unit_buckets
 from paceline.strategies.gradient_buckets import gradient_specs
 from paceline.strategies.meta_weights import fill, fill_modules, module_names
@@ -137,6 +138,14 @@ class UnitWeights:
         shards, part = self._bucket_of[number]
         mine = Piece(number, piece.start, piece.stop)
         return self._kept(next(owned for owned in shards.pieces(self._rank) if owned.piece == mine), part)
+
+    def own(self, parameter: Parameter) -> Slices:
+        """All own pieces of a parameter."""
+        number = self._index[id(parameter)]
+        shards, part = self._bucket_of[number]
+        mine = [owned for owned in shards.pieces(self._rank) if owned.piece.parameter == number]
+        parts = [(owned.piece.start, self._kept(owned, part)) for owned in mine]
+        return Slices.of(parameter.shape, part.dtype, parts)
 
     def _parts(self, unit: int) -> list[Tensor]:
         return [part.cpu() for part in self._shards[unit] if part.numel()]

@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from paceline.errors import LoopError
 from paceline.optim.piece_state import State
 from paceline.parameter_server.key_state import states_of_keys, whole_states
+from paceline.sharding.slices import all_here
 from paceline.strategies.distant_gradient import DistantGradient
 from paceline.strategies.pushed_rounds import PushedRounds, by_parameter, by_place
 from paceline.strategies.strategy import Tally
@@ -99,13 +100,16 @@ class UpdatesOnServers(PushedRounds):
             self._client.newest(self._round, self._weights.put)
             self._shown, self._seen = self._round, self._weights.versions()
 
-    def state_of(self, optimizer: Optimizer) -> dict[str, Any]:
+    def kept_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """One worker asks the servers for all of it."""
         saved: dict[str, Any] = optimizer.state_dict()
         if not self._speaks_for_all:
             return saved
         states = whole_states(self._client.table, self._client.states(self._round), self.parameters)
         found = by_place(optimizer, self.parameters, states)
-        return self._with_reads({**saved, "state": {p: state for p, state in found.items() if state}}, optimizer)
+        held = self._with_reads({**saved, "state": {p: state for p, state in found.items() if state}}, optimizer)
+        whole: dict[str, Any] = all_here(held)
+        return whole
 
     def load(self, optimizer: Optimizer, state: dict[str, Any], *, round: int) -> None:
         if self._log is not None:

@@ -29,6 +29,7 @@ from paceline.collectives.canonical_sum import SumPlan
 from paceline.errors import ConfigError
 from paceline.sharding.flat_layout import Piece
 from paceline.sharding.shards import Shards
+from paceline.sharding.slices import Slices
 from paceline.sharding.unit import Classes
 from paceline.strategies.host_weights import HostWeights, Weights
 from paceline.strategies.meta_weights import fill, module_names
@@ -129,6 +130,11 @@ class Zero3(Zero2):
     def whole(self, parameter: Parameter) -> Tensor:
         self._of(parameter).check(parameter)
         return super().whole(parameter)
+
+    def kept(self, parameter: Parameter) -> Tensor | Slices:
+        self._of(parameter).check(parameter)
+        master = self._parts.twins.own_master(parameter)
+        return self._of(parameter).own(parameter) if master is None else master
 
     def put(self, parameter: Parameter, whole: Tensor) -> None:
         self._of(parameter).put(parameter, whole)

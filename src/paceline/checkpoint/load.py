@@ -1,0 +1,128 @@
+"""Loading: any worker reads what it needs from a checkpoint of any number of workers, and checks every byte it reads.
+
+checkpoint = Checkpoint.open(folder)          manifest read, seal and sizes checked
+checkpoint.tree["models"][0]["weight"]        a StoredTensor: nothing is read yet
+.whole()                                      its ranges, from whichever files, as one tensor
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from paceline.checkpoint.manifest import Manifest, StoredShape, read_manifest
+from paceline.checkpoint.tensor_file import DTYPES, TensorFile, file_checksum
+from paceline.checkpoint.tree import unflatten
+from paceline.errors import CheckpointError
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor on the disk."""
+
+    checkpoint: Checkpoint
+    path: str
+    stored: StoredShape
+
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size(self.stored.shape)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return DTYPES[self.stored.dtype]
+
+    def whole(self) -> Tensor:
+        ranges = [self.checkpoint.read(r.file, r.name, r.checksum) for r in self.stored.ranges]
+        if len(ranges) == 1:
+            return ranges[0].view(self.shape)
+        flat = torch.empty(self.stored.elements, dtype=self.dtype)
+        for r, values in zip(self.stored.ranges, ranges, strict=True):
+            flat[r.start : r.stop] = values
+        return flat.view(self.shape)
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A complete one, opened."""
+
+    folder: Path
+    manifest: Manifest
+
+    @classmethod
+    def open(cls, folder: Path) -> Checkpoint:
+        """Raises if it is not complete, not readable, or a file of it has another size than was written."""
+        found = cls(folder, read_manifest(folder))
+        for name, file in found.manifest.files.items():
+            path = folder / name
+            size = path.stat().st_size if path.is_file() else None
+            if size != file.bytes:
+                got = "is missing" if size is None else f"has {size:,} bytes instead of {file.bytes:,}"
+                raise CheckpointError(f"{folder} is damaged: {name} {got}")
+        return found
+
+    @property
+    def step(self) -> int:
+        return int(self.manifest.about["step"])
+
+    @cached_property
+    def tree(self) -> dict[str, Any]:
+        """The tree of states, with a StoredTensor for each tensor."""
+        stored = {path: StoredTensor(self, path, about) for path, about in self.manifest.tensors.items()}
+        try:
+            tree: dict[str, Any] = unflatten(self.manifest.tree, stored)
+        except (KeyError, TypeError, ValueError) as error:
+            raise CheckpointError(f"the tree in {self.folder} can't be understood: {error}") from error
+        return tree
+
+    def read(self, file: str, name: str, checksum: str) -> Tensor:
+        return self._opened(file).read(name, (self.manifest.checksum, checksum))
+
+    def _opened(self, file: str) -> TensorFile:
+        if file not in self._files:
+            self._files[file] = TensorFile.open(self.folder / file)
+        return self._files[file]
+
+    @cached_property
+    def _files(self) -> dict[str, TensorFile]:
+        return {}
+
+    def verify(self, files: list[str] | None = None) -> list[str]:
+        """Read every byte (of some files, by name): what is wrong, one line for each damaged tensor and file."""
+        wrong = []
+        for name in self.manifest.files if files is None else files:
+            wrong += self._wrong_in(name)
+        return wrong
+
+    def _wrong_in(self, name: str) -> list[str]:
+        kind, wrong = self.manifest.checksum, []
+        expected = {r.name: r.checksum for s in self.manifest.tensors.values() for r in s.ranges if r.file == name}
+        try:
+            file = TensorFile.open(self.folder / name)
+            header = file_checksum(kind, file.header, [expected[key] for key in file.names()])
+        except (CheckpointError, KeyError) as error:
+            return [f"{name}: its header is damaged ({error})"]
+        if header != self.manifest.files[name].checksum:
+            return [f"{name}: its header does not have its checksum"]
+        for key in file.names():
+            try:
+                file.read(key, (kind, expected[key]))
+            except CheckpointError as error:
+                wrong.append(str(error))
+        return wrong
+
+
+def whole_tree(tree: Any) -> Any:
+    """The same tree with its tensors read."""
+    if isinstance(tree, StoredTensor):
+        return tree.whole()
+    if isinstance(tree, dict):
+        return {key: whole_tree(value) for key, value in tree.items()}
+    if isinstance(tree, list | tuple):
+        return type(tree)(whole_tree(value) for value in tree)
+    return tree

@@ -1,0 +1,68 @@
+"""Which checkpoints of a run there are, and which are let go.
+
+    runs/demo/   checkpoint-10  checkpoint-20 (best)  checkpoint-30  checkpoint-40        keep=2: 10 goes, 20 stays
+
+The newest `keep` stay, and the best besides. What has no seal is not counted, and not touched: it may be all there is.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from paceline.checkpoint.disk import remove_folder
+from paceline.checkpoint.manifest import COMPLETE, Manifest, read_manifest
+from paceline.errors import CheckpointError
+
+_NAME = re.compile(r"checkpoint-(\d+)")
+
+
+def checkpoint_name(step: int) -> str:
+    return f"checkpoint-{step}"
+
+
+def all_checkpoints(folder: Path) -> list[Path]:
+    """Those of this name, newest step first, whatever state they are in."""
+    found = [(int(match[1]), path) for path in _entries(folder) if (match := _NAME.fullmatch(path.name))]
+    return [path for _, path in sorted(found, reverse=True)]
+
+
+def _entries(folder: Path) -> list[Path]:
+    return [path for path in folder.iterdir() if path.is_dir()] if folder.is_dir() else []
+
+
+def best_checkpoint(folder: Path) -> Path | None:
+    """The one with the best score; of equal ones the oldest."""
+    scored: list[tuple[float, int, Path]] = []
+    for place, path in enumerate(reversed(all_checkpoints(folder))):
+        manifest = _manifest(path)
+        score = None if manifest is None else manifest.about.get("score")
+        if manifest is not None and score is not None:
+            scored.append((score if manifest.about.get("greater_is_better", True) else -score, -place, path))
+    return max(scored)[2] if scored else None
+
+
+def _manifest(path: Path) -> Manifest | None:
+    try:
+        return read_manifest(path)
+    except CheckpointError:
+        return None
+
+
+def prune(folder: Path, keep: int | None) -> list[Path]:
+    """Remove complete checkpoints that are neither among the newest `keep` nor the best."""
+    if keep is None:
+        return []
+    complete = [path for path in all_checkpoints(folder) if (path / COMPLETE).exists()]
+    best = best_checkpoint(folder)
+    gone = [path for path in complete[keep:] if path != best]
+    for path in gone:
+        remove_folder(path)
+    return gone
+
+
+def remove_leftovers(folder: Path, name: str) -> None:
+    """What saves and removals of this name have left that were cut off."""
+    for path in _entries(folder):
+        if path.name.startswith(f".{name}.") and path.name.endswith((".partial", ".removed")):
+            remove_folder(path)

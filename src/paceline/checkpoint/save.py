@@ -1,0 +1,167 @@
+"""Saving: each worker writes the ranges of tensors that it has, and the main one puts its name under all of them.
+
+    tree of states ──portion_of──► this worker's ranges ──write_portion──► worker-k.safetensors, worker-k.json
+                                                         ──complete──────► manifest.json, COMPLETE, the final name
+
+What every worker has whole (weights under ddp) is cut into as many parts as there are workers; what is in slices is
+written where it is. `Portion.copied` is the snapshot of an asynchronous save: after it the training may go on.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from paceline.checkpoint.disk import make_folder, publish, write_file
+from paceline.checkpoint.manifest import COMPLETE, MANIFEST, merge, seal_of
+from paceline.checkpoint.tensor_file import code_of, write_tensors
+from paceline.checkpoint.tree import flatten
+from paceline.errors import CheckpointError
+from paceline.sharding.flat_layout import FlatLayout, part_of
+from paceline.sharding.slices import Slices
+
+LOOK_EVERY_S = 0.005
+_ALIGN = 64
+
+
+@dataclass(frozen=True)
+class PartOfTensor:
+    path: str
+    start: int
+    values: Tensor
+
+    @property
+    def name(self) -> str:
+        return f"{self.path}[{self.start}:{self.start + self.values.numel()}]"
+
+
+@dataclass(frozen=True)
+class Portion:
+    """What one worker writes: the tree as far as it knows it, and ranges of its tensors."""
+
+    worker: int
+    workers: int
+    tree: Any
+    shapes: dict[str, tuple[torch.dtype, tuple[int, ...]]]
+    parts: tuple[PartOfTensor, ...]
+
+    @property
+    def bytes(self) -> int:
+        return sum(part.values.numel() * part.values.element_size() for part in self.parts)
+
+    @property
+    def file(self) -> str:
+        return f"worker-{self.worker:05}-of-{self.workers:05}"
+
+    def copied(self, room: Room) -> Portion:
+        """The same with its tensors as they are now."""
+        return Portion(self.worker, self.workers, self.tree, self.shapes, tuple(room.filled(self.parts)))
+
+
+class Room:
+    """Memory on the host for one snapshot, kept from save to save: new pages would cost more than the copies."""
+
+    def __init__(self) -> None:
+        self._memory = torch.empty(0, dtype=torch.uint8)
+
+    @property
+    def bytes(self) -> int:
+        return self._memory.numel()
+
+    def filled(self, parts: tuple[PartOfTensor, ...]) -> Iterator[PartOfTensor]:
+        sizes = [part.values.numel() * part.values.element_size() for part in parts]
+        needed = sum(-(-size // _ALIGN) * _ALIGN for size in sizes)
+        devices = {part.values.device for part in parts if part.values.device.type != "cpu"}
+        if self._memory.numel() < needed:
+            self._memory = torch.empty(needed, dtype=torch.uint8, pin_memory=bool(devices))
+        start, targets = 0, []
+        for part, size in zip(parts, sizes, strict=True):
+            targets.append(self._memory[start : start + size].view(part.values.dtype))
+            targets[-1].copy_(part.values, non_blocking=True)
+            start += -(-size // _ALIGN) * _ALIGN
+        for device in devices:
+            torch.accelerator.synchronize(device)
+        return (PartOfTensor(p.path, p.start, copy) for p, copy in zip(parts, targets, strict=True))
+
+
+def portion_of(tree: dict[str, Any], worker: int, workers: int) -> Portion:
+    """The part of a tree that this worker writes; its tensors are not copied."""
+    encoded, leaves = flatten(tree)
+    shapes: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
+    parts: list[PartOfTensor] = []
+    whole = {path: leaf for path, leaf in leaves.items() if isinstance(leaf, Tensor)}
+    layout = FlatLayout.of(sorted(whole.items()))
+    mine = layout.cut(workers)[worker].pieces if whole else ()
+    for piece in mine:
+        path = layout.names[piece.parameter]
+        parts.append(PartOfTensor(path, piece.start, part_of(whole[path], piece).view(-1)))
+    for path, leaf in leaves.items():
+        shapes[path] = leaf.dtype, tuple(leaf.shape)
+        if isinstance(leaf, Slices):
+            parts.extend(PartOfTensor(path, start, values) for start, values in leaf.parts)
+    return Portion(worker, workers, encoded, shapes, tuple(parts))
+
+
+def write_portion(partial: Path, portion: Portion, checksum: str) -> None:
+    """The worker's own file, and what is in it; the latter appears when all of it is on the disk."""
+    make_folder(partial)
+    file = write_tensors(
+        partial / f"{portion.file}.safetensors", [(part.name, part.values) for part in portion.parts], checksum
+    )
+    tensors: dict[str, dict[str, Any]] = {
+        path: {"dtype": code_of(dtype, path), "shape": shape, "ranges": []}
+        for path, (dtype, shape) in portion.shapes.items()
+    }
+    for part, digest in zip(portion.parts, file.tensors, strict=True):
+        stop = part.start + part.values.numel()
+        row = {"start": part.start, "stop": stop, "file": file.name, "name": part.name, "checksum": digest}
+        tensors[part.path]["ranges"].append(row)
+    about = {"name": file.name, "bytes": file.bytes, "checksum": file.checksum}
+    text = json.dumps({"tree": portion.tree, "tensors": tensors, "file": about})
+    hidden = partial / f".{portion.file}.json"
+    write_file(hidden, [text.encode()])
+    hidden.rename(partial / f"{portion.file}.json")
+
+
+def give_up(partial: Path, portion: Portion, reason: str) -> None:
+    """Tell the main worker, as far as the disk allows it, that this portion won't come."""
+    try:
+        make_folder(partial / f"{portion.file}.failed: {reason[:120].replace('/', ' ')}")
+    except OSError:
+        return
+
+
+def complete(partial: Path, folder: Path, workers: int, about: dict[str, Any], checksum: str, timeout_s: float) -> None:
+    """The main worker's last act: wait for all portions, describe them together, seal, publish."""
+    told = [json.loads(path.read_text()) for path in _all_there(partial, workers, timeout_s)]
+    text = merge(checksum, about, told).text().encode()
+    for path in partial.glob("worker-*.json"):
+        path.unlink()
+    write_file(partial / MANIFEST, [text])
+    write_file(partial / COMPLETE, [seal_of(text)])
+    publish(partial, folder)
+
+
+def _all_there(partial: Path, workers: int, timeout_s: float) -> list[Path]:
+    wanted = [partial / f"worker-{worker:05}-of-{workers:05}.json" for worker in range(workers)]
+    deadline = time.monotonic() + timeout_s
+    while True:
+        missing = [path for path in wanted if not path.exists()]
+        if not missing:
+            return wanted
+        for path in partial.glob("worker-*.failed*"):
+            worker, _, reason = path.name.partition(".failed: ")
+            raise CheckpointError(f"{worker.replace('-', ' ', 1)} could not write its part: {reason}")
+        if time.monotonic() > deadline:
+            raise CheckpointError(
+                f"{len(missing)} of {workers} workers have not written their parts to {partial.parent} within "
+                f"{timeout_s:g} s, the first is {missing[0].stem}; the folder must be one that all hosts share"
+            )
+        time.sleep(LOOK_EVERY_S)

@@ -1,0 +1,137 @@
+"""A file of raw tensor bytes in the safetensors format, written without a copy and checked range by range.
+
+    8 bytes: length of the header │ header, JSON: name → dtype, shape, where │ the bytes of all tensors, no gaps
+
+Any safetensors reader opens it. We write it ourselves because every tensor's checksum is taken on its way to the disk,
+and nothing is gathered into one piece of memory before. The checksum of the file is that of its header and of its
+tensors' checksums, which covers every byte without reading any twice.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from paceline.checkpoint.checksum import digest_of, new_digest
+from paceline.checkpoint.disk import CHUNK, write_file
+from paceline.errors import CheckpointError
+
+CODES = {
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
+    torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
+    torch.uint16: "U16", torch.uint32: "U32", torch.uint64: "U64", torch.complex64: "C64",
+    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
+}  # fmt: skip
+DTYPES = {code: dtype for dtype, code in CODES.items()}
+
+
+@dataclass(frozen=True)
+class WrittenFile:
+    name: str
+    bytes: int
+    checksum: str
+    tensors: tuple[str, ...]  # the checksum of each, in the order given
+
+
+def code_of(dtype: torch.dtype, name: str) -> str:
+    if dtype not in CODES:
+        raise CheckpointError(f"{name!r} is of {dtype}, which safetensors files don't have")
+    return CODES[dtype]
+
+
+def as_bytes(tensor: Tensor) -> memoryview:
+    """The elements in logical order, little-endian; no copy where they lie so on the host."""
+    flat = tensor.detach().cpu().contiguous().view(-1)
+    return flat.view(torch.uint8).numpy().data
+
+
+def write_tensors(
+    path: Path, tensors: Sequence[tuple[str, Tensor]], checksum: str, about: dict[str, str] | None = None
+) -> WrittenFile:
+    """Write tensors under their names, one after another, and flush."""
+    table: dict[str, Any] = {"__metadata__": about or {"format": "pt"}}
+    end = 0
+    for name, tensor in tensors:
+        start, end = end, end + tensor.numel() * tensor.element_size()
+        table[name] = {
+            "dtype": code_of(tensor.dtype, name),
+            "shape": list(tensor.shape),
+            "data_offsets": [start, end],
+        }
+    text = json.dumps(table, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # tensors start aligned
+    header = len(text).to_bytes(8, "little") + text
+    checksums: list[str] = []
+
+    def chunks() -> Iterator[Any]:
+        yield header
+        for _, tensor in tensors:
+            digest, data = new_digest(checksum), as_bytes(tensor)
+            for start in range(0, len(data), CHUNK):
+                chunk = data[start : start + CHUNK]
+                digest.update(chunk)
+                yield chunk
+            checksums.append(digest.hexdigest())
+
+    size = write_file(path, chunks())
+    return WrittenFile(path.name, size, file_checksum(checksum, header, checksums), tuple(checksums))
+
+
+def file_checksum(name: str, header: bytes, tensors: Sequence[str]) -> str:
+    return digest_of(name, header, *(checksum.encode() for checksum in tensors))
+
+
+@dataclass(frozen=True)
+class TensorFile:
+    """An opened file: its header has been read, its tensors are read when they are asked for."""
+
+    path: Path
+    header: bytes
+    table: dict[str, dict[str, Any]]
+
+    @classmethod
+    def open(cls, path: Path) -> TensorFile:
+        try:
+            with path.open("rb") as file:
+                length = file.read(8)
+                size = os.fstat(file.fileno()).st_size
+                if len(length) < 8 or int.from_bytes(length, "little") > size - 8:
+                    raise CheckpointError(f"{path} is damaged: its header does not fit into the file")
+                text = file.read(int.from_bytes(length, "little"))
+            table = json.loads(text)
+            table.pop("__metadata__", None)
+        except FileNotFoundError as error:
+            raise CheckpointError(f"{path.parent} has no {path.name}, which its manifest names") from error
+        except (OSError, ValueError, AttributeError) as error:
+            raise CheckpointError(f"{path} can't be read: {type(error).__name__}: {error}") from error
+        return cls(path, length + text, table)
+
+    def names(self) -> list[str]:
+        """In the order of their bytes."""
+        return sorted(self.table, key=lambda name: self.table[name]["data_offsets"][0])
+
+    def read(self, name: str, checksum: tuple[str, str] | None = None) -> Tensor:
+        """A tensor; with (kind, expected) its bytes are checked."""
+        try:
+            about = self.table[name]
+            start, stop = about["data_offsets"]
+            flat = torch.empty(stop - start, dtype=torch.uint8)
+            with self.path.open("rb", buffering=0) as file:
+                file.seek(len(self.header) + start)
+                room = flat.numpy().data
+                while room and (got := file.readinto(room)):
+                    room = room[got:]
+            if room:
+                raise CheckpointError(f"{self.path} is damaged: it ends before {name!r} does")
+            if checksum is not None and digest_of(checksum[0], flat.numpy().data) != checksum[1]:
+                raise CheckpointError(f"{self.path} is damaged: {name!r} does not have its checksum")
+            return flat.view(DTYPES[about["dtype"]]).view(about["shape"])
+        except (OSError, KeyError, TypeError, ValueError, RuntimeError) as error:
+            raise CheckpointError(f"{self.path}: {name!r} can't be read: {type(error).__name__}: {error}") from error

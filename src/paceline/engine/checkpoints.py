@@ -1,0 +1,133 @@
+"""Checkpoints of a run: `folder/checkpoint-{step}`, the newest few kept, written while the training goes on.
+
+    checkpoints = engine.checkpoints("runs/demo", keep=3)
+    checkpoints.resume()                      # newest that is complete and unharmed, or None
+    for batch in loader:
+        ...
+        if engine.stepped and engine.step % 100 == 0:
+            checkpoints.save()
+    checkpoints.close()
+
+A save that fails is a warning, and the training goes on: what is lost is a point to go back to. All workers call all of
+these, at a step boundary.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from paceline.checkpoint.retention import all_checkpoints, best_checkpoint, checkpoint_name, prune
+from paceline.engine.saver import Saver, Surroundings
+from paceline.errors import CheckpointError, ConfigError
+
+WhenBusy = Literal["wait", "drop"]
+
+
+class Checkpoints:
+    def __init__(
+        self,
+        folder: Path,
+        saver: Saver,
+        *,
+        around: Callable[[], Surroundings],
+        at_boundary: Callable[[str], bool],
+        step: Callable[[], int],
+        keep: int | None,
+        asynchronous: bool,
+        when_busy: WhenBusy,
+    ) -> None:
+        if keep is not None and keep < 1:
+            raise ConfigError(f"checkpoints(keep={keep}): at least the newest one is kept; None keeps all")
+        if when_busy not in ("wait", "drop"):
+            raise ConfigError(f"checkpoints(when_busy={when_busy!r}): choose 'wait' or 'drop'")
+        self.folder, self._saver = folder, saver
+        self._around, self._at_boundary, self._step = around, at_boundary, step
+        self._keep, self._asynchronous, self._when_busy = keep, asynchronous, when_busy
+
+    def save(self, extra: Any = None, *, score: float | None = None, greater_is_better: bool = True) -> Path | None:
+        """Save the job as it is after this step; None if it is not saved: a warning says why.
+
+        `extra`, a tree of plain values and tensors, comes back from `resume`. The best `score` is kept beyond `keep`.
+        """
+        if not self._at_boundary("checkpoints.save"):
+            return None
+        self.poll()
+        folder = self.folder / checkpoint_name(self._step())
+        about = {} if score is None else {"score": score, "greater_is_better": greater_is_better}
+        try:
+            if self._asynchronous:
+                if not self._saver.start(folder, extra, about, self._prune, drop=self._when_busy == "drop"):
+                    self._say(f"paceline: {folder.name} is dropped: the save before it is still being written")
+                    return None
+            else:
+                self._saver.save(folder, extra, about)
+                if self._around().world.is_main:
+                    self._prune()
+        except CheckpointError as error:
+            self._warn(str(error))
+            return None
+        return folder
+
+    def resume(self, which: bool | str | Path | None = True, *, accept: Sequence[str] = ()) -> Any:
+        """Go on from a checkpoint, by default the newest that is complete and unharmed; its `extra`, or None."""
+        if which is None or which is False:
+            return None
+        self._at_boundary("checkpoints.resume")
+        self._saver.finish()
+        if which is not True:
+            return self._resumed(Path(which), accept)
+        for name in self._around().told([path.name for path in all_checkpoints(self.folder)])[0]:
+            wrong = self._saver.wrong_in(self.folder / name)
+            if not wrong:
+                return self._resumed(self.folder / name, accept)
+            more = f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""
+            self._say(f"paceline: {name} is skipped: {wrong[0]}{more}")
+        return None
+
+    def _resumed(self, folder: Path, accept: Sequence[str]) -> Any:
+        extra = self._saver.load(folder, accept)
+        self._say(f"paceline: goes on from {folder}, after step {self._step()}")
+        return {} if extra is None else extra
+
+    @property
+    def best(self) -> Path | None:
+        """The complete one with the best score."""
+        self._saver.finish()
+        found = self._around().told(None if (best := best_checkpoint(self.folder)) is None else best.name)[0]
+        return None if found is None else self.folder / found
+
+    def load_weights(self, folder: str | Path) -> None:
+        """The weights and buffers of a checkpoint, and nothing else of it."""
+        self._at_boundary("checkpoints.load_weights")
+        self._saver.load_weights(Path(folder))
+
+    def poll(self) -> None:
+        """Warn of a save that has failed in the background."""
+        failure = self._saver.take_failure()
+        if failure is not None:
+            self._warn(failure)
+
+    def wait(self) -> None:
+        """Until what was saved is on the disk."""
+        self._saver.finish()
+        self._around().told(None)
+        self.poll()
+
+    close = wait
+
+    def _prune(self) -> None:
+        prune(self.folder, self._keep)
+
+    def _say(self, text: str) -> None:
+        if self._around().world.is_main:
+            print(text, flush=True)
+
+    def _warn(self, text: str) -> None:
+        if not self._around().world.is_main:
+            return
+        newest = next((path.name for path in all_checkpoints(self.folder)), None)
+        left = "there is none before it" if newest is None else f"the newest is {newest}"
+        warnings.warn(f"{text}. The training goes on; {left}", stacklevel=3)

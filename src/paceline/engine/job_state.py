@@ -1,0 +1,85 @@
+"""The state of a job: collected into one tree that workers save together, and put back from a checkpoint.
+
+job          what the bits depend on besides the objects; a state of another job is refused
+step, data   where it is
+models       weights and buffers, as this worker has them: whole, or its slices
+optimizers   likewise; learning rates and momenta
+schedulers, loss_scale, extra
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from paceline.checkpoint.load import Checkpoint, whole_tree
+from paceline.engine.prepared_loader import PreparedLoader
+from paceline.engine.saved_state import (
+    check_fits,
+    check_same_job,
+    kept_models,
+    kept_schedulers,
+    load_model,
+    load_one,
+)
+from paceline.engine.train_step import TrainStep
+from paceline.world.determinism import mix, seed_everything
+
+
+@dataclass(frozen=True)
+class JobState:
+    models: Sequence[nn.Module]
+    optimizers: Sequence[Optimizer]
+    schedulers: Sequence[Any]
+    step: TrainStep
+    loader: PreparedLoader | None
+    facts: Mapping[str, Any]
+    seed: int
+
+    def collected(self, told: Callable[[Any], list[Any]], *, is_main: bool, extra: Any = None) -> dict[str, Any]:
+        """This worker's tree; all workers call it. What is not tensors comes from the main one."""
+        step, loader = self.step, self.loader
+        data = None if loader is None else loader.source.merged(told(loader.state_dict()))
+        tree: dict[str, Any] = {
+            "models": kept_models(self.models, step.strategies.kept),
+            "optimizers": [step.kept_state(optimizer) for optimizer in self.optimizers],
+        }
+        if is_main:
+            tree |= {
+                "job": dict(self.facts),
+                "step": step.step,
+                "left_out_steps": step.left_out_steps,
+                "loss_scale": None if step.loss_scale is None else step.loss_scale.state_dict(),
+                "data": data,
+                "schedulers": kept_schedulers(self.schedulers),
+                "extra": extra,
+            }
+        return tree
+
+    def put_back(self, checkpoint: Checkpoint, accept: Sequence[str]) -> None:
+        """All workers do so; nothing is changed unless all of it fits."""
+        tree, folder, step = checkpoint.tree, checkpoint.folder, self.step
+        changed = check_same_job(folder, tree["job"], self.facts, accept)
+        prepared = {"models": self.models, "optimizers": self.optimizers, "schedulers": self.schedulers}
+        check_fits(folder, tree, prepared)
+        if self.loader is not None and tree["data"] is not None:
+            self.loader.load_state_dict(whole_tree(tree["data"]), changed=changed)
+        step.step, step.left_out_steps = tree["step"], tree["left_out_steps"]
+        if step.loss_scale is not None and tree["loss_scale"] is not None:
+            step.loss_scale.load_state_dict(tree["loss_scale"])
+        self.put_back_weights(checkpoint)
+        for optimizer, saved in zip(self.optimizers, tree["optimizers"], strict=True):
+            load_one(folder, "optimizer", partial(step.load, optimizer), whole_tree(saved))
+        for scheduler, saved in zip(self.schedulers, tree["schedulers"], strict=True):
+            load_one(folder, "scheduler", scheduler.load_state_dict, whole_tree(saved))
+        seed_everything(mix(self.seed, "between", step.step, 0))
+
+    def put_back_weights(self, checkpoint: Checkpoint) -> None:
+        check_fits(checkpoint.folder, checkpoint.tree, {"models": self.models, "optimizers": self.optimizers})
+        for model, saved in zip(self.models, checkpoint.tree["models"], strict=True):
+            load_one(checkpoint.folder, "model", partial(load_model, model, self.step.strategies.put), saved)

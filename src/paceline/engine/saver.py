@@ -1,0 +1,207 @@
+"""The saver: all workers' way into a checkpoint and out of it.
+
+    training thread, all workers     collect ── agree (space, name) ── snapshot? ──┐
+    here or in the background        each writes its portion; the main worker seals and publishes
+
+One save after another. A save that fails is told to all workers, and what was there before it is still there.
+"""
+
+from __future__ import annotations
+
+import platform
+import secrets
+import shutil
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from paceline import __version__
+from paceline.checkpoint.async_writer import AsyncWriter
+from paceline.checkpoint.checksum import best_checksum
+from paceline.checkpoint.load import Checkpoint
+from paceline.checkpoint.manifest import COMPLETE
+from paceline.checkpoint.retention import all_checkpoints, remove_leftovers
+from paceline.checkpoint.save import Portion, Room, complete, give_up, portion_of, write_portion
+from paceline.engine.config import EngineConfig
+from paceline.engine.job_state import JobState
+from paceline.errors import CheckpointError
+from paceline.sharding.flat_layout import BLOCK
+from paceline.world.control import ControlClient
+from paceline.world.world import World
+
+Told = Callable[[Any], list[Any]]
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """Of a save: the worker among those that are left, and how it speaks to the others."""
+
+    world: World
+    told: Told
+    client: ControlClient | None
+
+
+@dataclass(frozen=True)
+class Save:
+    """One save under way, on one worker."""
+
+    folder: Path
+    partial: Path
+    portion: Portion
+    about: dict[str, Any]
+    checksum: str
+    is_main: bool
+    timeout_s: float
+
+    def write(self) -> None:
+        try:
+            write_portion(self.partial, self.portion, self.checksum)
+            if self.is_main:
+                workers = self.portion.workers
+                complete(self.partial, self.folder, workers, self.about, self.checksum, self.timeout_s)
+        except (OSError, CheckpointError) as error:
+            reason = getattr(error, "strerror", None) or str(error)
+            if self.is_main:
+                shutil.rmtree(self.partial, ignore_errors=True)
+            else:
+                give_up(self.partial, self.portion, reason)
+            needed = f" (this worker's part has {_size(self.portion.bytes)})" if isinstance(error, OSError) else ""
+            raise CheckpointError(f"{self.folder} could not be saved: {reason}{needed}") from error
+
+
+class Saver:
+    def __init__(self, config: EngineConfig, around: Callable[[], Surroundings], state: Callable[[], JobState]) -> None:
+        self._config, self._around, self._state = config, around, state
+        self._writer, self._room = AsyncWriter(), Room()
+
+    def save(self, folder: Path, extra: Any = None, about: dict[str, Any] | None = None) -> None:
+        """Save, and come back when it is whole on the disk; raises on every worker if it can't be."""
+        self.finish()
+        save = self._begun(folder, extra, about or {})
+        failure: str | None = None
+        try:
+            save.write()
+            self._tell_launcher(save)
+        except CheckpointError as error:
+            failure = str(error)
+        failures = [text for text in self._around().told(failure) if text is not None]
+        if failures:
+            raise CheckpointError(failures[0])
+
+    def start(
+        self, folder: Path, extra: Any, about: dict[str, Any], afterwards: Callable[[], None], *, drop: bool
+    ) -> bool:
+        """Take a snapshot and write it in the background; False: it is dropped, the one before is still being written."""
+        busy = any(self._around().told(self._writer.busy))
+        if busy and drop:
+            return False
+        self.finish()
+        save = self._begun(folder, extra, about)
+        copied = Save(**{**vars(save), "portion": save.portion.copied(self._room)})
+
+        def work() -> None:
+            copied.write()
+            self._tell_launcher(copied)
+            if copied.is_main:
+                afterwards()
+
+        self._writer.start(work)
+        return True
+
+    def finish(self) -> None:
+        """Wait for the save under way."""
+        self._writer.wait(self._config.timeout_s)
+
+    def take_failure(self) -> str | None:
+        return self._writer.take_failure()
+
+    def load(self, folder: Path, accept: Sequence[str] = ()) -> Any:
+        """Put a checkpoint's state back on all workers; what was saved as `extra`."""
+        self.finish()
+        checkpoint = self.opened(folder)
+        self._state().put_back(checkpoint, accept)
+        return checkpoint.tree["extra"]
+
+    def load_weights(self, folder: Path) -> None:
+        self.finish()
+        self._state().put_back_weights(self.opened(folder))
+
+    def opened(self, folder: Path) -> Checkpoint:
+        """The same checkpoint on all workers."""
+        if not (folder / COMPLETE).exists() and (inside := all_checkpoints(folder)):
+            raise CheckpointError(f"{folder} is a folder of checkpoints; give one of them, the newest is {inside[0]}")
+        checkpoint = Checkpoint.open(folder)
+        if len(set(self._around().told(_seal(folder)))) > 1:
+            raise CheckpointError(f"the workers see different checkpoints in {folder}; the folder must be a shared one")
+        return checkpoint
+
+    def wrong_in(self, folder: Path) -> list[str]:
+        """What is wrong with a checkpoint; each worker reads some of its files."""
+        around = self._around()
+        try:
+            checkpoint = Checkpoint.open(folder)
+            mine = sorted(checkpoint.manifest.files)[around.world.rank :: around.world.size]
+            wrong = checkpoint.verify(mine)
+        except CheckpointError as error:
+            wrong = [str(error)]
+        return [line for lines in around.told(wrong) for line in lines]
+
+    def _begun(self, folder: Path, extra: Any, about: dict[str, Any]) -> Save:
+        around, state = self._around(), self._state()
+        world, is_main = around.world, around.world.is_main
+        tree = state.collected(around.told, is_main=is_main, extra=extra)
+        portion = portion_of(tree, world.rank, world.size)
+        said = around.told([portion.bytes, secrets.token_hex(4), best_checksum()])
+        needed, attempt = sum(row[0] for row in said), said[0][1]
+        checksum = said[0][2] if len({row[2] for row in said}) == 1 else "sha256"
+        partial = folder.with_name(f".{folder.name}.{attempt}.partial")
+        failure = self._made_ready(folder, needed) if is_main else None
+        for text in around.told(failure):
+            if text is not None:
+                raise CheckpointError(text)
+        whole = self._about(state, world) | about if is_main else {}
+        return Save(folder, partial, portion, whole, checksum, is_main, self._config.timeout_s)
+
+    def _made_ready(self, folder: Path, needed: int) -> str | None:
+        """The main worker clears the way; what stands in it."""
+        try:
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            remove_leftovers(folder.parent, folder.name)
+            free = shutil.disk_usage(folder.parent).free
+        except OSError as error:
+            return f"{folder} could not be saved: {error.strerror}"
+        if free < needed:
+            return f"{folder} could not be saved: it needs {_size(needed)}, and {_size(free)} are free"
+        return None
+
+    def _about(self, state: JobState, world: World) -> dict[str, Any]:
+        config = self._config
+        return {
+            "step": state.step.step,
+            "saved at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+            "strategy": str(config.strategy),
+            "workers": world.size,
+            "lanes": config.lanes,
+            "seed": config.seed,
+            "precision": str(config.precision),
+            "block": BLOCK,
+            "parameters": sum(p.numel() for model in state.models for p in model.parameters()),
+            "versions": {"paceline": __version__, "torch": str(torch.__version__), "python": platform.python_version()},
+        }
+
+    def _tell_launcher(self, save: Save) -> None:
+        client = self._around().client
+        if save.is_main and client is not None:
+            client.tell("checkpoint", folder=str(save.folder))
+
+
+def _seal(folder: Path) -> str:
+    return (folder / COMPLETE).read_text(errors="replace")
+
+
+def _size(count: int) -> str:
+    return f"{count / 2**30:.2f} GiB" if count >= 2**30 else f"{count / 2**20:.1f} MiB"

@@ -1,0 +1,36 @@
+"""Checkpoints without an engine: a tree, written as if by so many workers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from paceline.checkpoint.checksum import best_checksum
+from paceline.checkpoint.load import Checkpoint, whole_tree
+from paceline.checkpoint.save import complete, portion_of, write_portion
+
+
+def state(value: float, elements: int = 100) -> dict[str, Any]:
+    return {"step": 3, "lr": 0.125, "weight": torch.full((elements,), value), "bias": torch.arange(40.0).view(5, 8)}
+
+
+def write(folder: Path, tree: dict[str, Any] | Callable[[int], dict[str, Any]], workers: int = 1) -> None:
+    """`tree` may depend on the worker."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    partial = folder.with_name(f".{folder.name}.0000.partial")
+    for worker in range(workers):
+        mine = tree(worker) if callable(tree) else tree
+        write_portion(partial, portion_of(mine, worker, workers), best_checksum())
+    complete(partial, folder, workers, {"step": 3}, best_checksum(), timeout_s=5)
+
+
+def read(folder: Path) -> dict[str, Any]:
+    tree: dict[str, Any] = whole_tree(Checkpoint.open(folder).tree)
+    return tree
+
+
+def first_weight(folder: Path) -> float:
+    return float(read(folder)["weight"][0])
