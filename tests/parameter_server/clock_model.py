@@ -195,7 +195,7 @@ def rounds_required(clock: Clock, round: int) -> int:
         return round - round % (clock.rounds + 1)
     assert isinstance(clock, BoundedStaleness)
     least = 0 if clock.steps == math.inf else max(0, round - int(clock.steps))
-    return max(least, min(round, clock.from_round))
+    return max(least, min(round, clock.opens))
 
 
 class Miniature:

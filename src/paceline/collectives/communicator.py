@@ -51,6 +51,7 @@ class Communicator:
         self.timeout_s = timeout_s
         self._count = ByteCount()
         self._device = torch.device("cpu")
+        self._explain: Callable[[], str | None] = lambda: None
 
     @property
     def world(self) -> World:
@@ -73,6 +74,10 @@ class Communicator:
     def counts_with(self, other: Communicator) -> None:
         """From now on what is sent here is counted there."""
         self._count = other._count
+
+    def explain_losses(self, explain: Callable[[], str | None]) -> None:
+        """Somebody hears of lost peers in another way, and can tell more than this group."""
+        self._explain = explain
 
     def reconnect(self, world: World, store: Store) -> None:
         """Go on as this world, of those that are left; what is under way is given up."""
@@ -251,7 +256,7 @@ class Communicator:
         """Raise if somebody has left before ballot number `vote`; who left after it has sent theirs."""
         for rank, (votes, note) in self.notes().items():
             if votes <= vote:
-                raise PeerLostError(f"worker {self.rank} waited for worker {rank}, but {note}")
+                raise PeerLostError(self._explain() or f"worker {self.rank} waited for worker {rank}, but {note}")
 
     def close(self) -> None:
         _shut_down(self._groups)
@@ -275,6 +280,9 @@ class Communicator:
         return Work(work, self, doing)
 
     def _lost(self, error: RuntimeError, doing: str) -> PeerLostError:
+        told = self._explain()
+        if told is not None:
+            return PeerLostError(told)
         try:
             notes = self.notes()
         except (RuntimeError, OSError, WorldError):  # the store may have died with the peer that served it

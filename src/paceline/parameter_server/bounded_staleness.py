@@ -36,7 +36,7 @@ class BoundedStaleness:
 
     steps: int | float = 0
     see_own_updates: bool = False
-    from_round: int = None  # type: ignore[assignment]  # a number from birth on
+    from_round: int | None = None  # a number from birth on
 
     def __post_init__(self) -> None:
         whole = isinstance(self.steps, int) and not isinstance(self.steps, bool) and self.steps >= 0
@@ -62,15 +62,20 @@ class BoundedStaleness:
 
     def needs(self, round: int) -> int:
         bound = -1 if self.steps == math.inf else round - int(self.steps) - 1
-        return max(-1, bound, min(round, self.from_round) - 1)
+        return max(-1, bound, min(round, self.opens) - 1)
 
     def pulls_before(self, round: int) -> bool:
         return True
 
     def __str__(self) -> str:
         own = ",own" if self.see_own_updates else ""
-        opens = f",from={self.from_round}" if self.from_round or self._waits_a_little else ""
+        opens = f",from={self.opens}" if self.opens or self._waits_a_little else ""
         return f"s={self.steps}{own}{opens}"
+
+    @property
+    def opens(self) -> int:
+        """The first round that need not read all updates before it."""
+        return self.from_round or 0
 
     @property
     def _waits_a_little(self) -> bool:

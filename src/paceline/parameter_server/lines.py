@@ -21,10 +21,11 @@ from paceline.errors import PeerLostError
 from paceline.parameter_server.link import Channel, Sent, end_of, silence_s
 from paceline.parameter_server.server import LAST_PING, keys_of
 from paceline.parameter_server.staleness_stats import StalenessCounter, StalenessStats
-from paceline.parameter_server.wire import Header, Kind, Protocol, text_of
+from paceline.parameter_server.wire import Header, Kind, Protocol, text_of, text_payload
 
 GOODBYE_S = 5.0
 LAST_WORDS_S = 1.0
+EXPLANATION_S = 5.0  # that a server has to say who was lost; it notices when the workers do
 
 
 class Listener(Interface):
@@ -42,6 +43,7 @@ class Lines:
         self._clients: dict[int, Listener] = {}
         self.change = threading.Condition()
         self.failure: str | None = None
+        self._all_fail = False  # with it: it is not this worker's own affair
         self._pings = itertools.count(1)
         self._answered = [0] * len(channels)  # pings, by server
         self._silent = threading.Event()
@@ -75,9 +77,16 @@ class Lines:
 
     def explained(self, error: PeerLostError) -> PeerLostError:
         """What the thread that listens to the lost server says, which knows who that is."""
+        return PeerLostError(self._failure_within(LAST_WORDS_S) or str(error))
+
+    def explain_loss(self) -> str | None:
+        """Workers that exchange something among themselves see a connection close; the servers know whose it was."""
+        return self._failure_within(EXPLANATION_S)
+
+    def _failure_within(self, seconds: float) -> str | None:
         with self.change:
-            self.change.wait_for(lambda: self.failure is not None, timeout=LAST_WORDS_S)
-        return PeerLostError(self.failure or str(error))
+            self.change.wait_for(lambda: self.failure is not None, timeout=seconds)
+        return self.failure
 
     def wait_until(self, true: Callable[[], bool], what: str) -> float:
         """Wait with `change` held; the seconds it took."""
@@ -130,7 +139,7 @@ class Lines:
             self.stats.received(f"server {server}", payload.nbytes)
         with self.change:
             if header.kind is Kind.ERROR:
-                self.failure = self.failure or text_of(payload)
+                self.failure, self._all_fail = self.failure or text_of(payload), True
             elif header.kind is Kind.PING:
                 self._answered[server] = max(self._answered[server], header.round)
             else:
@@ -145,18 +154,23 @@ class Lines:
                 f"server {server}, which held {held}, was lost ({end_of(why)}); what it had learned is gone: resume "
                 "from the last saved state"
             )
+            self._all_fail = True
             self.change.notify_all()
 
     # -- the end -----------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Say goodbye to all servers."""
+        """Say goodbye to all servers, and why where others fail too: a server may not have heard of it yet."""
         self._silent.set()
         if not self._threads:
             return
         digest = next(iter(self._clients))
         for server in range(len(self._channels)):
             with contextlib.suppress(PeerLostError):
+                if self.failure is not None and self._all_fail:
+                    why = text_payload(self.failure)
+                    error = Header(Kind.ERROR, sender=self.worker, digest=digest).holding(why)
+                    self.send(server, error, why).wait()
                 self.send(server, Header(Kind.PING, sender=self.worker, digest=digest, round=LAST_PING)).wait()
                 self.send(server, Header(Kind.BYE, sender=self.worker, digest=digest)).wait()
         for thread in self._threads:

@@ -27,7 +27,7 @@ from paceline.parameter_server.link import Channel, end_of, silence_s
 from paceline.parameter_server.run_log import RunLog
 from paceline.parameter_server.server_core import Reply, ServerCore
 from paceline.parameter_server.staleness_stats import StalenessCounter, StalenessStats
-from paceline.parameter_server.wire import Header, Kind, Protocol
+from paceline.parameter_server.wire import Header, Kind, Protocol, text_of
 
 LAST_PING = 2**62  # as its round: nothing comes after it
 GRACE_S = 5.0
@@ -136,6 +136,9 @@ class Server:
             if header.kind is Kind.PING and self._error is None:  # whatever space it names, nothing is made for it
                 if peer < self._protocol.workers:
                     self._send([Reply(peer, self._ping_of(header.round, header.digest))])
+                return True
+            if header.kind is Kind.ERROR:
+                self._fail(PeerLostError(text_of(payload)))
                 return True
             if header.kind is Kind.OPEN and self._log is not None:
                 self._log.begin(header.round)

@@ -97,6 +97,8 @@ class ParameterServerMaker:
         if world.servers == 0 and world.is_main:
             self._server, inside = parts.server_inside()
         self._lines = parts.lines(inside)
+        if parts.job.comm is not None and parts.plan.clock.deterministic:
+            parts.job.comm.explain_losses(self._lines.explain_loss)
         self._log = parts.log_of("worker", world.rank)
         if self._log is not None and world.is_main:
             parts.job.at_loop_end.append(self._log.loop_ended)
