@@ -1,0 +1,115 @@
+"""JSON lines: `metrics.jsonl` in the run's folder, one object per line, there as soon as it is logged.
+
+    {"event": "start", "time": …, "run": "mnist", "world": {…}, "config": {…}}
+    {"step": 10, "time": …, "loss": 2.31, "learning_rate": 0.0003}
+    {"step": 20, "time": …, "loss": "NaN", "nonfinite": ["loss"]}            JSON has no NaN; the line says so itself
+    {"event": "resume", "time": …, "step": 10, "superseded": "lines above of steps after 10"}
+    {"step": 20, "time": …, "loss": 2.17}                                    the one that counts
+    {"event": "end", "time": …, "ok": true}
+
+Nothing is ever taken out: what a killed run wrote beyond the checkpoint it is resumed from stays, and the resume line
+says that it no longer counts. `rows()` reads the lines that do.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, TextIO
+
+from paceline.trainer.integrations.reporter import RunInfo
+
+FILE_NAME = "metrics.jsonl"
+
+
+class JsonLines:
+    name = "json lines"
+
+    def __init__(self, clock: Callable[[], float] = time.time) -> None:
+        self._clock = clock
+        self._file: TextIO | None = None
+
+    def start(self, run: RunInfo) -> None:
+        run.folder.mkdir(parents=True, exist_ok=True)
+        path = run.folder / FILE_NAME
+        cut = _take_cut_line(path)
+        self._file = path.open("a", encoding="utf-8")
+        if cut:
+            self._write({"event": "cut", "text": cut})
+        if run.resumed_at is None:
+            self._write({"event": "start", "run": run.name, "world": dict(run.world), "config": dict(run.config)})
+        else:
+            superseded = f"lines above of steps after {run.resumed_at}"
+            world = dict(run.world)
+            self._write({"event": "resume", "step": run.resumed_at, "superseded": superseded, "world": world})
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        bad = [name for name, value in values.items() if isinstance(value, float) and not math.isfinite(value)]
+        self._write({"step": step, **values, **({"nonfinite": bad} if bad else {})})
+
+    def close(self, *, ok: bool = True) -> None:
+        if self._file is not None:
+            self._write({"event": "end", "ok": ok})
+            self._file.close()
+            self._file = None
+
+    def _write(self, line: dict[str, Any]) -> None:
+        if self._file is None:
+            return
+        first = next(iter(line))
+        whole = {first: line[first], "time": round(self._clock(), 3), **line}
+        self._file.write(json.dumps(_sayable(whole), allow_nan=False, ensure_ascii=False) + "\n")
+        self._file.flush()
+
+
+def rows(path: Path) -> list[dict[str, Any]]:
+    """The logged lines that count, numbers as numbers again; a line that was cut is left out."""
+    counting: list[dict[str, Any]] = []
+    for line in _lines(path):
+        if line.get("event") == "resume":
+            counting = [row for row in counting if row["step"] <= line["step"]]
+        elif line.get("event") == "start":
+            counting = []  # another run, in the same folder
+        elif "event" not in line:
+            for name in line.pop("nonfinite", []):
+                line[name] = float(line[name])
+            counting.append(line)
+    return counting
+
+
+def _lines(path: Path) -> Iterator[dict[str, Any]]:
+    with path.open(encoding="utf-8") as file:
+        for text in file:
+            try:
+                line = json.loads(text)
+            except ValueError:
+                continue
+            if isinstance(line, dict):
+                yield line
+
+
+def _take_cut_line(path: Path) -> str:
+    """Remove what a killed run had begun to write after its last whole line; what that was."""
+    if not path.exists():
+        return ""
+    with path.open("rb+") as file:
+        data = file.read()
+        whole = data.rfind(b"\n") + 1
+        file.truncate(whole)
+    return data[whole:].decode(errors="replace")
+
+
+def _sayable(value: Any) -> Any:
+    """What JSON can say: non-finite numbers by their names, paths, enums and tensors as text."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else ("NaN" if math.isnan(value) else f"{'-' * (value < 0)}Infinity")
+    if value is None or isinstance(value, bool | int | str):
+        return value
+    if isinstance(value, Mapping):
+        return {str(key): _sayable(item) for key, item in value.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        return [_sayable(item) for item in value]
+    return str(value)

@@ -1,0 +1,43 @@
+"""A reporter: somewhere that a run's values go, one call per moment. Only the main worker has any.
+
+    start(run)            once, before the first step; `run.resumed_at` is the step that an earlier run had reached
+    log(step, values)     numbers by name, as they come; NaN and infinity are values like others
+    close(ok)             once, at the end; not ok: by an exception
+
+Which ones a run has is chosen in `choice.py`; JSON lines are always among them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+
+@dataclass(frozen=True)
+class RunInfo:
+    """What is known of a run before its first step. `config` and `world` hold what JSON can say."""
+
+    name: str
+    folder: Path
+    config: Mapping[str, Any] = field(default_factory=dict)
+    world: Mapping[str, Any] = field(default_factory=dict)
+    """Workers, lanes, strategy, device, versions: what the config alone doesn't tell."""
+    resumed_at: int | None = None
+
+
+class Reporter(Protocol):
+    name: str
+
+    def start(self, run: RunInfo) -> None: ...
+    def log(self, step: int, values: Mapping[str, float]) -> None: ...
+    def close(self, *, ok: bool = True) -> None: ...
+
+
+def in_section(name: str) -> str:
+    """`eval_loss` -> `eval/loss`, `loss` -> `train/loss`: how dashboards group curves, with transformers' names."""
+    for section in ("eval", "test"):
+        if name.startswith(f"{section}_"):
+            return f"{section}/{name.removeprefix(section + '_')}"
+    return name if "/" in name else f"train/{name}"
