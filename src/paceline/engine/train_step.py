@@ -476,7 +476,10 @@ class TrainStep:
             self._box.watch([(self.strategies.name_of(p), p) for p in active.replicas])
 
     def _traffic_so_far(self) -> Traffic:
-        return Traffic() if self._comm is None else self._comm.traffic
+        if self._comm is not None:
+            return self._comm.traffic
+        with_servers: Traffic | None = getattr(self._active, "traffic", None)
+        return with_servers or Traffic()
 
     @property
     def _scale(self) -> float:

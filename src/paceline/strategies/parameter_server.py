@@ -120,7 +120,7 @@ class ParameterServerMaker:
             )
         client = Client(self._lines, space.protocol, parts.plan.clock, recycle=parts.rooms.take_back)
         homes = parts.memory.gradients if space is parts.spaces[0] else None
-        options: dict[str, Any] = {"log": self._log, "loads": self._loads}
+        options: dict[str, Any] = {"log": self._log, "loads": self._loads, "joint": parts.comm}
         together = space, client, parts.plan.clock, parts.job, self._lines.stats, homes
         made: UpdatesOnArrival | UpdatesOnServers | SumsOnServers
         if not parts.plan.clock.deterministic:

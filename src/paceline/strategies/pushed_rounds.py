@@ -18,7 +18,9 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
+from paceline.collectives.byte_count import Traffic
 from paceline.collectives.canonical_sum import SumPlan
+from paceline.collectives.communicator import Communicator
 from paceline.errors import CheckpointError, LoopError
 from paceline.parameter_server.application_log import Read
 from paceline.parameter_server.client import Client
@@ -61,12 +63,14 @@ class PushedRounds(WeightsInTheModel):
         homes: Sequence[Tensor] | None = None,
         *,
         log: RunLog | None = None,
+        joint: Communicator | None = None,
         loads: dict[int, tuple[dict[str, Any], int]] | None = None,
     ) -> None:
         """`loads` gets what is loaded, by optimizer: where there are several, others may be made that need it too."""
         self._space, self._loads = space, loads
         self._optimizers, self._settings = space.optimizers, space.settings
         self._client, self._clock, self._stats, self._log = client, clock, stats, log
+        self._joint = joint
         self._worker, self._comm, self._all_lanes = job.world.rank, job.comm, job.lanes
         self._buckets = GradientBuckets(
             space.named,
@@ -92,6 +96,11 @@ class PushedRounds(WeightsInTheModel):
     @property
     def _speaks_for_all(self) -> bool:
         return all(worker in self._lost for worker in range(self._worker))
+
+    @property
+    def traffic(self) -> Traffic:
+        """To and from servers; with several workers, what they tell each other too."""
+        return Traffic() if self._joint is None else self._joint.traffic
 
     @property
     def between_rounds(self) -> bool:

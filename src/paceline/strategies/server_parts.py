@@ -93,6 +93,8 @@ class Parts:
         self.rooms = Rooms()
         self.meeting = MeetingPoint(job.store, world.rank, world.size, job.timeout_s)
         self.comm = joint.connect(world, job.store, workers_use=job.backend, timeout_s=job.timeout_s)
+        if self.comm is not None and job.comm is not None:
+            self.comm.counts_with(job.comm)
         told = self._agree()
         self._main = told[0]
         self.memory = self._share_memory(on_host=all(one["device"] == "cpu" for one in told))
