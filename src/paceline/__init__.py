@@ -13,9 +13,23 @@ if TYPE_CHECKING:
     from paceline.engine.engine import Engine
     from paceline.optim.loss_scale import LossScale
     from paceline.optim.precision import Precision
+    from paceline.trainer.callbacks import TrainerCallback
+    from paceline.trainer.trainer import Trainer
+    from paceline.trainer.training_arguments import TrainingArguments
 
 __version__ = "0.1.0"
-__all__ = ["Engine", "LossScale", "Precision", "World", "__version__", "data", "errors"]
+__all__ = [
+    "Engine",
+    "LossScale",
+    "Precision",
+    "Trainer",
+    "TrainerCallback",
+    "TrainingArguments",
+    "World",
+    "__version__",
+    "data",
+    "errors",
+]
 
 
 def __getattr__(name: str) -> Any:
@@ -32,6 +46,8 @@ def __getattr__(name: str) -> Any:
         from paceline.optim.precision import Precision
 
         return Precision
+    if name in ("Trainer", "TrainerCallback", "TrainingArguments"):
+        return getattr(importlib.import_module("paceline.trainer"), name)
     if name == "data":
         return importlib.import_module("paceline.data")
     raise AttributeError(f"module 'paceline' has no attribute {name!r}")

@@ -1,0 +1,131 @@
+"""The Engine that TrainingArguments describe, and what it needs to begin: one model on all workers.
+
+| argument                              | Engine                                        |
+|---------------------------------------|-----------------------------------------------|
+| gradient_accumulation_steps           | accumulate                                    |
+| strategy, fsdp, deepspeed             | strategy, offload                             |
+| bf16, fp16                            | precision                                     |
+| gradient_checkpointing and its kwargs | activation_checkpointing                      |
+| ddp_backend, ddp_timeout, ddp_bucket_cap_mb | backend, timeout_s, bucket_mib          |
+| use_cpu                               | device                                        |
+| seed, lanes, threads, reduction, on_nonfinite | the same                              |
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from paceline.engine.engine import Engine
+from paceline.engine.replicas import named_state, weights_hash
+from paceline.errors import ConfigError
+from paceline.trainer.training_arguments import TrainingArguments
+from paceline.world.determinism import mix
+from paceline.world.world import TcpRendezvous
+
+DEFAULT_SEED = 42
+DEFAULT_BUCKET_MIB = 16.0
+_FULL_WEIGHTS = ("ddp", "star", "zero1", "zero2")
+
+
+def build_engine(arguments: TrainingArguments, *, lanes: int | None = None) -> Engine:
+    world, choice = arguments.world, arguments.choice
+    # What only has its default here may be said by the launcher: `paceline run --seed 7`.
+    told_seed = world.settings.seed is not None and arguments.seed == DEFAULT_SEED
+    _allow_tf32(arguments)
+    engine = Engine(
+        world=world,
+        lanes=lanes or arguments.lanes,
+        accumulate=arguments.gradient_accumulation_steps,
+        seed=None if told_seed else arguments.seed,
+        strategy=choice.strategy,
+        reduction=arguments.reduction,  # type: ignore[arg-type]
+        backend=arguments.ddp_backend,
+        threads=arguments.threads,
+        device="cpu" if arguments.use_cpu else None,
+        bucket_mib=float(arguments.ddp_bucket_cap_mb or DEFAULT_BUCKET_MIB),
+        precision=arguments.precision,
+        offload=choice.offload,  # type: ignore[arg-type]
+        activation_checkpointing=_recomputed(arguments),
+        on_nonfinite=arguments.on_nonfinite,  # type: ignore[arg-type]
+        record_samples=arguments.output_dir if arguments.record_samples else None,
+        timeout_s=float(arguments.ddp_timeout),
+    )
+    engine.print(_told_devices(arguments), end="")
+    return engine
+
+
+def share_weights(engine: Engine, model: nn.Module) -> None:
+    """A script may build its model before the Trainer, from no seed: then all workers take worker 0's weights."""
+    if engine.world.size == 1 or engine.world.is_server or any(p.is_meta for p in model.parameters()):
+        return
+    model.to(engine.device)
+    state = named_state([model])
+    form = [[name, str(value.dtype), list(value.shape)] for name, value in state.items()]
+    told = engine._boundary.told([form, weights_hash([model])])
+    if len({said[1] for said in told}) == 1 or any(said[0] != form for said in told):
+        return  # alike, or so different that prepare() will say in what
+    assert engine._comm is not None
+    for value in state.values():
+        whole = value.detach().contiguous()
+        engine._comm.broadcast(whole, root=0).wait()
+        value.detach().copy_(whole)
+    engine.print("paceline: the workers had built different weights; all go on with those of worker 0")
+
+
+def start_seed(arguments: TrainingArguments) -> int:
+    """What an Engine of these arguments is seeded with when it is made."""
+    told = arguments.world.settings.seed
+    return mix(told if told is not None and arguments.seed == DEFAULT_SEED else arguments.seed, "start")
+
+
+def check_may_begin_anew(engine: Engine, optimizer_may_go: bool) -> None:
+    """Raise where this Engine can't be followed by another one in the same process."""
+    meeting, strategy = engine.world.rendezvous, engine.config.strategy.name
+    if not optimizer_may_go:
+        raise ConfigError(
+            "train() was called again, but the optimizer given to the Trainer belongs to the first training; make a "
+            "new Trainer with a new optimizer"
+        )
+    if strategy not in _FULL_WEIGHTS:
+        raise ConfigError(
+            f"train() was called again, but under strategy={strategy!r} the weights lie in parts on the workers; "
+            "save_model(), and make a new Trainer"
+        )
+    if engine.world.size > 1 and isinstance(meeting, TcpRendezvous) and not meeting.served_by_agent:
+        raise ConfigError(
+            "train() needs another Engine than the one that is there, but these workers can meet only once; train "
+            "first and evaluate then, one training in each start of the script, or start it with `paceline run`"
+        )
+
+
+def _recomputed(arguments: TrainingArguments) -> Any:
+    options = dict(arguments.gradient_checkpointing_kwargs or {})
+    every = options.pop("every_n_layers", 1)
+    if options.pop("use_reentrant", False):
+        raise ConfigError("gradient_checkpointing_kwargs: use_reentrant=True is not there; leave it out, or say False")
+    if options:
+        raise ConfigError(f"gradient_checkpointing_kwargs: {', '.join(options)} is not honoured here; leave it out")
+    if not (arguments.gradient_checkpointing or arguments.choice.recompute):
+        return None
+    return "blocks" if every == 1 else int(every)
+
+
+def _allow_tf32(arguments: TrainingArguments) -> None:
+    if arguments.tf32 is None:
+        return
+    if arguments.tf32 and not torch.cuda.is_available():
+        raise ConfigError("tf32=True needs an NVIDIA GPU, and there is none")
+    torch.set_float32_matmul_precision("high" if arguments.tf32 else "highest")
+
+
+def _told_devices(arguments: TrainingArguments) -> str:
+    """One process drives one device: say how to use the others."""
+    if arguments.use_cpu or arguments.world.size > 1 or not torch.accelerator.is_available():
+        return ""
+    count = torch.accelerator.device_count()
+    if count < 2:
+        return ""
+    return f"paceline: {count} devices here, this process uses one; `paceline run --workers {count} …` uses all\n"

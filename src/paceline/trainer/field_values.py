@@ -1,0 +1,152 @@
+"""From what a flag, a YAML file or a script says to the value of a field; from a wrong name to the nearest right one.
+
+learning_rate: 1e-4          YAML reads a text here, because the number has no point; the field is a float
+--report-to tensorboard,wandb
+--lr-scheduler-kwargs '{"num_cycles": 2}'
+"""
+
+from __future__ import annotations
+
+import difflib
+import enum
+import json
+import types
+import typing
+from collections.abc import Iterable, Mapping
+from typing import Any, Union
+
+from paceline.errors import ConfigError
+from paceline.trainer.choices import chosen
+
+_TRUE = ("true", "yes", "on", "1")
+_FALSE = ("false", "no", "off", "0")
+_NONE = ("none", "null", "")
+
+
+def field_types(cls: type) -> dict[str, Any]:
+    """The annotation of each field."""
+    hints = typing.get_type_hints(cls)
+    return {name: hints[name] for name in getattr(cls, "__dataclass_fields__", {})}
+
+
+def is_switch(kind: Any) -> bool:
+    """A field that is on or off, and may be a flag without a value."""
+    return bool in _alternatives(kind)
+
+
+def converted(name: str, value: Any, kind: Any) -> Any:
+    """`value` as the field `name` holds it."""
+    alternatives = _alternatives(kind)
+    if value is None and type(None) in alternatives:
+        return None
+    if Any in alternatives:
+        return value
+    wanted = [one for one in alternatives if one is not type(None)]
+    if isinstance(value, str) and type(None) in alternatives and value.lower() in _NONE and str not in wanted:
+        return None
+    for one in wanted:
+        try:
+            return _as(name, value, one)
+        except ValueError:
+            continue
+    told = " or ".join(_told(one) for one in alternatives)
+    raise ConfigError(f"{name}={value!r}: expected {told}, got {type(value).__name__}")
+
+
+def check_names(given: Iterable[str], known: Iterable[str], where: str) -> None:
+    """Raise for the first name that is no field, with the nearest that is."""
+    known = list(known)
+    for name in given:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise ConfigError(f"{where}: {name!r} is not a training argument{hint}")
+
+
+def _as(name: str, value: Any, kind: Any) -> Any:
+    if isinstance(kind, type) and issubclass(kind, enum.StrEnum):
+        return chosen(kind, value, name)
+    origin = typing.get_origin(kind) or kind
+    if origin is bool:
+        return _switch(value)
+    if origin in (int, float):
+        return _number(value, whole=origin is int)
+    if origin is str:
+        if isinstance(value, enum.Enum):
+            value = value.value
+        if not isinstance(value, str):
+            raise ValueError
+        return value
+    if origin is list:
+        return _listed(value)
+    if origin is dict:
+        return _mapping(name, value)
+    raise AssertionError(f"{name}: no rule for {kind}")
+
+
+def _switch(value: Any) -> bool:
+    if isinstance(value, bool):
+        return value
+    text = str(value).lower()
+    if not isinstance(value, str | int) or text not in (*_TRUE, *_FALSE):
+        raise ValueError
+    return text in _TRUE
+
+
+def _number(value: Any, *, whole: bool) -> int | float:
+    """A field that takes parts of a whole keeps whole numbers whole: 500 steps are not 500.0."""
+    if isinstance(value, bool):
+        raise ValueError
+    number = float(value) if isinstance(value, str | int | float) else float(_item(value))
+    if number.is_integer() and (whole or not isinstance(value, float)) and "." not in str(value):
+        return int(number)
+    if whole:
+        if not number.is_integer():
+            raise ValueError
+        return int(number)
+    return number
+
+
+def _item(value: Any) -> Any:
+    """Numbers of numpy and tensors with one element."""
+    if not hasattr(value, "item"):
+        raise ValueError
+    return value.item()
+
+
+def _listed(value: Any) -> list[str]:
+    if isinstance(value, str):
+        return [part.strip() for part in value.split(",") if part.strip()]
+    if not isinstance(value, list | tuple):
+        raise ValueError
+    return [str(part) for part in value]
+
+
+def _mapping(name: str, value: Any) -> dict[str, Any]:
+    if isinstance(value, Mapping):
+        return dict(value)
+    if not isinstance(value, str):
+        raise ValueError
+    try:
+        text = value if value.lstrip().startswith("{") else _text_of_file(value)
+        found = json.loads(text)
+    except (OSError, json.JSONDecodeError) as error:
+        raise ConfigError(f"{name}={value!r}: expected JSON in braces, or a JSON file: {error}") from error
+    if not isinstance(found, dict):
+        raise ConfigError(f"{name}={value!r}: expected a JSON object, got {type(found).__name__}")
+    return found
+
+
+def _text_of_file(path: str) -> str:
+    with open(path, encoding="utf-8") as file:
+        return file.read()
+
+
+def _alternatives(kind: Any) -> tuple[Any, ...]:
+    return typing.get_args(kind) if typing.get_origin(kind) in (Union, types.UnionType) else (kind,)
+
+
+def _told(kind: Any) -> str:
+    words = {int: "a whole number", float: "a number", bool: "true or false", str: "a text", type(None): "nothing"}
+    origin = typing.get_origin(kind) or kind
+    return words.get(origin, {list: "a list", dict: "a mapping"}.get(origin, str(kind)))

@@ -1,0 +1,156 @@
+"""The fields of TrainingArguments that do something here, with transformers' names, meanings and defaults.
+
+A default that is not transformers' is marked in its help; the last group is paceline's own. `refused_fields.py` has the
+others.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from paceline.trainer.choices import IntervalStrategy, OptimizerNames, Sampling, SaveStrategy, SchedulerType
+
+
+def setting(default: Any, help: str) -> Any:
+    """A field with its one-line help."""
+    if isinstance(default, list):
+        return field(default_factory=lambda: list(default), metadata={"help": help})
+    return field(default=default, metadata={"help": help})
+
+
+@dataclass
+class _WhatIsTrained:
+    output_dir: str = setting("trainer_output", "where checkpoints, logs and the arguments go")
+    per_device_train_batch_size: int = setting(8, "samples of one lane's micro-batch; a worker starts with one lane")
+    per_device_eval_batch_size: int = setting(8, "samples of one evaluation batch")
+    gradient_accumulation_steps: int = setting(1, "micro-batches per lane and step")
+    num_train_epochs: float = setting(3.0, "times around the data, unless max_steps is given")
+    max_steps: int = setting(-1, "steps in all; -1: num_train_epochs decides")
+    seed: int = setting(42, "of weights made by model_init, dropout and the order of samples")
+    data_seed: int | None = setting(None, "of the order of samples alone; default: seed")
+    full_determinism: bool = setting(False, "deterministic algorithms; they are used in any case")
+    use_cpu: bool = setting(False, "train on the CPU though there is an accelerator")
+
+
+@dataclass
+class _Optimization:
+    learning_rate: float = setting(5e-5, "at its highest")
+    lr_scheduler_type: SchedulerType = setting(SchedulerType.LINEAR, "how it moves")
+    lr_scheduler_kwargs: dict[str, Any] | None = setting(None, "more for the schedule, such as num_cycles")
+    warmup_steps: float = setting(0, "steps of warm-up; below 1: a part of all steps")
+    optim: OptimizerNames = setting(OptimizerNames.ADAMW_TORCH_FUSED, "who updates")
+    optim_args: str | None = setting(None, "more for the optimizer: name=value,name=value")
+    weight_decay: float = setting(0.0, "of matrices; biases and norms never decay")
+    adam_beta1: float = setting(0.9, "")
+    adam_beta2: float = setting(0.999, "")
+    adam_epsilon: float = setting(1e-8, "")
+    max_grad_norm: float = setting(1.0, "the gradient of the global batch is clipped to it; 0: not at all")
+    label_smoothing_factor: float = setting(0.0, "how much of each label is spread over all classes")
+    average_tokens_across_devices: bool = setting(True, "the loss is the mean over all tokens of a step, always")
+
+
+@dataclass
+class _Precision:
+    bf16: bool = setting(False, "compute in bf16, keep fp32 masters")
+    fp16: bool = setting(False, "compute in fp16 with loss scaling, keep fp32 masters")
+    tf32: bool | None = setting(None, "fp32 matrix products on tensor cores; needs CUDA")
+    gradient_checkpointing: bool = setting(False, "compute activations of blocks again in backward")
+    gradient_checkpointing_kwargs: dict[str, Any] | None = setting(None, "every_n_layers, use_reentrant=False")
+    torch_compile: bool = setting(False, "compile the model")
+    torch_compile_backend: str | None = setting(None, "by whom; default: inductor")
+    torch_compile_mode: str | None = setting(None, "how")
+    torch_empty_cache_steps: int | None = setting(None, "give unused device memory back every so many steps")
+    use_cache: bool = setting(False, "what a model with a config gets as config.use_cache")
+
+
+@dataclass
+class _Logging:
+    logging_strategy: IntervalStrategy = setting(IntervalStrategy.STEPS, "when to log: no, steps, epoch")
+    logging_steps: float = setting(500, "every so many steps; below 1: a part of all steps")
+    logging_first_step: bool = setting(False, "and after the first")
+    log_on_each_node: bool = setting(True, "what args.should_log says to callbacks: the first worker of each host")
+    include_num_input_tokens_seen: bool | str = setting("no", "count tokens: all, non_padding, no")
+    disable_tqdm: bool = setting(False, "no progress bar")
+    report_to: list[str] = setting(["none"], "tensorboard, wandb, mlflow, prometheus, all, none")
+    run_name: str | None = setting(None, "of the run in reports; default: output_dir")
+
+
+@dataclass
+class _Evaluation:
+    eval_strategy: IntervalStrategy = setting(IntervalStrategy.NO, "when to evaluate: no, steps, epoch")
+    eval_steps: float | None = setting(None, "every so many steps; default: logging_steps; below 1: a part of all")
+    eval_delay: float = setting(0, "steps or epochs before the first evaluation")
+    eval_on_start: bool = setting(False, "and before the first step")
+    prediction_loss_only: bool = setting(False, "keep no predictions")
+    eval_accumulation_steps: int | None = setting(None, "predictions move to the host every so many rounds")
+    include_for_metrics: list[str] = setting([], "what compute_metrics gets besides: inputs, loss")
+    batch_eval_metrics: bool = setting(False, "compute_metrics is called for each round, with compute_result=")
+    label_names: list[str] | None = setting(None, "keys of a batch that are labels; default: labels")
+    metric_for_best_model: str | None = setting(None, "a name among the metrics; default where needed: loss")
+    greater_is_better: bool | None = setting(None, "default: unless its name ends in loss")
+    load_best_model_at_end: bool = setting(False, "end with the best weights")
+
+
+@dataclass
+class _Checkpoints:
+    save_strategy: SaveStrategy = setting(SaveStrategy.STEPS, "when to save: no, steps, epoch, best")
+    save_steps: float = setting(500, "every so many steps; below 1: a part of all steps")
+    save_total_limit: int | None = setting(None, "keep the newest so many, and the best")
+    save_only_model: bool = setting(False, "weights alone: small, but nothing can resume from them")
+    resume_from_checkpoint: bool | str | None = setting(
+        None, "what train() resumes from: a folder, or True for the newest"
+    )
+    restore_callback_states_from_checkpoint: bool = setting(True, "callbacks go on too (transformers: False)")
+    enable_jit_checkpoint: bool = setting(False, "save on SIGTERM; done in any case")
+
+
+@dataclass
+class _Data:
+    dataloader_drop_last: bool = setting(False, "leave the short last step out")
+    dataloader_num_workers: int = setting(0, "loader processes per worker")
+    dataloader_pin_memory: bool = setting(True, "where there is an accelerator")
+    dataloader_persistent_workers: bool = setting(False, "loader processes live on between epochs")
+    dataloader_prefetch_factor: int | None = setting(None, "batches ahead of each loader process")
+    dataloader_multiprocessing_context: str | None = setting(None, "how loader processes start: fork, spawn, …")
+    dataloader_in_order: bool = setting(True, "batches come in order, always")
+    remove_unused_columns: bool = setting(True, "drop what the model's forward does not take")
+    train_sampling_strategy: Sampling = setting(Sampling.RANDOM, "random, sequential, group_by_length")
+    length_column_name: str = setting("length", "where group_by_length finds lengths")
+
+
+@dataclass
+class _Workers:
+    ddp_backend: str | None = setting(None, "how tensors travel: paceline, gloo, nccl; default: what fits the device")
+    ddp_timeout: int = setting(1800, "seconds before a silent worker is an error")
+    ddp_bucket_cap_mb: int | None = setting(None, "gradients that travel together; default: 16")
+    fsdp: bool | str | None = setting(
+        None, "full_shard: fsdp, shard_grad_op: zero2, hybrid_shard: hybrid, no_shard: ddp"
+    )
+    fsdp_config: dict[str, Any] | None = setting(None, "reshard_after_forward, activation_checkpointing")
+    deepspeed: dict[str, Any] | None = setting(
+        None, "a config or its file; its ZeRO stage decides: zero1, zero2, zero3"
+    )
+    do_train: bool = setting(False, "for your script")
+    do_eval: bool = setting(False, "for your script; true where eval_strategy is not no")
+    do_predict: bool = setting(False, "for your script")
+
+
+@dataclass
+class _Ours:
+    strategy: str | None = setting(None, "ours: how work is shared, as Engine(strategy=…); default: ddp")
+    lanes: int | None = setting(None, "ours: logical workers, for life; default: the workers it starts with")
+    threads: int | None = setting(None, "ours: per worker; default: cores // lanes")
+    reduction: str = setting("exact", "ours: exact gives the same bits on any number of workers; or fast")
+    offload: str | None = setting(None, "ours: optimizer keeps the update's state in the host's memory")
+    on_nonfinite: str = setting("stop", "ours: a loss that is NaN or infinite: stop, skip, continue")
+    overwrite_output_dir: bool = setting(False, "ours: remove the checkpoints of an earlier run in output_dir")
+    asynchronous_save: bool = setting(True, "ours: checkpoints are written while training goes on")
+    record_samples: bool = setting(False, "ours: write which samples went into which step, for paceline data audit")
+
+
+@dataclass
+class HonouredFields(
+    _Ours, _Workers, _Data, _Checkpoints, _Evaluation, _Logging, _Precision, _Optimization, _WhatIsTrained
+):
+    """All of them; `output_dir` is the first."""

@@ -1,0 +1,209 @@
+"""From a batch to a loss and its weight: whatever the model returns, the loss is a mean over `weight` units.
+
+| batch           | the model is called        | labels                    |
+|-----------------|----------------------------|---------------------------|
+| a mapping       | model(**batch)             | batch["labels"], if there |
+| a tuple or list | model(*batch)              | its last, if there is a loss function; the model does not get it |
+| anything else   | model(batch)               | none                      |
+
+| the model returns                      | the loss                                        |
+|----------------------------------------|-------------------------------------------------|
+| a number                               | that                                            |
+| an object or dict with `loss`          | that                                            |
+| a tuple that begins with a number      | that                                            |
+| logits, with a loss function           | compute_loss_func(outputs, labels)              |
+
+The weight counts the labels that are not -100 where labels are whole numbers, and samples otherwise. So the step's
+gradient is that of the mean over all tokens of the global batch, however they fell into lanes.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from paceline.errors import ConfigError
+
+IGNORED = -100
+
+LossFunction = Callable[..., Tensor]
+
+
+@dataclass(frozen=True)
+class Called:
+    """How a batch is given to the model."""
+
+    positional: tuple[Any, ...]
+    named: dict[str, Any]
+    labels: Any = None  # as compute_metrics gets them
+
+    def of(self, model: nn.Module) -> Any:
+        return model(*self.positional, **self.named)
+
+
+@dataclass(frozen=True)
+class Loss:
+    value: Tensor | None
+    outputs: Any
+    labels: Any
+    weight: float | None  # None: the samples
+
+
+class LossRule:
+    """How this job makes a loss of a batch."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        loss_function: LossFunction | None = None,
+        label_names: Sequence[str] | None = None,
+        smoothing: float = 0.0,
+    ) -> None:
+        self._function, self._smoothing = loss_function, smoothing
+        self._names = tuple(label_names or ("labels",))
+        self._shifts = shifts_labels(model)
+        self._takes_count = loss_function is not None and _takes(loss_function, "num_items_in_batch")
+
+    @property
+    def takes_labels_out(self) -> bool:
+        """The model does not get the labels: a loss function does."""
+        return self._function is not None or self._smoothing > 0
+
+    def call(self, batch: Any) -> Called:
+        if isinstance(batch, Mapping):
+            found = tuple(batch[name] for name in self._names if name in batch)
+            labels = found if len(found) > 1 else found[0] if found else None
+            hidden = self._names if self.takes_labels_out else ()
+            return Called((), {str(name): value for name, value in batch.items() if name not in hidden}, labels)
+        if isinstance(batch, list | tuple):
+            if self.takes_labels_out and len(batch) > 1:
+                return Called(tuple(batch[:-1]), {}, batch[-1])
+            return Called(tuple(batch), {}, batch[-1] if len(batch) > 1 else None)
+        return Called((batch,), {})
+
+    def of(self, model: nn.Module, batch: Any, *, needed: bool = True) -> Loss:
+        """Run the model; the loss is None where there is none and it is not needed."""
+        called = self.call(batch)
+        weight = self.weight(called.labels, batch)
+        outputs = called.of(model)
+        if self._function is not None and (called.labels is not None or needed):
+            count = {"num_items_in_batch": weight} if self._takes_count else {}
+            value: Tensor | None = self._function(outputs, called.labels, **count)
+        elif self._smoothing > 0 and called.labels is not None:
+            value = self._smoothed(outputs, called.labels)
+        else:
+            value = found_loss(outputs)
+        if value is None and needed:
+            raise ConfigError(_no_loss(model, outputs, batch))
+        if value is not None and weight == 0:
+            value = _nothing(outputs, value)  # the mean of no labels is 0/0, and would poison the step
+        return Loss(value, outputs, called.labels, weight)
+
+    def weight(self, labels: Any, batch: Any) -> float | None:
+        """How many labels count; None where samples do."""
+        if isinstance(batch, Mapping) and isinstance(shifted := batch.get("shift_labels"), Tensor):
+            return float((shifted != IGNORED).sum())
+        if not isinstance(labels, Tensor) or labels.is_floating_point() or labels.is_complex() or labels.dim() == 0:
+            return None
+        if self._shifts and labels.dim() > 1:
+            labels = labels[..., 1:]
+        return float((labels != IGNORED).sum())
+
+    def _smoothed(self, outputs: Any, labels: Tensor) -> Tensor:
+        logits = first_logits(outputs)
+        if self._shifts:
+            logits, labels = logits[..., :-1, :], labels[..., 1:]
+        return F.cross_entropy(
+            logits.reshape(-1, logits.shape[-1]).float(),
+            labels.reshape(-1),
+            ignore_index=IGNORED,
+            label_smoothing=self._smoothing,
+        )
+
+
+def found_loss(outputs: Any) -> Tensor | None:
+    """The loss in what a model returned."""
+    if isinstance(outputs, Tensor):
+        return outputs.reshape(()) if outputs.numel() == 1 else None
+    if isinstance(outputs, Mapping):
+        value = outputs.get("loss")
+    elif hasattr(outputs, "loss"):
+        value = outputs.loss
+    elif isinstance(outputs, list | tuple) and outputs:
+        value = outputs[0]
+    else:
+        value = None
+    return value.mean() if isinstance(value, Tensor) and (value.dim() == 0 or value.numel() == 1) else None
+
+
+def predictions_of(outputs: Any, ignored: Sequence[str] = ()) -> Any:
+    """What a model returned besides its loss; None if that was all. One thing alone is not wrapped."""
+    if isinstance(outputs, Tensor):
+        return None if outputs.dim() == 0 else outputs
+    if isinstance(outputs, Mapping):
+        rest = tuple(v for name, v in outputs.items() if name not in ("loss", *ignored) and v is not None)
+    elif isinstance(outputs, list | tuple):
+        rest = tuple(outputs[1:] if found_loss(outputs) is not None else outputs)
+    elif isinstance(getattr(outputs, "logits", None), Tensor):
+        rest = (outputs.logits,)
+    else:
+        rest = ()
+    rest = tuple(part for part in rest if isinstance(part, Tensor | list | tuple | Mapping))
+    return None if not rest else rest[0] if len(rest) == 1 else rest
+
+
+def first_logits(outputs: Any) -> Tensor:
+    found = predictions_of(outputs)
+    first = found[0] if isinstance(found, tuple) else found
+    if not isinstance(first, Tensor):
+        raise ConfigError(
+            f"label_smoothing_factor needs the model's logits, but it returned {_told(outputs)}; return them, or "
+            "smooth the labels in compute_loss_func"
+        )
+    return first
+
+
+def shifts_labels(model: nn.Module) -> bool:
+    """A causal language model of transformers compares each token with the label of the next one."""
+    config = getattr(model, "config", None)
+    if getattr(config, "is_encoder_decoder", False):
+        return False
+    kind = getattr(model, "loss_type", "")
+    return kind in ("ForCausalLM", "ForConditionalGeneration") or (kind is None and "LMHead" in type(model).__name__)
+
+
+def _nothing(outputs: Any, value: Tensor) -> Tensor:
+    """A loss of 0 whose gradient is 0, so that a micro-batch without a label takes part all the same."""
+    found = predictions_of(outputs)
+    first = found[0] if isinstance(found, tuple) else found
+    return first.float().sum() * 0.0 if isinstance(first, Tensor) and first.is_floating_point() else value
+
+
+def _takes(function: Callable[..., Any], name: str) -> bool:
+    try:
+        parameters = inspect.signature(function).parameters
+    except (TypeError, ValueError):
+        return False
+    return name in parameters or any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
+
+
+def _no_loss(model: nn.Module, outputs: Any, batch: Any) -> str:
+    given = f"the keys {', '.join(map(str, batch))}" if isinstance(batch, Mapping) else f"a {type(batch).__name__}"
+    return (
+        f"{type(model).__name__} returned {_told(outputs)}, in which there is no loss; it was given {given}. Return a "
+        "loss, or something with .loss, or give the Trainer a compute_loss_func(outputs, labels)"
+    )
+
+
+def _told(outputs: Any) -> str:
+    if isinstance(outputs, Tensor):
+        return f"a tensor of shape {tuple(outputs.shape)}"
+    if isinstance(outputs, Mapping):
+        return f"a mapping with {', '.join(map(str, outputs))}"
+    return f"a {type(outputs).__name__}"

@@ -1,0 +1,104 @@
+"""The folder of a run: which arguments it was started with, its checkpoints, its weights.
+
+runs/digits/
+  training_arguments.json      what it was told, and what followed from it: lanes, threads, strategy
+  checkpoint-100/ …            to go on from
+  model.safetensors            written by save_model
+  trainer_state.json           written by save_state
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from paceline.checkpoint.disk import remove_folder
+from paceline.checkpoint.retention import all_checkpoints
+from paceline.engine.config import counted
+from paceline.engine.engine import Engine
+from paceline.errors import CheckpointError, ConfigError
+from paceline.trainer.training_arguments import TrainingArguments
+
+ARGUMENTS = "training_arguments.json"
+WEIGHTS = "model.safetensors"
+
+
+def check_is_free(arguments: TrainingArguments) -> None:
+    """A run that starts at step 0 doesn't write over another one."""
+    found = all_checkpoints(Path(arguments.output_dir))
+    if found and not arguments.overwrite_output_dir:
+        raise ConfigError(
+            f"{arguments.output_dir} has {counted(len(found), 'checkpoint')} of another run, the newest is "
+            f"{found[0].name}: train(resume_from_checkpoint=True) goes on from it; choose another output_dir, or set "
+            "overwrite_output_dir=True to remove them"
+        )
+
+
+def begin(arguments: TrainingArguments, engine: Engine, *, fresh: bool) -> None:
+    """Everything was checked: store what the run was told. Checkpoints of an earlier run go, where that was allowed."""
+    if engine.is_main_process:
+        for path in all_checkpoints(Path(arguments.output_dir)) if fresh else ():
+            remove_folder(path)
+        write_arguments(arguments, engine)
+    engine.barrier()
+
+
+def write_arguments(arguments: TrainingArguments, engine: Engine) -> None:
+    """Store what the run was told."""
+    config = engine.config
+    followed = {
+        "lanes": config.lanes,
+        "threads": config.threads,
+        "strategy": str(config.strategy),
+        "workers": engine.world.size,
+        "device": engine.device.type,
+    }
+    text = json.dumps({"arguments": arguments.to_dict(), "resolved": followed}, indent=2)
+    _publish(Path(arguments.output_dir) / ARGUMENTS, text + "\n")
+
+
+def recorded_lanes(folder: Path) -> int | None:
+    """How many lanes the run in `folder` has, where that is on record."""
+    try:
+        found = json.loads((folder / ARGUMENTS).read_text(encoding="utf-8"))
+        lanes = found["resolved"]["lanes"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return lanes if isinstance(lanes, int) else None
+
+
+def write_weights(folder: Path, model: nn.Module, state: dict[str, Tensor], processing_class: Any) -> None:
+    """One safetensors file with the names of the model; a model of transformers writes its config too."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if callable(getattr(model, "save_pretrained", None)):
+            model.save_pretrained(str(folder), state_dict=state)  # type: ignore[operator]
+        else:
+            partial = folder / f".{WEIGHTS}.partial"
+            save_file({name: value.clone() for name, value in state.items()}, partial, metadata={"format": "pt"})
+            partial.replace(folder / WEIGHTS)
+        if callable(getattr(processing_class, "save_pretrained", None)):
+            processing_class.save_pretrained(str(folder))
+    except OSError as error:
+        raise CheckpointError(f"the model could not be saved to {folder}: {error.strerror or error}") from error
+
+
+def tied(model: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Names of one and the same parameter get one and the same tensor."""
+    first: dict[int, str] = {}
+    for name, value in model.state_dict(keep_vars=True).items():
+        if name in state:
+            state[name] = state[first.setdefault(id(value), name)]
+    return state
+
+
+def _publish(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.name}.partial")
+    partial.write_text(text, encoding="utf-8")
+    os.replace(partial, path)

@@ -1,0 +1,205 @@
+"""Schedules: the learning rate of a step is its highest value times a factor of the step's number.
+
+    factor
+      1 ┤    ╭──────╮                linear, cosine …     warm-up in a line, then down
+        │   ╱        ╲               constant             no warm-up, no way down
+      0 ┼──╱          ╲──            reduce_lr_on_plateau looks at evaluations instead
+        0  warm-up    steps
+
+The factors are those of transformers for the same names, so that a run that moves over sees the same rates.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
+
+from paceline.errors import ConfigError
+from paceline.trainer.choices import SchedulerType, chosen
+
+Scheduler = LambdaLR | ReduceLROnPlateau
+
+_SHAPES: dict[str, Callable[[float], float]] = {
+    "linear": lambda done: 1 - done,
+    "cosine": lambda done: (1 + math.cos(math.pi * done)) / 2,
+    "1-sqrt": lambda done: 1 - math.sqrt(done),
+}
+
+
+def get_scheduler(
+    name: str,
+    optimizer: Optimizer,
+    num_warmup_steps: int = 0,
+    num_training_steps: int = 1,
+    scheduler_specific_kwargs: Mapping[str, Any] | None = None,
+) -> Scheduler:
+    """The scheduler of that name, with what else `lr_scheduler_kwargs` says."""
+    kind, more = chosen(SchedulerType, name, "lr_scheduler_type"), dict(scheduler_specific_kwargs or {})
+    if kind is SchedulerType.REDUCE_ON_PLATEAU:
+        _check_kwargs(kind, ReduceLROnPlateau, more, given=("self", "optimizer"))
+        return ReduceLROnPlateau(optimizer, **more)
+    factor = _FACTORS[kind]
+    highest = float(optimizer.defaults["lr"])
+    all_known = {"warmup": num_warmup_steps, "steps": num_training_steps, "highest": highest}
+    known = {key: value for key, value in all_known.items() if key in inspect.signature(factor).parameters}
+    _check_kwargs(kind, factor, more, given=("step", *known))
+    try:
+        factor(0, **known, **more)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"lr_scheduler_type={kind.value!r}: {error}") from error
+    # A partial: its values are the job's arguments, and are not overwritten by those of a saved state.
+    return LambdaLR(optimizer, partial(factor, **known, **more))
+
+
+def _check_kwargs(
+    kind: SchedulerType, factor: Callable[..., Any], more: Mapping[str, Any], given: tuple[str, ...]
+) -> None:
+    known = [name for name in inspect.signature(factor).parameters if name not in given]
+    for name in more:
+        if name not in known:
+            raise ConfigError(
+                f"lr_scheduler_kwargs: {kind.value!r} does not take {name!r}; it takes {', '.join(known) or 'nothing'}"
+            )
+
+
+# -- factors -----------------------------------------------------------------------------------------------------------
+
+
+def _rising(step: int, warmup: int) -> float:
+    return step / max(1, warmup)
+
+
+def _done(step: int, warmup: int, steps: int) -> float:
+    """The part of the way after the warm-up."""
+    return (step - warmup) / max(1, steps - warmup)
+
+
+def constant(step: int) -> float:
+    return 1.0
+
+
+def constant_with_warmup(step: int, warmup: int) -> float:
+    return _rising(step, warmup) if step < warmup else 1.0
+
+
+def linear(step: int, warmup: int, steps: int) -> float:
+    return _rising(step, warmup) if step < warmup else max(0.0, 1 - _done(step, warmup, steps))
+
+
+def cosine(step: int, warmup: int, steps: int, num_cycles: float = 0.5) -> float:
+    if step < warmup:
+        return _rising(step, warmup)
+    return max(0.0, (1 + math.cos(2 * math.pi * num_cycles * _done(step, warmup, steps))) / 2)
+
+
+def cosine_with_restarts(step: int, warmup: int, steps: int, num_cycles: int = 1) -> float:
+    if step < warmup:
+        return _rising(step, warmup)
+    done = _done(step, warmup, steps)
+    return 0.0 if done >= 1 else (1 + math.cos(math.pi * (num_cycles * done % 1.0))) / 2
+
+
+def polynomial(step: int, warmup: int, steps: int, highest: float, lr_end: float = 1e-7, power: float = 1.0) -> float:
+    if lr_end >= highest:
+        raise ValueError(f"lr_end={lr_end} is not below the learning rate {highest}")
+    if step < warmup:
+        return _rising(step, warmup)
+    left = 1 - min(1.0, _done(step, warmup, steps))
+    return float(((highest - lr_end) * left**power + lr_end) / highest)
+
+
+def inverse_sqrt(step: int, warmup: int, timescale: int | None = None) -> float:
+    if step < warmup:
+        return _rising(step, warmup)
+    timescale = timescale or warmup or 10_000
+    return math.sqrt(timescale / (step + timescale - warmup))
+
+
+def cosine_with_min_lr(
+    step: int,
+    warmup: int,
+    steps: int,
+    highest: float,
+    num_cycles: float = 0.5,
+    min_lr: float | None = None,
+    min_lr_rate: float | None = None,
+) -> float:
+    least = _least(highest, min_lr, min_lr_rate)
+    if step < warmup:
+        return _rising(step, warmup)
+    wave = (1 + math.cos(2 * math.pi * num_cycles * _done(step, warmup, steps))) / 2
+    return max(0.0, wave * (1 - least) + least)
+
+
+def cosine_warmup_with_min_lr(
+    step: int,
+    warmup: int,
+    steps: int,
+    highest: float,
+    num_cycles: float = 0.5,
+    min_lr: float | None = None,
+    min_lr_rate: float | None = None,
+    warmup_lr_rate: float | None = None,
+) -> float:
+    """Its warm-up begins above zero, and each step counts as done when it begins."""
+    least = _least(highest, min_lr, min_lr_rate)
+    if step < warmup and warmup_lr_rate is None:
+        return (step + 1) / max(1, warmup)
+    if step < warmup:
+        assert warmup_lr_rate is not None
+        return warmup_lr_rate + (1 - warmup_lr_rate) * step / max(1, warmup - 1)
+    wave = (1 + math.cos(2 * math.pi * num_cycles * _done(step + 1, warmup, steps))) / 2
+    return max(0.0, wave * (1 - least) + least)
+
+
+def _least(highest: float, min_lr: float | None, min_lr_rate: float | None) -> float:
+    if (min_lr is None) == (min_lr_rate is None):
+        raise ValueError("give one of min_lr and min_lr_rate in lr_scheduler_kwargs")
+    return min_lr / highest if min_lr is not None else float(min_lr_rate or 0.0)
+
+
+def warmup_stable_decay(
+    step: int,
+    warmup: int,
+    steps: int,
+    num_decay_steps: int,
+    num_stable_steps: int | None = None,
+    warmup_type: str = "linear",
+    decay_type: str = "cosine",
+    min_lr_ratio: float = 0.0,
+    num_cycles: float = 0.5,
+) -> float:
+    for name in (warmup_type, decay_type):
+        if name not in _SHAPES:
+            raise ValueError(f"{name!r} is no shape; choose {', '.join(_SHAPES)}")
+    stable = steps - warmup - num_decay_steps if num_stable_steps is None else num_stable_steps
+    if step < warmup:
+        factor = _SHAPES[warmup_type](1 - _rising(step, warmup))
+    elif step < warmup + stable:
+        return 1.0
+    elif step < warmup + stable + num_decay_steps:
+        done = (step - warmup - stable) / max(1, num_decay_steps)
+        factor = _SHAPES[decay_type](done * 2 * num_cycles if decay_type == "cosine" else done)
+    else:
+        return min_lr_ratio
+    return max(0.0, factor * (1 - min_lr_ratio) + min_lr_ratio)
+
+
+_FACTORS: dict[SchedulerType, Callable[..., float]] = {
+    SchedulerType.LINEAR: linear,
+    SchedulerType.COSINE: cosine,
+    SchedulerType.COSINE_WITH_RESTARTS: cosine_with_restarts,
+    SchedulerType.POLYNOMIAL: polynomial,
+    SchedulerType.CONSTANT: constant,
+    SchedulerType.CONSTANT_WITH_WARMUP: constant_with_warmup,
+    SchedulerType.INVERSE_SQRT: inverse_sqrt,
+    SchedulerType.COSINE_WITH_MIN_LR: cosine_with_min_lr,
+    SchedulerType.COSINE_WARMUP_WITH_MIN_LR: cosine_warmup_with_min_lr,
+    SchedulerType.WARMUP_STABLE_DECAY: warmup_stable_decay,
+}

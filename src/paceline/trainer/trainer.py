@@ -1,0 +1,409 @@
+"""The Trainer: the loop, ready made, with the names people know from transformers.
+
+    trainer = Trainer(model, TrainingArguments("runs/digits", eval_strategy="epoch"), train_dataset=…, eval_dataset=…)
+    trainer.train(resume_from_checkpoint=True)
+    trainer.evaluate()
+    trainer.save_model()
+
+It composes: the Engine trains (`training_loop.py`), checkpoints and callbacks are told when, `losses.py` makes a loss
+of what the model returns, `evaluation.py` measures. The same script runs alone, under `paceline run --workers N`,
+torchrun, SLURM or MPI.
+"""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+from torch.utils.data import DataLoader
+
+from paceline.engine.engine import Engine
+from paceline.errors import ConfigError
+from paceline.trainer import run_folder
+from paceline.trainer.building import build_engine, check_may_begin_anew, share_weights, start_seed
+from paceline.trainer.callbacks import (
+    CallbackHandler,
+    DefaultFlowCallback,
+    PrinterCallback,
+    TrainerCallback,
+    full_metric_name,
+)
+from paceline.trainer.collating import Collator, KnownColumns, default_collator, known_columns
+from paceline.trainer.evaluation import Evaluation, EvaluationOutput
+from paceline.trainer.field_values import check_names
+from paceline.trainer.loaders import check_not_empty, eval_loader, train_loader
+from paceline.trainer.losses import LossFunction, LossRule, predictions_of
+from paceline.trainer.optimizers import make_optimizer
+from paceline.trainer.schedules import Scheduler, get_scheduler
+from paceline.trainer.tokens import count_tokens
+from paceline.trainer.trainer_state import TrainerControl, TrainerState
+from paceline.trainer.training_arguments import TrainingArguments
+from paceline.trainer.training_loop import TrainingLoop, TrainOutput
+from paceline.world.determinism import seed_everything
+from paceline.world.world import World
+
+
+class PredictionOutput(NamedTuple):
+    predictions: Any
+    label_ids: Any
+    metrics: dict[str, float]
+
+
+class Trainer:
+    def __init__(
+        self,
+        model: nn.Module | None = None,
+        args: TrainingArguments | None = None,
+        data_collator: Collator | None = None,
+        train_dataset: Any = None,
+        eval_dataset: Any = None,
+        processing_class: Any = None,
+        model_init: Callable[[], nn.Module] | None = None,
+        compute_loss_func: LossFunction | None = None,
+        compute_metrics: Callable[..., Any] | None = None,
+        callbacks: Sequence[Any] | None = None,
+        optimizers: tuple[Optimizer | None, Any] = (None, None),
+        optimizer_cls_and_kwargs: tuple[type[Optimizer], dict[str, Any]] | None = None,
+        preprocess_logits_for_metrics: Callable[[Any, Any], Any] | None = None,
+        *,
+        world: World | None = None,
+        **old: Any,
+    ) -> None:
+        if "tokenizer" in old:
+            warnings.warn("tokenizer= is called processing_class= now; it is taken as that", stacklevel=2)
+            processing_class = old.pop("tokenizer")
+        check_names(old, list(Trainer.__init__.__annotations__), "Trainer")
+        if (model is None) == (model_init is None):
+            raise ConfigError("the Trainer needs a model or a model_init that makes one: give one of them")
+        self.args = args if args is not None else TrainingArguments()
+        if world is not None:
+            self.args._world = world
+        self._engine: Engine | None = None
+        self.model_init = model_init
+        self.model: nn.Module = model if model is not None else self.call_model_init()
+        self.loss_rule = LossRule(
+            self.model,
+            loss_function=compute_loss_func,
+            label_names=self.args.label_names,
+            smoothing=self.args.label_smoothing_factor,
+        )
+        self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
+        self.processing_class = processing_class
+        self.data_collator: Collator = data_collator or default_collator(processing_class)
+        self.compute_loss_func, self.compute_metrics = compute_loss_func, compute_metrics
+        self.preprocess_logits_for_metrics = preprocess_logits_for_metrics
+        self._optimizer_cls_and_kwargs = optimizer_cls_and_kwargs
+        self.optimizer: Any
+        self.optimizer, self.lr_scheduler = optimizers
+        self._made_by_us = optimizers == (None, None)
+        self._ignored_keys: list[str] | None = None
+        self._check_given()
+        self._evaluated: dict[int, tuple[Any, Any]] = {}  # by the dataset's id: itself, and its prepared loader
+        self.is_in_train = self._has_trained = False
+        self.state = TrainerState(
+            is_local_process_zero=self.is_local_process_zero(), is_world_process_zero=self.is_world_process_zero()
+        )
+        self.control = TrainerControl()
+        self.callback_handler = CallbackHandler(
+            [DefaultFlowCallback(), *self._reports(), *(callbacks or ())],
+            model=self.model,
+            processing_class=self.processing_class,
+            optimizer=self.optimizer,
+            lr_scheduler=self.lr_scheduler,
+            train_dataloader=None,
+            eval_dataloader=None,
+        )
+        if getattr(self.model, "config", None) is not None and hasattr(self.model.config, "use_cache"):
+            self.model.config.use_cache = self.args.use_cache
+        self.call_event("on_init_end")
+
+    def _check_given(self) -> None:
+        """Before anything is trained, what could only fail later."""
+        if self.optimizer is not None and (self._optimizer_cls_and_kwargs or self.model_init is not None):
+            raise ConfigError(
+                "optimizers= holds an optimizer of one model; use it without model_init and optimizer_cls_and_kwargs"
+            )
+        wanted = self.args.eval_strategy != "no" or self.args.eval_on_start
+        if wanted and self.eval_dataset is None:
+            raise ConfigError(
+                f"eval_strategy={self.args.eval_strategy.value!r}, but there is no eval_dataset to evaluate"
+            )
+        for name, dataset in _named(self.eval_dataset).items():
+            check_not_empty(dataset, f"eval_dataset{name and f'[{name!r}]'}")
+
+    # -- training ----------------------------------------------------------------------------------------------------
+
+    def train(
+        self, resume_from_checkpoint: bool | str | Path | None = None, *, ignore_keys_for_eval: list[str] | None = None
+    ) -> TrainOutput:
+        """Train to the end; with `resume_from_checkpoint`, from the newest checkpoint in output_dir or the one given.
+
+        A signal (SIGTERM, Ctrl-C) ends it after a step that all workers agree on: it saves, and leaves with code 75.
+        """
+        if self.train_dataset is None:
+            raise ConfigError("the Trainer has no train_dataset to train on")
+        resume = resume_from_checkpoint or self.args.resume_from_checkpoint or False
+        resume = resume if isinstance(resume, bool) else Path(resume)
+        if not resume:
+            run_folder.check_is_free(self.args)
+        self._make_engine(resume)
+        self._ignored_keys = ignore_keys_for_eval
+        self.is_in_train = self._has_trained = True
+        try:
+            share_weights(self.engine, self.model)
+            loop = TrainingLoop(self, resume)
+            self.engine.print(self.args.described())
+            run_folder.begin(self.args, self.engine, fresh=not resume)
+            return loop.run()
+        finally:
+            self.is_in_train = False
+
+    @property
+    def engine(self) -> Engine:
+        """It comes when it is needed: a job that goes on has the lanes that are on record."""
+        if self._engine is None:
+            self._engine = build_engine(self.args)
+        return self._engine
+
+    def _make_engine(self, resume: bool | Path) -> None:
+        """The Engine of this training: an Engine trains once, and its lanes are those of the job for life."""
+        lanes = self.args.lanes
+        if resume is not False and lanes is None:
+            lanes = run_folder.recorded_lanes(Path(self.args.output_dir) if resume is True else resume.parent)
+        if self._engine is not None and not self._has_trained and lanes in (None, self._engine.config.lanes):
+            return
+        if self._engine is not None:
+            check_may_begin_anew(self._engine, self._made_by_us or not self._has_trained)
+            self._engine.close()
+            self._evaluated.clear()
+            if self._made_by_us:
+                self.optimizer = self.lr_scheduler = None
+            if self.model_init is not None:
+                self.model = self.call_model_init()
+        self._engine = build_engine(self.args, lanes=lanes)
+
+    def call_model_init(self) -> nn.Module:
+        """Makes the model from the job's seed, the same one on every worker."""
+        assert self.model_init is not None
+        seed_everything(start_seed(self.args))
+        return self.model_init()
+
+    def compute_loss(
+        self, model: nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: float | None = None
+    ) -> Any:
+        """The loss of a micro-batch: the mean over its `num_items_in_batch` labels, or samples. Override it at will."""
+        loss = self.loss_rule.of(model, inputs)
+        return (loss.value, loss.outputs) if return_outputs else loss.value
+
+    def weight_of(self, batch: Any) -> float | None:
+        """How many labels the loss of this batch is the mean of; None: its samples."""
+        return self.loss_rule.weight(self.loss_rule.call(batch).labels, batch)
+
+    def count_tokens(self, batch: Any) -> int:
+        kind = str(self.args.include_num_input_tokens_seen)
+        return count_tokens(batch, self._main_input, padding=kind == "all")
+
+    # -- what is made of the arguments -------------------------------------------------------------------------------
+
+    def get_train_dataloader(self) -> DataLoader[Any]:
+        return train_loader(self.train_dataset, self.args, self._collator(), self.engine.device, self.processing_class)
+
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader[Any]:
+        dataset = self.eval_dataset if eval_dataset is None else eval_dataset
+        dataset = self.eval_dataset[dataset] if isinstance(dataset, str) else dataset
+        return eval_loader(dataset, self.args, self._collator(), self.engine.device)
+
+    def get_test_dataloader(self, test_dataset: Any) -> DataLoader[Any]:
+        return eval_loader(test_dataset, self.args, self._collator(), self.engine.device, "test_dataset")
+
+    def create_optimizer_and_scheduler(self, num_training_steps: int) -> None:
+        self.create_optimizer()
+        self.create_scheduler(num_training_steps)
+
+    def create_optimizer(self) -> Optimizer:
+        """The optimizer that was given, or that the arguments name. Override it for one of your own."""
+        if self.optimizer is None:
+            self.optimizer = make_optimizer(self.model, self.args, self._optimizer_cls_and_kwargs)
+        made: Optimizer = self.optimizer
+        return made
+
+    def create_scheduler(self, num_training_steps: int, optimizer: Optimizer | None = None) -> Scheduler:
+        """The schedule that was given, or that the arguments name, over so many steps."""
+        if self.lr_scheduler is None:
+            self.lr_scheduler = get_scheduler(
+                self.args.lr_scheduler_type,
+                optimizer or self.create_optimizer(),
+                self.args.get_warmup_steps(num_training_steps),
+                num_training_steps,
+                self.args.lr_scheduler_kwargs,
+            )
+        made: Scheduler = self.lr_scheduler
+        return made
+
+    def _collator(self) -> Collator:
+        if not self.args.remove_unused_columns:
+            return self.data_collator
+        names = known_columns(self.model, self.args.label_names or ("labels",))
+        return KnownColumns(self.data_collator, names, type(self.model).__name__)
+
+    def _reports(self) -> list[TrainerCallback]:
+        return [PrinterCallback()] if self.args.disable_tqdm else []
+
+    # -- measuring ---------------------------------------------------------------------------------------------------
+
+    def evaluate(
+        self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
+    ) -> dict[str, float]:
+        """The loss and metrics over a dataset, or over each of several, by name."""
+        dataset = self.eval_dataset if eval_dataset is None else eval_dataset
+        if dataset is None:
+            raise ConfigError("there is no eval_dataset to evaluate; give one to the Trainer or to evaluate()")
+        if isinstance(dataset, dict):
+            found: dict[str, float] = {}
+            for name, part in dataset.items():
+                found |= self.evaluate(part, ignore_keys, f"{metric_key_prefix}_{name}")
+            return found
+        loader = self._prepared(dataset, self.get_eval_dataloader)
+        loss_only = self.compute_metrics is None or self.args.prediction_loss_only
+        output = self._measured(loader, metric_key_prefix, ignore_keys, loss_only=loss_only)
+        self.log(dict(output.metrics))
+        self.call_event("on_evaluate", metrics=output.metrics)
+        return output.metrics
+
+    def predict(
+        self, test_dataset: Any, ignore_keys: list[str] | None = None, metric_key_prefix: str = "test"
+    ) -> PredictionOutput:
+        """Predictions for every sample, in the dataset's order; where there are labels, metrics too."""
+        loader = self._prepared(test_dataset, self.get_test_dataloader)
+        output = self._measured(loader, metric_key_prefix, ignore_keys, loss_only=self.args.prediction_loss_only)
+        self.call_event("on_predict", metrics=output.metrics)
+        return PredictionOutput(output.predictions, output.label_ids, output.metrics)
+
+    def prediction_step(
+        self, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
+    ) -> tuple[Tensor | None, Any, Any]:
+        """Loss, predictions and labels of a batch; a loss only where there are labels, or the model gives one."""
+        called = self.loss_rule.call(inputs)
+        if called.labels is not None:
+            loss, outputs = self.compute_loss(model, inputs, return_outputs=True)
+        else:
+            found = self.loss_rule.of(model, inputs, needed=False)
+            loss, outputs = found.value, found.outputs
+        if prediction_loss_only:
+            return loss, None, None
+        if ignore_keys is None:
+            config = getattr(model, "config", None)
+            ignore_keys = getattr(config, "keys_to_ignore_at_inference", ["past_key_values"])
+        return loss, predictions_of(outputs, ignore_keys), called.labels
+
+    def evaluate_for_the_loop(self) -> tuple[float | None, bool]:
+        """Evaluate inside training: the metric that decides which model is best, and whether this one is."""
+        metrics = self.evaluate(ignore_keys=self._ignored_keys)
+        if self.args.metric_for_best_model is None:
+            return None, False
+        name = full_metric_name(self.args.metric_for_best_model)
+        if name not in metrics:
+            raise ConfigError(
+                f"metric_for_best_model={self.args.metric_for_best_model!r}: there is no {name!r} among the metrics "
+                f"{', '.join(sorted(metrics))}"
+            )
+        value, state = float(metrics[name]), self.state
+        if isinstance(self.lr_scheduler, ReduceLROnPlateau):
+            self.lr_scheduler.step(value)
+        best = state.best_metric
+        is_best = best is None or (value > best if self.args.greater_is_better else value < best)
+        if is_best:
+            state.best_metric, state.best_global_step = value, state.global_step
+        return value, is_best
+
+    def _measured(
+        self, loader: Any, prefix: str, ignore_keys: list[str] | None, *, loss_only: bool
+    ) -> EvaluationOutput:
+        began, was_training = time.perf_counter(), self.model.training
+        self.callback_handler.objects["eval_dataloader"] = loader
+        evaluation = Evaluation(
+            engine=self.engine,
+            arguments=self.args,
+            step=lambda batch, alone: self.prediction_step(self.model, batch, alone, ignore_keys),
+            weight=self.weight_of,
+            main_input=self._main_input,
+            compute_metrics=self.compute_metrics,
+            preprocess=self.preprocess_logits_for_metrics,
+            after_round=lambda: self.call_event("on_prediction_step"),
+        )
+        self.model.eval()
+        try:
+            output = evaluation.run(loader, prefix, loss_only=loss_only)
+        finally:
+            self.model.train(was_training)
+        seconds = time.perf_counter() - began
+        output.metrics[f"{prefix}_runtime"] = round(seconds, 4)
+        output.metrics[f"{prefix}_samples_per_second"] = round(output.num_samples / seconds, 3)
+        return output
+
+    def _prepared(self, dataset: Any, make: Callable[[Any], DataLoader[Any]]) -> Any:
+        """The dataset's loader, prepared once; without a training the model is only put on its device."""
+        if not self._has_trained:
+            self.model.to(self.engine.device)
+        key = id(dataset)
+        if key not in self._evaluated:
+            self._evaluated[key] = dataset, self.engine.prepare(make(dataset))
+        return self._evaluated[key][1]
+
+    @property
+    def _main_input(self) -> str:
+        return str(getattr(self.model, "main_input_name", "input_ids"))
+
+    # -- saving and telling ------------------------------------------------------------------------------------------
+
+    def save_model(self, output_dir: str | Path | None = None) -> None:
+        """Weights as one safetensors file, with config and tokenizer where there are some; all workers call it."""
+        folder = Path(self.args.output_dir if output_dir is None else output_dir)
+        state = self.engine.state_dict() if self._has_trained else dict(self.model.state_dict())
+        if self.is_world_process_zero():
+            run_folder.write_weights(folder, self.model, run_folder.tied(self.model, state), self.processing_class)
+        self.engine.barrier()
+
+    def save_state(self) -> None:
+        """`trainer_state.json` in output_dir."""
+        if self.is_world_process_zero():
+            Path(self.args.output_dir).mkdir(parents=True, exist_ok=True)
+            self.state.save_to_json(Path(self.args.output_dir) / "trainer_state.json")
+
+    def log(self, logs: dict[str, float]) -> None:
+        """Add the values to the history, and let callbacks and reports know."""
+        logs["epoch"] = self.state.epoch
+        if self.args.include_num_input_tokens_seen != "no":
+            logs["num_input_tokens_seen"] = self.state.num_input_tokens_seen
+        self.state.log_history.append({**logs, "step": self.state.global_step})
+        self.call_event("on_log", logs=logs)
+
+    def call_event(self, event: str, **more: Any) -> None:
+        self.control = self.callback_handler.call(event, self.args, self.state, self.control, **more)
+
+    def add_callback(self, callback: Any) -> None:
+        self.callback_handler.add(callback)
+
+    def pop_callback(self, callback: Any) -> Any:
+        return self.callback_handler.pop(callback)
+
+    def remove_callback(self, callback: Any) -> None:
+        self.callback_handler.pop(callback)
+
+    def is_world_process_zero(self) -> bool:
+        return self.args.world.is_main if self._engine is None else self._engine.is_main_process
+
+    def is_local_process_zero(self) -> bool:
+        return self.args.world.local_rank == 0
+
+
+def _named(dataset: Any) -> dict[str, Any]:
+    if dataset is None:
+        return {}
+    return dataset if isinstance(dataset, dict) else {"": dataset}

@@ -1,0 +1,263 @@
+"""TrainingArguments: what is trained how, in transformers' words, checked when it is made.
+
+    arguments = TrainingArguments("runs/digits", num_train_epochs=5, eval_strategy="epoch")
+    arguments = TrainingArguments.from_command_line()        # every field is a flag; --config file.yaml
+
+Every field either does something or is refused when it is set (`honoured_fields.py`, `refused_fields.py`).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import textwrap
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from paceline.engine.surroundings import find_device
+from paceline.errors import ConfigError
+from paceline.trainer import argument_sources, old_spellings
+from paceline.trainer.choices import DistributedType, IntervalStrategy, ParallelMode, SaveStrategy, SchedulerType
+from paceline.trainer.field_values import check_names, converted, field_types
+from paceline.trainer.honoured_fields import HonouredFields
+from paceline.trainer.refused_fields import RefusedFields, check_refused
+from paceline.trainer.strategy_choice import Choice, choose_strategy
+from paceline.world.environment import read_world
+from paceline.world.world import World
+
+_FOLLOWS = ("run_name", "report_to", "do_eval")  # from others
+_TOKEN_COUNTS = ("no", "all", "non_padding")
+
+
+class _Spelled(type):
+    """Old names are taken as today's, and wrong ones are answered with the nearest."""
+
+    def __call__(cls, *positional: Any, **named: Any) -> Any:
+        named = old_spellings.todays(named)
+        check_names(named, getattr(cls, "__dataclass_fields__", {}), "TrainingArguments")
+        return super().__call__(*positional, **named)
+
+
+@dataclass
+class TrainingArguments(RefusedFields, HonouredFields, metaclass=_Spelled):
+    """The fields are those of `HonouredFields`; docs/concepts/trainer.md has a table of all."""
+
+    def __post_init__(self) -> None:
+        for name, kind in field_types(type(self)).items():
+            setattr(self, name, converted(name, getattr(self, name), kind))
+        check_refused(self)
+        self._world: World | None = None
+        self.output_dir = str(Path(self.output_dir).expanduser())
+        self._derive()
+        self._check_numbers()
+        self._check_strategies()
+        self._check_best_model()
+        self.choice: Choice = choose_strategy(self)
+
+    @classmethod
+    def from_command_line(cls, argv: Sequence[str] | None = None) -> Any:
+        """From flags and `--config file.yaml`; a flag goes before the file."""
+        return cls(**argument_sources.from_command_line(cls, argv))
+
+    @classmethod
+    def from_yaml(cls, path: str | Path, **more: Any) -> Any:
+        """From a file with a key for each field; `more` goes before the file."""
+        return cls(**(argument_sources.from_yaml(cls, path) | more))
+
+    # -- what is derived and checked ---------------------------------------------------------------------------------
+
+    def _derive(self) -> None:
+        if self.report_to == ["none"]:
+            self.report_to = []
+        if isinstance(self.include_num_input_tokens_seen, bool):
+            self.include_num_input_tokens_seen = "all" if self.include_num_input_tokens_seen else "no"
+        self.run_name = self.run_name or self.output_dir
+        self.do_eval = self.do_eval or self.eval_strategy is not IntervalStrategy.NO
+        self.torch_compile = self.torch_compile or bool(self.torch_compile_backend or self.torch_compile_mode)
+        if self.eval_strategy is IntervalStrategy.STEPS and not self.eval_steps:
+            self.eval_steps = self.logging_steps
+        plateau = self.lr_scheduler_type is SchedulerType.REDUCE_ON_PLATEAU
+        if self.metric_for_best_model is None and (
+            self.load_best_model_at_end or plateau or self.save_strategy is SaveStrategy.BEST
+        ):
+            self.metric_for_best_model = "loss"
+        if self.greater_is_better is None and self.metric_for_best_model is not None:
+            self.greater_is_better = not self.metric_for_best_model.endswith("loss")
+
+    def _check_numbers(self) -> None:
+        def check(ok: bool, text: str) -> None:
+            if not ok:
+                raise ConfigError(text)
+
+        for name in ("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps"):
+            check(getattr(self, name) >= 1, f"{name}={getattr(self, name)}: it is at least 1")
+        for name in ("learning_rate", "weight_decay", "max_grad_norm", "warmup_steps", "dataloader_num_workers"):
+            check(getattr(self, name) >= 0, f"{name}={getattr(self, name)}: it is never negative")
+        check(
+            self.max_steps > 0 or self.num_train_epochs > 0, "num_train_epochs is 0 or less, and max_steps is not given"
+        )
+        check(
+            0 <= self.label_smoothing_factor < 1,
+            f"label_smoothing_factor={self.label_smoothing_factor}: from 0 up to 1",
+        )
+        check(not (self.fp16 and self.bf16), "fp16 and bf16 are both set; choose one")
+        check(
+            self.dataloader_prefetch_factor is None or self.dataloader_num_workers > 0,
+            "dataloader_prefetch_factor needs loader processes; set dataloader_num_workers to 1 or more",
+        )
+        check(
+            self.save_total_limit is None or self.save_total_limit >= 1,
+            f"save_total_limit={self.save_total_limit}: at least one checkpoint is kept; save_strategy='no' saves none",
+        )
+        check(
+            self.include_num_input_tokens_seen in _TOKEN_COUNTS,
+            f"include_num_input_tokens_seen={self.include_num_input_tokens_seen!r}: choose {', '.join(_TOKEN_COUNTS)}",
+        )
+        check(
+            self.average_tokens_across_devices, "average_tokens_across_devices=False: the mean is over all tokens here"
+        )
+        check(self.dataloader_in_order, "dataloader_in_order=False: the bits depend on the order of batches")
+        check(
+            not (self.full_determinism and self.reduction == "fast"),
+            "full_determinism=True and reduction='fast', whose sums depend on the number of workers; choose 'exact'",
+        )
+        if unknown := [name for name in self.include_for_metrics if name not in ("inputs", "loss")]:
+            raise ConfigError(f"include_for_metrics: {unknown[0]!r} is not known; choose inputs, loss")
+
+    def _check_strategies(self) -> None:
+        for kind in ("logging", "eval", "save"):
+            steps = getattr(self, f"{kind}_steps")
+            if getattr(self, f"{kind}_strategy") != "steps":
+                continue
+            if steps is None or steps <= 0:
+                raise ConfigError(f"{kind}_strategy='steps' and {kind}_steps={steps}: it is more than 0")
+            if steps > 1 and steps != int(steps):
+                raise ConfigError(f"{kind}_steps={steps}: a number of steps is whole, a part of all steps is below 1")
+        if self.lr_scheduler_type is SchedulerType.REDUCE_ON_PLATEAU and self.eval_strategy is IntervalStrategy.NO:
+            raise ConfigError("lr_scheduler_type='reduce_lr_on_plateau' looks at evaluations; set eval_strategy")
+        if self.save_strategy is SaveStrategy.BEST and self.eval_strategy is IntervalStrategy.NO:
+            raise ConfigError("save_strategy='best' looks at evaluations; set eval_strategy")
+
+    def _check_best_model(self) -> None:
+        if not self.load_best_model_at_end or self.save_strategy is SaveStrategy.BEST:
+            return
+        if self.eval_strategy != self.save_strategy.value:
+            raise ConfigError(
+                "load_best_model_at_end needs a checkpoint for each evaluation, but eval_strategy is "
+                f"{self.eval_strategy.value!r} and save_strategy {self.save_strategy.value!r}; make them the same, or "
+                "set save_strategy='best'"
+            )
+        if self.eval_strategy is not IntervalStrategy.STEPS:
+            return
+        assert self.eval_steps is not None
+        ratio = self.save_steps / self.eval_steps
+        if (self.save_steps < 1) != (self.eval_steps < 1) or abs(ratio - round(ratio)) > 1e-6:
+            raise ConfigError(
+                "load_best_model_at_end needs an evaluation for each checkpoint, but save_steps="
+                f"{self.save_steps} is no multiple of eval_steps={self.eval_steps}"
+            )
+
+    # -- who and where -----------------------------------------------------------------------------------------------
+
+    @property
+    def world(self) -> World:
+        if self._world is None:
+            self._world = read_world()
+        return self._world
+
+    @property
+    def world_size(self) -> int:
+        return self.world.size
+
+    @property
+    def process_index(self) -> int:
+        return self.world.rank
+
+    @property
+    def local_process_index(self) -> int:
+        return self.world.local_rank
+
+    @property
+    def parallel_mode(self) -> ParallelMode:
+        return ParallelMode.DISTRIBUTED if self.world.size > 1 else ParallelMode.NOT_PARALLEL
+
+    @property
+    def distributed_type(self) -> DistributedType:
+        if self.world.size == 1:
+            return DistributedType.NO
+        return DistributedType.MULTI_CPU if self.device.type == "cpu" else DistributedType.MULTI_GPU
+
+    @property
+    def device(self) -> torch.device:
+        return find_device(self.world, "cpu" if self.use_cpu else None)
+
+    @property
+    def n_gpu(self) -> int:
+        """Accelerators of this process: one, or none."""
+        return int(self.device.type != "cpu")
+
+    @property
+    def should_save(self) -> bool:
+        return self.world.is_main
+
+    @property
+    def should_log(self) -> bool:
+        return self.local_process_index == 0 if self.log_on_each_node else self.world.is_main
+
+    @property
+    def train_batch_size(self) -> int:
+        return self.per_device_train_batch_size
+
+    @property
+    def eval_batch_size(self) -> int:
+        return self.per_device_eval_batch_size
+
+    @property
+    def ddp_timeout_delta(self) -> timedelta:
+        return timedelta(seconds=self.ddp_timeout)
+
+    @property
+    def precision(self) -> str | None:
+        return "bf16" if self.bf16 else "fp16" if self.fp16 else None
+
+    def get_warmup_steps(self, num_training_steps: int) -> int:
+        if self.warmup_steps >= 1:
+            return int(self.warmup_steps)
+        return math.ceil(num_training_steps * self.warmup_steps)
+
+    # -- as text -----------------------------------------------------------------------------------------------------
+
+    def to_dict(self) -> dict[str, Any]:
+        """Every field, as JSON has it."""
+        return {item.name: _plain(getattr(self, item.name)) for item in fields(self)}
+
+    def to_json_string(self) -> str:
+        return json.dumps(self.to_dict(), indent=2)
+
+    def to_sanitized_dict(self) -> dict[str, Any]:
+        """For reporters that take single values only."""
+        simple = bool | int | float | str
+        return {name: value if isinstance(value, simple) else str(value) for name, value in self.to_dict().items()}
+
+    def described(self) -> str:
+        """All honoured fields: those that were changed one per line, then the others."""
+        changed: list[str] = []
+        same: list[str] = []
+        defaults = HonouredFields()
+        for item in fields(HonouredFields):
+            value = _plain(getattr(self, item.name))
+            told = f"{item.name}={json.dumps(value)}"
+            (same if item.name in _FOLLOWS or value == _plain(getattr(defaults, item.name)) else changed).append(told)
+        others = textwrap.wrap(", ".join(same), 116, break_long_words=False, break_on_hyphens=False)
+        return "\n".join(
+            ["training arguments:", *(f"  * {told}" for told in changed), *(f"    {line}" for line in others)]
+        )
+
+
+def _plain(value: Any) -> Any:
+    return str(value) if isinstance(value, str) else value

@@ -1,0 +1,305 @@
+"""The training loop that the Trainer runs: the Engine's loop, with a callback at every moment.
+
+    while there are steps to do:
+        for batch in loader:                       items, as docs/concepts/loop.md tells
+            loss ─► backward ─► clip ─► step
+            when the step has acted:  log? evaluate? save?
+        the epoch has ended:          log? evaluate? save?
+
+What is saved besides the Engine's state goes into the checkpoint's `extra`: TrainerState, the callbacks' states, and
+the losses since the last log, so that a run that goes on logs what a run that was never stopped would have.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+
+from paceline.checkpoint.retention import all_checkpoints, checkpoint_name
+from paceline.errors import CheckpointError, ConfigError
+from paceline.trainer.choices import SaveStrategy
+from paceline.trainer.run_plan import RunPlan, plan_run
+from paceline.trainer.trainer_state import TrainerState
+
+if TYPE_CHECKING:
+    from paceline.trainer.trainer import Trainer
+
+
+class TrainOutput(NamedTuple):
+    global_step: int
+    training_loss: float
+    metrics: dict[str, float]
+
+
+@dataclass
+class Losses:
+    """What the next log tells: losses since the last one, and since the start."""
+
+    since_log: float = 0.0
+    steps_since_log: int = 0
+    in_all: float = 0.0
+    steps: int = 0
+
+    def add(self, loss: float) -> None:
+        self.since_log += loss
+        self.in_all += loss
+        self.steps_since_log += 1
+        self.steps += 1
+
+    def taken(self) -> float:
+        mean = self.since_log / max(1, self.steps_since_log)
+        self.since_log, self.steps_since_log = 0.0, 0
+        return mean
+
+
+class TrainingLoop:
+    def __init__(self, trainer: Trainer, resume: bool | Path) -> None:
+        self.trainer, self.args, self.engine = trainer, trainer.args, trainer.engine
+        self.losses = Losses()
+        self.norm: float | None = None
+        self.rate = 0.0
+        self.saved_step = -1
+        self.epoch_ends = False  # the step that has just acted is the last of its epoch
+        self.checkpoints = self.engine.checkpoints(
+            self.args.output_dir, keep=self.args.save_total_limit, asynchronous=self.args.asynchronous_save
+        )
+        self.loader, self.plan = self._prepared()
+        self.began_at_step = 0
+        self._resume(resume)
+
+    # -- before the first step ---------------------------------------------------------------------------------------
+
+    def _prepared(self) -> tuple[Any, RunPlan]:
+        trainer, engine = self.trainer, self.engine
+        source = trainer.get_train_dataloader()
+        if self.args.torch_compile:
+            trainer.model.compile(
+                backend=self.args.torch_compile_backend or "inductor", mode=self.args.torch_compile_mode
+            )
+        optimizer = trainer.create_optimizer()
+        given = [] if trainer.lr_scheduler is None else [trainer.lr_scheduler]
+        *_, loader = engine.prepare(trainer.model, optimizer, *given, source)
+        plan = plan_run(loader, self.args, engine.config.lanes)
+        if not given:
+            engine.prepare(trainer.create_scheduler(plan.max_steps, optimizer))
+        trainer.callback_handler.objects |= {
+            "model": trainer.model,
+            "optimizer": optimizer,
+            "lr_scheduler": trainer.lr_scheduler,
+            "train_dataloader": loader,
+        }
+        return loader, plan
+
+    def _resume(self, which: bool | Path) -> None:
+        state = TrainerState(
+            is_local_process_zero=self.trainer.is_local_process_zero(),
+            is_world_process_zero=self.trainer.is_world_process_zero(),
+        )
+        extra = self.checkpoints.resume(which) if which else None
+        if extra is not None:
+            state = self._restored(extra, state)
+        elif which:
+            folder = Path(self.args.output_dir)
+            if bad := all_checkpoints(folder):
+                raise CheckpointError(f"none of the {len(bad)} checkpoints in {folder} can be used; see above why")
+            self.engine.print(f"paceline: there is no checkpoint in {folder}; training starts at step 0")
+        state.max_steps, state.num_train_epochs = self.plan.max_steps, self.plan.epochs
+        state.train_batch_size = self.args.train_batch_size
+        state.compute_steps(self.args, self.plan.max_steps)
+        state.global_step = self.began_at_step = self.engine.step
+        self.trainer.state = state
+
+    def _restored(self, extra: dict[str, Any], fresh: TrainerState) -> TrainerState:
+        if "trainer" not in extra:
+            raise CheckpointError(
+                "this checkpoint was saved by an Engine's loop, not by a Trainer; use engine.load_state"
+            )
+        saved = TrainerState.from_dict(dict(extra["trainer"]))
+        for name in ("is_local_process_zero", "is_world_process_zero"):
+            setattr(saved, name, getattr(fresh, name))
+        self.losses = Losses(**extra["losses"])
+        self.epoch_ends = bool(extra["epoch_ends"])
+        if self.args.restore_callback_states_from_checkpoint:
+            self.trainer.callback_handler.restore(extra["callbacks"])
+        return saved
+
+    # -- the loop ----------------------------------------------------------------------------------------------------
+
+    def run(self) -> TrainOutput:
+        trainer = self.trainer
+        began = time.perf_counter()
+        trainer.model.train()
+        self._tell("on_train_begin")
+        if self.args.eval_on_start and self.engine.step == 0:
+            trainer.evaluate_for_the_loop()
+        if self.epoch_ends:  # the checkpoint was saved by its last step, before what happens at its end
+            self._end_epoch()
+        while self._goes_on():
+            self._tell("on_epoch_begin")
+            before = self.loader.epoch
+            for batch in self.loader:
+                self._item(batch)
+                if self.engine.stepped and self._leaves_here():
+                    break
+            if self.loader.epoch == before and trainer.control.should_epoch_stop:
+                self._skip_rest_of_epoch()
+            if self.loader.epoch > before or trainer.control.should_training_stop:
+                self._end_epoch()
+        return self._finish(began)
+
+    def _goes_on(self) -> bool:
+        if self.trainer.control.should_training_stop or self.engine.stop_requested:
+            return False
+        by_epochs = self.args.max_steps <= 0
+        return self.engine.step < self.plan.max_steps and not (by_epochs and self.loader.epoch >= self.plan.epochs)
+
+    def _leaves_here(self) -> bool:
+        """A callback wants it. After the last step of all the loop ends by itself."""
+        control = self.trainer.control
+        return (control.should_epoch_stop or control.should_training_stop) and self.engine.step < self.plan.max_steps
+
+    def _item(self, batch: Any) -> None:
+        trainer, engine, args = self.trainer, self.engine, self.args
+        item = engine._training().item
+        assert item is not None
+        if item.first_of_step:
+            self._tell("on_step_begin")
+        if engine.step + 1 >= self.plan.max_steps:
+            engine.stop()
+        weight = trainer.weight_of(batch)
+        loss = trainer.compute_loss(trainer.model, batch, num_items_in_batch=weight)
+        engine.mean("loss", loss, weight=weight)
+        if args.include_num_input_tokens_seen != "no":
+            engine.mean("tokens", trainer.count_tokens(batch) / max(1, item.samples))
+        engine.backward(loss, weight=weight)
+        norm = engine.clip_grad_norm_(args.max_grad_norm) if args.max_grad_norm > 0 else None
+        if not item.last_of_step:
+            self._tell("on_substep_end")
+            return
+        self._tell("on_pre_optimizer_step")
+        self.norm, self.rate = norm, self._learning_rate()
+        trainer.optimizer.step()
+        self._tell("on_optimizer_step")
+        if not isinstance(trainer.lr_scheduler, ReduceLROnPlateau):
+            trainer.lr_scheduler.step()
+        trainer.optimizer.zero_grad()
+        if engine.stepped:
+            self._end_step(item)
+
+    def _end_step(self, item: Any) -> None:
+        state, engine = self.trainer.state, self.engine
+        state.global_step = engine.step
+        steps = self.loader.source.steps
+        state.epoch = item.epoch + (item.step + 1) / steps if steps else engine.step / self.plan.max_steps
+        self.epoch_ends = steps is not None and item.step + 1 == steps
+        self.losses.add(engine.means["loss"])
+        if "tokens" in engine.means:
+            state.num_input_tokens_seen += round(engine.means["tokens"] * item.step_samples)
+        if self.args.torch_empty_cache_steps and engine.step % self.args.torch_empty_cache_steps == 0:
+            _empty_cache(engine.device)
+        self._tell("on_step_end")
+        if engine.stop_requested:
+            self.trainer.control.should_save = True
+        self._act()
+
+    def _end_epoch(self) -> None:
+        self.epoch_ends = False
+        self._tell("on_epoch_end")
+        self._act()
+
+    def _skip_rest_of_epoch(self) -> None:
+        """A callback set should_epoch_stop: the next epoch begins."""
+        place = self.loader.state_dict()
+        if place.get("kind") != "positions":
+            raise ConfigError("a callback set should_epoch_stop, but a stream has no epochs to end; stop the training")
+        self.loader.load_state_dict({**place, "epoch": place["epoch"] + 1, "position": 0, "start": 0, "digest": None})
+
+    # -- log, evaluate, save -----------------------------------------------------------------------------------------
+
+    def _act(self) -> None:
+        """What control asks for, in this order: what is saved knows what was logged and measured."""
+        trainer = self.trainer
+        control, state = trainer.control, trainer.state
+        if control.should_log and self.losses.steps_since_log:
+            logs = {"loss": self.losses.taken(), "learning_rate": self.rate}
+            trainer.log(logs if self.norm is None else {**logs, "grad_norm": self.norm})
+        score: float | None = None
+        if control.should_evaluate:
+            score, is_best = trainer.evaluate_for_the_loop()
+            if self.args.save_strategy is SaveStrategy.BEST and not self.engine.stop_requested:
+                trainer.control.should_save = is_best
+        if trainer.control.should_save and self.saved_step != state.global_step:
+            self._save(score)
+
+    def _save(self, score: float | None) -> None:
+        trainer, state = self.trainer, self.trainer.state
+        folder = Path(self.args.output_dir) / checkpoint_name(state.global_step)
+        if state.best_global_step == state.global_step:
+            state.best_model_checkpoint = str(folder)
+        if self.args.save_only_model and not self.engine.stop_requested:
+            trainer.save_model(folder)
+        else:
+            self.checkpoints.save(
+                self._extra(),
+                score=score,
+                greater_is_better=True if score is None else bool(self.args.greater_is_better),
+            )
+        self.saved_step = state.global_step
+        if trainer.callback_handler.listens("on_save"):
+            self.checkpoints.wait()  # a callback may want to look at it
+        self._tell("on_save")
+
+    def _extra(self) -> dict[str, Any]:
+        return {
+            "trainer": self.trainer.state.to_dict(),
+            "callbacks": self.trainer.callback_handler.states(),
+            "losses": asdict(self.losses),
+            "epoch_ends": self.epoch_ends,
+        }
+
+    # -- the end -----------------------------------------------------------------------------------------------------
+
+    def _finish(self, began: float) -> TrainOutput:
+        trainer, state, engine = self.trainer, self.trainer.state, self.engine
+        if engine.stop_requested and state.global_step not in (self.saved_step, self.began_at_step):
+            self._save(None)
+        self.checkpoints.close()
+        engine.exit_if_stopped()
+        seconds = time.perf_counter() - began
+        steps = state.global_step - self.began_at_step
+        metrics: dict[str, float] = {
+            "train_runtime": round(seconds, 4),
+            "train_samples_per_second": round(steps * self.plan.samples_per_step / seconds, 3),
+            "train_steps_per_second": round(steps / seconds, 3),
+            "train_loss": self.losses.in_all / max(1, self.losses.steps),
+        }
+        trainer.log(metrics)
+        if self.args.load_best_model_at_end:
+            self._load_best()
+        self._tell("on_train_end")
+        return TrainOutput(state.global_step, metrics["train_loss"], metrics)
+
+    def _load_best(self) -> None:
+        path = self.trainer.state.best_model_checkpoint
+        best = Path(path) if path is not None and Path(path).exists() else self.checkpoints.best
+        if best is not None:
+            self.engine.print(f"paceline: ends with the best weights, of {best.name}")
+            self.checkpoints.load_weights(best)
+
+    # -- parts -------------------------------------------------------------------------------------------------------
+
+    def _tell(self, event: str, **more: Any) -> None:
+        self.trainer.call_event(event, **more)
+
+    def _learning_rate(self) -> float:
+        return float(self.trainer.optimizer.param_groups[0]["lr"])
+
+
+def _empty_cache(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.empty_cache()

@@ -1,0 +1,140 @@
+"""Meters by a clock that the test turns."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from paceline.trainer.meters import Meters, Stretch, peak_memory, peak_of_process
+from paceline.trainer.peak_flops import ModelFlops, PeakFlops, gpu_peak, measured_peak, model_flops, peak_flops
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_rates_are_those_since_the_last_log() -> None:
+    clock = Clock()
+    meters = Meters(clock=clock)
+    meters.restart()
+    for seconds in (2.0, 2.0):
+        clock.now += seconds
+        meters.step(samples=8, tokens=400, waited_s=0.5)
+    assert meters.taken() == {
+        "samples_per_second": 4.0,
+        "step_time_s": 2.0,
+        "data_wait_s": 0.5,
+        "tokens_per_second": 200.0,
+    }
+    clock.now += 1.0
+    meters.step(samples=8)
+    assert meters.taken() == {"samples_per_second": 8.0, "step_time_s": 1.0, "data_wait_s": 0.0}
+    assert meters.taken() == {}
+    assert meters.whole == Stretch(steps=3, samples=24, tokens=800, seconds=5.0, waited_s=1.0)
+
+
+def test_an_evaluation_slows_no_meter_down() -> None:
+    clock = Clock()
+    meters = Meters(clock=clock)
+    clock.now += 50.0  # before training
+    meters.restart()
+    clock.now += 1.0
+    meters.step(samples=4)
+    clock.now += 500.0
+    meters.restart()
+    clock.now += 1.0
+    meters.step(samples=4)
+    assert meters.taken()["samples_per_second"] == 4.0
+
+
+def test_a_loss_that_is_not_finite_is_shown_as_it_is() -> None:
+    meters = Meters(clock=Clock())
+    meters.step(samples=1, loss=1.0)
+    meters.step(samples=1, loss=math.nan)
+    assert meters.last_loss is not None
+    assert math.isnan(meters.last_loss)
+
+
+@pytest.mark.parametrize(("unit", "mfu"), [("token", 0.5), ("sample", 0.005)])
+def test_mfu_is_what_the_model_did_over_what_all_workers_could(unit: str, mfu: float) -> None:
+    clock = Clock()
+    flops, peak = ModelFlops(6e6, unit, "6 × 1,000,000 parameters"), PeakFlops(6e8, "as given")
+    meters = Meters(workers=2, flops=flops, peak=peak, memory=lambda: 3 * 2**29, clock=clock)
+    meters.restart()
+    clock.now += 1.0
+    meters.step(samples=1, tokens=100)
+    told = meters.taken()
+    assert told["mfu"] == pytest.approx(mfu)
+    assert told["peak_memory_gib"] == 1.5
+    assert meters.mfu_basis == (
+        f"6 MFLOP per {unit} (6 × 1,000,000 parameters) over 2 × 600 MFLOP/s per worker (as given)"
+    )
+
+
+def test_there_is_no_mfu_without_tokens_to_count_or_a_peak() -> None:
+    clock = Clock()
+    meters = Meters(flops=ModelFlops(1.0, "token", ""), peak=PeakFlops(1.0, ""), clock=clock)
+    meters.restart()
+    clock.now += 1.0
+    meters.step(samples=1)
+    assert "mfu" not in meters.taken()
+    assert Meters(flops=ModelFlops(1.0, "token", "")).mfu_basis is None
+
+
+@pytest.mark.parametrize(
+    ("name", "tera"),
+    [
+        ("NVIDIA H200", 989.0),
+        ("NVIDIA H100 80GB HBM3", 989.0),
+        ("NVIDIA H100 PCIe", 756.0),
+        ("NVIDIA A100-SXM4-80GB", 312.0),
+        ("NVIDIA L40S", 362.0),
+        ("NVIDIA L4", 121.0),
+        ("Tesla V100-SXM2-16GB", 125.0),
+        ("AMD Instinct MI300X", 1307.0),
+    ],
+)
+def test_the_peak_of_a_gpu_is_read_from_its_name(name: str, tera: float) -> None:
+    peak = gpu_peak(name)
+    assert peak is not None
+    assert peak.per_worker == tera * 1e12
+
+
+def test_an_unknown_gpu_has_no_peak() -> None:
+    assert gpu_peak("Some Accelerator 9000") is None
+
+
+def test_what_the_user_gives_wins() -> None:
+    assert peak_flops(torch.device("cpu"), given=5.0) == PeakFlops(5.0, "as given")
+    assert model_flops(nn.Linear(2, 2), per_token=7.0) == ModelFlops(7.0, "token", "as given")
+
+
+def test_parameters_that_are_not_trained_do_not_count() -> None:
+    model = nn.Sequential(nn.Linear(9, 10), nn.Linear(10, 1))
+    model[0].requires_grad_(False)
+    assert model_flops(model, counts_tokens=False) == ModelFlops(66.0, "sample", "6 × 11 parameters")
+
+
+def test_a_cpu_is_measured_without_drawing_random_numbers() -> None:
+    before = torch.get_rng_state()
+    ticks = iter(range(1000))
+    peak = measured_peak(torch.float32, clock=lambda: next(ticks) / 2)
+    assert peak.per_worker == 2 * 1024**3 / 0.5
+    assert peak.source.startswith("measured, a float32 matrix product on ")
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_memory_shared_with_others_counts_by_its_share(tmp_path: Path) -> None:
+    (tmp_path / "status").write_text("Name:\tpython\nVmHWM:\t  1000 kB\n")
+    (tmp_path / "smaps_rollup").write_text("5500-7fff ---p 00000000 00:00 0\nRss:  800 kB\nPss:  500 kB\n")
+    assert peak_of_process(tmp_path) == 700 * 1024
+    assert peak_of_process(tmp_path / "missing") > 2**20
+    assert peak_memory(torch.device("cpu")) > 2**20

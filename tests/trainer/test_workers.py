@@ -1,0 +1,142 @@
+"""The Trainer on several workers: the same weights, history and metrics as on one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from paceline import TrainerCallback
+from paceline.world.world import World
+from tests.trainer.jobs import Classifier, Samples, accuracy, make_trainer
+from tests.workers import Result, hashes, run_workers
+
+JOB: dict[str, Any] = {
+    "lanes": 6,
+    "gradient_accumulation_steps": 2,
+    "train_dataset": Samples(100),
+    "per_device_train_batch_size": 1,
+    "max_steps": 12,
+    "threads": 1,
+    "eval_strategy": "steps",
+    "eval_steps": 4,
+    "compute_metrics": accuracy,
+}
+
+
+def train(world: World, folder: Path, **more: Any) -> str:
+    trainer = make_trainer(folder, world, **(JOB | more))
+    trainer.train()
+    return trainer.engine.weights_hash()
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The hash of one worker that was never stopped."""
+    return hashes(run_workers(train, 1, folder=tmp_path_factory.mktemp("one"))).pop()
+
+
+@pytest.mark.parametrize("workers", [2, 3])
+@pytest.mark.parametrize("strategy", ["ddp", "zero3"])
+def test_weights_are_those_of_one_worker(tmp_path: Path, expected: str, workers: int, strategy: str) -> None:
+    assert hashes(run_workers(train, workers, folder=tmp_path, strategy=strategy)) == {expected}
+
+
+class LeaveAt(TrainerCallback):
+    """Ends after a step and its checkpoint, as a job does whose time is up."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
+        if state.global_step == self.step:
+            control.should_save = control.should_training_stop = True
+
+
+def go_on(world: World, folder: Path, leave_at: int, **more: Any) -> dict[str, Any]:
+    trainer = make_trainer(folder, world, **(JOB | {"lanes": None} | more), callbacks=[LeaveAt(leave_at)])
+    trainer.train(resume_from_checkpoint=True)
+    history = [row["loss"] for row in trainer.state.log_history if "loss" in row]
+    return {"hash": trainer.engine.weights_hash(), "losses": history, "lanes": trainer.engine.config.lanes}
+
+
+def test_going_on_with_2_then_1_then_3_workers_gives_the_hash_of_the_run_never_stopped(
+    tmp_path: Path, expected: str
+) -> None:
+    first = run_workers(go_on, 2, folder=tmp_path, leave_at=3, lanes=6, strategy="zero2")
+    second = run_workers(go_on, 1, folder=tmp_path, leave_at=9)
+    third = run_workers(go_on, 3, folder=tmp_path, leave_at=100, strategy="fsdp")
+    for results in (first, second, third):
+        assert all(result.error is None for result in results), [result.error or "" for result in results]
+    assert {result.value["hash"] for result in third} == {expected}
+    assert third[0].value["lanes"] == 6  # on record, and not said again
+    assert len(third[0].value["losses"]) == 6
+
+
+def measure(world: World, folder: Path) -> Any:
+    trainer = make_trainer(folder, world, per_device_eval_batch_size=2, compute_metrics=accuracy, lanes=3)
+    metrics = trainer.evaluate()
+    found = trainer.predict(Samples(11, seed=2))
+    return metrics["eval_loss"], metrics["eval_accuracy"], found.predictions.tolist(), found.label_ids.tolist()
+
+
+def test_evaluation_counts_every_sample_once_at_any_number_of_workers(tmp_path: Path) -> None:
+    results = [run_workers(measure, workers, folder=tmp_path) for workers in (1, 2, 3)]
+    values = [result.value for row in results for result in row]
+    samples = Samples(11, seed=2)
+    assert values[0][3] == [samples[i]["label"] for i in range(11)]
+    assert all(value == values[0] for value in values), values
+
+
+def train_unseeded(world: World, folder: Path) -> str:
+    torch.seed()
+    trainer = make_trainer(folder, world, model=Classifier())
+    trainer.train()
+    return trainer.engine.weights_hash()
+
+
+def test_models_built_from_no_seed_become_worker_0s(tmp_path: Path) -> None:
+    assert len(hashes(run_workers(train_unseeded, 2, folder=tmp_path))) == 1
+
+
+def save(world: World, folder: Path, strategy: str) -> str:
+    trainer = make_trainer(folder, world, strategy=strategy, lanes=2, max_steps=2)
+    trainer.train()
+    trainer.save_model()
+    return trainer.engine.weights_hash()
+
+
+def test_save_model_has_whole_weights_under_a_sharded_strategy(tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+
+    from paceline.engine.replicas import weights_hash
+
+    saved = hashes(run_workers(save, 2, folder=tmp_path, strategy="zero3"))
+    model: nn.Module = Classifier()
+    model.load_state_dict(load_file(tmp_path / "model.safetensors"))
+    assert {weights_hash([model])} == saved
+
+
+def where(world: World) -> tuple[Any, ...]:
+    from paceline import TrainingArguments
+
+    arguments = TrainingArguments(use_cpu=True)
+    arguments._world = world
+    return (
+        arguments.world_size,
+        arguments.process_index,
+        arguments.parallel_mode.value,
+        str(arguments.distributed_type),
+        arguments.should_save,
+    )
+
+
+def test_arguments_know_who_this_worker_is() -> None:
+    results: list[Result] = run_workers(where, 2)
+    assert [result.value for result in results] == [
+        (2, 0, "distributed", "MULTI_CPU", True),
+        (2, 1, "distributed", "MULTI_CPU", False),
+    ]
