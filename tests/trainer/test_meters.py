@@ -110,6 +110,7 @@ def test_the_peak_of_a_gpu_is_read_from_its_name(name: str, tera: float) -> None
 
 def test_an_unknown_gpu_has_no_peak() -> None:
     assert gpu_peak("Some Accelerator 9000") is None
+    assert gpu_peak("NVIDIA RTX A4000") is None
 
 
 def test_what_the_user_gives_wins() -> None:

@@ -9,6 +9,7 @@ top and what is computed again does not, by convention. The other side says wher
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ import torch
 from torch import nn
 
 # Dense bf16 (fp16 before Ampere) with fp32 accumulation, in 10¹² per second, from the makers' data sheets. The first
-# name that is part of the device's own wins, so the longer ones come first.
+# name that is found in the device's own wins, as whole words: an A4000 is no A40.
 GPU_PEAKS: tuple[tuple[str, float], ...] = (
     ("GB200", 2500), ("B200", 2250), ("B100", 1750),
     ("GH200", 989), ("H200", 989), ("H100 NVL", 835), ("H100 PCIe", 756), ("H100", 989), ("H800", 989), ("H20", 148),
@@ -77,7 +78,7 @@ def peak_flops(
 
 def gpu_peak(name: str) -> PeakFlops | None:
     for part, peak in GPU_PEAKS:
-        if part.lower() in name.lower():
+        if re.search(rf"\b{part}\b", name, re.IGNORECASE):
             return PeakFlops(peak * 1e12, f"{part} in bf16, data sheet")
     return None
 
