@@ -21,10 +21,10 @@ from tests.strategies.test_zero import CountingLion, trains
 from tests.workers import hashes, run_workers
 
 
-def offloaded(world: World, *, run: Callable[..., Any], **job: Any) -> Any:
+def offloaded(world: World, *, run: Callable[..., Any], offload: str = "optimizer", **job: Any) -> Any:
     """On the CPU there is nothing to gain, so it is refused; it can be done all the same, to compare bits."""
     engine_module.check_offload = lambda *_: None
-    return run(world, offload="optimizer", **job)
+    return run(world, offload=offload, **job)
 
 
 @pytest.mark.parametrize(("strategy", "workers"), [("zero1", 1), ("zero2", 3)])
@@ -55,12 +55,18 @@ def test_what_is_not_known_and_who_can_not_are_refused_with_what_can() -> None:
     cuda = torch.device("cuda", 0)
     check_offload(None, cuda, "ddp", ["zero1"])
     check_offload("optimizer", cuda, "zero1", ["zero1"])
-    with pytest.raises(ConfigError, match="offload='weights' is not known; choose 'optimizer'"):
+    with pytest.raises(ConfigError, match="offload='weights' is not known; choose 'optimizer' or 'parameters'"):
         check_offload("weights", cuda, "zero1", ["zero1"])
     with pytest.raises(
         ConfigError, match="with strategy='ddp', which updates weights where they are; choose one of zero1"
     ):
         check_offload("optimizer", cuda, "ddp", ["zero1", "zero2"])
+    check_offload("parameters", cuda, "zero3", ["zero3"])
+    with pytest.raises(
+        ConfigError,
+        match="'parameters' with strategy='zero2', which has all weights on the device; choose strategy='zero3'",
+    ):
+        check_offload("parameters", cuda, "zero2", ["zero2", "zero3"])
 
 
 # -- on a device -------------------------------------------------------------------------------------------------------

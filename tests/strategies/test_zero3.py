@@ -292,16 +292,16 @@ def test_masters_of_shards_give_the_bits_of_one_process_in_bf16_and_go_on_under_
 
 
 def test_memory_that_somebody_still_looks_at_is_not_used_again() -> None:
-    spare, like = SpareFlats(), torch.empty(0)
-    first = spare.take(100, like)
+    spare, like = SpareFlats(), (torch.float32, torch.device("cpu"))
+    first = spare.take(100, *like)
     address, view = first.data_ptr(), first[3:]
     spare.give_back(first)
     del first
-    other = spare.take(100, like)
+    other = spare.take(100, *like)
     assert other.data_ptr() != address
     del view
-    assert spare.take(50, like).numel() == 50
-    assert spare.take(100, like).data_ptr() == address
+    assert spare.take(50, *like).numel() == 50
+    assert spare.take(100, *like).data_ptr() == address
 
 
 # -- weights wherever they are used ------------------------------------------------------------------------------------

@@ -1,4 +1,8 @@
-"""CPU offload of the optimizer: masters and optimizer state lie on the host, and the update runs there.
+"""CPU offload: what is kept for the update lies on the host, and the update runs there.
+
+    offload        on the host                                on the device
+    "optimizer"    masters, optimizer state                   weights
+    "parameters"   the same, and the weights' shards          the units that are being used: zero3
 
     device    sums of gradients  0 ─┐ 1 ─┐ 2 ─┐          ┌─► 0 ┌─► 1 ┌─► 2       weights, for the next forward
     stream                          └─►  └─►  └─►        │     │     │           one for each direction
@@ -6,7 +10,8 @@
 
 Only pinned memory is copied while others compute. Masters go up as they are and are rounded on the device: the way is
 free while the host updates, and the host is what everybody waits for. Nothing on the host is written again before the
-device has it: the next gradient that is waited for was computed from it.
+device has it: the next gradient that is waited for was computed from it. Shards of weights go up when their unit is
+used, the next one's while this one computes (`Lift`); nobody writes to them before all of that has ended.
 """
 
 from __future__ import annotations
@@ -20,21 +25,28 @@ from torch import Tensor
 
 from paceline.errors import ConfigError
 
-OffloadName = Literal["optimizer"]
+OffloadName = Literal["optimizer", "parameters"]
+PARAMETERS: OffloadName = "parameters"
+IN_SHARDS = ("zero3",)  # strategies whose weights can be away from the device
 HOST = torch.device("cpu")
 
 
 def check_offload(offload: str | None, device: torch.device, strategy: str, able: Sequence[str]) -> None:
     if offload is None:
         return
-    if offload != "optimizer":
-        raise ConfigError(f"offload={offload!r} is not known; choose 'optimizer', or leave it out")
+    if offload not in ("optimizer", PARAMETERS):
+        raise ConfigError(f"offload={offload!r} is not known; choose 'optimizer' or 'parameters', or leave it out")
     if device.type == "cpu":
-        raise ConfigError("offload='optimizer' on the CPU: everything is on the CPU already; leave offload out")
+        raise ConfigError(f"offload={offload!r} on the CPU: everything is on the CPU already; leave offload out")
     if strategy not in able:
         raise ConfigError(
-            f"offload='optimizer' with strategy={strategy!r}, which updates weights where they are; choose one of "
+            f"offload={offload!r} with strategy={strategy!r}, which updates weights where they are; choose one of "
             f"{', '.join(able)} (with one worker they update everything too)"
+        )
+    if offload == PARAMETERS and strategy not in IN_SHARDS:
+        raise ConfigError(
+            f"offload='parameters' with strategy={strategy!r}, which has all weights on the device; choose "
+            "strategy='zero3', or offload='optimizer'"
         )
 
 
@@ -91,3 +103,39 @@ class Offload:
 
     def _on(self, stream: Any) -> AbstractContextManager[Any]:
         return nullcontext() if stream is None else torch.cuda.stream(stream)
+
+
+class Lift:
+    """The way up for weights that are about to be used. On a device without streams copies are made at once."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+
+    def room(self, elements: int, dtype: torch.dtype) -> Tensor:
+        """Memory on the host from which the device can read by itself."""
+        return torch.empty(elements, dtype=dtype, device=HOST, pin_memory=self._stream is not None)
+
+    def start(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> Any:
+        """From the host to the device, beside what is computed from now on; what was asked for before comes first.
+
+        Memory on the device may have been somebody else's, who still computes with it.
+        """
+        if self._stream is None:
+            for here, there in pairs:
+                there.copy_(here)
+            return None
+        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+        with torch.cuda.stream(self._stream):
+            for here, there in pairs:
+                there.copy_(here, non_blocking=True)
+            return self._stream.record_event()
+
+    def arrive(self, event: Any) -> None:
+        """What is computed from now on sees what was started with this event, or may have its memory."""
+        if self._stream is not None and event is not None:
+            torch.cuda.current_stream(self._stream.device).wait_event(event)
+
+    def finish(self) -> None:
+        """The host may write again to what was lifted."""
+        if self._stream is not None:
+            self._stream.synchronize()

@@ -38,6 +38,20 @@ _KEPT = 8  # answers whose memory is kept until they are known to have been sent
 Parts = Callable[[int], Sequence[Tensor]]  # of a unit: what this worker owns, on the host, in the order of buckets
 
 
+class NobodyToAsk:
+    """One worker has all parts itself."""
+
+    peers: Sequence[int] = ()
+    at_rest = True
+
+    def start(self, unit: int, rooms: Mapping[int, Sequence[Tensor]]) -> list[Work]:
+        return []
+
+    def changed(self) -> None: ...
+    def meet(self) -> None: ...
+    def close(self) -> None: ...
+
+
 class ShardPulls:
     def __init__(self, job: Job, parts: Parts, number: int) -> None:
         assert job.store is not None

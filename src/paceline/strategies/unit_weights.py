@@ -7,7 +7,7 @@
 
 Autograd keeps no gathered weight (`saved_weights.py`). So a release is nothing but letting go: what anybody still uses
 stays alive, and nothing is ever read that was freed. Weights that are used in other ways than by their module are
-fetched by `ReleasedParameter`.
+fetched by `ReleasedParameter`. With shards on the host a device has the units in use and nothing else.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from torch.utils.hooks import RemovableHandle
 
 from paceline.collectives.communicator import Work
 from paceline.errors import LoopError
+from paceline.optim.offload import Lift
 from paceline.sharding.flat_layout import Piece, part_of
 from paceline.sharding.shards import BucketShards, OwnedPiece, cut_buckets
 from paceline.sharding.slices import Slices
@@ -33,7 +34,7 @@ from paceline.strategies.meta_weights import fill, fill_modules, module_names
 from paceline.strategies.own_pieces import in_logical_order, piece_of
 from paceline.strategies.registry import Job
 from paceline.strategies.released_parameter import engine_is_closed, give_back, is_released, release
-from paceline.strategies.shard_pulls import ShardPulls
+from paceline.strategies.shard_pulls import NobodyToAsk, ShardPulls
 from paceline.strategies.spare_flats import SpareFlats
 from paceline.strategies.unit_order import UnitOrder
 
@@ -47,6 +48,7 @@ class _Gathered:
     flats: list[Tensor]
     works: Sequence[Work]
     rooms: Sequence[tuple[Tensor, Tensor]]  # on the host, and where its elements go
+    lifted: Any = None  # when what this worker has on the host is there
     versions: list[int] | None = None
     by_hand: bool = False  # somebody asked for a weight who may also write to it, past the version counters
 
@@ -54,10 +56,21 @@ class _Gathered:
 class UnitWeights:
     """All weights that a job's optimizers hold, cut into units and shards once."""
 
-    def __init__(self, job: Job, parameters: Sequence[Parameter], classes: Classes | None, number: int = 0) -> None:
-        """The parameters are released: from here on this has their weights. A job's first has number 0, and so on."""
-        assert job.comm is not None
-        self._rank, self._parameters = job.comm.rank, parameters
+    def __init__(
+        self,
+        job: Job,
+        parameters: Sequence[Parameter],
+        classes: Classes | None,
+        number: int = 0,
+        *,
+        on_host: bool = False,
+    ) -> None:
+        """The parameters are released: from here on this has their weights, or `on_host` the host's memory has them.
+
+        A job's first has number 0, and so on.
+        """
+        self._rank, workers = (0, 1) if job.comm is None else (job.comm.rank, job.comm.size)
+        self._parameters, self._device, self.on_host = parameters, job.device, on_host
         self._index = {id(parameter): number for number, parameter in enumerate(parameters)}
         specs = [replace(spec, device=job.device) for spec in gradient_specs(parameters)]
         self._units = cut_units(job.models, self._index, specs, classes=classes, unit_bytes=job.bucket_bytes)
@@ -65,7 +78,7 @@ class UnitWeights:
         uncut = {number for number, parameter in enumerate(parameters) if not in_logical_order(parameter)}
         buckets = [list(unit_buckets(specs, unit, job.bucket_bytes, uncut)) for unit in self._units]
         # Backward comes to the last unit first.
-        self._cut = cut_buckets([b for of_unit in reversed(buckets) for b in of_unit], job.comm.size, uncut).buckets
+        self._cut = cut_buckets([b for of_unit in reversed(buckets) for b in of_unit], workers, uncut).buckets
         found = {shards.bucket: shards for shards in self._cut}
         self._buckets = [[found[bucket] for bucket in of_unit] for of_unit in buckets]
         self._strides = [parameter.stride() for parameter in parameters]
@@ -79,10 +92,10 @@ class UnitWeights:
         self._hooks: list[RemovableHandle] = []
         self._wanted = [0] * len(self._units)  # gradients in a backward
         self._there = [0] * len(self._units)
-        self._spare = SpareFlats()
+        self._spare, self._lift = SpareFlats(), Lift(job.device)
         self._closed = False
         self._cut_up(job)
-        self._pulls = ShardPulls(job, self._parts, number)
+        self._pulls = NobodyToAsk() if job.comm is None else ShardPulls(job, self._parts, number)
         self._install(job.models)
 
     def buckets_of(self, parameters: Sequence[Parameter]) -> list[BucketShards]:
@@ -107,6 +120,10 @@ class UnitWeights:
             used = [module for place in unit.parameters for module in owners.get(id(self._parameters[place]), ())]
             fill_modules(used, names, seed=job.seed, device=job.device)
             self._shards.append([self._own_part(shards) for shards in self._buckets[number]])
+            for parameter in (self._parameters[place] for place in unit.parameters):
+                if parameter.device != job.device:  # its weights were cut on the host, and it is used on the device
+                    layout = parameter.shape, parameter.stride()
+                    parameter.data = torch.empty_strided(*layout, dtype=parameter.dtype, device=job.device)
             self._let_go(number)
         for model in job.models:
             fill(model, names, seed=job.seed, device=job.device)
@@ -115,7 +132,12 @@ class UnitWeights:
         """The own range of a bucket, cut from the whole weights of the model as they lie in memory."""
         start, stop = shards.ranges[self._rank]
         dtype = self._parameters[shards.bucket.members[0].parameter].dtype
-        part = torch.zeros(stop - start, dtype=dtype, device=shards.bucket.device)
+        part = (
+            self._lift.room(stop - start, dtype)
+            if self.on_host
+            else torch.empty(stop - start, dtype=dtype, device=self._device)
+        )
+        part.zero_()
         for member in shards.bucket.members:
             self._bucket_of[member.parameter] = shards, part
         for owned in shards.pieces(self._rank):
@@ -154,8 +176,15 @@ class UnitWeights:
         for unit in list(self._gathered):
             self._let_go(unit)
 
+    def make_way(self) -> None:
+        """Let all go, and wait until nothing reads the own pieces any more."""
+        self.let_all_go()
+        self._lift.finish()
+
     def updated(self) -> None:
         """The own pieces have been changed, on every worker, since all was let go."""
+        if self._device.type == "cuda" and self._pulls.peers and not self.on_host:
+            torch.cuda.current_stream(self._device).synchronize()  # who answers others looks from another thread
         self._pulls.changed()
 
     def put(self, parameter: Parameter, whole: Tensor) -> None:
@@ -164,11 +193,12 @@ class UnitWeights:
         shards, part = self._bucket_of[number]
         self._let_go(self._unit_of[number])
         self._pulls.meet()  # until now somebody may look at weights, and gets the old ones
+        self._lift.finish()
         for owned in shards.pieces(self._rank):
             if owned.piece.parameter == number:
                 kept = self._kept(owned, part)
                 kept.copy_(whole if kept.shape == whole.shape else part_of(whole, owned.piece))
-        self._pulls.changed()
+        self.updated()
 
     # -- gathering and letting go ------------------------------------------------------------------------------------
 
@@ -206,26 +236,31 @@ class UnitWeights:
     def _start(self, unit: int) -> None:
         if unit in self._gathered:
             return
-        flats, rooms, copies = [], {peer: list[Tensor]() for peer in self._pulls.peers}, []
+        flats, rooms = [], {peer: list[Tensor]() for peer in self._pulls.peers}
+        copies, lifts = list[tuple[Tensor, Tensor]](), list[tuple[Tensor, Tensor]]()
         for shards, own in zip(self._buckets[unit], self._shards[unit], strict=True):
-            flat = self._spare.take(shards.bucket.elements, own)
+            flat = self._spare.take(shards.bucket.elements, own.dtype, self._device)
             for worker, (start, stop) in enumerate(shards.ranges):
+                part = flat[start:stop]
                 if worker == self._rank:
-                    flat[start:stop] = own
+                    if self.on_host:
+                        lifts.append((own, part))
+                    else:
+                        part.copy_(own)
                 elif start < stop:
-                    part = flat[start:stop]
-                    room = part if part.device.type == "cpu" else torch.empty(part.shape, dtype=part.dtype)
+                    room = part if part.device.type == "cpu" else self._lift.room(stop - start, part.dtype)
                     copies += [] if room is part else [(room, part)]
                     rooms[worker].append(room)
             flats.append(flat)
         works = self._pulls.start(unit, {peer: parts for peer, parts in rooms.items() if parts})
-        self._gathered[unit] = _Gathered(flats, works, copies)
+        self._gathered[unit] = _Gathered(flats, works, copies, self._lift.start(lifts) if lifts else None)
 
     def _arrive(self, unit: int, gathered: _Gathered) -> None:
         for work in gathered.works:
             work.wait()
         for room, part in gathered.rooms:
-            part.copy_(room)
+            part.copy_(room, non_blocking=True)
+        self._lift.arrive(gathered.lifted)
         for place, (shards, flat) in enumerate(zip(self._buckets[unit], gathered.flats, strict=True)):
             if flat.numel():
                 self._by_memory[flat.untyped_storage().data_ptr()] = unit, place, flat.dtype
@@ -243,6 +278,7 @@ class UnitWeights:
             if gathered.versions is None:  # it was asked for and is not wanted: its messages must end all the same
                 for work in gathered.works:
                     work.wait()
+                self._lift.arrive(gathered.lifted)
                 return
             for flat in gathered.flats:
                 self._by_memory.pop(flat.untyped_storage().data_ptr(), None)
@@ -359,6 +395,7 @@ class UnitWeights:
         if not self._units_of(module):
             return
         self._pulls.meet()  # until now somebody may look at weights, and gets the old ones
+        self._lift.finish()
         for unit in self._units_of(module):
             self._held[unit] -= 1
             gathered = self._gathered[unit]
@@ -387,4 +424,4 @@ class UnitWeights:
 
 
 def _same_bytes(a: Tensor, b: Tensor) -> bool:
-    return torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+    return torch.equal(a.view(torch.uint8), b.to(a.device).view(torch.uint8))

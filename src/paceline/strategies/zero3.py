@@ -12,12 +12,15 @@ Gradients go as in zero2, lane by lane to the owners of ranges. How weights come
     others                       each has its range of every bucket; a unit is gathered from the owners when it is used
     one                          in the model
 
+With offload="parameters" the second row holds for any number of workers, and shards lie in the host's memory: there the
+update changes them, and a unit is copied from there when it is used. In fp32 a shard is its own master.
+
 Weights are cut into shards in `prepare`, those of a parameter that an optimizer gets later when it gets it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -27,6 +30,7 @@ from torch.optim import Optimizer
 
 from paceline.collectives.canonical_sum import SumPlan
 from paceline.errors import ConfigError
+from paceline.optim.offload import HOST, PARAMETERS, Offload
 from paceline.sharding.flat_layout import Piece
 from paceline.sharding.shards import Shards
 from paceline.sharding.slices import Slices
@@ -38,6 +42,7 @@ from paceline.strategies.registry import Job, Registered, register
 from paceline.strategies.saved_weights import SavedWeights
 from paceline.strategies.sharded_strategy import ShardedParts
 from paceline.strategies.strategy import ItemPlace
+from paceline.strategies.twins import Twin
 from paceline.strategies.unit_weights import UnitWeights
 from paceline.strategies.zero2 import Zero2
 from paceline.world.lanes import strided_lanes
@@ -82,9 +87,15 @@ class Zero3(Zero2):
         return OwnPieces(self._named, self._shards, self._parts.rank, keep=self._keep)
 
     def _keep(self, parameter: Parameter, piece: Piece) -> Tensor:
+        masters = self._parts.masters if self._has_master(parameter) else None
+        return self._part(parameter, piece) if masters is None else masters.keep(parameter, piece)
+
+    def _has_master(self, parameter: Parameter) -> bool:
+        """Besides its shard: one in full precision that lies on the host needs none."""
         masters = self._parts.masters
-        has_master = masters is not None and masters.has(parameter)
-        return masters.keep(parameter, piece) if masters and has_master else self._part(parameter, piece)
+        if masters is None or not masters.has(parameter):
+            return False
+        return not self._of(parameter).on_host or masters.dtype_of(parameter) != parameter.dtype
 
     def _part(self, parameter: Parameter, piece: Piece) -> Tensor:
         return self._of(parameter).keep(parameter, piece)
@@ -118,14 +129,32 @@ class Zero3(Zero2):
         if self._parts.comm is not None:
             self._parts.comm.barrier()  # until now somebody may look at weights, and gets those before the update
         for some in self._unit_weights:
-            some.let_all_go()
-        twin = self._parts.twins.of(optimizer)
-        result = twin.step(self._used)
-        if self._parts.masters is not None:
-            self._parts.masters.round(twin.pieces, twin.own, into=self._part)
+            some.make_way()
+        twin, offload = self._parts.twins.of(optimizer), self._parts.offload
+        if offload is None:
+            result = twin.step(self._used)
+            self._round(twin, twin.own)
+        else:
+            result = twin.step(self._used, self._turns(twin, offload))
+            offload.finish()
         for some in self._unit_weights:
             some.updated()
         return result
+
+    def _turns(self, twin: Twin, offload: Offload) -> Iterator[list[Piece]]:
+        own = set(twin.own)
+        for number, shards in enumerate(twin.pieces.shards.buckets):
+            pieces = [owned.piece for owned in shards.pieces(self._parts.rank) if owned.piece in own]
+            if pieces:
+                offload.wait(number)
+                yield pieces
+                self._round(twin, pieces)
+
+    def _round(self, twin: Twin, pieces: Sequence[Piece]) -> None:
+        """Into the shards, wherever they are."""
+        if self._parts.masters is not None:
+            changed = [piece for piece in pieces if self._has_master(twin.pieces.parameters[piece.parameter])]
+            self._parts.masters.round(twin.pieces, changed, into=self._part)
 
     def whole(self, parameter: Parameter) -> Tensor:
         self._of(parameter).check(parameter)
@@ -138,7 +167,8 @@ class Zero3(Zero2):
 
     def put(self, parameter: Parameter, whole: Tensor) -> None:
         self._of(parameter).put(parameter, whole)
-        self._parts.twins.put_master(parameter, whole)
+        if self._has_master(parameter):
+            self._parts.twins.put_master(parameter, whole)
 
 
 def _kept(config: Zero3Config) -> Weights | None:
@@ -149,16 +179,27 @@ def _kept(config: Zero3Config) -> Weights | None:
 
 class Zero3Maker:
     def __init__(self, config: Zero3Config, job: Job) -> None:
-        kept = _kept(config)
-        if (kept != "per worker" and HostWeights.possible(job.comm)) or job.comm is None or job.precision.is_low:
+        kept, self._on_host = _kept(config), job.facts.get("offload") == PARAMETERS
+        if self._on_host and kept == "per host":
+            raise ConfigError(
+                "offload='parameters' with weights='per host': each worker has a shard of its own on "
+                "its host; choose weights='in shards'"
+            )
+        kept = "per worker" if self._on_host else kept
+        in_shards = self._on_host or (
+            job.comm is not None and (kept == "per worker" or not HostWeights.possible(job.comm))
+        )
+        if job.precision.is_low or not in_shards:
             names = module_names(job.models)  # else unit by unit
             for model in job.models:
-                fill(model, names, seed=job.seed, device=job.device)
+                fill(model, names, seed=job.seed, device=HOST if self._on_host else job.device)
+            if self._on_host:
+                _hold_on_host(job)
         self._parts = ShardedParts(job, "zero3", kept)
         self._classes = config.classes
         self._unit_weights: list[UnitWeights] = []
         self._saved: SavedWeights | None = None
-        if job.comm is not None and self._parts.weights is None:
+        if in_shards:
             self._saved = SavedWeights(self._unit_weights)
             everything = [
                 p for optimizer in job.optimizers for group in optimizer.param_groups for p in group["params"]
@@ -170,7 +211,8 @@ class Zero3Maker:
         unique = list({id(parameter): parameter for parameter in parameters}.values())
         job, number = self._parts.job, len(self._unit_weights)
         check_shardable(job, unique)
-        self._unit_weights.append(UnitWeights(job, unique, self._classes if number == 0 else None, number))
+        classes = self._classes if number == 0 else None
+        self._unit_weights.append(UnitWeights(job, unique, classes, number, on_host=self._on_host))
 
     def make(self, named: Sequence[tuple[str, Parameter]], optimizers: Sequence[Optimizer]) -> Zero2:
         if not self._unit_weights:
@@ -186,6 +228,13 @@ class Zero3Maker:
         for some in self._unit_weights:
             some.close()
         self._parts.close()
+
+
+def _hold_on_host(job: Job) -> None:
+    """What optimizers hold, so that masters are made there when it is lowered; all the rest is used on the device."""
+    held = {id(p) for optimizer in job.optimizers for group in optimizer.param_groups for p in group["params"]}
+    for tensor in (t for model in job.models for t in (*model.parameters(), *model.buffers())):
+        tensor.data = tensor.data.to(HOST if id(tensor) in held else job.device)
 
 
 def check_shardable(job: Job, parameters: Sequence[Parameter]) -> None:
@@ -211,6 +260,7 @@ register(
         examples=(Zero3Config(weights="in shards"),),
         rides=strided_lanes,
         takes_low_precision=True,
+        takes_offload=True,
         fills_meta=True,
     )
 )
