@@ -1,0 +1,187 @@
+"""What was made for transformers runs here: its callbacks, models, schedules and argument names."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+transformers = pytest.importorskip("transformers")
+
+from paceline import Trainer, TrainingArguments  # noqa: E402
+from paceline.trainer.choices import SchedulerType  # noqa: E402
+from paceline.trainer.schedules import get_scheduler  # noqa: E402
+from paceline.world.world import World  # noqa: E402
+from tests.trainer.jobs import make_trainer  # noqa: E402
+from tests.workers import hashes, run_workers  # noqa: E402
+
+
+def test_every_argument_of_transformers_has_a_field_with_its_default() -> None:
+    theirs = {item.name: item for item in dataclasses.fields(transformers.TrainingArguments)}
+    ours = {item.name: item for item in dataclasses.fields(TrainingArguments)}
+    assert set(theirs) - set(ours) == {"local_rank"}
+    differ = {
+        name
+        for name, item in theirs.items()
+        if name in ours
+        and item.default is not dataclasses.MISSING
+        and str(getattr(item.default, "value", item.default)) != str(ours[name].default)
+    }
+    assert differ == {
+        "output_dir",  # the same, said otherwise
+        "optim",  # torch's fused AdamW, which is theirs for torch 2.8 and later
+        "report_to",
+        "disable_tqdm",
+        "logging_nan_inf_filter",
+        "restore_callback_states_from_checkpoint",
+    } - ({"optim"} if str(theirs["optim"].default) == "adamw_torch_fused" else set())
+
+
+@pytest.mark.parametrize("name", [kind.value for kind in SchedulerType if kind != "reduce_lr_on_plateau"])
+@pytest.mark.parametrize("warmup", [0, 5])
+def test_learning_rates_are_those_of_transformers(name: str, warmup: int) -> None:
+    from transformers import get_scheduler as theirs
+
+    more = {
+        "cosine_with_restarts": {"num_cycles": 3},
+        "polynomial": {"power": 2.0, "lr_end": 1e-3},
+        "cosine_with_min_lr": {"min_lr_rate": 0.1},
+        "cosine_warmup_with_min_lr": {"min_lr": 0.05, "warmup_lr_rate": 0.2},
+        "warmup_stable_decay": {"num_decay_steps": 7, "decay_type": "1-sqrt", "warmup_type": "cosine"},
+    }.get(name)
+    rates = []
+    for make in (get_scheduler, theirs):
+        optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.5)
+        scheduler = make(
+            name, optimizer, num_warmup_steps=warmup, num_training_steps=30, scheduler_specific_kwargs=more
+        )
+        found = []
+        for _ in range(33):
+            found.append(optimizer.param_groups[0]["lr"])
+            optimizer.step()
+            scheduler.step()
+        rates.append(found)
+    assert rates[0] == pytest.approx(rates[1], abs=1e-12)
+
+
+def test_callbacks_of_transformers_run_unchanged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    scores = iter([0.5, 0.4, 0.3, 0.2])
+    stopping = transformers.EarlyStoppingCallback(early_stopping_patience=2)
+    trainer = make_trainer(
+        tmp_path,
+        max_steps=8,
+        eval_strategy="steps",
+        eval_steps=1,
+        save_strategy="steps",
+        save_steps=1,
+        metric_for_best_model="score",
+        load_best_model_at_end=True,
+        compute_metrics=lambda _: {"score": next(scores)},
+        callbacks=[stopping, transformers.PrinterCallback, Recorder()],
+    )
+    assert trainer.train().global_step == 3
+    assert stopping.early_stopping_patience_counter == 2
+    assert trainer.state.best_model_checkpoint == str(tmp_path / "checkpoint-1")
+    assert "'eval_score': '0.4'" in capsys.readouterr().out
+
+
+class Recorder(transformers.TrainerCallback):  # type: ignore[misc]
+    """Writes down what it is called with."""
+
+    def __init__(self) -> None:
+        self.events: list[str] = []
+
+    def __getattribute__(self, name: str) -> Any:
+        if name.startswith("on_"):
+            object.__getattribute__(self, "events").append(name)
+        return object.__getattribute__(self, name)
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        assert {"model", "optimizer", "lr_scheduler", "train_dataloader", "processing_class"} <= set(kwargs)
+
+
+def test_events_come_in_transformers_order(tmp_path: Path) -> None:
+    recorder = Recorder()
+    trainer = make_trainer(
+        tmp_path,
+        max_steps=1,
+        gradient_accumulation_steps=2,
+        logging_steps=1,
+        eval_strategy="steps",
+        save_strategy="steps",
+        callbacks=[recorder],
+    )
+    trainer.train()
+    events = [event.removeprefix("on_") for event in recorder.events]
+    once = [event for event in dict.fromkeys(events) if event != "prediction_step"]
+    before = ["init_end", "train_begin", "epoch_begin", "step_begin", "substep_end"]
+    acting = ["pre_optimizer_step", "optimizer_step", "step_end", "log", "evaluate", "save"]
+    assert once == [*before, *acting, "epoch_end", "train_end"]
+
+
+def tiny() -> Any:
+    config = transformers.GPT2Config(
+        vocab_size=37, n_positions=16, n_embd=16, n_layer=2, n_head=2, bos_token_id=1, eos_token_id=2
+    )
+    return transformers.GPT2LMHeadModel(config)
+
+
+def texts(count: int) -> list[dict[str, Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    ids = [torch.randint(37, (12,), generator=generator) for _ in range(count)]
+    return [{"input_ids": row, "labels": row.clone()} for row in ids]
+
+
+def train_gpt(world: World, folder: Path, strategy: str) -> str:
+    arguments = TrainingArguments(
+        str(folder), max_steps=4, per_device_train_batch_size=2, lanes=3, threads=1, use_cpu=True, strategy=strategy
+    )
+    trainer = Trainer(tiny(), arguments, train_dataset=texts(20), eval_dataset=texts(5), world=world)
+    trainer.train()
+    trainer.save_model()
+    found = trainer.predict(texts(5))
+    assert found.predictions.shape == (5, 12, 37)
+    return trainer.engine.weights_hash()
+
+
+def test_a_model_of_transformers_trains_alike_on_any_number_of_workers_and_is_saved_as_its_own(tmp_path: Path) -> None:
+    def job(workers: int, strategy: str) -> set[str]:
+        return hashes(
+            run_workers(train_gpt_seeded, workers, folder=tmp_path / f"{workers}{strategy}", strategy=strategy)
+        )
+
+    one = job(1, "ddp")
+    assert job(2, "ddp") == one
+    assert job(3, "zero3") == one
+    again = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "3zero3")
+    first = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "1ddp")
+    for name, value in first.state_dict().items():
+        torch.testing.assert_close(again.state_dict()[name], value, rtol=0, atol=0)
+    assert again.lm_head.weight is again.transformer.wte.weight
+
+
+def train_gpt_seeded(world: World, folder: Path, strategy: str) -> str:
+    torch.manual_seed(7)
+    return train_gpt(world, folder, strategy)
+
+
+def test_the_loss_is_the_mean_over_the_tokens_that_are_predicted(tmp_path: Path) -> None:
+    trainer = Trainer(tiny(), TrainingArguments(str(tmp_path), use_cpu=True), eval_dataset=texts(5))
+    batch = trainer._collator()(texts(3))
+    batch["labels"][0, 3:] = -100
+    assert trainer.weight_of(batch) == 2 + 11 + 11  # a causal model predicts the next token: the first has no guess
+
+
+def test_label_smoothing_is_that_of_transformers(tmp_path: Path) -> None:
+    from transformers.trainer_pt_utils import LabelSmoother
+
+    trainer = Trainer(tiny(), TrainingArguments(str(tmp_path), use_cpu=True, label_smoothing_factor=0.1))
+    trainer.model.eval()
+    batch = trainer._collator()(texts(3))
+    batch["labels"][0, 3:] = -100
+    expected = LabelSmoother(0.1)(trainer.model(batch["input_ids"]), batch["labels"], shift_labels=True)
+    torch.testing.assert_close(trainer.compute_loss(trainer.model, batch), expected)
