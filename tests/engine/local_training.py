@@ -107,7 +107,7 @@ class Strategy(WeightsInTheModel):
             for parameter in self.parameters:
                 self._comm.broadcast(parameter.data, root=0).wait()
 
-    def state_of(self, optimizer: Optimizer) -> dict[str, Any]:
+    def kept_state(self, optimizer: Optimizer) -> dict[str, Any]:
         self.calls.append(("state_of", optimizer))
         return optimizer.state_dict()
 

@@ -1,7 +1,7 @@
 """A save in the background: the training thread goes on while a thread writes what it was given.
 
-    training   ── snapshot ── step ── step ── step ── step ──
-    writer                └── write ── flush ── publish ──┘       one at a time
+training   ── snapshot ── step ── step ── step ── step ──
+writer                └── write ── flush ── publish ──┘       one at a time
 """
 
 from __future__ import annotations

@@ -20,6 +20,7 @@ VERBS = {
     "doctor": "paceline.cli.doctor",
     "bench": "paceline.cli.bench",
     "data": "paceline.cli.data",
+    "checkpoint": "paceline.cli.checkpoint",
     "replay": "paceline.cli.replay",
 }
 

@@ -347,8 +347,17 @@ class Fsdp(WeightsInTheModel):
         if self._models is None or not self._models.holds(parameter):
             super().put(parameter, whole)
             self._parts.twins.put_master(parameter, whole)
+            self._put_pieces(parameter, whole)
         else:
             self._models.put(parameter, whole)
+
+    def _put_pieces(self, parameter: Parameter, whole: Tensor) -> None:
+        """Pieces are there before their optimizers' twins, which know of masters from the first step on."""
+        masters = self._parts.masters
+        if masters is not None and masters.has(parameter):
+            for piece in self._pieces.tensors:
+                if self.parameters[piece.parameter] is parameter:
+                    masters.take(self._pieces, piece, whole)
 
     def close(self) -> None:
         self._rest.close()

@@ -1,0 +1,105 @@
+"""Weights as other people have them: one file, one tensor a name.
+
+written    .safetensors in Hugging Face's layout; a tied weight once, under its first name
+read       our checkpoints, .safetensors, and .pt/.pth/.bin as far as they hold tensors alone (no pickled objects)
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from paceline.checkpoint.checksum import best_checksum
+from paceline.checkpoint.disk import flush_folder, rename
+from paceline.checkpoint.load import Checkpoint, whole_tree
+from paceline.checkpoint.manifest import COMPLETE
+from paceline.checkpoint.retention import all_checkpoints
+from paceline.checkpoint.tensor_file import write_tensors
+from paceline.errors import CheckpointError
+
+PICKLED = (".pt", ".pth", ".bin", ".ckpt")
+
+
+def write_weights(path: Path, weights: Mapping[str, Tensor]) -> int:
+    """One .safetensors file, there when it is whole; its bytes."""
+    once: dict[int, str] = {}
+    for name, tensor in weights.items():
+        once.setdefault(id(tensor), name)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial = path.with_name(f".{path.name}.partial")
+        file = write_tensors(partial, [(name, weights[name]) for name in once.values()], best_checksum())
+        rename(partial, path)
+        flush_folder(path.parent)
+    except OSError as error:
+        raise CheckpointError(f"{path} could not be written: {error.strerror}") from error
+    return file.bytes
+
+
+def newest_in(folder: Path) -> Path:
+    """The checkpoint itself, or the newest complete one of a run's folder."""
+    if (folder / COMPLETE).exists():
+        return folder
+    found = all_checkpoints(folder)
+    complete = [path for path in found if (path / COMPLETE).exists()]
+    if complete:
+        return complete[0]
+    what = f"{len(found)} checkpoints, none of them complete" if found else "no checkpoint"
+    raise CheckpointError(f"{folder} has {what}")
+
+
+def weights_of(checkpoint: Checkpoint, model: int = 0) -> dict[str, Tensor]:
+    """The weights and buffers of one of its models; tied ones are one object."""
+    models = checkpoint.tree["models"]
+    if not 0 <= model < len(models):
+        raise CheckpointError(f"{checkpoint.folder} holds {len(models)} models; there is no model {model}")
+    known: dict[int, Any] = {}
+    found: dict[str, Tensor] = {}
+    for name, stored in models[model].items():
+        tensor = known.setdefault(id(stored), None)
+        if tensor is None:
+            tensor = known[id(stored)] = whole_tree(stored)
+        if isinstance(tensor, Tensor):
+            found[name] = tensor
+    return found
+
+
+def read_weights(path: Path, model: int = 0) -> dict[str, Tensor]:
+    """Tensors by name, from whatever holds them."""
+    if path.is_dir():
+        return weights_of(Checkpoint.open(newest_in(path)), model)
+    if path.suffix == ".safetensors":
+        from safetensors import SafetensorError
+        from safetensors.torch import load_file
+
+        try:
+            return load_file(path)
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(f"{path} can't be read: {error}") from error
+    if path.suffix in PICKLED:
+        return _tensors_of(path)
+    raise CheckpointError(f"{path} is no checkpoint, no .safetensors and no {', '.join(PICKLED)}")
+
+
+def _tensors_of(path: Path) -> dict[str, Tensor]:
+    import torch
+
+    try:
+        found = torch.load(path, map_location="cpu", weights_only=True)
+    except (OSError, RuntimeError, EOFError) as error:
+        raise CheckpointError(f"{path} can't be read: {error}") from error
+    except pickle.UnpicklingError as error:
+        raise CheckpointError(
+            f"{path} holds pickled objects besides tensors. Reading them would run code from the file, so it is not "
+            "read; save its state_dict() alone where it comes from"
+        ) from error
+    for inner in ("state_dict", "model_state_dict", "model"):
+        if isinstance(found, dict) and isinstance(found.get(inner), dict):
+            found = found[inner]
+    if not isinstance(found, dict) or not any(isinstance(value, Tensor) for value in found.values()):
+        raise CheckpointError(f"{path} holds no table of tensors, but a {type(found).__name__}")
+    return {name: value for name, value in found.items() if isinstance(value, Tensor)}

@@ -1,0 +1,152 @@
+"""`paceline checkpoint {list,show,verify,export,diff}`: look at what runs have saved, without starting one.
+
+$ paceline checkpoint list runs/demo
+checkpoint     step  workers  strategy       size  saved                 score
+checkpoint-40    40        4  zero3      12.1 MiB  2026-11-15T16:20:01Z
+checkpoint-20    20        4  zero3             –  not complete: COMPLETE is missing
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from paceline.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from paceline.checkpoint.load import Checkpoint
+
+app = typer.Typer(
+    no_args_is_help=True, add_completion=False, rich_markup_mode=None, help="Look at what runs have saved."
+)
+
+Saved = Annotated[Path, typer.Argument(help="a checkpoint, or a run's folder: its newest", show_default=False)]
+
+
+@app.command("list")
+def list_checkpoints(
+    run: Annotated[Path, typer.Argument(help="the folder that has the checkpoints", show_default=False)],
+) -> None:
+    """The checkpoints of a run, newest first, and which is the best."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from paceline.checkpoint.load import Checkpoint
+    from paceline.checkpoint.retention import all_checkpoints, best_checkpoint
+
+    found, best = all_checkpoints(run), best_checkpoint(run)
+    if not found:
+        raise CheckpointError(f"{run} has no checkpoint")
+    table = Table(box=None, header_style="", pad_edge=False, padding=(0, 2, 0, 0))
+    for title in ("checkpoint", "step", "workers", "strategy", "size", "saved", "score"):
+        table.add_column(title, justify="right" if title in ("step", "workers", "size") else "left", no_wrap=True)
+    for path in found:
+        try:
+            about, size = (opened := Checkpoint.open(path)).manifest.about, _size(opened.manifest.bytes)
+        except CheckpointError as error:
+            table.add_row(path.name, "", "", "", "–", f"not usable: {error}")
+            continue
+        score = about.get("score")
+        told = "" if score is None else f"{score:g}{' (best)' if path == best else ''}"
+        table.add_row(
+            path.name, str(about["step"]), str(about["workers"]), about["strategy"], size, about["saved at"], told
+        )
+    Console(width=None if sys.stdout.isatty() else 160).print(table)
+
+
+@app.command()
+def show(
+    checkpoint: Saved,
+    tensors: Annotated[bool, typer.Option("--tensors", help="every tensor, and where it lies")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="the manifest as it is")] = False,
+) -> None:
+    """What is in a checkpoint: step, job, position in the data, models, optimizers, files."""
+    opened = _opened(checkpoint)
+    manifest = opened.manifest
+    if as_json:
+        print(manifest.text())
+        return
+    print(f"{opened.folder}: step {opened.step}, {_size(manifest.bytes)} in {len(manifest.files)} files, complete")
+    for title, table in (("saved", manifest.about), ("job", opened.tree["job"])):
+        print(f"\n{title}")
+        for name, value in table.items():
+            print(f"  {name:24} {value if isinstance(value, str) else json.dumps(value)}")
+    print(f"\ndata\n  {json.dumps(manifest.tree['data'])}")
+    print(f"\ntensors: {len(manifest.tensors)}")
+    for path, stored in manifest.tensors.items() if tensors else ():
+        ranges = ", ".join(f"[{r.start}:{r.stop}] {r.file}" for r in stored.ranges)
+        print(f"  {path}  {stored.dtype} {list(stored.shape)}  {ranges}")
+
+
+@app.command()
+def verify(checkpoint: Saved) -> None:
+    """Read every byte of a checkpoint and compare checksums; 1 when something is damaged."""
+    opened = _opened(checkpoint)
+    wrong = opened.verify()
+    for line in wrong:
+        print(f"paceline: {line}", file=sys.stderr)
+    if wrong:
+        raise typer.Exit(1)
+    tensors, files = len(opened.manifest.tensors), len(opened.manifest.files)
+    print(
+        f"{opened.folder}: {tensors} tensors in {files} files, {_size(opened.manifest.bytes)}, all as they were written"
+    )
+
+
+@app.command()
+def export(
+    checkpoint: Saved,
+    file: Annotated[Path, typer.Argument(help="a .safetensors file, or a folder for model.safetensors")],
+    model: Annotated[int, typer.Option(help="which of the job's models")] = 0,
+) -> None:
+    """The weights as one safetensors file in Hugging Face's layout."""
+    from paceline.checkpoint.weights_file import weights_of, write_weights
+
+    target = file if file.suffix == ".safetensors" else file / "model.safetensors"
+    weights = weights_of(_opened(checkpoint), model)
+    size = write_weights(target, weights)
+    print(f"{target}: {len(weights)} tensors, {_size(size)}")
+
+
+@app.command()
+def diff(
+    first: Saved,
+    second: Annotated[Path, typer.Argument(help="the other one", show_default=False)],
+    weights: Annotated[
+        bool, typer.Option("--weights", help="only the weights; also .safetensors and .pt files")
+    ] = False,
+    limit: Annotated[int, typer.Option(help="differences to print")] = 20,
+) -> None:
+    """In what two checkpoints differ, bit by bit; 0 if in nothing, 1 otherwise."""
+    from paceline.checkpoint.differences import differences
+    from paceline.checkpoint.weights_file import read_weights
+
+    trees: list[Any]
+    if weights or not (first.is_dir() and second.is_dir()):
+        trees = [read_weights(first), read_weights(second)]
+    else:
+        trees = [_opened(first).tree, _opened(second).tree]
+    found = list(differences(*trees))
+    width = max((len(where) for where, _ in found[:limit]), default=0)
+    for where, what in found[:limit]:
+        print(f"{where:{width}}  {what}")
+    if len(found) > limit:
+        print(f"and {len(found) - limit} more")
+    if found:
+        raise typer.Exit(1)
+    print("no difference")
+
+
+def _opened(path: Path) -> Checkpoint:
+    from paceline.checkpoint.load import Checkpoint
+    from paceline.checkpoint.weights_file import newest_in
+
+    return Checkpoint.open(newest_in(path))
+
+
+def _size(count: int) -> str:
+    return f"{count / 2**30:.2f} GiB" if count >= 2**30 else f"{count / 2**20:.1f} MiB"

@@ -1,0 +1,121 @@
+"""Saved under any strategy by any number of workers, loaded under any other by another number: not one bit changes."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+from paceline import Engine, World
+from paceline.checkpoint.differences import differences
+from paceline.checkpoint.load import Checkpoint
+from paceline.strategies.registry import Chosen, synchronous_strategies
+from tests.bits.programs import TiedGpt
+from tests.workers import hashes, run_workers
+
+STRATEGIES = synchronous_strategies()
+STEPS, HALF = 6, 3
+# From each to the next, so that each is once on either side; workers in turn.
+IN_A_RING = [
+    (place, (place + 1) % len(STRATEGIES), 1 + place % 4, 1 + (place + 2) % 4) for place in range(len(STRATEGIES))
+]
+EVERYTHING = [
+    (before, after, saving, loading)
+    for before in range(len(STRATEGIES))
+    for after in range(len(STRATEGIES))
+    for saving, loading in ((1, 4), (2, 3), (3, 2), (4, 1))
+]
+Case = tuple[int, int, int, int]
+
+
+def trains(
+    world: World, *, until: int, run: str | None = None, again: str | None = None, asynchronous: bool = True, **job: Any
+) -> str:
+    """Goes on from the newest checkpoint of `run` if there is one, and saves one; `again`: also what it has loaded."""
+    with Engine(world=world, **{"lanes": 4, "accumulate": 2, "bucket_mib": 0.01} | job) as engine:
+        model = TiedGpt(width=72)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.02, total_steps=20)
+        text = torch.randint(0, 32, (75, 9), generator=torch.Generator().manual_seed(2))
+        loader = DataLoader(TensorDataset(text[:, :-1], text[:, 1:]), batch_size=4, shuffle=True)
+        model, optimizer, loader, schedule = engine.prepare(model, optimizer, loader, schedule)
+        checkpoints = engine.checkpoints(run or "unused", asynchronous=asynchronous)
+        if run is not None:
+            checkpoints.resume()
+        if again is not None:
+            engine.save_state(again)
+        while engine.step < until:
+            for x, y in loader:
+                engine.backward(F.cross_entropy(model(x).flatten(0, 1), y.flatten()))
+                optimizer.step()
+                schedule.step()
+                if engine.stepped and engine.step == HALF and run is not None:
+                    checkpoints.save()
+                if engine.stepped and engine.step == until:
+                    break
+        checkpoints.close()
+        return engine.weights_hash()
+
+
+@cache
+def straight(precision: str) -> frozenset[str]:
+    return frozenset(hashes(run_workers(trains, 1, until=STEPS, precision=precision)))
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("runs")
+
+
+@cache
+def saved(runs: Path, place: int, workers: int, precision: str) -> Path:
+    """A run of so many workers under a strategy that has saved after half of its steps, and trained a little more."""
+    run = runs / f"{place} {workers} {precision}"
+    strategy = STRATEGIES[place].config
+    results = run_workers(trains, workers, until=HALF + 1, run=str(run), strategy=strategy, precision=precision)
+    hashes(results)
+    return run / f"checkpoint-{HALF}"
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "case" in metafunc.fixturenames:
+        whole = EVERYTHING[:: metafunc.config.getoption("--every")]
+        cases = whole if metafunc.config.getoption("--full-product") else IN_A_RING
+        metafunc.parametrize("case", cases, ids=map(described, cases))
+
+
+def described(case: Case) -> str:
+    before, after, saving, loading = case
+    return f"{STRATEGIES[before]} on {saving} to {STRATEGIES[after]} on {loading}"
+
+
+def precision_for(*chosen: Chosen) -> str:
+    """bf16 keeps masters apart from weights, which is the harder case; where both sides can."""
+    return "bf16" if all(one.entry.takes_low_precision for one in chosen) else "fp32"
+
+
+def test_a_checkpoint_goes_on_elsewhere_to_the_bits_of_the_run_never_stopped(
+    case: Case, runs: Path, tmp_path: Path
+) -> None:
+    before, after, saving, loading = case
+    precision = precision_for(STRATEGIES[before], STRATEGIES[after])
+    checkpoint, again = saved(runs, before, saving, precision), tmp_path / "again"
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / checkpoint.name).symlink_to(checkpoint)
+    job = {"until": STEPS, "run": str(run), "again": str(again), "strategy": STRATEGIES[after].config}
+    found = hashes(run_workers(trains, loading, precision=precision, **job))
+    assert states_differ(checkpoint, again) == []
+    assert found == straight(precision)
+
+
+def states_differ(first: Path, second: Path) -> list[Any]:
+    """Weights, buffers, optimizer states and everything else that was loaded."""
+    one, other = Checkpoint.open(first), Checkpoint.open(second)
+    assert one.verify() == other.verify() == []
+    return list(differences(one.tree, other.tree))
