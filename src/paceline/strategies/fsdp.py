@@ -135,6 +135,7 @@ class Fsdp(WeightsInTheModel):
         self._used = [False] * len(self.parameters)
         self.left_during_backward = 0
         if self._models is not None:
+            self._models.check_untouched()
             self._models.drop_gradients()
             self._models.round_frozen()
             self._models.on_gradient, self._models.on_seen = self._take, self._saw
@@ -324,6 +325,8 @@ class Fsdp(WeightsInTheModel):
 
     def settle(self) -> None:
         """Nothing is under way between two steps."""
+        if self._models is not None:
+            self._models.check_untouched()
 
     def kept_state(self, optimizer: Optimizer) -> dict[str, Any]:
         return self._parts.twins.kept_state(optimizer)

@@ -26,18 +26,16 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from paceline.collectives.communicator import Communicator
-from paceline.errors import CollectiveError, LoopError, PeerLostError
+from paceline.errors import LoopError
 from paceline.optim.precision import Precision, outermost
 from paceline.sharding.slices import Slices
+from paceline.strategies.fsdp_gather import Gather
+from paceline.strategies.fsdp_hooks import check_no_gradient_hooks
 from paceline.strategies.fsdp_rows import RowMember, RowShards
 from paceline.strategies.fsdp_units import Units, kept_whole, unit_modules, with_units
+from paceline.strategies.masters import take_over
 
 _meshes = itertools.count()
-_HEADER = 16  # elements before a row: its unit's number, then nothing, so that rows stay aligned
-_ALIKE = (
-    "every worker has to run the same units in the same order: a module that only some micro-batches use can't be one. "
-    "Choose units=… so that it is part of a larger one"
-)
 OnGradient = Callable[["ShardedUnit", Tensor], None]
 
 
@@ -100,10 +98,17 @@ class ShardedUnit:
         return cut.sharded_param is not parameter or cut._sharded_param_data.data_ptr() != rows.data_ptr()
 
     def cut_like(self, parameter: Parameter, whole: Tensor) -> Tensor:
-        """Of a tensor of the parameter's shape what this worker has of the parameter, as torch has it."""
-        cut = self._cut_of[id(parameter)]
+        """Of a tensor of the parameter's shape what this worker has of the parameter, as torch has it.
+
+        In low precision it is loaded as under other strategies: rounded, and rows that round to it stay.
+        """
+        cut, given = self._cut_of[id(parameter)], whole.detach()
         low, high = RowMember(0, tuple(parameter.shape)).owned(self.rank, self.workers)
-        part = whole.detach().reshape(-1)[low:high].to(parameter.device, parameter.dtype)
+        rows: Any = given.to_local() if hasattr(given, "to_local") else given.reshape(-1)[low:high]
+        part = rows.reshape(-1).to(parameter.device, parameter.dtype)
+        if self.low is not None:
+            loaded, part = part, self.own_rows(parameter)[: high - low].clone()
+            take_over(part, loaded.to(self.low))
         same: Tensor = cut.to_sharded_dtensor(part.view(cut.sharded_size))
         return same
 
@@ -137,13 +142,18 @@ class ShardedModels:
         for model in models:
             self.units += self._shard(model, mesh, wanted, fill)
         self._unit_of = {id(p): unit for unit in self.units for p in unit.parameters}
+        self._names = {id(p): name for model in models for name, p in model.named_parameters()}
         self._rounded: set[int] = set()  # frozen parameters
+        self.loads = 0  # by the script
         self.round_frozen()
+        self.take_as_right()
         _swap(models, before, optimizers)
-        self._loading: list[RemovableHandle] = [
-            model.register_load_state_dict_pre_hook(self._cut_loaded)  # type: ignore[no-untyped-call]
-            for model in models
-        ]
+        self._loading: list[RemovableHandle] = []
+        for model in models:
+            self._loading += [
+                model.register_load_state_dict_pre_hook(self._cut_loaded),  # type: ignore[no-untyped-call]
+                model.register_load_state_dict_post_hook(self._loaded),  # type: ignore[no-untyped-call]
+            ]
         self.on_gradient: OnGradient = lambda unit, flat: None
         self.on_seen: Callable[[Parameter], None] = lambda parameter: None
 
@@ -157,6 +167,7 @@ class ShardedModels:
         inner = with_units(model, unit_modules(model, wanted), kept)
         in_fp32 = {id(below) for module in kept for below in module.modules()}
         whole = kept_whole(model, inner)
+        check_no_gradient_hooks((name, p) for name, p in model.named_parameters() if p not in whole)
         for number, module in enumerate([*reversed(inner), model], start=len(self.units)):
             fill(module)
             sharded: Any = fully_shard(
@@ -172,7 +183,7 @@ class ShardedModels:
                 unit = ShardedUnit(number, sharded, group, self._comm)
                 unit.low = self._precision.dtype if self._precision.is_low and id(module) not in in_fp32 else None
                 self._twice.append(sharded.register_forward_hook(_refuse_second_derivatives))
-                sharded.set_custom_all_gather(_Gather(unit, self._comm))
+                sharded.set_custom_all_gather(Gather(unit, self._comm, lambda: self.loads))
                 sharded.set_custom_reduce_scatter(_HandOver(unit, self))
                 yield unit
 
@@ -205,6 +216,26 @@ class ShardedModels:
                 parameter.grad = None
 
     # -- weights -----------------------------------------------------------------------------------------------------
+
+    def check_untouched(self) -> None:
+        """Before a step: raise if the script has put a hook on rows, or written to rows that are masters."""
+        check_no_gradient_hooks((self._name_of(p), p) for unit in self.units for p in unit.parameters)
+        for unit in self.units if self._precision.is_low else ():
+            for parameter in unit.parameters:
+                if self._versions.get(id(parameter)) not in (None, _version(parameter)):
+                    raise LoopError(
+                        f"{self._name_of(parameter)!r} was changed in place after engine.prepare(): in "
+                        f"{self._precision.parameters} that changed the fp32 rows behind it, where other strategies "
+                        "change what they are rounded to, so the result would be another; load weights with "
+                        "model.load_state_dict(…), or use strategy='zero2' to change them in place"
+                    )
+
+    def _name_of(self, parameter: Parameter) -> str:
+        return self._names.get(id(parameter), "a parameter")
+
+    def take_as_right(self) -> None:
+        """What the script has written to parameters was loaded. The update writes to rows, past these counters."""
+        self._versions = {id(p): _version(p) for unit in self.units for p in unit.parameters}
 
     def holds(self, parameter: Tensor) -> bool:
         return id(parameter) in self._unit_of
@@ -254,8 +285,15 @@ class ShardedModels:
         self.release()
         for name, parameter in module.named_parameters(remove_duplicate=False):
             given: Any = state.get(prefix + name)
-            if self.holds(parameter) and type(given) in (Tensor, Parameter) and given.shape == parameter.shape:
-                state[prefix + name] = self._unit_of[id(parameter)].cut_like(parameter, given)
+            if not self.holds(parameter) or not isinstance(given, Tensor) or given.shape != parameter.shape:
+                continue
+            unit = self._unit_of[id(parameter)]
+            if type(given) in (Tensor, Parameter) or unit.low is not None:
+                state[prefix + name] = unit.cut_like(parameter, given)
+
+    def _loaded(self, module: nn.Module, _: Any) -> None:
+        self.loads += 1
+        self.take_as_right()
 
     def check_in_place(self, parameter: Parameter, rows: Tensor, name: str) -> None:
         if self._unit_of[id(parameter)].has_moved(parameter, rows):
@@ -294,6 +332,11 @@ def _mesh(name: Any, comm: Communicator, device: torch.device) -> Any:
     return mesh
 
 
+def _version(parameter: Any) -> tuple[int, int]:
+    """Counts what is written to a parameter, or to what its to_local() gives."""
+    return parameter._version, parameter._local_tensor._version
+
+
 def _swap(
     models: Sequence[nn.Module], before: Sequence[Sequence[tuple[str, Parameter]]], optimizers: Sequence[Optimizer]
 ) -> None:
@@ -311,12 +354,18 @@ def _swap(
 
 
 def _outside_modes(hooks: dict[int, Callable[..., Any]], handle: RemovableHandle) -> None:
-    """Checkpointing that keeps some results watches all operations, and must not take gathers for the model's."""
+    """Checkpointing that keeps some results watches all operations, and must not take gathers for the model's.
+
+    Nor may a forward in inference mode be the first to gather: torch keeps the tensors that it gathers into.
+    """
     hook = hooks[handle.id]
 
     def unwatched(*args: Any) -> Any:
         with _disable_current_modes():
-            return hook(*args)
+            if not torch.is_inference_mode_enabled():
+                return hook(*args)
+            with torch.inference_mode(False), torch.no_grad():
+                return hook(*args)
 
     hooks[handle.id] = unwatched
 
@@ -348,52 +397,6 @@ class _Pool:
 
     def give_back(self, flat: Tensor) -> None:
         self._free.setdefault(flat.numel(), []).append(flat)
-
-
-class _Gather:
-    """torch's all-gather of a unit: `input_tensor` is this worker's row of `output_tensor`, in the same memory.
-
-    Workers that gather different units would compute with wrong weights, so the unit's number travels with its rows.
-    """
-
-    def __init__(self, unit: ShardedUnit, comm: Communicator) -> None:
-        self._unit, self._comm = unit, comm
-        self._mark = unit.number % 256  # whole in bf16
-
-    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return torch.empty(*size, dtype=dtype, device=device)
-
-    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False) -> None:
-        comm = self._comm
-        if comm.backend == "gloo":  # which does not look whether all send as much
-            self._check(self._gathered(torch.tensor([self._mark]))[:, 0])
-        row = input_tensor.new_empty(_HEADER + input_tensor.numel())
-        row[0] = self._mark
-        row[_HEADER:] = input_tensor
-        rows = self._gathered(row)
-        if comm.backend != "nccl":  # where a look at the numbers would wait for the device
-            self._check(rows[:, 0])
-        output_tensor.view(comm.size, -1).copy_(rows[:, _HEADER:])
-
-    def _gathered(self, row: Tensor) -> Tensor:
-        rows, handle = self._comm.all_gather(row)
-        try:
-            handle.wait()
-        except PeerLostError as error:
-            if not isinstance(error.__cause__, CollectiveError) or "different things" not in str(error):
-                raise
-            raise LoopError(
-                f"worker {self._comm.rank} gathers {self._unit.name!r}: {error.__cause__}; {_ALIKE}"
-            ) from error
-        return rows
-
-    def _check(self, numbers: Tensor) -> None:
-        for worker, number in enumerate(numbers.tolist()):
-            if int(number) != self._mark:
-                raise LoopError(
-                    f"worker {self._comm.rank} gathers the weights of {self._unit.name!r} while worker {worker} is at "
-                    f"another unit; {_ALIKE}"
-                )
 
 
 class _HandOver:
