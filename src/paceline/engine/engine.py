@@ -40,7 +40,7 @@ from paceline.engine.job_state import JobState
 from paceline.engine.memory_check import check_memory
 from paceline.engine.one_line_errors import show_our_errors_in_one_line
 from paceline.engine.prepared_loader import PreparedLoader
-from paceline.engine.progress import Progress
+from paceline.engine.progress import Bar, Progress
 from paceline.engine.replaying_source import ReplayingSource
 from paceline.engine.replicas import check_same_models, named_state, parameter_names, weights_hash
 from paceline.engine.saved_state import job_facts
@@ -60,6 +60,7 @@ from paceline.strategies.meta_weights import check_states, fill, is_on_meta, mod
 from paceline.strategies.registry import STRATEGIES, Job, LoopEndListener, choose
 from paceline.world.determinism import default_threads, make_deterministic, mix, seed_everything
 from paceline.world.environment import read_world
+from paceline.world.summary_table import SummaryTable
 from paceline.world.world import World
 
 DEFAULT_SEED = 0
@@ -227,6 +228,12 @@ class Engine:
         return self._step is not None and self._step.stepped
 
     @property
+    def step_samples(self) -> int:
+        """Samples of all workers in the step that the loop is in."""
+        item = self._training().item
+        return 0 if item is None else item.step_samples
+
+    @property
     def timing(self) -> Timing:
         return self._training().timing
 
@@ -271,7 +278,18 @@ class Engine:
         if total is None and isinstance(loader, PreparedLoader):
             left = loader.source.steps_left
             total = None if left is None else self.step + left
-        return Progress(loader, total=total, main=self.is_main_process, client=self._client, engine=self)
+        return Progress(loader, bar=lambda: self.bar(total), total=total, engine=self)
+
+    def bar(self, total: int | None) -> Bar:
+        """A progress line that the caller moves on: one for several loops, or for none; close it."""
+        return Bar(step=self.step, total=total, main=self.is_main_process, client=self._client)
+
+    def show_table(self, title: str, rows: Sequence[Sequence[str]]) -> None:
+        """Two columns, shown once: by the launcher where there is one, otherwise printed."""
+        if self.is_main_process and self._client is not None:
+            self._client.tell("table", title=title, rows=[list(row) for row in rows])
+        elif self.is_main_process:
+            SummaryTable.of(title, rows).print()
 
     # -- between steps -----------------------------------------------------------------------------------------------
 

@@ -1,80 +1,168 @@
 """Progress: one live line for the whole job.
 
 Under `paceline run` the line is drawn by the supervisor, below the workers' output; otherwise by this process: rich on
-a terminal, a plain line every few seconds elsewhere.
+a terminal, a plain line every few seconds elsewhere. A `Bar` shows what it is told; `Progress` tells one how a loader
+gets on. Speed and the time that is left are those of the last half minute.
 """
 
 from __future__ import annotations
 
+import shutil
 import sys
 import time
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from typing import Any
 
 from paceline.world.control import ControlClient
-from paceline.world.progress_line import ProgressLine
+from paceline.world.progress_line import ProgressLine, duration
 
 PLAIN_EVERY_S = 5.0
 SEND_EVERY_S = 0.1
+MARK_EVERY_S = 0.5
+MARKS = 60
 
 
-class Progress:
-    """Wraps a loader: `bar = engine.progress(loader, total=steps)`, then `bar.show(loss=2.3)` when a step is done."""
+class Pace:
+    """Steps and samples in a second, lately."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._marks: deque[tuple[float, int, int]] = deque(maxlen=MARKS)
+        self._now = (clock(), 0, 0)
+
+    def begin(self, step: int) -> None:
+        self._now = (self._clock(), step, 0)
+        self._marks.append(self._now)
+
+    def mark(self, step: int, samples: int) -> None:
+        self._now = (self._clock(), step, self._now[2] + samples)
+        if self._now[0] - self._marks[-1][0] >= MARK_EVERY_S:
+            self._marks.append(self._now)
+
+    def _rate(self, of: int) -> float:
+        first = self._marks[0]
+        seconds = self._now[0] - first[0]
+        return (self._now[of] - first[of]) / seconds if seconds > 0 else 0.0
+
+    @property
+    def steps_per_s(self) -> float:
+        return self._rate(1)
+
+    @property
+    def samples_per_s(self) -> float:
+        return self._rate(2)
+
+
+class Bar:
+    """`bar.step_done(step, samples)` when a step is done, after `bar.show(loss=2.3)`; `bar.close()` leaves it standing.
+
+    Only the main worker's is seen; the others' do nothing.
+    """
 
     def __init__(
-        self, loader: Any, *, total: int | None, main: bool, client: ControlClient | None, engine: Any
+        self,
+        *,
+        step: int,
+        total: int | None,
+        main: bool,
+        client: ControlClient | None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._loader = loader
-        self._total = total
-        self._main = main
-        self._client = client
-        self._engine = engine
-        self._fields: dict[str, Any] = {}
-        self._last = 0.0
+        self._step, self._total, self._main, self._client, self._clock = step, total, main, client, clock
+        self._fields: dict[str, float | int | str] = {}
+        self._begun = clock()
+        self._pace = Pace(clock)
+        self._pace.begin(step)
+        self._last = float("-inf")
         self._printed = ""
         self._live: Any = None
-
-    def __len__(self) -> int:
-        return len(self._loader)
-
-    def __iter__(self) -> Iterator[Any]:
-        try:
-            for batch in self._loader:
-                yield batch
-                if self._engine.stepped:
-                    self._draw(final=False)
-        finally:
-            self._draw(final=True)
-            if self._live is not None:
-                self._live.stop()
-                self._live = None
 
     def show(self, **fields: float | str | int) -> None:
         """Values to show beside the step; the latest of each name stays."""
         self._fields.update(fields)
 
+    def step_done(self, step: int, samples: int = 0) -> None:
+        self._step = step
+        self._pace.mark(step, samples)
+        self._draw(final=False)
+
+    def close(self) -> None:
+        self._draw(final=True)
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+
+    def line(self, *, final: bool) -> ProgressLine:
+        fields = dict(self._fields)
+        if self._pace.samples_per_s and not any(name.endswith("/s") for name in fields):
+            fields["samples/s"] = float(f"{self._pace.samples_per_s:.3g}")
+        if final:
+            fields["in"] = duration(self._clock() - self._begun)
+        elif self._total and self._pace.steps_per_s:
+            fields["eta"] = duration((self._total - self._step) / self._pace.steps_per_s)
+        return ProgressLine(self._step, self._total, fields, final)
+
     def _draw(self, *, final: bool) -> None:
-        if not self._main:
+        now = self._clock()
+        live = self._client is not None or (self._main and sys.stdout.isatty())
+        if not self._main or (not final and now - self._last < (SEND_EVERY_S if live else PLAIN_EVERY_S)):
             return
-        now = time.monotonic()
-        line = ProgressLine(self._engine.step, self._total, dict(self._fields), final)
+        self._last = now
+        line = self.line(final=final)
         if self._client is not None:
-            if final or now - self._last >= SEND_EVERY_S:
-                self._last = now
-                self._client.tell("progress", **asdict(line))
-        elif sys.stdout.isatty():
+            self._client.tell("progress", **asdict(line))
+        elif live:
             self._draw_live(line)
-        elif (final and line.text() != self._printed) or now - self._last >= PLAIN_EVERY_S:
-            self._last = now
+        elif line.text() != self._printed:
             self._printed = line.text()
             print(self._printed, flush=True)
 
     def _draw_live(self, line: ProgressLine) -> None:
-        from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+        from rich.live import Live  # what the script prints meanwhile appears above the line
+        from rich.text import Text
 
         if self._live is None:
-            self._live = Progress(BarColumn(20), TextColumn("{task.description}"), TimeElapsedColumn())
-            self._task = self._live.add_task("", total=self._total)
+            self._live = Live(auto_refresh=False)
             self._live.start()
-        self._live.update(self._task, completed=line.step, description=line.text())
+        width = shutil.get_terminal_size().columns
+        self._live.update(Text.from_ansi(line.drawn(width), no_wrap=True), refresh=True)
+
+
+class Progress:
+    """Wraps a loader: `bar = engine.progress(loader, total=steps)`, then `bar.show(loss=2.3)` when a step is done."""
+
+    def __init__(self, loader: Any, *, bar: Callable[[], Bar], total: int | None, engine: Any) -> None:
+        self._loader = loader
+        self._make_bar = bar
+        self._bar: Bar | None = None
+        self._total = total
+        self._engine = engine
+        self._fields: dict[str, float | int | str] = {}
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def __iter__(self) -> Iterator[Any]:
+        self._bar = self._make_bar()
+        try:
+            for batch in self._loader:
+                yield batch
+                if self._engine.stepped:
+                    self._bar.show(**self._where(), **self._fields)
+                    self._bar.step_done(self._engine.step, self._engine.step_samples)
+        finally:
+            self._bar.close()
+
+    def show(self, **fields: float | str | int) -> None:
+        """Values to show beside the step; the latest of each name stays."""
+        self._fields.update(fields)
+
+    def _where(self) -> dict[str, str]:
+        source = getattr(self._loader, "source", None)
+        steps, left = getattr(source, "steps", None), getattr(source, "steps_left", None)
+        if source is None or not steps or left is None or "epoch" in self._fields:
+            return {}
+        # The step that has just acted is committed when the loop asks for the next item.
+        return {"epoch": f"{source.epoch + (steps - left + 1) / steps:.2f}"}

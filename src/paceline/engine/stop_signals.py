@@ -120,9 +120,16 @@ class StopSignals:
         if self.asked is None:
             self.asked, self._asked_at = signal.Signals(number), self._clock()
             if self._tells:
-                how = "Ctrl-C" if number == signal.SIGINT else self.asked.name
-                again = "; Ctrl-C again leaves at once" if sys.stderr is not None and sys.stderr.isatty() else ""
                 # Not print: the handler may have interrupted one, and its buffer can't be entered twice.
-                os.write(2, f"paceline: {how}: stopping after this step{again}\n".encode())
+                os.write(2, self._first_words(self.asked).encode())
         elif number == signal.SIGINT and self._clock() - self._asked_at >= SAME_CTRL_C_S:
             raise KeyboardInterrupt
+
+    def _first_words(self, number: signal.Signals) -> str:
+        live = sys.stderr is not None and sys.stderr.isatty()  # then the cursor is behind a progress line, or a ^C
+        said = "stopping after this step"
+        if number == signal.SIGINT:
+            said += "; Ctrl-C again leaves at once"
+        else:
+            said = f"{number.name}: {said}"
+        return "\n" * live + f"paceline: {said}\n"

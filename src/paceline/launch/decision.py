@@ -37,6 +37,7 @@ from paceline.launch.verdict import (
     judge,
 )
 from paceline.world.progress_line import ProgressLine
+from paceline.world.summary_table import SummaryTable
 
 SETTLE_S = 0.5
 SETTLE_LONGER_S = 3.0
@@ -67,7 +68,7 @@ class Coordinator:
         self,
         seat: Seat,
         links: Mapping[int, SealedLink],
-        on_progress: Callable[[ProgressLine], None],
+        show: Callable[[ProgressLine | SummaryTable], None],
         say: Callable[[str], None],
         grace_s: float = GRACE_S,
     ) -> None:
@@ -81,7 +82,7 @@ class Coordinator:
         self._request: Request | None = None
         self._clock = asyncio.get_running_loop().time
         self._keys = KeyValues()
-        self._on_progress = on_progress
+        self._show = show
         self._say = say
         self._links = links
         self._checkpoint: str | None = None
@@ -114,7 +115,9 @@ class Coordinator:
                 pass  # that it was heard is all there is to it
             case "progress":
                 fields, final = body.get("fields") or {}, bool(body.get("final"))
-                self._on_progress(ProgressLine(int(body["step"]), body.get("total"), fields, final))
+                self._show(ProgressLine(int(body["step"]), body.get("total"), fields, final))
+            case "table":
+                self._show(SummaryTable.of(body["title"], body["rows"]))
             case _:
                 raise ValueError("this supervisor does not know it")
 

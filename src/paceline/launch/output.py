@@ -13,7 +13,6 @@ pipes are read no further until it has, so a fast worker waits instead of fillin
 from __future__ import annotations
 
 import asyncio
-import io
 import os
 import queue
 import threading
@@ -22,6 +21,7 @@ from collections.abc import Callable
 from enum import Enum
 
 from paceline.world.progress_line import ProgressLine
+from paceline.world.summary_table import SummaryTable
 
 PROGRESS_EVERY_S = 5.0
 """How often a line of progress is written where it can't be redrawn in place."""
@@ -85,7 +85,7 @@ class Screen:
         self._fds = {Stream.STDOUT: stdout_fd, Stream.STDERR: stderr_fd}
         self._live = os.isatty(stdout_fd)
         self._on_room = on_room
-        self._items: queue.SimpleQueue[tuple[Stream, bytes] | ProgressLine | None] = queue.SimpleQueue()
+        self._items: queue.SimpleQueue[tuple[Stream, bytes] | ProgressLine | SummaryTable | None] = queue.SimpleQueue()
         self._backlog = 0
         self._lock = threading.Lock()
         self._progress: ProgressLine | None = None
@@ -113,8 +113,8 @@ class Screen:
         """A line of the supervisor's own."""
         self.write(Stream.STDERR, text.encode(errors="backslashreplace") + b"\n")
 
-    def progress(self, progress: ProgressLine) -> None:
-        self._items.put(progress)
+    def show(self, item: ProgressLine | SummaryTable) -> None:
+        self._items.put(item)
 
     def close(self, timeout_s: float) -> bool:
         """Write out what is left; False when stdout or stderr took too long to take it."""
@@ -126,6 +126,10 @@ class Screen:
         while (item := self._items.get()) is not None:
             if isinstance(item, ProgressLine):
                 self._show_progress(item)
+                continue
+            if isinstance(item, SummaryTable):
+                self._finish_progress()
+                self._put(Stream.STDOUT, (item.drawn(self._width()) if self._live else item.plain()).encode())
                 continue
             stream, data = item
             self._erase()
@@ -159,7 +163,7 @@ class Screen:
             return
         if self._live:
             self._erase()
-            self._put(Stream.STDOUT, _drawn(self._progress, self._width()).encode() + b"\n")
+            self._put(Stream.STDOUT, self._progress.drawn(self._width()).encode() + b"\n")
         elif self._progress.text() != self._written:
             self._write_progress(self._progress)
         self._progress = None
@@ -170,7 +174,7 @@ class Screen:
 
     def _draw(self) -> None:
         if self._live and self._progress is not None:
-            self._put(Stream.STDOUT, _drawn(self._progress, self._width()).encode())
+            self._put(Stream.STDOUT, self._progress.drawn(self._width()).encode())
             self._drawn = True
 
     def _erase(self) -> None:
@@ -264,24 +268,3 @@ class WorkerOutput:
         if self._reading:
             self._loop.remove_reader(self._fd)
             self._reading = False
-
-
-def _drawn(progress: ProgressLine, width: int) -> str:
-    """The progress line in the terminal's own colours, at most one row."""
-    from rich.console import Console  # imported late: most runs never draw one, and it costs 50 ms
-    from rich.progress_bar import ProgressBar
-    from rich.table import Table
-    from rich.text import Text
-
-    out = io.StringIO()
-    console = Console(file=out, force_terminal=True, width=max(20, width - 1), legacy_windows=False)
-    row = Table.grid(padding=(0, 1))
-    text = Text(progress.text(), no_wrap=True, overflow="ellipsis")
-    if progress.total and width >= 60:
-        row.add_column(width=20, no_wrap=True)
-        row.add_column(no_wrap=True)
-        row.add_row(ProgressBar(total=progress.total, completed=progress.step, width=20), text)
-    else:
-        row.add_row(text)
-    console.print(row, end="", soft_wrap=False)
-    return out.getvalue().splitlines()[0].rstrip()

@@ -46,19 +46,19 @@ class Request:
     def deadline(self) -> float:
         return math.inf if self.by == NOTICE else self.since + self.grace_s
 
-    @property
-    def again(self) -> str:
-        limit = "" if self.by == NOTICE else f", for at most {self.grace_s:g} s"
-        return f"{limit}; Ctrl-C{' again' if self.by == signal.SIGINT else ''} leaves at once"
-
     def first_words(self) -> str:
         """To a job whose engine is known to stop after a step."""
-        return f"paceline: {self.how}{self.where}: stopping after this step, then saving{self.again}"
+        said = f"stopping after this step{self.where}, then saving"
+        if self.by == signal.SIGINT:
+            return f"paceline: {said}; Ctrl-C again leaves at once"
+        limit = "" if self.by == NOTICE else f", for at most {self.grace_s:g} s"
+        return f"paceline: {self.how}: {said}{limit}"
 
     def waiting(self, processes: Sequence[Process]) -> str:
         """To a job of which nobody knows what it does with the signal."""
-        left = count(still_there(processes))
-        return f"paceline: {self.how}{self.where}: passed on as SIGTERM; waiting for {left} to end{self.again}"
+        limit = "" if self.by == NOTICE else f" up to {self.grace_s:g} s"
+        again = " again" if self.by == signal.SIGINT else ""
+        return f"paceline: waiting{limit} for {count(still_there(processes))} to end; Ctrl-C{again} leaves at once"
 
 
 def obeyed(process: Process) -> bool:

@@ -199,7 +199,7 @@ class Supervisor:
         if hosts is None:
             port = free_port(LOOPBACK)
             seat = Seat(0, 1, 0, job.workers, job.workers, job.settings, LOOPBACK, LOOPBACK, port, job.servers)
-            return seat, Coordinator(seat, {}, self._screen.progress, self._screen.say, job.grace_s)
+            return seat, Coordinator(seat, {}, self._screen.show, self._screen.say, job.grace_s)
         meeting = asyncio.create_task(self._meet_hosts(hosts))
         either: set[asyncio.Future[Any]] = {meeting, self._interrupted}
         await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
@@ -217,7 +217,7 @@ class Supervisor:
             return seat, Member(link, self._screen.say)
         gathering = Gathering(hosts.coordinator, arrival, hosts.secret, self._screen.say)
         seat, links = await gathering.meet(hosts.meet_timeout_s, lambda size: settle(job.settings, size))
-        return seat, Coordinator(seat, links, self._screen.progress, self._screen.say, job.grace_s)
+        return seat, Coordinator(seat, links, self._screen.show, self._screen.say, job.grace_s)
 
     async def _watch(self, stable: StableProcess, seat: Seat, control: str) -> None:
         """Pass on what the stable reports, from `ready` to the last exit."""

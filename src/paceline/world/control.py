@@ -10,6 +10,7 @@
 | step       | step                                | a verdict says where it happened                            |
 | phase      | name: training, idle                | leaving while others train counts as a failure              |
 | progress   | step, total, fields, final          | one line is drawn below the output                          |
+| table      | title, rows                         | a summary is drawn at the end                               |
 | policy     | survive_worker_loss, hang_timeout_s | the end is judged by what the strategy needs: `ending`      |
 |            | stops_on_request                    | SIGTERM is known to end it after a step, with time to save  |
 | holds      | what                                | a verdict says what went with it: `keys 4…7`                |

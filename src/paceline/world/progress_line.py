@@ -1,9 +1,22 @@
-"""The progress line: where the job is, in one row, the same words whoever draws it."""
+"""The progress line: where the job is, in one row, the same words whoever draws it.
+
+    ━━━━━━━━━━╸━━━━━━━━━ step 512/1,000 · epoch 1.54 · loss 0.2931 · lr 0.0003 · samples/s 8,120 · eta 0:42
+
+Where the row is too short for all of it, what can be done without is left out first: learning rate, epoch, speed.
+"""
 
 from __future__ import annotations
 
+import io
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+
+IMPORTANCE = {"lr": 0, "learning_rate": 0, "epoch": 1, "samples/s": 2, "tokens/s": 3, "eta": 5, "loss": 6}
+"""Of fields; others, which somebody chose to show, have 4."""
+
+LONG_BAR, SHORT_BAR = 20, 10
+WIDE, NARROW = 97, 57
+"""Columns from which a row has the long bar, and any."""
 
 
 @dataclass(frozen=True)
@@ -16,10 +29,49 @@ class ProgressLine:
     final: bool = False
 
     def text(self) -> str:
-        of = f"/{self.total}" if self.total else ""
+        of = f"/{self.total:,}" if self.total else ""
         return " · ".join(
-            [f"step {self.step}{of}", *(f"{name} {_short(value)}" for name, value in self.fields.items())]
+            [f"step {self.step:,}{of}", *(f"{name} {_short(value)}" for name, value in self.fields.items())]
         )
+
+    def fitted(self, width: int) -> str:
+        """As much as fits, by importance."""
+        line = self
+        while len(line.text()) > width and line.fields:
+            least = min(reversed(list(line.fields)), key=lambda name: IMPORTANCE.get(name, 4))
+            line = replace(line, fields={name: value for name, value in line.fields.items() if name != least})
+        return line.text()
+
+    def drawn(self, width: int) -> str:
+        """In the terminal's own colours, at most one row."""
+        from rich.console import Console  # imported late: most runs never draw one, and it costs 50 ms
+        from rich.progress_bar import ProgressBar
+        from rich.table import Table
+        from rich.text import Text
+
+        out = io.StringIO()
+        width = max(17, width - 3)  # room for the ^C that a terminal echoes: a row that wraps can't be erased
+        console = Console(file=out, force_terminal=True, width=width, legacy_windows=False)
+        row = Table.grid(padding=(0, 1))
+        bar = 0 if not self.total or width < NARROW else SHORT_BAR if width < WIDE else LONG_BAR
+        text = Text(self.fitted(width - bar - 1 if bar else width), no_wrap=True, overflow="ellipsis")
+        if bar and self.total:
+            row.add_column(width=bar, no_wrap=True)
+            row.add_column(no_wrap=True)
+            row.add_row(ProgressBar(total=self.total, completed=self.step, width=bar), text)
+        else:
+            row.add_row(text)
+        console.print(row, end="", soft_wrap=False)
+        return out.getvalue().splitlines()[0].rstrip()
+
+
+def duration(seconds: float) -> str:
+    """`0:42`, `1:02:03`, `2d 03:10`."""
+    whole = max(0, round(seconds))
+    days, hours, minutes = whole // 86400, whole // 3600 % 24, whole // 60 % 60
+    if days:
+        return f"{days}d {hours:02}:{minutes:02}"
+    return f"{hours}:{minutes:02}:{whole % 60:02}" if hours else f"{minutes}:{whole % 60:02}"
 
 
 def _short(value: float | int | str) -> str:
