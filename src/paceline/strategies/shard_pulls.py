@@ -11,6 +11,9 @@ their backward (their ballots say so), and by then every answer has arrived.
 The group is one for this alone. Its receives wait for as long as the job lasts, since a peer may have nothing to ask
 for; who waits for an answer waits no longer than the job's timeout. A worker that leaves between steps says so, and
 answers until all others do.
+
+Weights that scripts load are written when all workers *meet* in it. One that has started another step instead will
+never come: whoever sees that first, of those two, raises.
 """
 
 from __future__ import annotations
@@ -25,13 +28,14 @@ from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore
 
 from paceline.collectives.communicator import Communicator, Work
-from paceline.errors import PeerLostError
+from paceline.errors import LoopError, PeerLostError
 from paceline.strategies.registry import Job
 
 FOREVER_S = 10 * 86400.0
 LEAVES_WITHIN_S = 2.0
 _ASK, _ANSWER = 0, 1  # tags
-_LEAVES = -1
+_LEAVES, _MEETS, _REFUSES = -1, -2, -3  # in place of a unit
+_STEPS = 2**32  # a meeting is told as its number · _STEPS + the steps that its worker has started
 _OPERATION = "gather of weights"
 _KEPT = 8  # answers whose memory is kept until they are known to have been sent
 
@@ -42,13 +46,13 @@ class NobodyToAsk:
     """One worker has all parts itself."""
 
     peers: Sequence[int] = ()
-    at_rest = True
 
     def start(self, unit: int, rooms: Mapping[int, Sequence[Tensor]]) -> list[Work]:
         return []
 
     def changed(self) -> None: ...
     def meet(self) -> None: ...
+    def rest(self, *, at_rest: bool) -> None: ...
     def close(self) -> None: ...
 
 
@@ -59,12 +63,16 @@ class ShardPulls:
         store, host = PrefixStore(f"pulls/{number}", job.store), torch.device("cpu")
         self._comm = Communicator.connect(job.world, store, backend="gloo", device=host, timeout_s=job.timeout_s)
         self._comm.counts_with(job.comm)
-        self._main, self._timeout_s, self._parts = job.comm, job.timeout_s, parts
-        self.at_rest = True
+        self._timeout_s, self._parts = job.timeout_s, parts
+        self._at_rest = True
         self.peers = [worker for worker in range(self._comm.size) if worker != self._comm.rank]
         self._asks: deque[Work] = deque(maxlen=4 * len(self.peers))  # gloo forgets a message whose work nobody keeps
         self._change = threading.Condition()
         self._version, self._closing = 0, False
+        self._steps, self._meetings = 0, 0  # that this worker has started, and come to
+        self._met = dict.fromkeys(self.peers, 0)  # by peer: the meetings that it came to
+        self._refused_by: int | None = None
+        self._gone: set[int] = set()
         self._threads = [
             threading.Thread(target=self._answer, args=(peer,), name=f"paceline-shards-for-{peer}", daemon=True)
             for peer in self.peers
@@ -93,8 +101,9 @@ class ShardPulls:
             self._ask(peer, unit)
         return works
 
-    def _ask(self, peer: int, unit: int) -> Work:
-        work = self._comm.send(torch.tensor([unit, self._version]), to=peer, tag=_ASK, operation="request")
+    def _ask(self, peer: int, unit: int, number: int | None = None) -> Work:
+        told = torch.tensor([unit, self._version if number is None else number])
+        work = self._comm.send(told, to=peer, tag=_ASK, operation="request")
         self._asks.append(work)
         return work
 
@@ -105,6 +114,9 @@ class ShardPulls:
             while True:
                 self._comm.receive(asked, source=peer, tag=_ASK, operation="request").wait(FOREVER_S)
                 unit, version = asked.tolist()
+                if unit in (_MEETS, _REFUSES):
+                    self._hear(peer, unit, version)
+                    continue
                 if unit == _LEAVES or not self._reaches(version):
                     return
                 for part in self._parts(unit):
@@ -113,10 +125,65 @@ class ShardPulls:
                     answers.popleft().wait()
         except (PeerLostError, KeyError):  # lost, or our own group is closed
             return
+        finally:
+            with self._change:
+                self._gone.add(peer)
+                self._change.notify_all()
+
+    # -- meetings ----------------------------------------------------------------------------------------------------
 
     def meet(self) -> None:
-        """All workers are here."""
-        self._main.barrier()
+        """All workers are here, to load weights."""
+        with self._change:
+            self._meetings += 1
+            number = self._meetings
+        for peer in self.peers:
+            self._ask(peer, _MEETS, number * _STEPS + self._steps)
+
+        def missing() -> list[int]:
+            return [peer for peer, met in self._met.items() if met < number]
+
+        with self._change:
+            self._change.wait_for(
+                lambda: not missing() or self._refused_by is not None or not self._gone.isdisjoint(missing()),
+                timeout=self._timeout_s,
+            )
+            if self._refused_by is not None:
+                raise self._not_all(self._comm.rank, self._refused_by)
+            if missing():
+                raise PeerLostError(
+                    f"worker {self._comm.rank} waited in model.load_state_dict() or engine.load_state() for worker "
+                    f"{missing()[0]}, which did not come; all workers have to load weights"
+                )
+
+    def rest(self, *, at_rest: bool) -> None:
+        """Whether a step is running; the next one may not start while others load weights."""
+        self._at_rest = at_rest
+        if at_rest:
+            return
+        with self._change:
+            self._steps += 1
+            ahead = [peer for peer, met in self._met.items() if met > self._meetings]
+        if ahead:
+            raise self._not_all(ahead[0], self._comm.rank)
+
+    def _hear(self, peer: int, what: int, told: int) -> None:
+        number, steps = divmod(told, _STEPS)
+        with self._change:
+            if what == _REFUSES:
+                self._refused_by = peer
+            else:
+                self._met[peer] = number
+            trains_on = what == _MEETS and number > self._meetings and self._steps > steps
+            self._change.notify_all()
+        if trains_on:
+            self._ask(peer, _REFUSES, told)
+
+    def _not_all(self, loads: int, trains: int) -> LoopError:
+        return LoopError(
+            f"worker {loads} has called model.load_state_dict(), and worker {trains} trains on without: each has a "
+            "part of the weights, so all workers have to load, with the same"
+        )
 
     def _reaches(self, version: int) -> bool:
         with self._change:
@@ -135,9 +202,10 @@ class ShardPulls:
             except PeerLostError:
                 continue  # it has left before
         # Between steps a peer may go on alone, to evaluate or to save; inside one it will hear that we have left.
-        until = time.monotonic() + (self._timeout_s if self.at_rest else LEAVES_WITHIN_S)
+        until = time.monotonic() + (self._timeout_s if self._at_rest else LEAVES_WITHIN_S)
         for thread in self._threads:
             thread.join(timeout=max(0.0, until - time.monotonic()))
+        self._asks.clear()  # they would keep the group's connections open
         self._comm.close()
         for thread in self._threads:
             thread.join(timeout=LEAVES_WITHIN_S)

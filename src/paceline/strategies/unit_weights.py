@@ -414,7 +414,7 @@ class UnitWeights:
 
     def rest(self, *, at_rest: bool) -> None:
         """Whether a step is running; between steps others may still need this worker's part when it leaves."""
-        self._pulls.at_rest = at_rest
+        self._pulls.rest(at_rest=at_rest)
 
     def close(self) -> None:
         self._closed = True
