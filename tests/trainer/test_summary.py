@@ -1,0 +1,46 @@
+"""The last table of a run: what it says, and that it says nothing it does not know."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+from paceline.trainer.meters import Meters, Stretch
+from paceline.trainer.peak_flops import ModelFlops, PeakFlops
+from paceline.trainer.summary import Best, RunSummary
+
+
+def test_a_summary_tells_what_how_fast_how_well_and_what_is_left() -> None:
+    meters = Meters(
+        workers=2,
+        flops=ModelFlops(6e6, "token", "6 × 1,000,000 parameters"),
+        peak=PeakFlops(64e9, "measured"),
+        memory=lambda: 5 * 2**28,
+        whole=Stretch(steps=700, samples=44_800, tokens=1_433_600, seconds=70.0, waited_s=1.4),
+        last_loss=0.29314159,
+    )
+    summary = RunSummary(
+        meters,
+        seconds=83.0,
+        best=Best("eval_accuracy", 0.9733, 600),
+        checkpoints=7,
+        last_checkpoint=Path("runs/x/checkpoint-700"),
+        weights_hash="sha256:00ff",
+    )
+    assert summary.rows() == [
+        ("steps", "700 · 44,800 samples · 1,433,600 tokens"),
+        ("time", "1:23, of it in steps 1:10"),
+        ("speed", "640 samples/s · 20,480 tokens/s · 100 ms a step, 2% of it waiting for data"),
+        ("MFU", "96 % of 2 × 64 GFLOP/s per worker (measured)"),
+        ("peak memory", "1.25 GiB (this worker)"),
+        ("loss", "0.29314 in the last step"),
+        ("best", "eval_accuracy 0.9733 at step 600"),
+        ("checkpoints", "7 written, the last is runs/x/checkpoint-700"),
+        ("weights", "sha256:00ff"),
+    ]
+
+
+def test_a_run_without_a_step_has_no_speed_and_a_loss_of_nan_is_shown() -> None:
+    assert RunSummary(Meters()).rows() == [("steps", "0 · 0 samples"), ("time", "0:00")]
+    rows = dict(RunSummary(Meters(last_loss=math.nan)).rows())
+    assert rows["loss"] == "nan in the last step"
