@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,8 +12,10 @@ import torch
 from torch import nn
 
 from paceline import Engine, World
+from paceline.engine import memory_check
 from paceline.launch.verdict import MemoryTold, Process, happened
 from paceline.optim.state_size import state_bytes
+from paceline.world.memory_limit import MemoryLimit
 from tests.workers import run_workers
 
 GROUPS = Path("/sys/fs/cgroup/memory")
@@ -54,6 +57,22 @@ def test_a_strategy_that_does_not_fit_is_refused_by_all_workers_with_those_that_
             "strategy='fsdp' takes 0.03 GiB, strategy='zero1' takes 0.05 GiB, "
             "strategy='zero2' takes 0.04 GiB, strategy='zero3' takes 0.03 GiB"
         ), result.traceback
+
+
+def sharers(world: World, *, hosts: int) -> int:
+    """As many workers on each host; all host names are this machine's."""
+    own = {"host_rank": world.rank, "hosts": 2, "local_rank": 0, "local_size": 1} if hosts == 2 else {}
+    memory_check.memory_limit = lambda: MemoryLimit(2**40, "this host")  # type: ignore[attr-defined]
+    with Engine(world=replace(world, **own), backend="gloo") as engine:
+        optimizer = torch.optim.AdamW(nn.Linear(4, 4).parameters())
+        fit = memory_check._fit(engine.config, engine.world, engine._comm, engine.device, [optimizer])
+        assert fit is not None
+        return fit.sharers
+
+
+@pytest.mark.parametrize("hosts", [1, 2])
+def test_hosts_of_the_same_name_do_not_share_their_memory(hosts: int) -> None:
+    assert {result.value for result in run_workers(sharers, 2, hosts=hosts)} == {2 // hosts}
 
 
 def test_workers_of_one_group_share_its_limit(group: Path) -> None:

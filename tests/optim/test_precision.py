@@ -128,3 +128,36 @@ def test_tensors_are_cast_wherever_they_are_and_the_rest_is_left_as_it_is() -> N
     assert x.dtype == torch.float32
     untouched = (whole, {"b": [whole]})
     assert cast_tensors(untouched, torch.bfloat16) is untouched
+
+
+class Table(nn.Module):
+    """A product with a buffer, which stays in fp32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+        self.register_buffer("table", torch.eye(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.layer(x) @ self.table
+        return out
+
+
+def test_buffers_that_torch_does_not_mix_with_low_precision_are_named_beside_its_error() -> None:
+    model = Table()
+    lower([model], Precision("bf16"))
+    with pytest.raises(RuntimeError, match="same dtype") as raised:
+        model(torch.ones(2, 8))
+    (note,) = raised.value.__notes__
+    assert note == (
+        "paceline: in bf16 the model's buffers are in fp32 ('table'), and torch does not mix the two here; choose "
+        "paceline.Precision('bf16', buffers='bf16'), or cast them in forward: buffer.to(x.dtype)"
+    )
+
+
+def test_other_errors_are_left_as_they_are() -> None:
+    model = Table()
+    lower([model], Precision("bf16"))
+    with pytest.raises(RuntimeError, match="shapes") as raised:
+        model(torch.ones(2, 7))
+    assert not hasattr(raised.value, "__notes__")

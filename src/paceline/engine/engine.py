@@ -595,9 +595,7 @@ class Engine:
 
     def _state(self) -> JobState:
         facts, step = self._job_facts(), self._training()
-        return JobState(
-            self._models, self._optimizers, self._schedulers, step, self._loader, facts, self.config.seed
-        )
+        return JobState(self._models, self._optimizers, self._schedulers, step, self._loader, facts, self.config.seed)
 
     def _settle(self) -> None:
         """All workers are at a boundary: updates that are under way end, and the model holds the newest weights."""

@@ -10,7 +10,6 @@ numbers by the launcher.
 from __future__ import annotations
 
 import math
-import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -104,7 +103,7 @@ def _fit(
     optimizers: Sequence[Optimizer],
 ) -> Fit | None:
     limit = _limit_of(device)
-    whom = None if limit is None else f"{socket.gethostname()} {limit.shared_by}"
+    whom = None if limit is None else f"{world.host_rank} {limit.shared_by}"  # host names need not be unique
     sharers = 1 if comm is None else comm.gather_json(whom).count(whom)  # all workers take part, whatever they find
     model = _model(optimizers)
     if limit is None or model is None or not config.strategy.has_footprint:

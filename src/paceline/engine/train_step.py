@@ -42,6 +42,7 @@ from paceline.engine.loop_rules import (
     learning_rates,
     must_leave_out,
 )
+from paceline.engine.parameter_places import ParameterPlaces
 from paceline.engine.step_so_far import ItemSoFar, StepSoFar, Timing
 from paceline.engine.stop_signals import StopSignals
 from paceline.engine.strategy_table import StrategyTable, drop_gradients_of_others
@@ -72,6 +73,7 @@ class TrainStep:
         self.strategies = strategies
         self.loss_scale = None if config.loss_scale is None else MovingScale(config.loss_scale)
         self._box = BallotBox(comm, strategies.rides)
+        self._places = ParameterPlaces(models, optimizers, strategies.name_of)
         self._original_steps: dict[int, Callable[..., Any]] = {}
         self._phase = Phase.BETWEEN_STEPS
         self._item: WorkItem | None = None
@@ -458,6 +460,7 @@ class TrainStep:
         self._original_steps[id(optimizer)] = original
 
     def _start_step(self, item: WorkItem, optimizers: Sequence[Optimizer]) -> None:
+        self._places.check()
         active, remade = self.strategies.of(optimizers)
         self._active = active
         if self._update == 0:

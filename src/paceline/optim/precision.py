@@ -17,6 +17,8 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import re
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
@@ -29,6 +31,7 @@ from paceline.errors import ConfigError
 
 Name = Literal["fp32", "bf16", "fp16"]
 DTYPES: dict[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+_MIXTURE = re.compile(r"(BFloat16|Half).*\bfloat|\bfloat\b.*(BFloat16|Half)", re.IGNORECASE | re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -131,6 +134,7 @@ class Lowered:
                 self.low.append(parameter)
         self._lower_buffers(model, kept, DTYPES[precision.buffers])
         self._hooks += _casts(model, dtype, DTYPES[precision.output])
+        self._hooks.append(model.register_forward_hook(_explain_mixtures(precision), always_call=True))
         for module in kept:
             self._hooks += _casts(module, torch.float32, dtype)
 
@@ -194,6 +198,25 @@ def _casts(module: nn.Module, before: torch.dtype, after: torch.dtype) -> list[A
         module.register_forward_pre_hook(cast_inputs, with_kwargs=True),
         module.register_forward_hook(cast_output),
     ]
+
+
+def _explain_mixtures(precision: Precision) -> Callable[[nn.Module, Any, Any], None]:
+    """A hook that says more about an error of torch's, where the model's buffers are in another precision."""
+
+    def explain(module: nn.Module, args: Any, output: Any) -> None:
+        error = sys.exception()
+        if output is not None or not isinstance(error, RuntimeError) or not _MIXTURE.search(str(error)):
+            return
+        others = [n for n, b in module.named_buffers() if _may_be_lowered(b) and b.dtype != precision.dtype]
+        if others:
+            error.add_note(
+                f"paceline: in {precision.parameters} the model's buffers are in {precision.buffers} "
+                f"({', '.join(map(repr, others[:3]))}{', …' if len(others) > 3 else ''}), and torch does not mix the "
+                f"two here; choose paceline.Precision({precision.parameters!r}, buffers={precision.parameters!r}), or cast "
+                "them in forward: buffer.to(x.dtype)"
+            )
+
+    return explain
 
 
 def cast_tensors(value: Any, dtype: torch.dtype) -> Any:
