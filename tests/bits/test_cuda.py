@@ -8,10 +8,13 @@ import pytest
 import torch
 
 from paceline import Engine, World
+from paceline.strategies.zero3 import Zero3Config
 from tests.bits.programs import clipped, convnet, gpt, lstm
 from tests.engine.loops import prepared
+from tests.strategies.test_hybrid import on_hosts
 from tests.workers import hashes, run_workers
 
+SHARDS = Zero3Config(weights="in shards")
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 
@@ -38,6 +41,38 @@ def test_shards_of_workers_sharing_a_gpu_give_the_bits_of_one(strategy: str, wor
     job = {"lanes": 4, "device": "cuda:0", "backend": "gloo", "precision": precision}
     alone = hashes(run_workers(clipped, 1, **job))
     assert hashes(run_workers(clipped, workers, strategy=strategy, bucket_mib=0.01, **job)) == alone
+
+
+@pytest.mark.parametrize(
+    ("strategy", "workers", "hosts"),
+    [
+        (SHARDS, 2, 1),
+        (SHARDS, 3, 1),
+        (SHARDS, 4, 1),
+        ("fsdp", 1, 1),
+        ("fsdp", 3, 1),
+        ("hybrid", 2, 1),
+        ("hybrid", 4, 2),
+    ],
+)
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_weights_in_shards_of_workers_sharing_a_gpu_give_the_bits_of_one(
+    strategy: str, workers: int, hosts: int, precision: str
+) -> None:
+    job = {"lanes": 4, "device": "cuda:0", "backend": "gloo", "precision": precision}
+    alone = hashes(run_workers(gpt, 1, **job))
+    found = run_workers(on_hosts, workers, run=gpt, hosts=hosts, strategy=strategy, bucket_mib=0.01, **job)
+    assert hashes(found) == alone
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_weights_on_the_host_have_one_result_at_any_number_of_workers(precision: str) -> None:
+    job = {"lanes": 4, "device": "cuda:0", "backend": "gloo", "precision": precision}
+    alone = hashes(run_workers(gpt, 1, strategy="zero3", offload="parameters", **job))
+    job |= {"strategy": "zero3", "bucket_mib": 0.01}
+    for workers, offload, again in ((2, "parameters", None), (3, "parameters", "blocks"), (2, "optimizer", "blocks")):
+        found = run_workers(gpt, workers, offload=offload, activation_checkpointing=again, **job)
+        assert hashes(found) == alone, (workers, offload, again)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])

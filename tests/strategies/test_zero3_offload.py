@@ -111,6 +111,40 @@ def test_without_streams_a_lift_copies_at_once() -> None:
     assert NobodyToAsk().start(0, {}) == []
 
 
+def lands(world: World, *, lanes: int) -> tuple[int, int, int, list[int]]:
+    """Buckets, those that had left for the host when backward was nearly done, all that did, what the device keeps."""
+    engine_module.check_offload = lambda *_: None
+    with Engine(world=world, strategy=SHARDS, offload="optimizer", bucket_mib=0.01, lanes=lanes) as engine:
+        model: nn.Module = nn.Sequential(*(nn.Linear(64, 64) for _ in range(6)))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model, optimizer, loader = engine.prepare(
+            model, optimizer, DataLoader(torch.randn(8 * lanes, 64), batch_size=4)
+        )
+        in_backward: list[int] = []
+        landed: set[int] = set()
+        for x in loader:
+            strategy: Any = engine._training()._active
+            land = strategy._parts.offload.land
+            strategy._parts.offload.land = lambda number, total, land=land: (landed.add(number), land(number, total))[1]
+            x.requires_grad_().register_hook(lambda _: in_backward.append(len(landed)))
+            engine.backward(model(x).square().mean())
+            optimizer.step()
+        sums = [total.numel() for total in strategy._sums]
+        return len(sums), in_backward[0], len(landed), sums
+
+
+@pytest.mark.parametrize(("workers", "lanes", "early"), [(2, 2, True), (2, 4, False)])
+def test_a_sum_leaves_for_the_host_during_backward_when_its_last_lane_has_come(
+    workers: int, lanes: int, early: bool
+) -> None:
+    for result in run_workers(lands, workers, lanes=lanes):
+        assert result.error is None, result.traceback
+        buckets, in_first_backward, in_all, kept = result.value
+        assert (in_first_backward > 0) == early
+        assert buckets // 2 <= in_all <= buckets  # of small ones a worker may own nothing
+        assert not any(kept)
+
+
 # -- on a device -------------------------------------------------------------------------------------------------------
 
 on_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

@@ -64,13 +64,16 @@ class Offload:
         return torch.empty_like(like, dtype=dtype, device=HOST, pin_memory=self._has_streams).detach()
 
     def land(self, number: int, total: Tensor) -> Tensor:
-        """Where a bucket's gradient will be, once it is waited for."""
+        """Where a bucket's gradient will be, once it is waited for; what has landed is where it is."""
         room, _ = self._landed.get(number, (None, None))
+        if room is total:
+            return total
         if room is None or room.shape != total.shape:
             room = self.room(total, total.dtype)
         event = None
         if self._down is not None:
             self._down.wait_stream(torch.cuda.current_stream(total.device))
+            total.record_stream(self._down)  # the caller may let go of it
         with self._on(self._down):
             room.copy_(total, non_blocking=True)
             if self._down is not None:

@@ -25,13 +25,12 @@ from torch.utils.hooks import RemovableHandle
 from paceline.collectives.communicator import Work
 from paceline.errors import LoopError
 from paceline.optim.offload import Lift
-from paceline.sharding.flat_layout import Piece, part_of
-from paceline.sharding.shards import BucketShards, OwnedPiece, cut_buckets
-from paceline.sharding.slices import Slices
+from paceline.sharding.shards import BucketShards, cut_buckets
 from paceline.sharding.unit import Classes, Unit, cut_units, unit_buckets
 from paceline.strategies.gradient_buckets import gradient_specs
 from paceline.strategies.meta_weights import fill, fill_modules, module_names
-from paceline.strategies.own_pieces import in_logical_order, piece_of
+from paceline.strategies.own_pieces import in_logical_order
+from paceline.strategies.own_shards import OwnShards
 from paceline.strategies.registry import Job
 from paceline.strategies.released_parameter import engine_is_closed, give_back, is_released, release
 from paceline.strategies.shard_pulls import NobodyToAsk, ShardPulls
@@ -82,7 +81,7 @@ class UnitWeights:
         found = {shards.bucket: shards for shards in self._cut}
         self._buckets = [[found[bucket] for bucket in of_unit] for of_unit in buckets]
         self._strides = [parameter.stride() for parameter in parameters]
-        self._bucket_of: dict[int, tuple[BucketShards, Tensor]] = {}
+        self.mine = OwnShards(parameters, self._rank, self._room)
         self._shards: list[list[Tensor]] = []
         self._gathered: dict[int, _Gathered] = {}
         self._held = [0] * len(self._units)  # modules that run with it
@@ -119,7 +118,7 @@ class UnitWeights:
         for number, unit in enumerate(self._units):
             used = [module for place in unit.parameters for module in owners.get(id(self._parameters[place]), ())]
             fill_modules(used, names, seed=job.seed, device=job.device)
-            self._shards.append([self._own_part(shards) for shards in self._buckets[number]])
+            self._shards.append([self.mine.cut(shards) for shards in self._buckets[number]])
             for parameter in (self._parameters[place] for place in unit.parameters):
                 if parameter.device != job.device:  # its weights were cut on the host, and it is used on the device
                     layout = parameter.shape, parameter.stride()
@@ -128,46 +127,10 @@ class UnitWeights:
         for model in job.models:
             fill(model, names, seed=job.seed, device=job.device)
 
-    def _own_part(self, shards: BucketShards) -> Tensor:
-        """The own range of a bucket, cut from the whole weights of the model as they lie in memory."""
-        start, stop = shards.ranges[self._rank]
-        dtype = self._parameters[shards.bucket.members[0].parameter].dtype
-        part = (
-            self._lift.room(stop - start, dtype)
-            if self.on_host
-            else torch.empty(stop - start, dtype=dtype, device=self._device)
-        )
-        part.zero_()
-        for member in shards.bucket.members:
-            self._bucket_of[member.parameter] = shards, part
-        for owned in shards.pieces(self._rank):
-            self._kept(owned, part).copy_(piece_of(self._parameters[owned.piece.parameter], owned.piece))
-        return part
-
-    def _kept(self, owned: OwnedPiece, part: Tensor) -> Tensor:
-        """An own piece where it lies: one-dimensional, or a whole parameter whose memory has another order."""
-        piece, kept = owned.piece, part[owned.offset : owned.offset + owned.piece.elements]
-        parameter = self._parameters[piece.parameter]
-        if parameter.dim() == 0:
-            return kept.view(())
-        if not in_logical_order(parameter):
-            return kept.as_strided(parameter.shape, self._strides[piece.parameter])
-        return kept
-
-    def keep(self, parameter: Parameter, piece: Piece) -> Tensor:
-        """Where the values of an own piece are; the piece may be numbered by another order of parameters."""
-        number = self._index[id(parameter)]
-        shards, part = self._bucket_of[number]
-        mine = Piece(number, piece.start, piece.stop)
-        return self._kept(next(owned for owned in shards.pieces(self._rank) if owned.piece == mine), part)
-
-    def own(self, parameter: Parameter) -> Slices:
-        """All own pieces of a parameter."""
-        number = self._index[id(parameter)]
-        shards, part = self._bucket_of[number]
-        mine = [owned for owned in shards.pieces(self._rank) if owned.piece.parameter == number]
-        parts = [(owned.piece.start, self._kept(owned, part)) for owned in mine]
-        return Slices.of(parameter.shape, part.dtype, parts)
+    def _room(self, elements: int, dtype: torch.dtype) -> Tensor:
+        if self.on_host:
+            return self._lift.room(elements, dtype)
+        return torch.empty(elements, dtype=dtype, device=self._device)
 
     def _parts(self, unit: int) -> list[Tensor]:
         return [part.cpu() for part in self._shards[unit] if part.numel()]
@@ -189,15 +152,10 @@ class UnitWeights:
 
     def put(self, parameter: Parameter, whole: Tensor) -> None:
         """All workers have these weights for the parameter."""
-        number = self._index[id(parameter)]
-        shards, part = self._bucket_of[number]
-        self._let_go(self._unit_of[number])
+        self._let_go(self._unit_of[self._index[id(parameter)]])
         self._pulls.meet()  # until now somebody may look at weights, and gets the old ones
         self._lift.finish()
-        for owned in shards.pieces(self._rank):
-            if owned.piece.parameter == number:
-                kept = self._kept(owned, part)
-                kept.copy_(whole if kept.shape == whole.shape else part_of(whole, owned.piece))
+        self.mine.put(parameter, whole)
         self.updated()
 
     # -- gathering and letting go ------------------------------------------------------------------------------------

@@ -13,7 +13,8 @@ Gradients go as in zero2, lane by lane to the owners of ranges. How weights come
     one                          in the model
 
 With offload="parameters" the second row holds for any number of workers, and shards lie in the host's memory: there the
-update changes them, and a unit is copied from there when it is used. In fp32 a shard is its own master.
+update changes them, and a unit is copied from there when it is used. In fp32 a shard is its own master. With any
+offload the sum of a bucket leaves for the host when its last lane has come, while backward goes on.
 
 Weights are cut into shards in `prepare`, those of a parameter that an optimizer gets later when it gets it.
 """
@@ -24,6 +25,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import torch
 from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
@@ -41,10 +43,10 @@ from paceline.strategies.own_pieces import OwnPieces, check_apart, extent, in_lo
 from paceline.strategies.registry import Job, Registered, register
 from paceline.strategies.saved_weights import SavedWeights
 from paceline.strategies.sharded_strategy import ShardedParts
-from paceline.strategies.strategy import ItemPlace
+from paceline.strategies.strategy import ItemPlace, Tally
 from paceline.strategies.twins import Twin
 from paceline.strategies.unit_weights import UnitWeights
-from paceline.strategies.zero2 import Zero2
+from paceline.strategies.zero2 import Zero2, _Departed
 from paceline.world.lanes import strided_lanes
 
 
@@ -74,6 +76,7 @@ class Zero3(Zero2):
         unit_weights: Sequence[UnitWeights],
     ) -> None:
         self._unit_weights = unit_weights
+        self._leaving: int | None = None
         parameters = [parameter for _, parameter in named]
         self._shards = Shards(parts.workers, tuple(b for some in unit_weights for b in some.buckets_of(parameters)))
         buckets = tuple(shards.bucket for shards in self._shards.buckets)
@@ -98,7 +101,7 @@ class Zero3(Zero2):
         return not self._of(parameter).on_host or masters.dtype_of(parameter) != parameter.dtype
 
     def _part(self, parameter: Parameter, piece: Piece) -> Tensor:
-        return self._of(parameter).keep(parameter, piece)
+        return self._of(parameter).mine.keep(parameter, piece)
 
     def _of(self, parameter: Parameter) -> UnitWeights:
         return next(some for some in self._unit_weights if some.knows(parameter))
@@ -124,6 +127,41 @@ class Zero3(Zero2):
     def _item_ended(self) -> None:
         for some in self._unit_weights:
             some.item_ended()
+
+    # -- sums on their way to the host -------------------------------------------------------------------------------
+
+    def _settle_in(self, pieces: OwnPieces) -> None:
+        if self._parts.offload is None:
+            super()._settle_in(pieces)
+        else:
+            self._sums = [torch.empty(0)] * len(pieces.shards.buckets)  # on the device as long as lanes come
+
+    def _leave(self, number: int, nodes: dict[int, Tensor]) -> None:
+        if self._parts.offload is not None and not self._shipped[number]:
+            shards = self._shards.buckets[number]
+            dtype, device = shards.bucket.dtype, shards.bucket.device
+            self._sums[number] = torch.empty(shards.width(self._parts.rank), dtype=dtype, device=device)
+        self._leaving = number
+        super()._leave(number, nodes)
+        self._leaving = None
+
+    def _arrived(self, departed: _Departed) -> None:
+        super()._arrived(departed)
+        number, offload = departed.bucket, self._parts.offload
+        others = (self._leaving, *(other.bucket for other in self._under_way))
+        is_last = self._shipped[number] == len(self._shipments) and number not in others
+        if offload is not None and is_last:
+            self._held[number] = {node: offload.land(number, total) for node, total in self._held[number].items()}
+            self._sums[number] = torch.empty(0)
+
+    def collect(self, tally: Tally) -> None:
+        if self._parts.offload is not None:
+            self._totals()
+            if tally.scale != 1.0:
+                self._parts.offload.wait()  # they are multiplied where they are
+        super().collect(tally)
+
+    # -- the update --------------------------------------------------------------------------------------------------
 
     def _update(self, optimizer: Optimizer) -> Any:
         if self._parts.comm is not None:
@@ -163,7 +201,7 @@ class Zero3(Zero2):
     def kept(self, parameter: Parameter) -> Tensor | Slices:
         self._of(parameter).check(parameter)
         master = self._parts.twins.own_master(parameter)
-        return self._of(parameter).own(parameter) if master is None else master
+        return self._of(parameter).mine.of(parameter) if master is None else master
 
     def put(self, parameter: Parameter, whole: Tensor) -> None:
         self._of(parameter).put(parameter, whole)
