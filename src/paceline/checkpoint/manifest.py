@@ -167,3 +167,10 @@ def _merged(first: Any, other: Any, worker: int, path: str) -> Any:
     if first != other:
         raise CheckpointError(f"worker {worker} has {path} as {other!r}, a worker before it as {first!r}")
     return first
+
+
+def size_text(count: int) -> str:
+    for unit, name in ((2**30, "GiB"), (2**20, "MiB")):
+        if count >= unit:
+            return f"{count / unit:.1f} {name}"
+    return f"{count / 2**10:.1f} KiB"

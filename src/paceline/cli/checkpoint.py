@@ -36,6 +36,7 @@ def list_checkpoints(
     from rich.table import Table
 
     from paceline.checkpoint.load import Checkpoint
+    from paceline.checkpoint.manifest import size_text
     from paceline.checkpoint.retention import all_checkpoints, best_checkpoint
 
     found, best = all_checkpoints(run), best_checkpoint(run)
@@ -44,11 +45,12 @@ def list_checkpoints(
     table = Table(box=None, header_style="", pad_edge=False, padding=(0, 2, 0, 0))
     for title in ("checkpoint", "step", "workers", "strategy", "size", "saved", "score"):
         table.add_column(title, justify="right" if title in ("step", "workers", "size") else "left", no_wrap=True)
+    broken: list[str] = []
     for path in found:
         try:
-            about, size = (opened := Checkpoint.open(path)).manifest.about, _size(opened.manifest.bytes)
+            about, size = (opened := Checkpoint.open(path)).manifest.about, size_text(opened.manifest.bytes)
         except CheckpointError as error:
-            table.add_row(path.name, "", "", "", "–", f"not usable: {error}")
+            broken.append(f"{path.name} is not usable: {error}")
             continue
         score = about.get("score")
         told = "" if score is None else f"{score:g}{' (best)' if path == best else ''}"
@@ -56,6 +58,8 @@ def list_checkpoints(
             path.name, str(about["step"]), str(about["workers"]), about["strategy"], size, about["saved at"], told
         )
     Console(width=None if sys.stdout.isatty() else 160).print(table)
+    for line in broken:
+        print(line)
 
 
 @app.command()
@@ -65,12 +69,14 @@ def show(
     as_json: Annotated[bool, typer.Option("--json", help="the manifest as it is")] = False,
 ) -> None:
     """What is in a checkpoint: step, job, position in the data, models, optimizers, files."""
+    from paceline.checkpoint.manifest import size_text
+
     opened = _opened(checkpoint)
     manifest = opened.manifest
     if as_json:
         print(manifest.text())
         return
-    print(f"{opened.folder}: step {opened.step}, {_size(manifest.bytes)} in {len(manifest.files)} files, complete")
+    print(f"{opened.folder}: step {opened.step}, {size_text(manifest.bytes)} in {len(manifest.files)} files, complete")
     for title, table in (("saved", manifest.about), ("job", opened.tree["job"])):
         print(f"\n{title}")
         for name, value in table.items():
@@ -85,16 +91,16 @@ def show(
 @app.command()
 def verify(checkpoint: Saved) -> None:
     """Read every byte of a checkpoint and compare checksums; 1 when something is damaged."""
+    from paceline.checkpoint.manifest import size_text
+
     opened = _opened(checkpoint)
     wrong = opened.verify()
     for line in wrong:
         print(f"paceline: {line}", file=sys.stderr)
     if wrong:
         raise typer.Exit(1)
-    tensors, files = len(opened.manifest.tensors), len(opened.manifest.files)
-    print(
-        f"{opened.folder}: {tensors} tensors in {files} files, {_size(opened.manifest.bytes)}, all as they were written"
-    )
+    what = f"{len(opened.manifest.tensors)} tensors in {len(opened.manifest.files)} files"
+    print(f"{opened.folder}: {what}, {size_text(opened.manifest.bytes)}, all as they were written")
 
 
 @app.command()
@@ -104,12 +110,13 @@ def export(
     model: Annotated[int, typer.Option(help="which of the job's models")] = 0,
 ) -> None:
     """The weights as one safetensors file in Hugging Face's layout."""
+    from paceline.checkpoint.manifest import size_text
     from paceline.checkpoint.weights_file import weights_of, write_weights
 
     target = file if file.suffix == ".safetensors" else file / "model.safetensors"
     weights = weights_of(_opened(checkpoint), model)
     size = write_weights(target, weights)
-    print(f"{target}: {len(weights)} tensors, {_size(size)}")
+    print(f"{target}: {len(weights)} tensors, {size_text(size)}")
 
 
 @app.command()
@@ -146,7 +153,3 @@ def _opened(path: Path) -> Checkpoint:
     from paceline.checkpoint.weights_file import newest_in
 
     return Checkpoint.open(newest_in(path))
-
-
-def _size(count: int) -> str:
-    return f"{count / 2**30:.2f} GiB" if count >= 2**30 else f"{count / 2**20:.1f} MiB"

@@ -86,7 +86,7 @@ def check_fits(folder: Path, tree: Mapping[str, Any], prepared: Mapping[str, Seq
         mine = {plain_name(name): value for name, value in model.state_dict(keep_vars=True).items()}
         missing, unknown = sorted(mine.keys() - saved.keys()), sorted(saved.keys() - mine.keys())
         told = [f"it has no {name!r}" for name in missing[:1]] + [f"the model has no {name!r}" for name in unknown[:1]]
-        for name in mine.keys() & saved.keys():
+        for name in [name for name in mine if name in saved]:
             if isinstance(mine[name], Tensor) and tuple(mine[name].shape) != tuple(saved[name].shape):
                 there, here = tuple(saved[name].shape), tuple(mine[name].shape)
                 told.append(f"{name!r} is {there} there and {here} here")

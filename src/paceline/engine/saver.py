@@ -22,8 +22,8 @@ import torch
 from paceline import __version__
 from paceline.checkpoint.async_writer import AsyncWriter
 from paceline.checkpoint.checksum import best_checksum
-from paceline.checkpoint.load import Checkpoint
-from paceline.checkpoint.manifest import COMPLETE
+from paceline.checkpoint.load import Checkpoint, whole_tree
+from paceline.checkpoint.manifest import COMPLETE, size_text
 from paceline.checkpoint.retention import all_checkpoints, remove_leftovers
 from paceline.checkpoint.save import Portion, Room, complete, give_up, portion_of, write_portion
 from paceline.engine.config import EngineConfig
@@ -69,7 +69,7 @@ class Save:
                 shutil.rmtree(self.partial, ignore_errors=True)
             else:
                 give_up(self.partial, self.portion, reason)
-            needed = f" (this worker's part has {_size(self.portion.bytes)})" if isinstance(error, OSError) else ""
+            needed = f" (this worker's part has {size_text(self.portion.bytes)})" if isinstance(error, OSError) else ""
             raise CheckpointError(f"{self.folder} could not be saved: {reason}{needed}") from error
 
 
@@ -95,7 +95,7 @@ class Saver:
     def start(
         self, folder: Path, extra: Any, about: dict[str, Any], afterwards: Callable[[], None], *, drop: bool
     ) -> bool:
-        """Take a snapshot and write it in the background; False: it is dropped, the one before is still being written."""
+        """Take a snapshot and write it in the background; False: it is dropped, for the one before is not written."""
         busy = any(self._around().told(self._writer.busy))
         if busy and drop:
             return False
@@ -124,7 +124,7 @@ class Saver:
         self.finish()
         checkpoint = self.opened(folder)
         self._state().put_back(checkpoint, accept)
-        return checkpoint.tree["extra"]
+        return whole_tree(checkpoint.tree["extra"])
 
     def load_weights(self, folder: Path) -> None:
         self.finish()
@@ -175,7 +175,7 @@ class Saver:
         except OSError as error:
             return f"{folder} could not be saved: {error.strerror}"
         if free < needed:
-            return f"{folder} could not be saved: it needs {_size(needed)}, and {_size(free)} are free"
+            return f"{folder} could not be saved: it needs {size_text(needed)}, and {size_text(free)} are free"
         return None
 
     def _about(self, state: JobState, world: World) -> dict[str, Any]:
@@ -201,7 +201,3 @@ class Saver:
 
 def _seal(folder: Path) -> str:
     return (folder / COMPLETE).read_text(errors="replace")
-
-
-def _size(count: int) -> str:
-    return f"{count / 2**30:.2f} GiB" if count >= 2**30 else f"{count / 2**20:.1f} MiB"
