@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from paceline import Engine, Trainer, TrainerCallback, TrainingArguments
-from paceline.errors import ConfigError
+from paceline.errors import ConfigError, NonFiniteLossError
+from paceline.trainer import EarlyStoppingCallback
 from paceline.trainer.schedules import get_scheduler
 from tests.trainer.jobs import Classifier, Samples, accuracy, make_trainer, vectors
 
@@ -112,7 +113,7 @@ class StopAt(TrainerCallback):
 
 def told(trainer: Trainer) -> list[dict[str, Any]]:
     """The history without what depends on the clock."""
-    clock = ("runtime", "per_second")
+    clock = ("runtime", "per_second", "_s", "_gib", "mfu")
     return [{k: v for k, v in row.items() if not k.endswith(clock)} for row in trainer.state.log_history]
 
 
@@ -386,3 +387,124 @@ def test_reduce_on_plateau_looks_at_evaluations(tmp_path: Path) -> None:
     trainer.train()
     rates = [row["learning_rate"] for row in trainer.state.log_history if "learning_rate" in row]
     assert rates == [0.01, 0.01, 0.005]
+
+
+def test_values_are_written_as_json_lines_with_speed_and_memory(tmp_path: Path) -> None:
+    make_trainer(tmp_path).train()
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    logged = [line for line in lines if "loss" in line]
+    assert [line["step"] for line in logged] == [2, 4, 6]
+    names = {"loss", "learning_rate", "grad_norm", "samples_per_second", "data_wait_s", "peak_memory_gib", "epoch"}
+    assert names <= set(logged[-1])
+    assert lines[-1] == {**lines[-1], "event": "end", "ok": True}
+
+
+def test_a_report_that_is_not_known_is_said_before_training(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"report_to='tensorbord' is not known; did you mean 'tensorboard'"):
+        make_trainer(tmp_path, report_to="tensorbord")
+
+
+def test_a_loss_that_is_not_finite_stops_training_and_is_named(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path, learning_rate=1e30, max_grad_norm=0, optim="sgd", lr_scheduler_type="constant")
+    with pytest.raises(NonFiniteLossError, match=r"the loss of step \d is (nan|inf) in lane 0"):
+        trainer.train()
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert lines[-1]["ok"] is False
+
+
+def test_callbacks_end_an_epoch_early_and_the_next_begins(tmp_path: Path) -> None:
+    class Short(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
+            control.should_epoch_stop = state.global_step in (2, 5)
+
+    epochs: list[float] = []
+
+    class Seen(TrainerCallback):
+        def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
+            epochs.append(state.global_step)
+
+    trainer = make_trainer(tmp_path, max_steps=20, callbacks=[Short(), Seen()])
+    trainer.train()
+    assert epochs == [2, 5, 17, 20]
+
+
+def test_early_stopping_goes_on_counting_after_a_resume(tmp_path: Path) -> None:
+    def job(scores: list[float], patience: int, **more: Any) -> Trainer:
+        left = iter(scores)
+        return make_trainer(
+            tmp_path,
+            max_steps=8,
+            eval_strategy="steps",
+            eval_steps=1,
+            save_strategy="steps",
+            save_steps=1,
+            metric_for_best_model="score",
+            compute_metrics=lambda _: {"score": next(left)},
+            callbacks=[EarlyStoppingCallback(patience), *more.pop("callbacks", [])],
+        )
+
+    job([0.5, 0.4], 3, callbacks=[StopAt(2)]).train()
+    resumed = job([0.3, 0.2, 0.1], 3)
+    assert resumed.train(resume_from_checkpoint=True).global_step == 4
+
+
+def test_gradient_checkpointing_compiling_and_fractions_of_epochs_train(tmp_path: Path) -> None:
+    class Blocks(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(3)))
+            self.out = nn.Linear(8, 3)
+
+        def forward(self, x: Tensor, labels: Tensor) -> Any:
+            return F.cross_entropy(self.out(self.blocks(x)), labels)
+
+    plain = make_trainer(tmp_path / "a", model_init=Blocks, max_steps=-1, num_train_epochs=0.4)
+    assert plain.train().global_step == 5  # of 12 steps an epoch
+    for name, settings in (("b", {"gradient_checkpointing": True}), ("c", {"torch_compile_backend": "eager"})):
+        other = make_trainer(tmp_path / name, model_init=Blocks, max_steps=5, **settings)
+        other.train()
+        assert other.engine.weights_hash() == plain.engine.weights_hash()
+
+
+def test_tokens_are_counted_with_and_without_padding(tmp_path: Path) -> None:
+    data = texts(8)
+    arguments = TrainingArguments(
+        str(tmp_path), max_steps=1, use_cpu=True, save_strategy="no", include_num_input_tokens_seen=True, lanes=2,
+        per_device_train_batch_size=4,
+    )  # fmt: skip
+    trainer = Trainer(model_init=Words, args=arguments, train_dataset=data, data_collator=padded)
+    trainer.train()
+    assert trainer.state.num_input_tokens_seen >= sum(len(sample["input_ids"]) for sample in data)
+    assert trainer.state.log_history[-1]["num_input_tokens_seen"] == trainer.state.num_input_tokens_seen
+
+
+def test_samples_are_grouped_by_length_and_data_seed_changes_the_order_alone(tmp_path: Path) -> None:
+    orders = []
+    for settings in ({}, {"data_seed": 5}, {"train_sampling_strategy": "group_by_length"}):
+        seen: list[int] = []
+
+        def collate(samples: list[dict[str, Any]], seen: list[int] = seen) -> dict[str, Tensor]:
+            seen.append(len(samples[0]["input_ids"]))
+            return padded(samples)
+
+        arguments = TrainingArguments(
+            str(tmp_path / str(len(orders))), max_steps=8, use_cpu=True, save_strategy="no",
+            per_device_train_batch_size=1, **settings,
+        )  # fmt: skip
+        Trainer(model_init=Words, args=arguments, train_dataset=texts(8), data_collator=collate).train()
+        orders.append(seen)
+    assert orders[0] != orders[1]
+    assert sorted(orders[0]) == sorted(orders[1])
+
+
+def test_what_is_given_to_the_trainer_wrongly_is_said(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="needs a model or a model_init that makes one: give one of them"):
+        Trainer(args=TrainingArguments(str(tmp_path)))
+    with pytest.raises(ConfigError, match=r"Trainer: 'eval_datset' is not .*did you mean 'eval_dataset'"):
+        Trainer(Classifier(), eval_datset=None)
+    with pytest.warns(UserWarning, match="tokenizer= is called processing_class= now"):
+        assert Trainer(Classifier(), tokenizer="x").processing_class == "x"
+    with pytest.raises(ConfigError, match="eval_strategy='epoch', but there is no eval_dataset to evaluate"):
+        Trainer(Classifier(), TrainingArguments(str(tmp_path), eval_strategy="epoch"))
+    with pytest.raises(ConfigError, match="no train_dataset to train on"):
+        Trainer(Classifier(), TrainingArguments(str(tmp_path), use_cpu=True)).train()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +76,37 @@ def test_going_on_with_2_then_1_then_3_workers_gives_the_hash_of_the_run_never_s
     assert {result.value["hash"] for result in third} == {expected}
     assert third[0].value["lanes"] == 6  # on record, and not said again
     assert len(third[0].value["losses"]) == 6
+
+
+class Signalled(TrainerCallback):
+    """Worker 1 is told to stop, as by a scheduler whose time is up."""
+
+    def __init__(self, world: World) -> None:
+        self.tell = world.rank == world.size - 1
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
+        if self.tell and state.global_step == 5:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def train_until_signalled(world: World, folder: Path, again: bool) -> Any:
+    callbacks = [] if again else [Signalled(world)]
+    trainer = make_trainer(folder, world, **JOB, callbacks=callbacks)
+    try:
+        trainer.train(resume_from_checkpoint=again)
+    except SystemExit as left:
+        return left.code, trainer.state.global_step
+    return trainer.engine.weights_hash(), trainer.state.global_step
+
+
+def test_a_signal_to_one_worker_ends_all_after_one_step_with_a_checkpoint_to_go_on_from(
+    tmp_path: Path, expected: str
+) -> None:
+    stopped = run_workers(train_until_signalled, 2, folder=tmp_path, again=False)
+    assert [result.value for result in stopped] == [(75, 6)] * 2, [result.error for result in stopped]
+    assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-6"]
+    finished = run_workers(train_until_signalled, 3, folder=tmp_path, again=True)
+    assert [result.value for result in finished] == [(expected, 12)] * 3, [result.error for result in finished]
 
 
 def measure(world: World, folder: Path) -> Any:

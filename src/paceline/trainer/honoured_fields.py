@@ -142,7 +142,7 @@ class _Ours:
     lanes: int | None = setting(None, "ours: logical workers, for life; default: the workers it starts with")
     threads: int | None = setting(None, "ours: per worker; default: cores // lanes")
     reduction: str = setting("exact", "ours: exact gives the same bits on any number of workers; or fast")
-    offload: str | None = setting(None, "ours: optimizer keeps the update's state in the host's memory")
+    offload: str | None = setting(None, "ours: what waits in the host's memory: optimizer, parameters")
     on_nonfinite: str = setting("stop", "ours: a loss that is NaN or infinite: stop, skip, continue")
     overwrite_output_dir: bool = setting(False, "ours: remove the checkpoints of an earlier run in output_dir")
     asynchronous_save: bool = setting(True, "ours: checkpoints are written while training goes on")

@@ -93,6 +93,10 @@ def choose_strategy(arguments: Any) -> Choice:
         told = ", ".join(f"{name} says {choice.strategy}" for name, choice in said.items())
         raise ConfigError(f"the arguments contradict each other about the strategy: {told}; give one of them")
     offloads = {choice.offload for choice in said.values() if choice.offload} | {arguments.offload} - {None}
+    if len(offloads) > 1:
+        raise ConfigError(
+            f"the arguments contradict each other about offload: {', '.join(sorted(offloads))}; say it once"
+        )
     return Choice(
         strategy=next((choice.strategy for choice in said.values()), None),
         offload=next(iter(offloads), None),
@@ -104,7 +108,7 @@ def _of_fsdp(text: str, config: Mapping[str, Any]) -> Choice:
     words = text.lower().replace(",", " ").split()
     if "offload" in words or config.get("cpu_offload"):
         raise ConfigError(
-            f"fsdp={text!r} with offload: weights stay on the device here; use strategy='zero3' with offload"
+            f"fsdp={text!r} with offload: weights stay on the device; use strategy='zero3' with offload='parameters'"
         )
     known = [word for word in words if word in _FSDP]
     unknown = [word for word in words if word not in _FSDP and word not in _UNITS]
@@ -131,8 +135,10 @@ def _of_deepspeed(config: Mapping[str, Any], arguments: Any) -> Choice:
         if device != "cpu":
             raise ConfigError(f"deepspeed: offload_optimizer to {device!r} is not there; choose cpu or none")
         offload = "optimizer"
-    if zero.pop("offload_param", {}).get("device", "none") not in ("none", None):
-        raise ConfigError("deepspeed: offload_param is not there; weights stay on the device, offload_optimizer works")
+    if (device := zero.pop("offload_param", {}).get("device", "none")) not in ("none", None):
+        if device != "cpu" or offload is None:
+            raise ConfigError("deepspeed: offload_param works to the cpu, together with offload_optimizer")
+        offload = "parameters"
     if left := sorted(set(zero) - _TUNING):
         raise ConfigError(f"deepspeed: zero_optimization.{left[0]} has no meaning here; leave it out")
     for name, value in config.items():

@@ -1,4 +1,4 @@
-"""How many tokens a batch has: the elements of its main input, with or without padding."""
+"""How many tokens a batch has: the elements of its main input where they are whole numbers, with or without padding."""
 
 from __future__ import annotations
 
@@ -17,4 +17,6 @@ def count_tokens(batch: Any, main_input: str, *, padding: bool) -> int:
         found = batch.get(main_input, next(iter(batch.values()), None))
     else:
         found = batch[0] if isinstance(batch, list | tuple) and batch else batch
-    return int(found.numel()) if isinstance(found, Tensor) else 0
+    if not isinstance(found, Tensor) or found.dim() < 2 or found.is_floating_point() or found.is_complex():
+        return 0
+    return int(found.numel())

@@ -12,6 +12,7 @@ torchrun, SLURM or MPI.
 
 from __future__ import annotations
 
+import threading
 import time
 import warnings
 from collections.abc import Callable, Sequence
@@ -31,7 +32,6 @@ from paceline.trainer.callbacks import (
     CallbackHandler,
     DefaultFlowCallback,
     PrinterCallback,
-    TrainerCallback,
     full_metric_name,
 )
 from paceline.trainer.collating import Collator, KnownColumns, default_collator, known_columns
@@ -40,6 +40,7 @@ from paceline.trainer.field_values import check_names
 from paceline.trainer.loaders import check_not_empty, eval_loader, train_loader
 from paceline.trainer.losses import LossFunction, LossRule, predictions_of
 from paceline.trainer.optimizers import make_optimizer
+from paceline.trainer.reporting import ReportCallback
 from paceline.trainer.schedules import Scheduler, get_scheduler
 from paceline.trainer.tokens import count_tokens
 from paceline.trainer.trainer_state import TrainerControl, TrainerState
@@ -110,8 +111,10 @@ class Trainer:
             is_local_process_zero=self.is_local_process_zero(), is_world_process_zero=self.is_world_process_zero()
         )
         self.control = TrainerControl()
+        self.reports = ReportCallback(self.args)
+        printer = [PrinterCallback()] if self.args.disable_tqdm else []
         self.callback_handler = CallbackHandler(
-            [DefaultFlowCallback(), *self._reports(), *(callbacks or ())],
+            [DefaultFlowCallback(), self.reports, *printer, *(callbacks or ())],
             model=self.model,
             processing_class=self.processing_class,
             optimizer=self.optimizer,
@@ -160,9 +163,17 @@ class Trainer:
             loop = TrainingLoop(self, resume)
             self.engine.print(self.args.described())
             run_folder.begin(self.args, self.engine, fresh=not resume)
+            self._watch_signals()
             return loop.run()
         finally:
             self.is_in_train = False
+            self.reports.close(ok=False)  # nothing is left to close where training has ended well
+            self.engine._stops.close()
+
+    def _watch_signals(self) -> None:
+        """Python hands signals to the main thread only; a Trainer in another is not stopped by them."""
+        if threading.current_thread() is threading.main_thread():
+            self.engine.stop_on_signals()
 
     @property
     def engine(self) -> Engine:
@@ -251,9 +262,6 @@ class Trainer:
             return self.data_collator
         names = known_columns(self.model, self.args.label_names or ("labels",))
         return KnownColumns(self.data_collator, names, type(self.model).__name__)
-
-    def _reports(self) -> list[TrainerCallback]:
-        return [PrinterCallback()] if self.args.disable_tqdm else []
 
     # -- measuring ---------------------------------------------------------------------------------------------------
 

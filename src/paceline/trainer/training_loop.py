@@ -23,6 +23,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from paceline.checkpoint.retention import all_checkpoints, checkpoint_name
 from paceline.errors import CheckpointError, ConfigError
 from paceline.trainer.choices import SaveStrategy
+from paceline.trainer.reporting import costs_of, make_meters
 from paceline.trainer.run_plan import RunPlan, plan_run
 from paceline.trainer.trainer_state import TrainerState
 
@@ -61,6 +62,7 @@ class TrainingLoop:
     def __init__(self, trainer: Trainer, resume: bool | Path) -> None:
         self.trainer, self.args, self.engine = trainer, trainer.args, trainer.engine
         self.losses = Losses()
+        self._costs = costs_of(trainer.model)
         self.norm: float | None = None
         self.rate = 0.0
         self.saved_step = -1
@@ -71,6 +73,9 @@ class TrainingLoop:
         self.loader, self.plan = self._prepared()
         self.began_at_step = 0
         self._resume(resume)
+        self._paused = True  # something else than training came before the next step
+        self.meters = make_meters(self.engine, self.plan.max_steps - self.began_at_step)
+        trainer.reports.attach(self.engine, self.meters)
 
     # -- before the first step ---------------------------------------------------------------------------------------
 
@@ -141,6 +146,7 @@ class TrainingLoop:
             self._end_epoch()
         while self._goes_on():
             self._tell("on_epoch_begin")
+            self._paused = True
             before = self.loader.epoch
             for batch in self.loader:
                 self._item(batch)
@@ -168,14 +174,16 @@ class TrainingLoop:
         item = engine._training().item
         assert item is not None
         if item.first_of_step:
+            if self._paused:
+                self.meters.restart()
+                self._paused = False
             self._tell("on_step_begin")
         if engine.step + 1 >= self.plan.max_steps:
             engine.stop()
         weight = trainer.weight_of(batch)
         loss = trainer.compute_loss(trainer.model, batch, num_items_in_batch=weight)
         engine.mean("loss", loss, weight=weight)
-        if args.include_num_input_tokens_seen != "no":
-            engine.mean("tokens", trainer.count_tokens(batch) / max(1, item.samples))
+        engine.mean("tokens", trainer.count_tokens(batch) / max(1, item.samples))
         engine.backward(loss, weight=weight)
         norm = engine.clip_grad_norm_(args.max_grad_norm) if args.max_grad_norm > 0 else None
         if not item.last_of_step:
@@ -198,8 +206,11 @@ class TrainingLoop:
         state.epoch = item.epoch + (item.step + 1) / steps if steps else engine.step / self.plan.max_steps
         self.epoch_ends = steps is not None and item.step + 1 == steps
         self.losses.add(engine.means["loss"])
-        if "tokens" in engine.means:
-            state.num_input_tokens_seen += round(engine.means["tokens"] * item.step_samples)
+        tokens = round(engine.means["tokens"] * item.step_samples)
+        state.num_input_tokens_seen += tokens
+        waited = engine.timing.waited_for_data_s
+        self.meters.flops = self._costs[tokens > 0]
+        self.meters.step(samples=item.step_samples, tokens=tokens, waited_s=waited, loss=engine.means["loss"])
         if self.args.torch_empty_cache_steps and engine.step % self.args.torch_empty_cache_steps == 0:
             _empty_cache(engine.device)
         self._tell("on_step_end")
@@ -227,8 +238,10 @@ class TrainingLoop:
         control, state = trainer.control, trainer.state
         if control.should_log and self.losses.steps_since_log:
             logs = {"loss": self.losses.taken(), "learning_rate": self.rate}
-            trainer.log(logs if self.norm is None else {**logs, "grad_norm": self.norm})
+            norm = {} if self.norm is None else {"grad_norm": self.norm}
+            trainer.log({**logs, **norm, **self.meters.taken()})
         score: float | None = None
+        self._paused = self._paused or control.should_evaluate or control.should_save
         if control.should_evaluate:
             score, is_best = trainer.evaluate_for_the_loop()
             if self.args.save_strategy is SaveStrategy.BEST and not self.engine.stop_requested:

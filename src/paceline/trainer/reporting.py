@@ -1,0 +1,129 @@
+"""What people see of a run: a progress line, its values wherever `report_to` says, and a summary at the end.
+
+    on_train_begin     reporters start; the line appears
+    on_step_end        the line moves
+    on_log             values go to the reporters
+    on_train_end       the line stands still; a summary is shown
+
+It is the first callback of a Trainer. Reporters and the line belong to the main worker; the others are silent.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from paceline.engine.engine import Engine
+from paceline.engine.progress import Bar
+from paceline.trainer.callbacks import TrainerCallback
+from paceline.trainer.integrations.choice import Reporters, choose
+from paceline.trainer.integrations.reporter import RunInfo
+from paceline.trainer.meters import Meters, peak_memory
+from paceline.trainer.peak_flops import ModelFlops, model_flops, peak_flops
+from paceline.trainer.training_arguments import TrainingArguments
+from paceline.world.progress_line import duration
+
+SHOWN = {"loss": "loss", "learning_rate": "lr", "eval_loss": "eval loss"}
+WORTH_MEASURING = 100  # steps; a shorter run is not kept waiting for the speed of its processor
+
+
+class ReportCallback(TrainerCallback):
+    def __init__(self, arguments: TrainingArguments) -> None:
+        choose(arguments.report_to)  # a name that is wrong is said now, not when training starts
+        self._engine: Engine | None = None
+        self._meters: Meters | None = None
+        self._reporters: Reporters | None = None
+        self._bar: Bar | None = None
+        self._losses: dict[str, float] = {}
+
+    def attach(self, engine: Engine, meters: Meters) -> None:
+        """The training that begins now."""
+        self._engine, self._meters = engine, meters
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
+        engine = self._engine
+        assert engine is not None
+        self._reporters = choose(args.report_to, main=engine.is_main_process)
+        self._reporters.start(
+            RunInfo(
+                name=str(args.run_name),
+                folder=Path(args.output_dir),
+                config=args.to_dict(),
+                world=_world_of(engine),
+                resumed_at=state.global_step or None,
+            )
+        )
+        self._bar = None if args.disable_tqdm else engine.bar(state.max_steps)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
+        if self._bar is not None and self._meters is not None and self._engine is not None:
+            loss = self._meters.last_loss
+            shown = {} if loss is None else {"loss": loss}
+            self._bar.show(**shown, epoch=round(state.epoch, 2))
+            self._bar.step_done(state.global_step, self._engine.step_samples)
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> Any:
+        values = {name: value for name, value in (logs or {}).items() if isinstance(value, int | float)}
+        if self._reporters is not None:
+            self._reporters.log(state.global_step, values)
+        if self._bar is not None:
+            told = {SHOWN[name]: value for name, value in values.items() if name in SHOWN and name != "loss"}
+            self._bar.show(**told)
+        self._losses |= {name: value for name, value in values.items() if name.endswith("loss")}
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
+        self.close(ok=True)
+        if self._engine is not None and self._meters is not None and not args.disable_tqdm:
+            self._engine.show_table(f"{args.run_name}: {state.global_step:,} steps", self._summary(state))
+
+    def close(self, *, ok: bool) -> None:
+        """However training ends."""
+        if self._bar is not None:
+            self._bar.close()
+            self._bar = None
+        if self._reporters is not None:
+            self._reporters.close(ok=ok)
+            self._reporters = None
+
+    def _summary(self, state: Any) -> list[tuple[str, str]]:
+        assert self._meters is not None
+        whole = self._meters.whole
+        rows = [(name.replace("_", " "), f"{value:.4g}") for name, value in self._losses.items() if name != "loss"]
+        rows += [(name.replace("_", " "), f"{value:,.4g}") for name, value in self._meters.told(whole).items()]
+        if self._meters.mfu_basis is not None:
+            rows.append(("mfu of", self._meters.mfu_basis))
+        rows.append(("time in steps", duration(whole.seconds)))
+        if state.best_metric is not None:
+            rows.append(("best", f"{state.best_metric:.4g} at step {state.best_global_step:,}"))
+        return rows
+
+
+def costs_of(model: Any) -> dict[bool, ModelFlops]:
+    """What a token costs (True), and a sample: which of them counts is known after the first batch.
+
+    Asked before `prepare`, while the model has all its parameters.
+    """
+    return {counts_tokens: model_flops(model, counts_tokens=counts_tokens) for counts_tokens in (True, False)}
+
+
+def make_meters(engine: Engine, steps: int) -> Meters:
+    """All workers call it, since they share a host's cores: a processor's peak is measured."""
+    device, peak = engine.device, None
+    if device.type != "cpu" or steps >= WORTH_MEASURING:
+        peak = peak_flops(device, dtype=engine.config.precision.dtype)
+    return Meters(workers=engine.world.size, peak=peak, memory=lambda: peak_memory(device))
+
+
+def _world_of(engine: Engine) -> dict[str, Any]:
+    config = engine.config
+    return {
+        "workers": engine.world.size,
+        "lanes": config.lanes,
+        "threads": config.threads,
+        "strategy": str(config.strategy),
+        "device": engine.device.type,
+        "precision": str(config.precision),
+        "torch": torch.__version__,
+    }

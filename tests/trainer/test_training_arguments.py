@@ -1,0 +1,226 @@
+"""TrainingArguments: from Python, flags and YAML; what is wrong is one line, with the nearest right name."""
+
+from __future__ import annotations
+
+import dataclasses
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paceline import TrainingArguments
+from paceline.errors import ConfigError
+from paceline.trainer.honoured_fields import HonouredFields
+from paceline.trainer.refused_fields import RefusedFields
+
+
+def test_an_unknown_name_is_answered_with_the_nearest() -> None:
+    with pytest.raises(ConfigError, match=r"'learning_rte' is not a training argument; did you mean 'learning_rate'\?"):
+        TrainingArguments(learning_rte=1.0)
+
+
+@pytest.mark.parametrize(
+    ("old", "value", "new", "expected"),
+    [
+        ("evaluation_strategy", "epoch", "eval_strategy", "epoch"),
+        ("no_cuda", True, "use_cpu", True),
+        ("per_gpu_train_batch_size", 3, "per_device_train_batch_size", 3),
+        ("warmup_ratio", 0.1, "warmup_steps", 0.1),
+        ("group_by_length", True, "train_sampling_strategy", "group_by_length"),
+    ],
+)
+def test_old_spellings_are_taken_with_a_hint(old: str, value: Any, new: str, expected: Any) -> None:
+    with pytest.warns(UserWarning, match=f"{old} is called {new} now"):
+        assert getattr(TrainingArguments(**{old: value}), new) == expected
+
+
+def test_arguments_that_are_gone_say_what_is_instead() -> None:
+    with pytest.warns(UserWarning, match="logging_dir is gone and has no effect: logs go to output_dir"):
+        TrainingArguments(logging_dir="x")
+
+
+@pytest.mark.parametrize("name", [item.name for item in dataclasses.fields(RefusedFields)])
+def test_every_field_that_is_not_honoured_is_refused_when_set(name: str) -> None:
+    default = RefusedFields.__dataclass_fields__[name].default
+    other = {bool: lambda: not default, str: lambda: "other"}.get(type(default), lambda: _other(name))()
+    with pytest.raises(ConfigError, match=f"{name}=.* is not honoured here: .+"):
+        TrainingArguments(**{name: other})
+
+
+def _other(name: str) -> Any:
+    if name.endswith("config"):
+        return {"a": 1}
+    if name == "optim_target_modules":
+        return ["all"]
+    return 1.0 if name == "neftune_noise_alpha" else True if name.startswith(("ddp", "hub_private")) else "other"
+
+
+def test_every_field_says_in_a_line_what_it_is_for() -> None:
+    for item in dataclasses.fields(TrainingArguments):
+        assert "help" in item.metadata, item.name
+        assert "\n" not in item.metadata["help"]
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        ({"fp16": True, "bf16": True}, "fp16 and bf16 are both set; choose one"),
+        ({"strategy": "zero2", "fsdp": "full_shard"}, "strategy says zero2, fsdp says fsdp; give one of them"),
+        ({"fsdp": "no_shard", "deepspeed": {"zero_optimization": {"stage": 3}}}, "fsdp says ddp, deepspeed says zero3"),
+        ({"deepspeed": {"zero_optimization": {"stage": 4}}}, "stage is 4; choose 0, 1, 2 or 3"),
+        ({"deepspeed": {"optimizer": {}}}, "deepspeed: 'optimizer' is not honoured here"),
+        ({"deepspeed": {"gradient_clipping": 2.0}}, "gradient_clipping is 2.0, but max_grad_norm=1.0; say it once"),
+        ({"save_strategy": "best"}, "save_strategy='best' looks at evaluations; set eval_strategy"),
+        ({"load_best_model_at_end": True}, "eval_strategy is 'no' and save_strategy 'steps'; make them the same"),
+        (
+            {"load_best_model_at_end": True, "eval_strategy": "steps", "eval_steps": 3, "save_steps": 4},
+            "save_steps=4 is no multiple of eval_steps=3",
+        ),
+        ({"learning_rate": "fast"}, "learning_rate='fast': expected a number, got str"),
+        ({"max_steps": 1.5}, "max_steps=1.5: expected a whole number, got float"),
+        ({"eval_strategy": "sometimes"}, "eval_strategy='sometimes' is not known here; choose one of no, steps, epoch"),
+        ({"optim": "adafactor"}, "optim='adafactor' is not known here; choose one of adamw_torch, adamw_torch_fused"),
+        ({"per_device_train_batch_size": 0}, "per_device_train_batch_size=0: it is at least 1"),
+        ({"dataloader_prefetch_factor": 2}, "needs loader processes; set dataloader_num_workers"),
+    ],
+)
+def test_what_contradicts_itself_is_one_clear_line(given: dict[str, Any], text: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        TrainingArguments(**given)
+    assert text in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("given", "strategy", "offload"),
+    [
+        ({}, None, None),
+        ({"fsdp": "full_shard auto_wrap"}, "fsdp", None),
+        ({"fsdp": True}, "fsdp", None),
+        ({"fsdp": "shard_grad_op"}, "zero2", None),
+        ({"fsdp": "full_shard", "fsdp_config": {"reshard_after_forward": False}}, "zero2", None),
+        ({"deepspeed": '{"zero_optimization": {"stage": 1}}'}, "zero1", None),
+        (
+            {"deepspeed": {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}},
+            "zero2",
+            "optimizer",
+        ),
+        (
+            {"strategy": "zero3", "deepspeed": {"zero_optimization": {"stage": 3}, "bf16": {"enabled": "auto"}}},
+            "zero3",
+            None,
+        ),
+    ],
+)
+def test_strategies_in_the_words_of_others(given: dict[str, Any], strategy: str | None, offload: str | None) -> None:
+    choice = TrainingArguments(**given).choice
+    assert (choice.strategy, choice.offload) == (strategy, offload)
+
+
+# -- flags and YAML ----------------------------------------------------------------------------------------------------
+
+
+def test_every_field_is_a_flag_in_both_spellings_and_a_yaml_key(tmp_path: Path) -> None:
+    values = {"lr_scheduler_kwargs": {"num_cycles": 2}, "report_to": ["tensorboard", "wandb"], "save_total_limit": 3}
+    text = {"lr_scheduler_kwargs": '{"num_cycles": 2}', "report_to": "tensorboard,wandb", "save_total_limit": "3"}
+    for name, value in values.items():
+        flag = name.replace("_", "-")
+        for argv in ([f"--{flag}", text[name]], [f"--{name}={text[name]}"]):
+            assert getattr(TrainingArguments.from_command_line(argv), name) == value
+    for item in dataclasses.fields(HonouredFields):
+        file = tmp_path / f"{item.name}.yaml"
+        default = getattr(HonouredFields(), item.name)
+        file.write_text(f"{item.name}: {_yaml(default)}\n")
+        assert getattr(TrainingArguments.from_yaml(file), item.name) == getattr(TrainingArguments(), item.name)
+
+
+def _yaml(value: Any) -> str:
+    if isinstance(value, bool) or value is None:
+        return str(value).lower().replace("none", "null")
+    return f'"{value}"' if isinstance(value, str) else str(value)
+
+
+def test_a_flag_goes_before_the_file_and_the_file_before_the_default(tmp_path: Path) -> None:
+    file = tmp_path / "job.yaml"
+    file.write_text("learning_rate: 1e-4\nmax_steps: 7\nbf16: true\noutput_dir: runs/a\n")
+    found = TrainingArguments.from_command_line(["--config", str(file), "--max-steps", "9", "--no-bf16"])
+    assert (found.learning_rate, found.max_steps, found.bf16, found.output_dir) == (1e-4, 9, False, "runs/a")
+    assert found.weight_decay == 0.0
+
+
+def test_a_typo_in_yaml_is_named_with_the_file_and_the_nearest_name(tmp_path: Path) -> None:
+    file = tmp_path / "job.yaml"
+    file.write_text("learning_rat: 1e-4\n")
+    with pytest.raises(
+        ConfigError, match=r"job.yaml: 'learning_rat' is not a training argument; did you mean 'learning_r"
+    ):
+        TrainingArguments.from_command_line(["--config", str(file)])
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("max_steps: [1, 2]\n", "max_steps=[1, 2]: expected a whole number, got list"),
+        ("- a\n- b\n", "expected a key for each argument, got a list"),
+        ("a: b: c\n", "is not YAML: mapping values are not allowed here"),
+        ("x: !!python/object/apply:os.getcwd []\n", "is not YAML: could not determine a constructor"),
+    ],
+)
+def test_yaml_that_is_wrong_is_one_line_with_the_file(tmp_path: Path, text: str, expected: str) -> None:
+    file = tmp_path / "job.yaml"
+    file.write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        TrainingArguments.from_yaml(file)
+    assert str(caught.value).startswith(str(file))
+    assert expected in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_flags_that_are_wrong_are_one_line() -> None:
+    for argv, text in (
+        (["--lerning-rate", "1"], "did you mean 'learning_rate'?"),
+        (["--max-steps"], "command line: --max-steps needs a value"),
+        (["--max-steps", "many"], "max_steps='many': expected a whole number"),
+        (["7"], "'7' belongs to no flag"),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            TrainingArguments.from_command_line(argv)
+        assert text in str(caught.value)
+
+
+def test_help_lists_every_flag(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        TrainingArguments.from_command_line(["--help"])
+    shown = capsys.readouterr().out
+    for item in dataclasses.fields(TrainingArguments):
+        assert f"--{item.name.replace('_', '-')}" in shown
+
+
+def test_a_class_of_ones_own_has_more_flags() -> None:
+    @dataclasses.dataclass
+    class Own(TrainingArguments):
+        width: int = 64
+
+    assert Own.from_command_line(["--width", "128", "--max_steps", "3"]).width == 128
+
+
+def test_values_go_to_json_and_back(tmp_path: Path) -> None:
+    import json
+
+    arguments = TrainingArguments(str(tmp_path), lr_scheduler_kwargs={"num_cycles": 2}, eval_strategy="epoch")
+    again = TrainingArguments(**json.loads(arguments.to_json_string()))
+    assert again == arguments
+
+
+def test_importing_paceline_imports_neither_torch_nor_yaml() -> None:
+    code = "import sys, paceline; print([m for m in ('torch', 'yaml', 'transformers') if m in sys.modules])"
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert shown.stdout.strip() == "[]"
+
+
+def test_the_table_in_the_docs_has_every_field() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "concepts" / "trainer.md").read_text()
+    missing = [item.name for item in dataclasses.fields(TrainingArguments) if f"`{item.name}`" not in text]
+    assert not missing
