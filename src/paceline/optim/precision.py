@@ -212,8 +212,8 @@ def _explain_mixtures(precision: Precision) -> Callable[[nn.Module, Any, Any], N
             error.add_note(
                 f"paceline: in {precision.parameters} the model's buffers are in {precision.buffers} "
                 f"({', '.join(map(repr, others[:3]))}{', …' if len(others) > 3 else ''}), and torch does not mix the "
-                f"two here; choose paceline.Precision({precision.parameters!r}, buffers={precision.parameters!r}), or cast "
-                "them in forward: buffer.to(x.dtype)"
+                f"two here; choose paceline.Precision({precision.parameters!r}, buffers={precision.parameters!r}), or "
+                "cast them in forward: buffer.to(x.dtype)"
             )
 
     return explain

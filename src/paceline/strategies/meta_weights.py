@@ -7,17 +7,22 @@
 A module's seed is made of the job's and of the module's name, so its weights are the same wherever and beside however
 many others it is filled. Strategies that keep shards fill a part of the model, cut it and go on; so a model can be
 larger than a worker's memory. Parameters stay the objects that they were: optimizers hold the right ones.
+
+What belongs together is filled together, in one order, whatever part is asked for. A tied weight is the first module's
+that has it. A reset may also set weights of modules below, as nn.MultiheadAttention's sets its out_proj.bias: it runs
+after theirs. Which ones it sets is found by running it once while all of them are on the meta device.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from paceline.errors import ConfigError
 from paceline.world.determinism import drawing_from, mix, seed_everything
@@ -37,26 +42,60 @@ def moved(model: nn.Module, device: torch.device) -> nn.Module:
     return model
 
 
-def module_names(models: Sequence[nn.Module]) -> dict[int, str]:
-    """By id; prefixed by the model's place when there are several."""
-    found: dict[int, str] = {}
-    for place, model in enumerate(models):
-        for name, module in model.named_modules():
-            found.setdefault(id(module), f"{place}.{name}" if len(models) > 1 else name)
-    return found
+class Modules(dict[int, str]):
+    """Names of all modules by id, prefixed by the model's place when there are several; and what is filled together."""
+
+    def __init__(self, models: Sequence[nn.Module]) -> None:
+        super().__init__()
+        self._owners: dict[int, nn.Module] = {}  # by id of a tensor on the meta device: the first module that has it
+        self._below: dict[int, list[nn.Module]] = {}  # by id of a module: others to whose tensors its reset writes
+        self._above: dict[int, list[nn.Module]] = {}  # the other way round, inner ones first
+        for place, model in enumerate(models):
+            for name, module in model.named_modules():
+                self.setdefault(id(module), f"{place}.{name}" if len(models) > 1 else name)
+                for tensor in _empty(module).values():
+                    self._owners.setdefault(id(tensor), module)
+        for module in (module for model in models for module in model.modules()):
+            self._below[id(module)] = _reset_below(module)
+            for below in self._below[id(module)]:
+                self._above.setdefault(id(below), []).insert(0, module)
+
+    def before(self, module: nn.Module) -> list[nn.Module]:
+        """Those that are filled before it."""
+        owners = [self._owners.get(id(tensor), module) for tensor in _empty(module).values()]
+        return [owner for owner in owners if owner is not module] + self._below.get(id(module), [])
+
+    def after(self, module: nn.Module) -> list[nn.Module]:
+        """Those that have to follow before its weights are what they shall be."""
+        return self._above.get(id(module), [])
 
 
-def fill(part: nn.Module, names: Mapping[int, str], *, seed: int, device: torch.device) -> None:
+module_names = Modules
+
+
+def fill(part: nn.Module, names: Modules, *, seed: int, device: torch.device) -> None:
     """Give every module of `part` that has none memory on `device`, and its first weights."""
     fill_modules(part.modules(), names, seed=seed, device=device)
 
 
-def fill_modules(modules: Iterable[nn.Module], names: Mapping[int, str], *, seed: int, device: torch.device) -> None:
-    """The same for modules without those below them."""
-    for module in modules:
-        empty = [(name, tensor) for name, tensor in _own_tensors(module) if tensor.is_meta]
+def fill_modules(modules: Iterable[nn.Module], names: Modules, *, seed: int, device: torch.device) -> None:
+    """The same for modules without those below them; others that belong to them are filled too."""
+    begun: set[int] = set()
+
+    def ensure(module: nn.Module) -> None:
+        if id(module) in begun or not _empty(module):
+            return
+        begun.add(id(module))
+        for other in names.before(module):
+            ensure(other)
+        empty = _empty(module)
         if empty:
-            _fill_module(module, names[id(module)], empty, seed, device)
+            _fill_module(module, names[id(module)], list(empty.items()), seed, device)
+        for other in names.after(module):
+            ensure(other)
+
+    for module in modules:
+        ensure(module)
 
 
 def _fill_module(
@@ -89,6 +128,46 @@ def _fill_module(
 
 def _reset_of(module: nn.Module) -> Callable[[], Any] | None:
     return next((getattr(module, name) for name in RESETS if callable(getattr(module, name, None))), None)
+
+
+def _empty(module: nn.Module) -> dict[str, Tensor]:
+    return {name: tensor for name, tensor in _own_tensors(module) if tensor.is_meta}
+
+
+class _Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Watches which memory is written to."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.to: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for argument, value in zip(func._schema.arguments, args, strict=False):
+            if argument.alias_info is not None and argument.alias_info.is_write and isinstance(value, Tensor):
+                self.to.add(value.untyped_storage()._cdata)
+        return func(*args, **(kwargs or {}))
+
+
+def _reset_below(module: nn.Module) -> list[nn.Module]:
+    """The modules below to whose weights its reset writes, found by a run that writes nowhere."""
+    inside, reset = list(module.modules()), _reset_of(module)
+    tensors = [(below, tensor) for below in inside[1:] for _, tensor in _own_tensors(below)]
+    all_on_meta = all(tensor.is_meta for _, tensor in (*tensors, *((module, t) for _, t in _own_tensors(module))))
+    if reset is None or not tensors or not _empty(module) or not all_on_meta:
+        return []
+    kept = [(below, dict(below._parameters), dict(below._buffers)) for below in inside]
+    with drawing_from(0), torch.no_grad(), _Writes() as writes:
+        try:
+            reset()
+        except Exception:  # a reset that looks at values; with memory it will tell what is wrong, if something is
+            return []
+        finally:
+            for below, parameters, buffers in kept:
+                below._parameters.update(parameters)
+                below._buffers.update(buffers)
+    own = {tensor.untyped_storage()._cdata for _, tensor in _own_tensors(module)}
+    written = {id(b): b for b, tensor in tensors if tensor.untyped_storage()._cdata in writes.to - own}
+    return list(written.values())
 
 
 def _own_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
