@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import signal
+import socket
 from collections.abc import Callable
 from pathlib import Path
 
@@ -116,6 +117,25 @@ def test_a_script_that_takes_its_time_without_an_engine_is_waited_for(launch: St
         0,
         "paceline: waiting up to 30 s for 1 worker to end; Ctrl-C leaves at once\n",
     )
+
+
+def test_a_signal_to_one_host_stops_all_hosts(launch: Start, tmp_path: Path) -> None:
+    (tmp_path / "secret").write_text("a secret of this job\n")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    where = f"--hosts 2 --coordinator 127.0.0.1:{port} --secret-file {tmp_path / 'secret'}"
+    hosts = [launch(f"{where} --host-rank {rank}", OBEDIENT) for rank in (0, 1)]
+    for host in hosts:
+        when_all_have_printed(host, 1)
+    hosts[1].interrupt(signal.SIGTERM)
+    for host in hosts:
+        finished = host.finish()
+        assert (finished.code, finished.err) == (
+            75,
+            "paceline: SIGTERM on host 1: stopping after this step, then saving, for at most 30 s\n"
+            "paceline: stopped on request after step 6; start again to continue\n",
+        )
 
 
 # -- real training -----------------------------------------------------------------------------------------------------

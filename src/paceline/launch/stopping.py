@@ -48,11 +48,11 @@ class Request:
 
     def first_words(self) -> str:
         """To a job whose engine is known to stop after a step."""
-        said = f"stopping after this step{self.where}, then saving"
+        said = "stopping after this step, then saving"
         if self.by == signal.SIGINT:
             return f"paceline: {said}; Ctrl-C again leaves at once"
         limit = "" if self.by == NOTICE else f", for at most {self.grace_s:g} s"
-        return f"paceline: {self.how}: {said}{limit}"
+        return f"paceline: {self.how}{self.where}: {said}{limit}"
 
     def waiting(self, processes: Sequence[Process]) -> str:
         """To a job of which nobody knows what it does with the signal."""
