@@ -32,10 +32,10 @@ def test_a_summary_tells_what_how_fast_how_well_and_what_is_left() -> None:
         ("time", "1:23, of it in steps 1:10"),
         ("speed", "640 samples/s · 20,480 tokens/s · 100 ms a step, 2% of it waiting for data"),
         ("MFU", "96 % of 2 × 64 GFLOP/s per worker (measured)"),
-        ("peak memory", "1.25 GiB (this worker)"),
+        ("peak memory", "1.25 GiB on this worker"),
         ("loss", "0.29314 in the last step"),
         ("best", "eval_accuracy 0.9733 at step 600"),
-        ("checkpoints", "7 written, the last is runs/x/checkpoint-700"),
+        ("checkpoints", "7 kept, the last is runs/x/checkpoint-700"),
         ("weights", "sha256:00ff"),
     ]
 

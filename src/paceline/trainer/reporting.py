@@ -10,11 +10,13 @@ It is the first callback of a Trainer. Reporters and the line belong to the main
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from paceline.checkpoint.retention import all_checkpoints
 from paceline.engine.engine import Engine
 from paceline.engine.progress import Bar
 from paceline.trainer.callbacks import TrainerCallback
@@ -22,8 +24,8 @@ from paceline.trainer.integrations.choice import Reporters, choose
 from paceline.trainer.integrations.reporter import RunInfo
 from paceline.trainer.meters import Meters, peak_memory
 from paceline.trainer.peak_flops import ModelFlops, model_flops, peak_flops
+from paceline.trainer.summary import Best, RunSummary
 from paceline.trainer.training_arguments import TrainingArguments
-from paceline.world.progress_line import duration
 
 SHOWN = {"loss": "loss", "learning_rate": "lr", "eval_loss": "eval loss"}
 WORTH_MEASURING = 100  # steps; a shorter run is not kept waiting for the speed of its processor
@@ -36,7 +38,7 @@ class ReportCallback(TrainerCallback):
         self._meters: Meters | None = None
         self._reporters: Reporters | None = None
         self._bar: Bar | None = None
-        self._losses: dict[str, float] = {}
+        self._began = 0.0
 
     def attach(self, engine: Engine, meters: Meters) -> None:
         """The training that begins now."""
@@ -56,12 +58,13 @@ class ReportCallback(TrainerCallback):
             )
         )
         self._bar = None if args.disable_tqdm else engine.bar(state.max_steps)
+        self._began = time.monotonic()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
         if self._bar is not None and self._meters is not None and self._engine is not None:
             loss = self._meters.last_loss
             shown = {} if loss is None else {"loss": loss}
-            self._bar.show(**shown, epoch=round(state.epoch, 2))
+            self._bar.show(**shown, epoch=f"{state.epoch:.2f}")  # always as wide: a line that jumps is hard to read
             self._bar.step_done(state.global_step, self._engine.step_samples)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> Any:
@@ -71,12 +74,11 @@ class ReportCallback(TrainerCallback):
         if self._bar is not None:
             told = {SHOWN[name]: value for name, value in values.items() if name in SHOWN and name != "loss"}
             self._bar.show(**told)
-        self._losses |= {name: value for name, value in values.items() if name.endswith("loss")}
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
         self.close(ok=True)
         if self._engine is not None and self._meters is not None and not args.disable_tqdm:
-            self._engine.show_table(f"{args.run_name}: {state.global_step:,} steps", self._summary(state))
+            self._engine.show_table(f"{args.run_name} has ended", self._summary(args, state).rows())
 
     def close(self, *, ok: bool) -> None:
         """However training ends."""
@@ -87,17 +89,21 @@ class ReportCallback(TrainerCallback):
             self._reporters.close(ok=ok)
             self._reporters = None
 
-    def _summary(self, state: Any) -> list[tuple[str, str]]:
+    def _summary(self, args: Any, state: Any) -> RunSummary:
+        assert self._engine is not None
         assert self._meters is not None
-        whole = self._meters.whole
-        rows = [(name.replace("_", " "), f"{value:.4g}") for name, value in self._losses.items() if name != "loss"]
-        rows += [(name.replace("_", " "), f"{value:,.4g}") for name, value in self._meters.told(whole).items()]
-        if self._meters.mfu_basis is not None:
-            rows.append(("mfu of", self._meters.mfu_basis))
-        rows.append(("time in steps", duration(whole.seconds)))
+        kept = all_checkpoints(Path(args.output_dir))
+        best = None
         if state.best_metric is not None:
-            rows.append(("best", f"{state.best_metric:.4g} at step {state.best_global_step:,}"))
-        return rows
+            best = Best(args.metric_for_best_model, state.best_metric, state.best_global_step or 0)
+        return RunSummary(
+            self._meters,
+            seconds=time.monotonic() - self._began,
+            best=best,
+            checkpoints=len(kept),
+            last_checkpoint=kept[0] if kept else None,
+            weights_hash=self._engine.weights_hash(),
+        )
 
 
 def costs_of(model: Any) -> dict[bool, ModelFlops]:

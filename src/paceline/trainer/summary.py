@@ -48,7 +48,7 @@ class RunSummary:
             ("time", self._time()),
             ("speed", self._speed()),
             ("MFU", self._mfu()),
-            ("peak memory", "" if meters.memory is None else f"{_bytes(meters.memory())} (this worker)"),
+            ("peak memory", "" if meters.memory is None else f"{_bytes(meters.memory())} on this worker"),
             ("loss", "" if meters.last_loss is None else f"{meters.last_loss:.5g} in the last step"),
             ("best", "" if self.best is None else f"{self.best.name} {self.best.value:.5g} at step {self.best.step:,}"),
             ("checkpoints", self._checkpoints()),
@@ -84,7 +84,7 @@ class RunSummary:
         if not self.checkpoints:
             return ""
         last = "" if self.last_checkpoint is None else f", the last is {self.last_checkpoint}"
-        return f"{self.checkpoints:,} written{last}"
+        return f"{self.checkpoints:,} kept{last}"
 
 
 def _rate(value: float) -> str:

@@ -167,7 +167,7 @@ class Trainer:
             return loop.run()
         finally:
             self.is_in_train = False
-            self.reports.close(ok=False)  # nothing is left to close where training has ended well
+            self.reports.close(ok=self.engine.stop_requested)  # nothing is left to close where training has ended well
             self.engine._stops.close()
 
     def _watch_signals(self) -> None:
