@@ -27,6 +27,7 @@ from paceline.errors import LoopError
 from paceline.optim.offload import Lift
 from paceline.sharding.shards import BucketShards, cut_buckets
 from paceline.sharding.unit import Classes, Unit, cut_units, unit_buckets
+from paceline.strategies.compiled_model import refuse_compiled
 from paceline.strategies.gradient_buckets import gradient_specs
 from paceline.strategies.meta_weights import fill, fill_modules, module_names
 from paceline.strategies.own_pieces import in_logical_order
@@ -276,6 +277,7 @@ class UnitWeights:
     def _install(self, models: Sequence[nn.Module]) -> None:
         for model in models:
             self._hooks += [
+                model.register_forward_pre_hook(refuse_compiled, prepend=True),
                 model.register_load_state_dict_pre_hook(self._before_load),  # type: ignore[no-untyped-call]
                 model.register_load_state_dict_post_hook(self._after_load),  # type: ignore[no-untyped-call]
             ]
@@ -303,6 +305,7 @@ class UnitWeights:
 
     def _before(self, mine: nn.Module, used: Sequence[int]) -> Callable[..., None]:
         def gather(module: nn.Module, *_: Any) -> None:
+            refuse_compiled()
             for unit in used if module is mine else ():  # a copy of a module has its hooks, and weights of its own
                 self._held[unit] += 1
                 self._use(unit)

@@ -37,6 +37,7 @@ from paceline.sharding.flat_layout import Piece
 from paceline.sharding.shards import Shards
 from paceline.sharding.slices import Slices
 from paceline.sharding.unit import Classes
+from paceline.strategies.compiled_model import check_not_compiled
 from paceline.strategies.host_weights import HostWeights, Weights
 from paceline.strategies.meta_weights import fill, module_names
 from paceline.strategies.own_pieces import OwnPieces, check_apart, extent, in_logical_order
@@ -283,11 +284,7 @@ def check_shardable(job: Job, parameters: Sequence[Parameter]) -> None:
                 f"strategy='zero3': parameter {job.names.get(id(parameter))!r} has gaps between its elements in memory "
                 "and can't be gathered; make it contiguous(), or use strategy='zero2'"
             )
-    if any(type(module).__name__ == "OptimizedModule" for model in job.models for module in model.modules()):
-        raise ConfigError(
-            "strategy='zero3' gathers weights in the modules' hooks, which torch.compile does not see; give "
-            "engine.prepare() the model as it was before torch.compile, or use strategy='zero2'"
-        )
+    check_not_compiled(job.models)
 
 
 register(
