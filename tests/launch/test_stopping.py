@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 import socket
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
+from paceline.errors import LaunchError
 from paceline.launch.ending import Policy, good_end
 from paceline.launch.stopping import Request, cut_short, obeyed
+from paceline.launch.supervisor import Job
 from paceline.launch.verdict import Outcome, Phase, Process, Raised, judge
+from paceline.launch.worker_main import Script
+from paceline.world.world import LaunchSettings, World
 from tests.launch.launching import Launch, alive
+from tests.workers import run_workers
 
 Start = Callable[..., Launch]
 
@@ -28,7 +35,8 @@ def stop(number, frame):
     time.sleep(0.2)
     print("saved", flush=True)
     sys.exit(75)
-signal.signal(signal.SIGTERM, stop)
+for number in (signal.SIGTERM, signal.SIGUSR1):
+    signal.signal(number, stop)
 helper = subprocess.Popen(["sleep", "60"])
 print("pids", os.getpid(), helper.pid, flush=True)
 time.sleep(60)
@@ -119,6 +127,27 @@ def test_a_script_that_takes_its_time_without_an_engine_is_waited_for(launch: St
     )
 
 
+def test_an_order_follows_a_notice(launch: Start) -> None:
+    script = """
+control.tell("policy", stops_on_request=True)
+control.tell("phase", name="idle")
+signal.signal(signal.SIGUSR1, lambda *_: print("a notice", flush=True))
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))
+print("pids")
+while True:
+    time.sleep(0.1)
+"""
+    started = launch("--workers 1", script)
+    when_all_have_printed(started, 1)
+    started.interrupt(signal.SIGUSR1)
+    assert started.process.stdout is not None
+    assert started.process.stdout.readline() == b"a notice\n"
+    started.interrupt(signal.SIGTERM)
+    finished = started.finish()
+    assert [line.split(":")[1].strip() for line in finished.err.splitlines()[:2]] == ["SIGUSR1", "SIGTERM"]
+    assert finished.code == 75
+
+
 def test_a_signal_to_one_host_stops_all_hosts(launch: Start, tmp_path: Path) -> None:
     (tmp_path / "secret").write_text("a secret of this job\n")
     with socket.socket() as probe:
@@ -162,8 +191,17 @@ with paceline.Engine(lanes=2, threads=1) as engine:
     if engine.stop_requested:
         engine.save_state("state")
     engine.exit_if_stopped()
-    engine.print(engine.step, engine.weights_hash())
+    ended = engine.step, engine.weights_hash()
 """
+
+
+def runs_alone(world: World, *, folder: str) -> tuple[int, str]:
+    """The script by one worker, in a process that has torch already."""
+    os.chdir(folder)
+    names: dict[str, Any] = {}
+    exec(compile(TRAINS, "train.py", "exec"), names)
+    ended: tuple[int, str] = names["ended"]
+    return ended
 
 
 def test_a_job_stopped_by_the_launcher_goes_on_to_the_bits_of_one_never_stopped(launch: Start, tmp_path: Path) -> None:
@@ -176,14 +214,12 @@ def test_a_job_stopped_by_the_launcher_goes_on_to_the_bits_of_one_never_stopped(
     assert stopped.code == 75, stopped.err
     assert "; start again to continue\n" in stopped.err
     assert "paceline: the last checkpoint is state\n" in stopped.err
-    state = tmp_path / "state"
-    assert state.exists()
-    one = launch("--workers 1", TRAINS, torch=True).finish()
-    state.rename(tmp_path / "kept")
-    other = launch("--workers 1", TRAINS, torch=True).finish()
-    assert (one.code, other.code) == (0, 0), one.err + other.err
-    assert re.search(r"^32 sha256:\w+$", one.out, re.M), one.out
-    assert one.out.splitlines()[-1] == other.out.splitlines()[-1]
+    (tmp_path / "never stopped").mkdir()
+    (resumed,) = run_workers(runs_alone, 1, folder=str(tmp_path))
+    (whole,) = run_workers(runs_alone, 1, folder=str(tmp_path / "never stopped"))
+    assert whole.value is not None, whole.traceback
+    assert whole.value[0] == 32
+    assert resumed.value == whole.value, resumed.traceback
 
 
 # -- the rules, without processes --------------------------------------------------------------------------------------
@@ -207,7 +243,7 @@ def test_a_worker_that_takes_75_in_the_middle_of_training_has_left_early() -> No
 
 
 def test_falling_by_our_signal_or_after_others_is_no_failure() -> None:
-    by_signal, by_crash, after_others, own_error = ended(-15, -11, 1, 1)
+    by_signal, by_crash, after_others, own_error = ended(-signal.SIGTERM, -signal.SIGSEGV, 1, 1)
     after_others.raised = Raised("RuntimeError", "Connection closed by peer")
     own_error.raised = Raised("OSError", "no space left")
     assert [obeyed(process) for process in (by_signal, by_crash, after_others, own_error)] == [True, False, True, False]
@@ -221,3 +257,8 @@ def test_the_words_at_the_end_tell_where_and_by_what() -> None:
 def test_a_word_on_stopping_that_is_neither_true_nor_false_is_refused() -> None:
     with pytest.raises(TypeError, match="stops_on_request is 'yes', neither true nor false"):
         Policy().told({"stops_on_request": "yes"})
+
+
+def test_a_grace_that_is_no_time_is_refused() -> None:
+    with pytest.raises(LaunchError, match="--grace-s -1; workers that are asked to stop get 0 or more seconds"):
+        Job(Script("train.py"), 1, LaunchSettings(), grace_s=-1.0)

@@ -50,8 +50,8 @@ class Decider(Protocol):
     outcome: asyncio.Future[Outcome]
     someone_ended: bool
     """From then on signs of life of those who still run are worth telling, as `busy`."""
-    stop_wanted: asyncio.Event
-    """Set when every worker is to be asked to stop, by SIGTERM."""
+    to_pass_on: asyncio.Queue[signal.Signals]
+    """What every worker is to be asked by, once."""
 
     def told(self, rank: int, kind: str, body: Body) -> None: ...
     async def answer(self, rank: int, kind: str, body: Body, timeout_s: float) -> Body: ...
@@ -77,7 +77,7 @@ class Coordinator:
         self.policy = Policy()
         self.outcome: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
         self.someone_ended = False
-        self.stop_wanted = asyncio.Event()
+        self.to_pass_on: asyncio.Queue[signal.Signals] = asyncio.Queue()
         self._grace_s = grace_s
         self._request: Request | None = None
         self._clock = asyncio.get_running_loop().time
@@ -154,9 +154,9 @@ class Coordinator:
             return
         if self.policy.stops_on_request:
             self._announce(self._request.first_words())
+        self.to_pass_on.put_nowait(self._request.passed_on)
+        self._tell_hosts({"kind": "pass_on", "signal": int(self._request.passed_on)})
         if first:
-            self.stop_wanted.set()
-            self._tell_hosts({"kind": "stop"})
             self._spawn(self._see_off())
         self._news.set()
 

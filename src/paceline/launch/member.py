@@ -20,7 +20,7 @@ class Member:
     def __init__(self, link: SealedLink, say: Callable[[str], None]) -> None:
         self.outcome: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
         self.someone_ended = False
-        self.stop_wanted = asyncio.Event()
+        self.to_pass_on: asyncio.Queue[signal.Signals] = asyncio.Queue()
         self._say = say
         self._link = link
         self._answers: dict[int, asyncio.Future[Body]] = {}
@@ -87,8 +87,8 @@ class Member:
                 self._say(message["line"])
             case "someone_ended":
                 self.someone_ended = True
-            case "stop":
-                self.stop_wanted.set()
+            case "pass_on":
+                self.to_pass_on.put_nowait(signal.Signals(message["signal"]))
             case _:
                 answer = self._answers.get(message["id"])
                 if answer is not None and not answer.done():

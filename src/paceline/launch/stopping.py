@@ -1,7 +1,7 @@
 """Stopping on request: the signal that reached a supervisor goes to every worker once, and they get time to save.
 
-    SIGTERM, Ctrl-C, SIGHUP   forwarded as SIGTERM; `--grace-s` later whoever still runs is killed
-    SIGUSR1                   a notice, such as SLURM's `--signal=USR1@120`: forwarded as SIGTERM, and nobody is killed
+    SIGTERM, Ctrl-C, SIGHUP   passed on as SIGTERM; `--grace-s` later whoever still runs is killed
+    SIGUSR1                   a notice, such as SLURM's `--signal=USR1@120`: passed on as it is, and nobody is killed
     a second Ctrl-C           ends everything at once
 
 | how the workers ended                           | outcome                                                          |
@@ -43,6 +43,10 @@ class Request:
         return "Ctrl-C" if self.by == signal.SIGINT else self.by.name
 
     @property
+    def passed_on(self) -> signal.Signals:
+        return NOTICE if self.by == NOTICE else signal.SIGTERM
+
+    @property
     def deadline(self) -> float:
         return math.inf if self.by == NOTICE else self.since + self.grace_s
 
@@ -65,7 +69,7 @@ def obeyed(process: Process) -> bool:
     """It ended by the signal that we passed on, or because others did: no failure."""
     if process.raised is not None:
         return process.raised.is_consequence
-    return process.status == -signal.SIGTERM
+    return process.status in (-signal.SIGTERM, -NOTICE)
 
 
 def still_there(processes: Sequence[Process]) -> list[Process]:

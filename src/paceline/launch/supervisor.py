@@ -284,11 +284,12 @@ class Supervisor:
             await self._catch_up()
 
     async def _ask_to_stop(self, stable: StableProcess, seat: Seat, decider: Decider) -> None:
-        """Once, and the workers alone: their loader processes and the servers must live until they have saved."""
-        await decider.stop_wanted.wait()
-        for rank in self._running:
-            if rank < seat.size:
-                stable.signal_worker(rank, signal.SIGTERM)
+        """The workers alone: their loader processes and the servers must live until they have saved."""
+        while True:
+            number = await decider.to_pass_on.get()
+            for rank in self._running:
+                if rank < seat.size:
+                    stable.signal_worker(rank, number)
 
     async def _stop(self, stable: StableProcess) -> None:
         """SIGTERM, a last moment, SIGKILL; a second Ctrl-C skips the moment."""
