@@ -53,7 +53,14 @@ def make_trainer(folder: Path | str, world: World | None = None, **given: Any) -
     """A Trainer of the classifier; what is no argument of it is a training argument."""
     own = ("model_init", "train_dataset", "eval_dataset", "callbacks", "compute_metrics", "optimizers", "model")
     parts = {name: given.pop(name) for name in own if name in given}
-    settings = {"logging_steps": 2, "save_strategy": "no", "max_steps": 6, "use_cpu": True, "learning_rate": 0.01}
+    settings = {
+        "logging_steps": 2,
+        "save_strategy": "no",
+        "max_steps": 6,
+        "use_cpu": True,
+        "learning_rate": 0.01,
+        "threads": 1,
+    }
     arguments = TrainingArguments(str(folder), **(settings | {"per_device_train_batch_size": 2} | given))
     defaults = {"model_init": Classifier, "train_dataset": Samples(24), "eval_dataset": Samples(11, seed=2)}
     if "model" in parts:

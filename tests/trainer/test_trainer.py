@@ -12,10 +12,10 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from paceline import Engine, Trainer, TrainerCallback, TrainingArguments
-from paceline.errors import ConfigError, NonFiniteLossError
+from paceline.errors import CheckpointError, ConfigError, NonFiniteLossError
 from paceline.trainer import EarlyStoppingCallback
 from paceline.trainer.schedules import get_scheduler
 from tests.trainer.jobs import Classifier, Samples, accuracy, make_trainer, vectors
@@ -24,7 +24,7 @@ from tests.trainer.jobs import Classifier, Samples, accuracy, make_trainer, vect
 def test_trainer_gives_the_bits_of_the_bare_engine_loop(tmp_path: Path) -> None:
     trainer = make_trainer(tmp_path, gradient_accumulation_steps=2, warmup_steps=2)
     trainer.train()
-    with Engine(seed=42, accumulate=2, device="cpu") as engine:
+    with Engine(seed=42, accumulate=2, threads=1, device="cpu") as engine:
         model = Classifier()
         optimizer = torch.optim.AdamW(groups_of(model), lr=0.01, fused=True)
         scheduler = get_scheduler("linear", optimizer, 2, 6)
@@ -508,3 +508,91 @@ def test_what_is_given_to_the_trainer_wrongly_is_said(tmp_path: Path) -> None:
         Trainer(Classifier(), TrainingArguments(str(tmp_path), eval_strategy="epoch"))
     with pytest.raises(ConfigError, match="no train_dataset to train on"):
         Trainer(Classifier(), TrainingArguments(str(tmp_path), use_cpu=True)).train()
+
+
+def test_save_only_model_saves_weights_that_nothing_resumes_from(tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"save_strategy": "steps", "save_steps": 2, "save_only_model": True}
+    make_trainer(tmp_path, **settings, save_total_limit=2).train()
+    assert sorted(path.name for path in tmp_path.glob("checkpoint-*")) == ["checkpoint-4", "checkpoint-6"]
+    assert [path.name for path in (tmp_path / "checkpoint-6").iterdir()] == ["model.safetensors"]
+    with pytest.raises(CheckpointError, match=r"none of the 2 checkpoints in .* can be used; see above why"):
+        make_trainer(tmp_path, **settings).train(resume_from_checkpoint=True)
+
+
+def test_metrics_are_shown_and_saved_as_scripts_of_transformers_do(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trainer = make_trainer(tmp_path)
+    result = trainer.train()
+    trainer.log_metrics("train", result.metrics)
+    trainer.save_metrics("train", result.metrics)
+    trainer.save_metrics("eval", trainer.evaluate())
+    trainer.save_state()
+    assert "train metrics" in capsys.readouterr().out
+    together = json.loads((tmp_path / "all_results.json").read_text())
+    assert {"train_loss", "eval_loss"} <= set(together)
+    assert json.loads((tmp_path / "trainer_state.json").read_text())["global_step"] == 6
+
+
+def test_loss_and_optimizer_may_be_overridden(tmp_path: Path) -> None:
+    class Own(Trainer):
+        def compute_loss(self, model: nn.Module, inputs: Any, return_outputs: bool = False) -> Any:  # type: ignore[override]
+            outputs = model(**inputs)
+            return (outputs["loss"] * 2, outputs) if return_outputs else outputs["loss"] * 2
+
+        def create_optimizer(self) -> torch.optim.Optimizer:
+            self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+            return self.optimizer  # type: ignore[no-any-return]
+
+    arguments = TrainingArguments(str(tmp_path), max_steps=2, use_cpu=True, save_strategy="no", logging_steps=1)
+    trainer = Own(model_init=Classifier, args=arguments, train_dataset=Samples(24), eval_dataset=Samples(5))
+    plain = make_trainer(tmp_path / "plain", eval_dataset=Samples(5))
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(2 * plain.evaluate()["eval_loss"])
+    trainer.train()
+    assert type(trainer.optimizer) is torch.optim.SGD
+
+
+def test_optimizers_of_ones_own_are_used(tmp_path: Path) -> None:
+    torch.manual_seed(1)
+    model = Classifier()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.1)
+    trainer = make_trainer(tmp_path, model=model, optimizers=(optimizer, scheduler), logging_steps=1)
+    trainer.train()
+    rates = [row["learning_rate"] for row in trainer.state.log_history if "learning_rate" in row]
+    assert rates == pytest.approx([0.5, 0.5, 0.05, 0.05, 0.005, 0.005])
+    with pytest.raises(ConfigError, match="the optimizer given to the Trainer belongs to the first training"):
+        trainer.train()
+
+
+class Stream(IterableDataset[Any]):
+    def __iter__(self) -> Any:
+        samples = Samples(10)
+        return (samples[i] for i in range(10))
+
+
+def test_streams_are_trained_and_evaluated(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path, train_dataset=Stream(), eval_dataset=Stream(), max_steps=7)
+    assert trainer.train().global_step == 7
+    assert trainer.evaluate()["eval_loss"] > 0
+    with pytest.raises(ConfigError, match="a stream without a length has no epochs to count; set max_steps"):
+        make_trainer(tmp_path, train_dataset=Stream(), max_steps=-1).train()
+
+
+@pytest.mark.parametrize("settings", [{"bf16": True}, {"dataloader_num_workers": 2}, {"optim": "adagrad"}])
+def test_other_settings_train_and_go_on(tmp_path: Path, settings: dict[str, Any]) -> None:
+    whole = make_trainer(tmp_path / "whole", **settings)
+    whole.train()
+    make_trainer(tmp_path / "parts", **settings, save_strategy="steps", save_steps=3, callbacks=[StopAt(3)]).train()
+    rest = make_trainer(tmp_path / "parts", **settings)
+    rest.train(resume_from_checkpoint=True)
+    assert rest.engine.weights_hash() == whole.engine.weights_hash()
+    assert rest.evaluate()["eval_loss"] == whole.evaluate()["eval_loss"]
+
+
+def test_going_on_with_another_batch_size_has_to_be_accepted(tmp_path: Path) -> None:
+    make_trainer(tmp_path, save_strategy="steps", save_steps=3, callbacks=[StopAt(3)]).train()
+    with pytest.raises(CheckpointError, match="batch size was 2, is 4"):
+        make_trainer(tmp_path, per_device_train_batch_size=4).train(resume_from_checkpoint=True)
+    trainer = make_trainer(tmp_path, per_device_train_batch_size=4)
+    assert trainer.train(resume_from_checkpoint=True, accept=["batch size"]).global_step == 6

@@ -185,3 +185,31 @@ def test_label_smoothing_is_that_of_transformers(tmp_path: Path) -> None:
     batch["labels"][0, 3:] = -100
     expected = LabelSmoother(0.1)(trainer.model(batch["input_ids"]), batch["labels"], shift_labels=True)
     torch.testing.assert_close(trainer.compute_loss(trainer.model, batch), expected)
+
+
+def test_flags_may_be_read_by_transformers_own_parser() -> None:
+    parser = transformers.HfArgumentParser(TrainingArguments)
+    argv = ["--output_dir", "x", "--bf16", "--lr_scheduler_kwargs", '{"num_cycles": 2}', "--eval_strategy", "epoch"]
+    (arguments,) = parser.parse_args_into_dataclasses(argv)
+    assert (arguments.output_dir, arguments.bf16, arguments.eval_strategy) == ("x", True, "epoch")
+    assert arguments.lr_scheduler_kwargs == {"num_cycles": 2}
+
+
+def test_a_tokenizer_pads(tmp_path: Path) -> None:
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    words = {word: number for number, word in enumerate(["[PAD]", "[UNK]", "a", "b", "c", "d"])}
+    inner = Tokenizer(models.WordLevel(words, unk_token="[UNK]"))
+    inner.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=inner, pad_token="[PAD]", unk_token="[UNK]")
+    config = transformers.BertConfig(
+        vocab_size=6, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16, num_labels=2
+    )
+    data = [{**tokenizer(text), "label": len(text) % 2} for text in ("a b c", "d", "a d", "c c c c b")]
+    arguments = TrainingArguments(str(tmp_path), max_steps=2, use_cpu=True, per_device_train_batch_size=2)
+    model = transformers.BertForSequenceClassification(config)
+    trainer = Trainer(model, arguments, train_dataset=data, eval_dataset=data, processing_class=tokenizer)
+    trainer.train()
+    assert trainer.predict(data).predictions.shape == (4, 2)
+    trainer.save_model(tmp_path / "saved")
+    assert {"config.json", "model.safetensors", "tokenizer.json"} <= {p.name for p in (tmp_path / "saved").iterdir()}

@@ -47,6 +47,11 @@ def test_weights_are_those_of_one_worker(tmp_path: Path, expected: str, workers:
     assert hashes(run_workers(train, workers, folder=tmp_path, strategy=strategy)) == {expected}
 
 
+@pytest.mark.parametrize("strategy", ["star", "zero1", "zero2", "fsdp", "hybrid", "parameter_server"])
+def test_every_strategy_gives_them(tmp_path: Path, expected: str, strategy: str) -> None:
+    assert hashes(run_workers(train, 2, folder=tmp_path, strategy=strategy, max_grad_norm=1.0)) == {expected}
+
+
 class LeaveAt(TrainerCallback):
     """Ends after a step and its checkpoint, as a job does whose time is up."""
 

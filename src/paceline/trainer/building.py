@@ -32,14 +32,12 @@ _FULL_WEIGHTS = ("ddp", "star", "zero1", "zero2")
 
 def build_engine(arguments: TrainingArguments, *, lanes: int | None = None) -> Engine:
     world, choice = arguments.world, arguments.choice
-    # What only has its default here may be said by the launcher: `paceline run --seed 7`.
-    told_seed = world.settings.seed is not None and arguments.seed == DEFAULT_SEED
     _allow_tf32(arguments)
     engine = Engine(
         world=world,
         lanes=lanes or arguments.lanes,
         accumulate=arguments.gradient_accumulation_steps,
-        seed=None if told_seed else arguments.seed,
+        seed=_seed(arguments),
         strategy=choice.strategy,
         reduction=arguments.reduction,  # type: ignore[arg-type]
         backend=arguments.ddp_backend,
@@ -77,8 +75,13 @@ def share_weights(engine: Engine, model: nn.Module) -> None:
 
 def start_seed(arguments: TrainingArguments) -> int:
     """What an Engine of these arguments is seeded with when it is made."""
+    return mix(_seed(arguments), "start")
+
+
+def _seed(arguments: TrainingArguments) -> int:
+    """Where it only has its default, the launcher may say another: `paceline run --seed 7`."""
     told = arguments.world.settings.seed
-    return mix(told if told is not None and arguments.seed == DEFAULT_SEED else arguments.seed, "start")
+    return told if told is not None and arguments.seed == DEFAULT_SEED else arguments.seed
 
 
 def check_may_begin_anew(engine: Engine, optimizer_may_go: bool) -> None:
@@ -102,7 +105,8 @@ def check_may_begin_anew(engine: Engine, optimizer_may_go: bool) -> None:
 
 
 def _recomputed(arguments: TrainingArguments) -> Any:
-    options = dict(arguments.gradient_checkpointing_kwargs or {})
+    given = arguments.gradient_checkpointing_kwargs
+    options = dict(given) if isinstance(given, dict) else {}
     every = options.pop("every_n_layers", 1)
     if options.pop("use_reentrant", False):
         raise ConfigError("gradient_checkpointing_kwargs: use_reentrant=True is not there; leave it out, or say False")

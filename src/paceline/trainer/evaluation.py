@@ -169,4 +169,5 @@ def _mean(tally: Sequence[Sequence[float]]) -> float:
 
 
 def _plain(value: Any) -> Any:
-    return value.item() if hasattr(value, "item") and getattr(value, "size", 1) in (1, ()) else value
+    """Numbers and lists, as JSON has them."""
+    return value.tolist() if hasattr(value, "tolist") else value

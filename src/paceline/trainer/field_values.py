@@ -72,8 +72,8 @@ def _as(name: str, value: Any, kind: Any) -> Any:
     if origin in (int, float):
         return _number(value, whole=origin is int)
     if origin is str:
-        if isinstance(value, enum.Enum):
-            value = value.value
+        if isinstance(value, enum.Enum | bool):
+            value = str(value).lower() if isinstance(value, bool) else value.value
         if not isinstance(value, str):
             raise ValueError
         return value

@@ -37,14 +37,14 @@ class _WhatIsTrained:
 class _Optimization:
     learning_rate: float = setting(5e-5, "at its highest")
     lr_scheduler_type: SchedulerType = setting(SchedulerType.LINEAR, "how it moves")
-    lr_scheduler_kwargs: dict[str, Any] | None = setting(None, "more for the schedule, such as num_cycles")
+    lr_scheduler_kwargs: dict[str, Any] | str | None = setting(None, "more for the schedule, such as num_cycles")
     warmup_steps: float = setting(0, "steps of warm-up; below 1: a part of all steps")
     optim: OptimizerNames = setting(OptimizerNames.ADAMW_TORCH_FUSED, "who updates")
     optim_args: str | None = setting(None, "more for the optimizer: name=value,name=value")
     weight_decay: float = setting(0.0, "of matrices; biases and norms never decay")
-    adam_beta1: float = setting(0.9, "")
-    adam_beta2: float = setting(0.999, "")
-    adam_epsilon: float = setting(1e-8, "")
+    adam_beta1: float = setting(0.9, "of AdamW: how long the mean gradient remembers")
+    adam_beta2: float = setting(0.999, "of AdamW: how long the mean square remembers")
+    adam_epsilon: float = setting(1e-8, "of AdamW: what is added to the root")
     max_grad_norm: float = setting(1.0, "the gradient of the global batch is clipped to it; 0: not at all")
     label_smoothing_factor: float = setting(0.0, "how much of each label is spread over all classes")
     average_tokens_across_devices: bool = setting(True, "the loss is the mean over all tokens of a step, always")
@@ -56,7 +56,7 @@ class _Precision:
     fp16: bool = setting(False, "compute in fp16 with loss scaling, keep fp32 masters")
     tf32: bool | None = setting(None, "fp32 matrix products on tensor cores; needs CUDA")
     gradient_checkpointing: bool = setting(False, "compute activations of blocks again in backward")
-    gradient_checkpointing_kwargs: dict[str, Any] | None = setting(None, "every_n_layers, use_reentrant=False")
+    gradient_checkpointing_kwargs: dict[str, Any] | str | None = setting(None, "every_n_layers, use_reentrant=False")
     torch_compile: bool = setting(False, "compile the model")
     torch_compile_backend: str | None = setting(None, "by whom; default: inductor")
     torch_compile_mode: str | None = setting(None, "how")
@@ -98,9 +98,7 @@ class _Checkpoints:
     save_steps: float = setting(500, "every so many steps; below 1: a part of all steps")
     save_total_limit: int | None = setting(None, "keep the newest so many, and the best")
     save_only_model: bool = setting(False, "weights alone: small, but nothing can resume from them")
-    resume_from_checkpoint: bool | str | None = setting(
-        None, "what train() resumes from: a folder, or True for the newest"
-    )
+    resume_from_checkpoint: str | None = setting(None, "what train() resumes from: a folder, or True for the newest")
     restore_callback_states_from_checkpoint: bool = setting(True, "callbacks go on too (transformers: False)")
     enable_jit_checkpoint: bool = setting(False, "save on SIGTERM; done in any case")
 
@@ -124,11 +122,9 @@ class _Workers:
     ddp_backend: str | None = setting(None, "how tensors travel: paceline, gloo, nccl; default: what fits the device")
     ddp_timeout: int = setting(1800, "seconds before a silent worker is an error")
     ddp_bucket_cap_mb: int | None = setting(None, "gradients that travel together; default: 16")
-    fsdp: bool | str | None = setting(
-        None, "full_shard: fsdp, shard_grad_op: zero2, hybrid_shard: hybrid, no_shard: ddp"
-    )
-    fsdp_config: dict[str, Any] | None = setting(None, "reshard_after_forward, activation_checkpointing")
-    deepspeed: dict[str, Any] | None = setting(
+    fsdp: str | None = setting(None, "full_shard: fsdp, shard_grad_op: zero2, hybrid_shard: hybrid, no_shard: ddp")
+    fsdp_config: dict[str, Any] | str | None = setting(None, "reshard_after_forward, activation_checkpointing")
+    deepspeed: dict[str, Any] | str | None = setting(
         None, "a config or its file; its ZeRO stage decides: zero1, zero2, zero3"
     )
     do_train: bool = setting(False, "for your script")

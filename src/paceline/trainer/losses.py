@@ -66,9 +66,9 @@ class LossRule:
         smoothing: float = 0.0,
     ) -> None:
         self._function, self._smoothing = loss_function, smoothing
-        self._names = tuple(label_names or ("labels",))
+        self.names = tuple(label_names or label_names_of(model))
         self._shifts = shifts_labels(model)
-        self._takes_count = loss_function is not None and _takes(loss_function, "num_items_in_batch")
+        self._takes_count = loss_function is not None and takes(loss_function, "num_items_in_batch")
 
     @property
     def takes_labels_out(self) -> bool:
@@ -77,9 +77,9 @@ class LossRule:
 
     def call(self, batch: Any) -> Called:
         if isinstance(batch, Mapping):
-            found = tuple(batch[name] for name in self._names if name in batch)
+            found = tuple(batch[name] for name in self.names if name in batch)
             labels = found if len(found) > 1 else found[0] if found else None
-            hidden = self._names if self.takes_labels_out else ()
+            hidden = self.names if self.takes_labels_out else ()
             return Called((), {str(name): value for name, value in batch.items() if name not in hidden}, labels)
         if isinstance(batch, list | tuple):
             if self.takes_labels_out and len(batch) > 1:
@@ -107,8 +107,10 @@ class LossRule:
 
     def weight(self, labels: Any, batch: Any) -> float | None:
         """How many labels count; None where samples do."""
-        if isinstance(batch, Mapping) and isinstance(shifted := batch.get("shift_labels"), Tensor):
-            return float((shifted != IGNORED).sum())
+        if isinstance(batch, Mapping):
+            if isinstance(shifted := batch.get("shift_labels"), Tensor):
+                return float((shifted != IGNORED).sum())
+            labels = batch.get("labels", labels)
         if not isinstance(labels, Tensor) or labels.is_floating_point() or labels.is_complex() or labels.dim() == 0:
             return None
         if self._shifts and labels.dim() > 1:
@@ -169,6 +171,14 @@ def first_logits(outputs: Any) -> Tensor:
     return first
 
 
+def label_names_of(model: nn.Module) -> list[str]:
+    """The arguments of forward that are labels, by their names."""
+    spans = ("start_positions", "end_positions") if "QuestionAnswering" in type(model).__name__ else ()
+    return [name for name in inspect.signature(model.forward).parameters if "label" in name or name in spans] or [
+        "labels"
+    ]
+
+
 def shifts_labels(model: nn.Module) -> bool:
     """A causal language model of transformers compares each token with the label of the next one."""
     config = getattr(model, "config", None)
@@ -185,7 +195,7 @@ def _nothing(outputs: Any, value: Tensor) -> Tensor:
     return first.float().sum() * 0.0 if isinstance(first, Tensor) and first.is_floating_point() else value
 
 
-def _takes(function: Callable[..., Any], name: str) -> bool:
+def takes(function: Callable[..., Any], name: str) -> bool:
     try:
         parameters = inspect.signature(function).parameters
     except (TypeError, ValueError):

@@ -24,7 +24,9 @@ class RefusedFields:
     bf16_full_eval: bool = setting(False, _FULL_EVAL)
     fp16_full_eval: bool = setting(False, _FULL_EVAL)
     use_liger_kernel: bool = setting(False, "patch the model before you give it to the Trainer")
-    liger_kernel_config: dict[str, Any] | None = setting(None, "patch the model before you give it to the Trainer")
+    liger_kernel_config: dict[str, Any] | str | None = setting(
+        None, "patch the model before you give it to the Trainer"
+    )
     neftune_noise_alpha: float | None = setting(None, "register a forward hook on the embedding that adds the noise")
     auto_find_batch_size: bool = setting(
         False, "the batch size is part of the job, for life; `paceline doctor` tells what fits"
@@ -49,7 +51,9 @@ class RefusedFields:
     hub_always_push: bool = setting(False, _HUB)
     hub_revision: str | None = setting(None, _HUB)
     ignore_data_skip: bool = setting(False, "resuming costs nothing: the place in the data is one number")
-    accelerator_config: dict[str, Any] | None = setting(None, "there is no Accelerate below; the Engine deals the data")
+    accelerator_config: dict[str, Any] | str | None = setting(
+        None, "there is no Accelerate below; the Engine deals the data"
+    )
     parallelism_config: Any = setting(None, "data parallel only; strategy= says how")
     ddp_find_unused_parameters: bool | None = setting(None, "unused parameters are found by themselves")
     ddp_broadcast_buffers: bool | None = setting(None, "buffers are those of the lowest lane, on every worker")

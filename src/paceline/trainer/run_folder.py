@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +63,19 @@ def write_arguments(arguments: TrainingArguments, engine: Engine) -> None:
     _publish(Path(arguments.output_dir) / ARGUMENTS, text + "\n")
 
 
+def write_json(arguments: TrainingArguments, name: str, values: Mapping[str, Any]) -> None:
+    _publish(Path(arguments.output_dir) / name, json.dumps(values, indent=2, sort_keys=True) + "\n")
+
+
+def read_json(arguments: TrainingArguments, name: str) -> dict[str, Any]:
+    """What is there; nothing where nothing can be read."""
+    try:
+        found = json.loads((Path(arguments.output_dir) / name).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
 def recorded_lanes(folder: Path) -> int | None:
     """How many lanes the run in `folder` has, where that is on record."""
     try:
@@ -86,6 +100,15 @@ def write_weights(folder: Path, model: nn.Module, state: dict[str, Tensor], proc
             processing_class.save_pretrained(str(folder))
     except OSError as error:
         raise CheckpointError(f"the model could not be saved to {folder}: {error.strerror or error}") from error
+
+
+def prune_weights(arguments: TrainingArguments, best: str | None, *, main: bool) -> None:
+    """With save_only_model: keep the newest, and the best."""
+    if not main or arguments.save_total_limit is None:
+        return
+    for path in all_checkpoints(Path(arguments.output_dir))[arguments.save_total_limit :]:
+        if str(path) != best:
+            remove_folder(path)
 
 
 def tied(model: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor]:

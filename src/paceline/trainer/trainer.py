@@ -13,11 +13,10 @@ torchrun, SLURM or MPI.
 from __future__ import annotations
 
 import threading
-import time
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -27,18 +26,18 @@ from torch.utils.data import DataLoader
 from paceline.engine.engine import Engine
 from paceline.errors import ConfigError
 from paceline.trainer import run_folder
+from paceline.trainer.best_model import judged
 from paceline.trainer.building import build_engine, check_may_begin_anew, share_weights, start_seed
 from paceline.trainer.callbacks import (
     CallbackHandler,
     DefaultFlowCallback,
     PrinterCallback,
-    full_metric_name,
 )
 from paceline.trainer.collating import Collator, KnownColumns, default_collator, known_columns
-from paceline.trainer.evaluation import Evaluation, EvaluationOutput
 from paceline.trainer.field_values import check_names
 from paceline.trainer.loaders import check_not_empty, eval_loader, train_loader
 from paceline.trainer.losses import LossFunction, LossRule, predictions_of
+from paceline.trainer.measuring import Measurements
 from paceline.trainer.optimizers import make_optimizer
 from paceline.trainer.reporting import ReportCallback
 from paceline.trainer.schedules import Scheduler, get_scheduler
@@ -83,6 +82,11 @@ class Trainer:
         if (model is None) == (model_init is None):
             raise ConfigError("the Trainer needs a model or a model_init that makes one: give one of them")
         self.args = args if args is not None else TrainingArguments()
+        if not isinstance(self.args, TrainingArguments):
+            raise ConfigError(
+                f"args is a {type(self.args).__module__}.{type(self.args).__name__}; import TrainingArguments from "
+                "paceline too: it takes the same arguments"
+            )
         if world is not None:
             self.args._world = world
         self._engine: Engine | None = None
@@ -105,8 +109,8 @@ class Trainer:
         self._made_by_us = optimizers == (None, None)
         self._ignored_keys: list[str] | None = None
         self._check_given()
-        self._evaluated: dict[int, tuple[Any, Any]] = {}  # by the dataset's id: itself, and its prepared loader
-        self.is_in_train = self._has_trained = False
+        self.measurements = Measurements(self)
+        self.is_in_train = self.has_trained = False
         self.state = TrainerState(
             is_local_process_zero=self.is_local_process_zero(), is_world_process_zero=self.is_world_process_zero()
         )
@@ -143,24 +147,28 @@ class Trainer:
     # -- training ----------------------------------------------------------------------------------------------------
 
     def train(
-        self, resume_from_checkpoint: bool | str | Path | None = None, *, ignore_keys_for_eval: list[str] | None = None
+        self,
+        resume_from_checkpoint: bool | str | Path | None = None,
+        *,
+        ignore_keys_for_eval: list[str] | None = None,
+        accept: Sequence[str] = (),
     ) -> TrainOutput:
         """Train to the end; with `resume_from_checkpoint`, from the newest checkpoint in output_dir or the one given.
 
+        `accept` names what may differ from the job that saved it, such as "batch size" (docs/concepts/data.md).
         A signal (SIGTERM, Ctrl-C) ends it after a step that all workers agree on: it saves, and leaves with code 75.
         """
         if self.train_dataset is None:
             raise ConfigError("the Trainer has no train_dataset to train on")
-        resume = resume_from_checkpoint or self.args.resume_from_checkpoint or False
-        resume = resume if isinstance(resume, bool) else Path(resume)
+        resume = _wanted(resume_from_checkpoint or self.args.resume_from_checkpoint)
         if not resume:
             run_folder.check_is_free(self.args)
         self._make_engine(resume)
         self._ignored_keys = ignore_keys_for_eval
-        self.is_in_train = self._has_trained = True
+        self.is_in_train = self.has_trained = True
         try:
             share_weights(self.engine, self.model)
-            loop = TrainingLoop(self, resume)
+            loop = TrainingLoop(self, resume, accept)
             self.engine.print(self.args.described())
             run_folder.begin(self.args, self.engine, fresh=not resume)
             self._watch_signals()
@@ -185,14 +193,14 @@ class Trainer:
     def _make_engine(self, resume: bool | Path) -> None:
         """The Engine of this training: an Engine trains once, and its lanes are those of the job for life."""
         lanes = self.args.lanes
-        if resume is not False and lanes is None:
+        if resume is not False and lanes is None and self.args.world.settings.lanes is None:
             lanes = run_folder.recorded_lanes(Path(self.args.output_dir) if resume is True else resume.parent)
-        if self._engine is not None and not self._has_trained and lanes in (None, self._engine.config.lanes):
+        if self._engine is not None and not self.has_trained and lanes in (None, self._engine.config.lanes):
             return
         if self._engine is not None:
-            check_may_begin_anew(self._engine, self._made_by_us or not self._has_trained)
+            check_may_begin_anew(self._engine, self._made_by_us or not self.has_trained)
             self._engine.close()
-            self._evaluated.clear()
+            self.measurements.forget()
             if self._made_by_us:
                 self.optimizer = self.lr_scheduler = None
             if self.model_init is not None:
@@ -218,7 +226,7 @@ class Trainer:
 
     def count_tokens(self, batch: Any) -> int:
         kind = str(self.args.include_num_input_tokens_seen)
-        return count_tokens(batch, self._main_input, padding=kind == "all")
+        return count_tokens(batch, self.main_input_name, padding=kind == "all")
 
     # -- what is made of the arguments -------------------------------------------------------------------------------
 
@@ -252,7 +260,7 @@ class Trainer:
                 optimizer or self.create_optimizer(),
                 self.args.get_warmup_steps(num_training_steps),
                 num_training_steps,
-                self.args.lr_scheduler_kwargs,
+                cast("dict[str, Any] | None", self.args.lr_scheduler_kwargs),
             )
         made: Scheduler = self.lr_scheduler
         return made
@@ -260,7 +268,7 @@ class Trainer:
     def _collator(self) -> Collator:
         if not self.args.remove_unused_columns:
             return self.data_collator
-        names = known_columns(self.model, self.args.label_names or ("labels",))
+        names = known_columns(self.model, ("labels", *self.loss_rule.names))
         return KnownColumns(self.data_collator, names, type(self.model).__name__)
 
     # -- measuring ---------------------------------------------------------------------------------------------------
@@ -277,9 +285,9 @@ class Trainer:
             for name, part in dataset.items():
                 found |= self.evaluate(part, ignore_keys, f"{metric_key_prefix}_{name}")
             return found
-        loader = self._prepared(dataset, self.get_eval_dataloader)
         loss_only = self.compute_metrics is None or self.args.prediction_loss_only
-        output = self._measured(loader, metric_key_prefix, ignore_keys, loss_only=loss_only)
+        make = self.get_eval_dataloader
+        output = self.measurements.of(dataset, make, metric_key_prefix, ignore_keys, loss_only=loss_only)
         self.log(dict(output.metrics))
         self.call_event("on_evaluate", metrics=output.metrics)
         return output.metrics
@@ -288,8 +296,8 @@ class Trainer:
         self, test_dataset: Any, ignore_keys: list[str] | None = None, metric_key_prefix: str = "test"
     ) -> PredictionOutput:
         """Predictions for every sample, in the dataset's order; where there are labels, metrics too."""
-        loader = self._prepared(test_dataset, self.get_test_dataloader)
-        output = self._measured(loader, metric_key_prefix, ignore_keys, loss_only=self.args.prediction_loss_only)
+        make, loss_only = self.get_test_dataloader, self.args.prediction_loss_only
+        output = self.measurements.of(test_dataset, make, metric_key_prefix, ignore_keys, loss_only=loss_only)
         self.call_event("on_predict", metrics=output.metrics)
         return PredictionOutput(output.predictions, output.label_ids, output.metrics)
 
@@ -312,60 +320,13 @@ class Trainer:
 
     def evaluate_for_the_loop(self) -> tuple[float | None, bool]:
         """Evaluate inside training: the metric that decides which model is best, and whether this one is."""
-        metrics = self.evaluate(ignore_keys=self._ignored_keys)
-        if self.args.metric_for_best_model is None:
-            return None, False
-        name = full_metric_name(self.args.metric_for_best_model)
-        if name not in metrics:
-            raise ConfigError(
-                f"metric_for_best_model={self.args.metric_for_best_model!r}: there is no {name!r} among the metrics "
-                f"{', '.join(sorted(metrics))}"
-            )
-        value, state = float(metrics[name]), self.state
+        value, is_best = judged(self.evaluate(ignore_keys=self._ignored_keys), self.args, self.state)
         if isinstance(self.lr_scheduler, ReduceLROnPlateau):
-            self.lr_scheduler.step(value)
-        best = state.best_metric
-        is_best = best is None or (value > best if self.args.greater_is_better else value < best)
-        if is_best:
-            state.best_metric, state.best_global_step = value, state.global_step
+            self.lr_scheduler.step(cast("float", value))
         return value, is_best
 
-    def _measured(
-        self, loader: Any, prefix: str, ignore_keys: list[str] | None, *, loss_only: bool
-    ) -> EvaluationOutput:
-        began, was_training = time.perf_counter(), self.model.training
-        self.callback_handler.objects["eval_dataloader"] = loader
-        evaluation = Evaluation(
-            engine=self.engine,
-            arguments=self.args,
-            step=lambda batch, alone: self.prediction_step(self.model, batch, alone, ignore_keys),
-            weight=self.weight_of,
-            main_input=self._main_input,
-            compute_metrics=self.compute_metrics,
-            preprocess=self.preprocess_logits_for_metrics,
-            after_round=lambda: self.call_event("on_prediction_step"),
-        )
-        self.model.eval()
-        try:
-            output = evaluation.run(loader, prefix, loss_only=loss_only)
-        finally:
-            self.model.train(was_training)
-        seconds = time.perf_counter() - began
-        output.metrics[f"{prefix}_runtime"] = round(seconds, 4)
-        output.metrics[f"{prefix}_samples_per_second"] = round(output.num_samples / seconds, 3)
-        return output
-
-    def _prepared(self, dataset: Any, make: Callable[[Any], DataLoader[Any]]) -> Any:
-        """The dataset's loader, prepared once; without a training the model is only put on its device."""
-        if not self._has_trained:
-            self.model.to(self.engine.device)
-        key = id(dataset)
-        if key not in self._evaluated:
-            self._evaluated[key] = dataset, self.engine.prepare(make(dataset))
-        return self._evaluated[key][1]
-
     @property
-    def _main_input(self) -> str:
+    def main_input_name(self) -> str:
         return str(getattr(self.model, "main_input_name", "input_ids"))
 
     # -- saving and telling ------------------------------------------------------------------------------------------
@@ -373,7 +334,7 @@ class Trainer:
     def save_model(self, output_dir: str | Path | None = None) -> None:
         """Weights as one safetensors file, with config and tokenizer where there are some; all workers call it."""
         folder = Path(self.args.output_dir if output_dir is None else output_dir)
-        state = self.engine.state_dict() if self._has_trained else dict(self.model.state_dict())
+        state = self.engine.state_dict() if self.has_trained else dict(self.model.state_dict())
         if self.is_world_process_zero():
             run_folder.write_weights(folder, self.model, run_folder.tied(self.model, state), self.processing_class)
         self.engine.barrier()
@@ -381,11 +342,24 @@ class Trainer:
     def save_state(self) -> None:
         """`trainer_state.json` in output_dir."""
         if self.is_world_process_zero():
-            Path(self.args.output_dir).mkdir(parents=True, exist_ok=True)
-            self.state.save_to_json(Path(self.args.output_dir) / "trainer_state.json")
+            run_folder.write_json(self.args, "trainer_state.json", self.state.to_dict())
 
-    def log(self, logs: dict[str, float]) -> None:
+    def log_metrics(self, split: str, metrics: dict[str, float]) -> None:
+        """Show what `train`, `evaluate` or `predict` gave, as a table."""
+        rows = [(name, f"{value:,.4g}" if isinstance(value, float) else str(value)) for name, value in metrics.items()]
+        self.engine.show_table(f"{split} metrics", sorted(rows))
+
+    def save_metrics(self, split: str, metrics: dict[str, float], combined: bool = True) -> None:
+        """`{split}_results.json` in output_dir, and together with those of other splits `all_results.json`."""
+        if self.is_world_process_zero():
+            run_folder.write_json(self.args, f"{split}_results.json", metrics)
+            if combined:
+                before = run_folder.read_json(self.args, "all_results.json")
+                run_folder.write_json(self.args, "all_results.json", before | metrics)
+
+    def log(self, logs: dict[str, Any], start_time: float | None = None) -> None:
         """Add the values to the history, and let callbacks and reports know."""
+        logs = {name: value.tolist() if hasattr(value, "tolist") else value for name, value in logs.items()}
         logs["epoch"] = self.state.epoch
         if self.args.include_num_input_tokens_seen != "no":
             logs["num_input_tokens_seen"] = self.state.num_input_tokens_seen
@@ -409,6 +383,12 @@ class Trainer:
 
     def is_local_process_zero(self) -> bool:
         return self.args.world.local_rank == 0
+
+
+def _wanted(resume: bool | str | Path | None) -> bool | Path:
+    if isinstance(resume, bool) or resume is None or str(resume).lower() in ("true", "false", ""):
+        return str(resume).lower() == "true"
+    return Path(resume)
 
 
 def _named(dataset: Any) -> dict[str, Any]:

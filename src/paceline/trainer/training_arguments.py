@@ -8,10 +8,13 @@ Every field either does something or is refused when it is set (`honoured_fields
 
 from __future__ import annotations
 
+import fcntl
 import json
+import logging
 import math
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from datetime import timedelta
 from pathlib import Path
@@ -76,6 +79,7 @@ class TrainingArguments(RefusedFields, HonouredFields, metaclass=_Spelled):
             self.report_to = []
         if isinstance(self.include_num_input_tokens_seen, bool):
             self.include_num_input_tokens_seen = "all" if self.include_num_input_tokens_seen else "no"
+        self.fsdp = None if self.fsdp in ("false", "") else self.fsdp
         self.run_name = self.run_name or self.output_dir
         self.do_eval = self.do_eval or self.eval_strategy is not IntervalStrategy.NO
         self.torch_compile = self.torch_compile or bool(self.torch_compile_backend or self.torch_compile_mode)
@@ -144,6 +148,10 @@ class TrainingArguments(RefusedFields, HonouredFields, metaclass=_Spelled):
             raise ConfigError("save_strategy='best' looks at evaluations; set eval_strategy")
 
     def _check_best_model(self) -> None:
+        if self.load_best_model_at_end and self.save_only_model:
+            raise ConfigError(
+                "load_best_model_at_end loads from checkpoints, but save_only_model saves none; choose one"
+            )
         if not self.load_best_model_at_end or self.save_strategy is SaveStrategy.BEST:
             return
         if self.eval_strategy != self.save_strategy.value:
@@ -224,6 +232,18 @@ class TrainingArguments(RefusedFields, HonouredFields, metaclass=_Spelled):
     @property
     def precision(self) -> str | None:
         return "bf16" if self.bf16 else "fp16" if self.fp16 else None
+
+    @contextmanager
+    def main_process_first(self, local: bool = True, desc: str = "work") -> Iterator[None]:
+        """The workers do what is inside one after another: what the first leaves in a cache, the others find."""
+        Path(self.output_dir).mkdir(parents=True, exist_ok=True)
+        with (Path(self.output_dir) / ".one_after_another").open("w") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            yield
+
+    def get_process_log_level(self) -> int:
+        """For the loggers of your script."""
+        return logging.INFO if self.should_log else logging.WARNING
 
     def get_warmup_steps(self, num_training_steps: int) -> int:
         if self.warmup_steps >= 1:

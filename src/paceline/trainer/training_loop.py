@@ -13,6 +13,7 @@ the losses since the last log, so that a run that goes on logs what a run that w
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -22,7 +23,9 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from paceline.checkpoint.retention import all_checkpoints, checkpoint_name
 from paceline.errors import CheckpointError, ConfigError
+from paceline.trainer import run_folder
 from paceline.trainer.choices import SaveStrategy
+from paceline.trainer.losses import takes
 from paceline.trainer.reporting import costs_of, make_meters
 from paceline.trainer.run_plan import RunPlan, plan_run
 from paceline.trainer.trainer_state import TrainerState
@@ -59,9 +62,10 @@ class Losses:
 
 
 class TrainingLoop:
-    def __init__(self, trainer: Trainer, resume: bool | Path) -> None:
+    def __init__(self, trainer: Trainer, resume: bool | Path, accept: Sequence[str] = ()) -> None:
         self.trainer, self.args, self.engine = trainer, trainer.args, trainer.engine
         self.losses = Losses()
+        self._takes_count = takes(trainer.compute_loss, "num_items_in_batch")
         self._costs = costs_of(trainer.model)
         self.norm: float | None = None
         self.rate = 0.0
@@ -72,7 +76,7 @@ class TrainingLoop:
         )
         self.loader, self.plan = self._prepared()
         self.began_at_step = 0
-        self._resume(resume)
+        self._resume(resume, accept)
         self._paused = True  # something else than training came before the next step
         self.meters = make_meters(self.engine, self.plan.max_steps - self.began_at_step)
         trainer.reports.attach(self.engine, self.meters)
@@ -100,12 +104,12 @@ class TrainingLoop:
         }
         return loader, plan
 
-    def _resume(self, which: bool | Path) -> None:
+    def _resume(self, which: bool | Path, accept: Sequence[str]) -> None:
         state = TrainerState(
             is_local_process_zero=self.trainer.is_local_process_zero(),
             is_world_process_zero=self.trainer.is_world_process_zero(),
         )
-        extra = self.checkpoints.resume(which) if which else None
+        extra = self.checkpoints.resume(which, accept=accept) if which else None
         if extra is not None:
             state = self._restored(extra, state)
         elif which:
@@ -181,7 +185,8 @@ class TrainingLoop:
         if engine.step + 1 >= self.plan.max_steps:
             engine.stop()
         weight = trainer.weight_of(batch)
-        loss = trainer.compute_loss(trainer.model, batch, num_items_in_batch=weight)
+        count = {"num_items_in_batch": weight} if self._takes_count else {}
+        loss = trainer.compute_loss(trainer.model, batch, **count)
         engine.mean("loss", loss, weight=weight)
         engine.mean("tokens", trainer.count_tokens(batch) / max(1, item.samples))
         engine.backward(loss, weight=weight)
@@ -256,6 +261,7 @@ class TrainingLoop:
             state.best_model_checkpoint = str(folder)
         if self.args.save_only_model and not self.engine.stop_requested:
             trainer.save_model(folder)
+            run_folder.prune_weights(self.args, state.best_model_checkpoint, main=trainer.is_world_process_zero())
         else:
             self.checkpoints.save(
                 self._extra(),
