@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from paceline.trainer.meters import Meters, Stretch, peak_memory, peak_of_process
+from paceline.trainer.meters import Meters, PeakMemory, Stretch
 from paceline.trainer.peak_flops import ModelFlops, PeakFlops, gpu_peak, measured_peak, model_flops, peak_flops
 
 
@@ -133,9 +133,19 @@ def test_a_cpu_is_measured_without_drawing_random_numbers() -> None:
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_memory_shared_with_others_counts_by_its_share(tmp_path: Path) -> None:
+def test_memory_shared_with_others_counts_by_its_share_which_is_asked_for_once_a_minute(tmp_path: Path) -> None:
     (tmp_path / "status").write_text("Name:\tpython\nVmHWM:\t  1000 kB\n")
     (tmp_path / "smaps_rollup").write_text("5500-7fff ---p 00000000 00:00 0\nRss:  800 kB\nPss:  500 kB\n")
-    assert peak_of_process(tmp_path) == 700 * 1024
-    assert peak_of_process(tmp_path / "missing") > 2**20
-    assert peak_memory(torch.device("cpu")) > 2**20
+    clock = Clock()
+    memory = PeakMemory(torch.device("cpu"), tmp_path, clock)
+    assert memory() == 700 * 1024
+    (tmp_path / "status").write_text("VmHWM:\t  1100 kB\n")
+    (tmp_path / "smaps_rollup").write_text("Rss:  800 kB\nPss:  800 kB\n")
+    assert memory() == 800 * 1024
+    clock.now += 60.0
+    assert memory() == 1100 * 1024
+
+
+def test_memory_is_known_for_this_process_and_where_the_kernel_hides_its_files(tmp_path: Path) -> None:
+    for proc in (Path("/proc/self"), tmp_path / "missing"):
+        assert PeakMemory(torch.device("cpu"), proc)() > 2**20

@@ -22,7 +22,7 @@ from paceline.engine.progress import Bar
 from paceline.trainer.callbacks import TrainerCallback
 from paceline.trainer.integrations.choice import Reporters, choose
 from paceline.trainer.integrations.reporter import RunInfo
-from paceline.trainer.meters import Meters, peak_memory
+from paceline.trainer.meters import Meters, PeakMemory
 from paceline.trainer.peak_flops import ModelFlops, model_flops, peak_flops
 from paceline.trainer.summary import Best, RunSummary
 from paceline.trainer.training_arguments import TrainingArguments
@@ -119,7 +119,7 @@ def make_meters(engine: Engine, steps: int) -> Meters:
     device, peak = engine.device, None
     if device.type != "cpu" or steps >= WORTH_MEASURING:
         peak = peak_flops(device, dtype=engine.config.precision.dtype)
-    return Meters(workers=engine.world.size, peak=peak, memory=lambda: peak_memory(device))
+    return Meters(workers=engine.world.size, peak=peak, memory=PeakMemory(device))
 
 
 def _world_of(engine: Engine) -> dict[str, Any]:
