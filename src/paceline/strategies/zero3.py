@@ -142,9 +142,11 @@ class Zero3(Zero2):
             shards = self._shards.buckets[number]
             dtype, device = shards.bucket.dtype, shards.bucket.device
             self._sums[number] = torch.empty(shards.width(self._parts.rank), dtype=dtype, device=device)
-        self._leaving = number
-        super()._leave(number, nodes)
-        self._leaving = None
+        self._leaving = number  # what it sends now is not under way before those ahead of it have arrived
+        try:
+            super()._leave(number, nodes)
+        finally:
+            self._leaving = None
 
     def _arrived(self, departed: _Departed) -> None:
         super()._arrived(departed)
