@@ -54,7 +54,7 @@ def test_a_strategy_that_does_not_fit_is_refused_by_all_workers_with_those_that_
         assert result.error == (
             "ConfigError: strategy='ddp' does not fit: weights, gradients and optimizer state of 4,194,304 parameters "
             f"take 0.06 GiB on each worker, and the limit is 0.05 GiB (cgroup /{group.name}). Instead: on 2 workers "
-            "strategy='fsdp' takes 0.03 GiB, strategy='zero1' takes 0.05 GiB, "
+            "strategy='fsdp' takes 0.03 GiB, strategy='hybrid' takes 0.03 GiB, strategy='zero1' takes 0.05 GiB, "
             "strategy='zero2' takes 0.04 GiB, strategy='zero3' takes 0.03 GiB"
         ), result.traceback
 

@@ -26,7 +26,7 @@ def test_in_single_precision_it_is_the_formula(n: int) -> None:
     assert held("ddp", n) == held("star", n) == 16
     assert held("zero1", n) == 8 + 8 / n
     assert held("zero2", n) == 4 + 12 / n
-    assert held("zero3", n) == held("fsdp", n) == 16 / n
+    assert held("zero3", n) == held("fsdp", n) == held("hybrid", n) == 16 / n
 
 
 @pytest.mark.parametrize("n", [1, 2, 4, 8])
@@ -102,7 +102,25 @@ def test_weights_once_per_host_are_shared_by_all_and_not_gathered(strategy: str)
     assert together.optimizer_state == apart.optimizer_state
 
 
+@pytest.mark.parametrize(("workers", "group"), [(4, 2), (8, 4), (6, 2), (8, 1)])
+def test_hybrid_holds_what_fsdp_holds_in_a_group_and_crosses_groups_once(workers: int, group: int) -> None:
+    hybrid, fsdp = of("hybrid", workers, shard_over=group), of("fsdp", group)
+    assert hybrid.held == fsdp.held
+    groups = workers // group
+    assert hybrid.sent - fsdp.sent == 2 * (groups - 1) * PSI // group // groups * 4
+    assert of("hybrid", workers) == of("fsdp", workers)
+
+
+def test_roots_of_a_group_that_are_no_part_of_the_tree_cross_one_by_one() -> None:
+    """Six lanes for four workers in two groups: the first group's three are two roots, (0, 1) and 2."""
+    hybrid, share = of("hybrid", 4, lanes=6, shard_over=2), PSI // 2
+    assert hybrid.gradients == 2 * share * 4
+    assert hybrid.sent - of("fsdp", 2, lanes=3).sent == (2 * share // 2 + share // 2) * 4
+
+
 def test_what_can_t_be_is_refused() -> None:
+    with pytest.raises(ConfigError, match="weights shared by 3 of 4 workers: these are no equal groups"):
+        of("hybrid", 4, shard_over=3)
     with pytest.raises(ConfigError, match="3 workers and 2 lanes"):
         of("ddp", 3, lanes=2)
     with pytest.raises(ConfigError, match="5 holders of each shard, of 4 workers"):

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 
@@ -103,9 +103,34 @@ class ByteCount:
         with self._lock:
             return Traffic(dict(self._sent), dict(self._received), dict(self._native))
 
+    def of_group(self, ranks: Sequence[int]) -> ByteCount:
+        """The same count, for a group of some of the ranks, in which they have other numbers."""
+        return _GroupCount(self, ranks)
+
     def _add(self, flows: dict[tuple[str, int], Flow], operation: str, peer: int, nbytes: int) -> None:
         with self._lock:
             flows[operation, peer] = flows.get((operation, peer), Flow()) + Flow(nbytes, 1)
+
+
+class _GroupCount(ByteCount):
+    def __init__(self, count: ByteCount, ranks: Sequence[int]) -> None:
+        super().__init__()
+        self._of, self._ranks = count, ranks
+
+    def sent(self, operation: str, to: int, nbytes: int) -> None:
+        self._of.sent(operation, self._ranks[to], nbytes)
+
+    def received(self, operation: str, source: int, nbytes: int) -> None:
+        self._of.received(operation, self._ranks[source], nbytes)
+
+    def called(self, collective: str) -> None:
+        self._of.called(collective)
+
+    def snapshot(self) -> Traffic:
+        return self._of.snapshot()
+
+    def of_group(self, ranks: Sequence[int]) -> ByteCount:
+        return self._of.of_group([self._ranks[rank] for rank in ranks])
 
 
 def _by_peer(flows: Flows) -> dict[int, Flow]:

@@ -71,9 +71,9 @@ class Communicator:
         comm._device = device
         return comm
 
-    def counts_with(self, other: Communicator) -> None:
-        """From now on what is sent here is counted there."""
-        self._count = other._count
+    def counts_with(self, other: Communicator, ranks: Sequence[int] | None = None) -> None:
+        """From now on what is sent here is counted there; `ranks` are those there of the ranks here."""
+        self._count = other._count if ranks is None else other._count.of_group(ranks)
 
     def explain_losses(self, explain: Callable[[], str | None]) -> None:
         """Somebody hears of lost peers in another way, and can tell more than this group."""

@@ -42,6 +42,7 @@ class Fit:
     lanes: int
     accumulate: int
     per_host: int
+    on_host: int
 
     @property
     def room(self) -> int:
@@ -49,7 +50,7 @@ class Fit:
 
     def held(self, strategy: Chosen) -> int:
         sizes = {"workers": self.workers, "lanes": self.lanes, "accumulate": self.accumulate}
-        return strategy.footprint(self.model, **sizes, per_host=self.per_host).held
+        return strategy.footprint(self.model, **sizes, per_host=self.per_host, on_host=self.on_host).held
 
     @property
     def fits(self) -> bool:
@@ -112,7 +113,8 @@ def _fit(
         sharers = 1
     shares_memory = comm is not None and comm.backend == "paceline"
     per_host = world.size if shares_memory else 1
-    return Fit(config.strategy, model, limit, sharers, world.size, config.lanes, config.accumulate, per_host)
+    on_host = world.size if world.size % world.local_size else world.local_size  # hosts that are not even: nobody's
+    return Fit(config.strategy, model, limit, sharers, world.size, config.lanes, config.accumulate, per_host, on_host)
 
 
 def _limit_of(device: torch.device) -> MemoryLimit | None:

@@ -6,6 +6,8 @@
     zero1                       w·Ψ          g·Ψ          s·Ψ/N               (N-1)/N · (g·Ψ + w·Ψ)
     zero2                       w·Ψ          g·Ψ/N        s·Ψ/N               (N-1)/N · (g·Ψ + w·Ψ)
     zero3, fsdp                 w·Ψ/N        g·Ψ/N        s·Ψ/N               (N-1)/N · (g·Ψ + 2·w·Ψ)
+    hybrid, n on each of H      w·Ψ/n        g·Ψ/n        s·Ψ/n               (n-1)/n · (g·Ψ + 2·w·Ψ) in the host,
+    hosts                                                                     2·(H-1)/H · g·Ψ/n across
 
     bytes per parameter         Adam in fp32: w 4, g 4, s 8     in mixed precision: w 2, g 2, s 12 (with a master copy)
 
@@ -19,6 +21,7 @@ That is one lane per worker, one micro-batch and one holder of each shard. Other
     copies      holders of each shard: state and sums as many times, and reduce-scatter to as many
     per_host    workers that share memory: where all do, sharded strategies have weights once for them all, and gather
                 none
+    shard_over  workers that share weights under hybrid: those of a host, n above; all, unless told otherwise
 
 Numbers are those of the busiest worker. Buffers for what is under way are not in them.
 """
@@ -31,7 +34,7 @@ from dataclasses import dataclass, replace
 from paceline.collectives.canonical_sum import SumPlan, sum_plan
 from paceline.collectives.shipments import shipments_by_lane
 from paceline.errors import ConfigError
-from paceline.world.lanes import strided_lanes
+from paceline.world.lanes import neighbouring_lanes, strided_lanes
 
 
 @dataclass(frozen=True)
@@ -72,10 +75,11 @@ def footprint(
     accumulate: int = 1,
     copies: int = 1,
     per_host: int = 1,
+    shard_over: int | None = None,
 ) -> Footprint:
     if strategy not in FOOTPRINTS:
         raise ConfigError(f"the footprint of strategy={strategy!r} is not known; known are {', '.join(FOOTPRINTS)}")
-    return FOOTPRINTS[strategy](_Job(model, workers, lanes, accumulate, copies, per_host))
+    return FOOTPRINTS[strategy](_Job(model, workers, lanes, accumulate, copies, per_host, shard_over or workers))
 
 
 @dataclass(frozen=True)
@@ -86,12 +90,17 @@ class _Job:
     accumulate: int
     copies: int
     per_host: int
+    shard_over: int
 
     def __post_init__(self) -> None:
         if not 1 <= self.workers <= self.lanes:
             raise ConfigError(f"{self.workers} workers and {self.lanes} lanes: every worker rides at least one")
         if not 1 <= self.copies <= self.workers:
             raise ConfigError(f"{self.copies} holders of each shard, of {self.workers} workers: there are too few")
+        if not 1 <= self.shard_over <= self.workers or self.workers % self.shard_over:
+            raise ConfigError(
+                f"weights shared by {self.shard_over} of {self.workers} workers: these are no equal groups"
+            )
 
     @property
     def share(self) -> int:
@@ -148,6 +157,25 @@ def _fsdp(job: _Job) -> Footprint:
     return _by_lane(replace(job, per_host=1), weights_whole=False)
 
 
+def _hybrid(job: _Job) -> Footprint:
+    """Fsdp inside a group, for its lanes; then its owners' roots cross to the other groups as ddp's do."""
+    groups = job.workers // job.shard_over
+    spans = neighbouring_lanes(job.lanes, groups)
+    inside = _fsdp(replace(job, workers=job.shard_over, lanes=max(map(len, spans))))
+    if groups == 1:
+        return inside
+    rides = [tuple(span[n] for n in ride) for span in spans for ride in strided_lanes(len(span), job.shard_over)]
+    plan = SumPlan(tuple(range(job.lanes)), tuple(rides))
+    members = [tuple(range(low, low + job.shard_over)) for low in range(0, job.workers, job.shard_over)]
+    partial_sums = max(len(shipment.sums) for group in members for shipment in shipments_by_lane(plan, group))
+    share, gradient = -(-job.model.parameters // job.shard_over), job.model.gradient
+    whole = job.model.parameters * gradient if job.accumulate > 1 else 0
+    roots = max(len(shipments_by_lane(plan, group)[-1].sums) for group in members)
+    across = roots * (share - share // groups) + (groups - 1) * -(-share // groups)
+    gradients = partial_sums * share * gradient + whole
+    return replace(inside, gradients=gradients, sent=inside.sent + across * gradient)
+
+
 def _by_lane(job: _Job, *, weights_whole: bool) -> Footprint:
     rides = strided_lanes(job.lanes, job.workers)
     shipments = shipments_by_lane(SumPlan(tuple(range(job.lanes)), rides))
@@ -198,4 +226,5 @@ FOOTPRINTS: dict[str, Callable[[_Job], Footprint]] = {
     "zero2": _zero2,
     "zero3": _zero3,
     "fsdp": _fsdp,
+    "hybrid": _hybrid,
 }

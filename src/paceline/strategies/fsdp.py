@@ -416,10 +416,12 @@ def gathering(job: Job) -> Communicator | None:
     """A group for the gathers alone: they are not to wait in line behind gradients that are under way."""
     if job.comm is None or job.store is None:
         return None
-    return Communicator.connect(
+    gathers = Communicator.connect(
         job.comm.world, PrefixStore("fsdp gathers", job.store),
         backend=job.backend, device=job.device, timeout_s=job.timeout_s,
     )  # fmt: skip
+    gathers.counts_with(job.comm)
+    return gathers
 
 
 register(

@@ -144,8 +144,9 @@ class HybridMaker(FsdpMaker):
         number = next(n for n, group in enumerate(groups) if job.world.rank in group)
         self.rides = hybrid_rides(job.lanes, groups)
         place = groups[number].index(job.world.rank)
-        inside = _connected(job, f"group {number}", place, len(groups[number]), one_host=True)
-        across = _connected(job, f"rows {place}", number, len(groups), one_host=job.world.hosts == 1)
+        peers = [group[place] for group in groups]
+        inside = _connected(job, f"group {number}", place, groups[number], one_host=True)
+        across = _connected(job, f"rows {place}", number, peers, one_host=job.world.hosts == 1)
         self._inside = inside
         self._across = Across(groups, number, across)
         store = None if job.store is None else PrefixStore(f"hybrid/inside {number}", job.store)
@@ -162,9 +163,10 @@ class HybridMaker(FsdpMaker):
             self._inside.close()
 
 
-def _connected(job: Job, name: str, rank: int, size: int, *, one_host: bool) -> Communicator | None:
-    """A group of some of the workers; inside one of several hosts they can share memory, whatever goes across."""
-    if size == 1 or job.store is None:
+def _connected(job: Job, name: str, rank: int, workers: Sequence[int], *, one_host: bool) -> Communicator | None:
+    """A group of these workers; inside one of several hosts they can share memory, whatever goes across."""
+    size = len(workers)
+    if size == 1 or job.store is None or job.comm is None:
         return None
     local = (rank, size, 0, 1) if one_host else (0, 1, rank, size)
     world: World = replace(job.world, rank=0, size=1, local_rank=0, local_size=1, host_rank=0, hosts=1, servers=0)
@@ -172,10 +174,12 @@ def _connected(job: Job, name: str, rank: int, size: int, *, one_host: bool) -> 
         world, rank=rank, size=size, local_rank=local[0], local_size=local[1], host_rank=local[2], hosts=local[3]
     )
     shares_memory = one_host and job.world.hosts > 1 and job.device.type == "cpu"
-    return Communicator.connect(
+    comm = Communicator.connect(
         world, PrefixStore(f"hybrid/{name}", job.store),
         backend="paceline" if shares_memory else job.backend, device=job.device, timeout_s=job.timeout_s,
     )  # fmt: skip
+    comm.counts_with(job.comm, workers)
+    return comm
 
 
 register(

@@ -116,16 +116,25 @@ class Chosen:
         return self.name in FOOTPRINTS
 
     def footprint(
-        self, model: Model, *, workers: int, lanes: int, accumulate: int = 1, copies: int = 1, per_host: int = 1
+        self,
+        model: Model,
+        *,
+        workers: int,
+        lanes: int,
+        accumulate: int = 1,
+        copies: int = 1,
+        per_host: int = 1,
+        on_host: int | None = None,
     ) -> Footprint:
         """What it holds on one worker and moves in one step, by formula: for the planner, and for tests of both.
 
         `per_host` workers could share memory; whether they keep their weights there is the configuration's affair.
+        `on_host`: the workers of each host; by default all are on one.
         """
         if getattr(self.config, "weights", None) not in (None, "per host"):
             per_host = 1
         sizes = {"workers": workers, "lanes": lanes, "accumulate": accumulate, "copies": copies, "per_host": per_host}
-        return footprint(self.name, model, **sizes)
+        return footprint(self.name, model, **sizes, shard_over=getattr(self.config, "shard_over", None) or on_host)
 
     def rides(self, lanes: int, workers: int) -> Rides:
         return self.entry.rides(lanes, workers)
