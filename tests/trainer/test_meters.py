@@ -129,7 +129,7 @@ def test_a_cpu_is_measured_without_drawing_random_numbers() -> None:
     ticks = iter(range(1000))
     peak = measured_peak(torch.float32, clock=lambda: next(ticks) / 2)
     assert peak.per_worker == 2 * 1024**3 / 0.5
-    assert peak.source.startswith("measured, a float32 matrix product on ")
+    assert peak.source.startswith("measured, float32 matmul on ")
     assert torch.equal(torch.get_rng_state(), before)
 
 

@@ -94,7 +94,7 @@ def measured_peak(dtype: torch.dtype, clock: Callable[[], float] = time.perf_cou
         best_s = min(best_s, clock() - before)
     threads = torch.get_num_threads()
     kind = str(dtype).removeprefix("torch.")
-    source = f"measured, a {kind} matrix product on {threads} thread{'s' if threads > 1 else ''}"
+    source = f"measured, {kind} matmul on {threads} thread{'s' if threads > 1 else ''}"
     return PeakFlops(2.0 * MATRIX**3 / best_s, source)
 
 

@@ -15,7 +15,7 @@ IMPORTANCE = {"lr": 0, "learning_rate": 0, "epoch": 1, "samples/s": 2, "tokens/s
 """Of fields; others, which somebody chose to show, have 4."""
 
 LONG_BAR, SHORT_BAR = 20, 10
-WIDE, NARROW = 97, 57
+WIDE, NARROW = 107, 57
 """Columns from which a row has the long bar, and any."""
 
 
