@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import Dataset, TensorDataset
 
-from paceline import Trainer, TrainingArguments
+from paceline import Trainer, TrainerCallback, TrainingArguments
 from paceline.world.world import World
 
 
@@ -66,6 +66,45 @@ def make_trainer(folder: Path | str, world: World | None = None, **given: Any) -
     if "model" in parts:
         del defaults["model_init"]
     return Trainer(args=arguments, world=world, **(defaults | parts))
+
+
+class Words(nn.Module):
+    """Sequences of different length, labels of -100 where there is nothing to learn."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.out = nn.Embedding(11, 8), nn.Linear(8, 11)
+
+    def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
+        logits = self.out(self.embedding(input_ids))
+        if labels is None:
+            return {"logits": logits}
+        return {"loss": F.cross_entropy(logits.flatten(0, 1), labels.flatten()), "logits": logits}
+
+
+def texts(count: int, longest: int = 6) -> list[dict[str, Any]]:
+    generator = torch.Generator().manual_seed(3)
+    lengths = [1 + int(torch.randint(longest, (1,), generator=generator)) for _ in range(count)]
+    return [{"input_ids": torch.randint(11, (n,), generator=generator)} for n in lengths]
+
+
+def padded(samples: list[dict[str, Any]]) -> dict[str, Tensor]:
+    longest = max(len(sample["input_ids"]) for sample in samples)
+    ids = torch.zeros(len(samples), longest, dtype=torch.long)
+    labels = torch.full_like(ids, -100)
+    for row, sample in enumerate(samples):
+        ids[row, : len(sample["input_ids"])] = labels[row, : len(sample["input_ids"])] = sample["input_ids"]
+    return {"input_ids": ids, "labels": labels}
+
+
+class StopAt(TrainerCallback):
+    """Ends training after a checkpoint."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
+        control.should_training_stop = state.global_step == self.step
 
 
 def accuracy(prediction: Any) -> dict[str, float]:

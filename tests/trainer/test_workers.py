@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 from pathlib import Path
@@ -11,9 +12,9 @@ import pytest
 import torch
 from torch import nn
 
-from paceline import TrainerCallback
+from paceline import Trainer, TrainerCallback, TrainingArguments
 from paceline.world.world import World
-from tests.trainer.jobs import Classifier, Samples, accuracy, make_trainer
+from tests.trainer.jobs import Classifier, Samples, Words, accuracy, make_trainer, padded, texts
 from tests.workers import Result, hashes, run_workers
 
 JOB: dict[str, Any] = {
@@ -94,9 +95,9 @@ class Signalled(TrainerCallback):
             os.kill(os.getpid(), signal.SIGTERM)
 
 
-def train_until_signalled(world: World, folder: Path, again: bool) -> Any:
+def train_until_signalled(world: World, folder: Path, again: bool, **more: Any) -> Any:
     callbacks = [] if again else [Signalled(world)]
-    trainer = make_trainer(folder, world, **JOB, callbacks=callbacks)
+    trainer = make_trainer(folder, world, **(JOB | more), callbacks=callbacks)
     try:
         trainer.train(resume_from_checkpoint=again)
     except SystemExit as left:
@@ -112,6 +113,34 @@ def test_a_signal_to_one_worker_ends_all_after_one_step_with_a_checkpoint_to_go_
     assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-6"]
     finished = run_workers(train_until_signalled, 3, folder=tmp_path, again=True)
     assert [result.value for result in finished] == [(expected, 12)] * 3, [result.error for result in finished]
+
+
+def test_a_signal_in_the_last_step_of_an_epoch_leaves_its_end_to_the_next_start(tmp_path: Path) -> None:
+    job: dict[str, Any] = {"train_dataset": Samples(72), "eval_strategy": "epoch", "eval_steps": None, "again": False}
+    [stopped] = run_workers(train_until_signalled, 1, folder=tmp_path, **job)
+    assert stopped.value == (75, 6), stopped.traceback  # 6 lanes × 2 × 1 samples a step: 6 steps an epoch
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert not [row for row in rows if "eval_loss" in row]
+    [finished] = run_workers(train_until_signalled, 1, folder=tmp_path, **(job | {"again": True}))
+    assert finished.error is None, finished.traceback
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows if "eval_loss" in row] == [6, 12]
+
+
+def predict_texts(world: World, folder: Path) -> Any:
+    trainer = Trainer(
+        model_init=Words,
+        args=TrainingArguments(str(folder), use_cpu=True, threads=1, per_device_eval_batch_size=2, lanes=3),
+        data_collator=padded,
+        world=world,
+    )
+    found = trainer.predict(texts(7))
+    return found.predictions.tolist(), found.label_ids.tolist(), found.metrics["test_loss"]
+
+
+def test_predictions_of_different_length_are_the_same_at_any_number_of_workers(tmp_path: Path) -> None:
+    values = [result.value for n in (1, 2, 3) for result in run_workers(predict_texts, n, folder=tmp_path)]
+    assert all(value == values[0] for value in values)
 
 
 def measure(world: World, folder: Path) -> Any:
@@ -159,8 +188,6 @@ def test_save_model_has_whole_weights_under_a_sharded_strategy(tmp_path: Path) -
 
 
 def where(world: World) -> tuple[Any, ...]:
-    from paceline import TrainingArguments
-
     arguments = TrainingArguments(use_cpu=True)
     arguments._world = world
     return (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 from paceline.errors import ConfigError
@@ -23,7 +24,8 @@ def judged(
             f"{', '.join(sorted(metrics))}"
         )
     value, best = float(metrics[name]), state.best_metric
-    is_best = best is None or (value > best if arguments.greater_is_better else value < best)
+    better = best is None or (value > best if arguments.greater_is_better else value < best)
+    is_best = better and not math.isnan(value)
     if is_best:
         state.best_metric, state.best_global_step = value, state.global_step
     return value, is_best

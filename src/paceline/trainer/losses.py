@@ -87,10 +87,13 @@ class LossRule:
             return Called(tuple(batch), {}, batch[-1] if len(batch) > 1 else None)
         return Called((batch,), {})
 
-    def of(self, model: nn.Module, batch: Any, *, needed: bool = True) -> Loss:
-        """Run the model; the loss is None where there is none and it is not needed."""
+    def of(self, model: nn.Module, batch: Any, *, needed: bool = True, weight: float | None = None) -> Loss:
+        """Run the model; the loss is None where there is none and it is not needed.
+
+        `weight` is what the batch's labels count, where the caller knows: counting waits for the device.
+        """
         called = self.call(batch)
-        weight = self.weight(called.labels, batch)
+        weight = self.weight(called.labels, batch) if weight is None else weight
         outputs = called.of(model)
         if self._function is not None and (called.labels is not None or needed):
             count = {"num_items_in_batch": weight} if self._takes_count else {}

@@ -217,7 +217,7 @@ class Trainer:
         self, model: nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: float | None = None
     ) -> Any:
         """The loss of a micro-batch: the mean over its `num_items_in_batch` labels, or samples. Override it at will."""
-        loss = self.loss_rule.of(model, inputs)
+        loss = self.loss_rule.of(model, inputs, weight=num_items_in_batch)
         return (loss.value, loss.outputs) if return_outputs else loss.value
 
     def weight_of(self, batch: Any) -> float | None:

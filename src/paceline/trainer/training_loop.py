@@ -12,6 +12,7 @@ the losses since the last log, so that a run that goes on logs what a run that w
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -158,7 +159,8 @@ class TrainingLoop:
                     break
             if self.loader.epoch == before and trainer.control.should_epoch_stop:
                 self._skip_rest_of_epoch()
-            if self.loader.epoch > before or trainer.control.should_training_stop:
+            ended = self.loader.epoch > before or trainer.control.should_training_stop
+            if ended and not self.engine.stop_requested:  # then it is done when the job goes on
                 self._end_epoch()
         return self._finish(began)
 
@@ -263,11 +265,10 @@ class TrainingLoop:
             trainer.save_model(folder)
             run_folder.prune_weights(self.args, state.best_model_checkpoint, main=trainer.is_world_process_zero())
         else:
-            self.checkpoints.save(
-                self._extra(),
-                score=score,
-                greater_is_better=True if score is None else bool(self.args.greater_is_better),
-            )
+            score = None if score is None or math.isnan(score) else score
+            greater = True if score is None else bool(self.args.greater_is_better)
+            if self.checkpoints.save(self._extra(), score=score, greater_is_better=greater) is None:
+                return  # a warning has said why; training goes on
         self.saved_step = state.global_step
         if trainer.callback_handler.listens("on_save"):
             self.checkpoints.wait()  # a callback may want to look at it

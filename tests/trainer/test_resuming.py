@@ -1,0 +1,170 @@
+"""Going on: a run that was stopped ends as one that never was, and nothing is written over."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from paceline import Trainer, TrainerCallback
+from paceline.errors import CheckpointError, ConfigError
+from paceline.trainer import EarlyStoppingCallback
+from tests.trainer.jobs import StopAt, make_trainer
+
+
+@pytest.mark.parametrize("stop_at", [3, 12, 17])
+def test_a_run_that_goes_on_ends_with_the_bits_and_history_of_one_that_never_stopped(
+    tmp_path: Path, stop_at: int
+) -> None:
+    settings: dict[str, Any] = {
+        "max_steps": -1,
+        "num_train_epochs": 2,
+        "eval_strategy": "epoch",
+        "save_strategy": "steps",
+        "save_steps": stop_at,
+        "logging_steps": 5,
+    }
+    whole = make_trainer(tmp_path / "whole", **settings)
+    whole.train()
+    first = make_trainer(tmp_path / "parts", **settings, callbacks=[StopAt(stop_at)])
+    first.train()
+    second = make_trainer(tmp_path / "parts", **settings)
+    second.train(resume_from_checkpoint=str(tmp_path / "parts" / f"checkpoint-{stop_at}"))
+    assert second.engine.weights_hash() == whole.engine.weights_hash()
+    assert told(second) == told(whole)
+
+
+def told(trainer: Trainer) -> list[dict[str, Any]]:
+    """The history without what depends on the clock."""
+    clock = ("runtime", "per_second", "_s", "_gib", "mfu")
+    return [{k: v for k, v in row.items() if not k.endswith(clock)} for row in trainer.state.log_history]
+
+
+def test_resume_true_without_a_checkpoint_starts_at_the_beginning_and_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trainer = make_trainer(tmp_path)
+    assert trainer.train(resume_from_checkpoint=True).global_step == 6
+    assert f"there is no checkpoint in {tmp_path}; training starts at step 0" in capsys.readouterr().out
+
+
+def test_a_new_run_does_not_write_over_the_checkpoints_of_another(tmp_path: Path) -> None:
+    make_trainer(tmp_path, save_strategy="steps", save_steps=3).train()
+    with pytest.raises(
+        ConfigError, match=r"has 2 checkpoints of another run, the newest is checkpoint-6: train\(resume"
+    ):
+        make_trainer(tmp_path, save_strategy="steps").train()
+    make_trainer(tmp_path, save_strategy="steps", save_steps=4, overwrite_output_dir=True).train()
+    assert sorted(path.name for path in tmp_path.glob("checkpoint-*")) == ["checkpoint-4", "checkpoint-6"]
+
+
+def test_the_best_model_is_kept_and_loaded_at_the_end(tmp_path: Path) -> None:
+    scores = iter([0.1, 0.9, 0.3])
+    trainer = make_trainer(
+        tmp_path,
+        compute_metrics=lambda _: {"score": next(scores)},
+        eval_strategy="steps",
+        eval_steps=2,
+        save_strategy="steps",
+        save_steps=2,
+        save_total_limit=1,
+        metric_for_best_model="score",
+        load_best_model_at_end=True,
+    )
+    seen = Weights()
+    trainer.add_callback(seen)
+    trainer.train()
+    assert trainer.state.best_model_checkpoint == str(tmp_path / "checkpoint-4")
+    assert sorted(path.name for path in tmp_path.glob("checkpoint-*")) == ["checkpoint-4", "checkpoint-6"]
+    torch.testing.assert_close(trainer.model.state_dict()["outer.bias"], seen.at[4], rtol=0, atol=0)
+
+
+class Weights(TrainerCallback):
+    def __init__(self) -> None:
+        self.at: dict[int, Tensor] = {}
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
+        self.at[state.global_step] = kwargs["model"].outer.bias.detach().clone()
+
+
+def test_save_strategy_best_saves_only_what_is_better(tmp_path: Path) -> None:
+    scores = iter([0.1, 0.05, 0.3])
+    settings = {"eval_strategy": "steps", "eval_steps": 2, "save_strategy": "best", "metric_for_best_model": "score"}
+    make_trainer(tmp_path, compute_metrics=lambda _: {"score": next(scores)}, **settings).train()
+    assert sorted(path.name for path in tmp_path.glob("checkpoint-*")) == ["checkpoint-2", "checkpoint-6"]
+
+
+def test_a_metric_that_is_not_a_number_is_never_the_best(tmp_path: Path) -> None:
+    scores = iter([float("nan"), 0.2, float("nan")])
+    trainer = make_trainer(
+        tmp_path,
+        eval_strategy="steps",
+        eval_steps=2,
+        save_strategy="steps",
+        save_steps=2,
+        metric_for_best_model="score",
+        load_best_model_at_end=True,
+        compute_metrics=lambda _: {"score": next(scores)},
+    )
+    trainer.train()
+    assert trainer.state.best_model_checkpoint == str(tmp_path / "checkpoint-4")
+
+
+def test_early_stopping_goes_on_counting_after_a_resume(tmp_path: Path) -> None:
+    def job(scores: list[float], patience: int, **more: Any) -> Trainer:
+        left = iter(scores)
+        return make_trainer(
+            tmp_path,
+            max_steps=8,
+            eval_strategy="steps",
+            eval_steps=1,
+            save_strategy="steps",
+            save_steps=1,
+            metric_for_best_model="score",
+            compute_metrics=lambda _: {"score": next(left)},
+            callbacks=[EarlyStoppingCallback(patience), *more.pop("callbacks", [])],
+        )
+
+    job([0.5, 0.4], 3, callbacks=[StopAt(2)]).train()
+    resumed = job([0.3, 0.2, 0.1], 3)
+    assert resumed.train(resume_from_checkpoint=True).global_step == 4
+
+
+def test_save_only_model_saves_weights_that_nothing_resumes_from(tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"save_strategy": "steps", "save_steps": 2, "save_only_model": True}
+    make_trainer(tmp_path, **settings, save_total_limit=2).train()
+    assert sorted(path.name for path in tmp_path.glob("checkpoint-*")) == ["checkpoint-4", "checkpoint-6"]
+    assert [path.name for path in (tmp_path / "checkpoint-6").iterdir()] == ["model.safetensors"]
+    with pytest.raises(CheckpointError, match=r"none of the 2 checkpoints in .* can be used; see above why"):
+        make_trainer(tmp_path, **settings).train(resume_from_checkpoint=True)
+
+
+@pytest.mark.parametrize("settings", [{"bf16": True}, {"dataloader_num_workers": 2}, {"optim": "adagrad"}])
+def test_other_settings_train_and_go_on(tmp_path: Path, settings: dict[str, Any]) -> None:
+    whole = make_trainer(tmp_path / "whole", **settings)
+    whole.train()
+    make_trainer(tmp_path / "parts", **settings, save_strategy="steps", save_steps=3, callbacks=[StopAt(3)]).train()
+    rest = make_trainer(tmp_path / "parts", **settings)
+    rest.train(resume_from_checkpoint=True)
+    assert rest.engine.weights_hash() == whole.engine.weights_hash()
+    assert rest.evaluate()["eval_loss"] == whole.evaluate()["eval_loss"]
+
+
+def test_going_on_with_another_batch_size_has_to_be_accepted(tmp_path: Path) -> None:
+    make_trainer(tmp_path, save_strategy="steps", save_steps=3, callbacks=[StopAt(3)]).train()
+    with pytest.raises(CheckpointError, match="batch size was 2, is 4"):
+        make_trainer(tmp_path, per_device_train_batch_size=4).train(resume_from_checkpoint=True)
+    trainer = make_trainer(tmp_path, per_device_train_batch_size=4)
+    assert trainer.train(resume_from_checkpoint=True, accept=["batch size"]).global_step == 6
+
+
+def test_train_again_starts_a_second_training(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path)
+    trainer.train()
+    first = trainer.engine.weights_hash()
+    trainer.train()
+    assert trainer.state.global_step == 6
+    assert trainer.engine.weights_hash() == first  # model_init made the same model again
