@@ -2,7 +2,7 @@
 
 checkpoint = Checkpoint.open(folder)          manifest read, seal and sizes checked
 checkpoint.tree["models"][0]["weight"]        a StoredTensor: nothing is read yet
-.whole()                                      its ranges, from whichever files, as one tensor
+.whole(), .part(0, 4096)                      its ranges, from whichever files, as one tensor
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paceline.checkpoint.manifest import Manifest, StoredShape, read_manifest
+from paceline.checkpoint.manifest import Manifest, Range, StoredShape, read_manifest
 from paceline.checkpoint.tensor_file import DTYPES, TensorFile, file_checksum
 from paceline.checkpoint.tree import unflatten
 from paceline.errors import CheckpointError
@@ -38,13 +38,22 @@ class StoredTensor:
         return DTYPES[self.stored.dtype]
 
     def whole(self) -> Tensor:
-        ranges = [self.checkpoint.read(r.file, r.name, r.checksum) for r in self.stored.ranges]
-        if len(ranges) == 1:
-            return ranges[0].view(self.shape)
-        flat = torch.empty(self.stored.elements, dtype=self.dtype)
-        for r, values in zip(self.stored.ranges, ranges, strict=True):
-            flat[r.start : r.stop] = values
-        return flat.view(self.shape)
+        return self.part(0, self.stored.elements).view(self.shape)
+
+    def part(self, start: int, stop: int) -> Tensor:
+        """Elements [start, stop) in logical order; ranges that have some of them are read and checked whole."""
+        wanted = [r for r in self.stored.ranges if r.start < stop and start < r.stop]
+        if len(wanted) == 1:
+            (only,) = wanted
+            return self._read(only)[start - only.start : stop - only.start]
+        flat = torch.empty(stop - start, dtype=self.dtype)
+        for r in wanted:
+            low, high = max(start, r.start), min(stop, r.stop)
+            flat[low - start : high - start] = self._read(r)[low - r.start : high - r.start]
+        return flat
+
+    def _read(self, where: Range) -> Tensor:
+        return self.checkpoint.read(where.file, where.name, where.checksum)
 
 
 @dataclass(frozen=True)

@@ -74,7 +74,7 @@ class JobState:
             step.loss_scale.load_state_dict(tree["loss_scale"])
         self.put_back_weights(checkpoint)
         for optimizer, saved in zip(self.optimizers, tree["optimizers"], strict=True):
-            load_one(folder, "optimizer", partial(step.load, optimizer), whole_tree(saved))
+            load_one(folder, "optimizer", partial(step.load, optimizer), saved)
         for scheduler, saved in zip(self.schedulers, tree["schedulers"], strict=True):
             load_one(folder, "scheduler", scheduler.load_state_dict, whole_tree(saved))
         seed_everything(mix(self.seed, "between", step.step, 0))

@@ -55,7 +55,7 @@ def gather_state(states: Sequence[Mapping[str, Any]], pieces: Sequence[Piece], p
     for entry, value in states[ahead].items():
         values = [state[entry] for state in states]
         if all(_is_per_element(v, piece, parameter) for v, piece in zip(values, pieces, strict=True)):
-            whole[entry] = _like(parameter, joined(values, tuple(parameter.shape)))
+            whole[entry] = like(parameter, joined(values, tuple(parameter.shape)))
         else:
             whole[entry] = value.detach().clone() if isinstance(value, Tensor) else copy.copy(value)
     return whole
@@ -79,7 +79,7 @@ def _steps(state: Mapping[str, Any]) -> float:
     return float(state["step"]) if "step" in state else 0.0
 
 
-def _like(parameter: Tensor, values: Tensor) -> Tensor:
+def like(parameter: Tensor, values: Tensor) -> Tensor:
     """Fused optimizers walk a parameter and its state by memory, so they need the same strides."""
     if values.stride() == parameter.stride():
         return values

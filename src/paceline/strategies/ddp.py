@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
+from paceline.checkpoint.load import whole_tree
 from paceline.collectives.canonical_sum import SumPlan
 from paceline.collectives.communicator import Communicator
 from paceline.collectives.gradient_exchange import GradientExchange
@@ -183,7 +184,7 @@ class Ddp(WeightsInTheModel):
         return optimizer.state_dict()
 
     def load(self, optimizer: Optimizer, state: dict[str, Any], *, round: int) -> None:
-        optimizer.load_state_dict(state)
+        optimizer.load_state_dict(whole_tree(state))
 
     def whole(self, parameter: Parameter) -> Tensor:
         if self._masters is None or not self._masters.has(parameter):

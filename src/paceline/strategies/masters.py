@@ -218,13 +218,13 @@ def _load_as_masters(optimizer: Optimizer, masters: _Masters, home: torch.device
         for number, (parameter, group) in masters_of(state).items():
             if number in state["state"]:
                 place = home or parameter.device, masters.dtype_of(parameter)
-                kept = {k: _placed(k, v, group, *place) for k, v in state["state"][number].items()}
+                kept = {k: placed(k, v, group, *place) for k, v in state["state"][number].items()}
                 optimizer.state[parameter] = kept
 
     return [optimizer.register_load_state_dict_pre_hook(before), optimizer.register_load_state_dict_post_hook(after)]
 
 
-def _placed(name: str, value: Any, group: dict[str, Any], device: torch.device, dtype: torch.dtype) -> Any:
+def placed(name: str, value: Any, group: dict[str, Any], device: torch.device, dtype: torch.dtype) -> Any:
     """As torch places it: a count of steps goes to the device for those who look at it there."""
     if not isinstance(value, Tensor):
         return value

@@ -159,7 +159,10 @@ class Strategy(Protocol):
         ...
 
     def load(self, optimizer: Optimizer, state: dict[str, Any], *, round: int) -> None:
-        """Take over a saved state and go on with `round`; the model has got its weights. All workers call it."""
+        """Take over a saved state and go on with `round`; the model has got its weights. All workers call it.
+
+        Tensors of the state may be on the disk, to be read as far as they are needed here.
+        """
         ...
 
     def whole(self, parameter: Parameter) -> Tensor:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from paceline.checkpoint.load import whole_tree
 from paceline.optim.gradient_norm import clip_coefficient, global_norm
 from paceline.parameter_server.key_ranges import Key
 from paceline.strategies.pushed_rounds import PushedRounds
@@ -147,6 +148,7 @@ class SumsOnServers(PushedRounds):
         return self._with_reads(optimizer.state_dict(), optimizer)
 
     def load(self, optimizer: Optimizer, state: dict[str, Any], *, round: int) -> None:
+        state = whole_tree(state)
         reads = self._reads_of(optimizer, state, round)
         optimizer.load_state_dict(state)
         self._client.have_been_heard()

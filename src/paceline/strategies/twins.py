@@ -19,13 +19,14 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from paceline.checkpoint.load import StoredTensor, whole_tree
 from paceline.collectives.communicator import Communicator
 from paceline.errors import LoopError
-from paceline.optim.piece_state import State, scatter_state
+from paceline.optim.piece_state import State, like, scatter_state
 from paceline.optim.range_optimizer import optimizer_on
 from paceline.sharding.flat_layout import Piece
 from paceline.sharding.slices import Slices
-from paceline.strategies.masters import MASTER, PieceMasters
+from paceline.strategies.masters import MASTER, PieceMasters, placed
 from paceline.strategies.own_pieces import OwnPieces, in_logical_order
 from paceline.strategies.whole_states import DealtState, whole_states
 from paceline.world.free_memory import give_back_free_memory
@@ -135,6 +136,16 @@ class Twin:
             slices = {entry: Slices.of(parameter.shape, parts[0][1].dtype, parts) for entry, parts in each.items()}
             yield parameter, {**once, **slices}
 
+    def put_stored(self, number: int, stored: State, group: Mapping[str, Any]) -> None:
+        """Read of a parameter's saved state what belongs to the own pieces; `group` is its group of settings."""
+        parameter = self.pieces.parameters[number]
+        for piece in self._mine[number]:
+            tensor = self.pieces.tensors[piece]
+            state = {name: _part(value, parameter, piece) for name, value in stored.items()}
+            self._twin.state[tensor] = {
+                name: placed(name, value, dict(group), tensor.device, tensor.dtype) for name, value in state.items()
+            }
+
     def forget(self) -> None:
         self._twin.state.clear()
 
@@ -154,6 +165,16 @@ class Twin:
 
     def _numbers(self, group: Mapping[str, Any]) -> list[int]:
         return [self.pieces.index[id(p)] for p in group["params"] if id(p) in self.pieces.index]
+
+
+def _part(value: Any, parameter: Parameter, piece: Piece) -> Any:
+    if not in_logical_order(parameter):
+        return like(parameter, whole_tree(value)) if isinstance(value, StoredTensor) else value
+    if not isinstance(value, StoredTensor):
+        return scatter_state({"": value}, tuple(parameter.shape), [piece])[0][""]
+    if value.shape != parameter.shape:
+        return value.whole()
+    return value.part(piece.start, piece.stop).view(() if parameter.dim() == 0 else -1)
 
 
 def _parameters_of(optimizer: Optimizer) -> list[Parameter]:
@@ -177,6 +198,7 @@ class Twins:
         self._rank, self._workers = (0, 1) if comm is None else (comm.rank, comm.size)
         self._twins: dict[int, Twin] = {}
         self._guards: dict[int, RemovableHandle] = {}
+        self._stored: dict[int, dict[int, State]] = {}  # by optimizer and place: loaded, to be read when it is dealt
         self._reading = False
 
     def of(self, optimizer: Optimizer) -> Twin:
@@ -192,6 +214,7 @@ class Twins:
         if id(optimizer) not in self._guards:
             self._guards[id(optimizer)] = optimizer.register_state_dict_pre_hook(self._guard)
         self._twins[id(optimizer)].adopt()
+        self._read_stored(optimizer)
 
     def _move(self, old: Twin, new: Twin) -> None:
         """A parameter that is dealt to nobody any more (it was frozen) leaves its state with the user's optimizer."""
@@ -277,24 +300,38 @@ class Twins:
         twin = self._twins.get(id(optimizer))
         if twin is not None:
             twin.adopt()
+            self._read_stored(optimizer)
         self._reading = True
         try:
             saved: dict[str, Any] = optimizer.state_dict()
         finally:
             self._reading = False
         if twin is None:
-            return saved
+            return {**saved, "state": {**saved["state"], **whole_tree(self._stored.get(id(optimizer), {}))}}
         places = {id(parameter): place for place, parameter in enumerate(_parameters_of(optimizer))}
         own = {places[id(parameter)]: state for parameter, state in twin.own_states() if state}
         return {**saved, "state": {**saved["state"], **own}}
 
     def load(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
-        """Every worker has been given the whole state; before the first step it waits with the user's optimizer."""
-        optimizer.load_state_dict(state)
+        """Each worker reads what belongs to its pieces: now, or in the first step, when they are dealt out."""
+        optimizer.load_state_dict({**state, "state": {}})
+        self._stored[id(optimizer)] = dict(state["state"])
         twin = self._twins.get(id(optimizer))
         if twin is not None:
             twin.forget()
-            twin.adopt()
+            self._read_stored(optimizer)
+
+    def _read_stored(self, optimizer: Optimizer) -> None:
+        """What nobody is dealt, as of frozen parameters, is kept whole by everyone."""
+        twin, stored = self._twins[id(optimizer)], self._stored.pop(id(optimizer), {})
+        members = [(parameter, group) for group in optimizer.param_groups for parameter in group["params"]]
+        for place, state in stored.items():
+            parameter, group = members[place]
+            if twin.holds(parameter):
+                twin.put_stored(twin.pieces.index[id(parameter)], state, group)
+            else:
+                kept = {k: placed(k, v, group, parameter.device, parameter.dtype) for k, v in whole_tree(state).items()}
+                optimizer.state[parameter] = kept
 
     def _guard(self, _: Optimizer) -> None:
         if not self._reading:

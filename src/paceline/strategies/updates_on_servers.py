@@ -16,6 +16,7 @@ from typing import Any
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
+from paceline.checkpoint.load import whole_tree
 from paceline.errors import LoopError
 from paceline.optim.piece_state import State
 from paceline.parameter_server.key_state import states_of_keys, whole_states
@@ -114,6 +115,7 @@ class UpdatesOnServers(PushedRounds):
     def load(self, optimizer: Optimizer, state: dict[str, Any], *, round: int) -> None:
         if self._log is not None:
             self._log.check_not_begun()
+        state = whole_tree(state)
         reads = self._reads_of(optimizer, state, round)
         optimizer.load_state_dict({**state, "state": {}})  # settings for the next rounds; the rest lives elsewhere
         nothing: list[State] = [{}] * len(self.parameters)
