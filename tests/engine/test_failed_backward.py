@@ -12,8 +12,9 @@ from torch.utils.data import DataLoader
 from paceline import Engine, World
 from paceline.errors import LoopError
 from paceline.strategies.registry import synchronous_strategies
+from paceline.strategies.zero3 import Zero3Config
 from tests.engine.loops import vectors
-from tests.workers import run_workers
+from tests.workers import hashes, run_workers
 
 pytestmark = pytest.mark.filterwarnings("ignore:lane .* counts as empty")
 WHOLE = [way for way in synchronous_strategies() if not way.entry.uses_servers]
@@ -118,8 +119,16 @@ def test_the_others_hear_of_a_worker_that_can_not_go_on() -> None:
     assert any(error.startswith("PeerLostError") for error in errors), errors
 
 
-def _fails_on_worker_0(world: World, **job: Any) -> str:
-    return trains(world, fails=(1,) if world.rank == 0 else (), **job)
+def _fails_on_worker_0(world: World, item: int = 1, **job: Any) -> str:
+    return trains(world, fails=(item,) if world.rank == 0 else (), **job)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "zero3", Zero3Config(weights="in shards")], ids=str)
+@pytest.mark.parametrize("item", [0, 2])
+def test_an_item_that_fails_on_one_worker_is_empty_for_all(strategy: Any, item: int) -> None:
+    """Lane 0 of the first step, in which the order of gradients is learned, and of a later one."""
+    found = run_workers(_fails_on_worker_0, 2, lanes=2, strategy=strategy, item=item)
+    assert hashes(found) == {trains(lanes=2, leaves_out=(2 * item,))}
 
 
 def test_a_step_or_another_backward_after_a_failed_one_is_an_error() -> None:

@@ -80,6 +80,24 @@ def infers_first(world: World) -> None:
             optimizer.step()
 
 
+def test_the_norm_of_a_whole_parameter_is_reduced_from_its_rows() -> None:
+    for result in run_workers(norms, 3):
+        assert result.error is None, result.traceback
+        of_rows, reduced, whole = result.value
+        assert of_rows < whole
+        assert reduced == pytest.approx(whole)
+
+
+def norms(world: World) -> tuple[float, float, float]:
+    with Engine(world=world, strategy="fsdp") as engine:
+        model = nn.Linear(8, 7)
+        whole = float(model.weight.detach().norm())
+        model, _ = engine.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        rows = model.weight.detach()
+        reduced = engine.reduce(rows.to_local().square().sum(), "sum").sqrt()
+        return float(rows.norm()), float(reduced), whole
+
+
 # -- is refused --------------------------------------------------------------------------------------------------------
 
 
