@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from paceline import Engine, World
 from paceline.engine.stop_signals import EMPTY_LOOPS, STOP_SIGNALS, Stop, StoppedOnRequest, StopSignals
 from paceline.errors import ConfigError, LoopError
+from tests.engine.local_training import LocalTraining
 from tests.engine.loops import prepared
 from tests.workers import hashes, run_workers
 
@@ -60,6 +61,24 @@ def test_a_signal_to_one_worker_stops_all_after_one_step_and_they_go_on_to_the_s
     stopped = run_workers(trains, 3, folder=str(tmp_path / "cut"), signal_at=7)
     assert [result.error for result in stopped] == ["StoppedOnRequest: 75"] * 3
     assert hashes(run_workers(trains, 2, folder=str(tmp_path / "cut"))) == whole
+
+
+def is_asked_alone(world: World) -> tuple[int, bool]:
+    with Engine(world=world, strategy=LocalTraining(), timeout_s=20) as engine:
+        model, optimizer, loader = prepared(engine, samples=40)
+        engine.stop_on_signals()
+        for _ in range(3):
+            for x, y in loader:
+                if engine.step == 2 and world.rank == 1:
+                    os.kill(os.getpid(), signal.SIGTERM)
+                engine.backward(F.mse_loss(model(x), y))
+                optimizer.step()
+        return engine.step, engine.stop_requested
+
+
+def test_workers_that_never_agree_in_the_loop_agree_at_its_end() -> None:
+    results = run_workers(is_asked_alone, 2)
+    assert [result.value for result in results] == [(5, True), (3, True)], results
 
 
 def is_asked_between_loops(world: World) -> tuple[int, bool]:

@@ -559,6 +559,8 @@ class Engine:
             if step.stops_alone:
                 self._say_left()
             step.settle()
+            if step.never_agrees:  # inside the loop a signal was this worker's own affair
+                self._stops.end_loop(self._boundary.told)
             for tell in self._at_loop_end:
                 tell(step.step, self._hash)
             step.stopped()

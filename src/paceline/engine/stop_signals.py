@@ -114,6 +114,11 @@ class StopSignals:
                 )
         return not self.agreed
 
+    def end_loop(self, told: Callable[[bool], list[bool]]) -> None:
+        """All workers have left a loop in which they did not hear each other: from here on they agree."""
+        if self.watching:
+            self.agreed = any(told(self.agreed))
+
     def _take_note(self, number: int, frame: FrameType | None) -> None:
         if os.getpid() != self._pid or self._is_server:
             return  # a loader process, forked with our handler; or a server, which ends when its workers do

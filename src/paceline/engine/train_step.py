@@ -139,6 +139,11 @@ class TrainStep:
         """The loop ends by this worker's own wish; others may wait for it in a later round."""
         return self.stop_agreed and self._now.agreement is Agreement.LATER
 
+    @property
+    def never_agrees(self) -> bool:
+        """As far as the last step tells: each worker goes at its own pace to the end."""
+        return self._now.agreement is Agreement.NEVER
+
     def begin_item(self, item: WorkItem, *, optimizers: Sequence[Optimizer] | None = None) -> None:
         """Hand out `item`: the lane's buffers and random stream are in place when the body runs."""
         if optimizers is None or not self._updating:
