@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import gc
+import os
+import signal
+import threading
 from typing import Any
 
 import pytest
@@ -36,6 +39,57 @@ class Meeting:
         peer = 1 - world.rank
         options = {"check": lambda header: None, **options}
         self.channel = GroupChannel(self.comm, peer, named=peer, outgoing=(0, 1), incoming=(0, 1), **options)
+
+
+def read_ahead(world: World, *, messages: int) -> tuple[list[float], bool]:
+    """Worker 1 hears all messages, the last with a payload too, and then the group is closed under what was posted."""
+    meeting = Meeting(world, "gloo", last=lambda about: about.kind is Kind.BYE)
+    payloads = [torch.full((50_000,), float(number)) for number in range(messages)]
+    heard: list[float] = []
+    if world.rank == 0:
+        for payload in payloads:
+            kind = Kind.BYE if payload is payloads[-1] else Kind.PUSH
+            meeting.channel.send(header(kind).holding(payload), payload)
+    else:
+        for _ in payloads:
+            _, payload = meeting.channel.receive()
+            assert payload is not None
+            heard += [float(payload.min()), float(payload.max())]
+    meeting.comm.barrier()
+    threads = [thread for thread in threading.enumerate() if thread.name.startswith("paceline-reads-ahead")]
+    for thread in threads:
+        thread.join(10)
+    meeting.comm.close()
+    return heard, any(thread.is_alive() for thread in threads)
+
+
+@pytest.mark.parametrize("messages", [1, 3, 40])
+def test_what_is_read_ahead_arrives_in_order_and_nobody_reads_after_the_last(messages: int) -> None:
+    results = run_workers(read_ahead, 2, messages=messages)
+    for result in results:
+        assert result.error is None, result.traceback
+    assert results[1].value == ([float(number) for number in range(messages) for _ in range(2)], False)
+
+
+def loses_its_writer(world: World) -> list[str]:
+    """Worker 0 dies with messages under way, of which worker 1 reads some ahead."""
+    meeting = Meeting(world, "gloo", last=lambda about: False)
+    if world.rank == 0:
+        for _ in range(30):
+            meeting.channel.send(header().holding(torch.zeros(100_000)), torch.zeros(100_000))
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(PeerLostError) as lost:
+        for _ in range(31):
+            meeting.channel.receive()
+    told = str(lost.value)
+    meeting.comm.close()
+    return [told]
+
+
+def test_a_peer_that_dies_while_it_is_read_ahead_is_noticed_at_once() -> None:
+    _, reader = run_workers(loses_its_writer, 2, timeout_s=15)
+    assert reader.error is None, reader.traceback
+    assert "waiting for worker 0" in reader.value[0]
 
 
 # -- over a group ------------------------------------------------------------------------------------------------------

@@ -94,6 +94,7 @@ def test_when_all_have_said_goodbye_no_thread_is_left() -> None:
     before = names_of_threads()
     with Cluster(workers=2, servers=2, clock=SYNCHRONOUS) as cluster:
         cluster.say_round(0)
+        cluster.start(0, 1)  # a goodbye before the others were heard would be an error
     deadline = time.monotonic() + 5
     while names_of_threads() - before:
         assert time.monotonic() < deadline, names_of_threads()
@@ -188,6 +189,7 @@ def test_a_worker_that_leaves_in_a_round_is_named_to_those_that_wait() -> None:
     cluster = Cluster(workers=2, clock=SYNCHRONOUS)
     with pytest.raises(PeerLostError, match="said goodbye in round 0"), cluster:
         cluster.say_round(0, workers=[0])
+        cluster.clients[0].have_been_heard()
         cluster.lines[1].close()
         expect_lost(cluster, 0, r"^worker 1 said goodbye in round 0, which others are waiting for")
         cluster.servers[0].fail(PeerLostError("worker 1 said goodbye in round 0"))

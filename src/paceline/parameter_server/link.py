@@ -10,7 +10,7 @@ payload that was named belongs to its reader until a later message of that reade
 clock that makes the writer wait for such a message lets it live in shared memory.
 
 Every wait ends. c10d's timeout would end that for a peer with nothing to say, so whoever is idle sends a PING before
-it; a peer that is lost fails the one thread that waits for it.
+it; a peer that is lost fails the one thread that waits for it. Over gloo a channel is read ahead (`read_ahead.py`).
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from torch import Tensor
 
 from paceline.collectives.communicator import Communicator, Handle
 from paceline.errors import PeerLostError
+from paceline.parameter_server.read_ahead import Coming, ReadAhead
 from paceline.parameter_server.wire import FIELDS, Header, Kind, pack, unpack
 
 PINGS_PER_TIMEOUT = 4
@@ -36,6 +37,7 @@ _PLACE = FIELDS - 1  # the header's spare field: 0, or one more than a number of
 Message = tuple[Header, Tensor | None]
 Room = Callable[[Header], Tensor]
 Check = Callable[[Header], object]
+Last = Callable[[Header], bool]
 
 
 def silence_s(timeout_s: float) -> float:
@@ -79,12 +81,14 @@ class GroupChannel:
         incoming: tuple[int, int],
         check: Check,
         room: Room | None = None,
+        last: Last | None = None,
         most_under_way: int = 256,
     ) -> None:
         """`peer` is its rank in the group and `named` the one in headers; tags are those of header and payload.
 
         `room` gives the memory in which a payload is received; `check` has seen its header by then. A peer that takes
-        nothing for so long that more than `most_under_way` messages wait makes `send` wait too.
+        nothing for so long that more than `most_under_way` messages wait makes `send` wait too. `last` knows the
+        message that ends the channel; where there is such, and tensors travel by gloo, it is read ahead.
         """
         self._comm, self._peer, self._named = comm, peer, named
         self._outgoing, self._incoming = outgoing, incoming
@@ -92,6 +96,10 @@ class GroupChannel:
         self._sending = threading.Lock()  # a header and its payload go in one breath
         self._under_way: deque[Sent] = deque()  # gloo forgets a message whose work nobody keeps
         self._most_under_way = most_under_way
+        self._ahead: ReadAhead | None = None
+        if last is not None and comm.backend == "gloo":
+            name = f"paceline-reads-ahead-of-{named}"
+            self._ahead = ReadAhead(self._post, self._begin, last, name=name, timeout_s=comm.timeout_s)
 
     def send(self, header: Header, payload: Tensor | None = None) -> Sent:
         packed, operation = pack(header), header.kind.name.lower()
@@ -110,20 +118,31 @@ class GroupChannel:
         return sent
 
     def receive(self) -> Message:
+        if self._ahead is not None:
+            return self._ahead.receive()
+        packed, work = self._post()
+        work.wait()
+        coming = self._begin(packed)
+        if coming.under_way is not None:
+            coming.under_way.wait()
+        return coming.header, coming.payload
+
+    def _post(self) -> tuple[Tensor, Handle]:
         packed = torch.empty(FIELDS, dtype=torch.int64)
-        tag, payload_tag = self._incoming
-        self._comm.receive(packed, source=self._peer, tag=tag, operation="header").wait()
+        return packed, self._comm.receive(packed, source=self._peer, tag=self._incoming[0], operation="header")
+
+    def _begin(self, packed: Tensor) -> Coming:
+        """A header has come: its payload lies somewhere, or is received from now on."""
         header = unpack(packed, self._named)
         self._check(header)
         if not header.elements:
-            return header, None
+            return Coming(header, None, None)
         place = int(packed[_PLACE])
         if place:
-            return header, self._comm.there(self._peer, place - 1, header.elements, header.dtype)
-        payload = self._room(header)
-        operation = header.kind.name.lower()
-        self._comm.receive(payload, source=self._peer, tag=payload_tag, operation=operation).wait()
-        return header, payload
+            return Coming(header, self._comm.there(self._peer, place - 1, header.elements, header.dtype), None)
+        payload, operation = self._room(header), header.kind.name.lower()
+        work = self._comm.receive(payload, source=self._peer, tag=self._incoming[1], operation=operation)
+        return Coming(header, payload, work)
 
 
 class LocalChannel:

@@ -232,6 +232,13 @@ class Server:
         return Header(Kind.PING, sender=self._rank, digest=digest or self._protocol.table.digest, round=round)
 
 
+def is_last(header: Header, *, from_server: bool) -> bool:
+    """Whether nothing comes after it: a worker says goodbye, a server fails or ends its pings."""
+    if not from_server:
+        return header.kind is Kind.BYE
+    return header.kind is Kind.ERROR or (header.kind, header.round) == (Kind.PING, LAST_PING)
+
+
 def _departure(core: ServerCore, digest: int, worker: int, goodbye: Header | None) -> Iterable[Reply]:
     return core.worker_lost(worker) if goodbye is None else core.handle(replace(goodbye, digest=digest))
 

@@ -29,7 +29,7 @@ from paceline.parameter_server.meeting_point import MeetingPoint
 from paceline.parameter_server.recorded_job import facts_of
 from paceline.parameter_server.round_by_round import Mode
 from paceline.parameter_server.run_log import RunLog
-from paceline.parameter_server.server import CoreMaker, Server, keys_of
+from paceline.parameter_server.server import CoreMaker, Server, is_last, keys_of
 from paceline.parameter_server.server_core import ServerCore
 from paceline.parameter_server.staleness_stats import StalenessCounter, StalenessStats
 from paceline.parameter_server.treatment import Treatment
@@ -262,5 +262,6 @@ class Parts:
             incoming=incoming,
             check=lambda header: check_of(self.spaces, header, server=server),
             room=room,
+            last=lambda header: is_last(header, from_server=named >= self.job.world.size),
             most_under_way=64 + _MESSAGES_PER_KEY * len(self.spaces[0].table.keys),
         )
