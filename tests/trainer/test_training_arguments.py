@@ -190,6 +190,13 @@ def test_flags_that_are_wrong_are_one_line() -> None:
         assert text in str(caught.value)
 
 
+def test_an_error_names_the_line_of_the_script(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("from paceline import TrainingArguments\n\nTrainingArguments(fp16=True, bf16=True)\n")
+    shown = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=60, check=False)
+    assert shown.stderr.splitlines() == ["paceline: train.py:3: ConfigError: fp16 and bf16 are both set; choose one"]
+
+
 def test_help_lists_every_flag(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         TrainingArguments.from_command_line(["--help"])

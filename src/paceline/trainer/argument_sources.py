@@ -84,7 +84,7 @@ def parser(cls: type) -> argparse.ArgumentParser:
 
 
 def _checked(cls: type, given: Mapping[str, Any], where: str) -> dict[str, Any]:
-    given = old_spellings.todays(given, stacklevel=5)
+    given = old_spellings.todays(given, stacklevel=6)
     kinds = field_types(cls)
     check_names(given, kinds, where)
     try:

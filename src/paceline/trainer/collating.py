@@ -69,13 +69,18 @@ class KnownColumns:
     def __call__(self, samples: list[Any]) -> Any:
         if not isinstance(samples[0], Mapping):
             return self._collator(samples)
-        known = [{name: sample[name] for name in sample if name in self._names} for sample in samples]
-        if not known[0]:
+        return self._collator([{name: sample[name] for name in sample if name in self._names} for sample in samples])
+
+    def check(self, dataset: Any) -> None:
+        """Raise before training, by a look at the first sample, if the model would get nothing."""
+        if not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__") and len(dataset)):
+            return
+        first = dataset[0]
+        if isinstance(first, Mapping) and not any(name in self._names for name in first):
             raise ConfigError(
                 f"{self._model_name}.forward takes {', '.join(self._names)}, but the dataset has "
-                f"{', '.join(map(str, samples[0]))}: none of them; rename columns, or set remove_unused_columns=False"
+                f"{', '.join(map(str, first))}: none of them; rename columns, or set remove_unused_columns=False"
             )
-        return self._collator(known)
 
 
 def known_columns(model: nn.Module, label_names: Sequence[str]) -> list[str]:

@@ -29,6 +29,13 @@ ARGUMENTS = "training_arguments.json"
 WEIGHTS = "model.safetensors"
 
 
+def wanted_checkpoint(resume: bool | str | Path | None) -> bool | Path:
+    """The one that is named, True for the newest, False for none; a flag says it as a text."""
+    if isinstance(resume, bool) or resume is None or str(resume).lower() in ("true", "false", ""):
+        return str(resume).lower() == "true"
+    return Path(resume)
+
+
 def check_is_free(arguments: TrainingArguments) -> None:
     """A run that starts at step 0 doesn't write over another one."""
     found = all_checkpoints(Path(arguments.output_dir))

@@ -160,7 +160,7 @@ class Trainer:
         """
         if self.train_dataset is None:
             raise ConfigError("the Trainer has no train_dataset to train on")
-        resume = _wanted(resume_from_checkpoint or self.args.resume_from_checkpoint)
+        resume = run_folder.wanted_checkpoint(resume_from_checkpoint or self.args.resume_from_checkpoint)
         if not resume:
             run_folder.check_is_free(self.args)
         self._make_engine(resume)
@@ -231,15 +231,16 @@ class Trainer:
     # -- what is made of the arguments -------------------------------------------------------------------------------
 
     def get_train_dataloader(self) -> DataLoader[Any]:
-        return train_loader(self.train_dataset, self.args, self._collator(), self.engine.device, self.processing_class)
+        data = self.train_dataset
+        return train_loader(data, self.args, self._collator(data), self.engine.device, self.processing_class)
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader[Any]:
         dataset = self.eval_dataset if eval_dataset is None else eval_dataset
         dataset = self.eval_dataset[dataset] if isinstance(dataset, str) else dataset
-        return eval_loader(dataset, self.args, self._collator(), self.engine.device)
+        return eval_loader(dataset, self.args, self._collator(dataset), self.engine.device)
 
     def get_test_dataloader(self, test_dataset: Any) -> DataLoader[Any]:
-        return eval_loader(test_dataset, self.args, self._collator(), self.engine.device, "test_dataset")
+        return eval_loader(test_dataset, self.args, self._collator(test_dataset), self.engine.device, "test_dataset")
 
     def create_optimizer_and_scheduler(self, num_training_steps: int) -> None:
         self.create_optimizer()
@@ -265,11 +266,13 @@ class Trainer:
         made: Scheduler = self.lr_scheduler
         return made
 
-    def _collator(self) -> Collator:
+    def _collator(self, dataset: Any = None) -> Collator:
         if not self.args.remove_unused_columns:
             return self.data_collator
         names = known_columns(self.model, ("labels", *self.loss_rule.names))
-        return KnownColumns(self.data_collator, names, type(self.model).__name__)
+        collator = KnownColumns(self.data_collator, names, type(self.model).__name__)
+        collator.check(dataset)
+        return collator
 
     # -- measuring ---------------------------------------------------------------------------------------------------
 
@@ -383,12 +386,6 @@ class Trainer:
 
     def is_local_process_zero(self) -> bool:
         return self.args.world.local_rank == 0
-
-
-def _wanted(resume: bool | str | Path | None) -> bool | Path:
-    if isinstance(resume, bool) or resume is None or str(resume).lower() in ("true", "false", ""):
-        return str(resume).lower() == "true"
-    return Path(resume)
 
 
 def _named(dataset: Any) -> dict[str, Any]:

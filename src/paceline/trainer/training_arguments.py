@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 
+from paceline.engine.one_line_errors import show_our_errors_in_one_line
 from paceline.engine.surroundings import find_device
 from paceline.errors import ConfigError
 from paceline.trainer import argument_sources, old_spellings
@@ -41,9 +42,13 @@ class _Spelled(type):
     """Old names are taken as today's, and wrong ones are answered with the nearest."""
 
     def __call__(cls, *positional: Any, **named: Any) -> Any:
+        show_our_errors_in_one_line()
         named = old_spellings.todays(named)
         check_names(named, getattr(cls, "__dataclass_fields__", {}), "TrainingArguments")
-        return super().__call__(*positional, **named)
+        try:
+            return super().__call__(*positional, **named)
+        except ConfigError as error:
+            raise error.with_traceback(None) from None  # not from the __init__ that dataclasses wrote: from your line
 
 
 @dataclass
@@ -65,11 +70,13 @@ class TrainingArguments(RefusedFields, HonouredFields, metaclass=_Spelled):
     @classmethod
     def from_command_line(cls, argv: Sequence[str] | None = None) -> Any:
         """From flags and `--config file.yaml`; a flag goes before the file."""
+        show_our_errors_in_one_line()
         return cls(**argument_sources.from_command_line(cls, argv))
 
     @classmethod
     def from_yaml(cls, path: str | Path, **more: Any) -> Any:
         """From a file with a key for each field; `more` goes before the file."""
+        show_our_errors_in_one_line()
         return cls(**(argument_sources.from_yaml(cls, path) | more))
 
     # -- what is derived and checked ---------------------------------------------------------------------------------
