@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 from paceline.checkpoint import disk
 from paceline.checkpoint.load import Checkpoint
 from paceline.checkpoint.manifest import seal_of
+from paceline.checkpoint.save import Room, portion_of
 from paceline.errors import CheckpointError
 from paceline.sharding.slices import Slices
 from tests.checkpoint.folders import first_weight, read, state, write
@@ -243,3 +244,28 @@ def test_a_flipped_bit_is_found_by_the_worker_that_reads_it(tmp_path: Path) -> N
         CheckpointError, match=rf"{file.name} is damaged: '/weight\[0:100\]' does not have its checksum"
     ):
         read(tmp_path / "state")
+
+
+# -- snapshots ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_a_snapshot_holds_every_bit_and_does_not_follow_its_source(threads: int) -> None:
+    sizes = (1, 17, 4096, 65_537, 300_001)
+    tree: dict[str, Any] = {f"f{size}": torch.randn(size + 20) for size in sizes}
+    tree |= {"i": torch.arange(1001, dtype=torch.int8), "b": torch.rand(777) > 0.5, "h": torch.randn(333).half()}
+    tree["strided"] = torch.randn(64, 64).t()
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        portion, room = portion_of(tree, 0, 1), Room()
+        for _ in range(2):  # the second time in the memory of the first
+            copied = portion.copied(room)
+            assert [part.name for part in copied.parts] == [part.name for part in portion.parts]
+            for mine, copy in zip(portion.parts, copied.parts, strict=True):
+                assert torch.equal(mine.values, copy.values), mine.name
+                mine.values.zero_()
+                assert copy.values.count_nonzero() > 0
+                mine.values.copy_(copy.values)
+    finally:
+        torch.set_num_threads(before)
