@@ -11,6 +11,7 @@ from paceline.world.world import World
 if TYPE_CHECKING:
     from paceline import data
     from paceline.engine.engine import Engine
+    from paceline.engine.stop_signals import StoppedOnRequest
     from paceline.optim.loss_scale import LossScale
     from paceline.optim.precision import Precision
     from paceline.trainer.callbacks import TrainerCallback
@@ -22,6 +23,7 @@ __all__ = [
     "Engine",
     "LossScale",
     "Precision",
+    "StoppedOnRequest",
     "Trainer",
     "TrainerCallback",
     "TrainingArguments",
@@ -38,6 +40,10 @@ def __getattr__(name: str) -> Any:
         from paceline.engine.engine import Engine
 
         return Engine
+    if name == "StoppedOnRequest":
+        from paceline.engine.stop_signals import StoppedOnRequest
+
+        return StoppedOnRequest
     if name == "LossScale":
         from paceline.optim.loss_scale import LossScale
 

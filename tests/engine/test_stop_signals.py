@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch.nn.functional as F
 
-from paceline import Engine, World
-from paceline.engine.stop_signals import EMPTY_LOOPS, STOP_SIGNALS, Stop, StoppedOnRequest, StopSignals
+from paceline import Engine, StoppedOnRequest, World
+from paceline.engine.stop_signals import EMPTY_LOOPS, STOP_SIGNALS, Stop, StopSignals
 from paceline.errors import ConfigError, LoopError
 from tests.engine.local_training import LocalTraining
 from tests.engine.loops import prepared
