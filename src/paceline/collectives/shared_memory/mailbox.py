@@ -29,6 +29,7 @@ _CHUNK_BYTES = 64 + CHUNK
 CHANNEL_BYTES = _CONTROL + CHUNKS * _CHUNK_BYTES
 ANY = -1
 _NAP_S, _LONGEST_NAP_S = 20e-6, 500e-6
+_IDLE_S, _IDLE_NAP_S = 1.0, 5e-3  # nothing for so long: the next message may find its reader that much later
 
 
 @dataclass(eq=False)
@@ -129,11 +130,12 @@ class Mailbox:
 
     def _work(self) -> None:
         nap, looked = _NAP_S, time.monotonic()
+        moved_last = looked
         while True:
             with self._change:
                 while not self._closed and not (self._pending.sends or self._pending.receives):
                     self._change.wait()
-                    looked = time.monotonic()
+                    looked = moved_last = time.monotonic()
                 sends, receives = list(self._pending.sends), list(self._pending.receives)
                 if not sends and not receives:
                     return
@@ -143,13 +145,14 @@ class Mailbox:
             moved = self._push(sends) | self._pull(receives)
             if moved:
                 nap, looked = _NAP_S, time.monotonic()
+                moved_last = looked
                 continue
             now = time.monotonic()
             if now - looked > LOOK_EVERY_S:
                 looked = now
                 self._look_at_peers([*sends, *receives], now)
             time.sleep(nap)
-            nap = min(_LONGEST_NAP_S, nap * 1.5)
+            nap = min(_LONGEST_NAP_S if now - moved_last < _IDLE_S else _IDLE_NAP_S, nap * 1.5)
 
     def _push(self, sends: list[_Sending]) -> bool:
         moved = False
