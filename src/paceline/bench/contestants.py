@@ -3,6 +3,8 @@
 | contestant       | one step includes                                                                     |
 |------------------|---------------------------------------------------------------------------------------|
 | paceline-*       | next of the prepared loader, forward, engine.backward, step, zero_grad, all checks    |
+| paceline-engine  | the same, gradients clipped and the learning rate scheduled: what a Trainer does      |
+| paceline-trainer | trainer.train() from one on_step_end to the next, logging every 10 steps              |
 | torch-ddp        | forward, backward, step, zero_grad on batches made beforehand                         |
 | torch-ddp-views  | the same with gradient_as_bucket_view=True                                            |
 | …-ddp-paceline   | torch's DDP as it is, on our shared-memory backend instead of gloo                    |
@@ -28,8 +30,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import paceline
-from paceline.bench.race import OURS, THREADS_PER_WORKER, EngineOptions, EngineTiming, Race
-from paceline.bench.workloads import ReadyBatches, Workload, adamw
+from paceline.bench.race import OURS, THREADS_PER_WORKER, TRAINER, EngineOptions, EngineTiming, Race
+from paceline.bench.trainer_contestant import CLIP_AT, TrainerLoop
+from paceline.bench.workloads import ReadyBatches, Workload, adamw, linear
 from paceline.world.world import World
 
 
@@ -66,6 +69,8 @@ def enter(name: str, workload: Workload, race: Race, world: World, most_steps: i
         case "one-process":
             everyone = range(world.size)
             return PlainLoop(workload.build(), workload, everyone, race.threads(name)) if world.is_main else Spectator()
+        case name if name == TRAINER:
+            return TrainerLoop(workload, race, world, most_steps)
     return PacelineLoop(OURS[name], workload, race, world, most_steps)
 
 
@@ -155,6 +160,9 @@ class PacelineLoop:
         self._model, self._optimizer, loader = self._engine.prepare(
             model, adamw(model), samples.loader(workload.batch_size)
         )
+        self._scheduler: Any = None
+        if options.as_trainer:
+            self._scheduler = self._engine.prepare(linear(self._optimizer, most_steps + 1))
         self._batches = iter(loader)
         self._timings: list[EngineTiming] = []
 
@@ -162,7 +170,11 @@ class PacelineLoop:
         inputs, targets = next(self._batches)
         loss = self._workload.loss(self._model(inputs), targets)
         self._engine.backward(loss)
+        if self._scheduler is not None:
+            self._engine.clip_grad_norm_(CLIP_AT)
         self._optimizer.step()
+        if self._scheduler is not None:
+            self._scheduler.step()
         self._optimizer.zero_grad()
         last = self._engine.timing
         self._timings.append(EngineTiming(last.exposed_s, last.backward_s, last.left_during_backward))

@@ -35,6 +35,10 @@ class EngineOptions:
     overlap: bool = True
     strategy: str = "ddp"
     servers: int = 0  # processes beside the workers
+    as_trainer: bool = False  # clips gradients and follows a schedule, as a Trainer does by itself
+
+
+TRAINER = "paceline-trainer"
 
 
 OURS = {
@@ -48,6 +52,8 @@ OURS = {
     "paceline-zero2": EngineOptions("exact", strategy="zero2"),
     "paceline-zero3": EngineOptions("exact", strategy="zero3"),
     "paceline-fsdp": EngineOptions("exact", strategy="fsdp"),
+    "paceline-engine": EngineOptions("exact", as_trainer=True),
+    TRAINER: EngineOptions("exact", as_trainer=True),
 }
 ONE_PROCESS = "one-process"
 PEERS = ("torch-ddp", "torch-ddp-views", "torch-ddp-paceline", "torch-fsdp2", "no-communication", ONE_PROCESS)
@@ -66,6 +72,7 @@ class Race:
     steps_per_round: int | None = None
     backend: str = "paceline"  # ours; the peers' is gloo, except for torch-ddp-paceline
     bucket_mib: float | None = None
+    samples_per_worker: int | None = None  # in a step; the workload's own batch size where it is None
 
     def __post_init__(self) -> None:
         if self.workload not in WORKLOADS:
@@ -90,6 +97,8 @@ class Race:
             raise ConfigError(f"--backend {self.backend!r} is not known; choose one of {', '.join(BACKENDS)}")
         if self.bucket_mib is not None and self.bucket_mib <= 0:
             raise ConfigError(f"--bucket-mib {self.bucket_mib:g}: a bucket holds at least one gradient")
+        if self.samples_per_worker is not None and self.samples_per_worker < 1:
+            raise ConfigError(f"--batch-size {self.samples_per_worker}: a batch has at least one sample")
 
     @property
     def contestants(self) -> tuple[str, ...]:

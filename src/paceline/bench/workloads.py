@@ -135,15 +135,20 @@ class ReadyBatches(Dataset[tuple[Tensor, Tensor]]):
         return next(self._batches)
 
     def loader(self, batch_size: int) -> DataLoader[tuple[Tensor, Tensor]]:
-        return DataLoader(self, batch_size=batch_size, collate_fn=_as_it_is)
+        return DataLoader(self, batch_size=batch_size, collate_fn=as_it_is)
 
 
-def _as_it_is(batch: Any) -> Any:
+def as_it_is(batch: Any) -> Any:
     return batch
 
 
 def adamw(model: nn.Module) -> torch.optim.AdamW:
     return torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
+
+
+def linear(optimizer: torch.optim.Optimizer, steps: int) -> torch.optim.lr_scheduler.LambdaLR:
+    """Down to nothing after `steps`, as a Trainer's default is."""
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: max(0.0, 1 - step / steps))
 
 
 def _vectors(count: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:

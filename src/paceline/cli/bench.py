@@ -41,6 +41,7 @@ StepsPerRound = Annotated[
     int | None, typer.Option(help="steps of each contestant in a round [default: what fills about 0.75 s]")
 ]
 BucketMib = Annotated[float | None, typer.Option(help="paceline's bucket size [default: the Engine's]")]
+BatchSize = Annotated[int | None, typer.Option(help="samples of a worker in a step [default: the workload's]")]
 JsonFile = Annotated[Path | None, typer.Option("--json", help="write every number there", show_default=False)]
 
 
@@ -72,6 +73,7 @@ def step(
     rounds: Rounds = 24,
     steps_per_round: StepsPerRound = None,
     bucket_mib: BucketMib = None,
+    batch_size: BatchSize = None,
     json_file: JsonFile = None,
 ) -> None:
     """Training throughput against torch's DDP: interleaved rounds, and the ratio with its spread."""
@@ -84,6 +86,7 @@ def step(
         steps_per_round=steps_per_round,
         backend=backend,
         bucket_mib=bucket_mib,
+        samples_per_worker=batch_size,
     )
     _run_race(race, json_file)
 
