@@ -155,9 +155,8 @@ def test_a_model_of_transformers_trains_alike_on_any_number_of_workers_and_is_sa
         )
 
     one = job(1, "ddp")
-    assert job(2, "ddp") == one
-    assert job(3, "zero3") == one
-    again = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "3zero3")
+    assert job(2, "zero3") == one
+    again = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "2zero3")
     first = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "1ddp")
     for name, value in first.state_dict().items():
         torch.testing.assert_close(again.state_dict()[name], value, rtol=0, atol=0)

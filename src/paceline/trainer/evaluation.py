@@ -4,8 +4,8 @@
       0       batch 0      batch 1     ──►   rows of batch 0, rows of batch 1
       1       batch 2      (shadow)    ──►   rows of batch 2
 
-The loss is the mean over what the training loss is the mean of: labels, or samples. Losses are added batch by batch in
-the dataset's order, so the number of workers changes no bit of the sum. Predictions of different length are padded
+The loss is the mean over samples of their batch's loss, as in transformers. Losses are added batch by batch in the
+dataset's order, so the number of workers changes no bit of the sum. Predictions of different length are padded
 with -100.
 """
 
@@ -76,7 +76,7 @@ class Evaluation:
     engine: Engine
     arguments: TrainingArguments
     step: Callable[[Any, bool], Step]  # of a batch, and whether the loss alone is wanted
-    weight: Callable[[Any], float | None]  # of a batch
+    weight: Callable[[Any], float | None]  # how many labels of a batch count; none: its loss does not
     main_input: str = "input_ids"
     compute_metrics: Callable[..., Mapping[str, Any]] | None = None
     preprocess: Callable[[Any, Any], Any] | None = None
@@ -112,8 +112,7 @@ class Evaluation:
         with torch.no_grad():
             loss, predictions, labels = self.step(batch, loss_only)
         samples = float(batch_size_of(batch))
-        weight = self.weight(batch)
-        weight = samples if weight is None else weight
+        weight = 0.0 if self.weight(batch) == 0 else samples
         row = [math.nan, math.nan, samples] if loss is None else [float(loss), weight, samples]
         tally += self.engine.gather_for_metrics(torch.tensor([row], dtype=torch.float64)).tolist()
         if loss_only:

@@ -236,7 +236,6 @@ class Trainer:
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader[Any]:
         dataset = self.eval_dataset if eval_dataset is None else eval_dataset
-        dataset = self.eval_dataset[dataset] if isinstance(dataset, str) else dataset
         return eval_loader(dataset, self.args, self._collator(dataset), self.engine.device)
 
     def get_test_dataloader(self, test_dataset: Any) -> DataLoader[Any]:
@@ -283,6 +282,7 @@ class Trainer:
         dataset = self.eval_dataset if eval_dataset is None else eval_dataset
         if dataset is None:
             raise ConfigError("there is no eval_dataset to evaluate; give one to the Trainer or to evaluate()")
+        dataset = self.eval_dataset[dataset] if isinstance(dataset, str) else dataset
         if isinstance(dataset, dict):
             found: dict[str, float] = {}
             for name, part in dataset.items():

@@ -187,7 +187,7 @@ class TrainingLoop:
         if engine.step + 1 >= self.plan.max_steps:
             engine.stop()
         weight = trainer.weight_of(batch)
-        count = {"num_items_in_batch": weight} if self._takes_count else {}
+        count: dict[str, Any] = {"num_items_in_batch": weight} if self._takes_count else {}
         loss = trainer.compute_loss(trainer.model, batch, **count)
         engine.mean("loss", loss, weight=weight)
         engine.mean("tokens", trainer.count_tokens(batch) / max(1, item.samples))
@@ -210,7 +210,7 @@ class TrainingLoop:
         state, engine = self.trainer.state, self.engine
         state.global_step = engine.step
         steps = self.loader.source.steps
-        state.epoch = item.epoch + (item.step + 1) / steps if steps else engine.step / self.plan.max_steps
+        state.epoch = self._epoch_after(item)
         self.epoch_ends = steps is not None and item.step + 1 == steps
         self.losses.add(engine.means["loss"])
         tokens = round(engine.means["tokens"] * item.step_samples)
@@ -315,6 +315,14 @@ class TrainingLoop:
 
     def _tell(self, event: str, **more: Any) -> None:
         self.trainer.call_event(event, **more)
+
+    def _epoch_after(self, item: Any) -> float:
+        """Epochs done, by samples; a stream has no length, and all steps are its epoch."""
+        plan = getattr(self.loader.source, "plan", None)
+        if plan is None:
+            return self.engine.step / self.plan.max_steps
+        done = min(plan.step_range(item.step)[1], plan.samples_per_epoch)
+        return float(item.epoch + done / plan.samples_per_epoch)
 
     def _learning_rate(self) -> float:
         return float(self.trainer.optimizer.param_groups[0]["lr"])
