@@ -3,13 +3,13 @@
     make demo                                                            2 workers, results in runs/demo
     paceline run --workers 2 examples/train_gpt.py                       the same by hand; torchrun does as well
     python examples/train_gpt.py --lanes 2                               1 worker, and the same weights, bit for bit
-    paceline run --workers 2 examples/train_gpt.py --stop-after 100      save the state there and end ...
+    paceline run --workers 2 examples/train_gpt.py --stop-after 100      save and end there, or at any Ctrl-C ...
     paceline run --workers 1 examples/train_gpt.py --lanes 2 --resume    ... then go on, with fewer workers if you like
     paceline data audit runs/train_gpt                                   proves each sample once, after --record-samples
 
 The run folder gets corpus/ (the text as token files), metrics.jsonl (a line per step and per evaluation), loss.png,
-sample.txt, state/ (to continue from) and samples/ (the record). The last line printed is `weights sha256:...`: it
-depends on the lanes, not on the number of workers.
+sample.txt, checkpoint-{step}/ (to continue from) and samples/ (the record). The last line printed is
+`weights sha256:...`: it depends on the lanes, not on the number of workers.
 
 Read it from top to bottom: text, model, evaluation, training, results.
 """
@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import shutil
 import sysconfig
 import time
 from collections.abc import Iterator, Sequence
@@ -243,14 +244,18 @@ def train(engine: paceline.Engine, args: argparse.Namespace) -> None:
     optimizer = make_optimizer(model)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: learning_rate_factor(step, args.steps))
     model, optimizer, scheduler, loader = engine.prepare(model, optimizer, scheduler, loader)
-    if args.resume:
-        engine.load_state(args.run_dir / "state", accept=args.accept)
+    checkpoints = engine.checkpoints(args.run_dir, keep=2)
+    if not args.resume:
+        forget_earlier_run(engine, args.run_dir)
+    elif checkpoints.resume(accept=args.accept) is None:
+        engine.print(f"there is no checkpoint in {args.run_dir}; training starts at step 0")
+    engine.stop_on_signals()
 
     metrics = Metrics(args.run_dir / "metrics.jsonl", steps_done=engine.step, write=engine.is_main_process)
     tokens = engine.config.lanes * args.accumulate * args.batch_size * CONTEXT
     last_step = min(args.steps, args.stop_after or args.steps)
     clock = time.perf_counter()
-    while engine.step < last_step:  # once around the text, or as often as it takes
+    while engine.step < last_step and not engine.stop_requested:  # once around the text, or as often as it takes
         for x, y in (bar := engine.progress(loader, total=args.steps)):
             if engine.step + 1 == last_step:
                 engine.stop()  # all workers leave the loop after this step
@@ -278,15 +283,26 @@ def train(engine: paceline.Engine, args: argparse.Namespace) -> None:
                 bits = bits_per_byte(engine, model, held_out)
                 metrics.add(step=engine.step, held_out_bits_per_byte=bits)
                 bar.show(**{"bits/byte": bits})
-                engine.save_state(args.run_dir / "state")
+                checkpoints.save()  # written while the training goes on
                 clock = time.perf_counter()
 
     if engine.step < args.steps:
-        engine.save_state(args.run_dir / "state")
+        checkpoints.save()
+    checkpoints.close()
+    engine.exit_if_stopped()
+    if engine.step < args.steps:
         engine.print(f"stopped after step {engine.step} of {args.steps}; --resume continues from {args.run_dir}")
     else:
         show_results(engine, model, metrics, args)
     engine.print("weights", engine.weights_hash())
+
+
+def forget_earlier_run(engine: paceline.Engine, folder: Path) -> None:
+    """Checkpoints of later steps than this run has come to would be taken for its newest."""
+    if engine.is_main_process:
+        for checkpoint in folder.glob("checkpoint-*"):
+            shutil.rmtree(checkpoint)
+    engine.barrier()
 
 
 # -- results -----------------------------------------------------------------------------------------------------------
@@ -390,9 +406,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--bucket-mib", type=float, default=4.0, help="gradients that travel together")
     parser.add_argument("--seed", type=int, help="of weights, order and dropout")
     parser.add_argument("--run-dir", type=Path, default=Path("runs/train_gpt"), help="where results go")
-    parser.add_argument("--stop-after", type=at_least_one, metavar="STEP", help="save the state after STEP and end")
-    parser.add_argument("--resume", action="store_true", help="continue from the state in --run-dir")
-    parser.add_argument("--accept", nargs="+", default=[], metavar="FACT", help="what may differ from the saved state")
+    parser.add_argument("--stop-after", type=at_least_one, metavar="STEP", help="save after STEP and end")
+    parser.add_argument("--resume", action="store_true", help="continue from the newest checkpoint in --run-dir")
+    parser.add_argument("--accept", nargs="+", default=[], metavar="FACT", help="what may differ from the saved job")
     parser.add_argument("--record-samples", action="store_true", help="write which samples went into which step")
     return parser.parse_args(argv)
 
