@@ -71,8 +71,13 @@ def flip(folder: Path) -> None:
 @pytest.mark.parametrize("asynchronous", [True, False])
 def test_the_newest_and_the_best_are_kept(tmp_path: Path, asynchronous: bool) -> None:
     scores = {1: 0.1, 2: 0.9, 3: 0.2, 4: None, 5: 0.3}
-    run(tmp_path, 5, save_at=scores, keep=2, asynchronous=asynchronous)
+    run(tmp_path, 5, save_at=scores, keep=3, asynchronous=asynchronous)
     assert names(tmp_path) == ["checkpoint-2", "checkpoint-4", "checkpoint-5"]
+
+
+def test_with_one_to_keep_the_newest_and_the_best_are_kept_all_the_same(tmp_path: Path) -> None:
+    run(tmp_path, 4, save_at={1: 0.1, 2: 0.9, 3: 0.2, 4: 0.3}, keep=1)
+    assert names(tmp_path) == ["checkpoint-2", "checkpoint-4"]
 
 
 def test_the_best_is_known_and_its_weights_can_be_loaded(tmp_path: Path) -> None:

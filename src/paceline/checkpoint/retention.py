@@ -1,8 +1,9 @@
 """Which checkpoints of a run there are, and which are let go.
 
-    runs/demo/   checkpoint-10  checkpoint-20 (best)  checkpoint-30  checkpoint-40        keep=2: 10 goes, 20 stays
+    runs/demo/   checkpoint-10  checkpoint-20 (best)  checkpoint-30  checkpoint-40        keep=2: 10 and 30 go
 
-The newest `keep` stay, and the best besides. What has no seal is not counted, and not touched: it may be all there is.
+So many stay: the newest always, the best always, others from the newest on. What has no seal is not counted, and not
+touched: it may be all there is.
 """
 
 from __future__ import annotations
@@ -50,12 +51,13 @@ def _manifest(path: Path) -> Manifest | None:
 
 
 def prune(folder: Path, keep: int | None) -> list[Path]:
-    """Remove complete checkpoints that are neither among the newest `keep` nor the best."""
-    if keep is None:
-        return []
+    """Remove complete checkpoints until `keep` are left, the newest and the best among them."""
     complete = [path for path in all_checkpoints(folder) if (path / COMPLETE).exists()]
-    best = best_checkpoint(folder)
-    gone = [path for path in complete[keep:] if path != best]
+    if keep is None or len(complete) <= keep:
+        return []
+    stays = [*complete[:1], *(path for path in [best_checkpoint(folder)] if path is not None)]
+    others = [path for path in complete if path not in stays]
+    gone = others[max(0, keep - len(set(stays))) :]
     for path in gone:
         remove_folder(path)
     return gone

@@ -50,7 +50,7 @@ class Checkpoints:
     def save(self, extra: Any = None, *, score: float | None = None, greater_is_better: bool = True) -> Path | None:
         """Save the job as it is after this step; None if it is not saved: a warning says why.
 
-        `extra`, a tree of plain values and tensors, comes back from `resume`. The best `score` is kept beyond `keep`.
+        `extra`, a tree of plain values and tensors, comes back from `resume`. The best `score` is among those kept.
         """
         if not self._at_boundary("checkpoints.save"):
             return None

@@ -359,7 +359,7 @@ class Engine:
         asynchronous: bool = True,
         when_busy: WhenBusy = "wait",
     ) -> Checkpoints:
-        """`folder/checkpoint-{step}`: saved while the training goes on, the newest `keep` and the best kept."""
+        """`folder/checkpoint-{step}`, saved while training goes on; `keep` stay, the newest and the best among them."""
         return Checkpoints(
             Path(folder),
             self._saver,
