@@ -188,6 +188,16 @@ def test_resuming_a_finished_run_shows_its_hash_again(
     assert len(rows(tmp_path)) == 6
 
 
+def test_a_run_that_begins_anew_leaves_no_checkpoint_of_the_one_before(
+    example: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run(example, tmp_path, "--resume", "--stop-after", "2")
+    assert f"there is no checkpoint in {tmp_path}; training starts at step 0" in capsys.readouterr().out
+    assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-2"]
+    run(example, tmp_path, "--stop-after", "1")
+    assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-1"]
+
+
 def test_zero_steps_are_refused(example: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         example.parse(["--steps", "0"])
