@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from paceline import Engine, Trainer, TrainerCallback, TrainingArguments
@@ -161,6 +161,33 @@ def test_a_loss_that_is_not_finite_stops_training_and_is_named(tmp_path: Path) -
         trainer.train()
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert lines[-1]["ok"] is False
+
+
+def test_a_run_of_epochs_that_skips_a_step_saves_and_evaluates_at_its_end(tmp_path: Path) -> None:
+    class OnceNan(Classifier):
+        calls = 0
+
+        def forward(self, x: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
+            found = super().forward(x, labels)
+            self.calls += self.training
+            return {**found, "loss": found["loss"] * float("nan")} if self.training and self.calls == 3 else found
+
+    trainer = make_trainer(
+        tmp_path,
+        model_init=OnceNan,
+        max_steps=-1,
+        num_train_epochs=2,
+        on_nonfinite="skip",
+        eval_strategy="steps",
+        eval_steps=100,
+        save_strategy="steps",
+        save_steps=100,
+    )
+    with pytest.warns(UserWarning, match="the step is skipped"):
+        steps = trainer.train().global_step
+    assert steps == trainer.state.max_steps - 1
+    assert [row["step"] for row in trainer.state.log_history if "eval_loss" in row] == [steps]
+    assert [path.name for path in tmp_path.glob("checkpoint-*")] == [f"checkpoint-{steps}"]
 
 
 def test_callbacks_end_an_epoch_early_and_the_next_begins(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from paceline.checkpoint.retention import all_checkpoints, checkpoint_name
 from paceline.errors import CheckpointError, ConfigError
 from paceline.trainer import run_folder
-from paceline.trainer.choices import SaveStrategy
+from paceline.trainer.choices import IntervalStrategy, SaveStrategy
 from paceline.trainer.losses import takes
 from paceline.trainer.reporting import costs_of, make_meters
 from paceline.trainer.run_plan import RunPlan, plan_run
@@ -70,7 +70,7 @@ class TrainingLoop:
         self._costs = costs_of(trainer.model)
         self.norm: float | None = None
         self.rate = 0.0
-        self.saved_step = -1
+        self.saved_step = self.evaluated_step = -1
         self.epoch_ends = False  # the step that has just acted is the last of its epoch
         self.checkpoints = self.engine.checkpoints(
             self.args.output_dir, keep=self.args.save_total_limit, asynchronous=self.args.asynchronous_save
@@ -162,6 +162,7 @@ class TrainingLoop:
             ended = self.loader.epoch > before or trainer.control.should_training_stop
             if ended and not self.engine.stop_requested:  # then it is done when the job goes on
                 self._end_epoch()
+        self._end_epochs()
         return self._finish(began)
 
     def _goes_on(self) -> bool:
@@ -230,6 +231,18 @@ class TrainingLoop:
         self._tell("on_epoch_end")
         self._act()
 
+    def _end_epochs(self) -> None:
+        """A run counted in epochs that has skipped steps ends without a last step: what that one does is done now."""
+        trainer, args = self.trainer, self.args
+        control, step = trainer.control, trainer.state.global_step
+        stopped = control.should_training_stop or self.engine.stop_requested
+        if stopped or not self.began_at_step < step < self.plan.max_steps:
+            return
+        by_steps = args.eval_strategy == IntervalStrategy.STEPS and args.eval_delay <= step
+        control.should_evaluate = by_steps and self.evaluated_step != step
+        control.should_save = args.save_strategy == SaveStrategy.STEPS
+        self._act()
+
     def _skip_rest_of_epoch(self) -> None:
         """A callback set should_epoch_stop: the next epoch begins."""
         place = self.loader.state_dict()
@@ -251,6 +264,7 @@ class TrainingLoop:
         self._paused = self._paused or control.should_evaluate or control.should_save
         if control.should_evaluate:
             score, is_best = trainer.evaluate_for_the_loop()
+            self.evaluated_step = state.global_step
             if self.args.save_strategy is SaveStrategy.BEST and not self.engine.stop_requested:
                 trainer.control.should_save = is_best
         if trainer.control.should_save and self.saved_step != state.global_step:
