@@ -97,6 +97,26 @@ def test_save_strategy_best_saves_only_what_is_better(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.glob("checkpoint-*")) == ["checkpoint-2", "checkpoint-6"]
 
 
+def test_the_evaluation_before_the_first_step_is_neither_the_best_nor_a_plateau(tmp_path: Path) -> None:
+    scores = iter([0.95, 0.5, 0.6, 0.7])
+    trainer = make_trainer(
+        tmp_path,
+        eval_on_start=True,
+        eval_strategy="steps",
+        eval_steps=2,
+        save_strategy="best",
+        metric_for_best_model="score",
+        load_best_model_at_end=True,
+        lr_scheduler_type="reduce_lr_on_plateau",
+        lr_scheduler_kwargs={"patience": 0, "mode": "max"},
+        compute_metrics=lambda _: {"score": next(scores)},
+    )
+    trainer.train()
+    assert [row["step"] for row in trainer.state.log_history if "eval_score" in row] == [0, 2, 4, 6]
+    assert (trainer.state.best_metric, trainer.state.best_global_step) == (0.7, 6)
+    assert trainer.optimizer.param_groups[0]["lr"] == 0.01
+
+
 def test_a_metric_that_is_not_a_number_is_never_the_best(tmp_path: Path) -> None:
     scores = iter([float("nan"), 0.2, float("nan")])
     trainer = make_trainer(

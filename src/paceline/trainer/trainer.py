@@ -321,9 +321,12 @@ class Trainer:
             ignore_keys = getattr(config, "keys_to_ignore_at_inference", ["past_key_values"])
         return loss, predictions_of(outputs, ignore_keys), called.labels
 
-    def evaluate_for_the_loop(self) -> tuple[float | None, bool]:
+    def evaluate_for_the_loop(self, *, counts: bool = True) -> tuple[float | None, bool]:
         """Evaluate inside training: the metric that decides which model is best, and whether this one is."""
-        value, is_best = judged(self.evaluate(ignore_keys=self._ignored_keys), self.args, self.state)
+        metrics = self.evaluate(ignore_keys=self._ignored_keys)
+        if not counts:  # a model that is not trained yet is nobody's best, and no plateau
+            return None, False
+        value, is_best = judged(metrics, self.args, self.state)
         if isinstance(self.lr_scheduler, ReduceLROnPlateau):
             self.lr_scheduler.step(cast("float", value))
         return value, is_best

@@ -146,7 +146,7 @@ class TrainingLoop:
         trainer.model.train()
         self._tell("on_train_begin")
         if self.args.eval_on_start and self.engine.step == 0:
-            trainer.evaluate_for_the_loop()
+            trainer.evaluate_for_the_loop(counts=False)
         if self.epoch_ends:  # the checkpoint was saved by its last step, before what happens at its end
             self._end_epoch()
         while self._goes_on():
