@@ -181,6 +181,21 @@ def test_going_on_with_another_batch_size_has_to_be_accepted(tmp_path: Path) -> 
     assert trainer.train(resume_from_checkpoint=True, accept=["batch size"]).global_step == 6
 
 
+@pytest.mark.parametrize(("size", "steps"), [(1, 9 + 6 + 12), (4, 9 + 2 + 3)])
+def test_epochs_are_trained_to_their_end_with_another_batch_size(tmp_path: Path, size: int, steps: int) -> None:
+    epochs: dict[str, Any] = {"max_steps": -1, "num_train_epochs": 3, "save_strategy": "steps", "logging_steps": 1}
+    make_trainer(tmp_path, **epochs, lanes=2, save_steps=9, callbacks=[StopAt(9)]).train()
+    epochs |= {"per_device_train_batch_size": size, "lanes": 2}
+    first = make_trainer(tmp_path, **epochs, save_steps=10, callbacks=[StopAt(10)])
+    first.train(resume_from_checkpoint=True, accept=["batch size"])
+    assert first.state.max_steps == steps
+    last = make_trainer(tmp_path, **epochs)
+    assert last.train(resume_from_checkpoint=True).global_step == steps
+    assert last.state.epoch == 3
+    rates = [row["learning_rate"] for row in last.state.log_history if "learning_rate" in row]
+    assert rates[-1] == pytest.approx(0.01 / steps)
+
+
 def test_train_again_starts_a_second_training(tmp_path: Path) -> None:
     trainer = make_trainer(tmp_path)
     trainer.train()

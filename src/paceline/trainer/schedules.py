@@ -57,6 +57,15 @@ def get_scheduler(
     return LambdaLR(optimizer, partial(factor, **known, **more))
 
 
+def reach(scheduler: Any, steps: int) -> None:
+    """Let a schedule of ours end after so many steps; the warm-up stays what it was."""
+    if isinstance(scheduler, LambdaLR):
+        scheduler.lr_lambdas = [
+            partial(factor, steps=steps) if isinstance(factor, partial) and "steps" in factor.keywords else factor
+            for factor in scheduler.lr_lambdas
+        ]
+
+
 def _check_kwargs(
     kind: SchedulerType, factor: Callable[..., Any], more: Mapping[str, Any], given: tuple[str, ...]
 ) -> None:

@@ -28,7 +28,8 @@ from paceline.trainer import run_folder
 from paceline.trainer.choices import IntervalStrategy, SaveStrategy
 from paceline.trainer.losses import takes
 from paceline.trainer.reporting import costs_of, make_meters
-from paceline.trainer.run_plan import RunPlan, plan_run
+from paceline.trainer.run_plan import RunPlan, plan_run, resumed
+from paceline.trainer.schedules import reach
 from paceline.trainer.trainer_state import TrainerState
 
 if TYPE_CHECKING:
@@ -113,6 +114,9 @@ class TrainingLoop:
         extra = self.checkpoints.resume(which, accept=accept) if which else None
         if extra is not None:
             state = self._restored(extra, state)
+            self.plan = resumed(self.plan, extra.get("plan", {}), self.loader, self.args, self.engine.step)
+            if self.plan.shift:
+                reach(self.trainer.lr_scheduler, self.plan.max_steps)
         elif which:
             folder = Path(self.args.output_dir)
             if bad := all_checkpoints(folder):
@@ -294,6 +298,7 @@ class TrainingLoop:
             "callbacks": self.trainer.callback_handler.states(),
             "losses": asdict(self.losses),
             "epoch_ends": self.epoch_ends,
+            "plan": self.plan.saved(),
         }
 
     # -- the end -----------------------------------------------------------------------------------------------------
