@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import threading
+import time
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -154,6 +155,67 @@ def test_two_one_and_three_workers_take_turns_to_the_same_bits(tmp_path: Path) -
     for workers, until in ((2, 3), (1, 5)):  # each ends with a step that is not saved
         run_workers(trains_on, workers, folder=str(tmp_path / "run"), until=until)
     assert hashes(run_workers(trains_on, 3, folder=str(tmp_path / "run"), until=9)) == straight
+
+
+def test_what_lies_ahead_of_a_run_that_went_on_from_before_it_is_set_aside(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Counted as the newest, a damaged one would outlive those that are good."""
+    straight = run(tmp_path / "straight", 6, save_at={})
+    folder = tmp_path / "run"
+    run(folder, 4, save_at={2: None, 4: None})
+    flip(folder / "checkpoint-4")
+    run(folder, 3, save_at={3: None}, keep=1)
+    assert names(folder) == ["checkpoint-3", "checkpoint-4.abandoned"]
+    assert "went on from before checkpoint-4; that is checkpoint-4.abandoned now" in capfd.readouterr().out
+    assert run(folder, 6, save_at={}) == straight
+
+
+def test_a_damaged_checkpoint_given_by_name_changes_nothing(tmp_path: Path) -> None:
+    run(tmp_path, 1, save_at={1: None})
+    flip(tmp_path / "checkpoint-1")
+    with Engine(world=World()) as engine:
+        prepared(engine)
+        before = engine.weights_hash()
+        with pytest.raises(CheckpointError, match="does not have its checksum"):
+            engine.checkpoints(tmp_path).resume(tmp_path / "checkpoint-1")
+        assert (engine.weights_hash(), engine.step) == (before, 0)
+
+
+def test_what_was_cut_off_is_removed_by_the_next_save(tmp_path: Path) -> None:
+    for name in (".checkpoint-7.removed", ".checkpoint-9.00ff.partial", ".checkpoint-9.notes"):
+        (tmp_path / name).mkdir()
+    run(tmp_path, 1, save_at={1: None})
+    assert names(tmp_path) == [".checkpoint-9.notes", "checkpoint-1"]
+
+
+class Counting(nn.Linear):
+    """Its extra state is a tensor."""
+
+    count = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.count += 1
+        return super().forward(x)
+
+    def get_extra_state(self) -> torch.Tensor:
+        return torch.full((40,), float(self.count))
+
+    def set_extra_state(self, state: torch.Tensor) -> None:
+        self.count = int(state[0])
+
+
+def test_an_extra_state_that_is_a_tensor_comes_back(tmp_path: Path) -> None:
+    with Engine(world=World()) as engine:
+        model = Counting(8, 1)
+        data = TensorDataset(torch.randn(40, 8), torch.randn(40, 1))
+        optimizer = torch.optim.AdamW(model.parameters())
+        things = engine.prepare(model, optimizer, DataLoader(data, batch_size=4))
+        list(train(engine, *things, 3))
+        engine.save_state(tmp_path / "state")
+        model.count = 0
+        engine.load_state(tmp_path / "state")
+        assert model.count == 3
 
 
 # -- when it can't be saved --------------------------------------------------------------------------------------------
@@ -320,6 +382,80 @@ def test_a_worker_killed_while_it_writes_leaves_the_checkpoint_before(tmp_path: 
     assert Checkpoint.open(tmp_path / "checkpoint-1").verify() == []
 
 
+def test_a_save_that_outlasts_the_timeout_keeps_its_snapshot_and_the_next_is_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk = SlowDisk(monkeypatch)
+    with Engine(world=World(), timeout_s=0.2) as engine:
+        things = prepared(engine)
+        checkpoints = engine.checkpoints(tmp_path)
+        hashes_then = []
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            for _ in train(engine, *things, 2):
+                hashes_then.append(engine.weights_hash())
+                checkpoints.save()
+        assert "worker 0 has not written the save before in 0.2 s; this one is left out" in str(seen[0].message)
+        disk.go()
+        for _ in range(100):
+            checkpoints._saver.finish()
+        checkpoints.resume()
+        assert (engine.step, engine.weights_hash()) == (1, hashes_then[0])
+
+
+def saves_a_set(world: World, *, folder: str) -> int:
+    with Engine(world=world, lanes=2) as engine:
+        things = prepared(engine)
+        checkpoints = engine.checkpoints(folder)
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            for _ in train(engine, *things, 2):
+                assert checkpoints.save({"seen": {1, 2}}) is None
+        told = [str(w.message) for w in seen]
+        assert all("'extra/seen' is a set" in text for text in told), told
+        return len(told)
+
+
+def test_an_extra_that_cannot_be_saved_is_a_warning_of_the_main_worker_and_all_go_on(tmp_path: Path) -> None:
+    results = run_workers(saves_a_set, 2, folder=str(tmp_path))
+    assert [(result.value, result.error) for result in results] == [(2, None), (0, None)]
+
+
+def loads_at_once(world: World, *, folder: str) -> str:
+    from paceline.engine import saver
+
+    original = saver.complete
+
+    def slow(*args: Any) -> None:
+        time.sleep(0.3)
+        original(*args)
+
+    saver.complete = slow
+    with Engine(world=world, lanes=2) as engine:
+        things = prepared(engine)
+        checkpoints = engine.checkpoints(folder)
+        next(train(engine, *things, 1))
+        path = checkpoints.save()
+        assert path is not None
+        checkpoints.load_weights(path)
+        return engine.weights_hash()
+
+
+def test_a_checkpoint_can_be_loaded_right_after_it_was_asked_for(tmp_path: Path) -> None:
+    assert len(hashes(run_workers(loads_at_once, 2, folder=str(tmp_path)))) == 1
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_scores_may_be_tensors_and_nan_is_never_the_best(tmp_path: Path, asynchronous: bool) -> None:
+    with Engine(world=World()) as engine:
+        things = prepared(engine)
+        checkpoints = engine.checkpoints(tmp_path, asynchronous=asynchronous)
+        scores = (float("nan"), torch.tensor(0.9), 0.5)
+        for _, score in zip(train(engine, *things, 3), scores, strict=True):
+            checkpoints.save(score=score)  # type: ignore[arg-type]
+        assert checkpoints.best == tmp_path / "checkpoint-2"
+
+
 # -- bad input ---------------------------------------------------------------------------------------------------------
 
 
@@ -344,6 +480,16 @@ def test_a_model_with_other_names_is_told_both_ways(tmp_path: Path) -> None:
         with pytest.raises(
             CheckpointError, match=r"another model: it has no 'bias'; the model has no '0\.bias' and 4 more"
         ):
+            engine.load_state(tmp_path / "checkpoint-1")
+
+
+def test_another_optimizer_is_named(tmp_path: Path) -> None:
+    run(tmp_path, 1, save_at={1: None})
+    with Engine(world=World()) as engine:
+        model = nn.Sequential(nn.Linear(8, 40), nn.ReLU(), nn.Linear(40, 1))
+        data = TensorDataset(torch.randn(40, 8), torch.randn(40, 1))
+        engine.prepare(model, torch.optim.SGD(model.parameters()), DataLoader(data, batch_size=4, shuffle=True))
+        with pytest.raises(CheckpointError, match=r"is of another optimizer: AdamW there, SGD here"):
             engine.load_state(tmp_path / "checkpoint-1")
 
 

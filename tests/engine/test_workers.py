@@ -257,3 +257,32 @@ def test_buffers_do_not_grow_with_the_steps_when_workers_have_several_roots() ->
     for result in run_workers(counts_buffers, 3):
         assert result.error is None, result.traceback
         assert result.value[1] == result.value[2], result.value
+
+
+class Noisy(torch.utils.data.Dataset[Any]):
+    """Every sample is drawn anew."""
+
+    def __len__(self) -> int:
+        return 22
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.randn(3) + index
+
+
+def evaluates_noise(world: World, *, processes: int) -> list[float]:
+    with Engine(world=world) as engine:
+        loader = engine.prepare(DataLoader(Noisy(), batch_size=4, num_workers=processes))
+        found: list[float] = []
+        for batch in loader:
+            values = batch.sum(1) + torch.rand(len(batch))  # as a model that draws
+            padded = torch.cat([values, values.new_zeros(4 - len(values))]).view(1, 4)
+            found += engine.gather_for_metrics(padded).flatten().tolist()
+        return [*found, float(torch.rand(()))]
+
+
+@pytest.mark.parametrize("processes", [0, 2])
+def test_random_numbers_of_an_evaluation_do_not_depend_on_the_number_of_workers(processes: int) -> None:
+    alone = run_workers(evaluates_noise, 1, processes=0)[0].value
+    for workers in (2,) if processes else (2, 3):
+        for result in run_workers(evaluates_noise, workers, processes=processes):
+            assert result.value == alone, result.error

@@ -8,10 +8,13 @@ touched: it may be all there is.
 
 from __future__ import annotations
 
+import itertools
+import math
 import re
+import shutil
 from pathlib import Path
 
-from paceline.checkpoint.disk import remove_folder
+from paceline.checkpoint.disk import remove_folder, rename
 from paceline.checkpoint.manifest import COMPLETE, Manifest, read_manifest
 from paceline.errors import CheckpointError
 
@@ -38,7 +41,7 @@ def best_checkpoint(folder: Path) -> Path | None:
     for place, path in enumerate(reversed(all_checkpoints(folder))):
         manifest = _manifest(path)
         score = None if manifest is None else manifest.about.get("score")
-        if manifest is not None and score is not None:
+        if manifest is not None and score is not None and not math.isnan(score):
             scored.append((score if manifest.about.get("greater_is_better", True) else -score, -place, path))
     return max(scored)[2] if scored else None
 
@@ -63,8 +66,20 @@ def prune(folder: Path, keep: int | None) -> list[Path]:
     return gone
 
 
+def set_aside(folder: Path, step: int) -> list[Path]:
+    """Give checkpoints of later steps a name that nobody resumes from; their new paths."""
+    moved = []
+    for path in all_checkpoints(folder):
+        if int(path.name.removeprefix("checkpoint-")) > step:
+            free = (path.with_name(f"{path.name}.abandoned{n or ''}") for n in itertools.count())
+            moved.append(next(place for place in free if not place.exists()))
+            rename(path, moved[-1])
+    return moved
+
+
 def remove_leftovers(folder: Path, name: str) -> None:
-    """What saves and removals of this name have left that were cut off."""
+    """What saves and removals have left that were cut off: of this name, or of any checkpoint if it is one."""
+    mine = r"checkpoint-\d+" if _NAME.fullmatch(name) else re.escape(name)
     for path in _entries(folder):
-        if path.name.startswith(f".{name}.") and path.name.endswith((".partial", ".removed")):
-            remove_folder(path)
+        if re.fullmatch(rf"\.{mine}(\.[0-9a-f]+)?\.(partial|removed)", path.name):
+            shutil.rmtree(path, ignore_errors=True)

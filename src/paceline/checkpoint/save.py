@@ -9,6 +9,7 @@ written where it is. `Portion.copied` is the snapshot of an asynchronous save: a
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 from collections.abc import Iterator, Sequence
@@ -30,6 +31,7 @@ from paceline.sharding.flat_layout import FlatLayout, part_of
 from paceline.sharding.slices import Slices
 
 LOOK_EVERY_S = 0.005
+STUCK_S = 120.0  # without a new byte of any worker: some may be gone
 _ALIGN = 64
 
 
@@ -186,8 +188,10 @@ def complete(partial: Path, folder: Path, workers: int, about: dict[str, Any], c
 
 
 def _all_there(partial: Path, workers: int, timeout_s: float) -> list[Path]:
+    patience_s = min(timeout_s, STUCK_S)
+    size = -1
     wanted = [partial / f"worker-{worker:05}-of-{workers:05}.json" for worker in range(workers)]
-    deadline = time.monotonic() + timeout_s
+    deadline = time.monotonic() + patience_s
     while True:
         missing = [path for path in wanted if not path.exists()]
         if not missing:
@@ -195,9 +199,20 @@ def _all_there(partial: Path, workers: int, timeout_s: float) -> list[Path]:
         for path in partial.glob("worker-*.failed*"):
             worker, _, reason = path.name.partition(".failed: ")
             raise CheckpointError(f"{worker.replace('-', ' ', 1)} could not write its part: {reason}")
+        if (grown := _size(partial)) != size:
+            size, deadline = grown, time.monotonic() + patience_s
         if time.monotonic() > deadline:
             raise CheckpointError(
-                f"{len(missing)} of {workers} workers have not written their parts to {partial.parent} within "
-                f"{timeout_s:g} s, the first is {missing[0].stem}; the folder must be one that all hosts share"
+                f"{len(missing)} of {workers} workers have not written their parts to {partial.parent}, the first is "
+                f"{missing[0].stem}, and nothing has come for {patience_s:g} s; the folder must be one that all hosts "
+                "share"
             )
         time.sleep(LOOK_EVERY_S)
+
+
+def _size(folder: Path) -> int:
+    sizes = [0]
+    for path in folder.glob("worker-*"):
+        with contextlib.suppress(FileNotFoundError):
+            sizes.append(path.stat().st_size)
+    return sum(sizes)

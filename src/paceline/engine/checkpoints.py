@@ -14,12 +14,13 @@ these, at a step boundary.
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from paceline.checkpoint.retention import all_checkpoints, best_checkpoint, checkpoint_name, prune
+from paceline.checkpoint.retention import all_checkpoints, best_checkpoint, checkpoint_name, prune, set_aside
 from paceline.engine.saver import Saver, Surroundings
 from paceline.errors import CheckpointError, ConfigError
 
@@ -46,6 +47,7 @@ class Checkpoints:
         self.folder, self._saver = folder, saver
         self._around, self._at_boundary, self._step = around, at_boundary, step
         self._keep, self._asynchronous, self._when_busy = keep, asynchronous, when_busy
+        self._saved = False
 
     def save(self, extra: Any = None, *, score: float | None = None, greater_is_better: bool = True) -> Path | None:
         """Save the job as it is after this step; None if it is not saved: a warning says why.
@@ -56,8 +58,10 @@ class Checkpoints:
             return None
         self.poll()
         folder = self.folder / checkpoint_name(self._step())
+        score = None if score is None or math.isnan(score) else float(score)
         about = {} if score is None else {"score": score, "greater_is_better": greater_is_better}
         try:
+            self._set_aside()
             if self._asynchronous:
                 if not self._saver.start(folder, extra, about, self._prune, drop=self._when_busy == "drop"):
                     self._say(f"paceline: {folder.name} is dropped: the save before it is still being written")
@@ -78,6 +82,8 @@ class Checkpoints:
         self._at_boundary("checkpoints.resume")
         self._saver.finish()
         if which is not True:
+            if wrong := self._saver.wrong_in(Path(which)):
+                raise CheckpointError(wrong[0])
             return self._resumed(Path(which), accept)
         for name in self._around().told([path.name for path in all_checkpoints(self.folder)])[0]:
             wrong = self._saver.wrong_in(self.folder / name)
@@ -88,6 +94,7 @@ class Checkpoints:
         return None
 
     def _resumed(self, folder: Path, accept: Sequence[str]) -> Any:
+        self._saved = False
         extra = self._saver.load(folder, accept)
         self._say(f"paceline: goes on from {folder}, after step {self._step()}")
         return {} if extra is None else extra
@@ -113,10 +120,19 @@ class Checkpoints:
     def wait(self) -> None:
         """Until what was saved is on the disk."""
         self._saver.finish()
-        self._around().told(None)
+        if any(self._around().told(self._saver.busy)):
+            self._warn("the last save is still being written")
         self.poll()
 
     close = wait
+
+    def _set_aside(self) -> None:
+        """The first save: this run went on from before those of later steps, which would be taken for the newest."""
+        if self._saved or not self._around().world.is_main:
+            return
+        self._saved = True
+        for path in set_aside(self.folder, self._step()):
+            self._say(f"paceline: the run went on from before {path.stem}; that is {path.name} now")
 
     def _prune(self) -> None:
         prune(self.folder, self._keep)

@@ -4,7 +4,8 @@
     worker     0 1 2   0 1 2   0 1 2          a worker with none left repeats the first batch as a *shadow*
 
 All workers run the same number of rounds, so `gather_for_metrics` may be called in the loop body; it drops the shadows
-and returns the round's results in the dataset's order. Batches have the same samples whatever the number of workers.
+and returns the round's results in the dataset's order. Batches have the same samples whatever the number of workers,
+and the same random numbers, in fetching and in the loop's body: those of their first sample.
 A stream is read whole by every worker, which keeps its batch of each round.
 """
 
@@ -23,7 +24,7 @@ from paceline.data.epochs import is_plain_shuffle
 from paceline.data.loader import refuse_what_cannot_be_dealt
 from paceline.data.prefetch import to_device
 from paceline.errors import ConfigError
-from paceline.world.determinism import drawing_from, mix
+from paceline.world.determinism import drawing_from, mix, seed_everything
 from paceline.world.world import World
 
 
@@ -86,11 +87,16 @@ class EvaluationLoader:
     def __iter__(self) -> Iterator[Any]:
         self._on_start()
         try:
-            for real, batch in self._rounds():
+            for number, (real, batch) in enumerate(self._rounds()):
                 self.real_rows = list(range(real))
+                seed_everything(self._seed_of(number * self._world.size + self._world.rank), self._device)
                 yield to_device(batch, self._device)
         finally:
             self.real_rows = None
+            seed_everything(mix(self._seed, "after evaluation"), self._device)
+
+    def _seed_of(self, batch: int) -> int:
+        return mix(self._seed, "evaluation", batch)
 
     def _rounds(self) -> Iterator[tuple[int, Any]]:
         """(workers that hold a real batch, this worker's batch) of each round."""
@@ -99,7 +105,9 @@ class EvaluationLoader:
             return
         numbers = [first + self._world.rank for first in range(0, self.batches, self._world.size)]
         mine = [list(self._batches[number if number < self.batches else 0]) for number in numbers]
-        fetched = self._fetching(self._source.dataset, batch_sampler=mine, collate_fn=self._source.collate_fn)
+        fetched = self._fetching(
+            _Seeded(self._source.dataset, self._seed), batch_sampler=mine, collate_fn=self._source.collate_fn
+        )
         for first, batch in zip(range(0, self.batches, self._world.size), fetched, strict=True):
             yield min(self._world.size, self.batches - first), batch
 
@@ -117,6 +125,28 @@ class EvaluationLoader:
         if self._kept is None or not source.persistent_workers:
             self._kept = DataLoader(dataset, num_workers=processes, pin_memory=source.pin_memory, **options)
         return self._kept
+
+
+class _Seeded:
+    """A dataset whose batches are fetched, and collated right after it, under seeds of their own."""
+
+    def __init__(self, dataset: Any, seed: int) -> None:
+        self._dataset, self._seed = dataset, seed
+
+    def __getitems__(self, ids: Sequence[int]) -> list[Any]:
+        seed_everything(mix(self._seed, "evaluation", "fetched", ids[0] if ids else 0), torch.device("cpu"))
+        if hasattr(self._dataset, "__getitems__"):
+            return self._dataset.__getitems__(ids)  # type: ignore[no-any-return]
+        return [self._dataset[number] for number in ids]
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def __getattr__(self, name: str) -> Any:
+        """A worker_init_fn finds the user's dataset in `get_worker_info().dataset`."""
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(self._dataset, name)
 
 
 class _Rounds(IterableDataset[Any]):

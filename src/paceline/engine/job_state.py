@@ -52,6 +52,7 @@ class JobState:
         if is_main:
             tree |= {
                 "job": dict(self.facts),
+                "kinds": [type(optimizer).__name__ for optimizer in self.optimizers],
                 "step": step.step,
                 "left_out_steps": step.left_out_steps,
                 "loss_scale": None if step.loss_scale is None else step.loss_scale.state_dict(),
@@ -62,7 +63,7 @@ class JobState:
         return tree
 
     def put_back(self, checkpoint: Checkpoint, accept: Sequence[str]) -> None:
-        """All workers do so; nothing is changed unless all of it fits."""
+        """All workers do so; nothing is changed unless all of it fits. A damaged file is found when it is read."""
         tree, folder, step = checkpoint.tree, checkpoint.folder, self.step
         changed = check_same_job(folder, tree["job"], self.facts, accept)
         prepared = {"models": self.models, "optimizers": self.optimizers, "schedulers": self.schedulers}

@@ -87,13 +87,22 @@ def check_fits(folder: Path, tree: Mapping[str, Any], prepared: Mapping[str, Seq
         missing, unknown = sorted(mine.keys() - saved.keys()), sorted(saved.keys() - mine.keys())
         told = [f"it has no {name!r}" for name in missing[:1]] + [f"the model has no {name!r}" for name in unknown[:1]]
         for name in [name for name in mine if name in saved]:
-            if isinstance(mine[name], Tensor) and tuple(mine[name].shape) != tuple(saved[name].shape):
+            if (
+                isinstance(mine[name], Tensor)
+                and not name.endswith("_extra_state")
+                and tuple(mine[name].shape) != tuple(saved[name].shape)
+            ):
                 there, here = tuple(saved[name].shape), tuple(mine[name].shape)
                 told.append(f"{name!r} is {there} there and {here} here")
         if told:
             more = len(missing) + len(unknown) - 2
             rest = f" and {more} more names" if more > 0 else ""
             raise CheckpointError(f"the checkpoint in {folder} is of another model: {'; '.join(told[:3])}{rest}")
+    for kind, optimizer in zip(tree.get("kinds", ()), prepared["optimizers"], strict=False):
+        if kind != type(optimizer).__name__:
+            raise CheckpointError(
+                f"the checkpoint in {folder} is of another optimizer: {kind} there, {type(optimizer).__name__} here"
+            )
     for saved, optimizer in zip(tree["optimizers"], prepared["optimizers"], strict=True):
         theirs = [len(group["params"]) for group in saved["param_groups"]]
         ours = [len(group["params"]) for group in optimizer.param_groups]
@@ -109,7 +118,7 @@ def load_model(model: nn.Module, put: Callable[[Tensor, Tensor], None], state: M
     others: dict[str, Any] = {}
     for name, value in model.state_dict(keep_vars=True).items():
         saved = state[plain_name(name)]
-        if not isinstance(value, Tensor):
+        if not isinstance(value, Tensor) or name.endswith("_extra_state"):  # get_extra_state() may return a tensor
             others[name] = whole_tree(saved)
         elif id(value) not in done:
             done.add(id(value))

@@ -63,8 +63,9 @@ class Save:
             if self.is_main:
                 workers = self.portion.workers
                 complete(self.partial, self.folder, workers, self.about, self.checksum, self.timeout_s)
-        except (OSError, CheckpointError) as error:
-            reason = getattr(error, "strerror", None) or str(error)
+        except Exception as error:
+            plain = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
+            reason = getattr(error, "strerror", None) or plain
             if self.is_main:
                 shutil.rmtree(self.partial, ignore_errors=True)
             else:
@@ -80,7 +81,7 @@ class Saver:
 
     def save(self, folder: Path, extra: Any = None, about: dict[str, Any] | None = None) -> None:
         """Save, and come back when it is whole on the disk; raises on every worker if it can't be."""
-        self.finish()
+        self._all_done()
         save = self._begun(folder, extra, about or {})
         failure: str | None = None
         try:
@@ -99,7 +100,7 @@ class Saver:
         busy = any(self._around().told(self._writer.busy))
         if busy and drop:
             return False
-        self.finish()
+        self._all_done()
         save = self._begun(folder, extra, about)
         copied = Save(**{**vars(save), "portion": save.portion.copied(self._room)})
 
@@ -116,26 +117,46 @@ class Saver:
         """Wait for the save under way."""
         self._writer.wait(self._config.timeout_s)
 
+    @property
+    def busy(self) -> bool:
+        return self._writer.busy
+
+    def _all_done(self) -> None:
+        """The save before this one has ended on all workers: its snapshot may still be read otherwise."""
+        self.finish()
+        late = [rank for rank, busy in enumerate(self._around().told(self._writer.busy)) if busy]
+        if late:
+            waited = f"{self._config.timeout_s:g} s"
+            raise CheckpointError(f"worker {late[0]} has not written the save before in {waited}; this one is left out")
+
     def take_failure(self) -> str | None:
         return self._writer.take_failure()
 
     def load(self, folder: Path, accept: Sequence[str] = ()) -> Any:
         """Put a checkpoint's state back on all workers; what was saved as `extra`."""
-        self.finish()
+        self._all_done()
         checkpoint = self.opened(folder)
         self._state().put_back(checkpoint, accept)
         return whole_tree(checkpoint.tree["extra"])
 
     def load_weights(self, folder: Path) -> None:
-        self.finish()
+        self._all_done()
         self._state().put_back_weights(self.opened(folder))
 
     def opened(self, folder: Path) -> Checkpoint:
         """The same checkpoint on all workers."""
         if not (folder / COMPLETE).exists() and (inside := all_checkpoints(folder)):
             raise CheckpointError(f"{folder} is a folder of checkpoints; give one of them, the newest is {inside[0]}")
-        checkpoint = Checkpoint.open(folder)
-        if len(set(self._around().told(_seal(folder)))) > 1:
+        checkpoint: Checkpoint | None = None
+        seal = failure = ""
+        try:
+            checkpoint, seal = Checkpoint.open(folder), _seal(folder)
+        except (CheckpointError, OSError) as error:
+            failure = str(error)
+        seals, failures = zip(*self._around().told([seal, failure]), strict=True)
+        if any(failures) or checkpoint is None:
+            raise CheckpointError(next(text for text in failures if text))
+        if len(set(seals)) > 1:
             raise CheckpointError(f"the workers see different checkpoints in {folder}; the folder must be a shared one")
         return checkpoint
 
@@ -153,9 +174,15 @@ class Saver:
     def _begun(self, folder: Path, extra: Any, about: dict[str, Any]) -> Save:
         around, state = self._around(), self._state()
         world, is_main = around.world, around.world.is_main
+        portion, failure = None, None
         tree = state.collected(around.told, is_main=is_main, extra=extra)
-        portion = portion_of(tree, world.rank, world.size)
-        said = around.told([portion.bytes, secrets.token_hex(4), best_checksum()])
+        try:
+            portion = portion_of(tree, world.rank, world.size)
+        except CheckpointError as error:
+            failure = f"{folder} could not be saved: {error}"
+        said = around.told([0 if portion is None else portion.bytes, secrets.token_hex(4), best_checksum(), failure])
+        if portion is None or any(row[3] for row in said):
+            raise CheckpointError(next(row[3] for row in said if row[3]))
         needed, attempt = sum(row[0] for row in said), said[0][1]
         checksum = said[0][2] if len({row[2] for row in said}) == 1 else "sha256"
         partial = folder.with_name(f".{folder.name}.{attempt}.partial")
