@@ -113,6 +113,14 @@ def test_save_model_writes_one_safetensors_file_with_the_names_of_the_model(tmp_
         torch.testing.assert_close(saved[name], value, rtol=0, atol=0)
 
 
+def test_save_model_writes_a_model_in_channels_last(tmp_path: Path) -> None:
+    model = nn.Conv2d(3, 8, 3).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    make_trainer(tmp_path, model=model).save_model()
+    torch.testing.assert_close(
+        load_file(tmp_path / "model.safetensors")["weight"], model.weight.detach(), rtol=0, atol=0
+    )
+
+
 def test_arguments_are_stored_with_the_run_and_printed_with_what_was_changed_marked(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
@@ -101,7 +102,8 @@ def write_weights(folder: Path, model: nn.Module, state: dict[str, Tensor], proc
             model.save_pretrained(str(folder), state_dict=state)  # type: ignore[operator]
         else:
             partial = folder / f".{WEIGHTS}.partial"
-            save_file({name: value.clone() for name, value in state.items()}, partial, metadata={"format": "pt"})
+            plain = {name: value.clone(memory_format=torch.contiguous_format) for name, value in state.items()}
+            save_file(plain, partial, metadata={"format": "pt"})
             partial.replace(folder / WEIGHTS)
         if callable(getattr(processing_class, "save_pretrained", None)):
             processing_class.save_pretrained(str(folder))
