@@ -402,7 +402,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--server-mode", default="update", help="what a parameter server does: update or aggregate")
     parser.add_argument("--reduction", default="exact", help="exact: the same bits on any number of workers; or fast")
     parser.add_argument("--algorithm", help="of a fast reduction: ring, tree, ... or auto; default: the backend's own")
-    parser.add_argument("--backend", help="how tensors travel: gloo or nccl; default: what fits the device")
+    parser.add_argument("--backend", help="how tensors travel: paceline, gloo or nccl; default: what fits")
     parser.add_argument("--bucket-mib", type=float, default=4.0, help="gradients that travel together")
     parser.add_argument("--seed", type=int, help="of weights, order and dropout")
     parser.add_argument("--run-dir", type=Path, default=Path("runs/train_gpt"), help="where results go")
