@@ -36,6 +36,14 @@ def test_old_spellings_are_taken_with_a_hint(old: str, value: Any, new: str, exp
         assert getattr(TrainingArguments(**{old: value}), new) == expected
 
 
+@pytest.mark.parametrize(("steps", "expected"), [(0, 0.1), (5, 5)])
+@pytest.mark.parametrize("order", [1, -1])
+def test_a_warmup_ratio_counts_where_warmup_steps_is_0(steps: int, expected: float, order: int) -> None:
+    given = dict([("warmup_steps", steps), ("warmup_ratio", 0.1)][::order])
+    with pytest.warns(UserWarning, match=f"taken as warmup_steps=0.1|warmup_steps={steps} is given too, and is taken"):
+        assert TrainingArguments(**given).warmup_steps == expected
+
+
 def test_arguments_that_are_gone_say_what_is_instead() -> None:
     with pytest.warns(UserWarning, match="logging_dir is gone and has no effect: logs go to output_dir"):
         TrainingArguments(logging_dir="x")

@@ -62,9 +62,16 @@ def todays(given: Mapping[str, Any], *, stacklevel: int = 3) -> dict[str, Any]:
         elif name in _RENAMED:
             new = _RENAMED[name]
             value = _VALUES.get(name, lambda same: same)(value)
-            warnings.warn(f"{name} is called {new} now; it is taken as {new}={value!r}", stacklevel=stacklevel)
-            if value is not None:
-                out.setdefault(new, value)
+            wins = not _says_something(new, given)
+            taken = f"it is taken as {new}={value!r}" if wins else f"{new}={given[new]!r} is given too, and is taken"
+            warnings.warn(f"{name} is called {new} now; {taken}", stacklevel=stacklevel)
+            if value is not None and wins:
+                out[new] = value
         else:
-            out[name] = value
+            out.setdefault(name, value)
     return out
+
+
+def _says_something(new: str, given: Mapping[str, Any]) -> bool:
+    """No steps of warm-up leave it to the ratio, as transformers has it."""
+    return new in given and not (new == "warmup_steps" and given[new] in (None, 0, "0"))
