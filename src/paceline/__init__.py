@@ -14,12 +14,13 @@ if TYPE_CHECKING:
     from paceline.engine.stop_signals import StoppedOnRequest
     from paceline.optim.loss_scale import LossScale
     from paceline.optim.precision import Precision
-    from paceline.trainer.callbacks import TrainerCallback
+    from paceline.trainer.callbacks import EarlyStoppingCallback, TrainerCallback
     from paceline.trainer.trainer import Trainer
     from paceline.trainer.training_arguments import TrainingArguments
 
 __version__ = "0.1.0"
 __all__ = [
+    "EarlyStoppingCallback",
     "Engine",
     "LossScale",
     "Precision",
@@ -52,7 +53,7 @@ def __getattr__(name: str) -> Any:
         from paceline.optim.precision import Precision
 
         return Precision
-    if name in ("Trainer", "TrainerCallback", "TrainingArguments"):
+    if name in ("EarlyStoppingCallback", "Trainer", "TrainerCallback", "TrainingArguments"):
         return getattr(importlib.import_module("paceline.trainer"), name)
     if name == "data":
         return importlib.import_module("paceline.data")

@@ -280,7 +280,7 @@ class TrainingArguments(RefusedFields, HonouredFields, metaclass=_Spelled):
             value = _plain(getattr(self, item.name))
             told = f"{item.name}={json.dumps(value)}"
             (same if item.name in _FOLLOWS or value == _plain(getattr(defaults, item.name)) else changed).append(told)
-        others = textwrap.wrap(", ".join(same), 116, break_long_words=False, break_on_hyphens=False)
+        others = textwrap.wrap(", ".join(same), 92, break_long_words=False, break_on_hyphens=False)
         return "\n".join(
             ["training arguments:", *(f"  * {told}" for told in changed), *(f"    {line}" for line in others)]
         )
