@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader
 
 from paceline import Engine, Trainer, TrainerCallback, TrainingArguments
 from paceline.errors import ConfigError, NonFiniteLossError
+from paceline.trainer.integrations.json_lines import rows
 from paceline.trainer.schedules import get_scheduler
 from tests.trainer.jobs import Classifier, Samples, accuracy, make_trainer
 
@@ -156,6 +157,15 @@ def test_values_are_written_as_json_lines_with_speed_and_memory(tmp_path: Path) 
     names = {"loss", "learning_rate", "grad_norm", "samples_per_second", "data_wait_s", "peak_memory_gib", "epoch"}
     assert names <= set(logged[-1])
     assert lines[-1] == {**lines[-1], "event": "end", "ok": True}
+
+
+def test_an_evaluation_after_training_is_a_line_too(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path)
+    trainer.evaluate()
+    assert not (tmp_path / "metrics.jsonl").exists()
+    trainer.train()
+    loss = trainer.evaluate()["eval_loss"]
+    assert [(row["step"], row["eval_loss"]) for row in rows(tmp_path / "metrics.jsonl")[-1:]] == [(6, loss)]
 
 
 def test_a_report_that_is_not_known_is_said_before_training(tmp_path: Path) -> None:

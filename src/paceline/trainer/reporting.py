@@ -4,6 +4,7 @@
     on_step_end        the line moves
     on_log             values go to the reporters
     on_train_end       the line stands still; a summary is shown
+    on_log after it    values go to metrics.jsonl alone
 
 It is the first callback of a Trainer. Reporters and the line belong to the main worker; the others are silent.
 """
@@ -11,6 +12,7 @@ It is the first callback of a Trainer. Reporters and the line belong to the main
 from __future__ import annotations
 
 import time
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ from paceline.checkpoint.retention import all_checkpoints
 from paceline.engine.engine import Engine
 from paceline.engine.progress import Bar
 from paceline.trainer.callbacks import TrainerCallback
+from paceline.trainer.integrations import json_lines
 from paceline.trainer.integrations.choice import Reporters, choose
 from paceline.trainer.integrations.reporter import RunInfo
 from paceline.trainer.meters import Meters, PeakMemory
@@ -37,6 +40,8 @@ class ReportCallback(TrainerCallback):
         self._engine: Engine | None = None
         self._meters: Meters | None = None
         self._reporters: Reporters | None = None
+        self._folder = Path(arguments.output_dir)
+        self._ended: Path | None = None  # the folder of a run that was reported, and has ended
         self._bar: Bar | None = None
         self._began = 0.0
 
@@ -47,11 +52,12 @@ class ReportCallback(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
         engine = self._engine
         assert engine is not None
+        self._folder = Path(args.output_dir)
         self._reporters = choose(args.report_to, main=engine.is_main_process)
         self._reporters.start(
             RunInfo(
                 name=str(args.run_name),
-                folder=Path(args.output_dir),
+                folder=self._folder,
                 config=args.to_dict(),
                 world=_world_of(engine),
                 resumed_at=state.global_step or None,
@@ -71,9 +77,20 @@ class ReportCallback(TrainerCallback):
         values = {name: value for name, value in (logs or {}).items() if isinstance(value, int | float)}
         if self._reporters is not None:
             self._reporters.log(state.global_step, values)
+        elif self._ended is not None:
+            self._add_line(self._ended, state.global_step, values)
         if self._bar is not None:
             told = {SHOWN[name]: value for name, value in values.items() if name in SHOWN and name != "loss"}
             self._bar.show(**told)
+
+    def _add_line(self, folder: Path, step: int, values: dict[str, float]) -> None:
+        try:
+            json_lines.append(folder, step, values)
+        except OSError as error:
+            self._ended = None
+            warnings.warn(
+                f"{folder / json_lines.FILE_NAME} gets no more lines: {error.strerror or error}", stacklevel=6
+            )
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
         self.close(ok=True)
@@ -86,6 +103,7 @@ class ReportCallback(TrainerCallback):
             self._bar.close()
             self._bar = None
         if self._reporters is not None:
+            self._ended = self._folder if json_lines.JsonLines.name in self._reporters.names else None
             self._reporters.close(ok=ok)
             self._reporters = None
 

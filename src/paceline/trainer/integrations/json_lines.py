@@ -6,6 +6,7 @@
     {"event": "resume", "time": …, "step": 10, "superseded": "lines above of steps after 10"}
     {"step": 20, "time": …, "loss": 2.17}                                    the one that counts
     {"event": "end", "time": …, "ok": true}
+    {"step": 20, "time": …, "eval_loss": 2.05}                               measured after the end of training
 
 Nothing is ever taken out: what a killed run wrote beyond the checkpoint it is resumed from stays, and the resume line
 says that it no longer counts. `rows()` reads the lines that do.
@@ -63,6 +64,13 @@ class JsonLines:
         whole = {first: line[first], "time": round(self._clock(), 3), **line}
         self._file.write(json.dumps(_sayable(whole), allow_nan=False, ensure_ascii=False) + "\n")
         self._file.flush()
+
+
+def append(folder: Path, step: int, values: Mapping[str, float]) -> None:
+    """One line more of a run that has ended: its model is measured again."""
+    lines = JsonLines()
+    with (folder / FILE_NAME).open("a", encoding="utf-8") as lines._file:
+        lines.log(step, values)
 
 
 def rows(path: Path) -> list[dict[str, Any]]:
