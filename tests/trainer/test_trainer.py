@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +80,33 @@ def test_predictions_come_in_the_order_of_the_dataset(tmp_path: Path) -> None:
     np.testing.assert_allclose(found.predictions, expected, rtol=1e-5)
     assert found.label_ids.tolist() == [samples[i]["label"] for i in range(11)]
     assert "test_loss" in found.metrics
+
+
+def test_datasets_given_to_one_call_are_let_go_and_predictions_have_their_own_loader(tmp_path: Path) -> None:
+    trainer, made = make_trainer(tmp_path), list[str]()
+    for kind in ("eval", "test"):
+        setattr(trainer, f"get_{kind}_dataloader", noting(kind, getattr(trainer, f"get_{kind}_dataloader"), made))
+    trainer.train()
+    trainer.evaluate()
+    trainer.evaluate()
+    trainer.predict(trainer.eval_dataset)
+    assert made == ["eval", "test"]
+    seen = []
+    for measure in (trainer.predict, trainer.evaluate, trainer.predict):
+        dataset = Samples(5)
+        seen.append(weakref.ref(dataset))
+        measure(dataset)
+        del dataset
+    gc.collect()
+    assert [ref() is None for ref in seen] == [True, True, False]  # callbacks may look at the last one
+
+
+def noting(kind: str, make: Any, made: list[str]) -> Any:
+    def noted(dataset: Any) -> Any:
+        made.append(kind)
+        return make(dataset)
+
+    return noted
 
 
 def test_a_metric_that_does_not_exist_is_named_with_those_that_do(tmp_path: Path) -> None:

@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 class Measurements:
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
-        self._loaders: dict[int, tuple[Any, Any]] = {}  # by the dataset's id: itself, and its prepared loader
+        self._kept: list[tuple[Any, Any]] = []  # the Trainer's own eval datasets, each with its prepared loader
 
     def forget(self) -> None:
         """The loaders belong to an Engine that is gone."""
-        self._loaders.clear()
+        self._kept.clear()
 
     def of(
         self,
@@ -54,6 +54,7 @@ class Measurements:
             output = evaluation.run(loader, prefix, loss_only=loss_only)
         finally:
             model.train(was_training)
+            self._let_go(loader)
         seconds = time.perf_counter() - began
         rounds = math.ceil(output.num_samples / (trainer.args.eval_batch_size * trainer.args.world_size))
         output.metrics[f"{prefix}_runtime"] = round(seconds, 4)
@@ -62,13 +63,25 @@ class Measurements:
         return output
 
     def _prepared(self, dataset: Any, make: Callable[[Any], DataLoader[Any]]) -> Any:
-        """The dataset's loader, prepared once; without a training the model is only shared, and put on its device."""
+        """The dataset's loader; without a training the model is only shared, and put on its device."""
         trainer = self._trainer
         if not trainer.has_trained:
             trainer.model.to(trainer.engine.device)
-        key = id(dataset)
-        if key not in self._loaders:
-            if not trainer.has_trained:
-                share_weights(trainer.engine, trainer.model)
-            self._loaders[key] = dataset, trainer.engine.prepare(make(dataset))
-        return self._loaders[key][1]
+        evaluates = make == trainer.get_eval_dataloader
+        for known, loader in self._kept if evaluates else ():
+            if known is dataset:
+                return loader
+        if not trainer.has_trained:
+            share_weights(trainer.engine, trainer.model)
+        loader = trainer.engine.prepare(make(dataset))
+        given = trainer.eval_dataset
+        own = given.values() if isinstance(given, dict) else [given]
+        if evaluates and any(dataset is one for one in own):
+            self._kept.append((dataset, loader))
+        return loader
+
+    def _let_go(self, loader: Any) -> None:
+        """A dataset that was given to one call is not kept alive by the Engine."""
+        known = self._trainer.engine._evaluations
+        if loader in known and not any(loader is kept for _, kept in self._kept):
+            known.remove(loader)
