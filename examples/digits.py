@@ -15,8 +15,7 @@ from sklearn.datasets import load_digits
 from torch import nn
 from torch.utils.data import TensorDataset, random_split
 
-from paceline import Trainer, TrainingArguments
-from paceline.trainer import EarlyStoppingCallback
+from paceline import EarlyStoppingCallback, Trainer, TrainingArguments
 
 args = TrainingArguments.from_command_line(["--config", str(Path(__file__).with_suffix(".yaml")), *sys.argv[1:]])
 

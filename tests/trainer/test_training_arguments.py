@@ -239,3 +239,15 @@ def test_the_table_in_the_docs_has_every_field() -> None:
     text = (Path(__file__).parents[2] / "docs" / "concepts" / "trainer.md").read_text()
     missing = [item.name for item in dataclasses.fields(TrainingArguments) if f"`{item.name}`" not in text]
     assert not missing
+
+
+@dataclasses.dataclass
+class WithDefaults(TrainingArguments):
+    eval_strategy: str = "epoch"  # type: ignore[assignment]
+    save_strategy: str = "best"  # type: ignore[assignment]
+
+
+def test_a_default_in_a_derived_class_is_read_as_the_field_is(tmp_path: Path) -> None:
+    args = WithDefaults(str(tmp_path))
+    assert args.metric_for_best_model == "loss"
+    assert (args.eval_strategy.value, args.save_strategy.value) == ("epoch", "best")  # type: ignore[attr-defined]

@@ -24,8 +24,10 @@ _NONE = ("none", "null", "")
 
 
 def field_types(cls: type) -> dict[str, Any]:
-    """The annotation of each field."""
-    hints = typing.get_type_hints(cls)
+    """The annotation of each field by the class that has it first: a derived one often calls its default a str."""
+    hints: dict[str, Any] = {}
+    for base in reversed(cls.__mro__):
+        hints = typing.get_type_hints(base) | hints
     return {name: hints[name] for name in getattr(cls, "__dataclass_fields__", {})}
 
 
