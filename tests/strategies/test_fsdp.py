@@ -26,8 +26,6 @@ from tests.strategies.test_zero import (
     elements_of_state,
     hash_of_ddp,
     saves_twice,
-    straight,
-    trains,
 )
 from tests.workers import hashes, run_workers
 
@@ -124,17 +122,6 @@ def test_a_unit_that_runs_several_times_gives_the_bits_of_ddp() -> None:
 
 
 # -- saving ------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("before", "after"), [(("ddp", 1), ("fsdp", 3)), (("fsdp", 3), ("ddp", 1)), (("fsdp", 2), ("zero2", 3))]
-)
-def test_a_state_saved_under_one_strategy_goes_on_under_another_to_the_same_bits(
-    before: tuple[str, int], after: tuple[str, int], tmp_path: Path
-) -> None:
-    folder = str(tmp_path / "state")
-    hashes(run_workers(trains, before[1], until=3, folder=folder, strategy=before[0]))
-    assert hashes(run_workers(trains, after[1], until=6, folder=folder, resume=True, strategy=after[0])) == straight()
 
 
 def test_a_state_saved_and_loaded_in_the_same_run_repeats_the_run(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from paceline import Engine, Precision, World
 from paceline.errors import CheckpointError, ConfigError
 from paceline.strategies.registry import STRATEGIES
 from tests.bits.programs import gpt, wide
-from tests.strategies.test_zero import CountingLion, freezes_and_thaws, loads_by_itself, saves_twice, straight, trains
+from tests.strategies.test_zero import CountingLion, freezes_and_thaws, loads_by_itself, saves_twice, trains
 from tests.workers import hashes, run_workers
 
 LOW = [name for name, entry in STRATEGIES.items() if entry.takes_low_precision]
@@ -111,29 +111,6 @@ def test_modules_kept_in_fp32_give_one_hash() -> None:
 
 
 # -- saved, loaded, changed --------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("before", "after"),
-    [
-        (("ddp", 1), ("zero1", 4)),
-        (("zero1", 4), ("ddp", 1)),
-        (("zero2", 3), ("zero1", 2)),
-        (("star", 2), ("zero2", 3)),
-        (("fsdp", 3), ("ddp", 2)),
-        (("zero2", 2), ("fsdp", 2)),
-        (("hybrid", 2), ("zero3", 3)),
-    ],
-)
-def test_a_bf16_state_goes_on_under_another_strategy_to_the_same_bits(
-    before: tuple[str, int], after: tuple[str, int], tmp_path: Path
-) -> None:
-    folder = str(tmp_path / "state")
-    (alone,) = hashes(in_bf16(trains, 1, until=6))
-    assert alone not in straight()
-    hashes(in_bf16(trains, before[1], until=3, folder=folder, strategy=before[0]))
-    resumed = in_bf16(trains, after[1], until=6, folder=folder, resume=True, strategy=after[0])
-    assert hashes(resumed) == {alone}
 
 
 @pytest.mark.parametrize("strategy", LOW)

@@ -109,22 +109,6 @@ def straight() -> frozenset[str]:
     return frozenset(hashes(run_workers(trains, 1, until=6)))
 
 
-@pytest.mark.parametrize(
-    ("before", "after"),
-    [
-        (("ddp", 1), ("zero1", 4)), (("zero1", 4), ("ddp", 1)),
-        (("zero2", 3), ("zero1", 2)), (("zero1", 2), ("zero2", 4)), (("zero2", 1), ("ddp", 2)),
-        ((SHARDS, 3), ("ddp", 1)), (("ddp", 2), (SHARDS, 4)), ((SHARDS, 2), (SHARDS, 3)), (("zero3", 2), (SHARDS, 2)),
-    ],
-)  # fmt: skip
-def test_a_state_saved_under_one_strategy_goes_on_under_another_to_the_same_bits(
-    before: tuple[str, int], after: tuple[str, int], tmp_path: Path
-) -> None:
-    folder = str(tmp_path / "state")
-    hashes(run_workers(trains, before[1], until=3, folder=folder, strategy=before[0]))
-    assert hashes(run_workers(trains, after[1], until=6, folder=folder, resume=True, strategy=after[0])) == straight()
-
-
 def saves_twice(world: World, *, folder: str, **job: Any) -> list[str]:
     """Once before the first step and once after; goes on from the first, then from the second."""
     with Engine(world=world, lanes=2, **job) as engine:

@@ -133,7 +133,9 @@ def test_a_metric_that_is_not_a_number_is_never_the_best(tmp_path: Path) -> None
     assert trainer.state.best_model_checkpoint == str(tmp_path / "checkpoint-4")
 
 
-def test_early_stopping_goes_on_counting_after_a_resume(tmp_path: Path) -> None:
+def test_early_stopping_goes_on_counting_after_a_resume_and_says_why_it_ends(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     def job(scores: list[float], patience: int, **more: Any) -> Trainer:
         left = iter(scores)
         return make_trainer(
@@ -151,6 +153,8 @@ def test_early_stopping_goes_on_counting_after_a_resume(tmp_path: Path) -> None:
     job([0.5, 0.4], 3, callbacks=[StopAt(2)]).train()
     resumed = job([0.3, 0.2, 0.1], 3)
     assert resumed.train(resume_from_checkpoint=True).global_step == 4
+    told = "training ends early after step 4: score has not become better than 0.5 in the last 3 evaluations"
+    assert told in capfd.readouterr().out
 
 
 def test_save_only_model_saves_weights_that_nothing_resumes_from(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ import torch
 from paceline.checkpoint.retention import all_checkpoints
 from paceline.engine.engine import Engine
 from paceline.engine.progress import Bar
-from paceline.trainer.callbacks import TrainerCallback
+from paceline.trainer.callbacks import TrainerCallback, full_metric_name
 from paceline.trainer.integrations import json_lines
 from paceline.trainer.integrations.choice import Reporters, choose
 from paceline.trainer.integrations.reporter import RunInfo
@@ -81,6 +81,10 @@ class ReportCallback(TrainerCallback):
             self._add_line(self._ended, state.global_step, values)
         if self._bar is not None:
             told = {SHOWN[name]: value for name, value in values.items() if name in SHOWN and name != "loss"}
+            best = full_metric_name(args.metric_for_best_model or "loss")
+            if best in values and best not in SHOWN:  # what the run is judged by, in the place of the loss
+                told.pop("eval loss", None)
+                told[best.replace("_", " ")] = values[best]
             self._bar.show(**told)
 
     def _add_line(self, folder: Path, step: int, values: dict[str, float]) -> None:
