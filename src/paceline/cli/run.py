@@ -58,7 +58,7 @@ def run(
         str | None,
         typer.Option(help="what backward computes again: blocks, k for every k-th, or classes; +matmuls keeps those"),
     ] = None,
-    offload: Annotated[str | None, typer.Option(help="what of a GPU's job the host keeps: optimizer")] = None,
+    offload: Annotated[str | None, typer.Option(help="what of a GPU's job the host keeps: optimizer, or parameters")] = None,
     keep_memory: Annotated[
         bool,
         typer.Option(
