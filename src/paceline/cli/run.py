@@ -58,7 +58,7 @@ def run(
         str | None,
         typer.Option(help="what backward computes again: blocks, k for every k-th, or classes; +matmuls keeps those"),
     ] = None,
-    offload: Annotated[str | None, typer.Option(help="what of a GPU's job the host keeps: optimizer, or parameters")] = None,
+    offload: Annotated[str | None, typer.Option(help="what the host keeps of a GPU's job: optimizer, parameters")] = None,
     keep_memory: Annotated[
         bool,
         typer.Option(
