@@ -58,7 +58,7 @@ def run(
         str | None,
         typer.Option(help="what backward computes again: blocks, k for every k-th, or classes; +matmuls keeps those"),
     ] = None,
-    offload: Annotated[str | None, typer.Option(help="what the host keeps of a GPU's job: optimizer, parameters")] = None,
+    offload: Annotated[str | None, typer.Option(help="what a GPU leaves to the host: optimizer, parameters")] = None,
     keep_memory: Annotated[
         bool,
         typer.Option(
