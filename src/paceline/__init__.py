@@ -35,26 +35,22 @@ __all__ = [
 ]
 
 
+_WHERE = {
+    "EarlyStoppingCallback": "paceline.trainer",
+    "Engine": "paceline.engine.engine",
+    "LossScale": "paceline.optim.loss_scale",
+    "Precision": "paceline.optim.precision",
+    "StoppedOnRequest": "paceline.engine.stop_signals",
+    "Trainer": "paceline.trainer",
+    "TrainerCallback": "paceline.trainer",
+    "TrainingArguments": "paceline.trainer",
+}
+
+
 def __getattr__(name: str) -> Any:
     """The launcher imports this package too, and must not wait seconds for torch: the Engine comes when asked for."""
-    if name == "Engine":
-        from paceline.engine.engine import Engine
-
-        return Engine
-    if name == "StoppedOnRequest":
-        from paceline.engine.stop_signals import StoppedOnRequest
-
-        return StoppedOnRequest
-    if name == "LossScale":
-        from paceline.optim.loss_scale import LossScale
-
-        return LossScale
-    if name == "Precision":
-        from paceline.optim.precision import Precision
-
-        return Precision
-    if name in ("EarlyStoppingCallback", "Trainer", "TrainerCallback", "TrainingArguments"):
-        return getattr(importlib.import_module("paceline.trainer"), name)
     if name == "data":
         return importlib.import_module("paceline.data")
+    if name in _WHERE:
+        return getattr(importlib.import_module(_WHERE[name]), name)
     raise AttributeError(f"module 'paceline' has no attribute {name!r}")

@@ -86,6 +86,16 @@ class TiedGpt(nn.Module):
         return out
 
 
+def tied_and_scheduled(engine: Engine) -> tuple[Any, Any, Any, Any]:
+    """Model, optimizer, loader and a schedule made before it is prepared, for loops that stop and go on."""
+    model = TiedGpt(width=72)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.02, total_steps=20)
+    text = torch.randint(0, 32, (75, 9), generator=torch.Generator().manual_seed(2))
+    loader = DataLoader(TensorDataset(text[:, :-1], text[:, 1:]), batch_size=4, shuffle=True)
+    return engine.prepare(model, optimizer, loader, schedule)  # type: ignore[no-any-return]
+
+
 def gpt(world: World, *, epochs: int = 2, samples: int = 75, **job: Any) -> str:
     with Engine(world=world, **{"device": "cpu"} | job) as engine:
         text = torch.randint(0, 32, (samples, 17), generator=torch.Generator().manual_seed(2))

@@ -7,15 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import torch.nn.functional as F
-from torch.utils.data import DataLoader, TensorDataset
 
 from paceline import Engine, World
 from paceline.checkpoint.differences import differences
 from paceline.checkpoint.load import Checkpoint
 from paceline.strategies.registry import Chosen, synchronous_strategies
-from tests.bits.programs import TiedGpt
+from tests.bits.programs import tied_and_scheduled
 from tests.workers import hashes, run_workers
 
 STRATEGIES = synchronous_strategies()
@@ -38,12 +36,7 @@ def trains(
 ) -> str:
     """Goes on from the newest checkpoint of `run` if there is one, and saves one; `again`: also what it has loaded."""
     with Engine(world=world, **{"lanes": 4, "accumulate": 2, "bucket_mib": 0.01} | job) as engine:
-        model = TiedGpt(width=72)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.02, total_steps=20)
-        text = torch.randint(0, 32, (75, 9), generator=torch.Generator().manual_seed(2))
-        loader = DataLoader(TensorDataset(text[:, :-1], text[:, 1:]), batch_size=4, shuffle=True)
-        model, optimizer, loader, schedule = engine.prepare(model, optimizer, loader, schedule)
+        model, optimizer, loader, schedule = tied_and_scheduled(engine)
         checkpoints = engine.checkpoints(run or "unused", asynchronous=asynchronous)
         if run is not None:
             checkpoints.resume()

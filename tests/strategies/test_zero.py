@@ -18,7 +18,7 @@ from paceline import Engine, World
 from paceline.errors import ConfigError, LoopError
 from paceline.strategies.sharded_strategy import ShardedStrategy
 from paceline.strategies.zero3 import Zero3Config
-from tests.bits.programs import TiedGpt, gpt, wide
+from tests.bits.programs import gpt, tied_and_scheduled, wide
 from tests.engine.loops import prepared
 from tests.workers import hashes, run_workers
 
@@ -83,12 +83,7 @@ def test_alone_and_with_two_threads_it_gives_the_bits_of_ddp(strategy: str) -> N
 def trains(world: World, *, until: int, folder: str | None = None, resume: bool = False, **job: Any) -> str:
     """A tied model with a layer that no sample uses, and a schedule made before it is prepared."""
     with Engine(world=world, **{"lanes": 4, "accumulate": 2, "bucket_mib": 0.01} | job) as engine:
-        model = TiedGpt(width=72)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.02, total_steps=20)
-        text = torch.randint(0, 32, (75, 9), generator=torch.Generator().manual_seed(2))
-        loader = DataLoader(TensorDataset(text[:, :-1], text[:, 1:]), batch_size=4, shuffle=True)
-        model, optimizer, loader, schedule = engine.prepare(model, optimizer, loader, schedule)
+        model, optimizer, loader, schedule = tied_and_scheduled(engine)
         if resume:
             assert folder is not None
             engine.load_state(folder)

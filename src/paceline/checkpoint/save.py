@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paceline.checkpoint.disk import make_folder, publish, write_file
+from paceline.checkpoint.disk import make_folder, publish, rename, write_file
 from paceline.checkpoint.manifest import COMPLETE, MANIFEST, merge, seal_of
 from paceline.checkpoint.tensor_file import code_of, write_tensors
 from paceline.checkpoint.tree import flatten
@@ -165,7 +165,7 @@ def write_portion(partial: Path, portion: Portion, checksum: str) -> None:
     text = json.dumps({"tree": portion.tree, "tensors": tensors, "file": about})
     hidden = partial / f".{portion.file}.json"
     write_file(hidden, [text.encode()])
-    hidden.rename(partial / f"{portion.file}.json")
+    rename(hidden, partial / f"{portion.file}.json")
 
 
 def give_up(partial: Path, portion: Portion, reason: str) -> None:

@@ -68,11 +68,11 @@ class Checkpoints:
                     return None
             else:
                 self._saver.save(folder, extra, about)
-                if self._around().world.is_main:
-                    self._prune()
         except CheckpointError as error:
             self._warn(str(error))
             return None
+        if not self._asynchronous and self._around().world.is_main:
+            self._prune_or_warn()
         return folder
 
     def resume(self, which: bool | str | Path | None = True, *, accept: Sequence[str] = ()) -> Any:
@@ -131,11 +131,24 @@ class Checkpoints:
         if self._saved or not self._around().world.is_main:
             return
         self._saved = True
-        for path in set_aside(self.folder, self._step()):
-            self._say(f"paceline: the run went on from before {path.stem}; that is {path.name} now")
+        try:
+            for path in set_aside(self.folder, self._step()):
+                self._say(f"paceline: the run went on from before {path.stem}; that is {path.name} now")
+        except OSError as error:  # on this worker alone: it must not end what all are about to do
+            self._warn(f"checkpoints of later steps could not be set aside: {error.strerror}")
 
     def _prune(self) -> None:
-        prune(self.folder, self._keep)
+        try:
+            prune(self.folder, self._keep)
+        except OSError as error:
+            raise CheckpointError(f"older checkpoints could not be removed: {error.strerror}") from error
+
+    def _prune_or_warn(self) -> None:
+        """In the training thread; it is saved all the same, as the other workers know it."""
+        try:
+            self._prune()
+        except CheckpointError as error:
+            self._warn(str(error))
 
     def _say(self, text: str) -> None:
         if self._around().world.is_main:

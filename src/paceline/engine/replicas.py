@@ -62,13 +62,12 @@ def hash_of(state: Mapping[str, Tensor], whole: Whole = Tensor.detach) -> str:
     return digest.hexdigest()
 
 
-def check_same_models(comm: Communicator | None, models: Sequence[nn.Module], whole: Whole = Tensor.detach) -> None:
+def check_same_models(comm: Communicator | None, models: Sequence[nn.Module]) -> None:
     """Raise on every worker, naming the first tensor that is not alike."""
     if comm is None:
         return
     mine = {}
-    for name, part in named_state(models).items():
-        tensor = whole(part)
+    for name, tensor in named_state(models).items():
         mine[name] = [str(tensor.dtype), list(tensor.shape), list(tensor.stride()), _short_hash(tensor)]
     summary = hashlib.sha256(repr(mine).encode()).hexdigest()
     if len(set(comm.gather_json(summary))) == 1:

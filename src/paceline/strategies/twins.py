@@ -149,15 +149,13 @@ class Twin:
     def forget(self) -> None:
         self._twin.state.clear()
 
-    def dealt(
-        self, receivers: Callable[[Parameter], frozenset[int]], *, with_masters: bool = False
-    ) -> list[DealtState]:
-        """The state of every parameter, as far as it is here, on its way to the receivers."""
+    def dealt(self, receivers: Callable[[Parameter], frozenset[int]]) -> list[DealtState]:
+        """The state of every parameter and its master, as far as they are here, on their way to the receivers."""
         pieces, found = self.pieces, []
         for number, mine in self._mine.items():
             parameter = pieces.parameters[number]
             here = {p: (pieces.tensors[p], self._twin.state.get(pieces.tensors[p], {})) for p in mine}
-            if with_masters and self._masters is not None and self._masters.has(parameter):
+            if self._masters is not None and self._masters.has(parameter):
                 here = {p: (tensor, {**state, MASTER: tensor}) for p, (tensor, state) in here.items()}
             owners = pieces.shards.owners.get(number, ())
             found.append(DealtState(pieces.names[number], parameter, owners, here, receivers(parameter)))
@@ -225,10 +223,10 @@ class Twins:
                 return frozenset(range(self._workers))
             return frozenset(worker for worker, _ in pieces.shards.owners.get(pieces.index[id(parameter)], ()))
 
-        dealt = old.dealt(receivers, with_masters=True)
+        dealt = old.dealt(receivers)
         old.forget()  # from here on only `dealt` has it, and lets it go bit by bit
         since = 0
-        for parameter, whole in whole_states(self._comm, dealt, forget=True):
+        for parameter, whole in whole_states(self._comm, dealt):
             since += sum(value.nbytes for value in whole.values() if isinstance(value, Tensor))
             if since > GIVE_BACK_EVERY:
                 give_back_free_memory()

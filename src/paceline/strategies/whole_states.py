@@ -3,8 +3,8 @@
     worker 0   weight[0:8192]  {step 7, exp_avg …}  ──┐
     worker 1   weight[8192:]   {step 7, exp_avg …}  ──┴─►  {step 7, exp_avg (6, 4096)} on the receivers
 
-One parameter after another, so that nobody holds more than one whole state that it does not want; where the pieces are
-not needed any more they go one after another too. First all workers tell each other what they keep for each piece; what
+One parameter after another, so that nobody holds more than one whole state that it does not want; the pieces, which are
+not needed any more, go one after another too. First all workers tell each other what they keep for each piece; what
 is kept once for a piece, like a step count, travels with that.
 """
 
@@ -38,12 +38,10 @@ class DealtState:
     receivers: frozenset[int]
 
 
-def whole_states(
-    comm: Communicator | None, dealt: Sequence[DealtState], *, forget: bool = False
-) -> Iterator[tuple[Parameter, State]]:
+def whole_states(comm: Communicator | None, dealt: Sequence[DealtState]) -> Iterator[tuple[Parameter, State]]:
     """The states of the parameters that this worker receives; all workers go through all of them.
 
-    With `forget` this worker's pieces of one are let go before the next.
+    This worker's pieces of one are let go before the next.
     """
     mine = [[[p.start, _described(d.name, *held)] for p, held in d.mine.items()] for d in dealt]
     told = [mine] if comm is None else comm.gather_json(mine)
@@ -70,8 +68,7 @@ def whole_states(
             ]
             whole = gather_state(states, [piece for _, piece in d.owners], d.parameter, d.name)
         del states, under_way
-        if forget:
-            d.mine.clear()
+        d.mine.clear()
         if wanted:
             yield d.parameter, whole
             del whole
