@@ -16,6 +16,9 @@
 | holds      | what                                | a verdict says what went with it: `keys 4…7`                |
 | checkpoint | folder                              | whoever reads why the job failed sees where to resume       |
 
+Unasked, the supervisor says only what an elastic job needs (`elastic.commit`, `elastic.generation`, …): `heard` is
+called with it, on the reading thread.
+
 Any thread may tell or ask. One daemon thread reads; when the line goes dead the supervisor is gone, nobody is left to
 coordinate with, and the process ends itself with `SUPERVISOR_GONE`. Tensors never travel here; torch isn't imported.
 """
@@ -29,7 +32,7 @@ import socket
 import struct
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 from paceline.errors import WorldError
@@ -60,6 +63,7 @@ class ControlClient:
         self._questions: dict[int, _Question] = {}
         self._asked = 0
         self._closing = False
+        self.heard: Callable[[str, dict[str, Any]], None] = lambda kind, body: None
         self._reader = threading.Thread(target=self._read, name="paceline-control", daemon=True)
 
     @classmethod
@@ -139,6 +143,9 @@ class ControlClient:
             self._supervisor_gone()
 
     def _hear(self, message: dict[str, Any]) -> None:
+        if "id" not in message:
+            self.heard(message["kind"], message["body"])
+            return
         with self._waiting:
             question = self._questions.get(message["id"])
         if question is not None:  # otherwise its asker ran out of time and left

@@ -58,6 +58,12 @@ def worker_environment(world: World) -> dict[str, str]:
         "PACELINE_OFFLOAD": settings.offload,
         "OMP_NUM_THREADS": settings.threads,
     }
+    if world.elastic is not None:
+        optional |= {
+            "PACELINE_INCARNATION": world.elastic.incarnation,
+            "PACELINE_VAULT": world.elastic.vault,
+            "PACELINE_COPIES": world.elastic.copies,
+        }
     return {
         "PACELINE_RANK": str(world.rank),
         "PACELINE_WORLD_SIZE": str(world.size),

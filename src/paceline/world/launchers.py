@@ -55,7 +55,7 @@ from paceline.world.checked_variables import (
     text_of,
 )
 from paceline.world.slurm_notation import expand_nodelist, tasks_per_node
-from paceline.world.world import LOOPBACK, ControlSocket, LaunchSettings, TcpRendezvous, World
+from paceline.world.world import LOOPBACK, ControlSocket, Elasticity, LaunchSettings, TcpRendezvous, World
 
 # What torchrun and most scripts use; only where nothing tells two jobs on one host apart.
 DEFAULT_PORT = 29500
@@ -95,6 +95,7 @@ def from_paceline(variables: Variables) -> World | None:
         host_address=_host_address(variables, hosts),
         settings=_settings(variables, size),
         servers=servers,
+        elastic=_elasticity(variables),
     )
 
 
@@ -480,6 +481,14 @@ def _settings(variables: Variables, size: int) -> LaunchSettings:
         offload=text_of(variables, "PACELINE_OFFLOAD"),
         replay=text_of(variables, "PACELINE_REPLAY"),
     )
+
+
+def _elasticity(variables: Variables) -> Elasticity | None:
+    incarnation = number_of(variables, "PACELINE_INCARNATION")
+    if incarnation is None:
+        return None
+    copies = number_of(variables, "PACELINE_COPIES", least=1)
+    return Elasticity(incarnation, text_of(variables, "PACELINE_VAULT"), 2 if copies is None else copies)
 
 
 def _host_address(variables: Variables, hosts: int) -> str | None:

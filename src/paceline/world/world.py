@@ -64,6 +64,23 @@ class LaunchSettings:
 
 
 @dataclass(frozen=True)
+class Elasticity:
+    """What a worker of an elastic job is told. `rank` of its world is its *slot* then: a dead worker's is given again.
+
+    `incarnation` counts the processes that a slot has had; all but those that the job began with (0) join it later.
+    `copies` of sharded state are kept in `vault`, a folder that outlives the workers of this host.
+    """
+
+    incarnation: int = 0
+    vault: str | None = None
+    copies: int = 2
+
+    @property
+    def joins(self) -> bool:
+        return self.incarnation > 0
+
+
+@dataclass(frozen=True)
 class World:
     """`host_address` is where this host's tensors travel; None: not known here, ask `environment.tensor_address`."""
 
@@ -78,6 +95,7 @@ class World:
     host_address: str | None = LOOPBACK
     settings: LaunchSettings = field(default_factory=LaunchSettings)
     servers: int = 0
+    elastic: Elasticity | None = None  # workers may come and go
 
     def __post_init__(self) -> None:
         def check(ok: bool, what: str) -> None:
