@@ -132,6 +132,17 @@ def wanted_kernels() -> str | None:
     return text_of(os.environ, "PACELINE_KERNELS")
 
 
+def injected_faults() -> str | None:
+    """PACELINE_FAULTS: what shall go wrong in this job, and where (`elastic.fault_injection`)."""
+    return text_of(os.environ, "PACELINE_FAULTS")
+
+
+def hash_file() -> Path | None:
+    """PACELINE_HASH_FILE: where the engine adds a line `slot hash` at every `weights_hash()`, for `paceline chaos`."""
+    name = text_of(os.environ, "PACELINE_HASH_FILE")
+    return None if name is None else Path(name)
+
+
 def visible_accelerators() -> list[str] | None:
     """CUDA_VISIBLE_DEVICES as a list, None where it is unset and every device is visible."""
     devices = os.environ.get("CUDA_VISIBLE_DEVICES")

@@ -1,0 +1,136 @@
+"""Faults on order: a worker that dies, stops, fails or dawdles at a named point of a named step.
+
+    PACELINE_FAULTS="kill:rank=2,step=5,phase=exchange;stop:rank=1,step=7,phase=forward"
+
+    kind    what happens in the process              further words
+    kill    SIGKILL to itself                        phase
+    stop    SIGSTOP to itself                        phase
+    raise   RuntimeError("injected fault …")         phase
+    slow    it sleeps                                phase, ms (200)
+    flip    the engine turns over one bit            tensor (a parameter's name; without it the first)
+
+`rank` is the slot that the launcher gave. `step` counts from 1; without it the first step that comes there. A fault
+happens once, in the process that the job began with, or in the slot's n-th replacement with `incarnation=n`: what
+takes a dead worker's place must not die of the same order.
+
+The engine calls `fault_point(phase, step)` where a phase begins. While nothing is ordered that is one test of an
+empty list.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from dataclasses import dataclass
+
+from paceline.errors import ConfigError
+from paceline.world import environment
+
+PHASES = (
+    "data", "forward", "backward", "bucket", "exchange", "ready", "before_commit", "after_commit", "apply",
+    "snapshot", "write", "join", "serve",
+)  # fmt: skip
+"""`bucket`: one is in flight; `snapshot` and `write`: of a checkpoint; `join`: of a worker that comes later;
+`serve`: a server has taken a push."""
+
+KINDS = ("kill", "stop", "raise", "slow", "flip")
+NUMBERS = {"rank": 0, "step": 1, "incarnation": 0, "ms": 1}
+"""Words whose value is a number, and the least it may be."""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One order, complete and without contradiction."""
+
+    kind: str
+    rank: int
+    step: int | None = None
+    phase: str | None = None
+    incarnation: int = 0
+    ms: int = 200
+    tensor: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise ConfigError(f"{self.kind!r} is no kind of fault; there are {', '.join(KINDS)}")
+        if self.kind != "flip" and self.phase not in PHASES:
+            was = "no phase" if self.phase is None else f"phase={self.phase}"
+            raise ConfigError(f"{self.kind} with {was}; the phases of a step are {', '.join(PHASES)}")
+
+    def __str__(self) -> str:
+        words = {"rank": self.rank, "step": self.step, "phase": self.phase, "tensor": self.tensor}
+        return f"{self.kind}:" + ",".join(f"{name}={value}" for name, value in words.items() if value is not None)
+
+
+def parsed(text: str) -> list[Fault]:
+    """The orders in a text such as `kill:rank=2,step=5,phase=exchange;slow:rank=0,phase=data,ms=50`."""
+    return [_fault(order.strip()) for order in text.split(";") if order.strip()]
+
+
+_ordered: list[Fault] = []
+"""What has yet to happen in this process; empty in every process that is not being tested."""
+
+
+def arm(rank: int, incarnation: int = 0, orders: str | None = None) -> None:
+    """This process is `rank`: what is ordered for it (by PACELINE_FAULTS) will happen from now on."""
+    text = orders if orders is not None else environment.injected_faults()
+    faults = parsed(text or "")
+    _ordered[:] = [fault for fault in faults if (fault.rank, fault.incarnation) == (rank, incarnation)]
+
+
+def fault_point(phase: str, step: int) -> None:
+    """Here a process may fail in the course of `step`."""
+    if _ordered:
+        for fault in [fault for fault in _ordered if fault.phase == phase and fault.step in (step, None)]:
+            _ordered.remove(fault)
+            _happen(fault, phase, step)
+
+
+def flips_due(step: int) -> list[Fault]:
+    """Flips for the engine to make in this step, each handed out once."""
+    if not _ordered:
+        return []
+    due = [fault for fault in _ordered if fault.kind == "flip" and fault.step in (step, None)]
+    for fault in due:
+        _ordered.remove(fault)
+    return due
+
+
+def _happen(fault: Fault, phase: str, step: int) -> None:
+    match fault.kind:
+        case "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        case "stop":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        case "raise":
+            raise RuntimeError(f"injected fault in phase {phase} of step {step} (PACELINE_FAULTS has {fault})")
+        case "slow":
+            time.sleep(fault.ms / 1000)
+
+
+def _fault(order: str) -> Fault:
+    kind, _, rest = order.partition(":")
+    words: dict[str, str] = {}
+    for word in filter(None, (part.strip() for part in rest.split(","))):
+        name, equals, value = (part.strip() for part in word.partition("="))
+        if not equals or name not in _WORDS or name in words:
+            why = "is there twice" if name in words else f"is none of {', '.join(sorted(_WORDS))}"
+            raise ConfigError(f"PACELINE_FAULTS: {order!r}: {word!r} {why} (kind:name=value,name=value)")
+        words[name] = value
+    if "rank" not in words:
+        raise ConfigError(f"PACELINE_FAULTS: {order!r} says not whom it concerns; add rank=, the slot of a worker")
+    numbers = {name: _number(order, name, value) for name, value in words.items() if name in NUMBERS}
+    try:
+        return Fault(kind=kind.strip(), phase=words.get("phase"), tensor=words.get("tensor"), **numbers)
+    except ConfigError as error:
+        raise ConfigError(f"PACELINE_FAULTS: {order!r}: {error}") from None
+
+
+_WORDS = {*NUMBERS, "phase", "tensor"}
+
+
+def _number(order: str, name: str, value: str) -> int:
+    if not value.isdecimal() or int(value) < NUMBERS[name]:
+        raise ConfigError(f"PACELINE_FAULTS: {order!r}: {name}={value} is no whole number from {NUMBERS[name]} on")
+    return int(value)
