@@ -10,6 +10,7 @@
     ├── DataError             a sample that can't be fetched, a loader process that died, a file that is damaged
     ├── CollectiveError       ranks that call different collectives, a rank that died or is late in one
     ├── PeerLostError         another worker left, died or fell silent
+    ├── GenerationEnded       likewise in an elastic job, which goes on: a loop never sees it
     └── CheckpointError       a state that can't be saved or loaded
 
 The text is for the person awake at 3 a.m.: where, what was expected, what came, what to do.
@@ -56,6 +57,10 @@ class CollectiveError(PacelineError, RuntimeError):
 
 class PeerLostError(PacelineError):
     """Another worker left, died or fell silent; the launcher looks for the cause there, not here."""
+
+
+class GenerationEnded(PacelineError):  # noqa: N818 (nothing went wrong that the job does not mend)
+    """The workers that were grouped are not all there any more; the engine regroups those that are, and goes on."""
 
 
 class CheckpointError(PacelineError):

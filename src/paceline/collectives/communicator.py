@@ -3,6 +3,9 @@
 A thin shell over a c10d process group that belongs to us alone (never the global default group), so that a user's own
 `torch.distributed` calls and ours can't get into each other's order. Every wait ends: c10d enforces `timeout_s`, and
 what it reports becomes a `PeerLostError` that says which worker was waited for and what it last said about itself.
+
+In an elastic job a group may be *abandoned*, by any thread: what waits in it ends at once, and it and all that is asked
+of it from then on says `GenerationEnded`. Buffers of what was under way are free when its `wait` has ended.
 """
 
 from __future__ import annotations
@@ -23,11 +26,14 @@ from paceline.collectives.byte_count import ByteCount, Traffic
 from paceline.collectives.canonical_sum import SumPlan
 from paceline.collectives.shared_memory.group import SharedMemoryGroup
 from paceline.collectives.shipments import Scatter
-from paceline.errors import ConfigError, PeerLostError, WorldError
+from paceline.collectives.sockets import OpenSockets
+from paceline.errors import ConfigError, GenerationEnded, PacelineError, PeerLostError, WorldError
 from paceline.world.environment import tensor_address
 from paceline.world.world import World
 
 LAST_BREATH_S = 0.02
+MEET_AGAIN_S = 5.0
+"""For a group of an elastic job to be built: its building can't be interrupted, and somebody may die in it."""
 
 
 class Handle(Protocol):
@@ -52,6 +58,11 @@ class Communicator:
         self._count = ByteCount()
         self._device = torch.device("cpu")
         self._explain: Callable[[], str | None] = lambda: None
+        self._elastic = world.elastic is not None
+        self._sockets = OpenSockets.none()
+        self._ended: str | None = None
+        self._parent: Communicator | None = None
+        self._children: list[Communicator] = []
 
     @property
     def world(self) -> World:
@@ -66,13 +77,43 @@ class Communicator:
     def connect(
         cls, world: World, store: Store, *, backend: str, device: torch.device, timeout_s: float
     ) -> Communicator:
-        groups = _build_groups(world, store, backend, device, timeout_s)
+        with OpenSockets.made_here() as sockets:
+            groups = _build_groups(world, store, backend, device, timeout_s)
         comm = cls(groups, PrefixStore("paceline/notes", store), world, backend=backend, timeout_s=timeout_s)
-        comm._device = device
+        comm._device, comm._sockets = device, sockets
         return comm
 
+    # -- the end of a group that others have left ------------------------------------------------------------------
+
+    @property
+    def is_over(self) -> bool:
+        return self._ended is not None
+
+    def abandon(self, why: str) -> None:
+        """End every wait in this group and in those that were made beside it; any thread may say so, again and again.
+
+        What was under way is closed by `close`, which the thread that waited calls.
+        """
+        if self._ended is not None:
+            return
+        self._ended = why
+        for child in list(self._children):
+            child.abandon(why)
+        for group in self._groups.values():
+            interrupt = getattr(group, "interrupt", None)
+            if interrupt is not None:
+                interrupt()
+        self._sockets.shut_down()
+
     def counts_with(self, other: Communicator, ranks: Sequence[int] | None = None) -> None:
-        """From now on what is sent here is counted there; `ranks` are those there of the ranks here."""
+        """From now on what is sent here is counted there, and this group ends with that one.
+
+        `ranks` are those there of the ranks here.
+        """
+        self._parent = other
+        other._children.append(self)
+        if other._ended is not None:
+            self.abandon(other._ended)
         self._count = other._count if ranks is None else other._count.of_group(ranks)
 
     def explain_losses(self, explain: Callable[[], str | None]) -> None:
@@ -259,6 +300,8 @@ class Communicator:
                 raise PeerLostError(self._explain() or f"worker {self.rank} waited for worker {rank}, but {note}")
 
     def close(self) -> None:
+        if self._parent is not None and self in self._parent._children:
+            self._parent._children.remove(self)
         _shut_down(self._groups)
         # gloo's destructor joins its threads while it holds the interpreter lock, and a thread may still want the lock
         # to drop its last collective: let it have it first.
@@ -273,13 +316,21 @@ class Communicator:
         return self._started(start, doing)
 
     def _started(self, start: Callable[[], Any], doing: str) -> Work:
+        if self._ended is not None:
+            raise GenerationEnded(self._ended)
         try:
             work = start()
         except RuntimeError as error:
             raise self._lost(error, doing) from error
         return Work(work, self, doing)
 
-    def _lost(self, error: RuntimeError, doing: str) -> PeerLostError:
+    def _lost(self, error: RuntimeError, doing: str) -> PacelineError:
+        if self._elastic:
+            oldest = self
+            while oldest._parent is not None:
+                oldest = oldest._parent
+            oldest.abandon(f"worker {self.rank} lost its peers {doing}: {_first_line(error)}")
+            return GenerationEnded(self._ended or "the group has ended")
         told = self._explain()
         if told is not None:
             return PeerLostError(told)
@@ -338,16 +389,26 @@ def _build_groups(
     world: World, store: Store, backend: str, device: torch.device, timeout_s: float
 ) -> Mapping[str, Any]:
     backends = {"cpu": "gloo", device.type: backend}
+    waits_s, timeout_s = timeout_s, timeout_s if world.elastic is None else min(MEET_AGAIN_S, timeout_s)
     try:
-        return {
+        groups = {
             kind: _build_group(world, PrefixStore(f"paceline/group/{kind}", store), name, device, timeout_s)
             for kind, name in backends.items()
         }
+        if waits_s != timeout_s:
+            for group in groups.values():
+                _let_wait(group, waits_s)
+        return groups
     except (RuntimeError, ValueError) as error:
         raise WorldError(
             f"worker {world.rank} of {world.size} could not join the {backend} group within {timeout_s:.0f} s: "
             f"{_first_line(error)}; are all {world.size} workers running, and can their hosts reach each other?"
         ) from error
+
+
+def _let_wait(group: Any, timeout_s: float) -> None:
+    patient = getattr(group, "set_timeout", None) or group._set_default_timeout
+    patient(timedelta(seconds=timeout_s))
 
 
 def _shut_down(groups: Mapping[str, Any]) -> None:

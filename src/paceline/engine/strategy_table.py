@@ -91,6 +91,12 @@ class StrategyTable:
             strategy.close()
         self._maker.close()
 
+    def dismantle(self) -> None:
+        """The workers have changed: leave models and optimizers as they were found, for another table to begin with."""
+        for strategy in self._known.values():
+            strategy.close()
+        self._maker.dismantle()
+
     def _strategy_that_updates(self, optimizer: Optimizer) -> Strategy:
         return self._known.get((id(optimizer),)) or self.of(self._all)[0]
 

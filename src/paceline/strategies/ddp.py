@@ -233,9 +233,11 @@ class DdpMaker:
             self._masters.close()
         self._exchange.close()
 
+    dismantle = close
+
 
 def _open(config: DdpConfig, job: Job) -> DdpMaker:
     return DdpMaker(job, GradientExchange(job.comm, job.reduction, job.algorithm), overlap=job.overlap)
 
 
-register(Registered("ddp", DdpConfig, _open, takes_low_precision=True))
+register(Registered("ddp", DdpConfig, _open, takes_low_precision=True, replicated=True))

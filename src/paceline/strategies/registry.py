@@ -75,6 +75,15 @@ class Maker(Protocol):
 
     def close(self) -> None: ...
 
+    def dismantle(self) -> None:
+        """In place of `close`, when the workers have changed: the group is over, so nothing is said to anybody.
+
+        Models and optimizers are left as `open` found them: parameters of their full shapes and first precision, in
+        memory of their own, on the job's device. Their values are what the last step left in them where every worker
+        has them whole (ddp), and otherwise anything.
+        """
+        ...
+
 
 @dataclass(frozen=True)
 class Registered:
@@ -94,6 +103,7 @@ class Registered:
     takes_low_precision: bool = False  # it lowers the models when it opens, and keeps their fp32 masters
     fills_meta: bool = False  # it gives models that were built on the meta device their first weights itself
     in_rounds: bool = False  # all workers run forward equally often, on shadow items if need be
+    replicated: bool = False  # every worker has all of the state, and an update needs nobody else
 
 
 @dataclass(frozen=True)

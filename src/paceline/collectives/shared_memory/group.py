@@ -278,10 +278,14 @@ class SharedMemoryGroup(dist.ProcessGroup):
         self._arenas.close()
         self._segment.close()
 
-    def abort(self) -> None:
-        """Shut down without waiting for what is under way."""
+    def interrupt(self) -> None:
+        """End what waits, at once, and leave the rest to `shutdown`; any thread may call it."""
         self._meeting.stop()
         self._mailbox.stop()
+
+    def abort(self) -> None:
+        """Shut down without waiting for what is under way."""
+        self.interrupt()
         self.shutdown()
 
     # -- parts -------------------------------------------------------------------------------------------------------
