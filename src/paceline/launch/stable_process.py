@@ -10,9 +10,9 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from paceline.launch.stable import LAST_REAPING_S, MESSAGE_LIMIT
 from paceline.launch.worker_main import Script
@@ -21,6 +21,33 @@ from paceline.world import environment
 LAST_MOMENT_S = 1.0
 """Between SIGTERM and SIGKILL, when the job is over."""
 CHANNEL_TIMEOUT_S = 30.0
+
+
+class Process(Protocol):
+    """What is asked of the stable's process; a `Popen` has it."""
+
+    def poll(self) -> int | None: ...
+
+    def kill(self) -> None: ...
+
+    def wait(self) -> int: ...
+
+
+def new_python(arguments: list[str], channel: int, variables: dict[str, str]) -> Process:
+    """The stable in an interpreter of its own, which keeps the descriptor `channel`."""
+    return subprocess.Popen(
+        # -P: the current folder must not shadow what torch imports; the worker puts the script's own in front.
+        [sys.executable, "-P", "-m", "paceline.launch.stable", *arguments],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        pass_fds=[channel],
+        env=variables,
+        start_new_session=True,
+    )
+
+
+start_process: Callable[[list[str], int, dict[str, str]], Process] = new_python
+"""How the stable comes to life; tests have one at hand that has imported torch already."""
 
 
 class StableProcess:
@@ -32,16 +59,11 @@ class StableProcess:
         self._channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             form = "module" if script.is_module else "file"
-            # -P: the current folder must not shadow what torch imports; the worker puts the script's own in front.
             for_stable = [str(theirs.fileno()), str(os.getpid()), str(folder), " ".join(preloaded)]
-            python = [sys.executable, "-P", "-m", "paceline.launch.stable"]
-            self._process = subprocess.Popen(
-                [*python, *for_stable, form, script.target, *script.arguments],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                pass_fds=[theirs.fileno()],
-                env=environment.parent_environment(threads, keep_memory=keep_memory),
-                start_new_session=True,
+            self._process = start_process(
+                [*for_stable, form, script.target, *script.arguments],
+                theirs.fileno(),
+                environment.parent_environment(threads, keep_memory=keep_memory),
             )
         self._channel.setblocking(False)
 

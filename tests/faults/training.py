@@ -1,0 +1,86 @@
+"""The job that faults are tried on: small, and with everything in it whose bits a lost worker could change.
+
+Run by `paceline run` in a folder of its own. Dropout, noise drawn when a sample is fetched, BatchNorm's running
+statistics, AdamW's moments, a schedule and a clipped gradient; the last step of an epoch is a short one. Each worker
+leaves its final hash in `hashes/SLOT`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
+
+import paceline
+
+LANES = 8
+ROWS = 4
+SAMPLES = 3 * LANES * ROWS + 20
+
+
+class Noisy(Dataset[tuple[Tensor, Tensor]]):
+    def __init__(self, samples: int) -> None:
+        generator = torch.Generator().manual_seed(1)
+        self.points = torch.randn(samples, 16, generator=generator)
+        self.labels = torch.randint(0, 10, (samples,), generator=generator)
+
+    def __len__(self) -> int:
+        return len(self.points)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        return self.points[index] + 0.1 * torch.randn(16), self.labels[index]
+
+
+def build(width: int) -> nn.Module:
+    return nn.Sequential(
+        nn.Linear(16, width), nn.BatchNorm1d(width), nn.ReLU(), nn.Dropout(0.2),
+        nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 10),
+    )  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--epochs", type=int, default=2)
+    parser.add_argument("--samples", type=int, default=SAMPLES)
+    parser.add_argument("--width", type=int, default=40)
+    parser.add_argument("--loader-processes", type=int, default=0)
+    parser.add_argument("--save-every", type=int, default=0, help="steps between checkpoints; 0: none")
+    parser.add_argument("--step-s", type=float, default=0.0, help="how long a step takes at least")
+    asked = parser.parse_args()
+
+    with paceline.Engine(device="cpu", bucket_mib=0.001, record_samples="run") as engine:
+        model = build(asked.width)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 20)
+        loader = DataLoader(Noisy(asked.samples), batch_size=ROWS, shuffle=True, num_workers=asked.loader_processes)
+        model, optimizer, loader, schedule = engine.prepare(model, optimizer, loader, schedule)
+        checkpoints = engine.checkpoints("run", keep=2)
+        if asked.save_every:
+            checkpoints.resume()
+        while loader.epoch < asked.epochs:
+            for points, labels in loader:
+                loss = F.cross_entropy(model(points), labels)
+                engine.backward(loss)
+                engine.clip_grad_norm_(0.5)
+                optimizer.step()
+                schedule.step()
+                optimizer.zero_grad()
+                if engine.stepped:
+                    time.sleep(asked.step_s)
+                    if asked.save_every and engine.step % asked.save_every == 0:
+                        checkpoints.save()
+        checkpoints.close()
+        digest = engine.weights_hash()
+        folder = Path("hashes")
+        folder.mkdir(exist_ok=True)
+        (folder / str(engine.world.rank)).write_text(digest)
+        engine.print(f"weights {digest}")
+
+
+if __name__ == "__main__":
+    main()
