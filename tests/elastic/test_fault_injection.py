@@ -102,6 +102,12 @@ def test_a_slow_worker_sleeps_as_long_as_it_was_told(monkeypatch: pytest.MonkeyP
     assert slept == [0.05, 0.2]
 
 
+def test_a_fault_is_announced(capfd: pytest.CaptureFixture[str]) -> None:
+    arm(1, 0, "slow:rank=1,phase=data,ms=1")
+    fault_point("data", 3)
+    assert capfd.readouterr().err == "paceline: injected fault slow:rank=1,phase=data in phase data of step 3\n"
+
+
 def test_flips_are_handed_to_the_engine_once() -> None:
     arm(0, 0, "flip:rank=0,step=2,tensor=head.weight;flip:rank=1,step=2")
     fault_point("apply", 2)

@@ -20,6 +20,8 @@ import paceline
 
 LANES = 8
 ROWS = 4
+AWAITED_AT = 4
+JOINER_TIMEOUT_S = 20.0
 SAMPLES = 3 * LANES * ROWS + 20
 
 
@@ -43,6 +45,12 @@ def build(width: int) -> nn.Module:
     )  # fmt: skip
 
 
+def wait_for(file: Path) -> None:
+    deadline = time.monotonic() + JOINER_TIMEOUT_S
+    while not file.exists() and time.monotonic() < deadline:
+        time.sleep(0.01)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--epochs", type=int, default=2)
@@ -51,6 +59,7 @@ def main() -> None:
     parser.add_argument("--loader-processes", type=int, default=0)
     parser.add_argument("--save-every", type=int, default=0, help="steps between checkpoints; 0: none")
     parser.add_argument("--step-s", type=float, default=0.0, help="how long a step takes at least")
+    parser.add_argument("--await-joiner", help="SLOT-INCARNATION: the others don't end before it stands at the loop")
     asked = parser.parse_args()
 
     with paceline.Engine(device="cpu", bucket_mib=0.001, record_samples="run") as engine:
@@ -62,6 +71,8 @@ def main() -> None:
         checkpoints = engine.checkpoints("run", keep=2)
         if asked.save_every:
             checkpoints.resume()
+        if (elastic := engine.world.elastic) is not None and elastic.joins:
+            Path(f"stands-{engine.world.rank}-{elastic.incarnation}").touch()
         while loader.epoch < asked.epochs:
             for points, labels in loader:
                 loss = F.cross_entropy(model(points), labels)
@@ -72,6 +83,8 @@ def main() -> None:
                 optimizer.zero_grad()
                 if engine.stepped:
                     time.sleep(asked.step_s)
+                    if asked.await_joiner and engine.step == AWAITED_AT:
+                        wait_for(Path(f"stands-{asked.await_joiner}"))
                     if asked.save_every and engine.step % asked.save_every == 0:
                         checkpoints.save()
         checkpoints.close()

@@ -13,8 +13,8 @@
 happens once, in the process that the job began with, or in the slot's n-th replacement with `incarnation=n`: what
 takes a dead worker's place must not die of the same order.
 
-The engine calls `fault_point(phase, step)` where a phase begins. While nothing is ordered that is one test of an
-empty list.
+The engine calls `fault_point(phase, step)` where a phase begins. While nothing is ordered that is one test of an empty
+list; what happens is announced in a line on stderr.
 """
 
 from __future__ import annotations
@@ -60,6 +60,7 @@ class Fault:
 
     def __str__(self) -> str:
         words = {"rank": self.rank, "step": self.step, "phase": self.phase, "tensor": self.tensor}
+        words["incarnation"] = self.incarnation or None
         return f"{self.kind}:" + ",".join(f"{name}={value}" for name, value in words.items() if value is not None)
 
 
@@ -98,6 +99,8 @@ def flips_due(step: int) -> list[Fault]:
 
 
 def _happen(fault: Fault, phase: str, step: int) -> None:
+    # Past every buffer: of what a killed process had not written nothing would be seen.
+    os.write(2, f"paceline: injected fault {fault} in phase {phase} of step {step}\n".encode())
     match fault.kind:
         case "kill":
             os.kill(os.getpid(), signal.SIGKILL)
