@@ -4,15 +4,17 @@
                    └────────────── remembered in order ────────────────┘
 
 A loader process that fails hands over its error as a text; one that dies or hangs is named with the sample it was at.
-Processes end with the loop, or stay for the next one (`persistent_workers`): what is still on its way to a loop that
-ended early is dropped before they are asked anew.
+Processes end with the loop, or stay for the next one (`persistent_workers`). They also stay where a loop goes on with
+other lanes: what is still on its way is dropped before they are asked anew.
 """
 
 from __future__ import annotations
 
 import time
+import weakref
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -44,12 +46,36 @@ class ItemFetching:
         rings = self._memory.address if self._memory is not None else None
         self._dataset = ItemDataset(source.dataset, source.collate_fn, deal.seed, slots, rings)
         self._asked = _Asked()
+        self._generator = _generator_of(deal)
         self._loader = self._make_loader()
         self._fetched: Any = None
         self._receiver: BatchReceiver | None = None
-        self._leaving = False
+        self._leaving = self._interrupted = False
+        self._loop: weakref.ref[Generator[tuple[WorkItem, Any]]] | None = None
 
     def of(self, items: Iterator[WorkItem]) -> Iterator[tuple[WorkItem, Any]]:
+        loop = self._fetched_in_order(items)
+        self._loop = weakref.ref(loop)
+        return loop
+
+    def interrupt(self, ride: tuple[int, ...]) -> bool:
+        """End what `of` gave, to go on with other items; whether there was something to end."""
+        if ride != self._deal.ride:
+            self._deal = replace(self._deal, ride=ride)
+            self._generator = _generator_of(self._deal)  # for processes that start from now on
+            if self._fetched is None:
+                self._loader = self._make_loader()
+        loop = self._loop() if self._loop is not None else None
+        if loop is None or loop.gi_frame is None:
+            return False
+        self._interrupted = True
+        try:
+            loop.close()
+        finally:
+            self._interrupted = False
+        return True
+
+    def _fetched_in_order(self, items: Iterator[WorkItem]) -> Generator[tuple[WorkItem, Any]]:
         clean = False
         try:
             self._drop_what_is_on_its_way()
@@ -70,7 +96,7 @@ class ItemFetching:
             raise
         finally:
             self._stop_receiving()
-            if not (clean and self._source.persistent_workers):
+            if not (clean and (self._source.persistent_workers or self._interrupted)):
                 self._end_processes()
 
     def close(self) -> None:
@@ -152,8 +178,7 @@ class ItemFetching:
             process.kill()
             process.join()
         self._watch.processes = ()
-        if self._source.persistent_workers:  # this DataLoader would hand out the ended ones again
-            self._loader = self._make_loader()
+        self._loader = self._make_loader()  # that one would hand out the ended ones again
 
     def _make_loader(self) -> DataLoader[Any]:
         source = self._source
@@ -163,12 +188,9 @@ class ItemFetching:
                 "prefetch_factor": source.prefetch_factor,
                 "multiprocessing_context": source.multiprocessing_context,
                 "worker_init_fn": self._watch.started(source.worker_init_fn),
-                "persistent_workers": source.persistent_workers,
+                "persistent_workers": True,  # when they end is decided here
                 "timeout": min(LOOK_AFTER_THEM_S, self._timeout_s),
             }
-        # Generators that the user makes in loader processes from torch's seed differ from worker to worker.
-        generator = torch.Generator()
-        generator.manual_seed(mix(self._deal.seed, "loader processes", *self._deal.ride))
         return DataLoader(
             self._dataset,
             batch_size=None,
@@ -176,7 +198,7 @@ class ItemFetching:
             collate_fn=_as_it_is,
             num_workers=source.num_workers,
             pin_memory=source.pin_memory,
-            generator=generator,
+            generator=self._generator,
             **options,
         )
 
@@ -202,6 +224,16 @@ class _Asked:
 
     def taken(self) -> WorkItem:
         return self._out.popleft()
+
+
+def _generator_of(deal: Deal) -> torch.Generator:
+    """Seeds loader processes, so that what the user makes there from torch's seed differs from worker to worker.
+
+    No sample's value depends on it: those are seeded each for itself.
+    """
+    generator = torch.Generator()
+    generator.manual_seed(mix(deal.seed, "loader processes", *deal.ride))
+    return generator
 
 
 def _as_it_is(batch: Any) -> Any:

@@ -3,7 +3,11 @@
     place (epoch, position)  ──►  steps  ──►  (lane, micro-batch) items of this worker  ──►  torch's DataLoader
 
 The user's dataset, collate_fn and loader processes are kept; only the question *which samples next* is answered here.
-The place moves when a step commits (`state_after`), so what loader processes fetched ahead is never counted.
+The place moves when a step commits (`state_after`), so what loader processes fetched ahead is never counted. When
+workers come or go in the middle of a step, the loop goes on from that place with other lanes:
+
+    items()   step 4: lane 0, lane 1   step 5: lane 0 ┊ redeal((0, 1, 2))   items()   step 5: lane 0, lane 1, lane 2
+                                     commit           ┊ a worker was lost
 """
 
 from __future__ import annotations
@@ -16,6 +20,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from paceline.data.epochs import Epochs, Place
 from paceline.data.item_fetching import ItemFetching
+from paceline.data.rounds import Rides
 from paceline.data.sharded_sampler import BatchPlan, Cut, WorkItem, lane_items, work_items
 from paceline.data.work_source import Deal
 from paceline.errors import ConfigError, DataError
@@ -33,6 +38,8 @@ class ShardedLoader:
         self._place = self._epochs.first_place(epoch=0)
         self._epochs.of(self._place)  # says now what is wrong with it
         self._fetching = ItemFetching(source, deal)
+        self._loop_epoch = 0
+        self._goes_on = False
 
     # -- the place ---------------------------------------------------------------------------------------------------
 
@@ -131,7 +138,20 @@ class ShardedLoader:
 
     # -- items -------------------------------------------------------------------------------------------------------
 
+    takes_places = False  # every worker knows the place
+
+    def committed_place(self) -> dict[str, Any]:
+        return self.state_after(None)
+
+    def redeal(self, ride: tuple[int, ...], rides: Rides | None, places: Mapping[str, Any] | None = None) -> None:
+        self._deal = replace(self._deal, ride=ride, rides=rides)
+        self._goes_on |= self._fetching.interrupt(ride)
+
     def items(self) -> Iterator[tuple[WorkItem, Any]]:
+        goes_on, self._goes_on = self._goes_on, False
+        if goes_on and self._place.epoch != self._loop_epoch:
+            return self._fetching.of(iter(()))  # the last step of that loop's epoch has been committed
+        self._loop_epoch = self._place.epoch
         place, epoch = self._place, self._epochs.of(self._place)
         first_step = epoch.plan.step_at(place.position)
         deal = self._deal

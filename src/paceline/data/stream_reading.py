@@ -148,7 +148,7 @@ class _Part:
             if callable(getattr(self._dataset, "set_epoch", None)):
                 self._dataset.set_epoch(request.epoch)
             if resume.get("state") is not None:
-                self._dataset.load_state_dict(resume["state"])
+                self._dataset.load_state_dict(copy.deepcopy(resume["state"]))  # it may go on writing into it
             self._iterator = iter(self._dataset)
             if self._iterator is dataset:  # … and so does one that is its own iterator
                 self._dataset = copy.deepcopy(dataset)
@@ -182,7 +182,7 @@ class _Part:
         ]
 
     def progress(self) -> dict[str, Any]:
-        state = self._dataset.state_dict() if self._stateful else None
+        state = copy.deepcopy(self._dataset.state_dict()) if self._stateful else None
         if state is not None and not self._state_checked:
             self._check_state(state)
         return {"chunks": self._chunks, "samples": self._samples, "ended": self._ended, "state": state}

@@ -9,109 +9,30 @@ twice: lane l has `readers` parts, and each part's reader is told to be one of l
 
 A stream that can't be split is read whole by every worker, which keeps the samples of its lanes. Lanes run dry at
 different times, which nobody can know beforehand: before each step the workers tell each other what their lanes have.
+Each worker knows the places of its own lanes; where workers come or go, all of them are put together (`merged`).
 """
 
 from __future__ import annotations
 
 import copy
 import warnings
-from collections import deque
+import weakref
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch.utils.data import DataLoader
 
 from paceline.data.epochs import batch_size_of
-from paceline.data.fetching import Failure
 from paceline.data.loader import refuse_what_cannot_be_dealt
-from paceline.data.loader_watch import LoaderWatch
-from paceline.data.rounds import slots_of
+from paceline.data.part_fetching import Fetcher
+from paceline.data.rounds import Rides, slots_of
 from paceline.data.sharded_sampler import WorkItem
 from paceline.data.stream_reading import WHOLE, Request, StreamReader, StreamShape, shards_of, splits_itself
 from paceline.data.work_source import Deal
 from paceline.errors import ConfigError, DataError
 
 Counts = dict[int, list[int]]  # per lane, the samples of its micro-batches
-
-
-class Fetcher:
-    """One torch DataLoader of at most one process that reads some parts; what comes early waits here.
-
-    It always asks for the part of which least is at hand, so no part runs far ahead of the others.
-    """
-
-    def __init__(self, source: DataLoader[Any], reader: StreamReader, parts: Sequence[int], timeout_s: float) -> None:
-        self.parts = parts
-        self._watch = LoaderWatch(1) if source.num_workers > 0 else None
-        self._persistent = source.persistent_workers
-        options: dict[str, Any] = {}
-        if self._watch is not None:
-            options = {
-                "num_workers": 1,
-                "prefetch_factor": source.prefetch_factor,
-                "multiprocessing_context": source.multiprocessing_context,
-                "worker_init_fn": self._watch.started(source.worker_init_fn),
-                "persistent_workers": self._persistent,
-                "timeout": source.timeout or timeout_s,
-            }
-        self._loader = DataLoader(
-            reader, batch_size=None, sampler=self, collate_fn=_as_it_is, pin_memory=source.pin_memory, **options
-        )
-        self._replies: Iterator[Any] | None = None
-
-    def begin(self, run: int, epoch: int, resume: Mapping[int, Mapping[str, Any]]) -> None:
-        self._run, self._epoch = run, epoch
-        self._resume: dict[int, Mapping[str, Any] | None] = {part: resume.get(part) for part in self.parts}
-        self._buffers: dict[int, deque[Any]] = {part: deque() for part in self.parts}
-        self._on_their_way = dict.fromkeys(self.parts, 0)
-        self._ended = {part for part in self.parts if (resume.get(part) or {}).get("ended")}
-        self._wanted = self.parts[0]
-        self._replies = iter(self._loader)
-
-    def __iter__(self) -> Iterator[Request]:
-        """What the DataLoader shall fetch next."""
-        while live := [part for part in self.parts if part not in self._ended]:
-            part = min(live, key=lambda p: (len(self._buffers[p]) + self._on_their_way[p], p != self._wanted))
-            self._on_their_way[part] += 1
-            yield Request(self._run, self._epoch, part, self._resume.pop(part, None))
-
-    def next_of(self, part: int) -> tuple[list[tuple[int, int, Any]], dict[str, Any]] | None:
-        """The part's next micro-batch and its progress then; None when it has ended."""
-        self._wanted = part
-        while not self._buffers[part]:
-            if part in self._ended:
-                return None
-            self._receive()
-        batches, progress = self._buffers[part].popleft()
-        return batches, progress
-
-    def _receive(self) -> None:
-        assert self._replies is not None
-        try:
-            reply = next(self._replies)
-        except RuntimeError as error:
-            if self._watch is None:
-                raise
-            raise self._watch.explained(error, getattr(self._replies, "_workers", ())) from error
-        if isinstance(reply, Failure):
-            raise DataError(reply.text)
-        run, part, batches, progress = reply
-        if run != self._run:
-            return
-        self._on_their_way[part] -= 1
-        if batches:
-            self._buffers[part].append((batches, progress))
-        if not batches or progress["ended"]:
-            self._ended.add(part)
-
-    def close(self) -> None:
-        shutdown = getattr(self._replies, "_shutdown_workers", None)
-        self._replies = None
-        if shutdown is not None:
-            shutdown()
-        if self._watch is not None:
-            self._watch.close()
 
 
 @dataclass
@@ -153,6 +74,8 @@ class StreamLoader:
         self._fetched: tuple[int, int, dict[int, LaneProgress]] = (0, 0, self._lanes)
         self._last: list[Any] = []
         self._check = 0
+        self._loop: weakref.ref[Generator[tuple[WorkItem, Any]]] | None = None
+        self._loop_epoch: int | None = None  # of the loop under way
 
     # -- the place ---------------------------------------------------------------------------------------------------
 
@@ -203,6 +126,9 @@ class StreamLoader:
         self._epoch, self._step, self._lanes = self._fetched
 
     def merged(self, states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """Where some have learned that the epoch is over, and others not yet, it is over."""
+        epoch = max(state["epoch"] for state in states)
+        states = [state for state in states if state["epoch"] == epoch]
         return {**states[0], "lanes": {lane: value for state in states for lane, value in state["lanes"].items()}}
 
     def restore(self, state: Mapping[str, Any], *, changed: frozenset[str] = frozenset()) -> None:
@@ -215,6 +141,10 @@ class StreamLoader:
                 f"a stream in the middle of epoch {state['epoch']} can't go on with another {names}: only its lanes "
                 "know where they are; resume with the same"
             )
+        self._loop_epoch = None
+        self._go_to(state)
+
+    def _go_to(self, state: Mapping[str, Any]) -> None:
         self._epoch, self._step = state["epoch"], state["step"]
         self._lanes = self._fresh() | {
             int(lane): LaneProgress(
@@ -222,7 +152,35 @@ class StreamLoader:
             )
             for lane, value in state["lanes"].items()
         }
+        self._fetched = self._epoch, self._step, self._lanes
         self._warn_of_reading_again()
+
+    @property
+    def takes_places(self) -> bool:
+        return self.splits  # who reads the whole stream knows the place of all lanes
+
+    def committed_place(self) -> dict[str, Any]:
+        return self.state_after(None)
+
+    def redeal(self, ride: tuple[int, ...], rides: Rides | None, places: Mapping[str, Any] | None = None) -> None:
+        """A part goes on from its committed place in a new iterator, whoever read it before."""
+        before = self._deal.ride
+        places = self.committed_place() if places is None else places
+        unknown = [str(lane) for lane in ride if str(lane) not in places["lanes"]] if places["step"] else []
+        if unknown:
+            raise DataError(
+                f"lanes {', '.join(unknown)} of the stream can't go on here: only the worker that rode them knew their "
+                "places; give redeal() those of all workers, merged"
+            )
+        epoch, loop = self._loop_epoch, self._loop() if self._loop is not None else None
+        if loop is not None:
+            loop.close()
+        self._loop_epoch = epoch
+        self._deal, self._shape = replace(self._deal, ride=ride, rides=rides), replace(self._shape, ride=ride)
+        if ride != before:
+            self.close()
+            self._fetchers = self._make_fetchers()
+        self._go_to(places)
 
     def facts(self) -> dict[str, Any]:
         return {
@@ -255,8 +213,20 @@ class StreamLoader:
 
     def items(self) -> Iterator[tuple[WorkItem, Any]]:
         """After a resume at the very end of an epoch there is nothing left of it, and the next call is the next."""
-        fresh = not self._step
-        yielded = yield from self._epoch_items()
+        if self._loop_epoch is None:
+            self._loop_epoch = self._epoch
+        loop = self._loop_items()
+        self._loop = weakref.ref(loop)
+        return loop
+
+    def _loop_items(self) -> Generator[tuple[WorkItem, Any]]:
+        fresh, over = not self._step, self._epoch != self._loop_epoch
+        try:
+            yielded = over or (yield from self._epoch_items())
+        except GeneratorExit:
+            self._loop_epoch = None
+            raise
+        self._loop_epoch = None
         if fresh and not yielded:
             raise ConfigError(
                 f"the stream gave nothing in epoch {self._epoch - 1}: it is empty, or can be read only once"
@@ -409,7 +379,3 @@ class StreamLoader:
                 "are read again and dropped, and it goes on exactly only if it gives the same samples again",
                 stacklevel=4,
             )
-
-
-def _as_it_is(batch: Any) -> Any:
-    return batch

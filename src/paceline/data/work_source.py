@@ -52,8 +52,26 @@ class WorkSource(Protocol):
         """Whether the next item may be asked for while this one is being worked on."""
         ...
 
+    @property
+    def takes_places(self) -> bool:
+        """Whether `redeal` needs the places of all workers, because each knows those of its own lanes only."""
+        ...
+
     def items(self) -> Iterator[tuple[WorkItem, Any]]:
         """This worker's items of what is left of the epoch."""
+        ...
+
+    def redeal(self, ride: tuple[int, ...], rides: Rides | None, places: Mapping[str, Any] | None = None) -> None:
+        """Other lanes from the place that is committed on; what was fetched ahead is dropped. Call `items()` anew.
+
+        It ends what `items()` gave before, so it comes before that is closed. The next `items()` goes on with the same
+        loop: nothing is left where its epoch's last step has been committed. With the same lanes, the step in progress
+        is handed out again, bit for bit. `places` is `merged(…)` of what `committed_place()` was on each worker.
+        """
+        ...
+
+    def committed_place(self) -> dict[str, Any]:
+        """The place in the data behind the last committed step, as JSON can hold it; of a stream, of these lanes."""
         ...
 
     def state_after(self, item: WorkItem | None) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -36,12 +36,21 @@ def as_loader(thing: Any, config: EngineConfig, *, shuffle: bool) -> Any:
     return DataLoader(thing, batch_size=batch_size, shuffle=shuffle)
 
 
-def make_source(loader: DataLoader[Any], deal: Deal, comm: Communicator | None, step: TrainStep) -> WorkSource:
+def make_source(
+    loader: DataLoader[Any],
+    deal: Deal,
+    comm: Communicator | Callable[[], Communicator | None] | None,
+    step: TrainStep,
+) -> WorkSource:
+    """`comm`, or what gives the current one where it is another after workers came or went."""
     if not isinstance(loader.dataset, IterableDataset):
         return ShardedLoader(loader, deal)
-    if comm is None:
-        return StreamLoader(loader, deal, lambda mine, _: mine)
-    return StreamLoader(loader, deal, lambda mine, check: _agreed(mine, check, deal, comm, step))
+
+    def agreed(mine: Counts, check: int) -> Counts:
+        current = comm() if callable(comm) else comm
+        return mine if current is None else _agreed(mine, check, deal, current, step)
+
+    return StreamLoader(loader, deal, agreed)
 
 
 def _agreed(mine: Counts, check: int, deal: Deal, comm: Communicator, step: TrainStep) -> Counts:
