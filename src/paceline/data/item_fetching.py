@@ -10,6 +10,7 @@ other lanes: what is still on its way is dropped before they are asked anew.
 
 from __future__ import annotations
 
+import inspect
 import time
 import weakref
 from collections import deque
@@ -66,7 +67,7 @@ class ItemFetching:
             if self._fetched is None:
                 self._loader = self._make_loader()
         loop = self._loop() if self._loop is not None else None
-        if loop is None or loop.gi_frame is None:
+        if loop is None or inspect.getgeneratorstate(loop) == inspect.GEN_CLOSED:
             return False
         self._interrupted = True
         try:
