@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -21,11 +21,19 @@ from paceline.checkpoint.tree import unflatten
 from paceline.errors import CheckpointError
 
 
+class RangeSource(Protocol):
+    """What has the bytes of stored tensors: a checkpoint's files, or workers' vaults."""
+
+    def read(self, where: Range, start: int, stop: int) -> Tensor:
+        """Elements [start, stop) of the tensor, which lie in the range; one dimension, and nobody else's memory."""
+        ...
+
+
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor on the disk."""
+    """A tensor that is not read yet."""
 
-    checkpoint: Checkpoint
+    source: RangeSource
     path: str
     stored: StoredShape
 
@@ -41,19 +49,15 @@ class StoredTensor:
         return self.part(0, self.stored.elements).view(self.shape)
 
     def part(self, start: int, stop: int) -> Tensor:
-        """Elements [start, stop) in logical order; ranges that have some of them are read and checked whole."""
+        """Elements [start, stop) in logical order."""
         wanted = [r for r in self.stored.ranges if r.start < stop and start < r.stop]
         if len(wanted) == 1:
-            (only,) = wanted
-            return self._read(only)[start - only.start : stop - only.start]
+            return self.source.read(wanted[0], start, stop)
         flat = torch.empty(stop - start, dtype=self.dtype)
         for r in wanted:
             low, high = max(start, r.start), min(stop, r.stop)
-            flat[low - start : high - start] = self._read(r)[low - r.start : high - r.start]
+            flat[low - start : high - start] = self.source.read(r, low, high)
         return flat
-
-    def _read(self, where: Range) -> Tensor:
-        return self.checkpoint.read(where.file, where.name, where.checksum)
 
 
 @dataclass(frozen=True)
@@ -89,8 +93,10 @@ class Checkpoint:
             raise CheckpointError(f"the tree in {self.folder} can't be understood: {error}") from error
         return tree
 
-    def read(self, file: str, name: str, checksum: str) -> Tensor:
-        return self._opened(file).read(name, (self.manifest.checksum, checksum))
+    def read(self, where: Range, start: int, stop: int) -> Tensor:
+        """Some of a range, which is read and checked whole."""
+        whole = self._opened(where.file).read(where.name, (self.manifest.checksum, where.checksum))
+        return whole[start - where.start : stop - where.start]
 
     def _opened(self, file: str) -> TensorFile:
         if file not in self._files:
