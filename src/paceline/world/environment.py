@@ -143,6 +143,12 @@ def hash_file() -> Path | None:
     return None if name is None else Path(name)
 
 
+def hash_telling_environment(file: Path) -> dict[str, str]:
+    """For a job that is to tell its weights' hashes there: the user's own, and nothing of the faults ordered here."""
+    variables = {name: value for name, value in os.environ.items() if name != "PACELINE_FAULTS"}
+    return variables | {"PACELINE_HASH_FILE": str(file.absolute())}
+
+
 def visible_accelerators() -> list[str] | None:
     """CUDA_VISIBLE_DEVICES as a list, None where it is unset and every device is visible."""
     devices = os.environ.get("CUDA_VISIBLE_DEVICES")
