@@ -1,8 +1,4 @@
-"""Workers come and go in the middle of a step: what is committed is what one undisturbed worker is handed.
-
-A job's data without its training: members take their items of a step, and all commit it. A *change* comes when each
-has been handed some items of a step: some members are lost, others join, and the step begins again.
-"""
+"""Workers come and go in the middle of a step: what is committed is what one undisturbed worker is handed."""
 
 from __future__ import annotations
 
@@ -11,8 +7,8 @@ import itertools
 import multiprocessing
 import os
 import random
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -26,16 +22,12 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, SubsetRandomSamp
 
 from paceline.data import item_fetching
 from paceline.data.loader import ShardedLoader
-from paceline.data.sharded_sampler import WorkItem
 from paceline.data.work_source import Deal
-from paceline.world.lanes import neighbouring_lanes, strided_lanes
-
-Handed = dict[tuple[int, int, int], tuple[WorkItem, Any]]  # (step, lane, micro-batch) -> item, batch
-Pairs = Iterator[tuple[WorkItem, Any]]
+from tests.data.crews import Change, Crew, Pairs, changes, of_a_step
 
 
 class Noisy(Dataset[Tensor]):
-    """Augments with all three generators that people use, and says which process did."""
+    """Augments with all three generators that people use."""
 
     def __init__(self, samples: int) -> None:
         self.samples = samples
@@ -48,119 +40,15 @@ class Noisy(Dataset[Tensor]):
         return torch.tensor([index, *noise], dtype=torch.float64)
 
 
-@dataclass(frozen=True)
-class Change:
-    step: int  # in which it comes
-    handed: int  # items of that step that each member has been handed
-    lost: frozenset[int] = frozenset()  # members, by their number; one stays in any case
-    joining: int = 0
-
-
 @dataclass
-class Crew:
-    """The members of a job. Batches that were handed out are spoilt, as a loop's body may do."""
-
-    samples: int
-    lanes: int = 4
-    accumulate: int = 1
+class DatasetCrew(Crew):
+    samples: int = 40
     batch_size: int = 3
-    strided: bool = False
-    in_rounds: bool = False
     loader: dict[str, Any] = field(default_factory=lambda: {"shuffle": True})
 
-    def run(self, workers: int, changes: tuple[Change, ...] = (), epochs: int = 1) -> list[Handed]:
-        """What was committed, by epoch."""
-        self.members = [self._member(ride) for ride in self._rides(workers)]
-        self._deal_to(self.members)
-        try:
-            return [self._epoch(changes) for _ in range(epochs)]
-        finally:
-            for member in self.members:
-                member.close()
-
-    def _epoch(self, changes: tuple[Change, ...]) -> Handed:
-        committed: Handed = {}
-        epoch = self.members[0].epoch
-        loops = [member.items() for member in self.members]
-        for step in itertools.count():
-            for change in changes:
-                if change.step == step:
-                    if self.members[0].epoch != epoch:  # its last step is committed: nobody joins any more
-                        change = replace(change, handed=0, joining=0)
-                    for loop in loops:
-                        list(of_a_step(loop, most=change.handed))
-                    self._change(change)
-                    loops = [member.items() for member in self.members]
-            taken = [list(of_a_step(loop)) for loop in loops]
-            if not any(taken):
-                return committed
-            if self.in_rounds:
-                assert len({len(items) for items in taken}) == 1
-            self._commit(committed, taken)
-        raise AssertionError
-
-    def _commit(self, committed: Handed, taken: list[list[tuple[WorkItem, Any]]]) -> None:
-        for member, items in zip(self.members, taken, strict=True):
-            assert items[0][0].first_of_step
-            for item, batch in items:
-                if not item.shadow:
-                    place = (item.step, item.lane, item.micro_batch)
-                    assert place not in committed
-                    committed[place] = as_a_fact(item), batch
-            member.commit(items[-1][0])
-        places = [member.committed_place() for member in self.members]
-        assert all(place == places[0] for place in places), "the members disagree on where the job is"
-
-    def _change(self, change: Change) -> None:
-        members = [member for number, member in enumerate(self.members) if number not in change.lost]
-        members = members or self.members[:1]
-        for member in self.members:
-            if member not in members:
-                member.close()
-        place = members[0].committed_place()
-        for _ in range(change.joining):
-            members.append(self._member(()))
-            members[-1].restore(place)
-        self._deal_to(members)
-
-    def _deal_to(self, members: list[ShardedLoader]) -> None:
-        self.members, rides = members, self._rides(len(members))
-        for member, ride in zip(members, rides, strict=True):
-            member.redeal(ride, rides if self.in_rounds else None)
-
-    def _rides(self, workers: int) -> tuple[tuple[int, ...], ...]:
-        return (strided_lanes if self.strided else neighbouring_lanes)(self.lanes, workers)
-
-    def _member(self, ride: tuple[int, ...]) -> ShardedLoader:
+    def member(self, ride: tuple[int, ...]) -> ShardedLoader:
         source = DataLoader(Noisy(self.samples), **{"batch_size": self.batch_size} | self.loader)
         return ShardedLoader(source, Deal(self.lanes, self.accumulate, ride, seed=3))
-
-
-def of_a_step(loop: Pairs, most: int | None = None) -> Pairs:
-    """The items of the step that comes, or the first ones, their batches as lists; what was handed out is spoilt."""
-    for item, batch in itertools.islice(loop, most):
-        kept = batch.tolist()
-        batch.fill_(-1)
-        yield item, kept
-        if item.last_of_step:
-            return
-
-
-def as_a_fact(item: WorkItem) -> WorkItem:
-    """Without what depends on who else rides in this worker."""
-    return item._replace(first_of_step=False, last_of_step=False)
-
-
-changes = st.lists(
-    st.builds(
-        Change,
-        step=st.integers(0, 5),
-        handed=st.integers(0, 8),
-        lost=st.frozensets(st.integers(0, 4), max_size=4),
-        joining=st.integers(0, 3),
-    ),
-    max_size=4,
-)
 
 
 @settings(max_examples=150, deadline=None)
@@ -183,9 +71,9 @@ def test_any_changes_inside_steps_commit_what_one_undisturbed_worker_is_handed(
         "own sampler": {"sampler": SubsetRandomSampler(range(samples))},
         "own batches": {"batch_size": 1, "batch_sampler": BatchSampler(SubsetRandomSampler(range(samples)), 2, False)},
     }[kind]
-    crew = Crew(samples, lanes, accumulate, strided=strided, in_rounds=in_rounds, loader=loader)
+    crew = DatasetCrew(lanes, accumulate, strided, in_rounds, samples=samples, loader=loader)
     committed = crew.run(workers, tuple(history), epochs=2)
-    assert committed == Crew(samples, lanes, accumulate, loader=loader).run(1, epochs=2)
+    assert committed == DatasetCrew(lanes, accumulate, samples=samples, loader=loader).run(1, epochs=2)
     for epoch in committed:
         assert sorted(i for item, _ in epoch.values() for i in item.sample_ids) == list(range(samples))
 
@@ -209,8 +97,8 @@ def test_loader_processes_hand_out_the_same_after_a_change(
         Change(step=3, handed=8, lost=frozenset({0})),
         Change(step=5, handed=1, joining=2),  # behind the epoch's last step
     )
-    disturbed = Crew(40, accumulate=2, batch_size=1, loader={"shuffle": True, **options}).run(2, history, epochs=2)
-    assert disturbed == Crew(40, accumulate=2, batch_size=1).run(1, epochs=2)
+    crew = DatasetCrew(accumulate=2, batch_size=1, loader={"shuffle": True, **options})
+    assert crew.run(2, history, epochs=2) == DatasetCrew(accumulate=2, batch_size=1).run(1, epochs=2)
     assert not multiprocessing.active_children()
 
 
