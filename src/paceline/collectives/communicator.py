@@ -320,11 +320,11 @@ class Communicator:
             raise GenerationEnded(self._ended)
         try:
             work = start()
-        except RuntimeError as error:
+        except (RuntimeError, WorldError) as error:
             raise self._lost(error, doing) from error
         return Work(work, self, doing)
 
-    def _lost(self, error: RuntimeError, doing: str) -> PacelineError:
+    def _lost(self, error: Exception, doing: str) -> PacelineError:
         if self._elastic:
             oldest = self
             while oldest._parent is not None:
@@ -361,7 +361,7 @@ class Work:
                 self._work.wait()
             else:
                 self._work.wait(timedelta(seconds=timeout_s))
-        except RuntimeError as error:
+        except (RuntimeError, WorldError) as error:
             raise self._owner._lost(error, self._doing) from error
         if self.when_done is not None:
             self.when_done()

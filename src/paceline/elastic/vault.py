@@ -51,7 +51,7 @@ class Vault:
         """Of tensors, written in each step."""
         self._layout: Layout | None = None
         self._files: list[_WrittenFile | None] = [None, None]
-        self._steps = [_step_in(path) for path in paths_of(folder, slot)]  # a worker before this one may have been here
+        self._steps = [step_in(path) for path in paths_of(folder, slot)]  # a worker before this one may have been here
 
     def write(self, step: int, tree: Any, *, rank: int, size: int) -> None:
         """Keep this worker's part of a state; the newest step before it stays readable."""
@@ -178,10 +178,10 @@ def paths_of(folder: Path, slot: int) -> list[Path]:
 
 def steps_of(folder: Path, slot: int) -> list[int]:
     """The steps whose state is there, the older first."""
-    return sorted(step for path in paths_of(folder, slot) if (step := _step_in(path)) is not None)
+    return sorted(step for path in paths_of(folder, slot) if (step := step_in(path)) is not None)
 
 
-def _step_in(path: Path) -> int | None:
+def step_in(path: Path) -> int | None:
     try:
         with path.open("rb", buffering=0) as file:
             head = memoryview(file.read(HEAD_BYTES))
@@ -224,7 +224,7 @@ class MappedSlot:
 
     def _mapped(self) -> mmap.mmap:
         for path in paths_of(self._folder, self._slot):
-            if _step_in(path) == self._step:
+            if step_in(path) == self._step:
                 with path.open("rb") as file:
                     return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         raise CheckpointError(
@@ -346,3 +346,10 @@ def _listed(slots: Mapping[int, Any]) -> str:
 def read(folder: Path, step: int, slots: Sequence[int]) -> VaultState:
     """The state of a step that these slots, and no others, have made together and kept on this host."""
     return VaultState(folder, step, {slot: MappedSlot(folder, slot, step) for slot in slots})
+
+
+def plain_values(folder: Path, step: int, slot: int) -> dict[str, Any]:
+    """What is not tensors in the top level of one slot's part of a step: that of others may be different there."""
+    table, values = MappedSlot(folder, slot, step).about()
+    tree = with_values(table["tree"], values)
+    return {key: value for key, value in tree.items() if not isinstance(value, dict | list)}

@@ -17,8 +17,10 @@ from paceline.strategies.registry import Rides
 
 
 class BallotBox:
-    def __init__(self, comm: Communicator | None, rides: Rides) -> None:
-        self._comm = comm
+    def __init__(self, comm: Communicator | None, rides: Rides, *, raises: bool = True) -> None:
+        """`raises`: weights that differ end the job here; otherwise whoever asks for what was `seen` decides."""
+        self._comm, self._raises = comm, raises
+        self.seen = 0
         self._most_lanes = max(len(ride) for ride in rides)
         self._watch: WeightsWatch | None = None
         self.votes = 0
@@ -33,7 +35,8 @@ class BallotBox:
 
     def check(self, step: int) -> int:
         """This worker's sum over the part of the weights whose turn it is."""
-        return self._watch.check(step) if self._comm is not None and self._watch is not None else 0
+        self.seen = self._watch.check(step) if self._comm is not None and self._watch is not None else 0
+        return self.seen
 
     def cast(self, ballot: Ballot) -> list[Ballot]:
         """The ballots of all workers, in rank order."""
@@ -49,6 +52,6 @@ class BallotBox:
                     f"worker {self._comm.rank} is in step {ballot.step + 1} (update {ballot.update}) but worker {rank} "
                     f"is in step {other.step + 1} (update {other.update}); their loops took different turns"
                 )
-        if self._watch is not None:
+        if self._watch is not None and self._raises:
             self._watch.compare(ballot.step, [other.check for other in ballots])
         return ballots

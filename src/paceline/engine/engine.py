@@ -30,8 +30,11 @@ from paceline.collectives.byte_count import Traffic
 from paceline.collectives.gradient_exchange import Reduction
 from paceline.data.sample_record import RecordHeader, SampleRecord, next_attempt
 from paceline.data.work_source import Deal, WorkSource
+from paceline.elastic.fault_injection import arm
+from paceline.elastic.member import Generation, Member
 from paceline.engine import activation_checkpointing as recomputing
 from paceline.engine.acting_once import is_scheduler, let_optimizer_act_once, let_scheduler_follow
+from paceline.engine.assembly import Assembly, facts_of_process
 from paceline.engine.boundary import Boundary, Operation, check_boundary
 from paceline.engine.checkpoints import Checkpoints, WhenBusy
 from paceline.engine.config import EngineConfig, counted, one_of
@@ -41,6 +44,7 @@ from paceline.engine.memory_check import check_memory
 from paceline.engine.one_line_errors import show_our_errors_in_one_line
 from paceline.engine.prepared_loader import PreparedLoader
 from paceline.engine.progress import Bar, Progress
+from paceline.engine.regrouping import Elastic
 from paceline.engine.replaying_source import ReplayingSource
 from paceline.engine.replicas import check_same_models, named_state, parameter_names, weights_hash
 from paceline.engine.saved_state import job_facts
@@ -49,7 +53,14 @@ from paceline.engine.sources import as_loader, check_same_order, make_source
 from paceline.engine.step_so_far import Timing
 from paceline.engine.stop_signals import StoppedOnRequest, StopSignals
 from paceline.engine.strategy_table import StrategyTable
-from paceline.engine.surroundings import call_supervisor, connect_workers, default_backend, find_device, open_meeting
+from paceline.engine.surroundings import (
+    alone,
+    call_supervisor,
+    connect_workers,
+    default_backend,
+    find_device,
+    open_meeting,
+)
 from paceline.engine.train_step import TrainStep
 from paceline.errors import ConfigError, LoopError, ReplicaError
 from paceline.optim.loss_scale import LossScale, OnNonFinite, loss_scale_of
@@ -94,7 +105,9 @@ class Engine:
         world: World | None = None,
     ) -> None:
         show_our_errors_in_one_line()
-        self.world = read_world() if world is None else world
+        self._seat = self.world = read_world() if world is None else world
+        elastic = self._seat.elastic
+        arm(self._seat.rank, 0 if elastic is None else elastic.incarnation)
         told = self.world.settings
         strategy = one_of("strategy", strategy, told.strategy) or "ddp"
         precision = precision_of(one_of("precision", precision, told.precision) or "fp32")
@@ -103,6 +116,9 @@ class Engine:
         again = one_of("activation_checkpointing", activation_checkpointing, flag)
         self.device = find_device(self.world, device)
         lanes = one_of("lanes", lanes, told.lanes) or self.world.size
+        backend = backend or told.backend or default_backend(self.world, self.device)
+        if elastic is not None and elastic.joins:
+            self.world = alone(self._seat)
         self.config = EngineConfig(
             lanes=lanes,
             accumulate=accumulate,
@@ -110,7 +126,7 @@ class Engine:
             strategy=choose(strategy),
             reduction=reduction,
             algorithm=algorithm,
-            backend=backend or told.backend or default_backend(self.world, self.device),
+            backend=backend,
             threads=one_of("threads", threads, told.threads) or default_threads(lanes),
             bucket_mib=bucket_mib,
             overlap=overlap,
@@ -125,11 +141,14 @@ class Engine:
         self.config.check_against(self.world)
         able = [entry.name for entry in STRATEGIES.values() if entry.takes_offload]
         check_offload(offload, self.device, self.config.strategy.name, able)
-        self._client = call_supervisor(self.world)
-        self._opened_store, self._store = open_meeting(self.world, self._client, timeout_s)
+        self._client = call_supervisor(self._seat)
+        self._opened_store, self._store = open_meeting(self._seat, self._client, timeout_s)
+        self._elastic = self._join_elastic_job()
         self._comm = connect_workers(
             self.world, self._store, backend=self.config.backend, device=self.device, timeout_s=timeout_s
         )
+        if self._elastic is not None and self._comm is not None:
+            self._elastic.member.on_change = self._comm.abandon
         self._boundary = Boundary(self.world, self._store, self._comm, self.device, timeout_s)
         torch.set_num_threads(self.config.threads)
         if reduction == "exact":
@@ -195,12 +214,18 @@ class Engine:
         if id(optimizer) not in {id(known) for known in self._optimizers}:
             raise LoopError("engine.update() got an optimizer that was not given to engine.prepare()")
         step.retract_item()
-        for item, batch in loader.rest_of_step():
-            step.begin_item(item, optimizers=[optimizer])
-            result = loss_fn(batch)
-            loss, weight = result if isinstance(result, tuple) else (result, None)
-            step.backward(loss, weight, last=True)
-        step.finish_update(optimizer)
+        while True:
+            for item, batch in loader.rest_of_step():
+                step.begin_item(item, optimizers=[optimizer])
+                if step.is_lost:
+                    break
+                result = loss_fn(batch)
+                loss, weight = result if isinstance(result, tuple) else (result, None)
+                step.backward(loss, weight, last=True)
+            step.finish_update(optimizer)
+            if not step.is_lost:
+                return
+            loader.restart_step()
 
     def clip_grad_norm_(self, max_norm: float) -> float:
         """Clip the gradient of the global batch by its norm; call it between `backward` and `step`. Returns the norm.
@@ -296,7 +321,7 @@ class Engine:
     @property
     def is_main_process(self) -> bool:
         """One of all workers: the first, or the first of those that are left."""
-        return self._among.is_main
+        return self._among.is_main and (self._elastic is None or self._elastic.admitted)
 
     def print(self, *values: object, **options: Any) -> None:
         """Print once, not once per worker."""
@@ -433,6 +458,7 @@ class Engine:
         self._step = TrainStep(self.config, self._comm, *trained, strategies, self._stops)
         self._step.on_step, self._step.on_settled = self._tell_step, self._go_on_without_the_lost
         self._step.lost = self._lost
+        self._step.commitment = self._elastic
         for optimizer in self._optimizers:
             let_optimizer_act_once(optimizer, self._step)
         for scheduler in self._schedulers:
@@ -501,6 +527,8 @@ class Engine:
             on_enter=self._enter_loop,
             on_leave=self._leave_loop,
             start_record=lambda: self._start_record(source),
+            elastic=self._elastic,
+            join=self._join,
         )
         self.print(self._described(source))
         return self._loader
@@ -535,6 +563,10 @@ class Engine:
 
     def _enter_loop(self) -> bool:
         """Whether there is a loop to run."""
+        if self._elastic is not None and not self._enter_with_others(self._elastic):
+            return False
+        if self._in_loop:
+            return True
         if self._comm is not None:
             self._comm.take_back_note()
         if not self._stops.enter_loop(self._boundary.told):
@@ -545,10 +577,14 @@ class Engine:
         if self._client is not None:
             self._client.tell("phase", name="training")
         self._tell_step()
+        if self._elastic is not None:
+            self._elastic.enter(self._round, self._elastic_facts())
         return True
 
     def _leave_loop(self, early: bool) -> None:
         self._in_loop = False
+        if self._elastic is not None:
+            self._elastic.member.leave(self._elastic.loop)
         step = self._training()
         if early:
             step.forget_untouched()
@@ -568,6 +604,49 @@ class Engine:
         if self._client is not None and not (early and step.inside_step):
             self._client.tell("phase", name="idle")
             self._tell_step()
+
+    # -- elastic jobs ------------------------------------------------------------------------------------------------
+
+    def _join_elastic_job(self) -> Elastic | None:
+        """In an elastic job workers come and go: who commits steps, and how those that are left go on."""
+        seat = self._seat
+        if seat.elastic is None or self._client is None or seat.is_server:
+            return None
+        first = Generation(0 if seat.elastic.joins else 1, tuple(range(seat.size)))
+        member = Member(self._client, seat.rank, seat.elastic.incarnation, first, self.config.timeout_s)
+        return Elastic(member, seat, Assembly(self), self.print)
+
+    def _elastic_parts(self) -> Elastic:
+        assert self._elastic is not None
+        return self._elastic
+
+    @property
+    def _round(self) -> int:
+        step = self._training()
+        return step.step + step.left_out_steps
+
+    def _elastic_facts(self) -> dict[str, str | int]:
+        config = self.config
+        more = {"threads": config.threads, "strategy": str(config.strategy), "backend": config.backend}
+        return facts_of_process({**self._job_facts(), **more})
+
+    def _join(self, any_loop: bool) -> bool:
+        """A worker that comes later, in front of its loop; False: the others are past it."""
+        elastic = self._elastic_parts()
+        if not elastic.join(self._elastic_facts(), any_loop=any_loop):
+            return False
+        self._in_loop = True
+        if self._client is not None:
+            self._client.tell("phase", name="training")
+        self._tell_step()
+        return True
+
+    def _enter_with_others(self, elastic: Elastic) -> bool:
+        """Whether this loop is one of the others', too; a joiner may be in it already."""
+        if self._in_loop:
+            return True
+        elastic.loop += 1
+        return elastic.admitted or self._join(False)
 
     def _say_left(self) -> None:
         if self._comm is None:

@@ -119,6 +119,13 @@ class LaneBuffers:
             self._ahead = None
         self._copy(self._at_start, self._live)
 
+    def forget_step(self) -> None:
+        """The workers have changed: nothing of the step is waited for, and nothing of it stays."""
+        self._ahead = None
+        self._left = {}
+        if len(self._live) == len(self._at_start):
+            self._copy(self._at_start, self._live)
+
     # -- steps that never agree --------------------------------------------------------------------------------------
 
     def go_apart(self) -> None:

@@ -28,6 +28,7 @@ class Phase(enum.Enum):
     RAN = "the item's backward is done, others of the step follow"
     COLLECTED = "the step's gradient is in .grad, no optimizer has acted"
     APPLIED = "an optimizer has acted"
+    LOST = "the workers have changed before the step counted: the loop gets its items again"
 
 
 def item_of_backward(item: WorkItem | None, phase: Phase, loss: Tensor, so_far: ItemSoFar, step: int) -> WorkItem:

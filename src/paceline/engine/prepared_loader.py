@@ -1,7 +1,8 @@
 """The loader as the loop sees it: `for batch in loader` runs once per work item of this worker.
 
 The place in the data moves when a step commits, so a state saved between two steps continues with the very next sample,
-on any number of workers.
+on any number of workers. In an elastic job the workers may change between two items: what is not committed by then is
+handed out again, to those that are there (see `regrouping`).
 """
 
 from __future__ import annotations
@@ -15,8 +16,10 @@ from paceline.data.prefetch import Prefetch
 from paceline.data.sample_record import MicroBatch, SampleRecord
 from paceline.data.sharded_sampler import WorkItem
 from paceline.data.work_source import WorkSource
+from paceline.elastic.fault_injection import fault_point
+from paceline.engine.regrouping import Elastic
 from paceline.engine.train_step import TrainStep
-from paceline.errors import LoopError
+from paceline.errors import GenerationEnded, LoopError
 
 
 class PreparedLoader:
@@ -31,8 +34,12 @@ class PreparedLoader:
         on_enter: Callable[[], bool],
         on_leave: Callable[[bool], None],
         start_record: Callable[[], SampleRecord | None] = lambda: None,
+        elastic: Elastic | None = None,
+        join: Callable[[bool], bool] = lambda any_loop: True,
     ) -> None:
+        """`join`: for a worker that comes later, to be one of the others; False if they are past this loop."""
         self.source = source
+        self._elastic, self._join = elastic, join
         self._train_step = train_step
         self._device = device
         self._on_enter, self._on_leave = on_enter, on_leave
@@ -48,7 +55,13 @@ class PreparedLoader:
 
     @property
     def epoch(self) -> int:
+        if not self._admitted:  # it is the job's, and a loop over what is left of it follows
+            self._join(True)
         return self.source.epoch
+
+    @property
+    def _admitted(self) -> bool:
+        return self._elastic is None or self._elastic.admitted
 
     @property
     def position(self) -> int:
@@ -72,21 +85,27 @@ class PreparedLoader:
             return
         left_early = True
         self._open_record()
-        self._items = Prefetch(self.source.items(), self._device, ahead=self.source.fetches_ahead)
+        self._items = self._fetched()
         try:
             waited = 0.0
-            for item, batch in self._items:
+            while (pair := self._next_pair()) is not None:
+                item, batch = pair
                 self._train_step.begin_item(item)
+                if self._starts_over():
+                    continue
                 self._train_step.timing.waited_for_data_s = self._items.waited_s - waited
                 if item.last_of_step:
                     waited = self._items.waited_s
                 self._step_items = [(item, batch)]
                 self._hand_out(item)
                 yield batch
+                if self._starts_over():
+                    continue
                 if self._train_step.item is not None and self._train_step.item.last_of_step:
                     self._commit(self._train_step.item)
                     if self._train_step.stop_agreed:
                         break
+                    self._starts_over(between_steps=True)
             left_early = False
         except GeneratorExit:  # a break, a return or an exception in the body
             item_out = self._train_step.item
@@ -97,6 +116,50 @@ class PreparedLoader:
             self._items.close()
             self._items = None
             self._on_leave(left_early)
+
+    # -- other workers ----------------------------------------------------------------------------------------------
+
+    def _fetched(self) -> Prefetch:
+        return Prefetch(self.source.items(), self._device, ahead=self.source.fetches_ahead)
+
+    def _next_pair(self) -> tuple[WorkItem, Any] | None:
+        """The next item; None when the epoch is over, for the workers that there are now."""
+        while True:
+            assert self._items is not None
+            fault_point("data", self._train_step.step + 1)
+            try:
+                return next(self._items)
+            except StopIteration:
+                if not self._starts_over(between_steps=True):
+                    return None
+            except GenerationEnded:
+                self._train_step.lose()
+                self._starts_over()
+
+    def _starts_over(self, *, between_steps: bool = False) -> bool:
+        """Whether the step was lost, or between two steps the workers have changed: then the next item is another."""
+        if not self._train_step.is_lost and not (between_steps and self._elastic is not None and self._elastic.changed):
+            return False
+        self.start_over()
+        return True
+
+    def start_over(self) -> None:
+        """With the workers that there are now, from the first item that is not committed."""
+        assert self._elastic is not None
+        self._handed_out.clear()
+        before = self._items
+        self._elastic.start_over()
+        if before is not None:
+            before.close()
+            self._items = self._fetched()
+
+    def restart_step(self) -> None:
+        """The same inside `engine.update`, which wants the step's first item at once."""
+        self.start_over()
+        pair = self._next_pair()
+        assert pair is not None
+        self._step_items = [pair]
+        self._hand_out(pair[0])
 
     def rest_of_step(self) -> list[tuple[WorkItem, Any]]:
         """All items of the current step, fetching those not handed out yet; for `engine.update`."""
@@ -114,7 +177,7 @@ class PreparedLoader:
         item = self._train_step.item
         acted = item is not None and item.last_of_step and not self._train_step.inside_step
         if acted:
-            self._write_record()  # before the state is: what a job resumed from must be on record
+            self.write_record()  # before the state is: what a job resumed from must be on record
         return self.source.state_after(item if acted else None)
 
     def load_state_dict(self, state: Mapping[str, Any], *, changed: frozenset[str] = frozenset()) -> None:
@@ -133,7 +196,7 @@ class PreparedLoader:
 
     def _commit(self, item: WorkItem) -> None:
         self._train_step.end_item()
-        self._write_record()
+        self.write_record()
         self._train_step.new_items()
         self.source.commit(item)
 
@@ -146,11 +209,17 @@ class PreparedLoader:
         elif not (header := self.source.record_header())["stream"]:
             self._record.begin_epoch(header["epoch"], header["samples"], header["samples_per_epoch"])
 
+    def record_anew(self) -> None:
+        """The workers have changed: their record is another, from the committed place on."""
+        if self._record is not None:
+            self._record.close()
+        self._record = self._start_record()
+
     def _hand_out(self, item: WorkItem) -> None:
         if self._record is not None and not item.shadow:
             self._handed_out.append(item)
 
-    def _write_record(self) -> None:
+    def write_record(self) -> None:
         if self._record is None:
             return
         for item in self._handed_out:

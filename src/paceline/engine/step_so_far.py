@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from torch.nn import Parameter
 
@@ -36,6 +37,11 @@ class StepSoFar:
     traffic_before: Traffic = field(default_factory=Traffic)
     empty: bool = False  # all workers leave it out: Σ weight was 0, or the loss was not finite and is skipped
     overflowed: bool = False  # the scaled gradient was not finite: nobody applies it
+    check: int = 0  # of what all workers must have alike
+    committed: bool = True  # it counts, whatever happens to workers from now on
+    counted: bool = False
+    was_asked_to_stop: bool = False  # before this step
+    loss_scale: dict[str, Any] | None = None  # likewise
     left_out: set[tuple[int, int]] = field(default_factory=set)  # (lane, micro-batch) that had no backward
 
 

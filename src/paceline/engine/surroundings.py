@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import torch
 from torch._C._distributed_c10d import PrefixStore, Store
@@ -24,7 +25,7 @@ def call_supervisor(world: World) -> ControlClient | None:
 
 def open_meeting(world: World, client: ControlClient | None, timeout_s: float) -> tuple[Store | None, Store | None]:
     """The store of all processes, to be kept as long as what is built on it, and this engine's place in it."""
-    if world.size + world.servers == 1:
+    if world.size + world.servers == 1 and world.elastic is None:
         return None, None
     store = open_store(world, client, timeout_s)
     # Several engines in one process meet in several places; all processes make theirs in the same order.
@@ -36,7 +37,14 @@ def connect_workers(
 ) -> Communicator | None:
     if store is None or world.size == 1 or world.is_server:
         return None
+    if world.elastic is not None:  # keys by which nobody waits any more when the workers have changed
+        store = PrefixStore("elastic/1", store)
     return Communicator.connect(world, store, backend=backend, device=device, timeout_s=timeout_s)
+
+
+def alone(seat: World) -> World:
+    """A worker that joins a job prepares as if there were no other."""
+    return replace(seat, rank=0, size=1, local_rank=0, local_size=1, host_rank=0, hosts=1, servers=0)
 
 
 def find_device(world: World, wanted: str | torch.device | None) -> torch.device:

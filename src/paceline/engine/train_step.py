@@ -10,6 +10,9 @@ strategies that keep it here; who runs the update is the strategy's affair.
 
 In a round whose workers don't agree there is one ballot, this worker's own: means and a wish to stop are its affair.
 Where they never agree a gradient may be applied as soon as it leaves, so a loss is judged before its lane's backward.
+
+In an elastic job a step counts when the coordinator commits it. Until then it can be *lost*: the workers have changed,
+what the step did is forgotten, calls of the loop's body do nothing more, and the loader hands its items out again.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ import math
 import time
 import warnings
 from collections.abc import Callable, Sequence, Set
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +30,7 @@ from torch.optim import Optimizer
 from paceline.collectives.byte_count import Traffic
 from paceline.collectives.communicator import Communicator
 from paceline.data.sharded_sampler import WorkItem
+from paceline.elastic.fault_injection import fault_point
 from paceline.engine.ballot import Ballot, LaneReport, any_used, lanes_in_order, means_over, name_key
 from paceline.engine.ballot_box import BallotBox
 from paceline.engine.config import EngineConfig
@@ -46,11 +50,24 @@ from paceline.engine.parameter_places import ParameterPlaces
 from paceline.engine.step_so_far import ItemSoFar, StepSoFar, Timing
 from paceline.engine.stop_signals import StopSignals
 from paceline.engine.strategy_table import StrategyTable, drop_gradients_of_others
-from paceline.errors import LoopError
+from paceline.errors import GenerationEnded, LoopError
 from paceline.optim.loss_scale import MovingScale
 from paceline.strategies.registry import Rides
 from paceline.strategies.strategy import Agreement, ItemPlace, Strategy, Tally
 from paceline.world.determinism import mix, seed_everything
+
+
+class Commitment(Protocol):
+    """Who decides whether a step counts, where workers may be lost."""
+
+    @property
+    def before_update(self) -> bool:
+        """Every worker can make the update alone: it is made when the step counts. Otherwise it can be undone."""
+        ...
+
+    def commits(self, step: int, update: int, *, check: int) -> bool:
+        """False: the workers have changed, and the step is to be done again."""
+        ...
 
 
 class TrainStep:
@@ -100,6 +117,7 @@ class TrainStep:
         self.on_step: Callable[[], None] = lambda: None
         self.on_settled: Callable[[], None] = lambda: None
         self.lost: Set[int] = frozenset()  # workers that the others go on without
+        self.commitment: Commitment | None = None
 
     # -- items -------------------------------------------------------------------------------------------------------
 
@@ -110,6 +128,11 @@ class TrainStep:
     @property
     def item(self) -> WorkItem | None:
         return self._item
+
+    @property
+    def is_lost(self) -> bool:
+        """The step has to be done again, by the workers that there are now."""
+        return self._phase is Phase.LOST
 
     @property
     def left_out(self) -> set[tuple[int, int]]:
@@ -148,8 +171,14 @@ class TrainStep:
         """Hand out `item`: the lane's buffers and random stream are in place when the body runs."""
         if optimizers is None or not self._updating:
             self.end_item()
+        if self.is_lost:
+            return
         if item.first_of_step:
-            self._start_step(item, optimizers or self._optimizers)
+            try:
+                self._start_step(item, optimizers or self._optimizers)
+            except GenerationEnded:
+                self.lose()
+                return
         self._item, self._so_far = item, ItemSoFar()
         self._updating = optimizers is not None
         self._in_body = True
@@ -158,6 +187,7 @@ class TrainStep:
             self._buffers.start_shadow()
         elif item.first_of_lane:
             self._buffers.start_lane(item.lane)
+        fault_point("forward", self._round + 1)
         seed_everything(
             mix(self._config.seed, "model", item.epoch, item.step, item.lane, item.micro_batch, self._update)
         )
@@ -172,10 +202,17 @@ class TrainStep:
                 "Engine(accumulate=k)"
             )
         self._check_step_whole()
-        if self._phase is Phase.ITEM:
-            self._skip_item()
-        if self._phase is Phase.APPLIED:
-            self._end_step()
+        try:
+            if self._phase is Phase.ITEM:
+                self._skip_item()
+            if self._phase is Phase.APPLIED:
+                self._commit_update()
+                self._end_step()
+        except GenerationEnded:
+            if not self._now.counted:
+                self.lose()
+                return
+            self._phase, self._item, self._in_body = Phase.BETWEEN_STEPS, None, False  # it counts; others regroup
 
     def _check_step_whole(self) -> None:
         """Exceptions that the loop caught where nothing can be taken back any more."""
@@ -188,12 +225,18 @@ class TrainStep:
             )
 
     def backward(self, loss: Tensor, weight: float | None, *, last: bool) -> None:
+        if self.is_lost:
+            return
         item = item_of_backward(self._item, self._phase, loss, self._so_far, self.step)
         weight = float(item.samples) if weight is None else float(weight)
         if not math.isfinite(weight) or weight < 0:
             raise LoopError(f"backward(weight={weight}): the weight is a number of samples or tokens, 0 or more")
         try:
+            if self._comm is not None and self._comm.is_over:
+                raise GenerationEnded("the workers have changed")  # forward may have had zeros for weights
             self._run_backward(item, loss, weight, last=last)
+        except GenerationEnded:
+            self.lose()
         except BaseException:
             self._so_far.failed = True  # if the loop catches it
             raise
@@ -207,6 +250,7 @@ class TrainStep:
         active = self._strategy()
         started = time.perf_counter()
         active.start_backward(place, last=last)
+        fault_point("backward", self._round + 1)
         # The gradient is Σ w·∇loss / Σ w. Dividing by the step's samples before backward keeps small precisions in
         # range, and where w counts samples it is the whole scaling: no second pass over the gradient.
         torch.autograd.backward(loss, torch.full_like(loss, weight / item.step_samples * self._scale))
@@ -223,6 +267,8 @@ class TrainStep:
             self.timing.exposed_s = time.perf_counter() - ended
 
     def add_mean(self, name: str, value: Tensor | float, weight: float | None) -> None:
+        if self.is_lost:
+            return
         item = item_of_mean(self._item, self._phase, name)
         if item.shadow:
             return
@@ -239,6 +285,7 @@ class TrainStep:
         active, now = self._strategy(), self._now
         agreed = now.agreement is Agreement.NOW
         ballot = self._ballot(active)
+        fault_point("exchange", self._round + 1)
         ballots = self._box.cast(ballot) if agreed else [ballot]
         reports = lanes_in_order(ballots)
         flags = any_used(ballots)
@@ -264,6 +311,7 @@ class TrainStep:
         now.gradient_versions = gradient_versions(active.parameters)
         self.timing.left_during_backward = active.left_during_backward
         self.traffic = self._traffic_so_far() - now.traffic_before
+        now.check = self._box.seen
         self._phase = Phase.COLLECTED
 
     def _ballot(self, active: Strategy) -> Ballot:
@@ -308,6 +356,8 @@ class TrainStep:
 
     def optimizer_step(self, optimizer: Optimizer, closure: Any) -> Any:
         """The prepared optimizer's `step()`: acts when the step's gradient is there, and only then."""
+        if self.is_lost:
+            return None
         if closure is not None:
             raise LoopError(
                 "optimizer.step(closure) would run forward again inside the step; use engine.update(optimizer, loss_fn)"
@@ -329,21 +379,73 @@ class TrainStep:
         return self._act(optimizer)
 
     def _act(self, optimizer: Optimizer) -> Any:
-        first = self._phase is Phase.COLLECTED
-        self._now.acted.add(id(optimizer))
-        self._phase = Phase.APPLIED
-        if self._now.empty:
-            self.left_out_steps += first and self._update == 0
+        try:
+            return self._update_with(optimizer)
+        except GenerationEnded:
+            self.lose()
             return None
-        result = self._strategy().apply(optimizer, self._original_steps[id(optimizer)])
-        self.traffic = self._traffic_so_far() - self._now.traffic_before
-        if first:
-            self.stepped = True
-            self.step += self._update == 0
-            self.on_step()
-            # What the user draws between steps must not depend on how many items this worker ran.
-            seed_everything(mix(self._config.seed, "between", self.step, self._update))
+
+    def _update_with(self, optimizer: Optimizer) -> Any:
+        now, first = self._now, self._phase is Phase.COLLECTED
+        if first and self.commitment is not None and (self.commitment.before_update or now.empty):
+            self._commit()
+        now.acted.add(id(optimizer))
+        self._phase = Phase.APPLIED
+        result = None
+        if not now.empty:
+            fault_point("apply", self._round + 1)
+            result = self._strategy().apply(optimizer, self._original_steps[id(optimizer)])
+            self.traffic = self._traffic_so_far() - now.traffic_before
+            if len(now.acted) == len(self._optimizers) or self._updating:
+                self._commit_update()
+        if now.committed:
+            self._count()
         return result
+
+    def _commit_update(self) -> None:
+        """Where updates can be undone, a step counts when its last one has been made."""
+        if not self._now.committed:
+            self._commit()
+            self._count()
+
+    def _commit(self) -> None:
+        assert self.commitment is not None
+        step = self._round + 1
+        fault_point("ready", step)
+        if not self.commitment.commits(step, self._update, check=self._now.check):
+            raise GenerationEnded(f"the workers changed before step {step} was committed")
+        self._now.committed = True
+        fault_point("after_commit", step)
+
+    def _count(self) -> None:
+        """The step's update is one of the job's."""
+        if self._now.counted:
+            return
+        self._now.counted = True
+        if self._now.empty:
+            self.left_out_steps += self._update == 0
+            return
+        self.stepped = True
+        self.step += self._update == 0
+        self.on_step()
+        # What the user draws between steps must not depend on how many items this worker ran.
+        seed_everything(mix(self._config.seed, "between", self.step, self._update))
+
+    def lose(self) -> None:
+        """The workers have changed: as if the step had not begun, but for weights that the regrouping puts right."""
+        self._phase = Phase.LOST
+        self.stepped = self.stop_agreed = self._in_body = self._updating = False
+        self._stops.agreed = self._now.was_asked_to_stop
+        if self.loss_scale is not None and self._now.loss_scale is not None:
+            self.loss_scale.load_state_dict(self._now.loss_scale)
+        self._buffers.forget_step()
+        self._now = StepSoFar()
+
+    def regrouped(self, comm: Communicator | None, strategies: StrategyTable) -> None:
+        """There are other workers, and the state is that of the last step that counts."""
+        self._comm, self.strategies, self._active = comm, strategies, None
+        self._box = BallotBox(comm, strategies.rides, raises=False)
+        self._phase, self._item = Phase.BETWEEN_STEPS, None
 
     def scheduler_acts(self, scheduler: Any) -> bool:
         """A prepared scheduler follows the optimizer: it acts only when that did."""
@@ -361,10 +463,15 @@ class TrainStep:
     def finish_update(self, optimizer: Optimizer) -> None:
         """The end of `engine.update`: act, then be ready for another optimizer on the same items."""
         if self._phase is Phase.ITEM:
-            self._skip_item()
+            try:
+                self._skip_item()
+            except GenerationEnded:
+                self.lose()
+        if self.is_lost:
+            return
         self._check_learning_rates()
         self._act(optimizer)
-        self._update += 1
+        self._update += not self.is_lost
         self._updating = False
 
     def retract_item(self) -> None:
@@ -436,7 +543,11 @@ class TrainStep:
         if self._phase is not Phase.COLLECTED or self._now.overflowed:
             return self._clipped_by
         active = self._strategy()
-        self._clipped_by = active.clip(max_norm)
+        try:
+            self._clipped_by = active.clip(max_norm)
+        except GenerationEnded:
+            self.lose()
+            return self._clipped_by
         self._now.gradient_versions = gradient_versions(active.parameters)
         return self._clipped_by
 
@@ -452,6 +563,16 @@ class TrainStep:
         lowest = min(lane for lanes in left for lane in lanes)
         owner = next(place for place, lanes in enumerate(left) if lowest in lanes)
         self._buffers.settle(self._comm, owner=owner, lowest=lowest)
+
+    def counts_after(self) -> tuple[int, int]:
+        """`step` and `left_out_steps` when the step that is out, if its update has been made or is due, counts."""
+        out = self._phase in (Phase.COLLECTED, Phase.APPLIED) and not self._now.counted and self._update == 0
+        return self.step + (out and not self._now.empty), self.left_out_steps + (out and self._now.empty)
+
+    def item_done(self) -> WorkItem | None:
+        """The item with which the step that is out ends, if it has got so far."""
+        done = self._item is not None and self._item.last_of_step and self._phase in (Phase.COLLECTED, Phase.APPLIED)
+        return self._item if done else None
 
     def kept_state(self, optimizer: Optimizer) -> dict[str, Any]:
         return self.strategies.kept_state(optimizer)
@@ -477,6 +598,9 @@ class TrainStep:
             owner=next(worker for worker, lanes in enumerate(plan.holders) if lowest in lanes),
             in_step=self.strategies.in_step(plan),
             traffic_before=self._traffic_so_far(),
+            was_asked_to_stop=self._stops.agreed,
+            loss_scale=None if self.loss_scale is None else self.loss_scale.state_dict(),
+            committed=self.commitment is None,
         )
         active.start_step(self._round, plan)
         self._buffers.start_step()

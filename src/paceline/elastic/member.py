@@ -1,0 +1,177 @@
+"""A worker's side of an elastic job: it says READY, hears COMMIT, and learns which workers there are now.
+
+    worker        lanes, exchange ─► READY(generation, step) ───────────────────► applied, step + 1
+    coordinator                          all are ready ─► ledger ─► COMMIT(step)
+                                         somebody died ─► GENERATION(number, members)      the step is done again
+
+What the coordinator says comes on one ordered line, read by the control client's thread. A COMMIT that was said before
+a GENERATION is heard before it, so of the workers that are left either all count a step or none does. When a new
+generation is heard the group of the old one is abandoned at once, by `on_change`, wherever the loop waits in it.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from paceline.elastic.fault_injection import fault_point
+from paceline.errors import WorldError
+from paceline.world.control import SUPERVISOR_GONE, ControlClient
+
+ASK_AFTER_S = 1.0
+
+
+@dataclass(frozen=True)
+class Generation:
+    """The workers that train together, by slot, from one change of them to the next."""
+
+    number: int
+    members: tuple[int, ...]
+    joining: tuple[int, ...] = ()
+    step: int = 0  # committed so far
+    why: str = ""
+
+    @property
+    def staying(self) -> tuple[int, ...]:
+        """Those that have the state."""
+        return tuple(slot for slot in self.members if slot not in self.joining)
+
+
+class Member:
+    """`slot` names this worker for the life of the job; `wait_s` is how long the coordinator may take to decide."""
+
+    def __init__(self, client: ControlClient, slot: int, incarnation: int, first: Generation, wait_s: float) -> None:
+        self.slot = slot
+        self.joins = incarnation > 0
+        self.now = first  # what this worker is grouped in
+        self.on_change: Callable[[str], None] = lambda why: None
+        self._client, self._wait_s = client, wait_s
+        self._newest = first
+        self._committed = (0, 0)  # step, update
+        self._refused: str | None = None
+        self._loop_of_others = 0
+        self._news = threading.Condition()
+        client.heard = self._hear
+        client.tell("elastic.here", incarnation=incarnation)
+
+    # -- what the loop asks ------------------------------------------------------------------------------------------
+
+    @property
+    def changed(self) -> bool:
+        """There is a newer generation than the one that this worker is grouped in."""
+        return self._newest.number > self.now.number
+
+    def commits(self, step: int, update: int, *, check: int, more: bool) -> bool:
+        """Say READY and wait for the decision: True if the step counts, False if it is to be done again."""
+        number = self.now.number
+        self._client.tell("elastic.ready", generation=number, step=step, update=update, check=check, more=more)
+        fault_point("before_commit", step)
+        with self._news:
+            self._wait_for(
+                lambda: self._committed >= (step, update) or self._newest.number > number,
+                f"the coordinator decides about step {step}",
+            )
+            return self._committed >= (step, update)
+
+    def next_generation(self, after: int, why: str) -> Generation:
+        """The newest one, if its number is above `after`; waits until it is, and says that something broke, and `why`.
+
+        A death is known to the coordinator within milliseconds, so it is asked for a new generation only later.
+        """
+        told, deadline = False, time.monotonic() + self._wait_s
+        with self._news:
+            while self._newest.number <= after:
+                self._news.wait(ASK_AFTER_S)
+                if self._newest.number <= after and not told:
+                    told = True
+                    self.failed(after, why)
+                if time.monotonic() > deadline:
+                    raise WorldError(f"worker {self.slot} waited {self._wait_s:g} s to hear who goes on, after: {why}")
+            return self._newest
+
+    def is_newest(self, generation: Generation) -> bool:
+        return self._newest.number == generation.number
+
+    def grouped(self, generation: Generation) -> None:
+        self.now = generation
+        self._client.tell("elastic.grouped", generation=generation.number)
+
+    def failed(self, number: int, why: str) -> None:
+        """Nobody has told of a death, but this generation's communication broke here."""
+        self._client.tell("elastic.failed", generation=number, why=why)
+
+    def enter(self, loop: int, step: int, facts: Mapping[str, str | int]) -> None:
+        self._client.tell("elastic.enter", loop=loop, step=step, facts=dict(facts))
+
+    def leave(self, loop: int) -> None:
+        self._client.tell("elastic.leave", loop=loop)
+
+    def ask_to_join(self, loop: int, facts: Mapping[str, str | int]) -> Generation | None:
+        """Stand in front of loop number `loop` until the others take this worker in; None: they are past that loop.
+
+        `loop` 0 is whichever they are in. It may take as long as the others need for a step, or for what they do
+        between two loops.
+        """
+        self._client.tell("elastic.join", loop=loop, facts=dict(facts))
+        with self._news:
+            while True:
+                self._news.wait(1.0)  # ends with the job: the control client ends the process when its line goes dead
+                if self._refused is not None:
+                    raise WorldError(f"worker {self.slot} may not join: {self._refused}")
+                if self.changed:
+                    return self._newest
+                if loop and self._loop_of_others > loop:
+                    return None
+
+    # -- what the coordinator says -----------------------------------------------------------------------------------
+
+    def _hear(self, kind: str, body: dict[str, Any]) -> None:
+        """On the control client's thread."""
+        match kind:
+            case "elastic.commit":
+                with self._news:
+                    self._committed = max(self._committed, (int(body["step"]), int(body["update"])))
+                    self._news.notify_all()
+            case "elastic.generation":
+                self._change(
+                    Generation(
+                        int(body["generation"]),
+                        tuple(body["members"]),
+                        tuple(body["joining"]),
+                        int(body["step"]),
+                        str(body["why"]),
+                    )
+                )
+            case "elastic.refused":
+                with self._news:
+                    self._refused = str(body["why"])
+                    self._news.notify_all()
+            case "elastic.wait":
+                with self._news:
+                    self._loop_of_others = int(body["loop"])
+                    self._news.notify_all()
+
+    def _change(self, generation: Generation) -> None:
+        if self.slot not in generation.members:
+            # Fenced, and still here: what it would do from now on is another's to do.
+            print(f"paceline: worker {self.slot} was given up: {generation.why}", file=sys.stderr, flush=True)
+            os._exit(SUPERVISOR_GONE)
+        with self._news:
+            if generation.number <= self._newest.number:
+                return
+            self._newest = generation
+            self._news.notify_all()
+        self.on_change(generation.why)
+
+    def _wait_for(self, true: Callable[[], bool], what: str) -> None:
+        deadline = time.monotonic() + self._wait_s
+        while not true():
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise WorldError(f"worker {self.slot} waited {self._wait_s:g} s until {what}; is it stopped (SIGSTOP)?")
+            self._news.wait(min(left, 1.0))

@@ -1,0 +1,152 @@
+"""What an engine is made of, taken apart and put together again when its workers change (see `regrouping`)."""
+
+from __future__ import annotations
+
+import hashlib
+import platform
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch._C._distributed_c10d import PrefixStore
+
+from paceline import __version__
+from paceline.collectives.communicator import Communicator
+from paceline.engine.boundary import Boundary
+from paceline.engine.saved_state import kept_models, kept_schedulers, load_model
+from paceline.engine.strategy_table import StrategyTable
+from paceline.world.world import World
+
+if TYPE_CHECKING:
+    from paceline.engine.engine import Engine
+
+
+class Assembly:
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._apart = False
+
+    @property
+    def replicated(self) -> bool:
+        return self._engine.config.strategy.entry.replicated
+
+    @property
+    def takes_places(self) -> bool:
+        loader = self._engine._loader
+        return loader is not None and loader.source.takes_places
+
+    # -- the state -------------------------------------------------------------------------------------------------
+
+    def tensors(self) -> dict[str, Any]:
+        engine, step = self._engine, self._engine._training()
+        return {
+            "models": kept_models(engine._models, step.strategies.kept),
+            "optimizers": [step.kept_state(optimizer)["state"] for optimizer in engine._optimizers],
+        }
+
+    def plain(self) -> dict[str, Any]:
+        engine, step = self._engine, self._engine._training()
+        return {
+            "step": step.step,
+            "left_out_steps": step.left_out_steps,
+            "loss_scale": None if step.loss_scale is None else step.loss_scale.state_dict(),
+            "schedulers": kept_schedulers(engine._schedulers),
+            "groups": [_groups_of(optimizer) for optimizer in engine._optimizers],
+        }
+
+    def place(self) -> Any:
+        loader = self._engine._loader
+        return None if loader is None else loader.source.state_after(self._engine._training().item_done())
+
+    def put_back(self, tensors: Mapping[str, Any], plain: Mapping[str, Any] | None) -> None:
+        engine, step = self._engine, self._engine._training()
+        if plain is not None:
+            step.step, step.left_out_steps = plain["step"], plain["left_out_steps"]
+            if step.loss_scale is not None:
+                step.loss_scale.load_state_dict(plain["loss_scale"])
+            for scheduler, saved in zip(engine._schedulers, plain["schedulers"], strict=True):
+                scheduler.load_state_dict(saved)
+        for model, saved in zip(engine._models, tensors["models"], strict=True):
+            load_model(model, step.strategies.put, saved)
+        groups = [_groups_of(optimizer) for optimizer in engine._optimizers] if plain is None else plain["groups"]
+        for optimizer, state, settings in zip(engine._optimizers, tensors["optimizers"], groups, strict=True):
+            step.load(optimizer, {"state": state, "param_groups": settings})
+
+    def record(self) -> None:
+        """Before the step counts: a worker that dies right after that has written it. If it doesn't count, it is void.
+
+        What is void is known by the record of the workers that go on, which begins where the last step that counts
+        ended (data/audit.py).
+        """
+        if self._engine._loader is not None:
+            self._engine._loader.write_record()
+
+    # -- the parts -------------------------------------------------------------------------------------------------
+
+    def dismantle(self) -> None:
+        engine = self._engine
+        if engine._comm is not None:
+            engine._comm.abandon("the workers have changed")
+        if not self._apart:
+            self._apart = True
+            engine._training().strategies.dismantle()
+        if engine._comm is not None:
+            engine._comm.close()
+            engine._comm = None
+
+    def connect(self, world: World, generation: int) -> Communicator | None:
+        engine, config = self._engine, self._engine.config
+        if world.size == 1:
+            return None
+        assert engine._store is not None
+        place = PrefixStore(f"elastic/{generation}", engine._store)
+        comm = Communicator.connect(
+            world, place, backend=config.backend, device=engine.device, timeout_s=config.timeout_s
+        )
+        engine._comm = comm
+        engine._elastic_parts().member.on_change = comm.abandon
+        return comm
+
+    def assemble(self, world: World, comm: Communicator | None) -> None:
+        engine, config = self._engine, self._engine.config
+        engine.world = engine._among = world
+        engine._boundary = Boundary(world, engine._store, comm, engine.device, config.timeout_s)
+        job = engine._job()
+        strategies = StrategyTable(config.strategy, job)
+        self._apart = False
+        engine._at_loop_end, engine._lost = job.at_loop_end, job.lost
+        engine._training().regrouped(comm, strategies)
+
+    def deal_anew(self, world: World, places: Sequence[Any] | None, *, joins: bool) -> None:
+        engine, step = self._engine, self._engine._training()
+        if engine._loader is not None:
+            source = engine._loader.source
+            merged = None if places is None else source.merged(places)
+            if joins and merged is not None:
+                source.restore(merged)
+            source.redeal(step.rides[world.rank], step.rides if step.strategies.in_rounds else None, merged)
+            engine._loader.record_anew()
+        for loader in engine._evaluations:
+            loader.deal_to(world)
+
+
+def _groups_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """As in its state_dict, which a sharded strategy guards: parameters by number."""
+    number = {id(p): n for n, p in enumerate(p for group in optimizer.param_groups for p in group["params"])}
+    return [{**group, "params": [number[id(p)] for p in group["params"]]} for group in optimizer.param_groups]
+
+
+def facts_of_process(more: Mapping[str, Any]) -> dict[str, str | int]:
+    """What a worker that joins must have in common with the others."""
+    script = Path(getattr(sys.modules.get("__main__"), "__file__", None) or sys.argv[0] or "")
+    digest = hashlib.sha256(script.read_bytes()).hexdigest()[:16] if script.is_file() else "none"
+    about: dict[str, Any] = {
+        "paceline": __version__,
+        "torch": str(torch.__version__),
+        "python": platform.python_version(),
+        "script": digest,
+        **more,
+    }
+    return {name: value if isinstance(value, int | str) else str(value) for name, value in about.items()}

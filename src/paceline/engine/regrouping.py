@@ -1,0 +1,234 @@
+"""The engine in an elastic job: steps count when the coordinator commits them, and workers that are left go on.
+
+    a step         … READY ─► COMMIT                                                              `commits`
+    a death        GENERATION ─► the group is abandoned ─► the step is lost ─► `start_over`:
+                   take the strategies apart ─► meet the others ─► open them again ─► committed state, lanes
+    a joiner       prepares alone, stands in front of the loop (`join`), and is taken in between two steps
+
+Where every worker has all of the state (`replicated`) a step's update is made after its commit, so what a worker has is
+always right. Elsewhere the update is made first and each worker's part of the state goes to the vault: what was not
+committed is undone by reading the step before from there, the parts of the dead among it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Protocol
+
+from paceline.checkpoint.tree import flatten, unflatten
+from paceline.collectives.communicator import Communicator
+from paceline.elastic.fault_injection import fault_point
+from paceline.elastic.member import Generation, Member
+from paceline.elastic.vault import Vault, plain_values, read
+from paceline.errors import CheckpointError, GenerationEnded, PacelineError
+from paceline.world.world import World
+
+RECOVERABLE = (GenerationEnded, PacelineError, RuntimeError, OSError)
+"""What building a group out of workers that may die meanwhile raises."""
+
+MOST_UPDATES = 1 << 10
+
+
+class Parts(Protocol):
+    """What an engine is made of, as far as it changes with the workers."""
+
+    @property
+    def replicated(self) -> bool:
+        """Every worker has all of the state."""
+        ...
+
+    @property
+    def takes_places(self) -> bool:
+        """Only the worker that rides a lane knows its place in the data."""
+        ...
+
+    def tensors(self) -> dict[str, Any]:
+        """This worker's part of the state."""
+        ...
+
+    def plain(self) -> dict[str, Any]:
+        """What every worker has, and can be told: counts, schedules, settings of groups."""
+        ...
+
+    def place(self) -> Any:
+        """In the data, when the step that is out is done."""
+        ...
+
+    def record(self) -> None:
+        """Write down which samples are in the step that is about to count."""
+        ...
+
+    def dismantle(self) -> None:
+        """Leave the group that is over; models and optimizers are plain again. May be called again."""
+        ...
+
+    def connect(self, world: World, generation: int) -> Communicator | None: ...
+
+    def assemble(self, world: World, comm: Communicator | None) -> None:
+        """Open the strategies for these workers."""
+        ...
+
+    def put_back(self, tensors: Mapping[str, Any], plain: Mapping[str, Any] | None) -> None: ...
+
+    def deal_anew(self, world: World, places: Sequence[Any] | None, *, joins: bool) -> None:
+        """This worker's lanes, from the committed place on."""
+        ...
+
+
+class Elastic:
+    """`seat` is the world that the launcher gave: its rank is the slot."""
+
+    def __init__(self, member: Member, seat: World, parts: Parts, say: Callable[[str], None]) -> None:
+        assert seat.elastic is not None
+        self.member = member
+        self.loop = 0
+        self.admitted = not seat.elastic.joins
+        self._seat, self._parts, self._say = seat, parts, say
+        self._vault = None if seat.elastic.vault is None else Vault(Path(seat.elastic.vault), seat.rank)
+        self._committed = (0, 0)  # step and update
+        self._writers: tuple[int, ...] = ()  # of what the vault has of it, in rank order
+        self._tried = member.now.number
+
+    # -- committing --------------------------------------------------------------------------------------------------
+
+    @property
+    def before_update(self) -> bool:
+        return self._parts.replicated
+
+    def enter(self, step: int, facts: Mapping[str, str | int]) -> None:
+        """A loop begins: from here on others can go on where this worker ends."""
+        self._committed = (step, 0)
+        self._keep(self._committed)
+        self._writers = self.member.now.members
+        self.member.enter(self.loop, step, facts)
+
+    def commits(self, step: int, update: int, *, check: int) -> bool:
+        self._keep((step, update))
+        self._parts.record()
+        committed = self.member.commits(step, update, check=check, more=not update)
+        if committed:
+            self._committed, self._writers = (step, update), self.member.now.members
+        return committed
+
+    def _keep(self, place: tuple[int, int]) -> None:
+        parts = self._parts
+        if parts.replicated and not parts.takes_places:
+            return
+        if self._vault is None:
+            raise CheckpointError("an elastic job of this kind keeps its state in a vault, and the launcher made none")
+        members = self.member.now.members
+        tree = {} if parts.replicated else parts.tensors()
+        tree["place"] = json.dumps(parts.place()) if parts.takes_places else ""
+        self._vault.write(_numbered(place), tree, rank=members.index(self.member.slot), size=len(members))
+
+    # -- changing ----------------------------------------------------------------------------------------------------
+
+    @property
+    def changed(self) -> bool:
+        return self.member.changed
+
+    def start_over(self) -> None:
+        """Go on with the workers that the coordinator names, from the last committed step."""
+        why = "its group is over"
+        while True:
+            generation = self.member.next_generation(self._tried, why)
+            self._tried = generation.number
+            try:
+                self._regroup(generation)
+            except RECOVERABLE as error:
+                why = f"{type(error).__name__}: {error}"
+                continue
+            self.member.grouped(generation)
+            return
+
+    def _regroup(self, generation: Generation) -> None:
+        parts, world = self._parts, self._world_of(generation)
+        joins = self.member.slot in generation.joining
+        if joins:
+            fault_point("join", generation.step + 1)
+        elif generation.joining and parts.replicated:
+            self._lay_out(generation)
+        parts.dismantle()
+        comm = parts.connect(world, generation.number)
+        if comm is not None and self._seat.hosts > 1:
+            world = _on_hosts(world, comm.gather_json(self._seat.host_rank))
+        parts.assemble(world, comm)
+        plain = self._agree(comm, generation) if generation.joining else None
+        if joins or not parts.replicated:
+            self._read(plain if joins else None)
+        places = None
+        if parts.takes_places:
+            places = [json.loads(values["place"]) for values in self._plain_values()]
+        elif joins and plain is not None:
+            places = [plain["place"]]
+        parts.deal_anew(world, places, joins=joins)
+        if comm is not None:
+            comm.barrier()
+        self.admitted = True
+
+    def _lay_out(self, generation: Generation) -> None:
+        """All of the state for those who join, each of the others a part of it."""
+        if self._vault is None:
+            raise CheckpointError("workers join through a vault, and the launcher made none")
+        staying = generation.staying
+        tree = self._parts.tensors()
+        tree["place"] = json.dumps(self._parts.place()) if self._parts.takes_places else ""
+        place = staying.index(self.member.slot)
+        self._vault.write(_numbered(self._committed), tree, rank=place, size=len(staying))
+        self._writers = staying
+
+    def _agree(self, comm: Communicator | None, generation: Generation) -> dict[str, Any]:
+        """What the first of those who stay knows, told to those who join."""
+        assert comm is not None
+        mine: Any = None
+        if self.member.slot == generation.staying[0]:
+            plain = {**self._parts.plain(), "place": self._parts.place()}
+            mine = [self._committed, self._writers, self.loop, flatten(plain)[0]]
+        told = next(word for word in comm.gather_json(mine) if word is not None)
+        (step, update), writers, self.loop, packed = told
+        self._committed, self._writers = (step, update), tuple(writers)
+        plain_tree: dict[str, Any] = unflatten(packed, {})
+        return plain_tree
+
+    def _read(self, plain: Mapping[str, Any] | None) -> None:
+        if self._vault is None:
+            raise CheckpointError("the state of lost workers is nowhere: this job keeps no copies of it")
+        state = read(self._vault.folder, _numbered(self._committed), self._writers)
+        self._parts.put_back(state.tree, plain)
+
+    def _plain_values(self) -> list[Any]:
+        assert self._vault is not None
+        step = _numbered(self._committed)
+        return [plain_values(self._vault.folder, step, slot) for slot in self._writers]
+
+    def _world_of(self, generation: Generation) -> World:
+        """This worker's place among the members; all on one host, unless the job has several."""
+        rank, size = generation.members.index(self.member.slot), len(generation.members)
+        alone = replace(self._seat, rank=0, size=1, local_rank=0, local_size=1, host_rank=0, hosts=1)
+        here = (rank, size) if self._seat.hosts == 1 else (0, 1)
+        return replace(alone, rank=rank, size=size, local_rank=here[0], local_size=here[1])
+
+    # -- joining -----------------------------------------------------------------------------------------------------
+
+    def join(self, facts: Mapping[str, str | int], *, any_loop: bool = False) -> bool:
+        """Stand in front of the loop until the others take this worker in; False: they have left it behind."""
+        if self.member.ask_to_join(0 if any_loop else self.loop, facts) is None:
+            return False
+        self.start_over()
+        return True
+
+
+def _numbered(place: tuple[int, int]) -> int:
+    """Steps and the updates inside them in one count that grows."""
+    return place[0] * MOST_UPDATES + place[1]
+
+
+def _on_hosts(world: World, hosts: Sequence[int]) -> World:
+    left, mine = sorted(set(hosts)), hosts[world.rank]
+    here = [rank for rank, host in enumerate(hosts) if host == mine]
+    return replace(
+        world, local_rank=here.index(world.rank), local_size=len(here), host_rank=left.index(mine), hosts=len(left)
+    )
