@@ -19,7 +19,7 @@ from paceline.launch.hosts import (
     prove_as_coordinator,
     prove_as_host,
 )
-from paceline.launch.supervisor import worker_variables
+from paceline.launch.worker_place import worker_variables
 from paceline.world.environment import read_world
 from paceline.world.world import LaunchSettings
 
@@ -114,7 +114,7 @@ def test_an_ipv6_address_keeps_its_colons() -> None:
 
 def test_servers_are_counted_after_the_workers_of_all_hosts_and_start_on_the_first() -> None:
     seat = Seat(0, 2, 0, 2, 5, LaunchSettings(), "10.0.0.1", "10.0.0.1", 29999, servers=2)
-    worlds = [read_world(worker_variables(seat, local_rank, "/run/socket")) for local_rank in range(seat.processes)]
+    worlds = [read_world(worker_variables(seat.world(local_rank, "/run/socket"), seat)) for local_rank in range(seat.processes)]
     assert [(world.name, world.rank, world.local_rank) for world in worlds] == [
         ("worker 0", 0, 0),
         ("worker 1", 1, 1),
@@ -149,7 +149,7 @@ def test_every_worker_reads_back_the_world_it_was_given() -> None:
     settings = LaunchSettings(lanes=8, threads=2, backend="gloo", seed=5)
     seat = Seat(1, 2, 3, 2, 5, settings, "10.0.0.2", "10.0.0.1", 29999)
     for local_rank in (0, 1):
-        variables = worker_variables(seat, local_rank, "/run/control.sock")
+        variables = worker_variables(seat.world(local_rank, "/run/control.sock"), seat)
         world = read_world(variables)
         assert (world.rank, world.size, world.local_rank, world.local_size) == (3 + local_rank, 5, local_rank, 2)
         assert (world.host_rank, world.hosts, world.host_address, world.settings) == (1, 2, "10.0.0.2", settings)

@@ -12,6 +12,7 @@ from typing import Annotated
 
 import typer
 
+from paceline.elastic.decisions import Rules
 from paceline.errors import LaunchError
 from paceline.launch.hosts import Address
 from paceline.launch.stopping import GRACE_S
@@ -70,6 +71,32 @@ def run(
         typer.Option(help="how long workers have to save and end after SIGTERM or Ctrl-C, before they are killed"),
     ] = GRACE_S,
     module: Annotated[bool, typer.Option("-m", "--module", help="run a module, as python -m does")] = False,
+    elastic: Annotated[
+        bool, typer.Option("--elastic", help="go on when workers die, with the same bits; and replace them")
+    ] = False,
+    min_workers: Annotated[
+        int | None, typer.Option(help="elastic: end when fewer are left [default: 1]", show_default=False)
+    ] = None,
+    max_workers: Annotated[
+        int | None, typer.Option(help="elastic: never more than so many [default: --workers]", show_default=False)
+    ] = None,
+    restart_workers: Annotated[
+        bool | None,
+        typer.Option(
+            "--restart-workers/--no-restart-workers",
+            help="elastic: start a fresh process for a worker that died [default: on]", show_default=False,
+        ),
+    ] = None,
+    heartbeat_timeout_s: Annotated[
+        float, typer.Option(help="elastic: a worker that is silent for so long is killed and replaced")
+    ] = Rules.heartbeat_timeout_s,
+    step_timeout_s: Annotated[
+        float, typer.Option(help="elastic: likewise one that the others have waited for so long in a step")
+    ] = Rules.step_timeout_s,
+    copies: Annotated[int, typer.Option(help="elastic: of sharded state, on different hosts")] = Rules.copies,
+    ledger: Annotated[
+        Path | None, typer.Option(help="elastic: write each committed step to this file, as JSON lines")
+    ] = None,
     hosts: Annotated[
         str | None,
         typer.Option("--hosts", "--nnodes", help="hosts in the job; one `paceline run` on each [default: 1]"),
@@ -92,9 +119,18 @@ def run(
 
     torchrun's names are accepted too: --nproc-per-node, --nnodes, --node-rank, --master-addr, --master-port,
     --standalone. Exit codes: 0 all well (or all but workers that an asynchronous job went on without, with a warning),
-    1 a worker or server failed or hung, 2 wrong usage, 3 could not meet, 128+n killed by signal n, 130 Ctrl-C,
-    143 SIGTERM.
+    1 a worker or server failed or hung, 2 wrong usage, 3 could not meet, 4 fewer than --min-workers left, 75 stopped on
+    request, 128+n killed by signal n, 130 Ctrl-C, 143 SIGTERM.
     """
+    is_elastic = elastic or min_workers is not None or max_workers is not None or bool(restart_workers)
+    rules = Rules(
+        min_workers=1 if min_workers is None else min_workers,
+        max_workers=max_workers,
+        restart_workers=restart_workers is not False,
+        heartbeat_timeout_s=heartbeat_timeout_s,
+        step_timeout_s=step_timeout_s,
+        copies=copies,
+    )
     known = None if standalone else environment.launch_defaults()
     host_count = _host_count(hosts) if hosts is not None else (known.hosts if known is not None else 1)
     job = Job(
@@ -104,6 +140,8 @@ def run(
         settings=LaunchSettings(lanes, threads, backend, seed, strategy, precision, activation_checkpointing, offload),
         keep_memory=keep_memory,
         grace_s=grace_s,
+        elastic=rules if is_elastic else None,
+        ledger=ledger,
         hosts=None
         if host_count == 1
         else Hosts(

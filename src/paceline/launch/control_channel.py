@@ -3,16 +3,21 @@
     worker 0 ──┐                                          ┌─ told(rank, kind, body)
     worker 1 ──┼── run folder (0700) / control.sock ──▶ Listener
     worker 2 ──┘                                          └─ answer(rank, kind, body, timeout_s) ──▶ reply
+               ◀── push(rank, kind, body): to the connection of a worker that said `elastic.here`
 
 A tell is handled in order and at once. A question may have to wait (for a key that another worker will set), so each
 one is a task of its own and the connection goes on being read. The keys live in the coordinator; see `hosts` for how
 another host's supervisor passes questions on.
+
+In an elastic job a rank is a slot, and processes follow each other in it. A connection belongs to the process that
+said hello: when that has died, what may still lie unread in its socket is not taken for words of the next.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import re
 import stat
 from base64 import b64decode, b64encode
 from collections.abc import Awaitable, Callable, Sequence
@@ -25,6 +30,8 @@ Body = dict[str, Any]
 
 LINE_LIMIT = 64 * 2**20
 """A line longer than this is not one of ours."""
+
+GENERATION_OF_KEY = re.compile(r"elastic/(\d+)/")
 
 NONSENSE = (LookupError, TypeError, ValueError)
 """What reading a message of the wrong form raises; it must not take the connection, and so the worker, with it."""
@@ -75,6 +82,10 @@ class Link:
             raise WorldError(f"not a control message: {line[:80]!r}")
         return message
 
+    def abort(self) -> None:
+        """End it without a word: the other side does not answer."""
+        self._writer.transport.abort()
+
     async def close(self) -> None:
         self._writer.close()
         try:
@@ -87,53 +98,79 @@ class ControlServer:
     """Accepts this host's workers and hands what they say to a `Listener`."""
 
     def __init__(self, path: Path, listener: Listener, complain: Callable[[str], None]) -> None:
-        self._path = path
+        self.path = path
         self._listener = listener
         self._complain = complain
         self._server: asyncio.Server | None = None
-        self._links: set[asyncio.Task[None]] = set()
+        self._links: dict[asyncio.Task[None], int | None] = {}
+        self._retired: set[int] = set()
+        self._ears: dict[int, tuple[int, Link]] = {}
 
     async def start(self) -> None:
-        self._server = await asyncio.start_unix_server(self._accept, path=self._path, limit=LINE_LIMIT)
-        self._path.chmod(stat.S_IRUSR | stat.S_IWUSR)
+        self._server = await asyncio.start_unix_server(self._accept, path=self.path, limit=LINE_LIMIT)
+        self.path.chmod(stat.S_IRUSR | stat.S_IWUSR)
 
     async def close(self) -> None:
         if self._server is not None:
             self._server.close()
-        await _cancel(self._links)
+        await _cancel(set(self._links))
+
+    def push(self, rank: int, kind: str, body: Body) -> None:
+        """Say something unasked; nobody hears it where the worker has not said that it listens, or has gone."""
+        if rank in self._ears:
+            self._ears[rank][1].send({"kind": kind, "body": body})
+
+    def welcome(self, pid: int) -> None:
+        """A process was started; its number may have belonged to one that was retired."""
+        self._retired.discard(pid)
+
+    def retire(self, pid: int) -> None:
+        """A process has died, or is as good as dead: nothing that it said counts from now on."""
+        self._retired.add(pid)
+        self._ears = {rank: (owner, link) for rank, (owner, link) in self._ears.items() if owner != pid}
+
+    async def hear_out(self, pid: int, timeout_s: float) -> None:
+        """Wait until all that an ended process has said was read; one that it forked may keep its connections open."""
+        tasks = [task for task, owner in self._links.items() if owner == pid]
+        if tasks:
+            await asyncio.wait(tasks, timeout=timeout_s)
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
         assert task is not None
-        self._links.add(task)
+        self._links[task] = None
         link = Link(reader, writer)
         try:
-            await self._serve(link)
+            await self._serve(link, task)
         except WorldError as error:
             self._complain(f"paceline: a worker's connection was dropped: {error}")
         except asyncio.CancelledError:
             pass  # the server is closing; asyncio would log a cancelled handler as an error
         finally:
-            self._links.discard(task)
+            del self._links[task]
             await link.close()
 
-    async def _serve(self, link: Link) -> None:
+    async def _serve(self, link: Link, task: asyncio.Task[None]) -> None:
         hello = await link.receive()
         if hello is None:
             return
         if hello.get("kind") != "hello":
             raise WorldError(f"the first words were {hello.get('kind')!r} and not 'hello'")
-        rank = int(hello["body"]["rank"])
-        self._tell(rank, hello)
+        rank, pid = int(hello["body"]["rank"]), int(hello["body"]["pid"])
+        self._links[task] = pid
+        if pid not in self._retired:
+            self._tell(rank, hello)
         questions: set[asyncio.Task[None]] = set()
         try:
-            while (message := await link.receive()) is not None:
+            while (message := await link.receive()) is not None and pid not in self._retired:
                 if "id" not in message:
+                    if message.get("kind") == "elastic.here":
+                        self._ears[rank] = (pid, link)
                     self._tell(rank, message)
                     continue
-                task = asyncio.create_task(reply(link, message, self._asker(rank)))
-                questions.add(task)
-                task.add_done_callback(questions.discard)
+                question = asyncio.create_task(reply(link, message, self._asker(rank)))
+                questions.add(question)
+                question.add_done_callback(questions.discard)
         finally:
             await _cancel(questions)
 
@@ -174,14 +211,41 @@ async def _cancel(tasks: set[asyncio.Task[None]]) -> None:
 
 
 class KeyValues:
-    """The table behind the store: strings to bytes, with waiting."""
+    """The table behind the store: strings to bytes, with waiting.
+
+    Keys with `elastic/<g>/` in them belong to generation g of an elastic job; when that is over nobody waits for them.
+    """
 
     def __init__(self) -> None:
         self._values: dict[str, bytes] = {}
         self._changed = asyncio.Event()
+        self._generation = 0
+
+    def begin(self, generation: int) -> None:
+        """Those of older generations are gone, and whoever waits for one hears so at once."""
+        self._generation = generation
+        self._values = {key: value for key, value in self._values.items() if not self._is_old(key)}
+        self._wake()
+
+    def clear(self) -> None:
+        """Everyone starts anew."""
+        self._generation = 0
+        self._values.clear()
+
+    def _is_old(self, key: str) -> bool:
+        found = GENERATION_OF_KEY.search(key)
+        return found is not None and int(found[1]) < self._generation
+
+    def _refuse_old(self, keys: Sequence[str]) -> None:
+        for key in keys:
+            if self._is_old(key):
+                raise WorldError(
+                    f"key {key!r} is of a generation that is over; generation {self._generation} has begun"
+                )
 
     async def answer(self, kind: str, body: Body, timeout_s: float, connected: Callable[[], str]) -> Body:
         keys: list[str] = body["keys"]
+        self._refuse_old(keys)
         values = [b64decode(value) for value in body.get("values", [])]
         match kind:
             case "store.set":
@@ -212,6 +276,9 @@ class KeyValues:
 
     def _put(self, key: str, value: bytes) -> None:
         self._values[key] = value
+        self._wake()
+
+    def _wake(self) -> None:
         self._changed.set()  # wakes everyone who waits now;
         self._changed = asyncio.Event()  # who comes later waits for the next change
 
@@ -232,6 +299,7 @@ class KeyValues:
                 await asyncio.wait_for(self._changed.wait(), timeout=max(0.0, deadline - loop.time()))
             except TimeoutError:
                 return missing
+            self._refuse_old(keys)
         return []
 
 

@@ -19,10 +19,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
+from paceline.elastic.decisions import Rules
+from paceline.elastic.ledger import Ledger
 from paceline.errors import WorldError
 from paceline.launch.control_channel import NONSENSE, Body, KeyValues, reply
+from paceline.launch.elastic_job import ElasticJob
 from paceline.launch.ending import Policy, goes_on, good_end, look_at_the_last
+from paceline.launch.hands import FarHands, Hands
 from paceline.launch.hosts import SealedLink, Seat
+from paceline.launch.pulse import Pulse
 from paceline.launch.stopping import GRACE_S, TELL_AFTER_S, Request, cut_short, obeyed, still_there
 from paceline.launch.verdict import (
     NO_MEETING,
@@ -52,6 +57,8 @@ class Decider(Protocol):
     """From then on signs of life of those who still run are worth telling, as `busy`."""
     to_pass_on: asyncio.Queue[signal.Signals]
     """What every worker is to be asked by, once."""
+    hands: Hands | None
+    """What the supervisor lends to whoever decides; elastic jobs need them."""
 
     def told(self, rank: int, kind: str, body: Body) -> None: ...
     async def answer(self, rank: int, kind: str, body: Body, timeout_s: float) -> Body: ...
@@ -71,6 +78,7 @@ class Coordinator:
         show: Callable[[ProgressLine | SummaryTable], None],
         say: Callable[[str], None],
         grace_s: float = GRACE_S,
+        ledger: Ledger | None = None,
     ) -> None:
         workers = [Process(rank) for rank in range(seat.size)]
         self.processes = workers + [Process(seat.size + index, index) for index in range(seat.servers)]
@@ -80,8 +88,7 @@ class Coordinator:
         self.to_pass_on: asyncio.Queue[signal.Signals] = asyncio.Queue()
         self._grace_s = grace_s
         self._request: Request | None = None
-        self._clock = asyncio.get_running_loop().time
-        self._keys = KeyValues()
+        self.keys = KeyValues()
         self._show = show
         self._say = say
         self._links = links
@@ -90,12 +97,39 @@ class Coordinator:
         self._settling = False
         self._news = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
+        self.hands: Hands | None = None
+        self._far_hands = {host: FarHands(link) for host, link in links.items()}
+        self._host_of: dict[int, int] = {}
+        self._elastic: ElasticJob | None = None
+        if seat.elastic is not None:
+            self._elastic = ElasticJob(seat.size, seat.elastic, ledger or Ledger(), self)
+            self._spawn(self._elastic.tick())
         for host, link in links.items():
-            self._spawn(self._hear_host(host, link))
+            self._spawn(self._hear_host(host, link, seat.elastic))
+
+    def clock(self) -> float:
+        return asyncio.get_running_loop().time()
+
+    @property
+    def is_over(self) -> bool:
+        return self.outcome.done()
+
+    def hands_of(self, rank: int) -> Hands:
+        host = self._host_of.get(rank)
+        hands = self.hands if host is None else self._far_hands[host]
+        assert hands is not None, "a supervisor lends its hands before it starts a worker"
+        return hands
+
+    def all_hands(self) -> list[Hands]:
+        return [hands for hands in (self.hands, *self._far_hands.values()) if hands is not None]
 
     def told(self, rank: int, kind: str, body: Body) -> None:
         process = self.processes[rank]
-        process.heard_at = self._clock()
+        if kind == "heartbeat" or kind.startswith("elastic."):
+            if self._elastic is not None:
+                self._elastic.told(rank, kind, body)
+            return
+        process.heard_at = self.clock()
         match kind:
             case "hello":
                 process.connected = True
@@ -123,19 +157,25 @@ class Coordinator:
 
     async def answer(self, rank: int, kind: str, body: Body, timeout_s: float) -> Body:
         process = self.processes[rank]
-        process.heard_at = self._clock()
+        process.heard_at = self.clock()
         if kind == "failed":
             process.raised = Raised(**body)
-            self._failed(process)
+            if self._elastic is None or not self._elastic.raised(process):
+                self._failed(process)
             return {}
-        return await self._keys.answer(kind, body, timeout_s, self._connected)
+        return await self.keys.answer(kind, body, timeout_s, self._connected)
 
     def started(self, rank: int, pid: int) -> None:
         self.processes[rank].pid = pid
+        if self._elastic is not None:
+            self._elastic.started(rank)
 
     def exited(self, rank: int, status: int) -> None:
         process = self.processes[rank]
-        process.status, process.ended_at = status, self._clock()
+        process.status, process.ended_at = status, self.clock()
+        if self._elastic is not None and self._elastic.exited(process):
+            self._news.set()
+            return
         if process.is_failure or process.left_early:
             self._failed(process)
         self._news.set()
@@ -148,12 +188,15 @@ class Coordinator:
     def interrupted(self, by: signal.Signals, where: str = "") -> None:
         """Ask all workers to stop, and see them off. A notice may be followed by an order."""
         first = self._request is None
-        self._request = Request(by, where, self._grace_s, self._clock())
-        if any(process.pid is None for process in self.processes):  # nothing has begun that could be saved
-            self._decide(cut_short(self._request, self.processes))
+        self._request = Request(by, where, self._grace_s, self.clock())
+        if self._elastic is not None:
+            self._elastic.stop()
+        starting = any(process.pid is None for process in self.processes)
+        if starting and (self._elastic is None or not self._elastic.membership.running):  # nothing to save yet
+            self.decide(cut_short(self._request, self.processes))
             return
         if self.policy.stops_on_request:
-            self._announce(self._request.first_words())
+            self.announce(self._request.first_words())
         self.to_pass_on.put_nowait(self._request.passed_on)
         self._tell_hosts({"kind": "pass_on", "signal": int(self._request.passed_on)})
         if first:
@@ -161,28 +204,28 @@ class Coordinator:
         self._news.set()
 
     def leave_now(self, by: signal.Signals, where: str = "") -> None:
-        self._decide(cut_short(Request(by, where, self._grace_s, self._clock()), self.processes))
+        self.decide(cut_short(Request(by, where, self._grace_s, self.clock()), self.processes))
 
     async def _see_off(self) -> None:
         """Wait until the workers have gone, or their time is up."""
         assert self._request is not None
         told = self.policy.stops_on_request
         while still_there(self.processes) and not self.outcome.done():
-            now = self._clock()
+            now = self.clock()
             if now >= self._request.deadline:
                 break
             if not told and now - self._request.since >= TELL_AFTER_S:
-                self._announce(self._request.waiting(self.processes))
+                self.announce(self._request.waiting(self.processes))
                 told = True
             self._news.clear()
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._news.wait(), min(self._request.deadline - now, LOOK_EVERY_S))
         late = still_there(self.processes)
         if late or (not self._settling and any(map(obeyed, self.processes))):
-            self._decide(cut_short(self._request, self.processes, late=late))
+            self.decide(cut_short(self._request, self.processes, late=late))
 
     def broken(self, text: str, code: int) -> None:
-        self._decide(Outcome(code, (f"paceline: {text}",)))
+        self.decide(Outcome(code, (f"paceline: {text}",)))
 
     async def close(self) -> None:
         """Give every host the outcome; they end by themselves."""
@@ -203,9 +246,9 @@ class Coordinator:
         self._news.set()
 
     async def _settle(self) -> None:
-        begun = self._clock()
+        begun = self.clock()
         while not all(process.ended for process in self.processes):
-            patience = begun + (SETTLE_S if has_cause(self.processes) else SETTLE_LONGER_S) - self._clock()
+            patience = begun + (SETTLE_S if has_cause(self.processes) else SETTLE_LONGER_S) - self.clock()
             if patience <= 0:
                 break
             self._news.clear()
@@ -220,34 +263,34 @@ class Coordinator:
         if goes_on(self.processes, self.policy):
             self._go_on()
         else:
-            self._decide(judge(self.processes))
+            self.decide(judge(self.processes))
 
     def _go_on(self) -> None:
         """Say who has fallen, and end the job where nobody else was left to wait for."""
         fallen = [process for process in self.processes if process.failed_as is not None and not process.lost]
         for process in fallen:
             for line in describe(process, self.processes, and_so="; the job goes on without it"):
-                self._announce(line)
+                self.announce(line)
             process.lost = True
         self._end_if_all_is_well()
 
     async def _watch_the_last(self) -> None:
         warned = False
         while not self.outcome.done():
-            look = look_at_the_last(self.processes, self.policy, self._clock(), warned)
+            look = look_at_the_last(self.processes, self.policy, self.clock(), warned)
             for line in look.lines:
-                self._announce(line)
+                self.announce(line)
                 warned = True
             if look.outcome is not None:
-                self._decide(look.outcome)
+                self.decide(look.outcome)
             await asyncio.sleep(LOOK_EVERY_S)
 
     def _end_if_all_is_well(self) -> None:
         outcome = good_end(self.processes)
         if outcome is not None:
-            self._decide(outcome)
+            self.decide(outcome)
 
-    def _decide(self, outcome: Outcome) -> None:
+    def decide(self, outcome: Outcome) -> None:
         if not self.outcome.done():
             if outcome.code and self._checkpoint is not None:
                 resume = f"paceline: the last checkpoint is {self._checkpoint}"
@@ -255,7 +298,7 @@ class Coordinator:
             self.outcome.set_result(outcome)
             self._tell_hosts({"kind": "outcome", **outcome.as_message()})
 
-    def _announce(self, line: str) -> None:
+    def announce(self, line: str) -> None:
         self._say(line)
         self._tell_hosts({"kind": "say", "line": line})
 
@@ -270,17 +313,30 @@ class Coordinator:
         here = [process for process in self.processes if process.connected]
         return f"connected so far: {_numbers(here) or 'nobody'}; missing: {_numbers(missing)}"
 
-    async def _hear_host(self, host: int, link: SealedLink) -> None:
+    async def _hear_host(self, host: int, link: SealedLink, rules: Rules | None) -> None:
         questions: set[asyncio.Task[None]] = set()
+        pulse = Pulse(link, rules.heartbeat_timeout_s, self.clock) if rules is not None else None
+        if pulse is not None:
+            self._spawn(pulse.keep())
+        why = "its supervisor went away without a word"
         try:
             while (message := await link.receive()) is not None:
+                if pulse is not None:
+                    pulse.heard()
                 self._obey(host, link, message, questions)
         except WorldError as error:
-            self.broken(f"host {host}: {error}", NO_MEETING)
+            why = str(error)
         finally:
             for task in questions:
                 task.cancel()
-        self.broken(f"lost host {host}: its supervisor went away without a word", NO_MEETING)
+        self._lost(host, pulse.silence if pulse is not None and pulse.silence else why)
+
+    def _lost(self, host: int, why: str) -> None:
+        """A host is cut off: the end of the job, unless it is elastic and others are left."""
+        there = [rank for rank, on in self._host_of.items() if on == host]
+        if self._elastic is None or not self._elastic.host_lost(host, there, why):
+            self.broken(f"lost host {host}: {why}", NO_MEETING)
+        self._news.set()
 
     def _obey(self, host: int, link: SealedLink, message: Body, questions: set[asyncio.Task[None]]) -> None:
         match message["kind"]:
@@ -290,7 +346,10 @@ class Coordinator:
                 except NONSENSE as error:
                     told = f"worker {message['rank']} told {message['what']!r}, which makes no sense: {error}"
                     self._say(f"paceline: host {host}: {told}")
+            case "ping":
+                pass
             case "started":
+                self._host_of[message["rank"]] = host
                 self.started(message["rank"], message["pid"])
             case "exited":
                 self.exited(message["rank"], message["status"])

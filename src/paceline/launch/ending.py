@@ -56,7 +56,7 @@ class Policy:
 
 def good_end(processes: Sequence[Process]) -> Outcome | None:
     """The outcome when everyone the job still counts on has ended well; None: not yet, or not so."""
-    lost = [process for process in processes if process.lost]
+    lost = [process for process in processes if process.lost and process.ended]
     counted = [process for process in processes if not process.lost]
     if any(process.status not in ENDED_WELL or process.raised is not None for process in counted):
         return None

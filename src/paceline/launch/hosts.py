@@ -26,9 +26,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from paceline.elastic.decisions import Rules
 from paceline.errors import LaunchError, WorldError
 from paceline.launch.control_channel import Body, Link
-from paceline.world.world import ControlSocket, LaunchSettings, World
+from paceline.world.world import ControlSocket, Elasticity, LaunchSettings, World
 
 HANDSHAKE_TIMEOUT_S = 10.0
 RETRY_EVERY_S = 0.25
@@ -68,13 +69,14 @@ class Seat:
     master_port: int
     servers: int = 0
     """Of the whole job."""
+    elastic: Rules | None = None
 
     @property
     def processes(self) -> int:
         """How many this host starts: its workers, and on the first host the servers after them."""
         return self.workers + (self.servers if self.host_rank == 0 else 0)
 
-    def world(self, local_rank: int, control: str) -> World:
+    def world(self, local_rank: int, control: str, elastic: Elasticity | None = None) -> World:
         """The place of one of this host's processes."""
         is_server = local_rank >= self.workers
         return World(
@@ -89,6 +91,7 @@ class Seat:
             host_address=self.host_address,
             settings=self.settings,
             servers=self.servers,
+            elastic=elastic,
         )
 
     def as_message(self) -> Body:
@@ -96,7 +99,7 @@ class Seat:
 
     @classmethod
     def from_message(cls, message: Mapping[str, Any]) -> Seat:
-        return cls(**{**message, "settings": LaunchSettings(**message["settings"])})
+        return cls(**{**message, **_values_of(message)})
 
 
 @dataclass(frozen=True)
@@ -108,13 +111,23 @@ class Arrival:
     workers: int
     settings: LaunchSettings
     servers: int = 0
+    elastic: Rules | None = None
 
     def as_message(self) -> Body:
         return asdict(self)
 
     @classmethod
     def from_message(cls, message: Mapping[str, Any]) -> Arrival:
-        return cls(**{**message, "settings": LaunchSettings(**message["settings"])})
+        return cls(**{**message, **_values_of(message)})
+
+
+def _values_of(message: Mapping[str, Any]) -> Body:
+    """The fields that are values of their own."""
+    rules = message.get("elastic")
+    return {
+        "settings": LaunchSettings(**message["settings"]),
+        "elastic": None if rules is None else Rules(**rules),
+    }
 
 
 class SealedLink:
@@ -145,6 +158,9 @@ class SealedLink:
         self._received += 1
         message: Body = json.loads(line)
         return message
+
+    def abort(self) -> None:
+        self._link.abort()
 
     async def close(self) -> None:
         await self._link.close()
@@ -292,6 +308,9 @@ class Gathering:
                 f"it was started with --servers {arrival.servers}, the coordinator with --servers {self._own.servers}; "
                 "servers run on host 0 only: leave the flag out on the others, or repeat it"
             )
+        if arrival.elastic not in (None, self._own.elastic):
+            theirs, ours = ("elastic by other flags", "them") if self._own.elastic else ("with --elastic", "it not")
+            return f"it was started {theirs}, the coordinator with {ours}; leave the flags out there, or repeat them"
         for name, value in asdict(arrival.settings).items():
             ours = getattr(self._own.settings, name)
             if value is not None and value != ours:
@@ -313,6 +332,7 @@ class Gathering:
             master_address=own_address,
             master_port=free_port(own_address),
             servers=self._own.servers,
+            elastic=self._own.elastic,
         )
         for rank, link in links.items():
             theirs = replace(seat, host_rank=rank, first_rank=sum(workers[:rank]), workers=workers[rank])

@@ -6,9 +6,12 @@ import asyncio
 import signal
 from collections.abc import Callable
 
+from paceline.elastic.decisions import Rules
 from paceline.errors import WorldError
 from paceline.launch.control_channel import Body
+from paceline.launch.hands import Hands, lend
 from paceline.launch.hosts import SealedLink
+from paceline.launch.pulse import Pulse
 from paceline.launch.verdict import NO_MEETING, Outcome, signal_name
 
 RELAY_MARGIN_S = 2.0
@@ -17,7 +20,7 @@ RELAY_MARGIN_S = 2.0
 class Member:
     """The `Decider` of a host that doesn't decide."""
 
-    def __init__(self, link: SealedLink, say: Callable[[str], None]) -> None:
+    def __init__(self, link: SealedLink, say: Callable[[str], None], rules: Rules | None = None) -> None:
         self.outcome: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
         self.someone_ended = False
         self.to_pass_on: asyncio.Queue[signal.Signals] = asyncio.Queue()
@@ -25,6 +28,12 @@ class Member:
         self._link = link
         self._answers: dict[int, asyncio.Future[Body]] = {}
         self._asked = 0
+        self.hands: Hands | None = None
+        self._pulse: Pulse | None = None
+        self._pinging: asyncio.Task[None] | None = None
+        if rules is not None:
+            self._pulse = Pulse(link, rules.heartbeat_timeout_s, asyncio.get_running_loop().time)
+            self._pinging = asyncio.create_task(self._pulse.keep())
         self._listening = asyncio.create_task(self._listen())
         self._listening.add_done_callback(self._heard_all)
 
@@ -67,24 +76,35 @@ class Member:
         self._decide(Outcome(code, (f"paceline: {text}",)))
 
     async def close(self) -> None:
-        self._listening.cancel()
-        await asyncio.gather(self._listening, return_exceptions=True)
+        tasks = [task for task in (self._listening, self._pinging) if task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
         await self._link.close()
 
     async def _listen(self) -> None:
         try:
             while (message := await self._link.receive()) is not None:
+                if self._pulse is not None:
+                    self._pulse.heard()
                 self._hear(message)
         except WorldError as error:
             self._decide(Outcome(NO_MEETING, (f"paceline: {error}",)))
+        if self._pulse is not None and self._pulse.silence:
+            said = f"paceline: lost the coordinator (host 0): {self._pulse.silence}; this host's workers are stopped"
+            self._decide(Outcome(NO_MEETING, (said,)))
         self._decide(Outcome(NO_MEETING, ("paceline: lost the coordinator (host 0); its own output says why",)))
 
     def _hear(self, message: Body) -> None:
+        if lend(self.hands, message):
+            return
         match message.get("kind"):
             case "outcome":
                 self._decide(Outcome.from_message(message))
             case "say":
                 self._say(message["line"])
+            case "ping":
+                pass
             case "someone_ended":
                 self.someone_ended = True
             case "pass_on":

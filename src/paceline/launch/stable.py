@@ -31,7 +31,6 @@ import importlib
 import json
 import os
 import selectors
-import shutil
 import signal
 import socket
 import sys
@@ -41,6 +40,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from paceline.launch.folders import remove_folders
 from paceline.launch.worker_main import Assignment, Script, run_worker
 
 PR_SET_PDEATHSIG = 1
@@ -91,8 +91,7 @@ class Stable:
     def end(self) -> None:
         """Leave nothing: no worker, no grandchild, and no run folder where the supervisor was killed before it."""
         self._end_workers()
-        with contextlib.suppress(FileNotFoundError):  # the rule: a supervisor that lives removes its own
-            shutil.rmtree(self._run_folder)
+        remove_folders(self._run_folder)  # the rule: a supervisor that lives has removed its own
 
     def _end_workers(self) -> None:
         """Kill the workers, then what they left behind, adopted grandchildren in groups of their own included."""

@@ -11,28 +11,29 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import shutil
 import signal
 import sys
-import tempfile
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from paceline.elastic.decisions import Rules
+from paceline.elastic.ledger import Ledger
 from paceline.errors import LaunchError
 from paceline.launch.activity import Activity
-from paceline.launch.control_channel import ControlServer
+from paceline.launch.control_channel import Body, ControlServer
 from paceline.launch.decision import Coordinator, Decider
-from paceline.launch.hosts import Address, Arrival, Gathering, Seat, free_port, join
+from paceline.launch.folders import empty, run_folder, vault_folder
+from paceline.launch.hosts import Address, Arrival, Gathering, SealedLink, Seat, free_port, join
 from paceline.launch.member import Member
 from paceline.launch.output import Screen, Stream, WorkerOutput
 from paceline.launch.stable_process import LAST_MOMENT_S, StableProcess
 from paceline.launch.stopping import GRACE_S, NOTICE
-from paceline.launch.verdict import Outcome, signal_name
+from paceline.launch.verdict import ENDED_WELL, Outcome, signal_name
 from paceline.launch.worker_main import STACK_SIGNAL, Script
-from paceline.world import environment
-from paceline.world.world import LOOPBACK, LaunchSettings
+from paceline.launch.worker_place import default_threads, worker_variables
+from paceline.world.world import LOOPBACK, Elasticity, LaunchSettings, World
 
 PRELOADED: tuple[str, ...] = ("torch", "torch.distributed", "torch._dynamo", "torch.nn.parallel.distributed")
 """What the first lines of a training script import; the first optimizer or DDP object imports `torch._dynamo`."""
@@ -44,8 +45,9 @@ PULSE_EVERY_S = 1.0
 STACKS_S = 0.3
 """For a process that hangs to write where; faulthandler needs neither the interpreter's lock nor its main thread."""
 DRAIN_S = 0.5
+HEAR_OUT_S = 0.2
+"""For what a worker that has ended well said last; longer only where a process of its own holds the connection."""
 LAST_WORDS_S = 5.0
-LONGEST_SOCKET_PATH = 100
 
 
 @dataclass(frozen=True)
@@ -74,6 +76,8 @@ class Job:
     servers: int = 0
     keep_memory: bool = False
     grace_s: float = GRACE_S
+    elastic: Rules | None = None
+    ledger: Path | None = None
 
     def __post_init__(self) -> None:
         if self.workers < 1:
@@ -89,11 +93,17 @@ class Job:
                 f"core{'s' if cores > 1 else ''}; use at most {max(cores, SERVERS_ON_ANY_HOST)}"
             )
         if self.hosts is None:
-            settle(self.settings, self.workers)
+            self.settle(self.workers)
+
+    def settle(self, size: int) -> LaunchSettings:
+        """The settings of a job of this many workers; an error where they can't be honoured."""
+        if self.elastic is None:
+            return settle(self.settings, size)
+        self.elastic.check(size)
+        return settle(replace(self.settings, lanes=self.settings.lanes or size), size)  # workers may go, lanes stay
 
 
 def settle(settings: LaunchSettings, size: int) -> LaunchSettings:
-    """The settings of a job of this many workers; an error where they can't be honoured."""
     lanes = settings.lanes
     if lanes is not None and lanes < size:
         raise LaunchError(
@@ -101,33 +111,6 @@ def settle(settings: LaunchSettings, size: int) -> LaunchSettings:
             f"use --workers {lanes}, or --lanes {size} or more (lanes are fixed for the life of a job)"
         )
     return settings
-
-
-def default_threads(settings: LaunchSettings, size: int) -> int | None:
-    """Threads per worker before the engine has its say: a function of lanes, so that bits don't depend on workers."""
-    if settings.threads is not None:
-        return settings.threads
-    if environment.thread_limit() is not None:
-        return None
-    return max(1, len(os.sched_getaffinity(0)) // (settings.lanes or size))
-
-
-def worker_variables(seat: Seat, local_rank: int, control: str) -> dict[str, str]:
-    """One process's environment: ours, and torchrun's names for scripts that know only those."""
-    world = seat.world(local_rank, control)
-    # gloo listens on whatever the host's name resolves to, unless it is told where.
-    gloo = {"GLOO_SOCKET_IFNAME": "lo"} if seat.hosts == 1 else {}
-    return {
-        **environment.worker_environment(world),
-        **gloo,
-        "RANK": str(world.rank),
-        "WORLD_SIZE": str(world.size),
-        "LOCAL_RANK": str(world.local_rank),
-        "LOCAL_WORLD_SIZE": str(world.local_size),
-        "GROUP_RANK": str(world.host_rank),
-        "MASTER_ADDR": seat.master_address,
-        "MASTER_PORT": str(seat.master_port),
-    }
 
 
 async def supervise(job: Job) -> int:
@@ -150,12 +133,12 @@ class Supervisor:
 
     async def run(self) -> int:
         try:
-            with self._signals(), run_folder() as folder:
-                return await self._run(folder)
+            with self._signals(), run_folder() as folder, contextlib.ExitStack() as owned:
+                return await self._run(folder, owned)
         finally:
             self._screen.close(LAST_WORDS_S)
 
-    async def _run(self, folder: Path) -> int:
+    async def _run(self, folder: Path, owned: contextlib.ExitStack) -> int:
         met = await self._meet()
         if met is None:
             self._screen.say("paceline: stopped while waiting for the other hosts")
@@ -165,10 +148,12 @@ class Supervisor:
         control = folder / "control.sock"
         server = ControlServer(control, decider, self._screen.say)
         threads = default_threads(seat.settings, seat.size)
+        vault = owned.enter_context(vault_folder(folder)) if seat.elastic is not None else None
         stable = StableProcess(self._job.script, folder, threads, PRELOADED, keep_memory=self._job.keep_memory)
+        decider.hands = OwnHands(self, stable, server, seat, vault)
         try:
             await server.start()
-            watching = asyncio.create_task(self._watch(stable, seat, str(control)))
+            watching = asyncio.create_task(self._watch(stable, server, decider.hands))
             feeling = asyncio.create_task(self._feel_pulses(decider))
             asking = asyncio.create_task(self._ask_to_stop(stable, seat, decider))
             # Whichever ends first: a report that makes no sense must not leave us waiting for an outcome.
@@ -198,8 +183,9 @@ class Supervisor:
         job, hosts = self._job, self._job.hosts
         if hosts is None:
             port = free_port(LOOPBACK)
-            seat = Seat(0, 1, 0, job.workers, job.workers, job.settings, LOOPBACK, LOOPBACK, port, job.servers)
-            return seat, Coordinator(seat, {}, self._screen.show, self._screen.say, job.grace_s)
+            settings, here = job.settle(job.workers), LOOPBACK
+            seat = Seat(0, 1, 0, job.workers, job.workers, settings, here, here, port, job.servers, job.elastic)
+            return seat, self._coordinate(seat, {})
         meeting = asyncio.create_task(self._meet_hosts(hosts))
         either: set[asyncio.Future[Any]] = {meeting, self._interrupted}
         await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
@@ -211,42 +197,46 @@ class Supervisor:
 
     async def _meet_hosts(self, hosts: Hosts) -> tuple[Seat, Decider]:
         job = self._job
-        arrival = Arrival(hosts.rank, hosts.count, job.workers, job.settings, job.servers)
+        arrival = Arrival(hosts.rank, hosts.count, job.workers, job.settings, job.servers, job.elastic)
         if hosts.rank > 0:
             seat, link = await join(hosts.coordinator, arrival, hosts.secret, hosts.meet_timeout_s)
-            return seat, Member(link, self._screen.say)
+            return seat, Member(link, self._screen.say, seat.elastic)
         gathering = Gathering(hosts.coordinator, arrival, hosts.secret, self._screen.say)
-        seat, links = await gathering.meet(hosts.meet_timeout_s, lambda size: settle(job.settings, size))
-        return seat, Coordinator(seat, links, self._screen.show, self._screen.say, job.grace_s)
+        seat, links = await gathering.meet(hosts.meet_timeout_s, job.settle)
+        return seat, self._coordinate(seat, links)
 
-    async def _watch(self, stable: StableProcess, seat: Seat, control: str) -> None:
+    def _coordinate(self, seat: Seat, links: Mapping[int, SealedLink]) -> Coordinator:
+        ledger = Ledger(self._job.ledger)
+        return Coordinator(seat, links, self._screen.show, self._screen.say, self._job.grace_s, ledger)
+
+    async def _watch(self, stable: StableProcess, server: ControlServer, hands: OwnHands) -> None:
         """Pass on what the stable reports, from `ready` to the last exit."""
         assert self._decider is not None
         while (message := await stable.receive()) is not None:
             match message["kind"]:
                 case "ready":
-                    for local_rank in range(seat.processes):
-                        self._start_worker(stable, seat, local_rank, control)
+                    hands.start_all()
                 case "started":
                     self._running[message["rank"]] = message["pid"]
+                    server.welcome(message["pid"])
                     self._decider.started(message["rank"], message["pid"])
                 case "exited":
-                    del self._running[message["rank"]]
+                    pid = self._running.pop(message["rank"])
                     if not self._running:
                         self._all_ended.set()
+                    if message["status"] in ENDED_WELL:
+                        await server.hear_out(pid, HEAR_OUT_S)
+                    else:
+                        server.retire(pid)
                     self._decider.exited(message["rank"], message["status"])
         self._decider.broken(*await self._explain_end(stable))
 
-    def _start_worker(self, stable: StableProcess, seat: Seat, local_rank: int, control: str) -> None:
-        world = seat.world(local_rank, control)
-        prefix = (
-            b"" if seat.size + seat.servers == 1 else f"[{world.name if world.is_server else world.rank}] ".encode()
-        )
-        pipes = {stream: os.pipe() for stream in Stream}
-        variables = worker_variables(seat, local_rank, control)
-        stable.start_worker(world.rank, control, variables, [writing for _, writing in pipes.values()])
-        for stream, (reading, writing) in pipes.items():
-            os.close(writing)
+    def listen_to(self, world: World, pipes: Mapping[Stream, int]) -> None:
+        """Show what a new process writes, each line with its name before it."""
+        alone = world.size + world.servers == 1
+        prefix = b"" if alone else f"[{world.name if world.is_server else world.rank}] ".encode()
+        self._outputs = [output for output in self._outputs if output.is_open]
+        for stream, reading in pipes.items():
             self._outputs.append(WorkerOutput(reading, world.rank, stream, prefix, self._screen, self._loop))
 
     async def _explain_end(self, stable: StableProcess) -> tuple[str, int]:
@@ -363,15 +353,42 @@ class Supervisor:
                 self._decider.leave_now(number)
 
 
-@contextlib.contextmanager
-def run_folder() -> Iterator[Path]:
-    """A folder that only this user can enter, gone when the job is. Its name must fit a Unix socket address."""
-    place = tempfile.gettempdir()
-    if len(place) > LONGEST_SOCKET_PATH - len("/paceline-12345678/control.sock"):
-        place = "/tmp"
-    folder = Path(tempfile.mkdtemp(prefix="paceline-", dir=place))
-    try:
-        yield folder
-    finally:
-        with contextlib.suppress(FileNotFoundError):  # a stable that was told twice may have been quicker
-            shutil.rmtree(folder)
+class OwnHands:
+    """What whoever decides does to the processes of this host."""
+
+    def __init__(
+        self, supervisor: Supervisor, stable: StableProcess, server: ControlServer, seat: Seat, vault: Path | None
+    ) -> None:
+        self._supervisor, self._stable, self._server = supervisor, stable, server
+        self._seat, self._vault = seat, vault
+
+    def start_all(self) -> None:
+        for local_rank in range(self._seat.processes):
+            self._start(local_rank, 0)
+
+    def push(self, rank: int, kind: str, body: Body) -> None:
+        self._server.push(rank, kind, body)
+
+    def fence(self, rank: int) -> None:
+        self._stable.signal_worker(rank, signal.SIGKILL)
+
+    def start(self, rank: int, incarnation: int) -> None:
+        self._start(rank - self._seat.first_rank, incarnation)
+
+    def empty_vault(self) -> None:
+        if self._vault is not None:
+            empty(self._vault)
+
+    def _start(self, local_rank: int, incarnation: int) -> None:
+        rules, vault = self._seat.elastic, self._vault
+        elastic = (
+            None if rules is None else Elasticity(incarnation, None if vault is None else str(vault), rules.copies)
+        )
+        control = str(self._server.path)
+        world = self._seat.world(local_rank, control, elastic)
+        pipes = {stream: os.pipe() for stream in Stream}
+        outputs = [writing for _, writing in pipes.values()]
+        self._stable.start_worker(world.rank, control, worker_variables(world, self._seat), outputs)
+        for writing in outputs:
+            os.close(writing)
+        self._supervisor.listen_to(world, {stream: reading for stream, (reading, _) in pipes.items()})

@@ -20,6 +20,7 @@ Exit codes of `paceline run`:
 |       | or hung when the others had ended                                                    |
 | 2     | wrong usage or bad input, found before anything started                              |
 | 3     | the workers or hosts could not meet, or lost each other                              |
+| 4     | an elastic job has fewer workers left than --min-workers                             |
 | 75    | stopped on request: a signal ended the loop after a step; start again to continue    |
 | 128+n | a worker or server was killed by signal n (137: SIGKILL, 139: segmentation fault)    |
 | 130   | Ctrl-C (SIGINT), and the workers did not stop by themselves                          |
@@ -220,20 +221,21 @@ def _same_error_everywhere(processes: Sequence[Process], root: Process) -> str |
     return f"{everyone} raised {first.type}{root.at_step}: {first.text}"
 
 
-def happened(process: Process, processes: Sequence[Process]) -> str:
-    """What befell a process that failed, without its name."""
+def happened(process: Process, processes: Sequence[Process], where: str | None = None) -> str:
+    """What befell a process that failed, without its name; `where` it was, if somebody knows better than itself."""
+    at = process.at_step if where is None else f" {where}"
     if process.raised is not None:
         said = process.raised.text if process.raised.ours else process.raised.summary
-        return f"raised {process.raised.type}{process.at_step}" + (f": {said}" if said else "")
+        return f"raised {process.raised.type}{at}" + (f": {said}" if said else "")
     if process.status is not None and process.status < 0:
         hint = _of_what(process) if -process.status == signal.SIGKILL else ""
-        return f"was killed by {signal_name(-process.status)}{process.at_step}{hint}"
+        return f"was killed by {signal_name(-process.status)}{at}{hint if where is None or hint[:1] == ':' else ''}"
     if process.left_early:
         others = [p for p in processes if p is not process and not p.is_server]
         training = [p for p in others if not (p.ended and not p.is_failure)]
         left = "1 other was" if len(training) == 1 else f"{len(training)} others were"
-        return f"exited with code {process.status}{process.at_step} while {left} still training"
-    return f"exited with code {process.status}{process.at_step}"
+        return f"exited with code {process.status}{at} while {left} still training"
+    return f"exited with code {process.status}{at}"
 
 
 def _of_what(process: Process) -> str:

@@ -11,11 +11,13 @@ A server is born the same way and runs the same script, as far as the line where
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import os
 import runpy
 import signal
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Mapping
@@ -32,6 +34,7 @@ STACK_SIGNAL = int(signal.SIGRTMAX) - 1
 
 REPORT_TIMEOUT_S = 5.0
 LAST_BREATH_S = 0.05
+BEAT_EVERY_S = 0.25
 
 
 @dataclass(frozen=True)
@@ -60,27 +63,62 @@ def run_worker(assignment: Assignment, script: Script) -> NoReturn:
     environment.enter(assignment.variables)
     faulthandler.register(STACK_SIGNAL)
     _differ_from_siblings()
+    heart = Heart.start(assignment) if "PACELINE_INCARNATION" in assignment.variables else None
     try:
         names = run_script(script)
     except SystemExit:
-        _let_threads_finish()
+        _let_threads_finish(heart)
         raise  # the script's own choice; the supervisor reads the code
     except BaseException as error:
         sys.stdout.flush()
         _report(error, assignment)
         sys.exit(1)
-    _let_threads_finish()
+    _let_threads_finish(heart)
     del names
     sys.exit(0)
 
 
-def _let_threads_finish() -> None:
+class Heart:
+    """Tells that this process is alive, from a thread and a connection of its own, whatever the script is doing."""
+
+    def __init__(self, client: ControlClient) -> None:
+        self._client = client
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._beat, name="paceline-heartbeat", daemon=True)
+
+    @classmethod
+    def start(cls, assignment: Assignment) -> Heart | None:
+        try:
+            heart = cls(ControlClient.connect(assignment.control, assignment.rank, timeout_s=REPORT_TIMEOUT_S))
+        except WorldError:  # the job is ending already
+            return None
+        heart._thread.start()
+        return heart
+
+    def stop(self) -> None:
+        """The script has ended. What the interpreter takes apart now may take long, and no thread runs any more."""
+        self._stopped.set()
+        self._thread.join(timeout=BEAT_EVERY_S)
+
+    def _beat(self) -> None:
+        while True:
+            ending = self._stopped.is_set()
+            with contextlib.suppress(WorldError):  # a supervisor that is stopped takes nothing; it counts anew later
+                self._client.tell("heartbeat", ending=ending)
+            if ending:
+                return
+            self._stopped.wait(BEAT_EVERY_S)
+
+
+def _let_threads_finish(heart: Heart | None) -> None:
     """Give torch's threads the interpreter lock once more before the script's objects are taken apart.
 
     A gloo thread may still wait for the lock to drop the last collective, and the destructor of its process group holds
     the lock while it waits for the thread: seen here as a hang, under torchrun as "terminate called without an active
     exception".
     """
+    if heart is not None:
+        heart.stop()
     time.sleep(LAST_BREATH_S)
 
 

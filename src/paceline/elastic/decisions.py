@@ -1,0 +1,123 @@
+"""What the coordinator of an elastic job may decide, as values: `membership` makes them, the launcher carries them out.
+
+| decision  | carried out as                                                                                    |
+|-----------|---------------------------------------------------------------------------------------------------|
+| Commit    | a row of the ledger, then `elastic.commit` to the members                                         |
+| Regroup   | `elastic.generation` to the members; whoever waits for keys of older generations hears that it's over |
+| Fence     | SIGKILL, by the supervisor of the slot's host                                                     |
+| Replace   | a fresh process in the slot                                                                       |
+| Refuse    | `elastic.refused` to a process that wants to join and doesn't fit                                 |
+| Wait      | `elastic.wait` to one that stands in front of a loop which the members have left                  |
+| Rewind    | the ledger forgets the steps after this one: the job has resumed from a checkpoint                |
+| StartAnew | nobody is left: every slot gets a fresh process, and they meet as at the start                    |
+| Say       | one line for people                                                                               |
+| End       | the job is over                                                                                   |
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from paceline.errors import LaunchError
+
+TOO_FEW_LEFT = 4
+"""Exit code: fewer workers are left than `--min-workers`."""
+
+
+@dataclass(frozen=True)
+class Rules:
+    """What the flags of an elastic job say; None for `max_workers` is the number that it starts with."""
+
+    min_workers: int = 1
+    max_workers: int | None = None
+    restart_workers: bool = True
+    heartbeat_timeout_s: float = 5.0
+    step_timeout_s: float = 600.0
+    regroup_timeout_s: float = 60.0
+    copies: int = 2
+
+    def __post_init__(self) -> None:
+        for name in ("heartbeat_timeout_s", "step_timeout_s", "regroup_timeout_s"):
+            if not 0 < getattr(self, name) < float("inf"):
+                flag = name.replace("_", "-")
+                raise LaunchError(f"--{flag} {getattr(self, name):g}; it must be a number of seconds above 0")
+        if self.min_workers < 1:
+            raise LaunchError(f"--min-workers {self.min_workers}; a job has at least one worker")
+        if self.copies < 1:
+            raise LaunchError(f"--copies {self.copies}; of sharded state there is at least one copy")
+
+    def check(self, workers: int) -> None:
+        """Whether a job of so many workers can be held to them."""
+        most = workers if self.max_workers is None else self.max_workers
+        if not self.min_workers <= workers <= most:
+            bounds = f"--min-workers {self.min_workers}" + (f" and --max-workers {most}" if most != workers else "")
+            raise LaunchError(
+                f"{workers} workers, but {bounds}; a job starts with at least the fewest and at most the most"
+            )
+
+
+@dataclass(frozen=True)
+class Commit:
+    step: int
+    update: int
+    generation: int
+    members: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Regroup:
+    generation: int
+    members: tuple[int, ...]
+    joining: tuple[int, ...]
+    step: int
+    why: str
+
+
+@dataclass(frozen=True)
+class Fence:
+    slot: int
+
+
+@dataclass(frozen=True)
+class Replace:
+    slot: int
+    incarnation: int
+
+
+@dataclass(frozen=True)
+class Refuse:
+    slot: int
+    why: str
+
+
+@dataclass(frozen=True)
+class Wait:
+    slot: int
+    loop: int
+
+
+@dataclass(frozen=True)
+class Rewind:
+    step: int
+
+
+@dataclass(frozen=True)
+class StartAnew:
+    start: int
+
+
+@dataclass(frozen=True)
+class Say:
+    line: str
+
+
+@dataclass(frozen=True)
+class End:
+    """`code` None: the launcher judges by what it knows of the processes."""
+
+    code: int | None
+    why: str = ""
+
+
+Decision: TypeAlias = Commit | Regroup | Fence | Replace | Refuse | Wait | Rewind | StartAnew | Say | End

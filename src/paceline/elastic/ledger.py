@@ -1,0 +1,103 @@
+"""The ledger: which steps were committed, in which generation, by whom. One line of JSON each, written as it happens.
+
+    {"step":7,"update":0,"generation":1,"members":[0,1,2,3]}
+    {"step":8,"update":0,"generation":2,"members":[0,1,3]}       worker 2 was lost, and the step redone
+    {"rewound_to":5}                                             nobody was left; resumed from a checkpoint: 6… are void
+
+No step stands in it twice, ever: a second row raises before it is written.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+from paceline.errors import WorldError
+
+
+@dataclass(frozen=True)
+class Row:
+    step: int
+    update: int
+    generation: int
+    members: tuple[int, ...]
+
+    @property
+    def place(self) -> tuple[int, int]:
+        return self.step, self.update
+
+    def as_line(self) -> str:
+        members = list(self.members)
+        fields = {"step": self.step, "update": self.update, "generation": self.generation, "members": members}
+        return json.dumps(fields, separators=(",", ":")) + "\n"
+
+
+class Ledger:
+    """The rows of this job; in a file too where one was asked for, which an earlier run of the job may have begun."""
+
+    def __init__(self, path: Path | None = None) -> None:
+        self._rows: dict[tuple[int, int], Row] = {}
+        self._file: IO[str] | None = None
+        if path is not None:
+            try:
+                torn = path.exists() and not path.read_bytes().endswith(b"\n") and path.stat().st_size > 0
+                if path.exists():
+                    self._rows = {row.place: row for row in read_ledger(path)}
+                self._file = path.open("a", encoding="utf-8")
+                if torn:  # its writer was killed in the middle of a line
+                    self._write("\n")
+            except OSError as error:
+                raise WorldError(f"--ledger {path} can't be written: {error.strerror or error}") from error
+
+    @property
+    def rows(self) -> tuple[Row, ...]:
+        return tuple(self._rows.values())
+
+    def commit(self, row: Row) -> None:
+        if row.place in self._rows:
+            raise WorldError(f"step {row.step} (update {row.update}) was committed already: {self._rows[row.place]}")
+        self._rows[row.place] = row
+        self._write(row.as_line())
+
+    def rewind(self, step: int) -> None:
+        """The job goes on from the end of `step`; what came after it is void."""
+        kept = {place: row for place, row in self._rows.items() if row.step <= step}
+        if len(kept) < len(self._rows):
+            self._rows = kept
+            self._write(json.dumps({"rewound_to": step}) + "\n")
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def _write(self, line: str) -> None:
+        if self._file is not None:
+            self._file.write(line)
+            self._file.flush()
+
+
+def read_ledger(path: Path) -> list[Row]:
+    """The rows that hold; a line that its writer did not live to finish is none."""
+    rows: dict[tuple[int, int], Row] = {}
+    for number, fields in _lines(path):
+        if "rewound_to" in fields:
+            rows = {place: row for place, row in rows.items() if row.step <= fields["rewound_to"]}
+            continue
+        row = Row(fields["step"], fields["update"], fields["generation"], tuple(fields["members"]))
+        if row.place in rows:
+            raise WorldError(f"{path}, line {number}: step {row.step} (update {row.update}) is committed a second time")
+        rows[row.place] = row
+    return list(rows.values())
+
+
+def _lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+        try:
+            yield number, json.loads(line)
+        except ValueError:
+            if line.strip() and not line.startswith("{"):
+                raise WorldError(f"{path}, line {number}: not a row of a ledger: {line[:80]!r}") from None

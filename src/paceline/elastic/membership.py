@@ -1,0 +1,427 @@
+"""Who belongs to an elastic job, and which steps are done: events in, decisions out, no process and no clock.
+
+    members compute ─▶ READY of all, with equal checks ─▶ Commit (once, ever) ─▶ newcomers, if there are any
+    a death, a silence, a difference ─▶ Regroup: a new generation of those who are left redoes the step
+
+Only the coordinator has a `Membership`, so there is one place where a step is committed. What a process says counts
+only as long as it stands in its slot: a fenced one is never heard again. `now` is the caller's clock.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection
+
+from paceline.elastic.decisions import (
+    TOO_FEW_LEFT,
+    Commit,
+    Decision,
+    End,
+    Fence,
+    Refuse,
+    Regroup,
+    Replace,
+    Rewind,
+    Rules,
+    Say,
+    StartAnew,
+    Wait,
+)
+from paceline.elastic.slots import PRESENT, Facts, Ready, Slot, Standing, difference, named, workers
+
+LATE_TICK_S = 1.0
+"""A tick that comes so late means that we were stopped or starved; others' silence proves nothing then."""
+FIRST_BEAT_S = 5.0
+"""What a new process gets on top of the heartbeat's deadline, to be born."""
+SETTLE_S = 0.15
+"""Broken connections are told before the death that broke them is known."""
+DYING_S = 2.0
+MOST_BREAKS = 5
+MOST_STARTS = 3
+MOST_ATTEMPTS = 5
+WHOLE_STEP = 1 << 62
+"""As the update of a step that is done with all its updates."""
+
+
+class Membership:
+    def __init__(self, size: int, rules: Rules) -> None:
+        self.rules = rules
+        self.slots = [Slot(number) for number in range(size)]
+        self.generation = 1
+        self.running = False
+        """Everyone has entered the loop; before that a fault is one of starting up, and the launcher's to judge."""
+        self.stopping = False
+        """The job was asked to stop: nobody is replaced any more."""
+        self.over = False
+        self._committed = (0, WHOLE_STEP)
+        self._starts = 0
+        self._breaks = 0
+        self._ties = 0
+        self._broken: tuple[float, str] | None = None
+        self._ready_since: float | None = None
+        self._regrouping_since: float | None = None
+        self._newcomers: set[int] = set()
+        self._raised_in: set[tuple[int, int]] = set()
+        self._ticked_at: float | None = None
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        """Of the current generation; before it has begun, whoever started."""
+        return tuple(slot.number for slot in self.slots if self._counts(slot))
+
+    @property
+    def step(self) -> int:
+        """The last committed."""
+        return self._committed[0]
+
+    @property
+    def where(self) -> str:
+        """What is being worked on, in words."""
+        step, update = self._committed
+        if any(slot.in_loop for slot in self._member_slots()):
+            return f"in step {step + 1 if update == WHOLE_STEP or update == 0 else step}"
+        return f"after step {step}" if step else "while starting"
+
+    def _counts(self, slot: Slot) -> bool:
+        if not self.running:
+            return slot.standing in (Standing.STARTING, Standing.MEMBER)
+        return slot.standing is Standing.MEMBER
+
+    def _member_slots(self) -> list[Slot]:
+        return [slot for slot in self.slots if self._counts(slot)]
+
+    # ---- what processes say -------------------------------------------------------------------------------
+
+    def started(self, slot: int, now: float) -> list[Decision]:
+        self.slots[slot].heard_at = now
+        return []
+
+    def beat(self, slot: int, now: float, *, ending: bool = False) -> list[Decision]:
+        """A heartbeat; the last one says that the script has ended, and what is left of the process may take long."""
+        self.slots[slot].heard_at, self.slots[slot].beating = now, True
+        self.slots[slot].ending = ending
+        return []
+
+    def entered(self, slot: int, loop: int, step: int, facts: Facts, now: float) -> list[Decision]:
+        one = self.slots[slot]
+        if not self._counts(one):
+            return []
+        one.standing, one.loop, one.in_loop, one.entered_at, one.facts = Standing.MEMBER, loop, True, step, facts
+        members = self._member_slots()
+        if any(other.standing is not Standing.MEMBER or not other.in_loop for other in members):
+            return []
+        if len({other.loop for other in members}) > 1:
+            return []
+        first, self.running = not self.running, True
+        begun = self._take_up(step, members, first=first)
+        return begun if self.over else [*begun, *self._call_in(loop), *self._refill(now)]
+
+    def _take_up(self, step: int, members: list[Slot], *, first: bool) -> list[Decision]:
+        """The loop begins where all of them say that it does: at the step that a checkpoint left, or that was last."""
+        said = {other.number: other.entered_at for other in members if other.entered_at is not None}
+        if len(set(said.values())) > 1:
+            told = ", ".join(f"worker {number} after step {at}" for number, at in said.items())
+            return self._end(1, f"the workers begin at different steps ({told}); they loaded different checkpoints?")
+        elsewhere = step != self.step
+        if elsewhere:
+            self._committed = (step, WHOLE_STEP)
+        return [Rewind(step)] if elsewhere or first else []
+
+    def _call_in(self, loop: int) -> list[Decision]:
+        late = (slot for slot in self.slots if slot.standing is Standing.WAITING and 0 < slot.loop < loop)
+        return [Wait(slot.number, loop) for slot in late]
+
+    def left(self, slot: int, loop: int) -> list[Decision]:
+        one = self.slots[slot]
+        if one.standing is Standing.MEMBER and one.loop == loop:
+            one.in_loop = False
+        return []
+
+    def readied(self, slot: int, generation: int, ready: Ready, now: float) -> list[Decision]:
+        one = self.slots[slot]
+        if one.standing is not Standing.MEMBER or generation != self.generation or not self.running or self.over:
+            return []
+        if ready.place <= self._committed:
+            return self._end(
+                1,
+                f"worker {slot} is ready for step {ready.step}, but step {self.step} is committed already; "
+                "do all workers load the same checkpoint?",
+            )
+        one.ready = ready
+        if self._ready_since is None:
+            self._ready_since = now
+        members = self._member_slots()
+        readies = {other.number: other.ready for other in members if other.ready is not None}
+        return self._compare(readies, now) if len(readies) == len(members) else []
+
+    def _compare(self, readies: dict[int, Ready], now: float) -> list[Decision]:
+        """All are ready: for the same step, and with the same result?"""
+        if len({ready.place for ready in readies.values()}) > 1:
+            told = ", ".join(f"worker {number} for step {ready.step}" for number, ready in readies.items())
+            return self._end(1, f"the workers are ready for different steps: {told}")
+        first = next(iter(readies.values()))
+        checks = Counter(ready.check for ready in readies.values() if ready.check)
+        if len(checks) > 1:
+            return self._disagree(first, {n: ready.check for n, ready in readies.items() if ready.check}, now)
+        self._committed = first.place
+        self._breaks = self._ties = 0
+        self._broken = self._ready_since = None
+        members = self.members
+        for slot in self._member_slots():
+            slot.ready = None
+        commit = Commit(first.step, first.update, self.generation, members)
+        return [commit, *(self._admit(now) if all(ready.more for ready in readies.values()) else [])]
+
+    def _disagree(self, ready: Ready, checks: dict[int, int], now: float) -> list[Decision]:
+        """Full copies that should be equal are not: what the majority has is right."""
+        most, holders = Counter(checks.values()).most_common(1)[0]
+        where = f"in step {ready.step}"
+        if holders * 2 > len(checks):
+            wrong = [number for number, check in checks.items() if check != most]
+            right = named([number for number, check in checks.items() if check == most])
+            how = f"weights differ from those of {right} {where}: silent corruption"
+            return self._drop([(number, f"{number}'s {how}") for number in wrong], now, fence=True)
+        self._ties += 1
+        both = named(list(checks))
+        if self._ties > 1:
+            return self._end(1, f"the weights of {both} differ {where}, twice: silent corruption, and nobody "
+                                "can say whose are right")  # fmt: skip
+        why = f"the weights of {both} differ {where}; the step is done again"
+        return [Say(why), *self._regroup(why, now)]
+
+    def failed(self, slot: int, generation: int, why: str, now: float) -> list[Decision]:
+        """Communication broke, though nobody has died so far as the slot knows."""
+        if self.slots[slot].standing is Standing.MEMBER and generation == self.generation and self._broken is None:
+            self._broken = (now, f"worker {slot}: {why}")
+        return []
+
+    def grouped(self, slot: int, generation: int) -> list[Decision]:
+        one = self.slots[slot]
+        if one.standing is not Standing.MEMBER or generation != self.generation:
+            return []
+        one.grouped = True
+        if all(other.grouped for other in self._member_slots()):
+            self._regrouping_since = None
+        if slot not in self._newcomers:
+            return []
+        self._newcomers.discard(slot)
+        one.attempts = 0
+        return [Say(f"worker {slot} is back after step {self.step}")]
+
+    def asks_to_join(self, slot: int, loop: int, facts: Facts) -> list[Decision]:
+        """It stands in front of this loop; 0: of whichever the members are in."""
+        one = self.slots[slot]
+        if one.standing not in (Standing.STARTING, Standing.WAITING) or not self.running:
+            return []
+        members = self._member_slots()
+        known = members[0].facts if members else {}
+        if unlike := difference(known, facts):
+            one.closed = unlike
+            why = f"worker {slot}'s replacement does not fit: {unlike}"
+            return [Refuse(slot, why), Say(f"{why}; its place stays empty")]
+        one.standing, one.loop, one.facts = Standing.WAITING, loop, facts
+        now_in = max((member.loop for member in members if member.in_loop), default=0)
+        return [Wait(slot, now_in)] if 0 < loop < now_in else []
+
+    def _admit(self, now: float) -> list[Decision]:
+        """Those who wait in front of the loop that the members are in."""
+        loop = self._member_slots()[0].loop
+        joining = [slot for slot in self.slots if slot.standing is Standing.WAITING and slot.loop in (0, loop)]
+        if not joining:
+            return []
+        for slot in joining:
+            slot.standing, slot.loop, slot.in_loop, slot.entered_at = Standing.MEMBER, loop, True, None
+        numbers = [slot.number for slot in joining]
+        self._newcomers.update(numbers)
+        return self._regroup(f"{named(numbers)} joined after step {self.step}", now, joining=numbers)
+
+    # ---- what happens to them -----------------------------------------------------------------------------
+
+    def raised(self, slot: int, how: str, now: float, *, cause: bool = True) -> list[Decision]:
+        """An exception escaped the script; the process will end in a moment. `cause`: it is not another's fault."""
+        return self._drop([(slot, f"{slot} {how}")], now, code_failed=cause)
+
+    def died(self, slot: int, how: str, now: float, *, by_code: bool = False) -> list[Decision]:
+        """Its process is gone; `by_code`: by an exit that the script chose."""
+        one = self.slots[slot]
+        known = one.standing in (Standing.FENCED, Standing.DYING)
+        decided = [] if known else self._drop([(slot, f"{slot} {how}")], now, code_failed=by_code)
+        one.vacate()
+        return decided if self.over else [*decided, *self._refill(now)]
+
+    def ended_well(self, slot: int, now: float) -> list[Decision]:
+        one = self.slots[slot]
+        if one.standing is Standing.MEMBER and one.in_loop and self.running:
+            return self.died(slot, f"left the job {self.where}, while others were training", now, by_code=True)
+        if one.standing is Standing.MEMBER or not self.running:
+            one.standing, one.ready, one.grouped = Standing.FINISHED, None, True
+            return []
+        one.attempts += 1
+        one.vacate()
+        return []
+
+    def host_lost(self, slots: Collection[int], why: str, now: float) -> list[Decision]:
+        """All at once; nobody can be started there any more."""
+        there = [(number, f"{number} went with it") for number in slots if self.slots[number].standing in PRESENT]
+        for number in slots:
+            self.slots[number].closed = why
+        decided = self._drop(there, now, said=why)
+        for number in slots:
+            if self.slots[number].standing is not Standing.FINISHED:
+                self.slots[number].vacate()
+        return decided
+
+    def _drop(
+        self,
+        fallen: list[tuple[int, str]],
+        now: float,
+        *,
+        fence: bool = False,
+        code_failed: bool = False,
+        said: str = "",
+    ) -> list[Decision]:
+        """Take processes out of the job, and go on with those who are left."""
+        fallen = [(number, how) for number, how in fallen if self.slots[number].standing in PRESENT]
+        if not fallen:
+            return [Say(said)] if said else []
+        members = self.members
+        decided: list[Decision] = []
+        for number, _ in fallen:
+            slot = self.slots[number]
+            slot.attempts += slot.standing is not Standing.MEMBER or number in self._newcomers
+            self._newcomers.discard(number)
+            slot.standing, slot.since, slot.ready = Standing.FENCED if fence else Standing.DYING, now, None
+            slot.in_loop = False
+            decided += [Fence(number)] if fence else []
+        what = said or "; ".join(f"worker {how}" for _, how in fallen)
+        if not self.running:
+            return [*decided, Say(f"{what}; it is stopped")] if fence else decided
+        was_member = any(number in members for number, _ in fallen)
+        if code_failed and was_member:
+            if self._committed in self._raised_in:
+                return [
+                    *decided,
+                    *self._end(None, f"{what}; the same step failed before: it is the code, not the machine"),
+                ]
+            self._raised_in.add(self._committed)
+        return [*decided, *self._go_on(what, was_member, [number for number, _ in fallen], now)]
+
+    def _go_on(self, what: str, was_member: bool, fallen: list[int], now: float) -> list[Decision]:
+        left = len(self._member_slots())
+        finished = any(slot.standing is Standing.FINISHED for slot in self.slots)
+        if was_member and not left:
+            if finished:
+                return self._end(None, what)
+            return self._start_anew(what)
+        if was_member and left < self.rules.min_workers:
+            rest = f"{workers(left)} left, and --min-workers is {self.rules.min_workers}"
+            return self._end(TOO_FEW_LEFT, f"{what}; {rest}")
+        in_time = any(slot.in_loop for slot in self._member_slots())
+        replaced = in_time and any(self._may_refill(self.slots[number]) for number in fallen)
+        and_so = ", a replacement starts" if replaced else ""
+        if not was_member:
+            refused = all(self.slots[number].closed for number in fallen)
+            return [] if refused else [Say(f"{what}, before it had joined{and_so or '; its place stays empty'}")]
+        goes_on = "go on" if left > 1 else "goes on"
+        return [Say(f"{what}; {workers(left)} {goes_on}{and_so}"), *self._regroup(what, now)]
+
+    def _start_anew(self, what: str) -> list[Decision]:
+        """No copy of the state is left: begin again, from a checkpoint if the script resumes from one."""
+        stays_empty = any(slot.closed for slot in self.slots)
+        if not self.rules.restart_workers or self._starts == MOST_STARTS or self.stopping or stays_empty:
+            return self._end(TOO_FEW_LEFT, f"{what}; no worker is left")
+        self._starts += 1
+        self.generation, self.running = 1, False
+        self._breaks = self._ties = 0
+        self._broken = self._ready_since = self._regrouping_since = None
+        self._newcomers.clear()
+        self.slots = [Slot(slot.number) for slot in self.slots]
+        said = f"{what}; no worker is left: all start anew ({self._starts} of at most {MOST_STARTS} times)"
+        return [Say(said), StartAnew(self._starts)]
+
+    def _regroup(self, why: str, now: float, joining: Collection[int] = ()) -> list[Decision]:
+        self.generation += 1
+        self._broken = self._ready_since = None
+        self._regrouping_since = now
+        for slot in self._member_slots():
+            slot.ready, slot.grouped = None, not slot.in_loop
+        return [Regroup(self.generation, self.members, tuple(sorted(joining)), self.step, why)]
+
+    def _may_refill(self, slot: Slot) -> bool:
+        allowed = self.rules.restart_workers and not self.stopping and not slot.closed
+        return allowed and slot.attempts < MOST_ATTEMPTS
+
+    def _refill(self, now: float) -> list[Decision]:
+        """Fresh processes for vacant slots, as long as there is a loop that they could join."""
+        if self.over or not any(slot.in_loop for slot in self._member_slots()):
+            return []
+        vacant = [slot for slot in self.slots if slot.standing is Standing.VACANT and self._may_refill(slot)]
+        for slot in vacant:
+            slot.incarnation += 1
+            slot.standing, slot.heard_at, slot.beating, slot.ending = Standing.STARTING, now, False, False
+            slot.loop, slot.entered_at = 0, None
+        return [Replace(slot.number, slot.incarnation) for slot in vacant]
+
+    def _end(self, code: int | None, why: str) -> list[Decision]:
+        self.over = True
+        return [End(code, why)]
+
+    # ---- deadlines ----------------------------------------------------------------------------------------
+
+    def tick(self, now: float) -> list[Decision]:
+        """What time alone brings; call it a few times a second."""
+        late = self._ticked_at is not None and now - self._ticked_at > LATE_TICK_S
+        self._ticked_at = now
+        if self.over:
+            return []
+        if late:
+            self._count_anew(now)
+            return []
+        decided = [Fence(slot.number) for slot in self.slots if self._lingers(slot, now)]
+        return [*decided, *self._fence_silent(now), *self._fence_late(now), *self._mend(now)]
+
+    def _count_anew(self, now: float) -> None:
+        for slot in self.slots:
+            slot.heard_at = now if slot.heard_at is not None else None
+        self._ready_since = now if self._ready_since is not None else None
+        self._regrouping_since = now if self._regrouping_since is not None else None
+
+    def _lingers(self, slot: Slot, now: float) -> bool:
+        """It has failed, said why, and does not go."""
+        if slot.standing is not Standing.DYING or now - slot.since < DYING_S:
+            return False
+        slot.standing = Standing.FENCED
+        return True
+
+    def _fence_silent(self, now: float) -> list[Decision]:
+        limit_s = self.rules.heartbeat_timeout_s
+        silent = [
+            slot.number
+            for slot in self.slots
+            if slot.standing in PRESENT and not slot.ending and slot.heard_at is not None
+            and now - slot.heard_at > limit_s + (0 if slot.beating else FIRST_BEAT_S)
+        ]  # fmt: skip
+        said = [(number, f"{number} gave no sign of life for {limit_s:g} s {self.where}") for number in silent]
+        return self._drop(said, now, fence=True) if said else []
+
+    def _fence_late(self, now: float) -> list[Decision]:
+        """Alive, and yet not coming: to the step that others are ready for, or to the new generation."""
+        step_s, regroup_s = self.rules.step_timeout_s, self.rules.regroup_timeout_s
+        if self._ready_since is not None and now - self._ready_since > step_s:
+            slow, limit_s = [slot for slot in self._member_slots() if slot.ready is None], step_s
+        elif self._regrouping_since is not None and now - self._regrouping_since > regroup_s:
+            slow, limit_s = [slot for slot in self._member_slots() if not slot.grouped], regroup_s
+        else:
+            return []
+        self._ready_since = self._regrouping_since = None
+        told = f"is alive, but {limit_s:g} s late {self.where}"
+        return self._drop([(slot.number, f"{slot.number} {told}") for slot in slow], now, fence=True)
+
+    def _mend(self, now: float) -> list[Decision]:
+        if self._broken is None or now - self._broken[0] < SETTLE_S or self.over:
+            return []
+        why = self._broken[1]
+        self._breaks += 1
+        if self._breaks > MOST_BREAKS:
+            return self._end(1, f"the workers lost each other {self._breaks} times {self.where}; the last: {why}")
+        return [Say(f"the workers lost each other {self.where} ({why}); they meet again"), *self._regroup(why, now)]

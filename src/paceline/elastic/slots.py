@@ -1,0 +1,88 @@
+"""A slot: one place in an elastic job, given to one process after the other, and what is known of the one in it.
+
+STARTING ─enter─▶ MEMBER ─ended well─▶ FINISHED
+STARTING ─join──▶ WAITING ─admitted──▶ MEMBER            a replacement, of incarnation 1, 2, …
+any of them ─▶ FENCED or DYING ─its exit─▶ VACANT ─▶ STARTING
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import TypeAlias
+
+Facts: TypeAlias = Mapping[str, str | int]
+"""What must be the same in every worker for the same bits: versions, script, lanes, threads, …"""
+
+
+class Standing(Enum):
+    STARTING = "starting"
+    MEMBER = "member"
+    WAITING = "waiting"
+    DYING = "dying"
+    FENCED = "fenced"
+    VACANT = "vacant"
+    FINISHED = "finished"
+
+
+PRESENT = (Standing.STARTING, Standing.MEMBER, Standing.WAITING)
+
+
+@dataclass(frozen=True)
+class Ready:
+    step: int
+    update: int
+    check: int
+    more: bool
+
+    @property
+    def place(self) -> tuple[int, int]:
+        return self.step, self.update
+
+
+@dataclass
+class Slot:
+    """One place in the job and what is known of the process in it."""
+
+    number: int
+    incarnation: int = 0
+    standing: Standing = Standing.STARTING
+    heard_at: float | None = None
+    beating: bool = False
+    ending: bool = False
+    loop: int = 0
+    in_loop: bool = False
+    entered_at: int | None = None
+    facts: Facts = field(default_factory=dict)
+    ready: Ready | None = None
+    grouped: bool = True
+    since: float = 0.0
+    attempts: int = 0
+    """Replacements that died before they had joined."""
+    closed: str = ""
+    """Why nobody may take the slot any more."""
+
+    def vacate(self) -> None:
+        self.standing = Standing.VACANT
+        self.ready, self.in_loop = None, False
+
+
+def difference(members: Facts, joiner: Facts) -> str:
+    """What does not match, in words; empty where everything does."""
+    names = [name for name in {**members, **joiner} if members.get(name) != joiner.get(name)]
+    return ", ".join(
+        f"{name} is {joiner.get(name, 'unknown')} there and {members.get(name, 'unknown')} here" for name in names
+    )
+
+
+def named(numbers: Sequence[int]) -> str:
+    """`worker 2`, `workers 0, 1 and 3`."""
+    ordered = [str(number) for number in sorted(numbers)]
+    if len(ordered) == 1:
+        return f"worker {ordered[0]}"
+    return f"workers {', '.join(ordered[:-1])} and {ordered[-1]}"
+
+
+def workers(n: int) -> str:
+    return f"{n} worker" if n == 1 else f"{n} workers"

@@ -1,0 +1,241 @@
+"""An elastic job as the coordinator runs it: `Membership` decides, and here its decisions are carried out.
+
+    worker says elastic.ready, …, heartbeat ─┐
+    a worker raised, exited; a host is lost  ├─▶ Membership ─▶ decisions ─▶ ledger, pushes, kills, starts, the end
+    a tick, ten times a second               ┘
+
+Until every worker has entered its loop a fault is judged as in any other job: the methods answer False, and whoever
+called goes on as ever.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import Protocol
+
+from paceline.elastic.decisions import (
+    Commit,
+    Decision,
+    End,
+    Fence,
+    Refuse,
+    Regroup,
+    Replace,
+    Rewind,
+    Rules,
+    Say,
+    StartAnew,
+    Wait,
+)
+from paceline.elastic.ledger import Ledger, Row
+from paceline.elastic.membership import Membership
+from paceline.elastic.slots import Ready, Standing
+from paceline.launch.control_channel import Body, KeyValues
+from paceline.launch.hands import Hands
+from paceline.launch.stopping import obeyed
+from paceline.launch.verdict import ENDED_WELL, Outcome, Process, happened, judge
+
+TICK_S = 0.1
+
+
+class Chief(Protocol):
+    """What an elastic job needs of its coordinator."""
+
+    processes: list[Process]
+    keys: KeyValues
+
+    @property
+    def is_over(self) -> bool: ...
+    def clock(self) -> float: ...
+    def announce(self, line: str) -> None: ...
+    def decide(self, outcome: Outcome) -> None: ...
+    def hands_of(self, rank: int) -> Hands: ...
+    def all_hands(self) -> Iterable[Hands]: ...
+
+
+class ElasticJob:
+    def __init__(self, size: int, rules: Rules, ledger: Ledger, chief: Chief) -> None:
+        self.membership = Membership(size, rules)
+        self._ledger = ledger
+        self._chief = chief
+        self._to_start: dict[int, int] = {}
+        self._told: set[tuple[str, str]] = set()
+
+    async def tick(self) -> None:
+        """For as long as the job lasts."""
+        while True:
+            await asyncio.sleep(TICK_S)
+            if not self._chief.is_over:
+                self._carry_out(self.membership.tick(self._chief.clock()))
+
+    def stop(self) -> None:
+        """The job was asked to stop; nobody is replaced any more."""
+        self.membership.stopping = True
+
+    # ---- what workers say ---------------------------------------------------------------------------------
+
+    def told(self, slot: int, kind: str, body: Body) -> None:
+        now, members = self._chief.clock(), self.membership
+        if slot >= len(members.slots):  # a server
+            return
+        match kind:
+            case "heartbeat":
+                self._carry_out(members.beat(slot, now, ending=bool(body.get("ending"))))
+            case "elastic.here":
+                pass  # the control channel remembers where it listens
+            case "elastic.enter":
+                facts = dict(body["facts"])
+                self._carry_out(members.entered(slot, int(body["loop"]), int(body["step"]), facts, now))
+            case "elastic.leave":
+                self._carry_out(members.left(slot, int(body["loop"])))
+            case "elastic.ready":
+                ready = Ready(int(body["step"]), int(body["update"]), int(body["check"]), bool(body["more"]))
+                self._carry_out(members.readied(slot, int(body["generation"]), ready, now))
+            case "elastic.failed":
+                self._carry_out(members.failed(slot, int(body["generation"]), str(body["why"]), now))
+            case "elastic.join":
+                self._carry_out(members.asks_to_join(slot, int(body["loop"]), dict(body["facts"])))
+            case "elastic.grouped":
+                self._carry_out(members.grouped(slot, int(body["generation"])))
+            case _:
+                raise ValueError("this supervisor does not know it")
+
+    # ---- what happens to them; True where that is all there is to do ---------------------------------------
+
+    def started(self, slot: int) -> None:
+        if slot < len(self.membership.slots):
+            self._carry_out(self.membership.started(slot, self._chief.clock()))
+
+    def raised(self, process: Process) -> bool:
+        if process.is_server or not self.membership.running or self._goes_as_asked(process) or self._chief.is_over:
+            return False
+        assert process.raised is not None
+        cause = not process.raised.is_consequence
+        how = happened(process, self._chief.processes, where=self.membership.where)
+        decisions = self.membership.raised(process.rank, how, self._chief.clock(), cause=cause)
+        self._lose(process, decisions)
+        if any(isinstance(decision, Say) for decision in decisions) and self._is_news(process):
+            self._chief.announce(process.raised.traceback.rstrip())
+        return True
+
+    def exited(self, process: Process) -> bool:
+        slot, members = process.rank, self.membership
+        if process.is_server or self._chief.is_over:
+            return False
+        if slot in self._to_start:
+            self._start(slot, self._to_start.pop(slot))
+            return True
+        if self._goes_as_asked(process):
+            process.lost = members.slots[slot].standing is not Standing.MEMBER
+            return False
+        if not members.running:
+            return False
+        well = process.status in ENDED_WELL and process.raised is None
+        if well and not members.slots[slot].in_loop:
+            self._carry_out(members.ended_well(slot, self._chief.clock()))
+            self._leave_replacements()
+            return False
+        how = happened(process, self._chief.processes, where=members.where)
+        self._lose(process, members.died(slot, how, self._chief.clock(), by_code=(process.status or 0) >= 0))
+        return True
+
+    def host_lost(self, host: int, slots: Sequence[int], why: str) -> bool:
+        if not self.membership.running or self._chief.is_over:
+            return False
+        for slot in slots:
+            self._chief.processes[slot].lost = True
+        self._carry_out(self.membership.host_lost(slots, f"host {host} is lost ({why})", self._chief.clock()))
+        return True
+
+    def _goes_as_asked(self, process: Process) -> bool:
+        return self.membership.stopping and obeyed(process)
+
+    def _lose(self, process: Process, decisions: list[Decision]) -> None:
+        """The job goes on without the process, or ends because of it."""
+        if any(isinstance(decision, End) and decision.code is None for decision in decisions):
+            process.failed_as = 0
+            if process.raised is not None and not self._is_news(process):
+                process.raised = replace(process.raised, traceback="")  # told when it happened the first time
+        else:
+            process.lost = True
+        self._carry_out(decisions)
+
+    def _is_news(self, process: Process) -> bool:
+        """An exception whose traceback has not been shown."""
+        raised = process.raised
+        if raised is None or raised.ours or not raised.traceback or (raised.type, raised.text) in self._told:
+            return False
+        self._told.add((raised.type, raised.text))
+        return True
+
+    def _leave_replacements(self) -> None:
+        """All members have ended well: nobody is left for a replacement to join."""
+        if not self.membership.members:
+            for slot in self.membership.slots:
+                if slot.standing is not Standing.FINISHED:
+                    self._chief.processes[slot.number].lost = True
+
+    # ---- decisions ----------------------------------------------------------------------------------------
+
+    def _carry_out(self, decisions: Sequence[Decision]) -> None:
+        for decision in decisions:
+            match decision:
+                case Commit():
+                    self._commit(decision)
+                case Regroup():
+                    self._regroup(decision)
+                case Fence(slot):
+                    self._chief.hands_of(slot).fence(slot)
+                case Replace(slot, incarnation):
+                    self._start(slot, incarnation)
+                case Refuse(slot, why):
+                    self._chief.hands_of(slot).push(slot, "elastic.refused", {"why": why})
+                case Wait(slot, loop):
+                    self._chief.hands_of(slot).push(slot, "elastic.wait", {"loop": loop})
+                case Rewind(step):
+                    self._ledger.rewind(step)
+                case StartAnew():
+                    self._start_anew()
+                case Say(line):
+                    self._chief.announce(f"paceline: {line}")
+                case End(code, why):
+                    processes = self._chief.processes
+                    self._chief.decide(judge(processes) if code is None else Outcome(code, (f"paceline: {why}",)))
+
+    def _commit(self, commit: Commit) -> None:
+        self._ledger.commit(Row(commit.step, commit.update, commit.generation, commit.members))
+        body: Body = {"generation": commit.generation, "step": commit.step, "update": commit.update}
+        for slot in commit.members:
+            self._chief.hands_of(slot).push(slot, "elastic.commit", body)
+
+    def _regroup(self, regroup: Regroup) -> None:
+        self._chief.keys.begin(regroup.generation)
+        body: Body = {
+            "generation": regroup.generation,
+            "members": list(regroup.members),
+            "joining": list(regroup.joining),
+            "step": regroup.step,
+            "why": regroup.why,
+        }
+        for slot in regroup.members:
+            self._chief.hands_of(slot).push(slot, "elastic.generation", body)
+
+    def _start(self, slot: int, incarnation: int) -> None:
+        self._chief.processes[slot] = Process(slot)
+        self._chief.hands_of(slot).start(slot, incarnation)
+
+    def _start_anew(self) -> None:
+        """In every slot, once what is in it has gone."""
+        self._chief.keys.clear()
+        for hands in self._chief.all_hands():
+            hands.empty_vault()
+        for process in list(self._chief.processes):
+            if process.is_server:
+                continue
+            if process.ended:
+                self._start(process.rank, 0)
+            else:
+                self._to_start[process.rank] = 0
+                self._chief.hands_of(process.rank).fence(process.rank)

@@ -1,0 +1,93 @@
+"""The folders of a job, on each of its hosts; both are gone when the job is.
+
+    TMPDIR/paceline-XXXXXXXX/              run folder: the control socket; only this user can enter
+    TMPDIR/paceline-XXXXXXXX/vault ──▶     so that the stable finds it, should the supervisor be killed
+    /dev/shm/paceline-<pid>-<token>/       vault of an elastic job: state that outlives the worker that wrote it
+
+The vault is memory where /dev/shm has room, and part of the run folder otherwise. Its supervisor holds a lock on it:
+one that nobody holds any more (host-wide kill, both killed at once) is swept away by the next elastic job.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import re
+import secrets
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+SHARED_MEMORY = Path("/dev/shm")
+LEAST_FREE = 256 * 2**20
+"""A container's default of 64 MiB is soon full, and a write to a full one is a SIGBUS."""
+LONGEST_SOCKET_PATH = 100
+VAULT = "vault"
+LOCK = "held-by-supervisor"
+
+_NAME = re.compile(r"paceline-\d+-[0-9a-f]{8}")
+
+
+@contextlib.contextmanager
+def run_folder() -> Iterator[Path]:
+    """A folder that only this user can enter, gone when the job is. Its name must fit a Unix socket address."""
+    place = tempfile.gettempdir()
+    if len(place) > LONGEST_SOCKET_PATH - len("/paceline-12345678/control.sock"):
+        place = "/tmp"
+    folder = Path(tempfile.mkdtemp(prefix="paceline-", dir=place))
+    try:
+        yield folder
+    finally:
+        remove_folders(folder)
+
+
+def remove_folders(run: Path) -> None:
+    """The run folder, and the vault it points to; whoever comes second finds nothing."""
+    vault = run / VAULT
+    if vault.is_symlink():
+        shutil.rmtree(vault.readlink(), ignore_errors=True)
+    with contextlib.suppress(FileNotFoundError):  # a stable that was told twice may have been quicker
+        shutil.rmtree(run)
+
+
+@contextlib.contextmanager
+def vault_folder(run: Path, shared_memory: Path = SHARED_MEMORY) -> Iterator[Path]:
+    """Where workers of an elastic job leave what others need should they die; removed with the run folder."""
+    sweep(shared_memory)
+    if not shared_memory.is_dir() or shutil.disk_usage(shared_memory).free < LEAST_FREE:
+        (run / VAULT).mkdir(mode=0o700)
+        yield run / VAULT
+        return
+    folder = shared_memory / f"paceline-{os.getpid()}-{secrets.token_hex(4)}"
+    (run / VAULT).symlink_to(folder)  # first, so that a folder never exists that the stable does not know
+    folder.mkdir(mode=0o700)
+    lock = os.open(folder / LOCK, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield folder
+    finally:
+        os.close(lock)
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def sweep(shared_memory: Path = SHARED_MEMORY) -> None:
+    """Remove vaults of this user that no supervisor holds."""
+    for folder in shared_memory.glob("paceline-*"):
+        if not _NAME.fullmatch(folder.name):
+            continue
+        with contextlib.suppress(OSError):  # another user's, or just gone, or held
+            lock = os.open(folder / LOCK, os.O_RDWR | os.O_CLOEXEC)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(folder, ignore_errors=True)
+            finally:
+                os.close(lock)
+
+
+def empty(vault: Path) -> None:
+    """Nobody is left whose state it is."""
+    for entry in vault.iterdir():
+        if entry.name != LOCK:
+            entry.unlink(missing_ok=True)
