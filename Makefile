@@ -4,11 +4,12 @@ PYTHON := $(VENV)/bin/python
 PIP    := $(PYTHON) -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 READY  := $(VENV)/.ready
 
-.PHONY: help setup demo test lint types layers pytest bits conformance clean
+.PHONY: help setup demo test lint types layers pytest bits faults conformance clean
 help:
 	@echo "make demo        train a small GPT on Python's own source with 2 workers, about one minute"
 	@echo "make test        lint, types, import layers, tests"
 	@echo "make bits        the full product of workers, lanes, buckets and models: one hash each"
+	@echo "make faults      workers killed, stopped and failing in every phase of a step, under every strategy"
 	@echo "make conformance PyTorch's own distributed tests on the paceline backend, world sizes 3 and 8"
 	@echo "make clean       remove the virtual environment and run folders"
 
@@ -38,6 +39,9 @@ pytest: setup
 EVERY ?= 1
 bits: setup
 	$(PYTHON) -m pytest tests/bits --full-product --every $(EVERY)
+
+faults: setup
+	$(PYTHON) -m pytest tests/faults --full-product --every $(EVERY)
 
 conformance: setup
 	$(PYTHON) -m tests.conformance.driver

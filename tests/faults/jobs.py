@@ -13,7 +13,6 @@ its processes are found again, whoever their parents are by then.
 
 from __future__ import annotations
 
-import json
 import os
 import shlex
 import signal
@@ -29,22 +28,13 @@ import psutil
 
 from paceline.data.audit import audit
 from paceline.data.ledger.report import Report
+from paceline.elastic.ledger import Row, read_ledger
 from tests.workers import _CONTEXT
 
 SCRIPT = Path(__file__).with_name("training.py")
 LANES = 8
 LEDGER = "ledger.jsonl"
 SHARED_MEMORY = Path("/dev/shm")
-
-
-@dataclass(frozen=True)
-class Committed:
-    """A row of the ledger."""
-
-    step: int
-    update: int
-    generation: int
-    members: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -55,7 +45,7 @@ class Job:
     out: str
     err: str
     hashes: dict[int, str]
-    ledger: list[Committed]
+    ledger: list[Row]
     seconds: float
     folder: Path
     left: list[str] = field(default_factory=list)
@@ -97,7 +87,8 @@ def started_job(
     if faults is not None:
         variables["PACELINE_FAULTS"] = faults
     command = ["run", "--lanes", str(LANES), *shlex.split(flags), str(script), *shlex.split(arguments)]
-    process = _CONTEXT.Process(target=_run_paceline, args=(command, folder, variables))
+    outputs = (folder / "out.txt", folder / "err.txt")
+    process = _CONTEXT.Process(target=_run_paceline, args=(command, folder, variables, *outputs))
     process.start()
     job = RunningJob(process, folder, timeout_s)
     try:
@@ -117,8 +108,9 @@ class RunningJob:
         return int(self._process.pid)
 
     @property
-    def committed(self) -> list[Committed]:
-        return read_ledger(self.folder / LEDGER)
+    def committed(self) -> list[Row]:
+        path = self.folder / LEDGER
+        return read_ledger(path) if path.exists() else []
 
     def wait_until(self, condition: Callable[[], bool], what: str) -> None:
         while not condition():
@@ -151,7 +143,7 @@ class RunningJob:
     def _left(self) -> list[str]:
         processes = [f"process {process.pid} {' '.join(process.cmdline())}" for process in processes_in(self.folder)]
         vaults = SHARED_MEMORY.glob(f"paceline-{self.supervisor}-*")
-        return [*processes, *map(str, vaults), *map(str, (self.folder / "tmp").iterdir())]
+        return [*processes, *map(str, vaults), *map(str, (self.folder / "tmp").glob("paceline-*"))]
 
     def _printed(self) -> str:
         return "".join(path.read_text() for name in ("out.txt", "err.txt") if (path := self.folder / name).exists())
@@ -167,21 +159,40 @@ def processes_in(folder: Path) -> list[psutil.Process]:
     return found
 
 
-def read_ledger(path: Path) -> list[Committed]:
-    if not path.exists():
-        return []
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
-    return [Committed(row["step"], row["update"], row["generation"], tuple(row["members"])) for row in lines]
+class BorrowedPopen:
+    """`paceline …` in a process forked from one that has torch, where a `Popen` is expected."""
+
+    def __init__(self, command: list[str], log: Path, variables: dict[str, str]) -> None:
+        self._process = _CONTEXT.Process(target=_run_paceline, args=(command, Path.cwd(), variables, log, log))
+        self._process.start()
+
+    @property
+    def pid(self) -> int:
+        return int(self._process.pid)
+
+    @property
+    def returncode(self) -> int | None:
+        return self.poll()
+
+    def poll(self) -> int | None:
+        code: int | None = self._process.exitcode
+        return code
+
+    def terminate(self) -> None:
+        self._process.terminate()
+
+    def wait(self) -> None:
+        self._process.join(30)
 
 
-def _run_paceline(command: list[str], folder: Path, variables: dict[str, str]) -> None:
+def _run_paceline(command: list[str], folder: Path, variables: dict[str, str], out: Path, err: Path) -> None:
     """In the process that becomes the supervisor."""
     from tests.faults.borrowed_stable import lend_stable
 
     os.chdir(folder)
     os.environ.update(variables)
-    for name, descriptor in (("out.txt", 1), ("err.txt", 2)):
-        opened = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    for path, descriptor in ((out, 1), (err, 2)):
+        opened = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(opened, descriptor)
         os.close(opened)
     lend_stable()

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 import paceline
+from paceline.elastic.told_hash import tell_hash
 
 LANES = 8
 ROWS = 4
@@ -59,16 +60,17 @@ def main() -> None:
     parser.add_argument("--loader-processes", type=int, default=0)
     parser.add_argument("--save-every", type=int, default=0, help="steps between checkpoints; 0: none")
     parser.add_argument("--step-s", type=float, default=0.0, help="how long a step takes at least")
+    parser.add_argument("--run-dir", type=Path, default=Path("run"), help="of checkpoints and the record of samples")
     parser.add_argument("--await-joiner", help="SLOT-INCARNATION: the others don't end before it stands at the loop")
     asked = parser.parse_args()
 
-    with paceline.Engine(device="cpu", bucket_mib=0.001, record_samples="run") as engine:
+    with paceline.Engine(device="cpu", bucket_mib=0.001, record_samples=asked.run_dir) as engine:
         model = build(asked.width)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 20)
         loader = DataLoader(Noisy(asked.samples), batch_size=ROWS, shuffle=True, num_workers=asked.loader_processes)
         model, optimizer, loader, schedule = engine.prepare(model, optimizer, loader, schedule)
-        checkpoints = engine.checkpoints("run", keep=2)
+        checkpoints = engine.checkpoints(asked.run_dir, keep=2)
         if asked.save_every:
             checkpoints.resume()
         if (elastic := engine.world.elastic) is not None and elastic.joins:
@@ -89,6 +91,7 @@ def main() -> None:
                         checkpoints.save()
         checkpoints.close()
         digest = engine.weights_hash()
+        tell_hash(engine.world.rank, digest)
         folder = Path("hashes")
         folder.mkdir(exist_ok=True)
         (folder / str(engine.world.rank)).write_text(digest)

@@ -22,6 +22,7 @@ VERBS = {
     "data": "paceline.cli.data",
     "checkpoint": "paceline.cli.checkpoint",
     "replay": "paceline.cli.replay",
+    "chaos": "paceline.cli.chaos",
 }
 
 

@@ -1,0 +1,232 @@
+"""Faults from outside, drawn by a seed: a running job's workers are killed, stopped, slowed and cut off at random.
+
+    supervisor ── stable ─┬─ worker    children of the stable that lead a session of their own: the victims
+                          ├─ worker
+                          └─ (what workers left)
+
+    kind   what happens                                                        after it
+    kill   SIGKILL                                                             a generation without it
+    stop   SIGSTOP, for good: it must be fenced                                the same, once its heartbeat is late
+    slow   SIGSTOP, and SIGCONT in a moment                                    nothing but time
+    cut    one of its TCP connections is shut down (jobs over gloo)            the same workers in a new generation
+
+A third of the faults follow the one before within a moment, so that they fall into its recovery. A worker is *admitted*
+once a commit has shown as many members as there are unharmed workers; of those one is always spared, because somebody
+must know the state. What is drawn depends on the seed alone, when it happens on the machine.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import random
+import signal
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil  # type: ignore[import-untyped]
+
+from paceline.elastic.ledger import Row
+
+KINDS = {"kill": 45, "stop": 15, "slow": 25, "cut": 15}
+"""How often each is drawn, of a hundred."""
+CLOSE_BEHIND = 1 / 3
+MOMENT_S = (0.01, 0.4)
+PIDFD_GETFD = 438  # the number of the system call, the same on every architecture
+
+
+@dataclass(frozen=True)
+class Draw:
+    """One fault to come: `whom` is a place among the victims, from 0 to 1."""
+
+    kind: str
+    whom: float
+    gap_s: float
+    moment_s: float
+
+
+@dataclass
+class Happened:
+    """One fault that was done, and how long it took until a step was committed that could know of it."""
+
+    kind: str
+    at: float
+    generation: int
+    commit_s: float | None = None
+
+
+def draws(seed: int, gap_s: float) -> Iterator[Draw]:
+    """Faults without end, `gap_s` apart in the mean, but for those that follow the one before at once."""
+    chance = random.Random(seed)
+    kinds, weights = list(KINDS), list(KINDS.values())
+    while True:
+        kind = chance.choices(kinds, weights)[0]
+        close = chance.random() < CLOSE_BEHIND
+        gap = chance.uniform(*MOMENT_S) if close else chance.uniform(0.5, 1.5) * gap_s
+        yield Draw(kind, chance.random(), gap, chance.uniform(*MOMENT_S))
+
+
+class HurtJob:
+    """A running job as seen from outside: its processes, its ledger, and what has been done to it."""
+
+    def __init__(self, supervisor: int, ledger: Path) -> None:
+        self._supervisor, self._ledger = supervisor, ledger
+        self._read = 0
+        self._harmed: dict[int, int] = {}  # pid to the generation in which it was harmed
+        self._admitted: set[int] = set()
+        self._to_continue: dict[int, float] = {}
+        self.rows: list[Row] = []
+        self.happened: list[Happened] = []
+        self.seen: dict[int, float] = {}  # every process ever, and when it was born
+
+    def look(self) -> None:
+        """Take in what has happened since, and wake those whose moment is over."""
+        now = time.monotonic()
+        for pid in [pid for pid, until in self._to_continue.items() if until <= now]:
+            del self._to_continue[pid]
+            _signal(pid, signal.SIGCONT)
+        workers = self.workers()
+        for row in self._new_rows():
+            self.rows.append(row)
+            for fault in self.happened:
+                later = fault.kind == "slow" or row.generation > fault.generation
+                if fault.commit_s is None and later:
+                    fault.commit_s = now - fault.at
+            self._settle(row, workers)
+
+    def hurt(self, draw: Draw) -> bool:
+        """Do it, if there is anybody to whom it may be done now."""
+        workers = self.workers()
+        whole = [pid for pid in workers if pid not in self._harmed]
+        known = [pid for pid in whole if pid in self._admitted]
+        may = whole if len(known) > 1 or draw.kind == "slow" else [pid for pid in whole if pid not in known]
+        if not may or not self.rows:
+            return False
+        victim = may[int(draw.whom * len(may))]
+        if draw.kind == "cut":
+            return cut_connection(victim) and self._note("cut")
+        if draw.kind == "slow":
+            if victim in self._to_continue:
+                return False
+            self._to_continue[victim] = time.monotonic() + draw.moment_s
+            return _signal(victim, signal.SIGSTOP) and self._note("slow")
+        self._harmed[victim] = self.generation
+        number = signal.SIGKILL if draw.kind == "kill" else signal.SIGSTOP
+        self._to_continue.pop(victim, None)
+        return _signal(victim, number) and self._note(draw.kind if victim in known else "joiner")
+
+    @property
+    def generation(self) -> int:
+        return self.rows[-1].generation if self.rows else 0
+
+    def workers(self) -> list[int]:
+        """Oldest first; servers, which are workers' siblings, are among them."""
+        found = []
+        for stable in _children(self._supervisor):
+            self._remember(stable)
+            for pid in _children(stable):
+                self._remember(pid)
+                with suppress(ProcessLookupError):
+                    if os.getsid(pid) == pid and _alive(pid):
+                        found.append(pid)
+        return found
+
+    def left(self) -> list[int]:
+        """Processes of the job that still run."""
+        running = []
+        for pid, born in self.seen.items():
+            with suppress(psutil.Error):
+                process = psutil.Process(pid)
+                if process.create_time() == born and process.status() != psutil.STATUS_ZOMBIE:
+                    running.append(pid)
+        return running
+
+    def calm(self) -> None:
+        """No more faults: whoever only dawdles goes on."""
+        for pid in self._to_continue:
+            _signal(pid, signal.SIGCONT)
+        self._to_continue.clear()
+
+    def _note(self, kind: str) -> bool:
+        self.happened.append(Happened(kind, time.monotonic(), self.generation))
+        return True
+
+    def _settle(self, row: Row, workers: list[int]) -> None:
+        """A generation after a harm knows of it, and where all that are whole are members, all are admitted."""
+        for pid, generation in list(self._harmed.items()):
+            if row.generation > generation and pid not in workers:
+                del self._harmed[pid]
+        whole = [pid for pid in workers if pid not in self._harmed]
+        if not self._harmed and len(whole) == len(row.members):
+            self._admitted.update(whole)
+
+    def _new_rows(self) -> list[Row]:
+        """Whole lines that were added since the last look; what is no step of a job is passed over."""
+        if not self._ledger.exists():
+            return []
+        with self._ledger.open("rb") as file:
+            file.seek(self._read)
+            added = file.read()
+        whole = added[: added.rfind(b"\n") + 1]
+        self._read += len(whole)
+        steps = [fields for line in whole.splitlines() if "step" in (fields := json.loads(line or b"{}"))]
+        return [Row(told["step"], told["update"], told["generation"], tuple(told["members"])) for told in steps]
+
+    def _remember(self, pid: int) -> None:
+        if pid not in self.seen:
+            with suppress(psutil.Error):
+                self.seen[pid] = psutil.Process(pid).create_time()
+
+
+def cut_connection(pid: int) -> bool:
+    """Shut down one TCP connection of a process of ours, as if the network had; False where it has none."""
+    try:
+        connections = psutil.Process(pid).net_connections(kind="tcp")
+    except psutil.Error:
+        return False
+    for connection in connections:
+        if connection.status == psutil.CONN_ESTABLISHED and connection.fd >= 0:
+            with suppress(OSError), _socket_of(pid, connection.fd) as theirs:
+                theirs.shutdown(socket.SHUT_RDWR)
+                return True
+    return False
+
+
+def _socket_of(pid: int, descriptor: int) -> socket.socket:
+    """Another handle on a socket of that process; the kernel gives it to who may debug the process."""
+    process = os.pidfd_open(pid)
+    try:
+        copy = ctypes.CDLL(None, use_errno=True).syscall(PIDFD_GETFD, process, descriptor, 0)
+        if copy < 0:
+            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+        return socket.socket(fileno=copy)
+    finally:
+        os.close(process)
+
+
+def _children(pid: int) -> list[int]:
+    found: list[int] = []
+    for task in Path(f"/proc/{pid}/task").glob("*/children"):
+        with suppress(OSError):
+            found += map(int, task.read_text().split())
+    return sorted(found)
+
+
+def _alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+def _signal(pid: int, number: signal.Signals) -> bool:
+    try:
+        os.kill(pid, number)
+    except ProcessLookupError:
+        return False
+    return True
