@@ -126,6 +126,10 @@ class LaneBuffers:
         if len(self._live) == len(self._at_start):
             self._copy(self._at_start, self._live)
 
+    def meet_others(self) -> None:
+        """There are other workers, who may not know which buffers move."""
+        self._moving = []
+
     # -- steps that never agree --------------------------------------------------------------------------------------
 
     def go_apart(self) -> None:

@@ -445,6 +445,7 @@ class TrainStep:
         """There are other workers, and the state is that of the last step that counts."""
         self._comm, self.strategies, self._active = comm, strategies, None
         self._box = BallotBox(comm, strategies.rides, raises=False)
+        self._buffers.meet_others()
         self._phase, self._item = Phase.BETWEEN_STEPS, None
 
     def scheduler_acts(self, scheduler: Any) -> bool:
