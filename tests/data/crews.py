@@ -76,7 +76,7 @@ class Crew(ABC):
         for self.step in itertools.count():
             for change in changes:
                 if change.step == self.step:
-                    self._change(change if self._steps_left(epoch) else replace(change, handed=0, joining=0), loops)
+                    self._change(change if self._steps_left(epoch) else replace(change, joining=0), loops)
                     loops = [member.items() for member in self.members]
             taken = [list(of_a_step(loop)) for loop in loops]
             if not any(taken):
@@ -87,7 +87,7 @@ class Crew(ABC):
         raise AssertionError
 
     def _steps_left(self, epoch: int) -> bool:
-        """Nobody joins behind the last one, and who asks for more has left the loop."""
+        """Nobody joins behind the last one."""
         return self.members[0].epoch == epoch
 
     def _commit(self, committed: Handed, taken: list[list[tuple[WorkItem, Any]]]) -> None:

@@ -130,6 +130,28 @@ def test_dealing_the_same_lanes_anew_hands_out_the_same_step_again(options: dict
     loader.close()
 
 
+def test_a_loop_that_has_come_to_its_end_but_was_not_left_does_not_run_on_into_the_next_epoch() -> None:
+    loader = loader_of()
+    loop = loader.items()
+    committed_steps(loader, loop, loader.steps)
+    assert next(loop, None) is None
+    loader.redeal((0, 3), None)
+    assert list(loader.items()) == []
+
+
+def test_a_worker_that_joins_goes_on_where_the_others_are_whichever_epoch_that_is() -> None:
+    loader = loader_of((0, 1, 2, 3))
+    for _ in range(2):
+        committed_steps(loader, loader.items(), loader.steps)
+    committed_steps(loader, loader.items(), 1)
+    joins = loader_of(())
+    loop = joins.items()
+    joins.restore(loader.committed_place())
+    joins.redeal((1,), None)
+    loop = joins.items()
+    assert (next(loop)[0].epoch, joins.position) == (2, 16)
+
+
 @pytest.mark.parametrize("end", [lambda loop: None, lambda loop: loop.close()], ids=["let go", "closed"])
 def test_what_was_handed_out_before_ends_with_the_new_deal(end: Callable[[Any], None]) -> None:
     loader = loader_of()
@@ -160,6 +182,7 @@ def test_between_two_loops_a_new_deal_leaves_the_next_epoch_as_it_is() -> None:
     loop = loader.items()
     committed_steps(loader, loop, loader.steps)
     assert list(loop) == []
+    loop.close()  # type: ignore[attr-defined]
     loader.redeal((0, 3), None)
     assert [(item.epoch, item.lane) for item, _ in itertools.islice(loader.items(), 3)] == [(1, 0), (1, 0), (1, 3)]
 

@@ -10,11 +10,10 @@ other lanes: what is still on its way is dropped before they are asked anew.
 
 from __future__ import annotations
 
-import inspect
 import time
-import weakref
 from collections import deque
 from collections.abc import Generator, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -51,32 +50,27 @@ class ItemFetching:
         self._loader = self._make_loader()
         self._fetched: Any = None
         self._receiver: BatchReceiver | None = None
-        self._leaving = self._interrupted = False
-        self._loop: weakref.ref[Generator[tuple[WorkItem, Any]]] | None = None
+        self._leaving, self._stay = False, source.persistent_workers
 
-    def of(self, items: Iterator[WorkItem]) -> Iterator[tuple[WorkItem, Any]]:
-        loop = self._fetched_in_order(items)
-        self._loop = weakref.ref(loop)
-        return loop
+    def ride(self, lanes: tuple[int, ...]) -> None:
+        """These lanes from now on; processes that run already keep the seed of the ones before."""
+        if lanes == self._deal.ride:
+            return
+        self._deal = replace(self._deal, ride=lanes)
+        self._generator = _generator_of(self._deal)
+        if self._fetched is None:
+            self._loader = self._make_loader()
 
-    def interrupt(self, ride: tuple[int, ...]) -> bool:
-        """End what `of` gave, to go on with other items; whether there was something to end."""
-        if ride != self._deal.ride:
-            self._deal = replace(self._deal, ride=ride)
-            self._generator = _generator_of(self._deal)  # for processes that start from now on
-            if self._fetched is None:
-                self._loader = self._make_loader()
-        loop = self._loop() if self._loop is not None else None
-        if loop is None or inspect.getgeneratorstate(loop) == inspect.GEN_CLOSED:
-            return False
-        self._interrupted = True
+    @contextmanager
+    def staying(self) -> Iterator[None]:
+        """What `of` gave is closed, and other items are asked for next: processes stay for them."""
+        self._stay = True
         try:
-            loop.close()
+            yield
         finally:
-            self._interrupted = False
-        return True
+            self._stay = self._source.persistent_workers
 
-    def _fetched_in_order(self, items: Iterator[WorkItem]) -> Generator[tuple[WorkItem, Any]]:
+    def of(self, items: Iterator[WorkItem]) -> Generator[tuple[WorkItem, Any]]:
         clean = False
         try:
             self._drop_what_is_on_its_way()
@@ -97,7 +91,7 @@ class ItemFetching:
             raise
         finally:
             self._stop_receiving()
-            if not (clean and (self._source.persistent_workers or self._interrupted)):
+            if not (clean and self._stay):
                 self._end_processes()
 
     def close(self) -> None:

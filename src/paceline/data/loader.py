@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from paceline.data.epochs import Epochs, Place
 from paceline.data.item_fetching import ItemFetching
+from paceline.data.loops import Loops
 from paceline.data.rounds import Rides
 from paceline.data.sharded_sampler import BatchPlan, Cut, WorkItem, lane_items, work_items
 from paceline.data.work_source import Deal
@@ -38,8 +39,7 @@ class ShardedLoader:
         self._place = self._epochs.first_place(epoch=0)
         self._epochs.of(self._place)  # says now what is wrong with it
         self._fetching = ItemFetching(source, deal)
-        self._loop_epoch = 0
-        self._goes_on = False
+        self._loops = Loops()
 
     # -- the place ---------------------------------------------------------------------------------------------------
 
@@ -84,6 +84,7 @@ class ShardedLoader:
     def restore(self, state: Mapping[str, Any], *, changed: frozenset[str] = frozenset()) -> None:
         if state.get("kind") != "positions":
             raise DataError("the saved place is one in a stream; a dataset with positions can't go on from it")
+        self._loops.moved()
         place = Place(**{k: v for k, v in state.items() if k != "kind"} | {"cut": tuple(state["cut"])})
         if place.position == 0:  # nothing of this epoch is done: it begins as this job begins them
             self._place = self._epochs.first_place(place.epoch)
@@ -145,20 +146,21 @@ class ShardedLoader:
 
     def redeal(self, ride: tuple[int, ...], rides: Rides | None, places: Mapping[str, Any] | None = None) -> None:
         self._deal = replace(self._deal, ride=ride, rides=rides)
-        self._goes_on |= self._fetching.interrupt(ride)
+        with self._fetching.staying():
+            self._loops.interrupt()
+        self._fetching.ride(ride)
 
     def items(self) -> Iterator[tuple[WorkItem, Any]]:
-        goes_on, self._goes_on = self._goes_on, False
-        if goes_on and self._place.epoch != self._loop_epoch:
-            return self._fetching.of(iter(()))  # the last step of that loop's epoch has been committed
-        self._loop_epoch = self._place.epoch
-        place, epoch = self._place, self._epochs.of(self._place)
+        return self._loops.begin(
+            self._place.epoch, lambda over: self._fetching.of(iter(()) if over else self._what_is_left())
+        )
+
+    def _what_is_left(self) -> Iterator[WorkItem]:
+        place, epoch, deal = self._place, self._epochs.of(self._place), self._deal
         first_step = epoch.plan.step_at(place.position)
-        deal = self._deal
-        items = work_items(
+        return work_items(
             epoch.plan, epoch.order, deal.ride, epoch=place.epoch, first_step=first_step, rides=deal.rides
         )
-        return self._fetching.of(items)
 
     def items_in(self, rides: Iterable[tuple[int, int]]) -> Iterator[tuple[WorkItem, Any]]:
         """Items of this epoch in another order: those of (step, lane) after (step, lane)."""

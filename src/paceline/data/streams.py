@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import copy
 import warnings
-import weakref
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -25,6 +24,7 @@ from torch.utils.data import DataLoader
 
 from paceline.data.epochs import batch_size_of
 from paceline.data.loader import refuse_what_cannot_be_dealt
+from paceline.data.loops import Loops
 from paceline.data.part_fetching import Fetcher
 from paceline.data.rounds import Rides, slots_of
 from paceline.data.sharded_sampler import WorkItem
@@ -74,8 +74,7 @@ class StreamLoader:
         self._fetched: tuple[int, int, dict[int, LaneProgress]] = (0, 0, self._lanes)
         self._last: list[Any] = []
         self._check = 0
-        self._loop: weakref.ref[Generator[tuple[WorkItem, Any]]] | None = None
-        self._loop_epoch: int | None = None  # of the loop under way
+        self._loops = Loops()
 
     # -- the place ---------------------------------------------------------------------------------------------------
 
@@ -141,7 +140,7 @@ class StreamLoader:
                 f"a stream in the middle of epoch {state['epoch']} can't go on with another {names}: only its lanes "
                 "know where they are; resume with the same"
             )
-        self._loop_epoch = None
+        self._loops.moved()
         self._go_to(state)
 
     def _go_to(self, state: Mapping[str, Any]) -> None:
@@ -172,10 +171,7 @@ class StreamLoader:
                 f"lanes {', '.join(unknown)} of the stream can't go on here: only the worker that rode them knew their "
                 "places; give redeal() those of all workers, merged"
             )
-        epoch, loop = self._loop_epoch, self._loop() if self._loop is not None else None
-        if loop is not None:
-            loop.close()
-        self._loop_epoch = epoch
+        self._loops.interrupt()
         self._deal, self._shape = replace(self._deal, ride=ride, rides=rides), replace(self._shape, ride=ride)
         if ride != before:
             self.close()
@@ -213,20 +209,11 @@ class StreamLoader:
 
     def items(self) -> Iterator[tuple[WorkItem, Any]]:
         """After a resume at the very end of an epoch there is nothing left of it, and the next call is the next."""
-        if self._loop_epoch is None:
-            self._loop_epoch = self._epoch
-        loop = self._loop_items()
-        self._loop = weakref.ref(loop)
-        return loop
+        return self._loops.begin(self._epoch, self._loop_items)
 
-    def _loop_items(self) -> Generator[tuple[WorkItem, Any]]:
-        fresh, over = not self._step, self._epoch != self._loop_epoch
-        try:
-            yielded = over or (yield from self._epoch_items())
-        except GeneratorExit:
-            self._loop_epoch = None
-            raise
-        self._loop_epoch = None
+    def _loop_items(self, over: bool) -> Generator[tuple[WorkItem, Any]]:
+        fresh = not self._step
+        yielded = over or (yield from self._epoch_items())
         if fresh and not yielded:
             raise ConfigError(
                 f"the stream gave nothing in epoch {self._epoch - 1}: it is empty, or can be read only once"

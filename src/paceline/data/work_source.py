@@ -64,9 +64,9 @@ class WorkSource(Protocol):
     def redeal(self, ride: tuple[int, ...], rides: Rides | None, places: Mapping[str, Any] | None = None) -> None:
         """Other lanes from the place that is committed on; what was fetched ahead is dropped. Call `items()` anew.
 
-        It ends what `items()` gave before, so it comes before that is closed. The next `items()` goes on with the same
-        loop: nothing is left where its epoch's last step has been committed. With the same lanes, the step in progress
-        is handed out again, bit for bit. `places` is `merged(…)` of what `committed_place()` was on each worker.
+        It ends what `items()` gave before. If that was not closed yet, the next `items()` goes on with the same loop
+        (see `loops`): nothing is left where its epoch's last step has been committed. With the same lanes, the step in
+        progress is handed out again, bit for bit. `places` is `merged(…)` of the `committed_place()` of each worker.
         """
         ...
 
