@@ -43,6 +43,7 @@ from paceline.collectives.halving_doubling import HALVING_DOUBLING
 from paceline.collectives.schedule import Schedule
 from paceline.collectives.scratch import Scratch
 from paceline.collectives.shipments import Scatter
+from paceline.elastic.fault_injection import fault_point
 
 Reduction = Literal["exact", "fast"]
 
@@ -102,6 +103,13 @@ class GradientExchange:
 
         `spare` gives a buffer to a worker that has no root.
         """
+        pending = self._started(of, bucket, plan, roots, spare)
+        fault_point("bucket")
+        return pending
+
+    def _started(
+        self, of: int, bucket: int, plan: SumPlan, roots: Mapping[int, Tensor], spare: Callable[[], Tensor]
+    ) -> PendingSum:
         comm = self._comm
         if comm is None:
             (total,) = roots.values()
@@ -135,6 +143,11 @@ class GradientExchange:
 
         Once it is waited for this worker's nodes are free, and `scatter.held` has its own range's sums.
         """
+        handle = self._started_scatter(of, scatter, like)
+        fault_point("bucket")
+        return handle
+
+    def _started_scatter(self, of: int, scatter: Scatter, like: Tensor) -> Handle:
         comm = self._comm
         if comm is None:
             scatter_alone(scatter)

@@ -80,9 +80,18 @@ def arm(rank: int, incarnation: int = 0, orders: str | None = None) -> None:
     _ordered[:] = [fault for fault in faults if (fault.rank, fault.incarnation) == (rank, incarnation)]
 
 
-def fault_point(phase: str, step: int) -> None:
-    """Here a process may fail in the course of `step`."""
+_now = [0]
+
+
+def begin_step(step: int) -> None:
+    """For those who don't know in which step they are."""
+    _now[0] = step
+
+
+def fault_point(phase: str, step: int | None = None) -> None:
+    """Here a process may fail in the course of `step`, by default the one that began last."""
     if _ordered:
+        step = _now[0] if step is None else step
         for fault in [fault for fault in _ordered if fault.phase == phase and fault.step in (step, None)]:
             _ordered.remove(fault)
             _happen(fault, phase, step)

@@ -94,8 +94,8 @@ class Member:
                     raise WorldError(f"worker {self.slot} waited {self._wait_s:g} s to hear who goes on, after: {why}")
             return self._newest
 
-    def is_newest(self, generation: Generation) -> bool:
-        return self._newest.number == generation.number
+    def is_newer_than(self, number: int) -> bool:
+        return self._newest.number > number
 
     def grouped(self, generation: Generation) -> None:
         self.now = generation

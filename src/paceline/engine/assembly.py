@@ -14,7 +14,6 @@ from torch._C._distributed_c10d import PrefixStore
 
 from paceline import __version__
 from paceline.collectives.communicator import Communicator
-from paceline.engine.boundary import Boundary
 from paceline.engine.saved_state import kept_models, kept_schedulers, load_model
 from paceline.engine.strategy_table import StrategyTable
 from paceline.world.world import World
@@ -87,6 +86,7 @@ class Assembly:
 
     def dismantle(self) -> None:
         engine = self._engine
+        engine._saver.workers_changed()
         if engine._comm is not None:
             engine._comm.abandon("the workers have changed")
         if not self._apart:
@@ -106,13 +106,19 @@ class Assembly:
             world, place, backend=config.backend, device=engine.device, timeout_s=config.timeout_s
         )
         engine._comm = comm
-        engine._elastic_parts().member.on_change = comm.abandon
+        engine._watch_changes(comm)
         return comm
+
+    def more(self) -> bool:
+        loader, step = self._engine._loader, self._engine._training()
+        steps = None if loader is None else loader.source.steps
+        last = step.item is not None and steps is not None and step.item.step + 1 >= steps
+        return not last and not step.stop_agreed
 
     def assemble(self, world: World, comm: Communicator | None) -> None:
         engine, config = self._engine, self._engine.config
         engine.world = engine._among = world
-        engine._boundary = Boundary(world, engine._store, comm, engine.device, config.timeout_s)
+        engine._boundary.regrouped(world, comm)
         job = engine._job()
         strategies = StrategyTable(config.strategy, job)
         self._apart = False
@@ -121,6 +127,7 @@ class Assembly:
 
     def deal_anew(self, world: World, places: Sequence[Any] | None, *, joins: bool) -> None:
         engine, step = self._engine, self._engine._training()
+        engine._boundary.together.compare(engine._comm, joins=joins)
         if engine._loader is not None:
             source = engine._loader.source
             merged = None if places is None else source.merged(places)

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import itertools
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,30 +20,55 @@ from torch._C._distributed_c10d import Store
 from paceline.collectives.communicator import Communicator
 from paceline.engine.config import counted
 from paceline.engine.evaluation import padded_rows
+from paceline.engine.together import Together
 from paceline.engine.train_step import TrainStep
 from paceline.errors import ConfigError, LoopError, PeerLostError
 from paceline.world.world import World
 
 Operation = Literal["sum", "mean", "max", "min"]
+T = TypeVar("T")
 
 
 class Boundary:
     def __init__(
-        self, world: World, store: Store | None, comm: Communicator | None, device: torch.device, timeout_s: float
+        self,
+        world: World,
+        store: Store | None,
+        comm: Communicator | None,
+        device: torch.device,
+        timeout_s: float,
+        start_over: Callable[[], None],
     ) -> None:
+        """`start_over` goes on with other workers, in an elastic job."""
         self._world, self._store, self._comm, self._device = world, store, comm, device
-        self._timeout_s = timeout_s
+        self._timeout_s, self._start_over = timeout_s, start_over
+        self.together = Together()
         self._barriers = itertools.count()
 
     @property
     def _workers(self) -> int:
         return self._comm.size if self._comm is not None else 1
 
-    def barrier(self, *, with_servers: bool) -> None:
+    def regrouped(self, world: World, comm: Communicator | None) -> None:
+        self._world, self._comm = world, comm
+
+    def barrier(self, *, with_servers: bool = False) -> None:
         if with_servers and self._world.servers and self._store is not None:
             self._meet_in_store(self._store, f"barrier/{next(self._barriers)}")
-        elif self._comm is not None:
-            self._comm.barrier()
+        else:
+            self.together.run(lambda: None if self._comm is None else self._comm.barrier(), self._start_over)
+
+    def alike(self, operation: Callable[[], T]) -> T:
+        """What every worker gets by an operation of all of them; done again if one of them is lost in it."""
+        found: list[T] = []
+
+        def run() -> None:
+            found[:] = [operation()]
+            if self._comm is not None and self._comm.world.elastic is not None:
+                self._comm.barrier()  # who passes it knows that all have got theirs
+
+        self.together.run(run, self._start_over)
+        return found[0]
 
     def _meet_in_store(self, store: Store, name: str) -> None:
         """The workers' own group has no servers in it."""
@@ -61,7 +86,11 @@ class Boundary:
 
     def told(self, value: Any) -> list[Any]:
         """What every worker says, in rank order."""
-        return [value] if self._comm is None else self._comm.gather_json(value)
+
+        def tell() -> list[Any]:
+            return [value] if self._comm is None else self._comm.gather_json(value)
+
+        return self.together.run(tell, self._start_over)
 
     def reduced(self, tensor: Tensor, operation: Operation) -> Tensor:
         if operation not in ("sum", "mean", "max", "min"):
@@ -91,11 +120,14 @@ class Boundary:
         return torch.cat([rows[rank][: lengths[rank]] for rank in (range(self._workers) if real is None else real)])
 
     def _gathered(self, tensor: Tensor) -> Tensor:
-        if self._comm is None:
-            return tensor.unsqueeze(0)
-        rows, handle = self._comm.all_gather(tensor)
-        handle.wait()
-        return rows.view(self._workers, *tensor.shape)
+        def gather() -> Tensor:
+            if self._comm is None:
+                return tensor.unsqueeze(0)
+            rows, handle = self._comm.all_gather(tensor)
+            handle.wait()
+            return rows.view(self._workers, *tensor.shape)
+
+        return self.together.run(gather, self._start_over)
 
 
 def check_boundary(step: TrainStep | None, name: str) -> None:

@@ -35,6 +35,7 @@ class Checkpoints:
         *,
         around: Callable[[], Surroundings],
         at_boundary: Callable[[str], bool],
+        resumes: Callable[[], bool],
         step: Callable[[], int],
         keep: int | None,
         asynchronous: bool,
@@ -46,6 +47,7 @@ class Checkpoints:
             raise ConfigError(f"checkpoints(when_busy={when_busy!r}): choose 'wait' or 'drop'")
         self.folder, self._saver = folder, saver
         self._around, self._at_boundary, self._step = around, at_boundary, step
+        self._resumes = resumes
         self._keep, self._asynchronous, self._when_busy = keep, asynchronous, when_busy
         self._saved = False
 
@@ -77,7 +79,7 @@ class Checkpoints:
 
     def resume(self, which: bool | str | Path | None = True, *, accept: Sequence[str] = ()) -> Any:
         """Go on from a checkpoint, by default the newest that is complete and unharmed; its `extra`, or None."""
-        if which is None or which is False:
+        if which is None or which is False or not self._resumes():
             return None
         self._at_boundary("checkpoints.resume")
         self._saver.finish()

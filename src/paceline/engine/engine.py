@@ -27,6 +27,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from paceline.collectives.byte_count import Traffic
+from paceline.collectives.communicator import Communicator
 from paceline.collectives.gradient_exchange import Reduction
 from paceline.data.sample_record import RecordHeader, SampleRecord, next_attempt
 from paceline.data.work_source import Deal, WorkSource
@@ -147,9 +148,9 @@ class Engine:
         self._comm = connect_workers(
             self.world, self._store, backend=self.config.backend, device=self.device, timeout_s=timeout_s
         )
-        if self._elastic is not None and self._comm is not None:
-            self._elastic.member.on_change = self._comm.abandon
-        self._boundary = Boundary(self.world, self._store, self._comm, self.device, timeout_s)
+        self._boundary = Boundary(
+            self.world, self._store, self._comm, self.device, timeout_s, start_over=self._start_over
+        )
         torch.set_num_threads(self.config.threads)
         if reduction == "exact":
             make_deterministic(self.device.type)
@@ -166,6 +167,8 @@ class Engine:
         self._at_loop_end: list[LoopEndListener] = []
         self._lost: Set[int] = frozenset()
         self._saver = Saver(self.config, self._surroundings, self._state)
+        if self._elastic is not None and self._comm is not None:
+            self._watch_changes(self._comm)
         tells = self.world.is_main and self._client is None  # the launcher has told it otherwise
         self._stops = StopSignals(self.world.name, tells=tells, is_server=self.world.is_server)
         self._among = self.world  # the workers that are left, under their ranks there
@@ -348,7 +351,7 @@ class Engine:
         """`sha256:…` of parameters and persistent buffers; raises if the workers don't agree."""
         check_boundary(self._step, "weights_hash")
         self._settle()
-        mine = self._hash()
+        mine = self._boundary.alike(self._hash)
         hashes = self._boundary.told(mine)
         if len(set(hashes)) > 1:
             raise ReplicaError(f"the workers' weights differ: {dict(enumerate(hashes))}")
@@ -360,8 +363,12 @@ class Engine:
         """Whole weights and buffers by name, on the host, whatever the strategy; all workers call it and get them."""
         check_boundary(self._step, "state_dict")
         self._settle()
-        whole = Tensor.detach if self._step is None else self._step.strategies.whole
-        return {name: whole(value).to("cpu", copy=True) for name, value in named_state(self._models).items()}
+
+        def everything() -> dict[str, Tensor]:
+            whole = Tensor.detach if self._step is None else self._step.strategies.whole
+            return {name: whole(value).to("cpu", copy=True) for name, value in named_state(self._models).items()}
+
+        return self._boundary.alike(everything)
 
     def save_state(self, folder: str | Path) -> None:
         """Everything needed to continue, at a step boundary; every worker writes its part. Not in a replay."""
@@ -390,6 +397,7 @@ class Engine:
             self._saver,
             around=self._surroundings,
             at_boundary=self._at_boundary,
+            resumes=lambda: self._elastic is None or self._elastic.admitted,  # who joins gets its state from others
             step=lambda: self.step,
             keep=keep,
             asynchronous=asynchronous,
@@ -526,7 +534,7 @@ class Engine:
             self.device,
             on_enter=self._enter_loop,
             on_leave=self._leave_loop,
-            start_record=lambda: self._start_record(source),
+            start_record=lambda regrouping: self._start_record(source, regrouping=regrouping),
             elastic=self._elastic,
             join=self._join,
         )
@@ -552,11 +560,16 @@ class Engine:
             f"{' in ' + str(config.precision) if config.precision != Precision() else ''} · {amount}"
         )
 
-    def _start_record(self, source: WorkSource) -> SampleRecord | None:
+    def _start_record(self, source: WorkSource, *, regrouping: bool) -> SampleRecord | None:
         folder = self._record_folder
         if folder is None or self._replay is not None:
             return None
-        attempt = self._boundary.told(next_attempt(folder))[0]
+        number = next_attempt(folder)
+        if not regrouping:
+            number = self._boundary.told(number)[0]
+        elif self._comm is not None:
+            number = self._comm.gather_json(number)[0]
+        attempt = number
         lanes, world = self.config.lanes, self.world
         header = RecordHeader(worker=world.rank, workers=world.size, lanes=lanes, **source.record_header())
         return SampleRecord.start(folder, attempt, header)
@@ -594,7 +607,7 @@ class Engine:
         else:
             if step.stops_alone:
                 self._say_left()
-            step.settle()
+            self._settle()
             if step.never_agrees:  # inside the loop a signal was this worker's own affair
                 self._stops.end_loop(self._boundary.told)
             for tell in self._at_loop_end:
@@ -615,6 +628,25 @@ class Engine:
         first = Generation(0 if seat.elastic.joins else 1, tuple(range(seat.size)))
         member = Member(self._client, seat.rank, seat.elastic.incarnation, first, self.config.timeout_s)
         return Elastic(member, seat, Assembly(self), self.print)
+
+    def _watch_changes(self, comm: Communicator) -> None:
+        """From the moment that the workers have changed nothing waits for those that are gone."""
+        elastic = self._elastic_parts()
+
+        def change(why: str) -> None:
+            comm.abandon(why)
+            self._saver.workers_changed()
+
+        elastic.member.on_change = change
+        if elastic.member.is_newer_than(elastic.now_in):
+            comm.abandon("the workers have changed")
+
+    def _start_over(self) -> None:
+        """Workers were lost in something that all do together between two steps."""
+        if self._loader is not None and self._loader.in_loop:
+            self._loader.start_over()
+        else:
+            self._elastic_parts().start_over()
 
     def _elastic_parts(self) -> Elastic:
         assert self._elastic is not None
@@ -666,10 +698,13 @@ class Engine:
         return self._step
 
     def _at_boundary(self, operation: str) -> bool:
-        """All workers are between two steps, with the newest weights; False: in a replay, which saves nothing."""
+        """All workers are between two steps, with the newest weights; False: nothing is saved here.
+
+        So it is in a replay, and on a worker that has yet to join the others.
+        """
         check_boundary(self._step, operation)
         self._settle()
-        return self._replay is None
+        return self._replay is None and (self._elastic is None or self._elastic.admitted)
 
     def _surroundings(self) -> Surroundings:
         return Surroundings(self._among, self._boundary.told, self._client)
@@ -680,8 +715,8 @@ class Engine:
 
     def _settle(self) -> None:
         """All workers are at a boundary: updates that are under way end, and the model holds the newest weights."""
-        if self._step is not None:
-            self._step.settle()
+        if self._step is not None and not self._step.inside_step:
+            self._boundary.alike(self._step.settle)
 
     def _go_on_without_the_lost(self) -> None:
         """Where the strategy goes on without a worker, so does everything that workers do together."""

@@ -33,7 +33,7 @@ class PreparedLoader:
         *,
         on_enter: Callable[[], bool],
         on_leave: Callable[[bool], None],
-        start_record: Callable[[], SampleRecord | None] = lambda: None,
+        start_record: Callable[[bool], SampleRecord | None] = lambda regrouping: None,
         elastic: Elastic | None = None,
         join: Callable[[bool], bool] = lambda any_loop: True,
     ) -> None:
@@ -58,6 +58,10 @@ class PreparedLoader:
         if not self._admitted:  # it is the job's, and a loop over what is left of it follows
             self._join(True)
         return self.source.epoch
+
+    @property
+    def in_loop(self) -> bool:
+        return self._items is not None
 
     @property
     def _admitted(self) -> bool:
@@ -103,6 +107,7 @@ class PreparedLoader:
                     continue
                 if self._train_step.item is not None and self._train_step.item.last_of_step:
                     self._commit(self._train_step.item)
+                if self._train_step.item is None:
                     if self._train_step.stop_agreed:
                         break
                     self._starts_over(between_steps=True)
@@ -146,6 +151,8 @@ class PreparedLoader:
     def start_over(self) -> None:
         """With the workers that there are now, from the first item that is not committed."""
         assert self._elastic is not None
+        if (item := self._train_step.item_done()) is not None and not self._train_step.is_lost:
+            self._commit(item)  # it counts, and the body has not given it back yet
         self._handed_out.clear()
         before = self._items
         self._elastic.start_over()
@@ -205,7 +212,7 @@ class PreparedLoader:
     def _open_record(self) -> None:
         self._handed_out.clear()
         if self._record is None:
-            self._record = self._start_record()
+            self._record = self._start_record(False)
         elif not (header := self.source.record_header())["stream"]:
             self._record.begin_epoch(header["epoch"], header["samples"], header["samples_per_epoch"])
 
@@ -213,7 +220,7 @@ class PreparedLoader:
         """The workers have changed: their record is another, from the committed place on."""
         if self._record is not None:
             self._record.close()
-        self._record = self._start_record()
+        self._record = self._start_record(True)
 
     def _hand_out(self, item: WorkItem) -> None:
         if self._record is not None and not item.shadow:

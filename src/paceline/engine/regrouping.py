@@ -57,6 +57,10 @@ class Parts(Protocol):
         """In the data, when the step that is out is done."""
         ...
 
+    def more(self) -> bool:
+        """Whether the loop has another step after the one that is out, as far as can be known."""
+        ...
+
     def record(self) -> None:
         """Write down which samples are in the step that is about to count."""
         ...
@@ -108,7 +112,7 @@ class Elastic:
     def commits(self, step: int, update: int, *, check: int) -> bool:
         self._keep((step, update))
         self._parts.record()
-        committed = self.member.commits(step, update, check=check, more=not update)
+        committed = self.member.commits(step, update, check=check, more=self._parts.more() and not update)
         if committed:
             self._committed, self._writers = (step, update), self.member.now.members
         return committed
@@ -125,6 +129,11 @@ class Elastic:
         self._vault.write(_numbered(place), tree, rank=members.index(self.member.slot), size=len(members))
 
     # -- changing ----------------------------------------------------------------------------------------------------
+
+    @property
+    def now_in(self) -> int:
+        """The generation that this worker is in, or is about to be."""
+        return self._tried
 
     @property
     def changed(self) -> bool:

@@ -8,6 +8,7 @@ One save after another. A save that fails is told to all workers, and what was t
 
 from __future__ import annotations
 
+import contextlib
 import platform
 import secrets
 import shutil
@@ -26,6 +27,7 @@ from paceline.checkpoint.load import Checkpoint, whole_tree
 from paceline.checkpoint.manifest import COMPLETE, size_text
 from paceline.checkpoint.retention import all_checkpoints, remove_leftovers
 from paceline.checkpoint.save import Portion, Room, complete, give_up, portion_of, write_portion
+from paceline.elastic.fault_injection import fault_point
 from paceline.engine.config import EngineConfig
 from paceline.engine.job_state import JobState
 from paceline.errors import CheckpointError
@@ -56,9 +58,11 @@ class Save:
     checksum: str
     is_main: bool
     timeout_s: float
+    step: int
 
     def write(self) -> None:
         try:
+            fault_point("write", self.step)
             write_portion(self.partial, self.portion, self.checksum)
             if self.is_main:
                 workers = self.portion.workers
@@ -78,11 +82,13 @@ class Saver:
     def __init__(self, config: EngineConfig, around: Callable[[], Surroundings], state: Callable[[], JobState]) -> None:
         self._config, self._around, self._state = config, around, state
         self._writer, self._room = AsyncWriter(), Room()
+        self._under_way: Save | None = None
 
     def save(self, folder: Path, extra: Any = None, about: dict[str, Any] | None = None) -> None:
         """Save, and come back when it is whole on the disk; raises on every worker if it can't be."""
         self._all_done()
         save = self._begun(folder, extra, about or {})
+        fault_point("snapshot", save.step)
         failure: str | None = None
         try:
             save.write()
@@ -102,6 +108,7 @@ class Saver:
             return False
         self._all_done()
         save = self._begun(folder, extra, about)
+        fault_point("snapshot", save.step)
         copied = Save(**{**vars(save), "portion": save.portion.copied(self._room)})
 
         def work() -> None:
@@ -112,6 +119,13 @@ class Saver:
 
         self._writer.start(work)
         return True
+
+    def workers_changed(self) -> None:
+        """Whoever waits for a lost worker's part of a save need not. Any thread may say so."""
+        save = self._under_way
+        if save is not None:
+            with contextlib.suppress(OSError):  # it is whole by now, or nobody has begun
+                (save.partial / f"{save.portion.file}.failed: a worker was lost").mkdir()
 
     def finish(self) -> None:
         """Wait for the save under way."""
@@ -190,8 +204,12 @@ class Saver:
         for text in around.told(failure):
             if text is not None:
                 raise CheckpointError(text)
+        if around.world is not self._around().world:
+            raise CheckpointError(f"{folder} could not be saved: a worker was lost")
         whole = self._about(state, world) | about if is_main else {}
-        return Save(folder, partial, portion, whole, checksum, is_main, self._config.timeout_s)
+        timeout_s, step = self._config.timeout_s, state.step.step
+        self._under_way = save = Save(folder, partial, portion, whole, checksum, is_main, timeout_s, step)
+        return save
 
     def _made_ready(self, folder: Path, needed: int) -> str | None:
         """The main worker clears the way; what stands in it."""

@@ -30,7 +30,7 @@ from torch.optim import Optimizer
 from paceline.collectives.byte_count import Traffic
 from paceline.collectives.communicator import Communicator
 from paceline.data.sharded_sampler import WorkItem
-from paceline.elastic.fault_injection import fault_point
+from paceline.elastic.fault_injection import begin_step, fault_point
 from paceline.engine.ballot import Ballot, LaneReport, any_used, lanes_in_order, means_over, name_key
 from paceline.engine.ballot_box import BallotBox
 from paceline.engine.config import EngineConfig
@@ -603,6 +603,7 @@ class TrainStep:
             loss_scale=None if self.loss_scale is None else self.loss_scale.state_dict(),
             committed=self.commitment is None,
         )
+        begin_step(self._round + 1)
         active.start_step(self._round, plan)
         self._buffers.start_step()
         if remade or not self._box.watching:
