@@ -78,11 +78,11 @@ def started_job(
     faults: str | None = None,
     script: Path = SCRIPT,
     environment: dict[str, str] | None = None,
-    timeout_s: float = 60.0,
+    timeout_s: float = 25.0,
 ) -> Iterator[RunningJob]:
     """A job that goes on while the test does something to it; nothing of it outlives the block."""
     temporary = folder / "tmp"
-    temporary.mkdir(parents=True)
+    temporary.mkdir(parents=True, exist_ok=True)
     variables = {"TMPDIR": str(temporary), **(environment or {})}
     if faults is not None:
         variables["PACELINE_FAULTS"] = faults
@@ -111,6 +111,10 @@ class RunningJob:
     def committed(self) -> list[Row]:
         path = self.folder / LEDGER
         return read_ledger(path) if path.exists() else []
+
+    def signal(self, number: signal.Signals) -> None:
+        """To the supervisor."""
+        os.kill(self.supervisor, number)
 
     def wait_until(self, condition: Callable[[], bool], what: str) -> None:
         while not condition():

@@ -1,0 +1,109 @@
+"""The promise: a worker lost at any moment of a step, in any way, changes not one bit of the result.
+
+    phases      data forward backward bucket exchange ready before_commit after_commit apply snapshot write join
+    kinds       kill (SIGKILL)   stop (SIGSTOP, fenced after the heartbeat's deadline)   raise (an exception)
+    strategies  all that promise the bits of one process
+
+Every job ends with the hash of a plain run on one worker, every step committed once, every sample used once, and
+nothing left. The quick choice puts three faults into one job of four workers, each on another worker in another step;
+`make faults` tries every combination by itself (--full-product).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from paceline.strategies.registry import synchronous_strategies
+from tests.faults.elastic_jobs import WORKERS, check_unharmed, run_elastic
+
+PHASES = (
+    "data", "forward", "backward", "bucket", "exchange", "ready",
+    "before_commit", "after_commit", "apply", "snapshot", "write", "join",
+)  # fmt: skip
+KINDS = ("kill", "stop", "raise")
+BACKENDS = ("paceline", "gloo")
+STRATEGIES = tuple(dict.fromkeys(chosen.name for chosen in synchronous_strategies()))
+HURT_STEPS = (2, 5, 7)  # of a short step (4, 8) some workers may have nothing to do
+SAVED = ("snapshot", "write")  # the first checkpoint that comes, in whichever step
+
+
+@dataclass(frozen=True)
+class Case:
+    strategy: str
+    backend: str
+    faults: tuple[tuple[str, str, int], ...]  # kind, phase, victim
+
+    def __str__(self) -> str:
+        told = "+".join(f"{kind}-{phase}-of-{rank}" for kind, phase, rank in self.faults)
+        return f"{self.strategy}-{self.backend}-{told}"
+
+    @property
+    def orders(self) -> list[str]:
+        return [
+            order for number, fault in enumerate(self.faults) for order in ordered(*fault, step=HURT_STEPS[number % 3])
+        ]
+
+    @property
+    def arguments(self) -> str:
+        words = ["--save-every 2"] if any(phase in SAVED for _, phase, _ in self.faults) else []
+        joiners = [rank for _, phase, rank in self.faults if phase == "join"]
+        return " ".join([*words, *(f"--step-s 0.1 --await-joiner {rank}-1" for rank in joiners)])
+
+
+def ordered(kind: str, phase: str, rank: int, step: int) -> list[str]:
+    if phase == "join":  # of the replacement, for which somebody must die first
+        return [f"kill:rank={rank},step=1,phase=forward", f"{kind}:rank={rank},phase=join,incarnation=1"]
+    return [f"{kind}:rank={rank}" + ("" if phase in SAVED else f",step={step}") + f",phase={phase}"]
+
+
+def quick_cases() -> list[Case]:
+    """Of the first strategy every phase with every kind; of the others every phase, with the kinds in turn."""
+    cases = []
+    in_steps = [phase for phase in PHASES if phase != "join"]
+    for place, strategy in enumerate(STRATEGIES):
+        pairs = [
+            (kind, phase) for turn in range(3 if place == 0 else 1) for kind, phase in _in_turn(in_steps, place + turn)
+        ]
+        for first in range(0, len(pairs), 3):
+            number = place + first // 3
+            victims = [(number + offset) % WORKERS for offset in range(3)]
+            chosen = [(*pair, victim) for pair, victim in zip(pairs[first : first + 3], victims, strict=False)]
+            cases.append(Case(strategy, BACKENDS[number % 2], tuple(chosen)))
+        cases.append(Case(strategy, BACKENDS[place % 2], ((KINDS[place % 3], "join", place % WORKERS),)))
+    return cases
+
+
+def _in_turn(phases: list[str], start: int) -> list[tuple[str, str]]:
+    return [(KINDS[(start + number) % 3], phase) for number, phase in enumerate(phases)]
+
+
+def full_product() -> list[Case]:
+    return [
+        Case(strategy, backend, ((kind, phase, victim),))
+        for strategy in STRATEGIES
+        for kind in KINDS
+        for phase in PHASES
+        for backend in BACKENDS
+        for victim in (0, 2)
+    ]
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "case" in metafunc.fixturenames:
+        whole = metafunc.config.getoption("--full-product")
+        cases = full_product()[:: metafunc.config.getoption("--every")] if whole else quick_cases()
+        metafunc.parametrize("case", cases, ids=list(map(str, cases)))
+
+
+def test_a_worker_lost_at_any_moment_changes_no_bit(case: Case, tmp_path: Path) -> None:
+    flags = f"--strategy {case.strategy} --backend {case.backend}"
+    job = run_elastic(tmp_path / "job", flags, case.arguments, orders=case.orders)
+    check_unharmed(job, case.orders)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_an_elastic_job_without_faults_has_the_bits_of_a_plain_one(strategy: str, tmp_path: Path) -> None:
+    check_unharmed(run_elastic(tmp_path / "job", f"--strategy {strategy}", orders=[]))
