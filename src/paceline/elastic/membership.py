@@ -108,6 +108,8 @@ class Membership:
             return []
         one.standing, one.loop, one.in_loop, one.entered_at, one.facts = Standing.MEMBER, loop, True, step, facts
         members = self._member_slots()
+        if len(members) < len(self.slots) and not self.running:
+            return []  # somebody fell on the way here
         if any(other.standing is not Standing.MEMBER or not other.in_loop for other in members):
             return []
         if len({other.loop for other in members}) > 1:
@@ -353,7 +355,7 @@ class Membership:
 
     def _refill(self, now: float) -> list[Decision]:
         """Fresh processes for vacant slots, as long as there is a loop that they could join."""
-        if self.over or not any(slot.in_loop for slot in self._member_slots()):
+        if self.over or not self.running or not any(slot.in_loop for slot in self._member_slots()):
             return []
         vacant = [slot for slot in self.slots if slot.standing is Standing.VACANT and self._may_refill(slot)]
         for slot in vacant:

@@ -1,0 +1,594 @@
+"""Who belongs to an elastic job and which steps are done: the rules without a process, and random lives of a job."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from paceline.elastic.decisions import (
+    TOO_FEW_LEFT,
+    Commit,
+    Decision,
+    End,
+    Fence,
+    Refuse,
+    Regroup,
+    Replace,
+    Rewind,
+    Rules,
+    Say,
+    StartAnew,
+    Wait,
+)
+from paceline.elastic.ledger import Ledger, Row, read_ledger
+from paceline.elastic.membership import DYING_S, FIRST_BEAT_S, MOST_ATTEMPTS, MOST_BREAKS, SETTLE_S, Membership
+from paceline.elastic.slots import Ready, Standing
+from paceline.errors import LaunchError, WorldError
+
+FACTS = {"torch": "2.13", "lanes": 4}
+
+
+def job(workers: int = 4, rules: Rules | None = None, *, at_step: int = 0) -> Membership:
+    """All have entered their loop."""
+    members = Membership(workers, rules or Rules())
+    for slot in range(workers):
+        members.started(slot, 0.0)
+        members.beat(slot, 0.0)
+        members.entered(slot, 1, at_step, FACTS, 0.0)
+    assert members.running
+    return members
+
+
+def ready(members: Membership, slots: Iterable[int], step: int, *, check: int = 7, more: bool = True) -> list[Decision]:
+    decided: list[Decision] = []
+    for slot in slots:
+        decided += members.readied(slot, members.generation, Ready(step, 0, check, more), 0.0)
+    return decided
+
+
+def lines(decisions: list[Decision]) -> list[str]:
+    return [decision.line for decision in decisions if isinstance(decision, Say)]
+
+
+def test_a_step_is_committed_when_every_member_is_ready() -> None:
+    members = job(3)
+    assert ready(members, [0, 2], 1) == []
+    assert ready(members, [1], 1) == [Commit(1, 0, 1, (0, 1, 2))]
+    assert members.step == 1
+
+
+def test_words_of_another_generation_are_not_heard() -> None:
+    members = job(3)
+    members.died(2, "was killed", 0.0)
+    assert members.readied(0, 1, Ready(1, 0, 7, True), 0.0) == []
+    assert ready(members, [1], 1) == [], "worker 0 is not ready in this generation"
+    assert ready(members, [0], 1) == [Commit(1, 0, 2, (0, 1))]
+
+
+def test_a_death_makes_a_generation_of_the_others_and_a_replacement_at_once() -> None:
+    members = job(4)
+    ready(members, range(4), 1)
+    decided = members.died(2, f"was killed by SIGKILL {members.where}", 0.0)
+    told = "worker 2 was killed by SIGKILL in step 2; 3 workers go on, a replacement starts"
+    assert decided == [
+        Say(told),
+        Regroup(2, (0, 1, 3), (), 1, "worker 2 was killed by SIGKILL in step 2"),
+        Replace(2, 1),
+    ]
+
+
+def test_a_replacement_is_admitted_right_after_a_commit_that_has_a_step_after_it() -> None:
+    members = job(2)
+    members.died(1, "was killed", 0.0)
+    assert members.asks_to_join(1, 1, FACTS) == []
+    assert ready(members, [0], 1, more=False) == [Commit(1, 0, 2, (0,))]
+    decided = ready(members, [0], 2)
+    assert decided == [Commit(2, 0, 2, (0,)), Regroup(3, (0, 1), (1,), 2, "worker 1 joined after step 2")]
+    assert members.grouped(0, 3) == []
+    assert members.grouped(1, 3) == [Say("worker 1 is back after step 2")]
+
+
+def test_a_replacement_that_differs_is_refused_with_the_difference_and_not_replaced_again() -> None:
+    members = job(2)
+    members.died(1, "was killed", 0.0)
+    other = {**FACTS, "torch": "2.12"}
+    decided = members.asks_to_join(1, 1, other)
+    why = "worker 1's replacement does not fit: torch is 2.12 there and 2.13 here"
+    assert decided == [Refuse(1, why), Say(f"{why}; its place stays empty")]
+    assert members.raised(1, "raised WorldError", 0.0) == []
+    assert members.died(1, "exited with code 1", 0.0) == []
+    assert ready(members, [0], 1) == [Commit(1, 0, 2, (0,))]
+
+
+def test_a_replacement_in_front_of_a_loop_that_is_over_is_told_to_skip_it() -> None:
+    members = job(2)
+    members.died(1, "was killed", 0.0)
+    members.asks_to_join(1, 1, FACTS)
+    members.left(0, 1)
+    assert members.entered(0, 2, 0, FACTS, 0.0) == [Wait(1, 2)]
+    assert members.asks_to_join(1, 2, FACTS) == []
+    assert Regroup(3, (0, 1), (1,), 1, "worker 1 joined after step 1") in ready(members, [0], 1)
+
+
+def test_a_replacement_in_front_of_loop_0_joins_whichever_they_are_in() -> None:
+    members = job(2)
+    members.died(1, "was killed", 0.0)
+    assert members.asks_to_join(1, 0, FACTS) == []
+    assert isinstance(ready(members, [0], 1)[-1], Regroup)
+
+
+def test_nobody_is_replaced_where_the_flags_say_so_or_the_job_is_asked_to_stop() -> None:
+    members = job(3, Rules(restart_workers=False))
+    assert lines(members.died(1, "was killed", 0.0)) == ["worker 1 was killed; 2 workers go on"]
+    members = job(3)
+    members.stopping = True
+    assert not any(isinstance(decision, Replace) for decision in members.died(1, "was killed", 0.0))
+
+
+def test_replacements_that_die_before_they_join_are_not_started_for_ever() -> None:
+    members = job(2)
+    members.died(1, "was killed", 0.0)
+    for _ in range(MOST_ATTEMPTS - 1):
+        decided = members.died(1, "was killed", 0.0)
+        assert isinstance(decided[-1], Replace)
+    told = ["worker 1 was killed, before it had joined; its place stays empty"]
+    assert lines(members.died(1, "was killed", 0.0)) == told
+
+
+def test_a_worker_without_a_heartbeat_is_fenced_and_never_heard_again() -> None:
+    members = job(3, Rules(heartbeat_timeout_s=5))
+    decided: list[Decision] = []
+    for tenth in range(60):
+        for slot in (0, 1):
+            members.beat(slot, tenth / 10)
+        decided += members.tick(tenth / 10)
+    assert decided[0] == Fence(2)
+    assert lines(decided) == ["worker 2 gave no sign of life for 5 s in step 1; 2 workers go on, a replacement starts"]
+    assert members.readied(2, members.generation, Ready(1, 0, 7, True), 6.0) == []
+    assert members.entered(2, 1, 0, FACTS, 6.0) == []
+    assert members.died(2, "was killed by SIGKILL", 6.0) == [Replace(2, 1)], "its exit is no second death"
+
+
+def test_a_worker_whose_script_has_ended_may_be_silent() -> None:
+    members = job(2, Rules(heartbeat_timeout_s=1))
+    members.left(1, 1)
+    members.beat(1, 0.0, ending=True)
+    for tenth in range(30):
+        members.beat(0, tenth / 10)
+        assert members.tick(tenth / 10) == []
+
+
+def test_silence_is_counted_anew_when_we_were_stopped_ourselves() -> None:
+    members = job(2, Rules(heartbeat_timeout_s=5))
+    assert members.tick(0.5) == []
+    assert members.tick(100.0) == [], "the tick came late: nobody else could be heard either"
+    assert members.tick(100.5) == []
+
+
+def test_a_new_process_gets_time_to_be_born() -> None:
+    members = job(2, Rules(heartbeat_timeout_s=1))
+    members.died(1, "was killed", 0.0)
+    decided: list[Decision] = []
+    for tenth in range(70):
+        members.beat(0, tenth / 10)
+        decided += members.tick(tenth / 10)
+        assert not decided or tenth / 10 > 1 + FIRST_BEAT_S
+    assert decided[0] == Fence(1)
+
+
+def test_a_worker_that_others_wait_for_in_a_step_is_fenced_after_the_deadline() -> None:
+    members = job(3, Rules(step_timeout_s=10, heartbeat_timeout_s=5))
+    ready(members, [0, 1], 1)
+    decided: list[Decision] = []
+    for tenth in range(105):
+        for slot in range(3):
+            members.beat(slot, tenth / 10)
+        decided += members.tick(tenth / 10)
+    assert decided[0] == Fence(2)
+    assert lines(decided) == ["worker 2 is alive, but 10 s late in step 1; 2 workers go on, a replacement starts"]
+
+
+def test_a_worker_that_does_not_regroup_is_fenced_but_not_one_that_has_left_its_loop() -> None:
+    members = job(4, Rules(regroup_timeout_s=10, heartbeat_timeout_s=100))
+    members.left(3, 1)
+    members.died(2, "was killed", 0.0)
+    members.grouped(0, 2)
+    decided: list[Decision] = []
+    for tenth in range(105):
+        decided += members.tick(tenth / 10)
+    assert [decision for decision in decided if isinstance(decision, Fence)] == [Fence(1)]
+
+
+def test_communication_that_breaks_is_mended_a_moment_later_unless_a_death_explains_it() -> None:
+    members = job(3)
+    members.tick(0.0)
+    assert members.failed(0, 1, "connection closed by peer", 0.0) == []
+    decided = members.died(2, "was killed", 0.01)
+    assert any(isinstance(decision, Regroup) for decision in decided)
+    assert members.tick(0.5) == [], "the death has made the new generation"
+    members.failed(0, 2, "connection closed by peer", 0.5)
+    decided = members.tick(0.5 + SETTLE_S + 0.01)
+    assert isinstance(decided[-1], Regroup)
+    assert decided[-1].members == (0, 1)
+
+
+def test_communication_that_breaks_again_and_again_ends_the_job() -> None:
+    members = job(2, Rules(heartbeat_timeout_s=1000))
+    decided: list[Decision] = []
+    for second in range(MOST_BREAKS + 1):
+        members.failed(0, members.generation, "cut", second * 0.5)
+        decided = members.tick(second * 0.5 + 0.2)
+    assert decided == [End(1, "the workers lost each other 6 times in step 1; the last: worker 0: cut")]
+
+
+def test_the_minority_of_different_weights_is_named_and_fenced() -> None:
+    members = job(4)
+    ready(members, [0, 1, 3], 1)
+    decided = ready(members, [2], 1, check=8)
+    assert decided[0] == Fence(2)
+    assert lines(decided) == [
+        "worker 2's weights differ from those of workers 0, 1 and 3 in step 1: silent corruption; "
+        "3 workers go on, a replacement starts"
+    ]
+    assert members.step == 0
+
+
+def test_two_workers_with_different_weights_get_a_second_try_and_no_third() -> None:
+    members = job(2)
+    ready(members, [0], 1)
+    first = ready(members, [1], 1, check=8)
+    assert isinstance(first[-1], Regroup)
+    assert first[-1].members == (0, 1)
+    ready(members, [0], 1)
+    told = (
+        "the weights of workers 0 and 1 differ in step 1, twice: silent corruption, and nobody can say whose are right"
+    )
+    assert ready(members, [1], 1, check=8) == [End(1, told)]
+
+
+def test_a_check_of_0_is_not_compared() -> None:
+    members = job(2)
+    ready(members, [0], 1, check=0)
+    assert ready(members, [1], 1, check=8) == [Commit(1, 0, 1, (0, 1))]
+
+
+def test_the_same_step_failing_twice_by_an_exception_is_the_code() -> None:
+    members = job(4)
+    first = members.raised(1, "raised ValueError in step 1: bad", 0.0)
+    assert isinstance(first[-1], Regroup)
+    decided = members.raised(2, "raised ValueError in step 1: bad", 0.0)
+    assert isinstance(decided[-1], End)
+    assert decided[-1].code is None, "the launcher has the traceback"
+
+
+def test_an_exception_in_another_step_is_another_fault() -> None:
+    members = job(4)
+    members.raised(1, "raised ValueError", 0.0)
+    assert members.died(1, "exited with code 1", 0.0) == [Replace(1, 1)]
+    assert ready(members, [0, 2, 3], 1) == [Commit(1, 0, 2, (0, 2, 3))]
+    assert isinstance(members.raised(2, "raised ValueError", 0.0)[-1], Regroup)
+
+
+def test_a_process_that_raised_and_does_not_go_is_fenced() -> None:
+    members = job(2)
+    members.tick(0.0)
+    members.raised(1, "raised ValueError", 0.0)
+    decided: list[Decision] = []
+    for tenth in range(1, 25):
+        members.beat(0, tenth / 10)
+        decided += members.tick(tenth / 10)
+    assert decided == [Fence(1)]
+    assert DYING_S < 2.5
+
+
+def test_fewer_than_min_workers_end_the_job() -> None:
+    members = job(4, Rules(min_workers=3))
+    assert not any(isinstance(decision, End) for decision in members.died(0, "was killed", 0.0))
+    told = "worker 1 was killed; 2 workers left, and --min-workers is 3"
+    assert members.died(1, "was killed", 0.0) == [End(TOO_FEW_LEFT, told)]
+
+
+def test_when_nobody_is_left_all_start_anew_a_few_times() -> None:
+    members = job(2)
+    for start in (1, 2, 3):
+        members.died(0, "was killed", 0.0)
+        decided = members.died(1, "was killed", 0.0)
+        assert decided[-1] == StartAnew(start)
+        assert not members.running
+        assert (members.generation, members.members) == (1, (0, 1))
+        for slot in (0, 1):
+            members.entered(slot, 1, 0, FACTS, 0.0)
+    members.died(0, "was killed", 0.0)
+    assert members.died(1, "was killed", 0.0) == [End(TOO_FEW_LEFT, "worker 1 was killed; no worker is left")]
+
+
+def test_a_job_that_resumes_takes_up_the_ledger_at_its_checkpoint() -> None:
+    members = job(2)
+    for step in (1, 2, 3):
+        ready(members, [0, 1], step)
+    members.died(0, "was killed", 0.0)
+    members.died(1, "was killed", 0.0)
+    assert members.entered(0, 1, 2, FACTS, 0.0) == []
+    assert members.entered(1, 1, 2, FACTS, 0.0) == [Rewind(2)]
+    assert ready(members, [0, 1], 3) == [Commit(3, 0, 1, (0, 1))]
+
+
+def test_workers_that_begin_at_different_steps_end_the_job() -> None:
+    members = Membership(2, Rules())
+    members.entered(0, 1, 4, FACTS, 0.0)
+    (end,) = members.entered(1, 1, 5, FACTS, 0.0)
+    assert isinstance(end, End)
+    assert "worker 0 after step 4, worker 1 after step 5" in end.why
+
+
+def test_a_fault_before_everyone_has_entered_is_left_to_the_launcher() -> None:
+    members = Membership(3, Rules())
+    members.entered(0, 1, 0, FACTS, 0.0)
+    assert members.died(2, "was killed", 0.0) == []
+    assert members.entered(1, 1, 0, FACTS, 0.0) == []
+    assert not members.running
+
+
+def test_a_worker_that_ends_well_after_its_loop_is_missed_by_nobody() -> None:
+    members = job(3)
+    for slot in range(3):
+        members.left(slot, 1)
+    assert members.ended_well(2, 0.0) == []
+    decided = members.died(1, "was killed after step 0", 0.0)
+    assert next(decision for decision in decided if isinstance(decision, Regroup)).members == (0,)
+    assert not any(isinstance(decision, Replace) for decision in decided), "there is no loop to join"
+
+
+def test_a_worker_that_ends_in_the_middle_of_its_loop_counts_as_dead() -> None:
+    members = job(2)
+    decided = members.ended_well(1, 0.0)
+    assert lines(decided) == [
+        "worker 1 left the job in step 1, while others were training; 1 worker goes on, a replacement starts"
+    ]
+
+
+def test_a_lost_host_takes_its_workers_in_one_generation_and_gets_no_replacements() -> None:
+    members = job(4)
+    decided = members.host_lost([2, 3], "host 1 is lost (silent for 5 s)", 0.0)
+    assert lines(decided) == ["host 1 is lost (silent for 5 s); 2 workers go on"]
+    assert [decision for decision in decided if not isinstance(decision, Say)] == [
+        Regroup(2, (0, 1), (), 0, "host 1 is lost (silent for 5 s)")
+    ]
+
+
+@pytest.mark.parametrize(
+    ("rules", "workers", "text"),
+    [
+        ({"min_workers": 5}, 4, "4 workers, but --min-workers 5"),
+        ({"max_workers": 3}, 4, "4 workers, but --min-workers 1 and --max-workers 3"),
+        ({"min_workers": 0}, 4, "--min-workers 0; a job has at least one worker"),
+        ({"heartbeat_timeout_s": 0}, 4, "--heartbeat-timeout-s 0; it must be a number of seconds above 0"),
+        ({"copies": 0}, 4, "--copies 0"),
+    ],
+)
+def test_flags_that_contradict_each_other_are_refused(rules: dict[str, int], workers: int, text: str) -> None:
+    with pytest.raises(LaunchError, match=text):
+        Rules(**rules).check(workers)  # type: ignore[arg-type]
+
+
+# ---- the ledger ----------------------------------------------------------------------------------------------
+
+
+def test_a_ledger_never_takes_a_step_twice_and_survives_a_torn_line(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.jsonl"
+    ledger = Ledger(path)
+    for step in (1, 2, 3):
+        ledger.commit(Row(step, 0, 1, (0, 1)))
+    with pytest.raises(WorldError, match=r"step 3 .* was committed already"):
+        ledger.commit(Row(3, 0, 2, (0,)))
+    ledger.close()
+    with path.open("a") as file:
+        file.write('{"step":4,"upd')
+    resumed = Ledger(path)
+    resumed.rewind(2)
+    resumed.commit(Row(3, 0, 1, (0,)))
+    resumed.close()
+    assert read_ledger(path) == [Row(1, 0, 1, (0, 1)), Row(2, 0, 1, (0, 1)), Row(3, 0, 1, (0,))]
+    path.write_text("step 1\n")
+    with pytest.raises(WorldError, match="line 1: not a row of a ledger"):
+        read_ledger(path)
+
+
+# ---- random lives --------------------------------------------------------------------------------------------
+
+
+class Worker:
+    """A process that does what the protocol asks, as far as it is alive and has been told."""
+
+    def __init__(self, incarnation: int, generation: int, step: int) -> None:
+        self.incarnation, self.generation, self.step = incarnation, generation, step
+        self.joined = incarnation == 0
+        self.asked = self.alive = False
+        self.stuck = False
+        self.readied = (0, 0)
+
+
+class LivesOfAJob(RuleBasedStateMachine):
+    """Workers die, stop, hang, raise and come back at any moment; what must hold, holds at each."""
+
+    SIZE = 4
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = 0.0
+        self.members = Membership(self.SIZE, Rules(heartbeat_timeout_s=2, step_timeout_s=8, regroup_timeout_s=4))
+        self.ledger = Ledger()
+        self.workers: dict[int, Worker] = {}
+        self.newest = 1
+        self.told: dict[int, list[Decision]] = {}
+        self.ended = False
+        self.doomed: list[int] = []
+        self._begin()
+
+    def _begin(self) -> None:
+        for slot in range(self.SIZE):
+            self.workers[slot] = Worker(0, 1, 0)
+            self.workers[slot].alive = True
+            self.do(self.members.started(slot, self.now))
+        for slot in range(self.SIZE):
+            self.do(self.members.entered(slot, 1, self.workers[slot].step, FACTS, self.now))
+
+    def do(self, decisions: list[Decision]) -> None:
+        begins_anew = False
+        for decision in decisions:
+            assert not self.ended, f"{decision} after the end"
+            match decision:
+                case Commit(step, update, generation, slots):
+                    assert generation == self.newest
+                    self.ledger.commit(Row(step, update, generation, slots))  # raises at a second one
+                    for slot in slots:
+                        assert self.workers[slot].step == step - 1, "every member was at the same step"
+                        assert self.workers[slot].readied == (generation, step), "every member has done it"
+                        self.workers[slot].step = step
+                case Regroup(generation, slots, joining, step, _):
+                    assert generation == self.newest + 1, "generations follow each other"
+                    self.newest = generation
+                    assert slots == self.members.members
+                    for slot in slots:
+                        worker = self.workers[slot]
+                        worker.generation = generation
+                        if slot in joining:
+                            worker.joined, worker.step = True, step
+                        assert worker.joined
+                        assert worker.step == step, "survivors all count a step, or none does"
+                case Fence(slot):
+                    self.doomed.append(slot)
+                case Replace(slot, incarnation):
+                    assert not self.workers[slot].alive, "two processes in one slot"
+                    assert incarnation == self.workers[slot].incarnation + 1
+                    self.workers[slot] = Worker(incarnation, 0, -1)
+                    self.workers[slot].alive = True
+                    self.do(self.members.started(slot, self.now))
+                case Rewind(step):
+                    self.ledger.rewind(step)
+                case StartAnew():
+                    begins_anew = True
+                case End():
+                    self.ended = True
+                case Say(line):
+                    assert "\n" not in line
+        if begins_anew:
+            self.newest, self.doomed = 1, []
+            self._begin()
+
+    @precondition(lambda self: not self.ended)
+    @rule(slot=st.integers(0, SIZE - 1))
+    def killed(self, slot: int) -> None:
+        worker = self.workers[slot]
+        if worker.alive:
+            worker.alive = False
+            self.do(self.members.died(slot, "was killed", self.now))
+
+    @precondition(lambda self: not self.ended)
+    @rule(slot=st.integers(0, SIZE - 1))
+    def raises(self, slot: int) -> None:
+        if self.workers[slot].alive and not self.workers[slot].stuck:
+            worker = self.workers[slot]
+            self.do(self.members.raised(slot, "raised", self.now))
+            if not self.ended and worker is self.workers[slot]:
+                worker.alive = False
+                self.do(self.members.died(slot, "exited with code 1", self.now))
+
+    @rule(slot=st.integers(0, SIZE - 1))
+    def hangs(self, slot: int) -> None:
+        self.workers[slot].stuck = True
+
+    @precondition(lambda self: not self.ended)
+    @rule(slot=st.integers(0, SIZE - 1))
+    def breaks(self, slot: int) -> None:
+        worker = self.workers[slot]
+        if worker.alive:
+            self.do(self.members.failed(slot, worker.generation, "cut", self.now))
+
+    @precondition(lambda self: not self.ended)
+    @rule(slot=st.integers(0, SIZE - 1), check=st.sampled_from([7, 7, 7, 7, 8]))
+    def works(self, slot: int, check: int) -> None:
+        worker = self.workers[slot]
+        if not worker.alive or worker.stuck:
+            return
+        self.do(self.members.beat(slot, self.now))
+        if not worker.joined:
+            worker.asked = True
+            self.do(self.members.asks_to_join(slot, 0, FACTS))
+            return
+        self.do(self.members.grouped(slot, worker.generation))
+        one = Ready(worker.step + 1, 0, check, True)
+        worker.readied = (worker.generation, one.step)
+        self.do(self.members.readied(slot, worker.generation, one, self.now))
+
+    @precondition(lambda self: not self.ended and self.newest > 1)
+    @rule(slot=st.integers(0, SIZE - 1))
+    def says_what_is_over(self, slot: int) -> None:
+        one = Ready(self.workers[slot].step + 1, 0, 7, True)
+        assert self.members.readied(slot, self.newest - 1, one, self.now) == []
+        assert self.members.grouped(slot, self.newest - 1) == []
+        self.do(self.members.failed(slot, self.newest - 1, "cut", self.now))
+
+    @precondition(lambda self: not self.ended)
+    @rule()
+    def all_work(self) -> None:
+        for slot in range(self.SIZE):
+            if not self.ended:
+                self.works(slot, 7)
+
+    @precondition(lambda self: not self.ended)
+    @rule(tenths=st.integers(1, 9))
+    def time_passes(self, tenths: int) -> None:
+        self.now += tenths / 10
+        for slot, worker in self.workers.items():
+            if worker.alive and not worker.stuck:
+                self.do(self.members.beat(slot, self.now))
+        self.do(self.members.tick(self.now))
+        self._bury()
+
+    def _bury(self) -> None:
+        while self.doomed and not self.ended:
+            slot = self.doomed.pop()
+            worker = self.workers[slot]
+            before = (self.members.generation, self.members.step)
+            if worker.joined:  # a fenced one is never heard again
+                self.do(self.members.readied(slot, self.newest, Ready(worker.step + 1, 0, 7, True), self.now))
+                self.do(self.members.entered(slot, 1, 99, FACTS, self.now))
+            assert before == (self.members.generation, self.members.step)
+            worker.alive = False
+            self.do(self.members.died(slot, "was killed by SIGKILL", self.now))
+
+    @precondition(lambda self: not self.ended)
+    @rule()
+    def everyone_alive_gets_on(self) -> None:
+        """Every wait ends: with time and those who are not stuck, another step is committed, or the job ends."""
+        done = self.members.step, self.newest
+        for _ in range(400):
+            self.now += 0.25
+            for slot in range(self.SIZE):
+                if not self.ended:
+                    self.works(slot, 7)
+            if not self.ended:
+                self.do(self.members.tick(self.now))
+                self._bury()
+            if self.ended or self.members.step > done[0]:
+                return
+        raise AssertionError(f"nothing happened for 100 s: {self.members.slots}")
+
+    @invariant()
+    def members_are_alive_or_about_to_be_missed(self) -> None:
+        if not self.ended and self.members.running:
+            for slot in self.members.members:
+                assert self.workers[slot].alive
+                assert self.members.slots[slot].standing is Standing.MEMBER
+
+
+LivesOfAJob.TestCase.settings = settings(
+    max_examples=200, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
+)
+TestAnyLifeOfAJob = LivesOfAJob.TestCase
