@@ -137,6 +137,27 @@ def test_a_state_is_a_copy_of_that_moment(tmp_path: Path) -> None:
     assert [float(read(tmp_path, step, [0])["w"].sum()) for step in (1, 2)] == [0.0, 5000.0]
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_tensors_of_an_accelerator_are_kept_on_the_host(tmp_path: Path) -> None:
+    big = torch.randn(300, 700, device="cuda")
+    one = Vault(tmp_path, 0)
+    for step in range(1, 5):
+        big = big @ big.t() @ big / 1e3  # the copy waits for it
+        part = Slices.of((9000,), torch.bfloat16, [(0, big.view(-1)[:9000].bfloat16())])
+        tree = {
+            "big": big,
+            "turned": big.t(),
+            "part": part,
+            "count": torch.tensor(step, device="cuda"),
+            "host": big.cpu(),
+        }
+        one.write(step, tree, rank=0, size=1)
+        found = read(tmp_path, step, [0])
+        assert {value.device.type for value in found.values()} == {"cpu"}
+        whole = {**tree, "part": part.parts[0][1]}
+        assert same({name: value.cpu() for name, value in whole.items()}, found)
+
+
 def test_new_memory_under_the_same_shape_is_followed(tmp_path: Path) -> None:
     one = Vault(tmp_path, 0)
     for step in range(1, 5):
