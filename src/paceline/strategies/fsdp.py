@@ -19,6 +19,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+from weakref import proxy
 
 import torch
 from torch import Tensor, nn
@@ -83,12 +84,13 @@ class Fsdp(WeightsInTheModel):
         self._index = {id(parameter): number for number, parameter in enumerate(self.parameters)}
         self.frozen: Sequence[Parameter] = [parameter for parameter in held if id(parameter) not in self._index]
         self._units = self._trained_units()
+        here = proxy(self)  # so that nothing here outlives it
         # They leave after the units: in between, every worker's backward would have to finish both in the same order.
         self._rest = GradientBuckets(
             whole,
             parts.rank,
             cut=lambda specs, order: plan_buckets(specs, order, job.bucket_bytes),
-            leave=lambda number, nodes: self._ship_rest(number, nodes),
+            leave=lambda number, nodes: here._ship_rest(number, nodes),
             overlap=False,
             by_lane=True,
             learns=False,
@@ -391,11 +393,12 @@ class FsdpMaker:
             self._models = ShardedModels(
                 job.models, job.optimizers, self._gather, job.device, config.units, first_weights, job.precision
             )
+        held = self._models.holds if self._models is not None else lambda _: False
+        self._uncut = [(p, p.dtype) for model in job.models for p in model.parameters() if not held(p)]
         try:
-            held = self._models.holds if self._models is not None else lambda _: False
             self._parts = ShardedParts(job, self.name, "per worker", leave=held)
         except BaseException:
-            self._let_go()
+            self._take_apart(job)
             raise
 
     def make(self, named: Sequence[tuple[str, Parameter]], optimizers: Sequence[Optimizer]) -> Fsdp:
@@ -403,11 +406,22 @@ class FsdpMaker:
 
     def close(self) -> None:
         self._parts.close()
-        self._let_go()
-
-    def _let_go(self) -> None:
         if self._models is not None:
             self._models.close()
+        if self._gather is not None:
+            self._gather.close()
+
+    def dismantle(self) -> None:
+        self._parts.dismantle()
+        for parameter, dtype in self._uncut:  # which parameters can be cut depends on it
+            if parameter.dtype != dtype:
+                parameter.data = parameter.data.to(dtype)
+        self._take_apart(self._parts.job)
+
+    def _take_apart(self, job: Job) -> None:
+        if self._models is not None:
+            self._models.dismantle(job.optimizers)
+            self._models = None
         if self._gather is not None:
             self._gather.close()
 

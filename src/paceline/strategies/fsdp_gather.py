@@ -4,6 +4,9 @@
     row of worker 1    | unit's number, loads, … | its rows ……… |
 
 Workers that gather different units would compute with wrong weights, and so would all if one alone had loaded others.
+
+In an elastic job a worker may be lost meanwhile. The item is lost with it and will be run again, so its forward goes on
+with zeros, and the loop that it is part of never hears of it.
 """
 
 from __future__ import annotations
@@ -12,10 +15,12 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import _register_process_group
 
 from paceline.collectives.communicator import Communicator
-from paceline.errors import CollectiveError, LoopError, PeerLostError
+from paceline.errors import CollectiveError, GenerationEnded, LoopError, PeerLostError
 
 HEADER = 16  # elements before a row
 _ALIKE = (
@@ -44,6 +49,12 @@ class Gather:
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False) -> None:
+        try:
+            self._gather(output_tensor, input_tensor)
+        except GenerationEnded:
+            output_tensor.zero_()
+
+    def _gather(self, output_tensor: Tensor, input_tensor: Tensor) -> None:
         comm = self._comm
         marks = self._mark, self._loads() % 256
         if comm.backend == "gloo":  # which does not look whether all send as much
@@ -60,8 +71,8 @@ class Gather:
         rows, handle = self._comm.all_gather(row)
         try:
             handle.wait()
-        except PeerLostError as error:
-            if not isinstance(error.__cause__, CollectiveError) or "different things" not in str(error):
+        except (PeerLostError, GenerationEnded) as error:
+            if not isinstance(error.__cause__, CollectiveError) or "different things" not in str(error.__cause__):
                 raise
             raise LoopError(
                 f"worker {self._comm.rank} gathers {self._unit.name!r}: {error.__cause__}; {_ALIKE}"
@@ -81,3 +92,23 @@ class Gather:
                     f"worker {self._comm.rank} gathers the weights of {self._unit.name!r} while worker {worker} is at "
                     f"another unit; {_ALIKE}"
                 )
+
+
+# -- what torch is shown instead of a group that communicates ----------------------------------------------------------
+
+
+def hollow_group(name: Any, comm: Communicator) -> Any:
+    """A process group that can do nothing; whoever wants it in torch's registry keeps it alive."""
+    hollow: Any = dist.ProcessGroup
+    group = hollow(comm.rank, comm.size)
+    group._set_group_name(name)
+    _register_process_group(name, group)
+    return group
+
+
+def hollow_mesh(name: Any, comm: Communicator, device: torch.device) -> Any:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    mesh = DeviceMesh(device.type, list(range(comm.size)), _init_backend=False, _rank=comm.rank)
+    mesh._dim_group_names = [name]
+    return mesh

@@ -16,21 +16,28 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch._C._distributed_c10d import _register_process_group, _unregister_process_group
+from torch._C._distributed_c10d import _unregister_process_group
 from torch.nn import Parameter
 from torch.optim import Optimizer
-from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
+from torch.utils.weak import TensorWeakRef
 
 from paceline.collectives.communicator import Communicator
 from paceline.errors import LoopError
 from paceline.optim.precision import Precision, outermost
 from paceline.sharding.slices import Slices
-from paceline.strategies.fsdp_gather import Gather
-from paceline.strategies.fsdp_hooks import check_no_gradient_hooks
+from paceline.strategies.fsdp_gather import Gather, hollow_group, hollow_mesh
+from paceline.strategies.fsdp_hooks import (
+    check_no_gradient_hooks,
+    first_parameters,
+    outside_modes,
+    place_of,
+    plain_parameter,
+    refuse_second_derivatives,
+    replace_in_optimizers,
+    undo_fully_shard,
+)
 from paceline.strategies.fsdp_rows import RowMember, RowShards
 from paceline.strategies.fsdp_units import Units, kept_whole, unit_modules, with_units
 from paceline.strategies.masters import take_over
@@ -48,7 +55,7 @@ class ShardedUnit:
         self.rank, self.workers = comm.rank, comm.size
         self._group = group
         self.cuts: list[Any] = group.fsdp_params  # torch's FSDPParam of each parameter
-        self._cut_of = {id(cut.sharded_param): cut for cut in self.cuts}
+        self.cut_of = {id(cut.sharded_param): cut for cut in self.cuts}  # by id of what it has put into modules
         self._hooked: dict[int, RemovableHandle] = {}
 
     @property
@@ -89,12 +96,12 @@ class ShardedUnit:
 
     def own_rows(self, parameter: Parameter) -> Tensor:
         """This worker's part of a parameter: one range of its elements, in memory that gathers read."""
-        rows: Tensor = self._cut_of[id(parameter)]._sharded_param_data
+        rows: Tensor = self.cut_of[id(parameter)]._sharded_param_data
         return rows
 
     def has_moved(self, parameter: Parameter, rows: Tensor) -> bool:
         """Whether something else stands in the module, or its rows lie elsewhere."""
-        cut = self._cut_of[id(parameter)]
+        cut = self.cut_of[id(parameter)]
         return cut.sharded_param is not parameter or cut._sharded_param_data.data_ptr() != rows.data_ptr()
 
     def cut_like(self, parameter: Parameter, whole: Tensor) -> Tensor:
@@ -102,7 +109,7 @@ class ShardedUnit:
 
         In low precision it is loaded as under other strategies: rounded, and rows that round to it stay.
         """
-        cut, given = self._cut_of[id(parameter)], whole.detach()
+        cut, given = self.cut_of[id(parameter)], whole.detach()
         low, high = RowMember(0, tuple(parameter.shape)).owned(self.rank, self.workers)
         rows: Any = given.to_local() if hasattr(given, "to_local") else given.reshape(-1)[low:high]
         part = rows.reshape(-1).to(parameter.device, parameter.dtype)
@@ -132,12 +139,14 @@ class ShardedModels:
         """Rows are in fp32, whatever they are rounded to when they are gathered.
 
         `fill` gives a part of a model that has none its first weights: unit by unit, each is whole for a moment."""
-        self._comm, self._pool, self._precision = comm, _Pool(), precision
+        self._comm, self._pool, self._precision, self._device = comm, _Pool(), precision, device
         self._mesh_name: Any = f"paceline fsdp {next(_meshes)}"
         before = [list(model.named_parameters(remove_duplicate=False)) for model in models]
-        self._group = _group(self._mesh_name, comm)  # torch's registry does not keep it alive
-        mesh = _mesh(self._mesh_name, comm, device)
+        self._group = hollow_group(self._mesh_name, comm)  # torch's registry does not keep it alive
+        mesh = hollow_mesh(self._mesh_name, comm, device)
         self.units: list[ShardedUnit] = []
+        self._sharded: list[nn.Module] = []  # those with a unit, and those of which others have all
+        self._first: dict[int, TensorWeakRef] = {}  # by id of the rows in its place: what was in the module before
         self._twice: list[RemovableHandle] = []
         for model in models:
             self.units += self._shard(model, mesh, wanted, fill)
@@ -147,7 +156,11 @@ class ShardedModels:
         self.loads = 0  # by the script
         self.round_frozen()
         self.take_as_right()
-        _swap(models, before, optimizers)
+        now: dict[int, Parameter] = {}
+        for model, old in zip(models, before, strict=True):
+            new = dict(model.named_parameters(remove_duplicate=False))
+            now |= {id(parameter): new[name] for name, parameter in old}
+        replace_in_optimizers(optimizers, now)
         self._loading: list[RemovableHandle] = []
         for model in models:
             self._loading += [
@@ -170,19 +183,22 @@ class ShardedModels:
         check_no_gradient_hooks((name, p) for name, p in model.named_parameters() if p not in whole)
         for number, module in enumerate([*reversed(inner), model], start=len(self.units)):
             fill(module)
+            first = first_parameters(module)
             sharded: Any = fully_shard(
                 module, mesh=mesh, ignored_params=whole, mp_policy=self._policy(in_fp32=id(module) in in_fp32)
             )
+            self._sharded.append(sharded)
             sharded.set_gradient_divide_factor(1.0)
             sharded.set_force_sum_reduction_for_comms(True)
             state = sharded._get_fsdp_state()
-            _outside_modes(sharded._forward_pre_hooks, state._pre_forward_hook_handle)
-            _outside_modes(sharded._forward_hooks, state._post_forward_hook_handle)
+            outside_modes(sharded._forward_pre_hooks, state._pre_forward_hook_handle)
+            outside_modes(sharded._forward_hooks, state._post_forward_hook_handle)
             group = state._fsdp_param_group
             if group is not None:
                 unit = ShardedUnit(number, sharded, group, self._comm)
+                self._first |= {id(cut.sharded_param): first[place_of(cut)] for cut in unit.cuts}
                 unit.low = self._precision.dtype if self._precision.is_low and id(module) not in in_fp32 else None
-                self._twice.append(sharded.register_forward_hook(_refuse_second_derivatives))
+                self._twice.append(sharded.register_forward_hook(refuse_second_derivatives))
                 sharded.set_custom_all_gather(Gather(unit, self._comm, lambda: self.loads))
                 sharded.set_custom_reduce_scatter(_HandOver(unit, self))
                 yield unit
@@ -247,7 +263,7 @@ class ShardedModels:
         return self._unit_of[id(parameter)].own_rows(parameter)
 
     def whole(self, parameter: Parameter) -> Tensor:
-        self.round_frozen()
+        self._round_if_frozen(parameter)
         rows, handle = self._comm.all_gather(self.own_rows(parameter))
         handle.wait()
         whole = rows.view(-1)[: parameter.numel()].view(parameter.shape)
@@ -256,7 +272,7 @@ class ShardedModels:
 
     def own(self, parameter: Parameter) -> Slices:
         """What this worker has of a parameter's weights."""
-        self.round_frozen()
+        self._round_if_frozen(parameter)
         low, high = RowMember(0, tuple(parameter.shape)).owned(self._comm.rank, self._comm.size)
         rows, lower = self.own_rows(parameter)[: high - low], self._unit_of[id(parameter)].low
         rows = rows if lower is None or parameter.requires_grad else rows.to(lower)
@@ -266,19 +282,23 @@ class ShardedModels:
         """What is not trained has no master: it is what it computes with."""
         for unit in self.units:
             for parameter in unit.parameters if unit.low is not None else ():
-                if parameter.requires_grad:
-                    self._rounded.discard(id(parameter))
-                elif id(parameter) not in self._rounded:
-                    self._rounded.add(id(parameter))
-                    rows = unit.own_rows(parameter)
-                    rows.copy_(rows.to(unit.low))
+                self._round_if_frozen(parameter)
+
+    def _round_if_frozen(self, parameter: Parameter) -> None:
+        unit = self._unit_of[id(parameter)]
+        if parameter.requires_grad:
+            self._rounded.discard(id(parameter))
+        elif unit.low is not None and id(parameter) not in self._rounded:
+            self._rounded.add(id(parameter))
+            rows = unit.own_rows(parameter)
+            rows.copy_(rows.to(unit.low))
 
     def put(self, parameter: Parameter, whole: Tensor) -> None:
         own = self.own_rows(parameter)
         low, high = RowMember(0, tuple(parameter.shape)).owned(self._comm.rank, self._comm.size)
         self._rounded.discard(id(parameter))
         own[: high - low] = whole.detach().reshape(-1)[low:high]
-        self.release()
+        self._unit_of[id(parameter)].module.reshard()
 
     def _cut_loaded(self, module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
         """Whole tensors that are loaded, as by model.load_state_dict(…), become this worker's rows of them."""
@@ -315,74 +335,28 @@ class ShardedModels:
             hook.remove()
         _unregister_process_group(self._mesh_name)
 
+    def dismantle(self, optimizers: Sequence[Optimizer]) -> None:
+        """At any moment, also inside a forward or backward that has failed: models are plain, parameters are whole.
 
-def _group(name: Any, comm: Communicator) -> Any:
-    hollow: Any = dist.ProcessGroup
-    group = hollow(comm.rank, comm.size)
-    group._set_group_name(name)
-    _register_process_group(name, group)
-    return group
-
-
-def _mesh(name: Any, comm: Communicator, device: torch.device) -> Any:
-    from torch.distributed.device_mesh import DeviceMesh
-
-    mesh = DeviceMesh(device.type, list(range(comm.size)), _init_backend=False, _rank=comm.rank)
-    mesh._dim_group_names = [name]
-    return mesh
+        The optimizers hold them again, without the states of rows.
+        """
+        self.close()
+        self.on_gradient, self.on_seen = lambda unit, flat: None, lambda parameter: None
+        plain: dict[int, Parameter] = {}
+        for unit in self.units:
+            for key, cut in unit.cut_of.items():
+                plain[key] = plain_parameter(cut, self._first[key], self._device)
+        for optimizer in optimizers:
+            for rows in [parameter for parameter in optimizer.state if id(parameter) in plain]:
+                del optimizer.state[rows]
+        replace_in_optimizers(optimizers, plain)
+        for module in self._sharded:
+            undo_fully_shard(module)
 
 
 def _version(parameter: Any) -> tuple[int, int]:
     """Counts what is written to a parameter, or to what its to_local() gives."""
     return parameter._version, parameter._local_tensor._version
-
-
-def _swap(
-    models: Sequence[nn.Module], before: Sequence[Sequence[tuple[str, Parameter]]], optimizers: Sequence[Optimizer]
-) -> None:
-    """Let the users' optimizers hold what stands in the modules now, with the states they had."""
-    now: dict[int, Parameter] = {}
-    for model, old in zip(models, before, strict=True):
-        new = dict(model.named_parameters(remove_duplicate=False))
-        now |= {id(parameter): new[name] for name, parameter in old}
-    for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            group["params"] = [now.get(id(parameter), parameter) for parameter in group["params"]]
-        for parameter in list(optimizer.state):
-            state = optimizer.state.pop(parameter)
-            optimizer.state[now.get(id(parameter), parameter)] = state
-
-
-def _outside_modes(hooks: dict[int, Callable[..., Any]], handle: RemovableHandle) -> None:
-    """Checkpointing that keeps some results watches all operations, and must not take gathers for the model's.
-
-    Nor may a forward in inference mode be the first to gather: torch keeps the tensors that it gathers into.
-    """
-    hook = hooks[handle.id]
-
-    def unwatched(*args: Any) -> Any:
-        with _disable_current_modes():
-            if not torch.is_inference_mode_enabled():
-                return hook(*args)
-            with torch.inference_mode(False), torch.no_grad():
-                return hook(*args)
-
-    hooks[handle.id] = unwatched
-
-
-def _refuse_second_derivatives(module: nn.Module, args: Any, output: Any) -> None:
-    """torch lets a unit's weights go after its backward, though a graph of that backward may still read them."""
-
-    def look(_: Tensor) -> None:
-        if torch.is_grad_enabled():
-            raise LoopError(
-                f"a backward with create_graph=True came to a {type(module).__name__}: torch's fully_shard lets "
-                "weights go after their first backward, and can't differentiate twice; use strategy='zero3', which can"
-            )
-
-    for value in tree_leaves(output):
-        if isinstance(value, Tensor) and value.requires_grad:
-            value.register_hook(look)  # type: ignore[no-untyped-call]
 
 
 class _Pool:

@@ -1,0 +1,289 @@
+"""fsdp and hybrid taken apart at any moment and opened again for other workers: the models are the user's plain ones
+in between, and the bits are those of a run in which nothing happened."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from paceline import Engine, World
+from paceline.engine import surroundings
+from paceline.sharding.slices import Slices
+from paceline.world.world import Elasticity, TcpRendezvous
+from tests.bits.programs import TiedGpt
+from tests.workers import free_port, hashes, run_workers
+
+SAVED, LAST = 2, 4  # steps
+
+
+def begun(world: World, **job: Any) -> Engine:
+    """An engine whose strategies and groups take it for one of an elastic job, with nobody to decide."""
+    engine = Engine(world=world, **{"lanes": 4, "bucket_mib": 0.01, "timeout_s": 30.0} | job)
+    elastic, job_of = replace(world, elastic=Elasticity()), engine._job
+    if engine._comm is not None:
+        engine._comm._world, engine._comm._elastic = elastic, True
+    engine._job = lambda: replace(job_of(), world=elastic)  # type: ignore[method-assign]
+    return engine
+
+
+def made() -> tuple[TiedGpt, torch.optim.Optimizer]:
+    """Tied weights, a layer that no sample uses, one that is frozen, and a parameter that can't be cut."""
+    model = TiedGpt(width=36)
+    model.sometimes.requires_grad_(False)
+    model.head.scale = nn.Parameter(torch.tensor(1.5))
+    wide = [p for p in model.parameters() if p.dim() > 1]
+    rest = [p for p in model.parameters() if p.dim() < 2]
+    return model, torch.optim.AdamW([{"params": wide}, {"params": rest, "weight_decay": 0.0}], lr=1e-2)
+
+
+def data() -> DataLoader[Any]:
+    text = torch.randint(0, 32, (75, 9), generator=torch.Generator().manual_seed(2))
+    return DataLoader(TensorDataset(text[:, :-1], text[:, 1:]), batch_size=4, shuffle=True)
+
+
+def loss_of(model: Any, batch: Any) -> Tensor:
+    x, y = batch
+    return F.cross_entropy(model(x).flatten(0, 1) * model.head.scale, y.flatten())
+
+
+def train(engine: Engine, model: Any, optimizer: Any, batches: Any, *, until: int) -> None:
+    for batch in batches:
+        engine.backward(loss_of(model, batch))
+        engine.clip_grad_norm_(0.05)
+        optimizer.step()
+        if engine.stepped and engine.step == until:
+            return
+
+
+def straight(world: World, **job: Any) -> str:
+    with begun(world, **job) as engine:
+        model, optimizer, loader = engine.prepare(*made(), data())
+        train(engine, model, optimizer, loader, until=LAST)
+        return engine.weights_hash()
+
+
+@cache
+def undisturbed(precision: str) -> frozenset[str]:
+    return frozenset(hashes(run_workers(straight, 1, precision=precision)))
+
+
+# -- moments -----------------------------------------------------------------------------------------------------------
+
+
+class Moment:
+    """Something happens to the group while this worker is at a place; `dies`: to this worker."""
+
+    def __init__(self, engine: Engine, *, dies: bool) -> None:
+        self._engine, self._dies = engine, dies
+
+    def now(self, *_: Any) -> None:
+        if self._dies:
+            os._exit(0)
+        if self._engine._comm is not None:
+            self._engine._comm.abandon("workers have changed")
+
+    def soon(self, *_: Any) -> None:
+        """The others wait for the one that dies before they hear of it."""
+        if self._dies:
+            os._exit(0)
+        threading.Timer(0.2, self.now).start()
+
+
+def in_forward(model: Any, optimizer: Any, at: Callable[..., None]) -> Any:
+    return model.blocks[0].register_forward_hook(lambda *_: at())
+
+
+def in_backward(model: Any, optimizer: Any, at: Callable[..., None]) -> Any:
+    return model.blocks[1].register_full_backward_hook(lambda *_: at())
+
+
+def after_the_update(model: Any, optimizer: Any, at: Callable[..., None]) -> Any:
+    return optimizer.register_step_post_hook(lambda *_: at())
+
+
+MOMENTS: dict[str, tuple[Callable[..., Any], str]] = {
+    "in forward": (in_forward, "now"),
+    "in a gather": (in_forward, "soon"),
+    "in backward": (in_backward, "now"),
+    "in a gather of backward": (in_backward, "soon"),
+    "after the update": (after_the_update, "now"),
+}
+
+
+def picture(model: nn.Module, optimizer: torch.optim.Optimizer, *, identity: bool = True) -> list[Any]:
+    """All that a strategy could leave behind. `identity`: somebody keeps the parameters, so they are to be the same."""
+    modules = [
+        (name, type(module), sorted(vars(module)), [len(v) for k, v in sorted(vars(module).items()) if "hooks" in k])
+        for name, module in model.named_modules()
+    ]
+
+    def seen(p: Tensor) -> tuple[Any, ...]:
+        kind = type(p), tuple(p.shape), p.dtype, p.device, p.requires_grad, p.untyped_storage().nbytes()
+        return (*kind, sorted(vars(p)), p.grad, *([id(p)] if identity else []))
+
+    parameters = [(name, *seen(p)) for name, p in model.named_parameters(remove_duplicate=False)]
+    groups = [[seen(p) for p in group["params"]] for group in optimizer.param_groups]
+    hooks = [len(v) for k, v in sorted(vars(optimizer).items()) if "hooks" in k]
+    return [modules, parameters, groups, len(optimizer.state), hooks]
+
+
+def among(world: World, size: int, port: int) -> World:
+    """The first workers of a world, as one of their own."""
+    if size == 1:
+        return World()
+    return replace(world, size=size, local_size=size, rendezvous=TcpRendezvous("127.0.0.1", port))
+
+
+def regroups(
+    world: World, *, first: int, then: int, ports: tuple[int, int], moment: str, folder: str, keep: bool, **job: Any
+) -> str:
+    """The first workers save, go on, and lose some of them or get more at a moment of the next step; then others open,
+    load, and go on to the end."""
+    if world.rank < first:
+        model, optimizer = interrupted(among(world, first, ports[0]), then, moment, folder, keep=keep, **job)
+    else:
+        model, optimizer = made()
+    for parameter in model.parameters():
+        parameter.detach().fill_(0.125)  # values may be anything; the second engine compares those of all workers
+    surroundings._engines = itertools.count(1)  # whoever comes later meets the others where they meet now
+    engine = begun(among(world, then, ports[1]), **job)
+    model, optimizer, loader = engine.prepare(model, optimizer, data())
+    engine.load_state(folder)
+    train(engine, model, optimizer, loader, until=LAST)
+    return engine.weights_hash()
+
+
+def interrupted(
+    world: World, left: int, moment: str, folder: str, *, keep: bool, **job: Any
+) -> tuple[TiedGpt, torch.optim.Optimizer]:
+    engine = begun(world, **job)
+    model, optimizer = made()
+    kept, before = list(model.parameters()) if keep else [], picture(model, optimizer, identity=keep)
+    model, optimizer, loader = engine.prepare(model, optimizer, data())
+    batches = iter(loader)
+    train(engine, model, optimizer, batches, until=SAVED)
+    engine.save_state(folder)
+    disturb(engine, model, optimizer, batches, moment, dies=world.rank >= left)
+    assert engine._comm is None or engine._comm.is_over
+    engine._training().strategies.dismantle()
+    if engine._comm is not None:
+        engine._comm.close()
+    del optimizer.step
+    assert picture(model, optimizer, identity=keep) == before
+    assert len(kept) in (0, len(list(model.parameters())))
+    assert model.head.weight is model.embedding.weight
+    return model, optimizer
+
+
+def disturb(engine: Engine, model: Any, optimizer: Any, batches: Any, moment: str, *, dies: bool) -> None:
+    happens = Moment(engine, dies=dies)
+    if moment == "between steps":
+        happens.now()
+        return
+    place, when = MOMENTS[moment]
+    hook = place(model, optimizer, getattr(happens, when))
+    for batch in batches:
+        loss = loss_of(model, batch)  # no exception comes out of here
+        engine.backward(loss)
+        optimizer.step()
+        if engine._comm is not None and engine._comm.is_over:
+            hook.remove()
+            return
+
+
+def check_regrouped(
+    tmp_path: Path, first: int, then: int, *, precision: str = "fp32", keep: bool = True, **job: Any
+) -> None:
+    ports = free_port(), free_port()
+    job |= {"first": first, "then": then, "ports": ports, "folder": str(tmp_path / "state"), "keep": keep}
+    found = run_workers(regroups, max(first, then), precision=precision, **job)
+    assert hashes(found[:then]) == undisturbed(precision)
+
+
+# -- fsdp --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("backend", ["paceline", "gloo"])
+@pytest.mark.parametrize("moment", ["between steps", *MOMENTS])
+def test_fsdp_opened_again_for_fewer_workers_gives_the_bits_of_one_process(
+    moment: str, backend: str, tmp_path: Path
+) -> None:
+    check_regrouped(tmp_path, 3, 2, moment=moment, backend=backend, strategy="fsdp")
+
+
+@pytest.mark.parametrize(("first", "then"), [(2, 1), (1, 2), (2, 3)])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_fsdp_opened_again_for_one_worker_or_for_more_gives_the_bits_of_one_process(
+    first: int, then: int, precision: str, tmp_path: Path
+) -> None:
+    check_regrouped(tmp_path, first, then, precision=precision, keep=False, moment="between steps", strategy="fsdp")
+
+
+def test_fsdp_in_low_precision_is_taken_apart_inside_a_step(tmp_path: Path) -> None:
+    check_regrouped(tmp_path, 3, 2, precision="bf16", moment="in a gather of backward", strategy="fsdp")
+
+
+def sees_zeros(world: World) -> list[float]:
+    """What the second block computes with when the group has ended in the first, and what follows in the same item."""
+    engine = begun(world, strategy="fsdp")
+    model, optimizer, loader = engine.prepare(*made(), data())
+    batches, seen = iter(loader), []
+    train(engine, model, optimizer, batches, until=1)
+    weight = lambda block, _: seen.append(float(block.qkv.weight.detach().abs().sum()))  # noqa: E731
+    model.blocks[1].register_forward_pre_hook(weight)
+    in_forward(model, optimizer, Moment(engine, dies=False).now)
+    loss = loss_of(model, next(batches))
+    sent = engine._comm.traffic if engine._comm is not None else None
+    engine.backward(loss)
+    assert engine._comm is not None
+    assert engine._comm.traffic == sent, "something was sent in a group that is over"
+    return seen
+
+
+def test_a_forward_whose_group_ends_goes_on_with_zeros_and_nothing_more_is_sent() -> None:
+    for result in run_workers(sees_zeros, 2):
+        assert result.error is None, result.traceback
+        assert result.value == [0.0]
+
+
+def keeps(world: World, **job: Any) -> list[list[bool]]:
+    """Per step: whether each thing that a worker keeps is in the step, right after its update, what it is after it."""
+    engine = begun(world, **job)
+    model, optimizer, loader = engine.prepare(*made(), data())
+    strategies, inside = engine._training().strategies, []
+
+    def kept() -> list[Tensor]:
+        states = strategies.kept_state(optimizer)["state"]
+        leaves = [strategies.kept(p) for p in model.parameters()] + [v for s in states.values() for v in s.values()]
+        parts = [leaf.parts if isinstance(leaf, Slices) else [(0, leaf)] for leaf in leaves]
+        return [part.clone() for pieces in parts for _, part in pieces]
+
+    optimizer.register_step_post_hook(lambda *_: inside.append(kept()))
+    same = []
+    for batch in loader:
+        engine.backward(loss_of(model, batch))
+        optimizer.step()
+        if engine.stepped:
+            engine._settle()
+            same.append([torch.equal(a, b) for a, b in zip(inside[-1], kept(), strict=True)])
+    return same
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_what_fsdp_keeps_is_right_as_soon_as_the_update_is_made(precision: str) -> None:
+    for result in run_workers(keeps, 2, strategy="fsdp", precision=precision):
+        assert result.error is None, result.traceback
+        assert len(result.value) == 5
+        assert all(map(all, result.value)), result.value
