@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch._C._distributed_c10d import PrefixStore
 
 from paceline import __version__
 from paceline.collectives.communicator import Communicator
@@ -59,19 +58,23 @@ class Assembly:
         loader = self._engine._loader
         return None if loader is None else loader.source.state_after(self._engine._training().item_done())
 
-    def put_back(self, tensors: Mapping[str, Any], plain: Mapping[str, Any] | None) -> None:
+    def put_plain(self, plain: Mapping[str, Any]) -> None:
         engine, step = self._engine, self._engine._training()
-        if plain is not None:
-            step.step, step.left_out_steps = plain["step"], plain["left_out_steps"]
-            if step.loss_scale is not None:
-                step.loss_scale.load_state_dict(plain["loss_scale"])
-            for scheduler, saved in zip(engine._schedulers, plain["schedulers"], strict=True):
-                scheduler.load_state_dict(saved)
+        step.step, step.left_out_steps = plain["step"], plain["left_out_steps"]
+        if step.loss_scale is not None:
+            step.loss_scale.load_state_dict(plain["loss_scale"])
+        for scheduler, saved in zip(engine._schedulers, plain["schedulers"], strict=True):
+            scheduler.load_state_dict(saved)
+        for optimizer, groups in zip(engine._optimizers, plain["groups"], strict=True):
+            for group, settings in zip(optimizer.param_groups, groups, strict=True):
+                group.update({name: value for name, value in settings.items() if name != "params"})
+
+    def put_tensors(self, tensors: Mapping[str, Any]) -> None:
+        engine, step = self._engine, self._engine._training()
         for model, saved in zip(engine._models, tensors["models"], strict=True):
             load_model(model, step.strategies.put, saved)
-        groups = [_groups_of(optimizer) for optimizer in engine._optimizers] if plain is None else plain["groups"]
-        for optimizer, state, settings in zip(engine._optimizers, tensors["optimizers"], groups, strict=True):
-            step.load(optimizer, {"state": state, "param_groups": settings})
+        for optimizer, state in zip(engine._optimizers, tensors["optimizers"], strict=True):
+            step.load(optimizer, {"state": state, "param_groups": _groups_of(optimizer)})
 
     def record(self) -> None:
         """Before the step counts: a worker that dies right after that has written it. If it doesn't count, it is void.
@@ -96,12 +99,12 @@ class Assembly:
             engine._comm.close()
             engine._comm = None
 
-    def connect(self, world: World, generation: int) -> Communicator | None:
+    def connect(self, world: World) -> Communicator | None:
         engine, config = self._engine, self._engine.config
         if world.size == 1:
             return None
-        assert engine._store is not None
-        place = PrefixStore(f"elastic/{generation}", engine._store)
+        place = engine._store_of_group()
+        assert place is not None
         comm = Communicator.connect(
             world, place, backend=config.backend, device=engine.device, timeout_s=config.timeout_s
         )

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._C._distributed_c10d import PrefixStore
+from torch._C._distributed_c10d import PrefixStore, Store
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
@@ -487,7 +487,7 @@ class Engine:
         return Job(
             world=self.world,
             comm=self._comm,
-            store=self._store,
+            store=self._store_of_group(),
             client=self._client,
             device=self.device,
             models=self._models,
@@ -647,6 +647,12 @@ class Engine:
             self._loader.start_over()
         else:
             self._elastic_parts().start_over()
+
+    def _store_of_group(self) -> Store | None:
+        """In an elastic job keys are those of one generation: nobody finds what an older one left there."""
+        if self._elastic is None or self._store is None:
+            return self._store
+        return PrefixStore(f"elastic/{self._elastic.now_in}", self._store)
 
     def _elastic_parts(self) -> Elastic:
         assert self._elastic is not None

@@ -69,13 +69,15 @@ class Parts(Protocol):
         """Leave the group that is over; models and optimizers are plain again. May be called again."""
         ...
 
-    def connect(self, world: World, generation: int) -> Communicator | None: ...
+    def connect(self, world: World) -> Communicator | None: ...
 
     def assemble(self, world: World, comm: Communicator | None) -> None:
         """Open the strategies for these workers."""
         ...
 
-    def put_back(self, tensors: Mapping[str, Any], plain: Mapping[str, Any] | None) -> None: ...
+    def put_plain(self, plain: Mapping[str, Any]) -> None: ...
+
+    def put_tensors(self, tensors: Mapping[str, Any]) -> None: ...
 
     def deal_anew(self, world: World, places: Sequence[Any] | None, *, joins: bool) -> None:
         """This worker's lanes, from the committed place on."""
@@ -161,13 +163,15 @@ class Elastic:
         elif generation.joining and parts.replicated:
             self._lay_out(generation)
         parts.dismantle()
-        comm = parts.connect(world, generation.number)
+        comm = parts.connect(world)
         if comm is not None and self._seat.hosts > 1:
             world = _on_hosts(world, comm.gather_json(self._seat.host_rank))
-        parts.assemble(world, comm)
         plain = self._agree(comm, generation) if generation.joining else None
+        if joins and plain is not None:
+            parts.put_plain(plain)
+        parts.assemble(world, comm)
         if joins or not parts.replicated:
-            self._read(plain if joins else None)
+            self._read()
         places = None
         if parts.takes_places:
             places = [json.loads(values["place"]) for values in self._plain_values()]
@@ -202,11 +206,11 @@ class Elastic:
         plain_tree: dict[str, Any] = unflatten(packed, {})
         return plain_tree
 
-    def _read(self, plain: Mapping[str, Any] | None) -> None:
+    def _read(self) -> None:
         if self._vault is None:
             raise CheckpointError("the state of lost workers is nowhere: this job keeps no copies of it")
         state = read(self._vault.folder, _numbered(self._committed), self._writers)
-        self._parts.put_back(state.tree, plain)
+        self._parts.put_tensors(state.tree)
 
     def _plain_values(self) -> list[Any]:
         assert self._vault is not None

@@ -86,6 +86,7 @@ class TrainStep:
         self._comm = comm
         self._optimizers = optimizers
         self._schedulers = schedulers
+        self._models = models
         self._buffers = LaneBuffers(models)
         self.strategies = strategies
         self.loss_scale = None if config.loss_scale is None else MovingScale(config.loss_scale)
@@ -446,6 +447,7 @@ class TrainStep:
         self._comm, self.strategies, self._active = comm, strategies, None
         self._box = BallotBox(comm, strategies.rides, raises=False)
         self._buffers.meet_others()
+        self._places = ParameterPlaces(self._models, self._optimizers, strategies.name_of)
         self._phase, self._item = Phase.BETWEEN_STEPS, None
 
     def scheduler_acts(self, scheduler: Any) -> bool:
