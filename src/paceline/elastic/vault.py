@@ -53,14 +53,17 @@ class Vault:
         self._files: list[_WrittenFile | None] = [None, None]
         self._steps = [step_in(path) for path in paths_of(folder, slot)]  # a worker before this one may have been here
 
-    def write(self, step: int, tree: Any, *, rank: int, size: int) -> None:
-        """Keep this worker's part of a state; the newest step before it stays readable."""
+    def write(self, step: int, tree: Any, *, rank: int, size: int, own: Any = None) -> None:
+        """Keep this worker's part of a state; the newest step before it stays readable.
+
+        What several workers have in their trees is the same; `own` is plain values that this one alone has.
+        """
         found = Gathered.of(tree)
         layout = self._layout
         if layout is None or not layout.fits(found, rank, size):
             layout = self._layout = Layout(tree, found, slot=self.slot, rank=rank, size=size)
             self.bytes = layout.bytes
-        values = found.values(tree)
+        values = found.values(tree, own)
         turn = turn_of(self._steps, step)
         self._steps[turn] = None
         file = self._file(turn, layout, len(values))
@@ -177,7 +180,7 @@ def paths_of(folder: Path, slot: int) -> list[Path]:
 
 
 def steps_of(folder: Path, slot: int) -> list[int]:
-    """The steps whose state is there, the older first."""
+    """The steps whose state is there, the older first; of a worker that goes on writing, perhaps fewer."""
     return sorted(step for path in paths_of(folder, slot) if (step := step_in(path)) is not None)
 
 
@@ -205,7 +208,7 @@ class SlotSource(Protocol):
     """The state of one step that one slot has kept, wherever it is."""
 
     def about(self) -> tuple[dict[str, Any], list[Any]]:
-        """The table, and the plain values."""
+        """The table, and the plain values; the last of them is the slot's own."""
         ...
 
     def read_into(self, offset: int, room: memoryview) -> None:
@@ -304,6 +307,11 @@ class VaultState:
             manifest.tree, {path: leaf.whole() if path in small else leaf for path, leaf in leaves.items()}
         )
         return tree
+
+    @property
+    def own(self) -> dict[int, Any]:
+        """What each slot kept for itself, in rank order."""
+        return {slot: unflatten(values[-1], {}) for slot, (_, values) in self._tables.items()}
 
     def _told_by_each(self) -> Iterator[dict[str, Any]]:
         """What each slot's file says, as workers say it of their part of a checkpoint."""

@@ -81,10 +81,15 @@ class Gathered:
         if isinstance(leaf, Slices):
             self.form.append(tuple((start, values.numel()) for start, values in leaf.parts))
 
-    def values(self, tree: Any) -> bytes:
-        """The plain values as JSON; what JSON does not have is refused with its place in the tree."""
+    def values(self, tree: Any, own: Any) -> bytes:
+        """The plain values as JSON, and `own` after them; what JSON does not have is refused with its place."""
+        encoded, tensors = flatten(own, "own")
+        if tensors:
+            raise CheckpointError(
+                f"{next(iter(tensors))!r} is a tensor: a worker's own values in a vault are plain ones"
+            )
         try:
-            return json.dumps(self.plain).encode()
+            return json.dumps([*self.plain, encoded]).encode()
         except TypeError as error:
             flatten(tree)
             raise CheckpointError(f"the state can't be kept in a vault: {error}") from error
