@@ -25,7 +25,7 @@ from paceline.collectives.communicator import Communicator
 from paceline.collectives.gradient_exchange import GradientExchange
 from paceline.optim.gradient_norm import all_finite, clip_coefficient, global_norm
 from paceline.sharding.bucket import plan_buckets
-from paceline.strategies.gradient_buckets import GradientBuckets
+from paceline.strategies.gradient_buckets import GradientBuckets, drop_gradients
 from paceline.strategies.masters import WholeMasters
 from paceline.strategies.registry import Job, Registered, register
 from paceline.strategies.strategy import Agreement, ItemPlace, Tally, WeightsInTheModel
@@ -79,6 +79,8 @@ class Ddp(WeightsInTheModel):
         self.parameters = self.replicas = self._buckets.parameters
         self._set = exchange.new_set()
         self._totals: list[Tensor] = []
+        self._pending: list[Pending] = []
+        self._roots: list[dict[int, Tensor]] = []
         self._settled_in = False
 
     @property
@@ -93,8 +95,7 @@ class Ddp(WeightsInTheModel):
     def start_step(self, round: int, plan: SumPlan) -> None:
         self._plan = plan
         self._find_homes()
-        self._pending: list[Pending] = []
-        self._roots: list[dict[int, Tensor]] = []
+        self._pending, self._roots = [], []
         self._buckets.start_step(plan)
 
     def _find_homes(self) -> None:
@@ -199,6 +200,7 @@ class Ddp(WeightsInTheModel):
 
     def close(self) -> None:
         self._buckets.close()
+        self._totals, self._pending, self._roots = [], [], []
 
 
 # -- how it is chosen --------------------------------------------------------------------------------------------------
@@ -233,7 +235,12 @@ class DdpMaker:
             self._masters.close()
         self._exchange.close()
 
-    dismantle = close
+    def dismantle(self) -> None:
+        """Every worker has all there is, so it keeps it."""
+        drop_gradients(self._job.optimizers)
+        if self._masters is not None:
+            self._masters.dismantle()
+        self._exchange.close()
 
 
 def _open(config: DdpConfig, job: Job) -> DdpMaker:

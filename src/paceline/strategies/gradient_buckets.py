@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import Parameter
+from torch.optim import Optimizer
 
 from paceline.collectives.canonical_sum import SumPlan
 from paceline.collectives.communicator import Communicator
@@ -133,6 +134,8 @@ class GradientBuckets:
     def close(self) -> None:
         for hook in self._hooks:
             hook.remove()
+        self.sums: list[LaneSums] = []  # memory that may be a group's
+        self._held = []
 
     # -- from .grad to nodes -----------------------------------------------------------------------------------------
 
@@ -288,6 +291,11 @@ def half_is_gone(place: ItemPlace) -> LoopError:
 
 def gradient_specs(parameters: Sequence[Parameter]) -> list[GradientSpec]:
     return [GradientSpec(tuple(p.shape), p.dtype, p.device) for p in parameters]
+
+
+def drop_gradients(optimizers: Sequence[Optimizer]) -> None:
+    for parameter in (p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]):
+        parameter.grad = None
 
 
 def expected_order(parameters: int) -> list[int]:

@@ -74,6 +74,16 @@ class HostWeights:
         for parameter in (p for _, p in self._held.values()) if parameters is None else parameters:
             self._seen[id(parameter)] = _mark(parameter)
 
+    def dismantle(self) -> None:
+        """Let the buffer go: parameters get memory of their own, for values that are still to come.
+
+        It is not touched before they do, so the weights of a host don't exist once for each worker in between.
+        """
+        for _, parameter in self._held.values():
+            parameter.data = torch.empty_strided(parameter.shape, parameter.stride(), dtype=parameter.dtype)
+        self._held.clear()
+        self._seen.clear()
+
     def check(self) -> None:
         """Raise if something else has written to the weights, or put others in their place."""
         for number, (name, parameter) in self._held.items():

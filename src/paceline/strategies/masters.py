@@ -55,7 +55,7 @@ class _Masters:
         for parameter in parameters:
             self._versions[id(parameter)] = parameter._version
 
-    def _was_written(self, parameter: Parameter) -> bool:
+    def was_written(self, parameter: Parameter) -> bool:
         return self._versions.get(id(parameter)) != parameter._version
 
     def close(self) -> None:
@@ -88,7 +88,7 @@ class WholeMasters(_Masters):
         if id(parameter) not in self._masters:
             self._masters[id(parameter)] = parameter.detach().float()
         master = self._masters[id(parameter)]
-        if id(parameter) not in self._rounded and self._was_written(parameter):
+        if id(parameter) not in self._rounded and self.was_written(parameter):
             take_over(master, parameter)
             self.take_as_right([parameter])
         return master
@@ -118,6 +118,17 @@ class WholeMasters(_Masters):
                 parameter.data = low
                 self.take_as_right([parameter])
 
+    def dismantle(self) -> None:
+        """Let the parameters be their masters for good. What was frozen has none, and stays as it is."""
+        for parameter in self._low.values():
+            if parameter.requires_grad or id(parameter) in self._masters:
+                master = parameter.data if id(parameter) in self._rounded else self.of_parameter(parameter)
+                parameter.grad = None
+                parameter.data = master
+        self._rounded.clear()
+        self._masters.clear()
+        self.close()
+
 
 class PieceMasters(_Masters):
     """This worker has those of its own pieces; before pieces are dealt for the first time, all that there were.
@@ -128,6 +139,7 @@ class PieceMasters(_Masters):
     def __init__(self, lowered: Lowered | None, optimizers: Sequence[Optimizer], offload: Offload | None) -> None:
         super().__init__(lowered, optimizers, home=None if offload is None else HOST)
         self._offload = offload
+        self.rounded: Keep = piece_of  # where a master's piece lies rounded: in the model, or wherever its weights are
 
     @classmethod
     def of(
@@ -144,8 +156,12 @@ class PieceMasters(_Masters):
         """Where the values of a piece are kept; those of a master that has been dealt before come with its state."""
         if not self.has(parameter):
             return piece_of(parameter, piece)
-        whole = self.before_dealing(parameter)
-        master = part_of(whole, piece) if in_logical_order(parameter) else whole
+        original, rounded = self._originals.get(id(parameter)), self.rounded(parameter, piece)
+        if original is None:
+            master = rounded.detach().to(self.dtype_of(parameter))
+        else:
+            master = part_of(original, piece) if in_logical_order(parameter) else original
+            take_over(master, rounded)
         if self._offload is not None:
             return self._offload.room(master, master.dtype).copy_(master)
         return master if piece.elements == parameter.numel() else master.clone()
@@ -173,23 +189,34 @@ class PieceMasters(_Masters):
 
     def look(self, pieces: OwnPieces) -> None:
         """Before a step: take over what the script wrote to parameters since the last one."""
-        written = {number for number, p in enumerate(pieces.parameters) if self.has(p) and self._was_written(p)}
+        written = {number for number, p in enumerate(pieces.parameters) if self.has(p) and self.was_written(p)}
         for piece, tensor in pieces.tensors.items():
             if piece.parameter in written:
-                take_over(tensor, piece_of(pieces.parameters[piece.parameter], piece))
+                take_over(tensor, self.rounded(pieces.parameters[piece.parameter], piece))
         self.take_as_right(pieces.parameters[number] for number in written)
 
-    def round(self, pieces: OwnPieces, of: Iterable[Piece], into: Keep = piece_of) -> None:
+    def round(self, pieces: OwnPieces, of: Iterable[Piece]) -> None:
         """Write own pieces into the model, or wherever its weights are."""
         changed = [piece for piece in of if self.has(pieces.parameters[piece.parameter])]
         if not changed:
             return
-        parts = [into(pieces.parameters[piece.parameter], piece) for piece in changed]
+        parts = [self.rounded(pieces.parameters[piece.parameter], piece) for piece in changed]
         masters = [pieces.tensors[piece] for piece in changed]
         if self._offload is None:
             torch._foreach_copy_(parts, masters)
         else:
             self._offload.give(parts, masters)
+
+    def dismantle(self) -> None:
+        """Give parameters that were lowered memory in full precision, for values that are still to come."""
+        for parameter in self._low.values():
+            if parameter.requires_grad or id(parameter) in self._originals:
+                parameter.grad = None
+                parameter.data = torch.empty_strided(
+                    parameter.shape, parameter.stride(), dtype=torch.float32, device=parameter.device
+                )
+        self._originals.clear()
+        self.close()
 
 
 # -- states of optimizers ----------------------------------------------------------------------------------------------

@@ -61,12 +61,18 @@ class OwnShards:
         parts = [(owned.piece.start, self._kept(owned, part)) for owned in self._owned(parameter)]
         return Slices.of(parameter.shape, part.dtype, parts)
 
+    def pieces_of(self, parameter: Parameter) -> list[Piece]:
+        return [owned.piece for owned in self._owned(parameter)]
+
     def put(self, parameter: Parameter, whole: Tensor) -> None:
         """Take the own pieces of a parameter's weights."""
         part = self._bucket_of[self._index[id(parameter)]][1]
         for owned in self._owned(parameter):
             kept = self._kept(owned, part)
             kept.copy_(whole if kept.shape == whole.shape else part_of(whole, owned.piece))
+
+    def forget(self) -> None:
+        self._bucket_of.clear()
 
     def _owned(self, parameter: Parameter) -> list[OwnedPiece]:
         number = self._index[id(parameter)]

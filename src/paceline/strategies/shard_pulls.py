@@ -28,7 +28,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore
 
 from paceline.collectives.communicator import Communicator, Work
-from paceline.errors import LoopError, PeerLostError
+from paceline.errors import GenerationEnded, LoopError, PeerLostError
 from paceline.strategies.registry import Job
 
 FOREVER_S = 10 * 86400.0
@@ -54,6 +54,7 @@ class NobodyToAsk:
     def meet(self) -> None: ...
     def rest(self, *, at_rest: bool) -> None: ...
     def close(self) -> None: ...
+    def abandon(self) -> None: ...
 
 
 class ShardPulls:
@@ -123,7 +124,7 @@ class ShardPulls:
                     answers.append(self._comm.send(part, to=peer, tag=_ANSWER, operation=_OPERATION))
                 while len(answers) > _KEPT:
                     answers.popleft().wait()
-        except (PeerLostError, KeyError):  # lost, or our own group is closed
+        except (PeerLostError, GenerationEnded, KeyError):  # lost, or our own group is over or closed
             return
         finally:
             with self._change:
@@ -150,6 +151,8 @@ class ShardPulls:
             )
             if self._refused_by is not None:
                 raise self._not_all(self._comm.rank, self._refused_by)
+            if missing() and self._comm.is_over:
+                raise GenerationEnded(f"worker {self._comm.rank} loaded weights when the workers changed")
             if missing():
                 raise PeerLostError(
                     f"worker {self._comm.rank} waited in model.load_state_dict() or engine.load_state() for worker "
@@ -199,12 +202,25 @@ class ShardPulls:
         for peer in self.peers:
             try:
                 self._ask(peer, _LEAVES)
-            except PeerLostError:
+            except (PeerLostError, GenerationEnded):
                 continue  # it has left before
         # Between steps a peer may go on alone, to evaluate or to save; inside one it will hear that we have left.
         until = time.monotonic() + (self._timeout_s if self._at_rest else LEAVES_WITHIN_S)
         for thread in self._threads:
             thread.join(timeout=max(0.0, until - time.monotonic()))
+        self._close()
+
+    def abandon(self) -> None:
+        """In place of `close`, when the workers have changed: whoever still asks hears nothing any more."""
+        with self._change:
+            self._closing = True
+            self._change.notify_all()
+        self._comm.abandon("this worker has left the group")
+        for thread in self._threads:
+            thread.join(timeout=LEAVES_WITHIN_S)
+        self._close()
+
+    def _close(self) -> None:
         self._asks.clear()  # they would keep the group's connections open
         self._comm.close()
         for thread in self._threads:

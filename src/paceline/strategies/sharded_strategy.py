@@ -32,7 +32,7 @@ from paceline.sharding.rooms import Rooms
 from paceline.sharding.shards import cut_buckets
 from paceline.sharding.slices import Slices
 from paceline.strategies.distant_gradient import DistantGradient
-from paceline.strategies.gradient_buckets import Cut, GradientBuckets
+from paceline.strategies.gradient_buckets import Cut, GradientBuckets, drop_gradients
 from paceline.strategies.host_weights import Weights, where_weights_go
 from paceline.strategies.masters import PieceMasters
 from paceline.strategies.own_pieces import OwnPieces, check_apart, in_logical_order
@@ -91,6 +91,19 @@ class ShardedParts:
         self.twins.close()
         if self.masters is not None:
             self.masters.close()
+        self.exchange.close()
+
+    def dismantle(self) -> None:
+        """In place of `close`, when the group is over: nobody has all of the state, so it comes from elsewhere."""
+        drop_gradients(self.job.optimizers)
+        if self.offload is not None:
+            self.offload.finish()
+            self.offload.forget()
+        self.twins.dismantle()
+        if self.weights is not None:
+            self.weights.dismantle()
+        if self.masters is not None:
+            self.masters.dismantle()
         self.exchange.close()
 
 
@@ -246,9 +259,10 @@ class ShardedStrategy(WeightsInTheModel):
         twin, comm, weights = self._parts.twins.of(optimizer), self._parts.comm, self._parts.weights
         if weights is not None:
             with weights.being_written(self.parameters[number] for number in twin.parameters):
-                return self._step(twin)
-        result = self._step(twin)
-        if comm is not None:
+                result = self._step(twin)
+        else:
+            result = self._step(twin)
+        if comm is not None and weights is None:
             gather = self._gathers.get(id(optimizer))
             if gather is None:
                 gather = WeightGather(comm, self.parameters, twin.pieces.shards, twin.parameters)
@@ -320,3 +334,4 @@ class ShardedStrategy(WeightsInTheModel):
 
     def close(self) -> None:
         self._buckets.close()
+        self._pieces, self._kept_before, self._gathers = None, {}, {}

@@ -258,7 +258,7 @@ class Twins:
                 part.copy_(pieces.tensors[piece].reshape(-1))
             if self._comm is not None:
                 self._comm.broadcast(part, root=owner).wait()
-        whole = torch.empty_like(parameter, dtype=dtype, memory_format=torch.preserve_format)
+        whole = torch.empty_strided(parameter.shape, parameter.stride(), dtype=dtype, device=parameter.device)
         return whole.copy_(flat.view(parameter.shape)).detach()
 
     def own_master(self, parameter: Parameter) -> Tensor | Slices | None:
@@ -286,6 +286,9 @@ class Twins:
                     self._masters.take(pieces, piece, whole)
         self._masters.take_as_right([parameter])
         return True
+
+    def has_dealt(self, parameter: Parameter) -> bool:
+        return self._pieces_of(parameter) is not None
 
     def _pieces_of(self, parameter: Parameter) -> OwnPieces | None:
         holds = (twin.pieces for twin in self._twins.values() if twin.holds(parameter))
@@ -342,3 +345,9 @@ class Twins:
         for guard in self._guards.values():
             guard.remove()
         self._guards.clear()
+
+    def dismantle(self) -> None:
+        """Forget this worker's part of the states; the user's optimizers are left without."""
+        self.close()
+        self._twins.clear()
+        self._stored.clear()

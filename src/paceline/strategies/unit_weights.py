@@ -24,7 +24,7 @@ from torch.utils.hooks import RemovableHandle
 
 from paceline.collectives.communicator import Work
 from paceline.errors import LoopError
-from paceline.optim.offload import Lift
+from paceline.optim.offload import HOST, Lift
 from paceline.sharding.shards import BucketShards, cut_buckets
 from paceline.sharding.unit import Classes, Unit, cut_units, unit_buckets
 from paceline.strategies.compiled_model import refuse_compiled
@@ -70,7 +70,7 @@ class UnitWeights:
         A job's first has number 0, and so on.
         """
         self._rank, workers = (0, 1) if job.comm is None else (job.comm.rank, job.comm.size)
-        self._parameters, self._device, self.on_host = parameters, job.device, on_host
+        self.parameters, self._device, self.on_host = parameters, job.device, on_host
         self._index = {id(parameter): number for number, parameter in enumerate(parameters)}
         specs = [replace(spec, device=job.device) for spec in gradient_specs(parameters)]
         self._units = cut_units(job.models, self._index, specs, classes=classes, unit_bytes=job.bucket_bytes)
@@ -95,7 +95,9 @@ class UnitWeights:
         self._spare, self._lift = SpareFlats(), Lift(job.device)
         self._closed = False
         self._cut_up(job)
-        self._pulls = NobodyToAsk() if job.comm is None else ShardPulls(job, self._parts, number)
+        self._pulls: NobodyToAsk | ShardPulls = NobodyToAsk()
+        if job.comm is not None:
+            self._pulls = ShardPulls(job, self._parts, number)
         self._install(job.models)
 
     def buckets_of(self, parameters: Sequence[Parameter]) -> list[BucketShards]:
@@ -117,10 +119,10 @@ class UnitWeights:
             for parameter in module.parameters(recurse=False):
                 owners.setdefault(id(parameter), []).append(module)
         for number, unit in enumerate(self._units):
-            used = [module for place in unit.parameters for module in owners.get(id(self._parameters[place]), ())]
+            used = [module for place in unit.parameters for module in owners.get(id(self.parameters[place]), ())]
             fill_modules(used, names, seed=job.seed, device=job.device)
             self._shards.append([self.mine.cut(shards) for shards in self._buckets[number]])
-            for parameter in (self._parameters[place] for place in unit.parameters):
+            for parameter in (self.parameters[place] for place in unit.parameters):
                 if parameter.device != job.device:  # its weights were cut on the host, and it is used on the device
                     layout = parameter.shape, parameter.stride()
                     parameter.data = torch.empty_strided(*layout, dtype=parameter.dtype, device=job.device)
@@ -225,9 +227,9 @@ class UnitWeights:
                 self._by_memory[flat.untyped_storage().data_ptr()] = unit, place, flat.dtype
             for member in shards.bucket.members:
                 weights = flat.as_strided(member.shape, self._strides[member.parameter], member.offset)
-                give_back(self._parameters[member.parameter], weights)
+                give_back(self.parameters[member.parameter], weights)
         gathered.works, gathered.rooms = (), ()
-        gathered.versions = [self._parameters[number]._version for number in self._units[unit].parameters]
+        gathered.versions = [self.parameters[number]._version for number in self._units[unit].parameters]
 
     def _let_go(self, unit: int) -> None:
         """Forget what was gathered; whoever still uses a part of it keeps that alive."""
@@ -245,16 +247,16 @@ class UnitWeights:
             self._check_unwritten(unit, gathered)
         self._recent = [other for other in self._recent if other != unit]
         for number in numbers:
-            if not is_released(self._parameters[number]):
-                release(self._parameters[number], self)
+            if not is_released(self.parameters[number]):
+                release(self.parameters[number], self)
 
     def _check_unwritten(self, unit: int, gathered: _Gathered) -> None:
         """Every element has an owner, so what all workers wrote at least one of them finds."""
         numbers, versions = self._units[unit].parameters, gathered.versions or []
-        changed = any(self._parameters[n]._version != v for n, v in zip(numbers, versions, strict=True))
+        changed = any(self.parameters[n]._version != v for n, v in zip(numbers, versions, strict=True))
         for shards, flat, own in zip(self._buckets[unit], gathered.flats, self._shards[unit], strict=True):
             for member in shards.bucket.members:
-                weights = self._parameters[member.parameter]
+                weights = self.parameters[member.parameter]
                 changed |= weights.numel() > 0 and weights.data_ptr() != flat[member.offset :].data_ptr()
             if gathered.by_hand:
                 changed |= not _same_bytes(flat[slice(*shards.ranges[self._rank])], own)
@@ -288,7 +290,7 @@ class UnitWeights:
                     unit.module.register_forward_pre_hook(self._before(unit.module, used)),
                     unit.module.register_forward_hook(self._behind(unit.module, used), always_call=True),
                 ]
-        for number, parameter in enumerate(self._parameters):
+        for number, parameter in enumerate(self.parameters):
             if parameter.requires_grad:
                 self._wanted[self._unit_of[number]] += 1
                 hook = parameter.register_post_accumulate_grad_hook(self._grown(self._unit_of[number]))  # type: ignore[no-untyped-call]
@@ -362,7 +364,7 @@ class UnitWeights:
             gathered = self._gathered[unit]
             for shards, flat, own in zip(self._buckets[unit], gathered.flats, self._shards[unit], strict=True):
                 own.copy_(flat[slice(*shards.ranges[self._rank])])
-            gathered.versions = [self._parameters[number]._version for number in self._units[unit].parameters]
+            gathered.versions = [self.parameters[number]._version for number in self._units[unit].parameters]
         self.let_all_go()
         self.updated()
 
@@ -382,6 +384,25 @@ class UnitWeights:
         for hook in self._hooks:
             hook.remove()
         self._pulls.close()
+
+    def dismantle(self) -> None:
+        """In place of `close`, when the group is over: parameters get memory of their own, for values still to come.
+
+        It is where they were found: on the host, if that is where they are cut.
+        """
+        self._closed = True
+        for hook in self._hooks:
+            hook.remove()
+        self._pulls.abandon()
+        self._lift.finish()
+        device = HOST if self.on_host else self._device
+        for parameter, stride in zip(self.parameters, self._strides, strict=True):
+            parameter.grad = None
+            give_back(parameter, torch.empty_strided(parameter.shape, stride, dtype=parameter.dtype, device=device))
+        self._gathered.clear()
+        self._by_memory.clear()
+        self._shards, self._spare, self._pulls = [], SpareFlats(), NobodyToAsk()
+        self.mine.forget()
 
 
 def _same_bytes(a: Tensor, b: Tensor) -> bool:

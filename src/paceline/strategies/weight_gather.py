@@ -10,6 +10,7 @@ one message. Devices whose tensors can't be sent one by one pack everything and 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -18,6 +19,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from paceline.collectives.communicator import Communicator, Handle, wait_all
+from paceline.errors import GenerationEnded
 from paceline.sharding.flat_layout import Piece, part_of
 from paceline.sharding.shards import Shards
 from paceline.strategies.own_pieces import in_logical_order
@@ -63,7 +65,7 @@ class WeightGather:
         for package in self._packages[comm.rank]:
             packed = package.packed()
             handles += [comm.send(packed, to=peer, tag=0, operation=_OPERATION) for peer in others]
-        wait_all(handles)
+        _wait_for_all(handles)
         for package, room, _ in arriving:
             package.unpack(room)
 
@@ -123,6 +125,17 @@ class Package:
                 part_of(parameter, piece).view(-1).copy_(part)
             else:
                 parameter.detach().copy_(part.view(parameter.shape))
+
+
+def _wait_for_all(handles: Sequence[Handle]) -> None:
+    """If the group ends: until none of them can write to weights any more."""
+    try:
+        wait_all(handles)
+    except GenerationEnded:
+        for handle in handles:
+            with suppress(GenerationEnded):
+                handle.wait()
+        raise
 
 
 def _packages(parameters: Sequence[Parameter], pieces: Sequence[Piece], some_alone: bool) -> Iterator[Package]:

@@ -93,6 +93,10 @@ class Zero1(ShardedStrategy):
         self._departed = []
         super().end_step()
 
+    def close(self) -> None:
+        super().close()
+        self._departed = []
+
 
 @dataclass(frozen=True)
 class Zero1Config:
@@ -110,6 +114,9 @@ class Zero1Maker:
 
     def close(self) -> None:
         self._parts.close()
+
+    def dismantle(self) -> None:
+        self._parts.dismantle()
 
 
 register(

@@ -62,6 +62,7 @@ class Zero2(ShardedStrategy):
         self._set = parts.exchange.new_set()
         self._under_way: deque[_Departed] = deque()
         self._sums: list[Tensor] = []
+        self._held: list[dict[int, Tensor]] = []
 
     def _settle_in(self, pieces: OwnPieces) -> None:
         """The only gradients that stay: the sums of the own ranges."""
@@ -74,7 +75,7 @@ class Zero2(ShardedStrategy):
     def start_step(self, round: int, plan: SumPlan) -> None:
         super().start_step(round, plan)
         self._shipments = shipments_by_lane(plan)
-        self._held: list[dict[int, Tensor]] = [{} for _ in self._sums]
+        self._held = [{} for _ in self._sums]
         self._shipped = [0] * len(self._sums)
 
     def finish_backward(self, place: ItemPlace) -> None:
@@ -125,6 +126,11 @@ class Zero2(ShardedStrategy):
             self._arrived(self._under_way.popleft())
         return [next(iter(held.values()), None) for held in self._held]
 
+    def close(self) -> None:
+        super().close()
+        self._under_way.clear()
+        self._sums, self._held = [], []
+
 
 @dataclass(frozen=True)
 class Zero2Config:
@@ -142,6 +148,9 @@ class Zero2Maker:
 
     def close(self) -> None:
         self._parts.close()
+
+    def dismantle(self) -> None:
+        self._parts.dismantle()
 
 
 register(

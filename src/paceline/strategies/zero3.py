@@ -82,6 +82,9 @@ class Zero3(Zero2):
         self._shards = Shards(parts.workers, tuple(b for some in unit_weights for b in some.buckets_of(parameters)))
         buckets = tuple(shards.bucket for shards in self._shards.buckets)
         super().__init__(named, optimizers, parts, cut=lambda specs, order: buckets)
+        trained = {id(parameter) for parameter in parameters}
+        self.frozen = [p for some in unit_weights for p in some.parameters if id(p) not in trained]
+        self._trained = frozenset(trained)
 
     @property
     def replicas(self) -> Sequence[Parameter]:
@@ -195,21 +198,32 @@ class Zero3(Zero2):
         """Into the shards, wherever they are."""
         if self._parts.masters is not None:
             changed = [piece for piece in pieces if self._has_master(twin.pieces.parameters[piece.parameter])]
-            self._parts.masters.round(twin.pieces, changed, into=self._part)
+            self._parts.masters.round(twin.pieces, changed)
+
+    # -- between steps -----------------------------------------------------------------------------------------------
 
     def whole(self, parameter: Parameter) -> Tensor:
         self._of(parameter).check(parameter)
-        return super().whole(parameter)
+        return super().whole(parameter) if self._is_trained(parameter) else parameter.detach()
 
     def kept(self, parameter: Parameter) -> Tensor | Slices:
-        self._of(parameter).check(parameter)
-        master = self._parts.twins.own_master(parameter)
-        return self._of(parameter).mine.of(parameter) if master is None else master
+        weights, twins, masters = self._of(parameter), self._parts.twins, self._parts.masters
+        weights.check(parameter)
+        if masters is None or not self._has_master(parameter) or not self._is_trained(parameter):
+            return weights.mine.of(parameter)
+        if twins.has_dealt(parameter):
+            return twins.own_master(parameter) or weights.mine.of(parameter)
+        mine = [(piece.start, masters.keep(parameter, piece)) for piece in weights.mine.pieces_of(parameter)]
+        return Slices.of(parameter.shape, masters.dtype_of(parameter), mine)
 
     def put(self, parameter: Parameter, whole: Tensor) -> None:
         self._of(parameter).put(parameter, whole)
-        if self._has_master(parameter):
+        if self._has_master(parameter) and self._is_trained(parameter):
             self._parts.twins.put_master(parameter, whole)
+
+    def _is_trained(self, parameter: Parameter) -> bool:
+        """Or was, by another set of optimizers; what never was has no master."""
+        return id(parameter) in self._trained or self._parts.twins.has_dealt(parameter)
 
 
 def _kept(config: Zero3Config) -> Weights | None:
@@ -241,11 +255,16 @@ class Zero3Maker:
         self._unit_weights: list[UnitWeights] = []
         self._saved: SavedWeights | None = None
         if in_shards:
+            if self._parts.masters is not None:
+                self._parts.masters.rounded = self._own_piece
             self._saved = SavedWeights(self._unit_weights)
             everything = [
                 p for optimizer in job.optimizers for group in optimizer.param_groups for p in group["params"]
             ]
             self._shard(everything)
+
+    def _own_piece(self, parameter: Parameter, piece: Piece) -> Tensor:
+        return next(some for some in self._unit_weights if some.knows(parameter)).mine.keep(parameter, piece)
 
     def _shard(self, parameters: Sequence[Parameter]) -> None:
         """All workers call it, with the same: also parameters that are frozen now, or that an optimizer got later."""
@@ -269,6 +288,13 @@ class Zero3Maker:
         for some in self._unit_weights:
             some.close()
         self._parts.close()
+
+    def dismantle(self) -> None:
+        if self._saved is not None:
+            self._saved.close()
+        for some in self._unit_weights:
+            some.dismantle()
+        self._parts.dismantle()
 
 
 def _hold_on_host(job: Job) -> None:
