@@ -21,6 +21,7 @@ from paceline.errors import CheckpointError
 from paceline.optim.piece_state import State, gather_state, scatter_state
 from paceline.parameter_server.key_ranges import KeyTable
 from paceline.sharding.flat_layout import Piece
+from paceline.sharding.slices import Slices
 
 _TREE = "$tree"
 
@@ -44,16 +45,47 @@ def unpack_states(packed: Tensor) -> list[State]:
 
 def whole_states(table: KeyTable, by_key: Mapping[int, Sequence[State]], parameters: Sequence[Tensor]) -> list[State]:
     """The state of each parameter, from the states of the pieces of all keys."""
-    found: list[list[tuple[Piece, State]]] = [[] for _ in parameters]
-    for key in table.keys:
-        for piece, state in zip(key.pieces, by_key[key.number], strict=True):
-            found[piece.parameter].append((piece, state))
+    found = _by_parameter(table, by_key)
     wholes: list[State] = []
     for parameter, name, parts in zip(parameters, table.layout.names, found, strict=True):
-        parts.sort(key=lambda part: part[0].start)
         pieces, states = [piece for piece, _ in parts], [state for _, state in parts]
         wholes.append(gather_state(states, pieces, parameter, name))
     return wholes
+
+
+def sliced_states(table: KeyTable, by_key: Mapping[int, Sequence[State]], parameters: Sequence[Tensor]) -> list[State]:
+    """The same without a copy: what is kept for each element as slices, which lie where they are."""
+    wholes: list[State] = []
+    for parameter, parts in zip(parameters, _by_parameter(table, by_key), strict=True):
+        pieces, states = [piece for piece, _ in parts], [state for _, state in parts]
+        if any(state.keys() != states[0].keys() for state in states):  # `gather_state` says what is wrong with that
+            return whole_states(table, by_key, parameters)
+        shapes = [() if parameter.dim() == 0 else (piece.elements,) for piece in pieces]
+        whole: State = {}
+        for entry, value in max(states, key=_steps).items():
+            values = [state[entry] for state in states]
+            if all(isinstance(v, Tensor) and v.shape == shape for v, shape in zip(values, shapes, strict=True)):
+                places = [(piece.start, values[place]) for place, piece in enumerate(pieces)]
+                whole[entry] = Slices.of(parameter.shape, value.dtype, places)
+            else:
+                whole[entry] = value
+        wholes.append(whole)
+    return wholes
+
+
+def _steps(state: State) -> float:
+    """An asynchronous run may have dropped late pushes of some pieces: what belongs to the whole is of the others."""
+    return float(state.get("step", 0))
+
+
+def _by_parameter(table: KeyTable, by_key: Mapping[int, Sequence[State]]) -> list[list[tuple[Piece, State]]]:
+    found: list[list[tuple[Piece, State]]] = [[] for _ in table.layout.names]
+    for key in table.keys:
+        for piece, state in zip(key.pieces, by_key[key.number], strict=True):
+            found[piece.parameter].append((piece, state))
+    for parts in found:
+        parts.sort(key=lambda part: part[0].start)
+    return found
 
 
 def states_of_keys(table: KeyTable, wholes: Sequence[State]) -> dict[int, list[State]]:

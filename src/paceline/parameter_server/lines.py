@@ -3,7 +3,8 @@
     Client of space 0 ─┐          ┌══ server 0        a client for each set of parameters that are updated together;
     Client of space 1 ─┴─ Lines ══┴══ server 1        messages name their space by its digest
 
-A server that is lost fails every wait, with what it held and what to do.
+A server that is lost fails every wait, with what it held and what to do. In an elastic job the group may be over
+instead: then every wait says `GenerationEnded`, and another group's lines are made.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ from typing import Protocol as Interface
 
 from torch import Tensor
 
-from paceline.errors import PeerLostError
-from paceline.parameter_server.link import Channel, Sent, end_of, silence_s
+from paceline.errors import GenerationEnded, PacelineError, PeerLostError
+from paceline.parameter_server.link import GONE, Channel, Sent, end_of, silence_s
 from paceline.parameter_server.server import LAST_PING, keys_of
 from paceline.parameter_server.staleness_stats import StalenessCounter, StalenessStats
 from paceline.parameter_server.wire import Header, Kind, Protocol, text_of, text_payload
@@ -43,6 +44,7 @@ class Lines:
         self._clients: dict[int, Listener] = {}
         self.change = threading.Condition()
         self.failure: str | None = None
+        self._over = False  # the failure is that the workers have changed: the job goes on
         self._all_fail = False  # with it: it is not this worker's own affair
         self._pings = itertools.count(1)
         self._answered = [0] * len(channels)  # pings, by server
@@ -73,7 +75,7 @@ class Lines:
             return self._channels[server].send(header, payload)
         except PeerLostError as error:
             self._lose(server, str(error))
-            raise PeerLostError(self.failure) from error
+            raise self._failed() from error
 
     def explained(self, error: PeerLostError) -> PeerLostError:
         """What the thread that listens to the lost server says, which knows who that is."""
@@ -97,10 +99,13 @@ class Lines:
         patience_s = self.timeout_s + silence_s(self.timeout_s) + LAST_WORDS_S
         self.change.wait_for(lambda: self.failure is not None or true(), timeout=patience_s)
         if self.failure is not None:
-            raise PeerLostError(self.failure)
+            raise self._failed()
         if not true():
             raise PeerLostError(f"worker {self.worker} waited {self.timeout_s:g} s for {what}, which did not come")
         return time.monotonic() - begun
+
+    def _failed(self) -> PacelineError:
+        return GenerationEnded(self.failure) if self._over else PeerLostError(self.failure)
 
     def have_been_heard(self) -> None:
         """Until the servers have dealt with everything that this worker said."""
@@ -117,7 +122,7 @@ class Lines:
     def _keep_talking(self) -> None:
         """Servers wait for a worker no longer than the timeout, and it for them: somebody has to say something."""
         while not self._silent.wait(silence_s(self.timeout_s)):
-            with contextlib.suppress(PeerLostError):
+            with contextlib.suppress(*GONE):
                 self._ping(next(self._pings))
 
     # -- hearing -----------------------------------------------------------------------------------------------------
@@ -128,6 +133,8 @@ class Lines:
                 pass
         except PeerLostError as error:
             self._lose(server, str(error))
+        except GenerationEnded as error:
+            self._end(str(error))
         except Exception as error:
             with self.change:
                 self.failure = self.failure or f"{type(error).__name__}: {error}"
@@ -157,16 +164,34 @@ class Lines:
             self._all_fail = True
             self.change.notify_all()
 
+    def _end(self, why: str) -> None:
+        with self.change:
+            if self.failure is None:
+                self.failure, self._over = why, True
+            self.change.notify_all()
+
     # -- the end -----------------------------------------------------------------------------------------------------
+
+    def abandon(self, why: str) -> None:
+        """The group is over: every wait ends, nothing is said to anybody, and no thread is left."""
+        self._silent.set()
+        self._end(why)
+        for channel in self._channels:
+            channel.abandon(why)
+        for thread in self._threads:
+            thread.join(GOODBYE_S)
 
     def close(self) -> None:
         """Say goodbye to all servers, and why where others fail too: a server may not have heard of it yet."""
         self._silent.set()
         if not self._threads:
             return
+        if self._over:
+            self.abandon(str(self.failure))
+            return
         digest = next(iter(self._clients))
         for server in range(len(self._channels)):
-            with contextlib.suppress(PeerLostError):
+            with contextlib.suppress(*GONE):
                 if self.failure is not None and self._all_fail:
                     why = text_payload(self.failure)
                     error = Header(Kind.ERROR, sender=self.worker, digest=digest).holding(why)

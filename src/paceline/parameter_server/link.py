@@ -11,6 +11,8 @@ clock that makes the writer wait for such a message lets it live in shared memor
 
 Every wait ends. c10d's timeout would end that for a peer with nothing to say, so whoever is idle sends a PING before
 it; a peer that is lost fails the one thread that waits for it. Over gloo a channel is read ahead (`read_ahead.py`).
+
+In an elastic job the group may be over at any moment: then every `send` and `receive` says `GenerationEnded`.
 """
 
 from __future__ import annotations
@@ -26,10 +28,11 @@ import torch
 from torch import Tensor
 
 from paceline.collectives.communicator import Communicator, Handle
-from paceline.errors import PeerLostError
+from paceline.errors import GenerationEnded, PeerLostError
 from paceline.parameter_server.read_ahead import Coming, ReadAhead
 from paceline.parameter_server.wire import FIELDS, Header, Kind, pack, unpack
 
+GONE = (PeerLostError, GenerationEnded)  # nobody is there to be told, or to hear
 PINGS_PER_TIMEOUT = 4
 LONGEST_SILENCE_S = 30.0
 _PLACE = FIELDS - 1  # the header's spare field: 0, or one more than a number of `Communicator.number_of`
@@ -66,6 +69,10 @@ class Channel(Protocol):
     def send(self, header: Header, payload: Tensor | None = None) -> Sent: ...
 
     def receive(self) -> Message: ...
+
+    def abandon(self, why: str) -> None:
+        """The group is over, and so is this: what waits here ends. Any thread may say so, again and again."""
+        ...
 
 
 class GroupChannel:
@@ -127,6 +134,11 @@ class GroupChannel:
             coming.under_way.wait()
         return coming.header, coming.payload
 
+    def abandon(self, why: str) -> None:
+        """Waits for the group's messages end with the group; here is what waits for somebody to read them."""
+        if self._ahead is not None:
+            self._ahead.abandon(why)
+
     def _post(self) -> tuple[Tensor, Handle]:
         packed = torch.empty(FIELDS, dtype=torch.int64)
         return packed, self._comm.receive(packed, source=self._peer, tag=self._incoming[0], operation="header")
@@ -145,17 +157,37 @@ class GroupChannel:
         return Coming(header, payload, work)
 
 
+class _Queue:
+    """One way inside a process; once it is over nobody reads what is still in it."""
+
+    def __init__(self) -> None:
+        self._messages: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
+        self._over: str | None = None
+
+    def put(self, message: Message) -> None:
+        self._check()
+        self._messages.put(message)
+
+    def get(self, timeout_s: float) -> Message:
+        self._check()
+        message = self._messages.get(timeout=timeout_s)
+        self._check()
+        assert message is not None
+        return message
+
+    def end(self, why: str) -> None:
+        self._over = self._over or why
+        self._messages.put(None)
+
+    def _check(self) -> None:
+        if self._over is not None:
+            raise GenerationEnded(self._over)
+
+
 class LocalChannel:
     """Inside one process."""
 
-    def __init__(
-        self,
-        outgoing: queue.SimpleQueue[Message],
-        incoming: queue.SimpleQueue[Message],
-        *,
-        timeout_s: float,
-        copies_pushes: bool,
-    ) -> None:
+    def __init__(self, outgoing: _Queue, incoming: _Queue, *, timeout_s: float, copies_pushes: bool) -> None:
         self._outgoing, self._incoming = outgoing, incoming
         self._timeout_s, self._copies_pushes = timeout_s, copies_pushes
 
@@ -167,15 +199,19 @@ class LocalChannel:
 
     def receive(self) -> Message:
         try:
-            return self._incoming.get(timeout=self._timeout_s)
+            return self._incoming.get(self._timeout_s)
         except queue.Empty:
             raise PeerLostError(f"nothing was said for {self._timeout_s:g} s inside worker 0") from None
+
+    def abandon(self, why: str) -> None:
+        """Both ends of it, in both directions."""
+        self._outgoing.end(why)
+        self._incoming.end(why)
 
 
 def local_channels(*, timeout_s: float, copies_pushes: bool) -> tuple[LocalChannel, LocalChannel]:
     """The worker's and the server's end. Without `copies_pushes` what is pushed must not be written to."""
-    there: queue.SimpleQueue[Message] = queue.SimpleQueue()
-    back: queue.SimpleQueue[Message] = queue.SimpleQueue()
+    there, back = _Queue(), _Queue()
     return (
         LocalChannel(there, back, timeout_s=timeout_s, copies_pushes=copies_pushes),
         LocalChannel(back, there, timeout_s=timeout_s, copies_pushes=copies_pushes),

@@ -13,6 +13,7 @@ in the order of their headers.
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
 from collections import deque
@@ -22,9 +23,11 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from paceline.collectives.communicator import Handle
+from paceline.errors import GenerationEnded
 from paceline.parameter_server.wire import Header
 
 HEADERS, TENSORS = 16, 4  # whose receives may be posted at a time
+ABANDONED_S = 2.0  # its waits have ended by then
 
 
 @dataclass(frozen=True)
@@ -64,6 +67,16 @@ class ReadAhead:
         if found.under_way is not None:
             found.under_way.wait()
         return found.header, found.payload
+
+    def abandon(self, why: str) -> None:
+        """The group is over: what has come is dropped, so that the thread sees it too, and the reader is told."""
+        with contextlib.suppress(queue.Empty):
+            while True:
+                self._coming.get_nowait()
+        if self._thread.ident is not None:
+            self._thread.join(ABANDONED_S)
+        with contextlib.suppress(queue.Full):
+            self._coming.put_nowait(GenerationEnded(why))
 
     def _hear(self) -> None:
         try:

@@ -6,7 +6,7 @@
 
 Updates run inside the lock, in torch's own threads; receiving and sending run outside of it. A worker that is lost ends
 one thread: an asynchronous job goes on without it, any other is told so and ends. The server itself ends when all
-workers have said goodbye.
+workers have said goodbye; in an elastic job also when its group is over, to be made again in the next one.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from paceline.errors import PeerLostError
+from paceline.errors import GenerationEnded, PeerLostError
+from paceline.optim.piece_state import State
 from paceline.parameter_server.key_ranges import KeyTable
-from paceline.parameter_server.link import Channel, end_of, silence_s
+from paceline.parameter_server.link import GONE, Channel, end_of, silence_s
 from paceline.parameter_server.run_log import RunLog
 from paceline.parameter_server.server_core import Reply, ServerCore
 from paceline.parameter_server.staleness_stats import StalenessCounter, StalenessStats
@@ -72,6 +73,7 @@ class Server:
         self._listening = {rank for rank in channels if rank < self._protocol.workers}
         self._error: Exception | None = None
         self._silent = threading.Event()
+        self._threads: list[threading.Thread] = []
         self._first_s = self._last_s = 0.0
 
     @property
@@ -81,9 +83,12 @@ class Server:
     def start(self) -> None:
         for rank in self._channels:
             name = f"paceline-server-{self._server}-hears-{rank}"
-            threading.Thread(target=self._listen, args=(rank,), name=name, daemon=True).start()
+            self._threads.append(threading.Thread(target=self._listen, args=(rank,), name=name, daemon=True))
         if self._others:
-            threading.Thread(target=self._ping, name=f"paceline-server-{self._server}-pings", daemon=True).start()
+            name = f"paceline-server-{self._server}-pings"
+            self._threads.append(threading.Thread(target=self._ping, name=name, daemon=True))
+        for thread in self._threads:
+            thread.start()
 
     def join(self) -> None:
         """Until all workers have left; raises what made it fail."""
@@ -94,12 +99,42 @@ class Server:
                 self._change.wait_for(lambda: not self._listening, timeout=GRACE_S)
         self._silent.set()
         for rank in self._others:
-            with contextlib.suppress(PeerLostError):
+            with contextlib.suppress(*GONE):
                 self._channels[rank].send(self._ping_of(LAST_PING)).wait()
+        if isinstance(self._error, GenerationEnded):
+            self._join_threads()
         if self._log is not None:
             self._log.end(well=self._error is None)
         if self._error is not None:
             raise self._error
+
+    def abandon(self, why: str) -> None:
+        """The group is over: nothing is said to anybody, and no thread is left, nor an update under way."""
+        self._end(GenerationEnded(why))
+        self._join_threads()
+        if self._log is not None:
+            self._log.end(well=False)
+
+    def _end(self, error: GenerationEnded) -> None:
+        self._silent.set()
+        with self._change:
+            self._error = self._error or error
+            self._change.notify_all()
+        for channel in self._channels.values():
+            channel.abandon(str(error))
+
+    def _join_threads(self) -> None:
+        for thread in self._threads:
+            thread.join(GRACE_S)
+
+    def states(self, digest: int, round: int) -> dict[int, list[State]] | None:
+        """What the optimizers keep for each key, as it lies here before `round` is applied; None: it is not there yet.
+
+        For the process that the server is in, where a deterministic clock lets nobody write to it meanwhile.
+        """
+        with self._lock:
+            core = self._cores.get(digest)
+            return None if core is None else core.states(round)
 
     def fail(self, error: Exception) -> None:
         """Tell all workers and end."""
@@ -115,6 +150,8 @@ class Server:
                     pass
         except PeerLostError as error:
             self._lose(peer, str(error))
+        except GenerationEnded as error:
+            self._end(error)
         except Exception as error:
             self.fail(error)
         finally:
@@ -201,7 +238,7 @@ class Server:
             if payload is not None:
                 self._stats.sent(self._protocol.name(reply.to), payload.nbytes)
             # A peer that is lost is noticed by the thread that listens to it.
-            with contextlib.suppress(PeerLostError):
+            with contextlib.suppress(*GONE):
                 self._channels[reply.to].send(reply.header, payload)
 
     def _at_home(self, reply: Reply) -> Tensor | None:
@@ -225,7 +262,7 @@ class Server:
     def _ping(self) -> None:
         while not self._silent.wait(silence_s(self._timeout_s)):
             for rank in self._others:
-                with contextlib.suppress(PeerLostError):
+                with contextlib.suppress(*GONE):
                     self._channels[rank].send(self._ping_of(0)).wait()
 
     def _ping_of(self, round: int, digest: int | None = None) -> Header:

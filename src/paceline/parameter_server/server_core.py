@@ -19,6 +19,7 @@ from torch import Tensor
 
 from paceline.errors import ConfigError
 from paceline.optim.group_settings import GroupSettings
+from paceline.optim.piece_state import State
 from paceline.parameter_server.applications import Applications, Log
 from paceline.parameter_server.clock import Clock
 from paceline.parameter_server.held_key import HeldKey
@@ -287,6 +288,12 @@ class ServerCore:
         return Reply(pull.sender, header.holding(found.total), found.total)
 
     # -- saving and resuming -----------------------------------------------------------------------------------------
+
+    def states(self, round: int) -> dict[int, list[State]] | None:
+        """The states of all keys, not copied; None: not all of them have the updates before `round`."""
+        if any(self.complete(key) < round - 1 for key in self._keys):
+            return None
+        return {key: self._held[key].states() for key in self._keys}
 
     def _state(self, asked: Header, key: int) -> Reply:
         payload = pack_states(self._held[key].states()) if key in self._held else torch.empty(0, dtype=torch.uint8)

@@ -118,7 +118,8 @@ class ParameterServerMaker:
                 "ParameterServer(record=...) writes down one order of updates, but engine.update() makes one for each "
                 "optimizer; record a loop that steps all optimizers together, or leave record out"
             )
-        client = Client(self._lines, space.protocol, parts.plan.clock, recycle=parts.rooms.take_back)
+        near = self._server if parts.plan.clock.deterministic and parts.plan.mode == "update" else None
+        client = Client(self._lines, space.protocol, parts.plan.clock, recycle=parts.rooms.take_back, near=near)
         homes = parts.memory.gradients if space is parts.spaces[0] else None
         options: dict[str, Any] = {"log": self._log, "loads": self._loads, "joint": parts.comm}
         together = space, client, parts.plan.clock, parts.job, self._lines.stats, homes
@@ -150,6 +151,20 @@ class ParameterServerMaker:
         if well and world.is_main:
             self._tell_what_was_seen()
         parts.close()
+
+    def dismantle(self) -> None:
+        """What servers held is gone with them, unless it was kept; the new world's worker 0 is the next to be one."""
+        why = "the workers have changed"
+        if self._parts.comm is not None:
+            self._parts.comm.abandon(why)
+        self._lines.abandon(why)
+        if self._server is not None:
+            self._server.abandon(why)
+        for made in self._made:
+            made.forget_gradients()
+        if self._log is not None:
+            self._log.end(well=False)
+        self._parts.close()
 
     def _tell_what_was_seen(self) -> None:
         parts, world = self._parts, self._parts.job.world

@@ -72,6 +72,7 @@ class PushedRounds(WeightsInTheModel):
         self._client, self._clock, self._stats, self._log = client, clock, stats, log
         self._joint = joint
         self._worker, self._comm, self._all_lanes = job.world.rank, job.comm, job.lanes
+        self._elastic = job.world.elastic is not None
         self._buckets = GradientBuckets(
             space.named,
             self._worker,
@@ -205,6 +206,11 @@ class PushedRounds(WeightsInTheModel):
 
     def close(self) -> None:
         self._buckets.close()
+
+    def forget_gradients(self) -> None:
+        """They lie in memory of a group that is over, or on its servers."""
+        for parameter in self.parameters:
+            parameter.grad = None
 
     def _all_workers_are_here(self) -> None:
         if self._comm is not None:

@@ -75,6 +75,9 @@ class ReplayedMaker:
 
     def close(self) -> None: ...
 
+    def dismantle(self) -> None:
+        """One process does it all, so nobody can be lost."""
+
 
 def _held(space: Space, plan: Plan) -> dict[int, HeldKey]:
     ahead = plan.treatment.look_ahead

@@ -93,13 +93,26 @@ class Parts:
         self.rooms = Rooms()
         self.meeting = MeetingPoint(job.store, world.rank, world.size, job.timeout_s)
         self.comm = joint.connect(world, job.store, workers_use=job.backend, timeout_s=job.timeout_s)
-        if self.comm is not None and job.comm is not None:
-            self.comm.counts_with(job.comm)
-        told = self._agree()
-        self._main = told[0]
-        self.memory = self._share_memory(on_host=all(one["device"] == "cpu" for one in told))
+        try:
+            self._end_with_the_generation()
+            told = self._agree()
+            self._main = told[0]
+            self.memory = self._share_memory(on_host=all(one["device"] == "cpu" for one in told))
+        except BaseException:
+            self.close()
+            raise
         if job.client is not None and not plan.clock.deterministic:
             job.client.tell("policy", survive_worker_loss=True)
+
+    def _end_with_the_generation(self) -> None:
+        """Where the workers have a group, this one ends with it; one worker alone and servers ask the engine for it."""
+        adopt: Callable[[Communicator], None] | None = getattr(self.job, "adopt_group", None)
+        if self.comm is None:
+            return
+        if self.job.comm is not None:
+            self.comm.counts_with(self.job.comm)
+        elif adopt is not None:
+            adopt(self.comm)
 
     def _agree(self) -> list[dict[str, Any]]:
         """What all processes say, workers first."""

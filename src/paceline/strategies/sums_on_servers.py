@@ -16,11 +16,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from paceline.checkpoint.load import whole_tree
 from paceline.optim.gradient_norm import clip_coefficient, global_norm
 from paceline.parameter_server.key_ranges import Key
+from paceline.sharding.slices import Slices
 from paceline.strategies.pushed_rounds import PushedRounds
 from paceline.strategies.strategy import Tally
 
@@ -144,7 +146,12 @@ class SumsOnServers(PushedRounds):
             self._weights.keep()
         self._catch_up()
 
+    def kept(self, parameter: Parameter) -> Tensor | Slices:
+        self.settle()  # an elastic job keeps its state right after `apply`, which may have put the update off
+        return super().kept(parameter)
+
     def kept_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        self.settle()
         return self._with_reads(optimizer.state_dict(), optimizer)
 
     def load(self, optimizer: Optimizer, state: dict[str, Any], *, round: int) -> None:

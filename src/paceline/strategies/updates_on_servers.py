@@ -13,14 +13,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from paceline.checkpoint.load import whole_tree
 from paceline.errors import LoopError
 from paceline.optim.piece_state import State
-from paceline.parameter_server.key_state import states_of_keys, whole_states
-from paceline.sharding.slices import all_here
+from paceline.parameter_server.key_state import sliced_states, states_of_keys
+from paceline.sharding.slices import Slices, all_here
 from paceline.strategies.distant_gradient import DistantGradient
 from paceline.strategies.pushed_rounds import PushedRounds, by_parameter, by_place
 from paceline.strategies.strategy import Tally
@@ -36,6 +37,7 @@ class UpdatesOnServers(PushedRounds):
         self._seen = self._weights.versions()
         self._distant = [_not_here(name, parameter) for name, parameter in self._space.named]
         self._loaded: dict[int, list[State]] = {}
+        self._asked: tuple[int, list[State]] = -1, []  # a round, and the optimizer's state before it
 
     # -- one round ---------------------------------------------------------------------------------------------------
 
@@ -101,16 +103,34 @@ class UpdatesOnServers(PushedRounds):
             self._client.newest(self._round, self._weights.put)
             self._shown, self._seen = self._round, self._weights.versions()
 
+    def kept(self, parameter: Parameter) -> Tensor | Slices:
+        self._settle_alone()
+        return super().kept(parameter)
+
+    def _settle_alone(self) -> None:
+        """An elastic job keeps its state right after `apply`: the model then has to have what that made of it."""
+        if self._clock.deterministic:
+            self.settle()
+
     def kept_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """One worker asks the servers for all of it."""
+        """One worker asks the servers for all of it; one that is the server need not ask, nor copy anything."""
         saved: dict[str, Any] = optimizer.state_dict()
         if not self._speaks_for_all:
-            return saved
-        states = whole_states(self._client.table, self._client.states(self._round), self.parameters)
+            return {**saved, "state": {}}
+        self._settle_alone()
+        states = self._states_now()
         found = by_place(optimizer, self.parameters, states)
         held = self._with_reads({**saved, "state": {p: state for p, state in found.items() if state}}, optimizer)
         whole: dict[str, Any] = all_here(held)
         return whole
+
+    def _states_now(self) -> list[State]:
+        """An elastic job asks once in a round, and may want the answer again when the group is over."""
+        round, known = self._asked
+        if round != self._round:
+            known = sliced_states(self._client.table, self._client.states(self._round), self.parameters)
+            self._asked = (self._round, known) if self._elastic else (-1, [])
+        return known
 
     def load(self, optimizer: Optimizer, state: dict[str, Any], *, round: int) -> None:
         if self._log is not None:
@@ -134,6 +154,7 @@ class UpdatesOnServers(PushedRounds):
             self._client.load(round, self.parameters, by_key)
         self._all_workers_are_here()
         self._client.begin_at(round)
+        self._asked = (-1, [])
         self._round = self._shown = round
         self._seen = self._weights.versions()
 
