@@ -37,7 +37,7 @@ def job(workers: int = 4, rules: Rules | None = None, *, at_step: int = 0) -> Me
     """All have entered their loop."""
     members = Membership(workers, rules or Rules())
     for slot in range(workers):
-        members.started(slot, 0.0)
+        members.count_anew(slot, 0.0)
         members.beat(slot, 0.0)
         members.entered(slot, 1, at_step, FACTS, 0.0)
     assert members.running
@@ -60,6 +60,14 @@ def test_a_step_is_committed_when_every_member_is_ready() -> None:
     assert ready(members, [0, 2], 1) == []
     assert ready(members, [1], 1) == [Commit(1, 0, 1, (0, 1, 2))]
     assert members.step == 1
+
+
+def test_a_worker_may_be_ready_before_the_word_of_anothers_entry_has_come() -> None:
+    members = Membership(2, Rules())
+    members.entered(0, 1, 5, FACTS, 0.0)
+    assert ready(members, [0], 6) == []
+    members.entered(1, 1, 5, FACTS, 0.0)
+    assert ready(members, [1], 6) == [Commit(6, 0, 1, (0, 1))]
 
 
 def test_words_of_another_generation_are_not_heard() -> None:
@@ -434,7 +442,7 @@ class LivesOfAJob(RuleBasedStateMachine):
         for slot in range(self.SIZE):
             self.workers[slot] = Worker(0, 1, 0)
             self.workers[slot].alive = True
-            self.do(self.members.started(slot, self.now))
+            self.members.count_anew(slot, self.now)
         for slot in range(self.SIZE):
             self.do(self.members.entered(slot, 1, self.workers[slot].step, FACTS, self.now))
 
@@ -468,7 +476,7 @@ class LivesOfAJob(RuleBasedStateMachine):
                     assert incarnation == self.workers[slot].incarnation + 1
                     self.workers[slot] = Worker(incarnation, 0, -1)
                     self.workers[slot].alive = True
-                    self.do(self.members.started(slot, self.now))
+                    self.members.count_anew(slot, self.now)
                 case Rewind(step):
                     self.ledger.rewind(step)
                 case StartAnew():

@@ -114,7 +114,7 @@ class Say:
 
 @dataclass(frozen=True)
 class End:
-    """`code` None: the launcher judges by what it knows of the processes."""
+    """`code` None: the launcher judges by what it knows of the processes, and `why` is added to that."""
 
     code: int | None
     why: str = ""

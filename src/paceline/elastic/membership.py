@@ -92,9 +92,9 @@ class Membership:
 
     # ---- what processes say -------------------------------------------------------------------------------
 
-    def started(self, slot: int, now: float) -> list[Decision]:
+    def count_anew(self, slot: int, now: float) -> None:
+        """It was just started, or could not have been heard."""
         self.slots[slot].heard_at = now
-        return []
 
     def beat(self, slot: int, now: float, *, ending: bool = False) -> list[Decision]:
         """A heartbeat; the last one says that the script has ended, and what is left of the process may take long."""
@@ -141,9 +141,9 @@ class Membership:
 
     def readied(self, slot: int, generation: int, ready: Ready, now: float) -> list[Decision]:
         one = self.slots[slot]
-        if one.standing is not Standing.MEMBER or generation != self.generation or not self.running or self.over:
+        if one.standing is not Standing.MEMBER or generation != self.generation or self.over:
             return []
-        if ready.place <= self._committed:
+        if self.running and ready.place <= self._committed:
             return self._end(
                 1,
                 f"worker {slot} is ready for step {ready.step}, but step {self.step} is committed already; "
@@ -301,10 +301,7 @@ class Membership:
         was_member = any(number in members for number, _ in fallen)
         if code_failed and was_member:
             if self._committed in self._raised_in:
-                return [
-                    *decided,
-                    *self._end(None, f"{what}; the same step failed before: it is the code, not the machine"),
-                ]
+                return [*decided, *self._end(None, "the same step failed before: it is the code, not the machine")]
             self._raised_in.add(self._committed)
         return [*decided, *self._go_on(what, was_member, [number for number, _ in fallen], now)]
 
@@ -313,7 +310,7 @@ class Membership:
         finished = any(slot.standing is Standing.FINISHED for slot in self.slots)
         if was_member and not left:
             if finished:
-                return self._end(None, what)
+                return self._end(None, "")
             return self._start_anew(what)
         if was_member and left < self.rules.min_workers:
             rest = f"{workers(left)} left, and --min-workers is {self.rules.min_workers}"
@@ -409,6 +406,8 @@ class Membership:
     def _fence_late(self, now: float) -> list[Decision]:
         """Alive, and yet not coming: to the step that others are ready for, or to the new generation."""
         step_s, regroup_s = self.rules.step_timeout_s, self.rules.regroup_timeout_s
+        if not self.running:
+            return []
         if self._ready_since is not None and now - self._ready_since > step_s:
             slow, limit_s = [slot for slot in self._member_slots() if slot.ready is None], step_s
         elif self._regrouping_since is not None and now - self._regrouping_since > regroup_s:
@@ -420,7 +419,7 @@ class Membership:
         return self._drop([(slot.number, f"{slot.number} {told}") for slot in slow], now, fence=True)
 
     def _mend(self, now: float) -> list[Decision]:
-        if self._broken is None or now - self._broken[0] < SETTLE_S or self.over:
+        if self._broken is None or now - self._broken[0] < SETTLE_S or self.over or not self.running:
             return []
         why = self._broken[1]
         self._breaks += 1

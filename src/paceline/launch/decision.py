@@ -100,6 +100,7 @@ class Coordinator:
         self.hands: Hands | None = None
         self._far_hands = {host: FarHands(link) for host, link in links.items()}
         self._host_of: dict[int, int] = {}
+        self._pulses: dict[int, Pulse] = {}
         self._elastic: ElasticJob | None = None
         if seat.elastic is not None:
             self._elastic = ElasticJob(seat.size, seat.elastic, ledger or Ledger(), self)
@@ -122,6 +123,9 @@ class Coordinator:
 
     def all_hands(self) -> list[Hands]:
         return [hands for hands in (self.hands, *self._far_hands.values()) if hands is not None]
+
+    def out_of_earshot(self) -> list[int]:
+        return [rank for rank, host in self._host_of.items() if self._pulses[host].is_late]
 
     def told(self, rank: int, kind: str, body: Body) -> None:
         process = self.processes[rank]
@@ -234,6 +238,8 @@ class Coordinator:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         for link in self._links.values():
             await link.close()
+        if self._elastic is not None:
+            self._elastic.close()
 
     def _failed(self, process: Process) -> None:
         expected = self._request is not None and obeyed(process)
@@ -317,6 +323,7 @@ class Coordinator:
         questions: set[asyncio.Task[None]] = set()
         pulse = Pulse(link, rules.heartbeat_timeout_s, self.clock) if rules is not None else None
         if pulse is not None:
+            self._pulses[host] = pulse
             self._spawn(pulse.keep())
         why = "its supervisor went away without a word"
         try:

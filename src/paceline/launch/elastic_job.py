@@ -53,6 +53,8 @@ class Chief(Protocol):
     def decide(self, outcome: Outcome) -> None: ...
     def hands_of(self, rank: int) -> Hands: ...
     def all_hands(self) -> Iterable[Hands]: ...
+    def out_of_earshot(self) -> Iterable[int]:
+        """The slots on hosts that are silent altogether: what their workers say could not be heard."""
 
 
 class ElasticJob:
@@ -62,13 +64,21 @@ class ElasticJob:
         self._chief = chief
         self._to_start: dict[int, int] = {}
         self._told: set[tuple[str, str]] = set()
+        self._unfinished: list[Process] = []
+        """Those whose code failed after their loop, where nobody does their work again."""
 
     async def tick(self) -> None:
         """For as long as the job lasts."""
         while True:
             await asyncio.sleep(TICK_S)
             if not self._chief.is_over:
-                self._carry_out(self.membership.tick(self._chief.clock()))
+                now = self._chief.clock()
+                for slot in self._chief.out_of_earshot():
+                    self.membership.count_anew(slot, now)
+                self._carry_out(self.membership.tick(now))
+
+    def close(self) -> None:
+        self._ledger.close()
 
     def stop(self) -> None:
         """The job was asked to stop; nobody is replaced any more."""
@@ -106,13 +116,14 @@ class ElasticJob:
 
     def started(self, slot: int) -> None:
         if slot < len(self.membership.slots):
-            self._carry_out(self.membership.started(slot, self._chief.clock()))
+            self.membership.count_anew(slot, self._chief.clock())
 
     def raised(self, process: Process) -> bool:
         if process.is_server or not self.membership.running or self._goes_as_asked(process) or self._chief.is_over:
             return False
         assert process.raised is not None
         cause = not process.raised.is_consequence
+        self._remember(process, by_code=cause)
         how = happened(process, self._chief.processes, where=self.membership.where)
         decisions = self.membership.raised(process.rank, how, self._chief.clock(), cause=cause)
         self._lose(process, decisions)
@@ -137,8 +148,10 @@ class ElasticJob:
             self._carry_out(members.ended_well(slot, self._chief.clock()))
             self._leave_replacements()
             return False
+        by_code = process.raised is None and (process.status or 0) >= 0
+        self._remember(process, by_code=by_code)
         how = happened(process, self._chief.processes, where=members.where)
-        self._lose(process, members.died(slot, how, self._chief.clock(), by_code=(process.status or 0) >= 0))
+        self._lose(process, members.died(slot, how, self._chief.clock(), by_code=by_code))
         return True
 
     def host_lost(self, host: int, slots: Sequence[int], why: str) -> bool:
@@ -148,6 +161,11 @@ class ElasticJob:
             self._chief.processes[slot].lost = True
         self._carry_out(self.membership.host_lost(slots, f"host {host} is lost ({why})", self._chief.clock()))
         return True
+
+    def _remember(self, process: Process, *, by_code: bool) -> None:
+        slot = self.membership.slots[process.rank]
+        if by_code and slot.standing is Standing.MEMBER and not slot.in_loop:
+            self._unfinished.append(process)
 
     def _goes_as_asked(self, process: Process) -> bool:
         return self.membership.stopping and obeyed(process)
@@ -172,10 +190,15 @@ class ElasticJob:
 
     def _leave_replacements(self) -> None:
         """All members have ended well: nobody is left for a replacement to join."""
-        if not self.membership.members:
-            for slot in self.membership.slots:
-                if slot.standing is not Standing.FINISHED:
-                    self._chief.processes[slot.number].lost = True
+        if self.membership.members:
+            return
+        for slot in self.membership.slots:
+            if slot.standing is not Standing.FINISHED:
+                self._chief.processes[slot.number].lost = True
+        for process in self._unfinished:
+            if process in self._chief.processes:
+                process.lost, process.failed_as = False, 0
+                self._chief.decide(judge(self._chief.processes))
 
     # ---- decisions ----------------------------------------------------------------------------------------
 
@@ -187,6 +210,7 @@ class ElasticJob:
                 case Regroup():
                     self._regroup(decision)
                 case Fence(slot):
+                    self._chief.processes[slot].fenced = True
                     self._chief.hands_of(slot).fence(slot)
                 case Replace(slot, incarnation):
                     self._start(slot, incarnation)
@@ -201,8 +225,9 @@ class ElasticJob:
                 case Say(line):
                     self._chief.announce(f"paceline: {line}")
                 case End(code, why):
-                    processes = self._chief.processes
-                    self._chief.decide(judge(processes) if code is None else Outcome(code, (f"paceline: {why}",)))
+                    said = (f"paceline: {why}",) if why else ()
+                    judged = Outcome(code) if code is not None else judge(self._chief.processes)
+                    self._chief.decide(replace(judged, lines=(*judged.lines, *said)))
 
     def _commit(self, commit: Commit) -> None:
         self._ledger.commit(Row(commit.step, commit.update, commit.generation, commit.members))

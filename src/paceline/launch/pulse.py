@@ -30,6 +30,11 @@ class Pulse:
     def heard(self) -> None:
         self._heard_at = self._clock()
 
+    @property
+    def is_late(self) -> bool:
+        """A word or two are missing; not long enough to give it up."""
+        return self._clock() - self._heard_at > 1.5 * self._every_s
+
     def look(self) -> bool:
         """Whether the other side has been silent for too long."""
         now = self._clock()

@@ -117,6 +117,8 @@ class Process:
     """It failed, and the job goes on without it."""
     holds: str = ""
     """What is lost with it, in its own words, such as a server's keys."""
+    fenced: bool = False
+    """We killed it ourselves, and said why."""
     memory: MemoryTold | None = None
     ended_at: float | None = None
     heard_at: float = 0.0
@@ -241,6 +243,8 @@ def happened(process: Process, processes: Sequence[Process], where: str | None =
 def _of_what(process: Process) -> str:
     """Of a SIGKILL: the kernel's, when a limit of memory was reached, or somebody else's."""
     memory = process.memory
+    if process.fenced:
+        return " by its supervisor"
     if memory is None or not memory.kills_file.exists():  # it may be on another host
         return " (out of memory?)"
     if kills(memory.kills_file) > memory.kills:

@@ -1,0 +1,438 @@
+"""Elastic jobs as the launcher runs them: most with a coordinator inside this process, a few with real ones."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import signal
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paceline.elastic.decisions import Rules
+from paceline.elastic.ledger import read_ledger
+from paceline.errors import WorldError
+from paceline.launch.control_channel import Body, ControlServer, KeyValues
+from paceline.launch.decision import Coordinator
+from paceline.launch.folders import LOCK, remove_folders, run_folder, sweep, vault_folder
+from paceline.launch.hands import FarHands, lend
+from paceline.launch.hosts import Seat
+from paceline.launch.pulse import Pulse
+from paceline.world.control import ControlClient
+from paceline.world.world import LaunchSettings
+from tests.launch.launching import Launch, alive, wait_until
+from tests.launch.test_launched_jobs import free_port
+
+Start = Callable[..., Launch]
+
+FACTS = {"torch": "2.13"}
+
+
+class NotedHands:
+    """Hands that only note what they are asked for."""
+
+    def __init__(self) -> None:
+        self.done: list[tuple[Any, ...]] = []
+
+    def push(self, rank: int, kind: str, body: Body) -> None:
+        self.done.append(("push", rank, kind, body))
+
+    def fence(self, rank: int) -> None:
+        self.done.append(("fence", rank))
+
+    def start(self, rank: int, incarnation: int) -> None:
+        self.done.append(("start", rank, incarnation))
+
+    def empty_vault(self) -> None:
+        self.done.append(("empty_vault",))
+
+    def pushed(self, kind: str) -> dict[int, Body]:
+        """The last of a kind to each."""
+        return {rank: body for _, rank, said, body in (d for d in self.done if d[0] == "push") if said == kind}
+
+
+class Job:
+    """A coordinator of workers that have all entered their loop."""
+
+    def __init__(self, workers: int, rules: Rules | None = None) -> None:
+        here = "127.0.0.1"
+        seat = Seat(0, 1, 0, workers, workers, LaunchSettings(), here, here, 1, elastic=rules or Rules())
+        self.said: list[str] = []
+        self.hands = NotedHands()
+        self.coordinator = Coordinator(seat, {}, lambda shown: None, self.said.append)
+        self.coordinator.hands = self.hands
+        for slot in range(workers):
+            self.coordinator.started(slot, 100 + slot)
+        for slot in range(workers):
+            self.tell(slot, "enter", loop=1, step=0, facts=FACTS)
+
+    def tell(self, slot: int, kind: str, **body: Any) -> None:
+        self.coordinator.told(slot, f"elastic.{kind}", body)
+
+    def step(self, number: int, generation: int, slots: list[int]) -> None:
+        for slot in slots:
+            self.tell(slot, "ready", generation=generation, step=number, update=0, check=7, more=True)
+
+    async def fail(self, slot: int, text: str) -> None:
+        await self.coordinator.answer(
+            slot, "failed", {"type": "ValueError", "text": text, "traceback": f"Traceback …\nValueError: {text}"}, 1.0
+        )
+        self.coordinator.exited(slot, 1)
+
+
+def within(story: Callable[[], Awaitable[None]]) -> None:
+    asyncio.run(asyncio.wait_for(story(), 20))  # type: ignore[arg-type]
+
+
+def test_a_death_is_told_to_the_others_at_once_and_its_slot_given_again() -> None:
+    async def story() -> None:
+        job = Job(3)
+        job.step(1, 1, [0, 1, 2])
+        assert set(job.hands.pushed("elastic.commit")) == {0, 1, 2}
+        job.coordinator.exited(1, -signal.SIGKILL)
+        why = "worker 1 was killed by SIGKILL in step 2"
+        expected = {"generation": 2, "members": [0, 2], "joining": [], "step": 1, "why": why}
+        assert job.hands.pushed("elastic.generation") == {0: expected, 2: expected}
+        assert job.hands.done[-1] == ("start", 1, 1)
+        job.coordinator.started(1, 201)
+        job.tell(1, "join", loop=1, facts=FACTS)
+        job.step(2, 2, [0, 2])
+        assert job.hands.pushed("elastic.generation")[1]["joining"] == [1]
+        for slot in (0, 1, 2):
+            job.tell(slot, "grouped", generation=3)
+        assert job.said == [
+            f"paceline: {why}; 2 workers go on, a replacement starts",
+            "paceline: worker 1 is back after step 2",
+        ]
+        for slot in (0, 1, 2):
+            job.tell(slot, "leave", loop=1)
+            job.coordinator.exited(slot, 0)
+        assert job.coordinator.outcome.result().code == 0
+        await job.coordinator.close()
+
+    within(story)
+
+
+def test_an_exception_is_shown_once_and_the_second_in_the_same_step_ends_the_job() -> None:
+    async def story() -> None:
+        job = Job(3)
+        await job.fail(2, "bad sample")
+        assert job.said == [
+            "paceline: worker 2 raised ValueError in step 1: bad sample; 2 workers go on, a replacement starts",
+            "Traceback …\nValueError: bad sample",
+        ]
+        await job.fail(0, "bad sample")
+        outcome = job.coordinator.outcome.result()
+        assert outcome.code == 1
+        assert outcome.lines == (
+            "paceline: worker 0 (pid 100) raised ValueError: bad sample",
+            "paceline: the same step failed before: it is the code, not the machine",
+        )
+        await job.coordinator.close()
+
+    within(story)
+
+
+def test_an_exception_after_the_loop_fails_the_job_though_the_others_end_well() -> None:
+    async def story() -> None:
+        job = Job(2)
+        job.step(1, 1, [0, 1])
+        for slot in (0, 1):
+            job.tell(slot, "leave", loop=1)
+        await job.fail(0, "no space left")
+        assert job.said[0] == "paceline: worker 0 raised ValueError after step 1: no space left; 1 worker goes on"
+        job.coordinator.exited(1, 0)
+        outcome = job.coordinator.outcome.result()
+        assert outcome.code == 1
+        assert outcome.lines[0] == "paceline: worker 0 (pid 100) raised ValueError: no space left"
+        await job.coordinator.close()
+
+    within(story)
+
+
+def test_a_replacement_that_nobody_waits_for_does_not_hold_up_the_end() -> None:
+    async def story() -> None:
+        job = Job(2)
+        job.coordinator.exited(1, -signal.SIGKILL)
+        job.coordinator.started(1, 201)
+        job.step(1, 2, [0])
+        job.tell(0, "leave", loop=1)
+        job.coordinator.exited(0, 0)
+        assert job.coordinator.outcome.result().code == 0
+        await job.coordinator.close()
+
+    within(story)
+
+
+def test_too_few_workers_are_named_with_the_last_checkpoint() -> None:
+    async def story() -> None:
+        job = Job(3, Rules(min_workers=3))
+        job.coordinator.told(0, "checkpoint", {"folder": "run/step-5"})
+        job.coordinator.exited(2, -signal.SIGKILL)
+        outcome = job.coordinator.outcome.result()
+        assert outcome.code == 4
+        told = "paceline: worker 2 was killed by SIGKILL in step 1; 2 workers left, and --min-workers is 3"
+        assert outcome.lines == (told,)
+        assert outcome.closing == ("paceline: the last checkpoint is run/step-5",)
+        await job.coordinator.close()
+
+    within(story)
+
+
+def test_a_stopped_job_replaces_nobody_and_ends_as_it_was_asked_to() -> None:
+    async def story() -> None:
+        job = Job(2)
+        job.coordinator.interrupted(signal.SIGTERM)
+        for slot in (0, 1):
+            job.coordinator.exited(slot, -signal.SIGTERM)
+        outcome = await job.coordinator.outcome
+        assert outcome.code == 128 + signal.SIGTERM
+        assert not [done for done in job.hands.done if done[0] == "start"]
+        await job.coordinator.close()
+
+    within(story)
+
+
+def test_whoever_waits_for_a_key_of_an_older_generation_hears_that_it_is_over() -> None:
+    async def story() -> None:
+        keys = KeyValues()
+        old = asyncio.create_task(keys.answer("store.get", {"keys": ["p/elastic/1/address"]}, 20, str))
+        new = asyncio.create_task(keys.answer("store.get", {"keys": ["p/elastic/2/address"]}, 20, str))
+        await asyncio.sleep(0.01)
+        keys.begin(2)
+        with pytest.raises(WorldError, match="of a generation that is over; generation 2 has begun"):
+            await asyncio.wait_for(old, 1)
+        await keys.answer("store.set", {"keys": ["p/elastic/2/address"], "values": ["YQ=="]}, 1, str)
+        assert await asyncio.wait_for(new, 1) == {"values": ["YQ=="]}
+
+    within(story)
+
+
+def test_words_of_a_dead_process_are_not_taken_for_its_successors(tmp_path: Path) -> None:
+    class Listener:
+        def __init__(self) -> None:
+            self.heard: list[tuple[int, str]] = []
+
+        def told(self, rank: int, kind: str, body: Body) -> None:
+            self.heard.append((rank, kind))
+
+        async def answer(self, rank: int, kind: str, body: Body, timeout_s: float) -> Body:
+            return {}
+
+    async def story() -> None:
+        listener = Listener()
+        server = ControlServer(tmp_path / "control.sock", listener, print)
+        await server.start()
+        pushed: list[str] = []
+        client = await asyncio.to_thread(ControlClient.connect, str(server.path), 3)
+        client.heard = lambda kind, body: pushed.append(kind)
+        client.tell("elastic.here", incarnation=0)
+        while (3, "elastic.here") not in listener.heard:
+            await asyncio.sleep(0.01)
+        server.push(3, "elastic.commit", {})
+        server.push(2, "elastic.commit", {})  # nobody listens there
+        while not pushed:
+            await asyncio.sleep(0.01)
+        server.retire(os.getpid())
+        client._closing = True  # its connection is about to be closed, and this is no worker that should leave
+        client.tell("elastic.ready")
+        await server.hear_out(os.getpid(), 5)
+        assert listener.heard == [(3, "hello"), (3, "elastic.here")]
+        await asyncio.to_thread(client.close)
+        await server.close()
+
+    within(story)
+
+
+def test_hands_reach_another_host_as_lines() -> None:
+    sent: list[Body] = []
+
+    class Wire:
+        def send(self, message: Body) -> None:
+            sent.append(json.loads(json.dumps(message)))
+
+    far, near = FarHands(Wire()), NotedHands()
+    far.push(2, "elastic.commit", {"step": 1})
+    far.fence(2)
+    far.start(2, 1)
+    far.empty_vault()
+    assert all(lend(near, message) for message in sent)
+    assert near.done == [("push", 2, "elastic.commit", {"step": 1}), ("fence", 2), ("start", 2, 1), ("empty_vault",)]
+    assert not lend(near, {"kind": "outcome"})
+
+
+def test_a_silent_host_is_given_up_but_not_for_a_pause_of_our_own() -> None:
+    now = [0.0]
+    pulse = Pulse(None, 5.0, lambda: now[0])  # type: ignore[arg-type]
+    for now[0] in (1.0, 2.0, 3.0):
+        assert not pulse.look()
+    assert pulse.is_late
+    now[0] = 60.0  # we were stopped ourselves
+    assert not pulse.look()
+    for now[0] in (61.0, 62.0, 63.0, 64.0, 65.0):
+        assert not pulse.look()
+    now[0] = 66.0
+    assert pulse.look()
+
+
+def test_a_vault_goes_with_its_job_and_is_swept_when_nobody_holds_it(tmp_path: Path) -> None:
+    memory = tmp_path / "shm"
+    memory.mkdir()
+    with run_folder() as run, vault_folder(run, memory) as vault:
+        assert vault.parent == memory
+        assert vault.stat().st_mode & 0o777 == 0o700
+        sweep(memory)
+        assert vault.exists(), "it is held"
+        remove_folders(run)  # as the stable does
+        assert not vault.exists()
+        assert not run.exists()
+    left = memory / "paceline-1-0123abcd"
+    left.mkdir()
+    (left / LOCK).touch()
+    other = memory / "paceline-notes"
+    other.mkdir()
+    sweep(memory)
+    assert list(memory.iterdir()) == [other]
+
+
+# ---- real processes ------------------------------------------------------------------------------------------
+
+TRAINS = """
+import queue
+from pathlib import Path
+steps, incarnation = 12, int(os.environ["PACELINE_INCARNATION"])
+news = queue.Queue()
+control.heard = lambda kind, body: news.put((kind, body))
+control.tell("elastic.here", incarnation=incarnation)
+facts = {"lanes": os.environ["PACELINE_LANES"]}
+generation, step = 1, 0
+
+def regroup(body):
+    global generation, step
+    generation, step = body["generation"], body["step"]
+    control.tell("elastic.grouped", generation=generation)
+
+def wait_for(*names):
+    deadline = time.monotonic() + 30
+    while not all(Path(name).exists() for name in names):
+        assert time.monotonic() < deadline, names
+        time.sleep(0.01)
+
+def first_time(name):
+    try:
+        Path(name).touch(exist_ok=False)
+    except FileExistsError:
+        return False
+    return True
+
+if incarnation:
+    control.tell("elastic.join", loop=0, facts=facts)
+    Path(f"stands-in-front-{rank}").touch()
+    regroup(news.get(timeout=30)[1])
+else:
+    control.tell("elastic.enter", loop=1, step=0, facts=facts)
+print("vault", os.environ["PACELINE_VAULT"], "pids", os.getpid(), flush=True)
+while step < steps:
+    FAULTS
+    control.tell("elastic.ready", generation=generation, step=step + 1, update=0, check=7, more=step + 1 < steps)
+    kind, body = news.get(timeout=30)
+    if kind == "elastic.commit":
+        step = body["step"]
+        if step < steps and step % 2 == 0:
+            time.sleep(0.02)
+    else:
+        regroup(body)
+    while not news.empty():
+        kind, body = news.get()
+        assert kind == "elastic.generation"
+        regroup(body)
+control.tell("elastic.leave", loop=1)
+"""
+
+
+def training(faults: str) -> str:
+    return TRAINS.replace("    FAULTS", faults)
+
+
+def test_a_killed_and_a_stopped_worker_are_replaced_and_every_step_is_committed_once(
+    launch: Start, tmp_path: Path
+) -> None:
+    finished = launch(
+        "--workers 4 --elastic --heartbeat-timeout-s 1 --ledger ledger.jsonl",
+        training("""
+    if rank == 1 and step == 2 and not incarnation:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if rank == 2 and step == 4 and not incarnation:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    if step == 8:
+        wait_for("stands-in-front-1", "stands-in-front-2")
+"""),
+    ).finish()
+    assert finished.code == 0, finished.err
+    rows = read_ledger(tmp_path / "ledger.jsonl")
+    assert [row.step for row in rows] == list(range(1, 13))
+    assert rows[0].members == rows[-1].members == (0, 1, 2, 3), rows
+    said = finished.err.splitlines()
+    assert said[0] == "paceline: worker 1 was killed by SIGKILL in step 3; 3 workers go on, a replacement starts"
+    silent = "paceline: worker 2 gave no sign of life for 1 s in step 5; "
+    assert [line for line in said if line.startswith(silent)], finished.err
+    for worker in (1, 2):
+        assert any(re.fullmatch(rf"paceline: worker {worker} is back after step \d+", line) for line in said), said
+    (vault,) = set(re.findall(r"vault (\S+)", finished.out))
+    assert not Path(vault).exists()
+
+
+def test_when_all_die_they_start_anew_and_when_the_supervisor_dies_nothing_is_left(launch: Start) -> None:
+    started = launch(
+        "--workers 2 --min-workers 1",
+        training("""
+    if step == 2 and first_time(f"died-{rank}"):
+        wait_for("died-0", "died-1")
+        os.kill(os.getpid(), signal.SIGKILL)
+    if step == 5:
+        Path(f"again-{rank}").touch()
+        wait_for("never")
+"""),
+    )
+    folder = started.temporary.parent
+    wait_until(lambda: (folder / "again-0").exists() and (folder / "again-1").exists(), 20, "both are there again")
+    assert started.process.stdout is not None
+    heard = [started.process.stdout.readline().decode() for _ in range(4)]
+    (vault,) = {line.split("vault ")[1].split()[0] for line in heard}
+    assert Path(vault).is_dir()
+    processes = started.descendants()
+    started.process.kill()
+    wait_until(lambda: not alive(processes) and not Path(vault).exists(), 5, "workers and vault are gone")
+    assert "all start anew (1 of at most 3 times)" in started.finish().err
+    assert started.run_folders() == []
+
+
+def test_a_host_that_is_cut_off_is_done_without_and_stops_its_own_workers(launch: Start, tmp_path: Path) -> None:
+    (tmp_path / "secret").write_text("known to both")
+    where = f"--hosts 2 --coordinator 127.0.0.1:{free_port()} --secret-file secret --workers 2"
+    script = training("""
+    if step == 3:
+        wait_for("cut")
+""")
+    near = launch(f"{where} --host-rank 0 --elastic --heartbeat-timeout-s 1.5 --ledger ledger.jsonl", script)
+    far = launch(f"{where} --host-rank 1", script)
+    ledger = tmp_path / "ledger.jsonl"
+    wait_until(lambda: ledger.exists() and len(ledger.read_text().splitlines()) == 3, 20, "three steps are done")
+    workers = far.descendants()
+    far.interrupt(signal.SIGSTOP)
+    (tmp_path / "cut").touch()
+    finished = near.finish()
+    assert finished.code == 0, finished.err
+    told = "paceline: host 1 is lost (nothing was heard from it for 1.5 s); 2 workers go on\n"
+    assert told in finished.err
+    assert "gave no sign of life" not in finished.err
+    assert [row.members for row in read_ledger(ledger)] == [(0, 1, 2, 3)] * 3 + [(0, 1)] * 9
+    far.interrupt(signal.SIGCONT)
+    left = far.finish()
+    assert left.code == 3, left.err
+    assert "paceline: lost the coordinator (host 0)" in left.err
+    assert not alive(workers)
