@@ -354,10 +354,3 @@ def _listed(slots: Mapping[int, Any]) -> str:
 def read(folder: Path, step: int, slots: Sequence[int]) -> VaultState:
     """The state of a step that these slots, and no others, have made together and kept on this host."""
     return VaultState(folder, step, {slot: MappedSlot(folder, slot, step) for slot in slots})
-
-
-def plain_values(folder: Path, step: int, slot: int) -> dict[str, Any]:
-    """What is not tensors in the top level of one slot's part of a step: that of others may be different there."""
-    table, values = MappedSlot(folder, slot, step).about()
-    tree = with_values(table["tree"], values)
-    return {key: value for key, value in tree.items() if not isinstance(value, dict | list)}

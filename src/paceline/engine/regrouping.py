@@ -12,7 +12,6 @@ committed is undone by reading the step before from there, the parts of the dead
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -22,7 +21,7 @@ from paceline.checkpoint.tree import flatten, unflatten
 from paceline.collectives.communicator import Communicator
 from paceline.elastic.fault_injection import fault_point
 from paceline.elastic.member import Generation, Member
-from paceline.elastic.vault import Vault, plain_values, read
+from paceline.elastic.vault import Vault, VaultState, read
 from paceline.errors import CheckpointError, GenerationEnded, PacelineError
 from paceline.world.world import World
 
@@ -94,8 +93,8 @@ class Elastic:
         self.admitted = not seat.elastic.joins
         self._seat, self._parts, self._say = seat, parts, say
         self._vault = None if seat.elastic.vault is None else Vault(Path(seat.elastic.vault), seat.rank)
-        self._committed = (0, 0)  # step and update
-        self._writers: tuple[int, ...] = ()  # of what the vault has of it, in rank order
+        self._number = 0  # of the committed state in the vault
+        self._writers: tuple[int, ...] = ()  # of it, in rank order
         self._tried = member.now.number
 
     # -- committing --------------------------------------------------------------------------------------------------
@@ -106,20 +105,20 @@ class Elastic:
 
     def enter(self, step: int, facts: Mapping[str, str | int]) -> None:
         """A loop begins: from here on others can go on where this worker ends."""
-        self._committed = (step, 0)
-        self._keep(self._committed)
-        self._writers = self.member.now.members
+        self._number, self._writers = _numbered(step), self.member.now.members
+        self._keep(self._number)
         self.member.enter(self.loop, step, facts)
 
     def commits(self, step: int, update: int, *, check: int) -> bool:
-        self._keep((step, update))
+        number = _numbered(step, update)
+        self._keep(number)
         self._parts.record()
         committed = self.member.commits(step, update, check=check, more=self._parts.more() and not update)
         if committed:
-            self._committed, self._writers = (step, update), self.member.now.members
+            self._number, self._writers = number, self.member.now.members
         return committed
 
-    def _keep(self, place: tuple[int, int]) -> None:
+    def _keep(self, number: int) -> None:
         parts = self._parts
         if parts.replicated and not parts.takes_places:
             return
@@ -127,8 +126,8 @@ class Elastic:
             raise CheckpointError("an elastic job of this kind keeps its state in a vault, and the launcher made none")
         members = self.member.now.members
         tree = {} if parts.replicated else parts.tensors()
-        tree["place"] = json.dumps(parts.place()) if parts.takes_places else ""
-        self._vault.write(_numbered(place), tree, rank=members.index(self.member.slot), size=len(members))
+        own = parts.place() if parts.takes_places else None
+        self._vault.write(number, tree, rank=members.index(self.member.slot), size=len(members), own=own)
 
     # -- changing ----------------------------------------------------------------------------------------------------
 
@@ -170,11 +169,12 @@ class Elastic:
         if joins and plain is not None:
             parts.put_plain(plain)
         parts.assemble(world, comm)
-        if joins or not parts.replicated:
-            self._read()
+        state = self._read() if joins or parts.takes_places or not parts.replicated else None
+        if state is not None and (joins or not parts.replicated):
+            parts.put_tensors(state.tree)
         places = None
-        if parts.takes_places:
-            places = [json.loads(values["place"]) for values in self._plain_values()]
+        if state is not None and parts.takes_places:
+            places = [state.own[slot] for slot in self._writers]
         elif joins and plain is not None:
             places = [plain["place"]]
         parts.deal_anew(world, places, joins=joins)
@@ -186,12 +186,11 @@ class Elastic:
         """All of the state for those who join, each of the others a part of it."""
         if self._vault is None:
             raise CheckpointError("workers join through a vault, and the launcher made none")
-        staying = generation.staying
-        tree = self._parts.tensors()
-        tree["place"] = json.dumps(self._parts.place()) if self._parts.takes_places else ""
-        place = staying.index(self.member.slot)
-        self._vault.write(_numbered(self._committed), tree, rank=place, size=len(staying))
-        self._writers = staying
+        parts, staying = self._parts, generation.staying
+        own = parts.place() if parts.takes_places else None
+        number, rank = self._number | 1, staying.index(self.member.slot)
+        self._vault.write(number, parts.tensors(), rank=rank, size=len(staying), own=own)
+        self._number, self._writers = number, staying
 
     def _agree(self, comm: Communicator | None, generation: Generation) -> dict[str, Any]:
         """What the first of those who stay knows, told to those who join."""
@@ -199,23 +198,16 @@ class Elastic:
         mine: Any = None
         if self.member.slot == generation.staying[0]:
             plain = {**self._parts.plain(), "place": self._parts.place()}
-            mine = [self._committed, self._writers, self.loop, flatten(plain)[0]]
-        told = next(word for word in comm.gather_json(mine) if word is not None)
-        (step, update), writers, self.loop, packed = told
-        self._committed, self._writers = (step, update), tuple(writers)
+            mine = [self._number, self._writers, self.loop, flatten(plain)[0]]
+        self._number, writers, self.loop, packed = next(word for word in comm.gather_json(mine) if word is not None)
+        self._writers = tuple(writers)
         plain_tree: dict[str, Any] = unflatten(packed, {})
         return plain_tree
 
-    def _read(self) -> None:
+    def _read(self) -> VaultState:
         if self._vault is None:
             raise CheckpointError("the state of lost workers is nowhere: this job keeps no copies of it")
-        state = read(self._vault.folder, _numbered(self._committed), self._writers)
-        self._parts.put_tensors(state.tree)
-
-    def _plain_values(self) -> list[Any]:
-        assert self._vault is not None
-        step = _numbered(self._committed)
-        return [plain_values(self._vault.folder, step, slot) for slot in self._writers]
+        return read(self._vault.folder, self._number, self._writers)
 
     def _world_of(self, generation: Generation) -> World:
         """This worker's place among the members; all on one host, unless the job has several."""
@@ -234,9 +226,9 @@ class Elastic:
         return True
 
 
-def _numbered(place: tuple[int, int]) -> int:
-    """Steps and the updates inside them in one count that grows."""
-    return place[0] * MOST_UPDATES + place[1]
+def _numbered(step: int, update: int = 0) -> int:
+    """Steps and the updates inside them in one count that grows; the odd ones are for what is laid out for joiners."""
+    return 2 * (step * MOST_UPDATES + update)
 
 
 def _on_hosts(world: World, hosts: Sequence[int]) -> World:
