@@ -208,6 +208,8 @@ def test_whoever_waits_for_a_key_of_an_older_generation_hears_that_it_is_over() 
             await asyncio.wait_for(old, 1)
         await keys.answer("store.set", {"keys": ["p/elastic/2/address"], "values": ["YQ=="]}, 1, str)
         assert await asyncio.wait_for(new, 1) == {"values": ["YQ=="]}
+        await keys.answer("store.set", {"keys": ["p/elastic/1/late"], "values": ["YQ=="]}, 1, str)  # no harm, no key
+        assert await keys.answer("store.check", {"keys": ["p/elastic/1/late"]}, 1, str) == {"value": False}
 
     within(story)
 

@@ -80,7 +80,9 @@ class Membership:
         step, update = self._committed
         if any(slot.in_loop for slot in self._member_slots()):
             return f"in step {step + 1 if update == WHOLE_STEP or update == 0 else step}"
-        return f"after step {step}" if step else "while starting"
+        if step:
+            return f"after step {step}"
+        return "before its first step" if self.running else "while starting"
 
     def _counts(self, slot: Slot) -> bool:
         if not self.running:

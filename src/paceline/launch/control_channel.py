@@ -245,12 +245,12 @@ class KeyValues:
 
     async def answer(self, kind: str, body: Body, timeout_s: float, connected: Callable[[], str]) -> Body:
         keys: list[str] = body["keys"]
-        self._refuse_old(keys)
         values = [b64decode(value) for value in body.get("values", [])]
         match kind:
             case "store.set":
                 for key, value in zip(keys, values, strict=True):
-                    self._put(key, value)
+                    if not self._is_old(key):  # somebody who has not heard yet that it is over
+                        self._put(key, value)
                 return {}
             case "store.get" | "store.wait":
                 missing = await self._wait(keys, timeout_s)
@@ -294,6 +294,7 @@ class KeyValues:
         """Wait until every key is there; the keys still missing when time is up."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout_s
+        self._refuse_old(keys)
         while missing := [key for key in keys if key not in self._values]:
             try:
                 await asyncio.wait_for(self._changed.wait(), timeout=max(0.0, deadline - loop.time()))

@@ -163,8 +163,10 @@ class ElasticJob:
         return True
 
     def _remember(self, process: Process, *, by_code: bool) -> None:
-        slot = self.membership.slots[process.rank]
-        if by_code and slot.standing is Standing.MEMBER and not slot.in_loop:
+        """A loop that a worker leaves by an exception is left; only others who are in it tell whether it was over."""
+        slots = self.membership.slots
+        is_member = slots[process.rank].standing is Standing.MEMBER
+        if by_code and is_member and not any(slot.in_loop for slot in slots):
             self._unfinished.append(process)
 
     def _goes_as_asked(self, process: Process) -> bool:
