@@ -18,11 +18,11 @@ from paceline.strategies.registry import Rides
 
 class BallotBox:
     def __init__(self, comm: Communicator | None, rides: Rides, *, raises: bool = True) -> None:
-        """`raises`: weights that differ end the job here; otherwise whoever asks for what was `seen` decides."""
+        """`raises`: weights that differ end the job here; otherwise the coordinator of an elastic job decides."""
         self._comm, self._raises = comm, raises
-        self.seen = 0
         self._most_lanes = max(len(ride) for ride in rides)
         self._watch: WeightsWatch | None = None
+        self._after_update: tuple[int, int] | None = None  # a step, and what it should find of the weights
         self.votes = 0
 
     @property
@@ -35,8 +35,24 @@ class BallotBox:
 
     def check(self, step: int) -> int:
         """This worker's sum over the part of the weights whose turn it is."""
-        self.seen = self._watch.check(step) if self._comm is not None and self._watch is not None else 0
-        return self.seen
+        if self._comm is None or self._watch is None:
+            return 0
+        return self._watch.check(step) if self._raises else self._watch.check_many(step)
+
+    def updated(self, step: int) -> None:
+        """The weights are those that `step` begins with. Of two workers, one can be found out only by itself."""
+        if not self._raises and self._watch is not None and self._comm is not None and self._comm.size == 2:
+            self._after_update = step, self._watch.check_many(step)
+
+    def _find_out_oneself(self, ballot: Ballot, ballots: Sequence[Ballot]) -> None:
+        if self._raises or self._after_update is None or len({other.check for other in ballots}) == 1:
+            return
+        step, before = self._after_update
+        if step == ballot.step and before != ballot.check:
+            raise ReplicaError(
+                f"the weights of this worker have changed between the update of step {step} and the end of step "
+                f"{step + 1}, and those of the other have not: silent corruption of its memory"
+            )
 
     def cast(self, ballot: Ballot) -> list[Ballot]:
         """The ballots of all workers, in rank order."""
@@ -52,6 +68,7 @@ class BallotBox:
                     f"worker {self._comm.rank} is in step {ballot.step + 1} (update {ballot.update}) but worker {rank} "
                     f"is in step {other.step + 1} (update {other.update}); their loops took different turns"
                 )
+        self._find_out_oneself(ballot, ballots)
         if self._watch is not None and self._raises:
             self._watch.compare(ballot.step, [other.check for other in ballots])
         return ballots

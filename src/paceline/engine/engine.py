@@ -466,7 +466,7 @@ class Engine:
         self._step = TrainStep(self.config, self._comm, *trained, strategies, self._stops)
         self._step.on_step, self._step.on_settled = self._tell_step, self._go_on_without_the_lost
         self._step.lost = self._lost
-        self._step.commitment = self._elastic
+        self._step.commit_with(self._elastic)
         for optimizer in self._optimizers:
             let_optimizer_act_once(optimizer, self._step)
         for scheduler in self._schedulers:

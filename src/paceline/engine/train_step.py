@@ -30,7 +30,7 @@ from torch.optim import Optimizer
 from paceline.collectives.byte_count import Traffic
 from paceline.collectives.communicator import Communicator
 from paceline.data.sharded_sampler import WorkItem
-from paceline.elastic.fault_injection import begin_step, fault_point
+from paceline.elastic.fault_injection import begin_step, fault_point, flips_due
 from paceline.engine.ballot import Ballot, LaneReport, any_used, lanes_in_order, means_over, name_key
 from paceline.engine.ballot_box import BallotBox
 from paceline.engine.config import EngineConfig
@@ -47,6 +47,7 @@ from paceline.engine.loop_rules import (
     must_leave_out,
 )
 from paceline.engine.parameter_places import ParameterPlaces
+from paceline.engine.replicas import flip_a_bit
 from paceline.engine.step_so_far import ItemSoFar, StepSoFar, Timing
 from paceline.engine.stop_signals import StopSignals
 from paceline.engine.strategy_table import StrategyTable, drop_gradients_of_others
@@ -118,7 +119,7 @@ class TrainStep:
         self.on_step: Callable[[], None] = lambda: None
         self.on_settled: Callable[[], None] = lambda: None
         self.lost: Set[int] = frozenset()  # workers that the others go on without
-        self.commitment: Commitment | None = None
+        self.commitment: Commitment | None = None  # until `commit_with`: a step counts when it has acted
 
     # -- items -------------------------------------------------------------------------------------------------------
 
@@ -312,7 +313,7 @@ class TrainStep:
         now.gradient_versions = gradient_versions(active.parameters)
         self.timing.left_during_backward = active.left_during_backward
         self.traffic = self._traffic_so_far() - now.traffic_before
-        now.check = self._box.seen
+        now.check = ballot.check
         self._phase = Phase.COLLECTED
 
     def _ballot(self, active: Strategy) -> Ballot:
@@ -428,9 +429,14 @@ class TrainStep:
             return
         self.stepped = True
         self.step += self._update == 0
+        self._box.updated(self.step)
         self.on_step()
         # What the user draws between steps must not depend on how many items this worker ran.
         seed_everything(mix(self._config.seed, "between", self.step, self._update))
+
+    def commit_with(self, commitment: Commitment | None) -> None:
+        self.commitment = commitment
+        self._box = BallotBox(self._comm, self.strategies.rides, raises=commitment is None)
 
     def lose(self) -> None:
         """The workers have changed: as if the step had not begun, but for weights that the regrouping puts right."""
@@ -445,7 +451,7 @@ class TrainStep:
     def regrouped(self, comm: Communicator | None, strategies: StrategyTable) -> None:
         """There are other workers, and the state is that of the last step that counts."""
         self._comm, self.strategies, self._active = comm, strategies, None
-        self._box = BallotBox(comm, strategies.rides, raises=False)
+        self._box = BallotBox(comm, strategies.rides, raises=self.commitment is None)
         self._buffers.meet_others()
         self._places = ParameterPlaces(self._models, self._optimizers, strategies.name_of)
         self._phase, self._item = Phase.BETWEEN_STEPS, None
@@ -606,6 +612,8 @@ class TrainStep:
             committed=self.commitment is None,
         )
         begin_step(self._round + 1)
+        for fault in flips_due(self._round + 1):
+            flip_a_bit(fault.tensor, [(self.strategies.name_of(p), p) for p in active.parameters])
         active.start_step(self._round, plan)
         self._buffers.start_step()
         if remade or not self._box.watching:
