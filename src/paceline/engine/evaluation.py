@@ -7,11 +7,28 @@ All workers run the same number of rounds, so `gather_for_metrics` may be called
 and returns the round's results in the dataset's order. Batches have the same samples whatever the number of workers,
 and the same random numbers, in fetching and in the loop's body: those of their first sample.
 A stream is read whole by every worker, which keeps its batch of each round.
+
+When a worker is lost, the others go on with the round that not all of them have gathered, dealt anew:
+
+    worker 0     batch 0        batch 3                      batch 3       batch 5      the round of batches 3, 4 and 5
+    worker 1     batch 1        batch 4 ┊ worker 2 is lost   batch 4       …            begins again, for two
+    worker 2     batch 2        batch 5 ┊
+                 gathered       nobody gets rows             gathered      gathered
+
+What the body of a round that is begun again gathers, has no rows. Who had some of them already does not get those again
+(`real_rows`), so whatever is collected from one `gather_for_metrics` to the next holds every sample once, in order. Two
+calls in one body may be cut apart, the first with its rows and the second without: what belongs together, such as
+predictions and labels that are compared right there, goes into one call.
+
+A loop that never gathers begins again from its first batch: what the lost worker had added up is gone, and nobody knows
+which part of it. No sample is missed then, but those that the others had already seen count twice.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
 from typing import Any
@@ -27,8 +44,34 @@ from paceline.errors import ConfigError
 from paceline.world.determinism import drawing_from, mix, seed_everything
 from paceline.world.world import World
 
+Place = Sequence[int]  # the number of an evaluation, and the batch from which on it is not confirmed
+
+
+@dataclass
+class _Round:
+    """A round as this worker runs it."""
+
+    first: int  # its first batch
+    real: int  # how many workers hold a real one
+    gathered: int = 0  # how many calls of its body were
+    void: bool = False  # it is begun again
+
 
 class EvaluationLoader:
+    """Iterating it is one evaluation.
+
+    `on_start` and `on_end` are called before the first round and behind the last; the workers may meet there. Where
+    all meet in `on_end`, none of them leaves a loop that another has to run a round of again.
+    """
+
+    _round: _Round | None  # that is handed out
+    _had: dict[int, int]  # by call of a round's body: the batch up to which this worker has the rows
+    _begun_from: int  # the batch from which on rounds are dealt as they are now
+    _again_from: int | None  # … and from which on they will be
+    _confirmed_to: int
+    _rounds_run: int
+    _rounds_run_before: int  # that were dealt in another way
+
     def __init__(
         self,
         source: DataLoader[Any],
@@ -38,9 +81,10 @@ class EvaluationLoader:
         seed: int,
         timeout_s: float,
         on_start: Callable[[], None],
+        on_end: Callable[[], None] = lambda: None,
     ) -> None:
         refuse_what_cannot_be_dealt(source)
-        self._seed, self._timeout_s, self._on_start = seed, timeout_s, on_start
+        self._seed, self._timeout_s, self._on_start, self._on_end = seed, timeout_s, on_start, on_end
         self._source = source
         self._world = world
         self._device = device
@@ -48,11 +92,57 @@ class EvaluationLoader:
         if self._stream and source.batch_size is None:
             raise ConfigError("an evaluation over a stream needs batch_size=: its batches are dealt to the workers")
         self._kept: DataLoader[Any] | None = None
-        self.real_rows: list[int] | None = None  # which workers hold a real batch this round; None outside
+        self._dealt = _Dealt()
+        self._evaluations = 0  # begun so far
+        self._begin()
 
-    def deal_to(self, world: World) -> None:
-        """From now on batches are dealt to these workers."""
-        self._world, self._kept = world, None
+    # -- who takes part ----------------------------------------------------------------------------------------------
+
+    @property
+    def real_rows(self) -> list[int] | None:
+        """The workers whose rows count in the gather that comes: those with a real batch; None outside a round."""
+        if self._round is None:
+            return None
+        if self._round.void:
+            return []
+        first, had = self._round.first, self._had.get(self._round.gathered, 0)
+        return [rank for rank in range(self._round.real) if first + rank >= had]
+
+    @property
+    def void(self) -> bool:
+        """What is left of this round's body must not communicate: others are somewhere else in it."""
+        return self._round is not None and self._round.void
+
+    def confirmed(self) -> None:
+        """A gather of this round has succeeded: this worker has the rows of `real_rows`."""
+        if self._round is not None and not self._round.void:
+            call, end = self._round.gathered, self._round.first + self._round.real
+            self._had[call] = max(self._had.get(call, 0), end)
+            self._round.gathered += 1
+
+    def place(self) -> list[int]:
+        """Told to the others when workers were lost, whether in an evaluation or not."""
+        return [self._evaluations, self._confirmed_to] if self._under_way else [self._evaluations + 1, 0]
+
+    def deal_to(self, world: World, places: Sequence[Place] = ()) -> None:
+        """From now on batches are dealt to these workers; in the middle of an evaluation a round begins again."""
+        self._world = world
+        if self._under_way:
+            self.restart_round(world, places)
+
+    def restart_round(self, world: World, places: Sequence[Place] = ()) -> None:
+        """Workers were lost in the middle of an evaluation: these go on, from the first of their `places`.
+
+        Where one of them has left this evaluation, all had all of it (see `on_end`), and nothing is left.
+        """
+        number, first = min([tuple(place) for place in places] or [(self._evaluations, self._confirmed_to)])
+        if any(other > self._evaluations for other, _ in places):
+            self._again_from = None
+        else:
+            self._again_from = first if number == self._evaluations else 0
+        self._world, self._changed = world, True
+        if self._round is not None:
+            self._round.void = True
 
     @property
     def dataset(self) -> Any:
@@ -79,36 +169,65 @@ class EvaluationLoader:
         return [ids[low : low + size] for low in range(0, stop, size)]
 
     def __len__(self) -> int:
-        """Rounds: what every worker iterates."""
+        """Rounds: what every worker iterates; in an evaluation that has lost workers, with those run so far."""
         if self._stream:
             raise TypeError("an evaluation over a stream has no length")
-        return -(-self.batches // self._world.size)
+        return self._rounds_run_before + -(-(self.batches - self._begun_from) // self._world.size)
+
+    # -- rounds ------------------------------------------------------------------------------------------------------
+
+    def _begin(self) -> None:
+        self._round, self._had = None, {}
+        self._under_way = self._changed = False
+        self._begun_from = self._again_from = self._confirmed_to = 0
+        self._rounds_run = self._rounds_run_before = 0
 
     def __iter__(self) -> Iterator[Any]:
         self._on_start()
+        self._begin()
+        self._evaluations += 1
+        self._under_way = True
         try:
-            for number, (real, batch) in enumerate(self._rounds()):
-                self.real_rows = list(range(real))
-                seed_everything(self._seed_of(number * self._world.size + self._world.rank), self._device)
-                yield to_device(batch, self._device)
+            while self._again_from is not None:
+                self._begun_from, self._rounds_run_before = self._again_from, self._rounds_run
+                yield from self._rounds_from(self._again_from)
         finally:
-            self.real_rows = None
+            self._begin()
             seed_everything(mix(self._seed, "after evaluation"), self._device)
+
+    def _rounds_from(self, first: int) -> Iterator[Any]:
+        """Until the end, or until a round has to begin again."""
+        self._changed, self._again_from = False, None
+        with closing(self._rounds(first)) as rounds:
+            for real, batch in rounds:
+                self._rounds_run += 1
+                self._round = _Round(first, real)
+                seed_everything(self._seed_of(first + self._world.rank), self._device)
+                yield to_device(batch, self._device)
+                if self._changed:
+                    return
+                first += real
+                self._confirmed_to = first if self._round.gathered else self._confirmed_to
+        self._on_end()
 
     def _seed_of(self, batch: int) -> int:
         return mix(self._seed, "evaluation", batch)
 
-    def _rounds(self) -> Iterator[tuple[int, Any]]:
-        """(workers that hold a real batch, this worker's batch) of each round."""
+    def _rounds(self, start: int) -> Generator[tuple[int, Any]]:
+        """(workers that hold a real batch, this worker's batch) of each round, from batch `start` on."""
         if self._stream:
-            yield from self._fetching(_Rounds(self._source, self._world), batch_size=None, collate_fn=_as_it_is)
+            rounds = _Rounds(self._source, self._world, start)
+            if self._kept is not None and self._kept.dataset != rounds:
+                self._kept = None
+            yield from self._fetching(rounds, batch_size=None, collate_fn=_as_it_is)
             return
-        numbers = [first + self._world.rank for first in range(0, self.batches, self._world.size)]
-        mine = [list(self._batches[number if number < self.batches else 0]) for number in numbers]
+        firsts = range(start, self.batches, self._world.size)
+        numbers = [first + self._world.rank for first in firsts]
+        self._dealt.batches = [list(self._batches[number if number < self.batches else 0]) for number in numbers]
         fetched = self._fetching(
-            _Seeded(self._source.dataset, self._seed), batch_sampler=mine, collate_fn=self._source.collate_fn
+            _Seeded(self._source.dataset, self._seed), batch_sampler=self._dealt, collate_fn=self._source.collate_fn
         )
-        for first, batch in zip(range(0, self.batches, self._world.size), fetched, strict=True):
+        for first, batch in zip(firsts, fetched, strict=True):
             yield min(self._world.size, self.batches - first), batch
 
     def _fetching(self, dataset: Any, **options: Any) -> DataLoader[Any]:
@@ -125,6 +244,16 @@ class EvaluationLoader:
         if self._kept is None or not source.persistent_workers:
             self._kept = DataLoader(dataset, num_workers=processes, pin_memory=source.pin_memory, **options)
         return self._kept
+
+
+class _Dealt:
+    """The batches of this worker; other ones when they are dealt anew, to loader processes that stay."""
+
+    def __init__(self) -> None:
+        self.batches: list[list[int]] = []
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return iter(self.batches)
 
 
 class _Seeded:
@@ -150,15 +279,23 @@ class _Seeded:
 
 
 class _Rounds(IterableDataset[Any]):
-    """A stream in rounds of one batch for each worker, of which this worker's is collated."""
+    """A stream in rounds of one batch for each worker, of which this worker's is collated; from batch `start` on."""
 
-    def __init__(self, source: DataLoader[Any], world: World) -> None:
+    def __init__(self, source: DataLoader[Any], world: World, start: int) -> None:
         assert source.batch_size is not None
+        self._start = start
         self._stream, self._collate, self._drop_last = source.dataset, source.collate_fn, source.drop_last
         self._size, self._world = source.batch_size, world
 
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Rounds) and (self._world, self._start) == (other._world, other._start)
+
+    __hash__ = None  # type: ignore[assignment]
+
     def __iter__(self) -> Iterator[tuple[int, Any]]:
         samples = iter(self._stream)
+        for _ in islice(samples, self._size * self._start):
+            pass
         first: list[Any] | None = None
         while chunk := list(islice(samples, self._size * self._world.size)):
             batches = [chunk[low : low + self._size] for low in range(0, len(chunk), self._size)]
@@ -173,6 +310,16 @@ class _Rounds(IterableDataset[Any]):
 
 def _as_it_is(batch: Any) -> Any:
     return batch
+
+
+def no_rows(values: Any) -> Any:
+    """What a gather returns in a round that begins again: `values` without rows."""
+    if isinstance(values, dict):
+        return {key: no_rows(value) for key, value in values.items()}
+    if isinstance(values, list | tuple):
+        return type(values)(no_rows(value) for value in values)
+    value = torch.as_tensor(values).detach()
+    return value.reshape(1)[:0] if value.dim() == 0 else value[:0]
 
 
 def padded_rows(tensor: Tensor, rows: int) -> Tensor:
