@@ -3,6 +3,7 @@ in between, and the bits are those of a run in which nothing happened."""
 
 from __future__ import annotations
 
+import gc
 import itertools
 import os
 import threading
@@ -16,11 +17,18 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._C._distributed_c10d import FileStore, PrefixStore
 from torch.utils.data import DataLoader, TensorDataset
 
 from paceline import Engine, World
+from paceline.collectives.communicator import Communicator
+from paceline.engine import engine as engine_module
 from paceline.engine import surroundings
+from paceline.engine.strategy_table import StrategyTable
+from paceline.errors import ConfigError
 from paceline.sharding.slices import Slices
+from paceline.strategies.hybrid import HybridConfig, groups_of
+from paceline.world.topology import Topology
 from paceline.world.world import Elasticity, TcpRendezvous
 from tests.bits.programs import TiedGpt
 from tests.workers import free_port, hashes, run_workers
@@ -34,6 +42,7 @@ def begun(world: World, **job: Any) -> Engine:
     elastic, job_of = replace(world, elastic=Elasticity()), engine._job
     if engine._comm is not None:
         engine._comm._world, engine._comm._elastic = elastic, True
+    engine_module.check_memory = lambda *_: None  # regrouping does not ask whether what is left would be a good start
     engine._job = lambda: replace(job_of(), world=elastic)  # type: ignore[method-assign]
     return engine
 
@@ -215,16 +224,17 @@ def check_regrouped(
 # -- fsdp --------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("backend", ["paceline", "gloo"])
-@pytest.mark.parametrize("moment", ["between steps", *MOMENTS])
+@pytest.mark.parametrize(
+    ("moment", "backend"),
+    [*((moment, "paceline") for moment in MOMENTS), ("in a gather", "gloo"), ("in a gather of backward", "gloo")],
+)
 def test_fsdp_opened_again_for_fewer_workers_gives_the_bits_of_one_process(
     moment: str, backend: str, tmp_path: Path
 ) -> None:
     check_regrouped(tmp_path, 3, 2, moment=moment, backend=backend, strategy="fsdp")
 
 
-@pytest.mark.parametrize(("first", "then"), [(2, 1), (1, 2), (2, 3)])
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize(("first", "then", "precision"), [(2, 1, "bf16"), (1, 2, "bf16"), (2, 3, "fp32")])
 def test_fsdp_opened_again_for_one_worker_or_for_more_gives_the_bits_of_one_process(
     first: int, then: int, precision: str, tmp_path: Path
 ) -> None:
@@ -277,7 +287,9 @@ def keeps(world: World, **job: Any) -> list[list[bool]]:
         optimizer.step()
         if engine.stepped:
             engine._settle()
-            same.append([torch.equal(a, b) for a, b in zip(inside[-1], kept(), strict=True)])
+            after = kept()
+            alike = zip(inside[-1], after, strict=True) if len(after) == len(inside[-1]) else ()
+            same.append([torch.equal(a, b) for a, b in alike])
     return same
 
 
@@ -286,4 +298,104 @@ def test_what_fsdp_keeps_is_right_as_soon_as_the_update_is_made(precision: str) 
     for result in run_workers(keeps, 2, strategy="fsdp", precision=precision):
         assert result.error is None, result.traceback
         assert len(result.value) == 5
-        assert all(map(all, result.value)), result.value
+        assert all(same and all(same) for same in result.value), result.value
+
+
+def goes_round(world: World, *, folder: str, **job: Any) -> list[int]:
+    """Open, train and take apart again and again; how many tensors there are after each round."""
+    counts = []
+    gc.disable()  # what is let go is gone at once
+    engine, (model, optimizer) = begun(world, **job), made()
+    model, optimizer, loader = engine.prepare(model, optimizer, data())
+    train(engine, model, optimizer, iter(loader), until=1)
+    chosen, first = engine.config.strategy, engine._job()
+    tables, comm = [engine._training().strategies], engine._comm
+    del engine._step.strategies  # type: ignore[union-attr]
+    engine._step._active = None  # type: ignore[union-attr]
+    for turn in range(6):
+        assert comm is not None
+        comm.abandon("again")
+        tables.pop().dismantle()
+        comm.close()
+        counts.append(sum(1 for thing in gc.get_objects() if issubclass(type(thing), Tensor)))
+        store = PrefixStore(f"turn {turn}", FileStore(f"{folder}/store"))
+        comm = Communicator.connect(
+            comm.world, store, backend=engine.config.backend, device=engine.device, timeout_s=30.0
+        )  # fmt: skip
+        tables.append(StrategyTable(chosen, replace(first, comm=comm, store=store)))
+        loss_of(model, next(iter(data()))).backward()
+    return counts
+
+
+def test_nothing_of_an_fsdp_that_was_taken_apart_stays_in_memory(tmp_path: Path) -> None:
+    for result in run_workers(goes_round, 2, strategy="fsdp", backend="gloo", folder=str(tmp_path)):
+        assert result.error is None, result.traceback
+        assert len(set(result.value[1:])) == 1, result.value
+
+
+# -- hybrid ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("first", "then", "moment", "backend", "precision"),
+    [
+        (4, 3, "between steps", "paceline", "fp32"), (4, 3, "in a gather", "gloo", "bf16"),
+        (4, 2, "in forward", "paceline", "fp32"), (4, 2, "in a gather of backward", "paceline", "fp32"),
+        (4, 1, "after the update", "gloo", "fp32"), (3, 4, "between steps", "paceline", "bf16"),
+    ],
+)  # fmt: skip
+def test_hybrid_opened_again_for_other_workers_gives_the_bits_of_one_process(
+    first: int, then: int, moment: str, backend: str, precision: str, tmp_path: Path
+) -> None:
+    """Pairs share weights where they can; three workers can't be paired, so each of them has all."""
+    job = {"backend": backend, "precision": precision, "strategy": HybridConfig(shard_over=2)}
+    check_regrouped(tmp_path, first, then, moment=moment, **job)
+
+
+def test_what_hybrid_keeps_is_right_as_soon_as_the_update_is_made() -> None:
+    """In the step every group keeps its own; the first group saves for all."""
+    results = run_workers(keeps, 4, strategy=HybridConfig(shard_over=2))
+    for result in results[:2]:
+        assert result.error is None, result.traceback
+        assert all(same and all(same) for same in result.value), result.value
+
+
+def parts_kept(world: World) -> list[list[int]]:
+    """Elements of weights and state that this worker keeps inside a step, and between two."""
+    engine = begun(world, strategy=HybridConfig(shard_over=2))
+    model, optimizer, loader = engine.prepare(*made(), data())
+    strategies, counts = engine._training().strategies, []
+
+    def count(*_: Any) -> None:
+        states = strategies.kept_state(optimizer)["state"]
+        leaves = [strategies.kept(p) for p in model.parameters()] + [v for s in states.values() for v in s.values()]
+        counts.append(sum(part.numel() for leaf in leaves if isinstance(leaf, Slices) for _, part in leaf.parts))
+
+    optimizer.register_step_post_hook(count)
+    train(engine, model, optimizer, loader, until=1)
+    engine._settle()
+    count()
+    return counts
+
+
+def test_in_a_step_every_group_of_hybrid_keeps_its_own_and_between_steps_the_first_speaks_for_all() -> None:
+    inside, between = zip(*(result.value for result in run_workers(parts_kept, 4)), strict=True)
+    assert inside[:2] == inside[2:] == between[:2], (inside, between)
+    assert between[2:] == (0, 0)
+
+
+def test_where_the_workers_left_can_not_be_grouped_as_configured_the_largest_groups_are_taken() -> None:
+    hosts = {"one of 6": [0] * 6, "one of 3": [0] * 3, "4 and 3": [0] * 4 + [1] * 3, "4 and 2": [0] * 4 + [1] * 2}
+    found = {
+        (name, wanted): len(groups_of(Topology.of(host), wanted, elastic=True)[0])
+        for name, host in hosts.items()
+        for wanted in (None, 4, 2)
+    }
+    assert found == {
+        ("one of 6", None): 6, ("one of 6", 4): 3, ("one of 6", 2): 2,
+        ("one of 3", None): 3, ("one of 3", 4): 3, ("one of 3", 2): 1,
+        ("4 and 3", None): 1, ("4 and 3", 4): 1, ("4 and 3", 2): 1,
+        ("4 and 2", None): 2, ("4 and 2", 4): 2, ("4 and 2", 2): 2,
+    }  # fmt: skip
+    with pytest.raises(ConfigError, match="which are no groups of 4"):
+        groups_of(Topology.of([0] * 6), 4)

@@ -48,7 +48,12 @@ class HybridConfig:
     shard_over: int | None = None
 
 
-def groups_of(topology: Topology, shard_over: int | None) -> Groups:
+def groups_of(topology: Topology, shard_over: int | None, *, elastic: bool = False) -> Groups:
+    """`elastic`: workers come and go, so where they are no groups of that size, the largest smaller one is taken."""
+    if elastic:
+        sizes = [len(host) for host in topology.hosts]
+        most = min(sizes) if shard_over is None else shard_over
+        shard_over = max((n for n in range(1, most + 1) if not any(s % n for s in sizes)), default=most)
     if shard_over is None and not topology.is_even:
         counts = ", ".join(str(len(host)) for host in topology.hosts)
         raise ConfigError(
@@ -106,15 +111,24 @@ class Hybrid(Fsdp):
         super().__init__(named, optimizers, parts, models)
         self._across = across
         self._set = across.exchange.new_set()
+        self._speaks = across.group == 0
+
+    def start_step(self, round: int, plan: SumPlan) -> None:
+        super().start_step(round, plan)
+        self._speaks = self._across.group == 0 or self._parts.job.world.elastic is not None
+
+    def settle(self) -> None:
+        super().settle()
+        self._speaks = self._across.group == 0
 
     def kept(self, parameter: Parameter) -> Tensor | Slices:
-        """The first group speaks for all."""
+        """The first group speaks for all. In an elastic job's step each does, until it is settled: others may die."""
         mine = super().kept(parameter)
-        return mine if self._across.group == 0 else others_have_it(mine)
+        return mine if self._speaks else others_have_it(mine)
 
     def kept_state(self, optimizer: Optimizer) -> dict[str, Any]:
         mine = super().kept_state(optimizer)
-        return mine if self._across.group == 0 else others_have_it(mine)
+        return mine if self._speaks else others_have_it(mine)
 
     def _shipments(self, plan: SumPlan) -> tuple[Sequence[Shipment], int]:
         across = self._across
@@ -139,31 +153,60 @@ class HybridMaker(FsdpMaker):
     name = "hybrid"
 
     def __init__(self, config: HybridConfig, job: Job) -> None:
-        hosts = [job.world.host_rank] if job.comm is None else job.comm.gather_json(job.world.host_rank)
-        groups = groups_of(Topology.of(hosts), config.shard_over)
-        number = next(n for n, group in enumerate(groups) if job.world.rank in group)
+        rank = 0 if job.comm is None else job.comm.rank  # of those that there are now
+        topology = Topology.of([0] if job.comm is None else job.comm.gather_json(job.world.host_rank))
+        groups = groups_of(topology, config.shard_over, elastic=job.world.elastic is not None)
+        if rank == 0:
+            _say_if_smaller(topology, len(groups[0]), config.shard_over)
+        number = next(n for n, group in enumerate(groups) if rank in group)
         self.rides = hybrid_rides(job.lanes, groups)
-        place = groups[number].index(job.world.rank)
+        place = groups[number].index(rank)
         peers = [group[place] for group in groups]
-        inside = _connected(job, f"group {number}", place, groups[number], one_host=True)
-        across = _connected(job, f"rows {place}", number, peers, one_host=job.world.hosts == 1)
-        self._inside = inside
-        self._across = Across(groups, number, across)
-        store = None if job.store is None else PrefixStore(f"hybrid/inside {number}", job.store)
-        backend = job.backend if inside is None else inside.backend
-        super().__init__(config, replace(job, comm=inside, store=store, backend=backend))
+        self._inside: Communicator | None = None
+        self._across: Across | None = None
+        try:
+            hosts = len(topology.hosts)
+            self._inside = inside = _connected(job, f"group {number}", place, groups[number], hosts, one_host=True)
+            across = _connected(job, f"rows {place}", number, peers, hosts, one_host=hosts == 1)
+            self._across = Across(groups, number, across)
+            store = None if job.store is None else PrefixStore(f"hybrid/inside {number}", job.store)
+            backend = job.backend if inside is None else inside.backend
+            super().__init__(config, replace(job, comm=inside, store=store, backend=backend))
+        except BaseException:
+            self._leave_groups()
+            raise
 
     def make(self, named: Sequence[tuple[str, Parameter]], optimizers: Sequence[Optimizer]) -> Hybrid:
+        assert self._across is not None
         return Hybrid(named, optimizers, self._parts, self._models, self._across)
 
     def close(self) -> None:
         super().close()
-        self._across.close()
+        self._leave_groups()
+
+    def dismantle(self) -> None:
+        super().dismantle()
+        self._leave_groups()
+
+    def _leave_groups(self) -> None:
+        if self._across is not None:
+            self._across.close()
         if self._inside is not None:
             self._inside.close()
 
 
-def _connected(job: Job, name: str, rank: int, workers: Sequence[int], *, one_host: bool) -> Communicator | None:
+def _say_if_smaller(topology: Topology, size: int, shard_over: int | None) -> None:
+    """Groups are smaller than configured only in an elastic job; then each worker holds more than it was thought to."""
+    wanted = shard_over or max(len(host) for host in topology.hosts)
+    if size < wanted:
+        counts = " and ".join(str(len(host)) for host in topology.hosts)
+        shared = "every worker holds all weights" if size == 1 else f"weights are shared by {size} workers"
+        print(f"paceline: {counts} workers are no groups of {wanted}: {shared} until there are others", flush=True)
+
+
+def _connected(
+    job: Job, name: str, rank: int, workers: Sequence[int], hosts: int, *, one_host: bool
+) -> Communicator | None:
     """A group of these workers; inside one of several hosts they can share memory, whatever goes across."""
     size = len(workers)
     if size == 1 or job.store is None or job.comm is None:
@@ -173,7 +216,7 @@ def _connected(job: Job, name: str, rank: int, workers: Sequence[int], *, one_ho
     world = replace(
         world, rank=rank, size=size, local_rank=local[0], local_size=local[1], host_rank=local[2], hosts=local[3]
     )
-    shares_memory = one_host and job.world.hosts > 1 and job.device.type == "cpu"
+    shares_memory = one_host and hosts > 1 and job.device.type == "cpu"
     comm = Communicator.connect(
         world, PrefixStore(f"hybrid/{name}", job.store),
         backend="paceline" if shares_memory else job.backend, device=job.device, timeout_s=job.timeout_s,
