@@ -32,7 +32,7 @@ def check_unharmed(job: Job, orders: list[str] | None = None) -> None:
     assert job.code == 0, job.text
     for order in orders or []:
         assert f"injected fault {order} in phase" in job.err, f"{order} never happened:\n{job.text}"
-    assert set(job.hashes.values()) == {hash_undisturbed()}, job.text
+    assert set(job.hashes.values()) == {hash_undisturbed()}, f"{job.hashes}\n{job.ledger}\n{job.text}"
     assert job.steps == STEPS, f"committed {job.ledger}\n{job.text}"
     assert job.samples.clean, f"{job.samples}\n{job.text}"
     assert job.left == []

@@ -29,11 +29,14 @@ import psutil
 from paceline.data.audit import audit
 from paceline.data.ledger.report import Report
 from paceline.elastic.ledger import Row, read_ledger
+from paceline.elastic.random_faults import HurtJob
+from paceline.launch.worker_main import STACK_SIGNAL
 from tests.workers import _CONTEXT
 
 SCRIPT = Path(__file__).with_name("training.py")
 LANES = 8
 LEDGER = "ledger.jsonl"
+STACKS_S = 0.5
 SHARED_MEMORY = Path("/dev/shm")
 
 
@@ -124,7 +127,7 @@ class RunningJob:
 
     def finish(self) -> Job:
         self._process.join(max(0.0, self._deadline - time.monotonic()))
-        assert self._process.exitcode is not None, f"the job did not end in time:\n{self._printed()}"
+        assert self._process.exitcode is not None, f"the job did not end in time:\n{self._with_stacks()}"
         return Job(
             code=self._process.exitcode,
             out=(self.folder / "out.txt").read_text(),
@@ -148,6 +151,13 @@ class RunningJob:
         processes = [f"process {process.pid} {' '.join(process.cmdline())}" for process in processes_in(self.folder)]
         vaults = SHARED_MEMORY.glob(f"paceline-{self.supervisor}-*")
         return [*processes, *map(str, vaults), *map(str, (self.folder / "tmp").glob("paceline-*"))]
+
+    def _with_stacks(self) -> str:
+        """What was printed, and where the workers are now."""
+        for pid in HurtJob(self.supervisor, self.folder / LEDGER).workers():
+            os.kill(pid, STACK_SIGNAL)
+        time.sleep(STACKS_S)
+        return self._printed()
 
     def _printed(self) -> str:
         return "".join(path.read_text() for name in ("out.txt", "err.txt") if (path := self.folder / name).exists())
