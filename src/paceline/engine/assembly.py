@@ -55,8 +55,10 @@ class Assembly:
         }
 
     def place(self) -> Any:
-        loader = self._engine._loader
-        return None if loader is None else loader.source.state_after(self._engine._training().item_done())
+        loader, step = self._engine._loader, self._engine._training()
+        # A body that makes several updates of a step's items gets them again until all of them count.
+        item = None if step.in_updates else step.item_done()
+        return None if loader is None else loader.source.state_after(item)
 
     def put_plain(self, plain: Mapping[str, Any]) -> None:
         engine, step = self._engine, self._engine._training()
@@ -84,6 +86,9 @@ class Assembly:
         """
         if self._engine._loader is not None:
             self._engine._loader.write_record()
+
+    def told(self, value: Any) -> list[Any]:
+        return self._engine._boundary.told(value)
 
     # -- the parts -------------------------------------------------------------------------------------------------
 
@@ -114,9 +119,12 @@ class Assembly:
 
     def more(self) -> bool:
         loader, step = self._engine._loader, self._engine._training()
-        steps = None if loader is None else loader.source.steps
-        last = step.item is not None and steps is not None and step.item.step + 1 >= steps
-        return not last and not step.stop_agreed
+        if loader is None or step.stop_agreed or step.in_updates:
+            return False
+        steps = loader.source.steps
+        if step.item is None:
+            return loader.source.steps_left != 0
+        return steps is None or step.item.step + 1 < steps
 
     def assemble(self, world: World, comm: Communicator | None) -> None:
         engine, config = self._engine, self._engine.config

@@ -527,7 +527,7 @@ class Engine:
             config.timeout_s,
             rides=step.rides if step.strategies.in_rounds else None,
         )
-        source = self._replayed(make_source(thing, deal, self._comm, step), step)
+        source = self._replayed(make_source(thing, deal, lambda: self._comm, step), step)
         self._loader = PreparedLoader(
             source,
             step,

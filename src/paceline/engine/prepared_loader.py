@@ -203,9 +203,14 @@ class PreparedLoader:
 
     def _commit(self, item: WorkItem) -> None:
         self._train_step.end_item()
+        if self._train_step.is_lost:
+            return
         self.write_record()
+        in_updates = self._train_step.in_updates
         self._train_step.new_items()
         self.source.commit(item)
+        if in_updates and self._elastic is not None:
+            self._elastic.ends_updates(self._train_step.step + self._train_step.left_out_steps)
 
     # -- the ledger of samples ---------------------------------------------------------------------------------------
 

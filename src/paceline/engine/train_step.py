@@ -132,6 +132,11 @@ class TrainStep:
         return self._item
 
     @property
+    def in_updates(self) -> bool:
+        """The loop's body runs once per step, and calls `engine.update`."""
+        return self._updating or self._update > 0
+
+    @property
     def is_lost(self) -> bool:
         """The step has to be done again, by the workers that there are now."""
         return self._phase is Phase.LOST
