@@ -65,3 +65,7 @@ class GenerationEnded(PacelineError):  # noqa: N818 (nothing went wrong that the
 
 class CheckpointError(PacelineError):
     """A state that can't be saved or loaded."""
+
+
+class StateLostError(CheckpointError):
+    """In an elastic job, a part of the state of which no copy is left; all workers start anew, from a checkpoint."""

@@ -105,6 +105,10 @@ class Member:
         """Nobody has told of a death, but this generation's communication broke here."""
         self._client.tell("elastic.failed", generation=number, why=why)
 
+    def lost_state(self, number: int, why: str) -> None:
+        """No copy of a part of the state is left, so nobody can go on: all are to start anew."""
+        self._client.tell("elastic.lost", generation=number, why=why)
+
     def enter(self, loop: int, step: int, facts: Mapping[str, str | int]) -> None:
         self._client.tell("elastic.enter", loop=loop, step=step, facts=dict(facts))
 

@@ -146,11 +146,8 @@ class Membership:
         if one.standing is not Standing.MEMBER or generation != self.generation or self.over:
             return []
         if self.running and ready.place <= self._committed:
-            return self._end(
-                1,
-                f"worker {slot} is ready for step {ready.step}, but step {self.step} is committed already; "
-                "do all workers load the same checkpoint?",
-            )
+            how = f"{slot} is ready for step {ready.step} again, though step {self.step} is committed"
+            return self._drop([(slot, how)], now, fence=True)
         one.ready = ready
         if self._ready_since is None:
             self._ready_since = now
@@ -199,6 +196,11 @@ class Membership:
             self._broken = (now, f"worker {slot}: {why}")
         return []
 
+    def state_lost(self, slot: int, generation: int, why: str) -> list[Decision]:
+        """A part of the state has gone with the only host that had it: as if no worker were left."""
+        here = self.slots[slot].standing is Standing.MEMBER and generation == self.generation
+        return self._start_anew(why) if here and self.running and not self.over else []
+
     def grouped(self, slot: int, generation: int) -> list[Decision]:
         one = self.slots[slot]
         if one.standing is not Standing.MEMBER or generation != self.generation:
@@ -237,7 +239,7 @@ class Membership:
             slot.standing, slot.loop, slot.in_loop, slot.entered_at = Standing.MEMBER, loop, True, None
         numbers = [slot.number for slot in joining]
         self._newcomers.update(numbers)
-        return self._regroup(f"{named(numbers)} joined after step {self.step}", now, joining=numbers)
+        return self._regroup(f"{named(numbers)} joined after step {self.step}", now)
 
     # ---- what happens to them -----------------------------------------------------------------------------
 
@@ -309,11 +311,12 @@ class Membership:
 
     def _go_on(self, what: str, was_member: bool, fallen: list[int], now: float) -> list[Decision]:
         left = len(self._member_slots())
+        with_state = any(slot.number not in self._newcomers for slot in self._member_slots())
         finished = any(slot.standing is Standing.FINISHED for slot in self.slots)
-        if was_member and not left:
+        if was_member and not with_state:
             if finished:
                 return self._end(None, "")
-            return self._start_anew(what)
+            return self._start_anew(f"{what}; no worker is left")
         if was_member and left < self.rules.min_workers:
             rest = f"{workers(left)} left, and --min-workers is {self.rules.min_workers}"
             return self._end(TOO_FEW_LEFT, f"{what}; {rest}")
@@ -330,23 +333,26 @@ class Membership:
         """No copy of the state is left: begin again, from a checkpoint if the script resumes from one."""
         stays_empty = any(slot.closed for slot in self.slots)
         if not self.rules.restart_workers or self._starts == MOST_STARTS or self.stopping or stays_empty:
-            return self._end(TOO_FEW_LEFT, f"{what}; no worker is left")
+            return self._end(TOO_FEW_LEFT, what)
         self._starts += 1
         self.generation, self.running = 1, False
         self._breaks = self._ties = 0
         self._broken = self._ready_since = self._regrouping_since = None
         self._newcomers.clear()
         self.slots = [Slot(slot.number) for slot in self.slots]
-        said = f"{what}; no worker is left: all start anew ({self._starts} of at most {MOST_STARTS} times)"
+        said = f"{what}: all start anew ({self._starts} of at most {MOST_STARTS} times)"
         return [Say(said), StartAnew(self._starts)]
 
-    def _regroup(self, why: str, now: float, joining: Collection[int] = ()) -> list[Decision]:
+    def _regroup(self, why: str, now: float) -> list[Decision]:
+        """Who has joined but not come as far as to have the state still joins."""
         self.generation += 1
         self._broken = self._ready_since = None
         self._regrouping_since = now
         for slot in self._member_slots():
             slot.ready, slot.grouped = None, not slot.in_loop
-        return [Regroup(self.generation, self.members, tuple(sorted(joining)), self.step, why)]
+        members = self.members
+        joining = tuple(number for number in members if number in self._newcomers)
+        return [Regroup(self.generation, members, joining, self.step, why)]
 
     def _may_refill(self, slot: Slot) -> bool:
         allowed = self.rules.restart_workers and not self.stopping and not slot.closed

@@ -22,13 +22,15 @@ from paceline.collectives.communicator import Communicator
 from paceline.elastic.fault_injection import fault_point
 from paceline.elastic.member import Generation, Member
 from paceline.elastic.vault import Vault, VaultState, read
-from paceline.errors import CheckpointError, GenerationEnded, PacelineError
+from paceline.engine.host_copies import HostCopies, Offer, on_hosts
+from paceline.errors import CheckpointError, GenerationEnded, PacelineError, PeerLostError, StateLostError
 from paceline.world.world import World
 
 RECOVERABLE = (GenerationEnded, PacelineError, RuntimeError, OSError)
 """What building a group out of workers that may die meanwhile raises."""
 
 MOST_UPDATES = 1 << 10
+LAST_UPDATE = MOST_UPDATES - 1
 
 
 class Parts(Protocol):
@@ -64,6 +66,10 @@ class Parts(Protocol):
         """Write down which samples are in the step that is about to count."""
         ...
 
+    def told(self, value: Any) -> list[Any]:
+        """What every worker says, in rank order, between two loops."""
+        ...
+
     def dismantle(self) -> None:
         """Leave the group that is over; models and optimizers are plain again. May be called again."""
         ...
@@ -93,6 +99,8 @@ class Elastic:
         self.admitted = not seat.elastic.joins
         self._seat, self._parts, self._say = seat, parts, say
         self._vault = None if seat.elastic.vault is None else Vault(Path(seat.elastic.vault), seat.rank)
+        many = self._vault is not None and seat.hosts > 1
+        self._copies = HostCopies(seat, self._vault, seat.elastic.copies) if self._vault and many else None
         self._number = 0  # of the committed state in the vault
         self._writers: tuple[int, ...] = ()  # of it, in rank order
         self._tried = member.now.number
@@ -105,18 +113,26 @@ class Elastic:
 
     def enter(self, step: int, facts: Mapping[str, str | int]) -> None:
         """A loop begins: from here on others can go on where this worker ends."""
+        if self._copies is not None and not self._copies.met:
+            self._meet(self._parts.told(self._copies.offer()))
+        while not self._kept(_numbered(step)):
+            self.start_over()
         self._number, self._writers = _numbered(step), self.member.now.members
-        self._keep(self._number)
         self.member.enter(self.loop, step, facts)
 
     def commits(self, step: int, update: int, *, check: int) -> bool:
         number = _numbered(step, update)
-        self._keep(number)
+        if not self._kept(number):
+            return False
         self._parts.record()
-        committed = self.member.commits(step, update, check=check, more=self._parts.more() and not update)
+        committed = self.member.commits(step, update, check=check, more=self._parts.more())
         if committed:
             self._number, self._writers = number, self.member.now.members
         return committed
+
+    def ends_updates(self, step: int) -> None:
+        """A step of several updates is over: others may join here, and not between two of them."""
+        self.commits(step, LAST_UPDATE, check=0)
 
     def _keep(self, number: int) -> None:
         parts = self._parts
@@ -128,6 +144,23 @@ class Elastic:
         tree = {} if parts.replicated else parts.tensors()
         own = parts.place() if parts.takes_places else None
         self._vault.write(number, tree, rank=members.index(self.member.slot), size=len(members), own=own)
+        if self._copies is not None:
+            self._copies.keep(number)
+
+    def _kept(self, number: int) -> bool:
+        """Whether this worker's part is safe; False: who should have a copy of it is gone, and so is this group."""
+        try:
+            self._keep(number)
+        except PeerLostError:
+            if not self._writers:  # as any fault before the first loop
+                raise
+            return False
+        return True
+
+    def _meet(self, offers: Sequence[Offer]) -> None:
+        """Where the vaults of the other hosts are, in this generation."""
+        if self._copies is not None:
+            self._copies.meet(offers, self.member, self._tried)
 
     # -- changing ----------------------------------------------------------------------------------------------------
 
@@ -148,6 +181,10 @@ class Elastic:
             self._tried = generation.number
             try:
                 self._regroup(generation)
+            except StateLostError as error:
+                self.member.lost_state(generation.number, str(error))
+                why = str(error)
+                continue
             except RECOVERABLE as error:
                 why = f"{type(error).__name__}: {error}"
                 continue
@@ -163,8 +200,10 @@ class Elastic:
             self._lay_out(generation)
         parts.dismantle()
         comm = parts.connect(world)
-        if comm is not None and self._seat.hosts > 1:
-            world = _on_hosts(world, comm.gather_json(self._seat.host_rank))
+        if self._copies is not None:
+            offers = [self._copies.offer()] if comm is None else comm.gather_json(self._copies.offer())
+            world = on_hosts(world, offers)
+            self._meet(offers)
         plain = self._agree(comm, generation) if generation.joining else None
         if joins and plain is not None:
             parts.put_plain(plain)
@@ -207,6 +246,8 @@ class Elastic:
     def _read(self) -> VaultState:
         if self._vault is None:
             raise CheckpointError("the state of lost workers is nowhere: this job keeps no copies of it")
+        if self._copies is not None:
+            return self._copies.read(self._number, self._writers)
         return read(self._vault.folder, self._number, self._writers)
 
     def _world_of(self, generation: Generation) -> World:
@@ -229,11 +270,3 @@ class Elastic:
 def _numbered(step: int, update: int = 0) -> int:
     """Steps and the updates inside them in one count that grows; the odd ones are for what is laid out for joiners."""
     return 2 * (step * MOST_UPDATES + update)
-
-
-def _on_hosts(world: World, hosts: Sequence[int]) -> World:
-    left, mine = sorted(set(hosts)), hosts[world.rank]
-    here = [rank for rank, host in enumerate(hosts) if host == mine]
-    return replace(
-        world, local_rank=here.index(world.rank), local_size=len(here), host_rank=left.index(mine), hosts=len(left)
-    )

@@ -105,6 +105,8 @@ class ElasticJob:
                 self._carry_out(members.readied(slot, int(body["generation"]), ready, now))
             case "elastic.failed":
                 self._carry_out(members.failed(slot, int(body["generation"]), str(body["why"]), now))
+            case "elastic.lost":
+                self._carry_out(members.state_lost(slot, int(body["generation"]), str(body["why"])))
             case "elastic.join":
                 self._carry_out(members.asks_to_join(slot, int(body["loop"]), dict(body["facts"])))
             case "elastic.grouped":

@@ -1,0 +1,72 @@
+"""Several hosts: whichever of their workers or supervisors is killed, what is left goes on to the same bits.
+
+Both hosts are on this machine, each with its own supervisor, vault and folder; what they have in common is loopback.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+
+from paceline.launch.hosts import free_port
+from tests.faults.elastic_jobs import STEPS, hash_undisturbed
+from tests.faults.jobs import LEDGER, Job, RunningJob, processes_in, started_job
+
+WORKERS = 2  # on each of them
+AWAITS_JOINER = "--await-joiner who"
+SHARDED = ("zero1", "zero2", "zero3", "fsdp")
+
+
+@contextmanager
+def two_hosts(
+    folder: Path, flags: str = "", arguments: str = "", *, faults: str | None = None
+) -> Iterator[tuple[RunningJob, RunningJob]]:
+    """One job on two hosts, in folders of their own."""
+    secret, run = folder / "secret", folder / "near" / "run"
+    secret.write_text("known to both")
+    meeting = f"--hosts 2 --coordinator 127.0.0.1:{free_port('127.0.0.1')} --secret-file {secret} --workers {WORKERS}"
+    elastic = f"--elastic --heartbeat-timeout-s 2 --ledger {LEDGER} {flags}"
+    near = started_job(
+        folder / "near", f"{meeting} --host-rank 0 {elastic}", f"--run-dir {run} {arguments}", faults=faults
+    )
+    far = started_job(folder / "far", f"{meeting} --host-rank 1", f"--run-dir {run} {arguments}", faults=faults)
+    with near as first, far as second:
+        yield first, second
+
+
+def check_unharmed(job: Job) -> None:
+    assert job.code == 0, job.text
+    assert set(job.hashes.values()) == {hash_undisturbed()}, f"{job.hashes}\n{job.ledger}\n{job.text}"
+    assert job.steps == STEPS, f"committed {job.ledger}\n{job.text}"
+    assert job.samples.clean, f"{job.samples}\n{job.text}"
+    assert job.left == []
+
+
+def wait_for_joiner(near: RunningJob, far: RunningJob) -> None:
+    """A replacement stands in front of the loop on the far host: the others may go on."""
+    near.wait_until(lambda: any(far.folder.glob("stands-*-1")), "the replacement is there")
+    for host in (near, far):
+        (host.folder / "stands-who").touch()
+
+
+def workers_of(job: RunningJob) -> list[psutil.Process]:
+    """The children of its stable."""
+    here = processes_in(job.folder)
+    (stable,) = [process for process in here if process.ppid() == job.supervisor]
+    return [process for process in here if process.ppid() == stable.pid]
+
+
+@pytest.mark.parametrize("strategy", ["ddp", *SHARDED])
+def test_a_worker_killed_on_another_host_changes_no_bit(tmp_path: Path, strategy: str) -> None:
+    faults = "kill:rank=3,step=3,phase=exchange"
+    with two_hosts(tmp_path, f"--strategy {strategy}", AWAITS_JOINER, faults=faults) as (near, far):
+        wait_for_joiner(near, far)
+        ended = far.finish()
+        job = near.finish()
+    check_unharmed(job)
+    assert "worker 3 is back after step" in job.text
+    assert (ended.code, set(ended.hashes.values()), ended.left) == (0, {hash_undisturbed()}, []), ended.text
