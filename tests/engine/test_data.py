@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 import torch
@@ -15,9 +16,18 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSa
 
 from paceline import Engine, World
 from paceline.data.audit import audit
-from paceline.errors import CheckpointError, ConfigError, DataError
+from paceline.data.loader import ShardedLoader
+from paceline.data.work_source import Deal
+from paceline.engine.replaying_source import ReplayingSource
+from paceline.engine.sources import make_source
+from paceline.errors import CheckpointError, ConfigError, DataError, GenerationEnded
 from tests.engine.loops import prepared, vectors
 from tests.workers import hashes, run_workers
+
+if TYPE_CHECKING:
+    from paceline.collectives.communicator import Communicator
+    from paceline.engine.train_step import TrainStep
+    from paceline.parameter_server.replay import Replay
 
 
 class Rows(IterableDataset[tuple[Tensor, Tensor]]):
@@ -272,6 +282,54 @@ def test_an_evaluation_over_a_stream_counts_every_sample_once_in_order(
     expected = vectors(200).tensors[1][:samples].flatten().tolist()
     for result in run_workers(evaluates_a_stream, workers, samples=samples, processes=processes):
         assert result.value == expected, result.error
+
+
+# -- other workers in the middle of an epoch ---------------------------------------------------------------------------
+
+
+class Group:
+    """A communicator of one worker; it fails once it is abandoned."""
+
+    size = 1
+    abandoned = False
+
+    def all_gather(self, tensor: Tensor) -> tuple[Tensor, Any]:
+        return tensor.unsqueeze(0), self
+
+    def wait_for_vote(self, votes: Any) -> None:
+        if self.abandoned:
+            raise GenerationEnded("worker 1 was lost")
+
+
+def test_a_stream_whose_agreement_is_cut_off_goes_on_with_the_communicator_that_there_is_then() -> None:
+    groups = [Group()]
+    deal, step = Deal(lanes=2, accumulate=1, ride=(0, 1), seed=3), cast("TrainStep", SimpleNamespace(votes=None))
+    loader = DataLoader(Rows(16), batch_size=2)
+    source = make_source(loader, deal, lambda: cast("Communicator", groups[-1]), step)
+    items = source.items()
+    handed = [next(items) for _ in range(2)]
+    groups[-1].abandoned = True
+    with pytest.raises(GenerationEnded):
+        next(items)
+    groups.append(Group())
+    source.redeal((0, 1), None, source.merged([source.committed_place()]))
+    again = source.items()
+    assert [(item, batch[1].tolist()) for item, batch in (next(again), next(again))] == [
+        (item, batch[1].tolist()) for item, batch in handed
+    ]
+
+
+def test_a_worker_that_is_left_alone_has_nobody_to_agree_with() -> None:
+    deal, step = Deal(lanes=2, accumulate=1, ride=(0, 1), seed=3), cast("TrainStep", SimpleNamespace(votes=None))
+    source = make_source(DataLoader(Rows(16), batch_size=2), deal, lambda: None, step)
+    assert sum(item.samples for item, _ in source.items()) == 16
+
+
+def test_workers_can_not_join_or_leave_a_replay() -> None:
+    deal = Deal(lanes=2, accumulate=1, ride=(0, 1), seed=3)
+    source = ReplayingSource(ShardedLoader(loader_of("shuffled", 16), deal), cast("Replay", None), cast("TrainStep", 0))
+    with pytest.raises(ConfigError, match="a replay is one process that follows the log of its run: workers can't"):
+        source.redeal((0,), None)
 
 
 # -- a resume that differs ---------------------------------------------------------------------------------------------
