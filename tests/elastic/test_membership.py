@@ -101,6 +101,17 @@ def test_a_replacement_is_admitted_right_after_a_commit_that_has_a_step_after_it
     assert members.grouped(1, 3) == [Say("worker 1 is back after step 2")]
 
 
+def test_a_replacement_that_had_not_come_to_the_state_still_joins_in_the_next_generation() -> None:
+    members = job(3)
+    members.died(1, "was killed", 0.0)
+    members.asks_to_join(1, 1, FACTS)
+    ready(members, [0, 2], 1)
+    decided = members.died(2, "was killed", 0.0)
+    assert [decision for decision in decided if isinstance(decision, Regroup)] == [
+        Regroup(4, (0, 1), (1,), 1, "worker 2 was killed")
+    ]
+
+
 def test_a_replacement_that_differs_is_refused_with_the_difference_and_not_replaced_again() -> None:
     members = job(2)
     members.died(1, "was killed", 0.0)
@@ -259,6 +270,17 @@ def test_two_workers_with_different_weights_get_a_second_try_and_no_third() -> N
     assert ready(members, [1], 1, check=8) == [End(1, told)]
 
 
+def test_a_worker_that_is_ready_for_a_committed_step_is_out_of_step_and_replaced() -> None:
+    members = job(2)
+    ready(members, [0, 1], 1)
+    decided = ready(members, [1], 1)
+    assert decided[0] == Fence(1)
+    assert lines(decided) == [
+        "worker 1 is ready for step 1 again, though step 1 is committed; 1 worker goes on, a replacement starts"
+    ]
+    assert ready(members, [0], 2) == [Commit(2, 0, 2, (0,))]
+
+
 def test_a_check_of_0_is_not_compared() -> None:
     members = job(2)
     ready(members, [0], 1, check=0)
@@ -313,6 +335,15 @@ def test_when_nobody_is_left_all_start_anew_a_few_times() -> None:
             members.entered(slot, 1, 0, FACTS, 0.0)
     members.died(0, "was killed", 0.0)
     assert members.died(1, "was killed", 0.0) == [End(TOO_FEW_LEFT, "worker 1 was killed; no worker is left")]
+
+
+def test_a_replacement_that_has_no_state_yet_is_not_one_who_is_left() -> None:
+    members = job(2)
+    members.died(1, "was killed", 0.0)
+    members.asks_to_join(1, 1, FACTS)
+    ready(members, [0], 1)
+    assert members.members == (0, 1)
+    assert members.died(0, "was killed", 0.0)[-1] == StartAnew(1)
 
 
 def test_a_job_that_resumes_takes_up_the_ledger_at_its_checkpoint() -> None:
@@ -419,6 +450,7 @@ class Worker:
         self.asked = self.alive = False
         self.stuck = False
         self.readied = (0, 0)
+        self.has_state = incarnation == 0
 
 
 class LivesOfAJob(RuleBasedStateMachine):
@@ -462,12 +494,14 @@ class LivesOfAJob(RuleBasedStateMachine):
                     assert generation == self.newest + 1, "generations follow each other"
                     self.newest = generation
                     assert slots == self.members.members
+                    assert set(slots) > set(joining), "somebody has the state"
                     for slot in slots:
                         worker = self.workers[slot]
                         worker.generation = generation
                         if slot in joining:
                             worker.joined, worker.step = True, step
                         assert worker.joined
+                        assert worker.has_state == (slot not in joining), "who has no state is given it"
                         assert worker.step == step, "survivors all count a step, or none does"
                 case Fence(slot):
                     self.doomed.append(slot)
@@ -530,6 +564,7 @@ class LivesOfAJob(RuleBasedStateMachine):
             self.do(self.members.asks_to_join(slot, 0, FACTS))
             return
         self.do(self.members.grouped(slot, worker.generation))
+        worker.has_state = True
         one = Ready(worker.step + 1, 0, check, True)
         worker.readied = (worker.generation, one.step)
         self.do(self.members.readied(slot, worker.generation, one, self.now))

@@ -114,7 +114,10 @@ def test_an_ipv6_address_keeps_its_colons() -> None:
 
 def test_servers_are_counted_after_the_workers_of_all_hosts_and_start_on_the_first() -> None:
     seat = Seat(0, 2, 0, 2, 5, LaunchSettings(), "10.0.0.1", "10.0.0.1", 29999, servers=2)
-    worlds = [read_world(worker_variables(seat.world(local_rank, "/run/socket"), seat)) for local_rank in range(seat.processes)]
+    worlds = [
+        read_world(worker_variables(seat.world(local_rank, "/run/socket"), seat))
+        for local_rank in range(seat.processes)
+    ]
     assert [(world.name, world.rank, world.local_rank) for world in worlds] == [
         ("worker 0", 0, 0),
         ("worker 1", 1, 1),
