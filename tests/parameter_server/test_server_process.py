@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from paceline.errors import PeerLostError
+from paceline.errors import GenerationEnded, PeerLostError
 from paceline.parameter_server.bounded_delay import BoundedDelay
 from paceline.parameter_server.bounded_staleness import BoundedStaleness
 from paceline.parameter_server.key_ranges import Key
@@ -223,3 +223,51 @@ def test_a_ping_does_not_make_a_server_hold_anything() -> None:
     with Cluster(workers=1, clock=ASYNCHRONOUS) as cluster:
         cluster.clients[0].have_been_heard()
         assert not cluster.servers[0]._cores
+
+
+# -- a group that is over ----------------------------------------------------------------------------------------------
+
+
+def test_when_the_group_is_over_every_wait_says_so_and_no_thread_is_left() -> None:
+    before = names_of_threads()
+    cluster = Cluster(workers=2, servers=2, clock=SYNCHRONOUS)
+    for server in cluster.servers:
+        server.start()
+    cluster.say_round(0, workers=[0])
+    threading.Timer(0.1, cluster.servers[0].abandon, ["worker 1 is gone"]).start()
+    with pytest.raises(GenerationEnded, match=r"^worker 1 is gone$"):
+        cluster.start(0, 1)
+    with pytest.raises(GenerationEnded, match=r"^worker 1 is gone$"):
+        cluster.servers[0].join()
+    for lines in cluster.lines:
+        lines.abandon("worker 1 is gone")
+    with pytest.raises(GenerationEnded):
+        cluster.clients[0].have_been_heard()
+    cluster.servers[1].abandon("worker 1 is gone")
+    assert names_of_threads() == before
+
+
+def test_what_was_said_when_the_group_was_over_is_not_applied() -> None:
+    """A round that was not committed must not show in what is kept of the one before."""
+    cluster = Cluster(workers=1, clock=SYNCHRONOUS)
+    cluster.servers[0].start()
+    cluster.say_round(0)
+    cluster.start(0, 1)
+    cluster.servers[0].abandon("the workers have changed")
+    with pytest.raises(GenerationEnded):
+        cluster.say_round(1)
+    assert cluster.servers[0].states(cluster.table.digest, 1) is not None
+    assert cluster.servers[0].states(cluster.table.digest, 2) is None
+    cluster.lines[0].close()
+
+
+def test_the_servers_own_states_are_handed_out_once_the_round_is_in() -> None:
+    with Cluster(workers=2, clock=SYNCHRONOUS) as cluster:
+        (server,), digest = cluster.servers, cluster.table.digest
+        assert server.states(digest, 0) is None  # it holds nothing before it hears of the space
+        cluster.say_round(0, workers=[0])
+        cluster.clients[0].have_been_heard()
+        assert server.states(digest, 1) is None
+        cluster.say_round(0, workers=[1])
+        cluster.start(0, 1)
+        assert set(server.states(digest, 1) or {}) == {key.number for key in cluster.table.keys}

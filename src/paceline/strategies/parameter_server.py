@@ -13,7 +13,7 @@ A server runs the same script as the workers, up to `engine.prepare`, where it b
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, get_args
@@ -100,8 +100,7 @@ class ParameterServerMaker:
         if parts.job.comm is not None and parts.plan.clock.deterministic:
             parts.job.comm.explain_losses(self._lines.explain_loss)
         self._log = parts.log_of("worker", world.rank)
-        if self._log is not None and world.is_main:
-            parts.job.at_loop_end.append(self._log.loop_ended)
+        parts.job.at_loop_end.append(self._record_loop_end)
         self._made: list[PushedRounds] = []
         self._loads: dict[int, tuple[dict[str, Any], int]] | None = {} if len(parts.spaces) > 1 else None
 
@@ -137,6 +136,16 @@ class ParameterServerMaker:
         self._made.append(made)
         return made
 
+    @property
+    def _speaks_for_all(self) -> bool:
+        """The first of the workers that are left."""
+        job = self._parts.job
+        return all(worker in job.lost for worker in range(job.world.rank))
+
+    def _record_loop_end(self, rounds: int, weights: Callable[[], str]) -> None:
+        if self._log is not None and self._speaks_for_all:
+            self._log.loop_ended(rounds, weights)
+
     def close(self) -> None:
         """Say goodbye, serve the others to their end, and tell what was seen."""
         parts, world = self._parts, self._parts.job.world
@@ -148,7 +157,7 @@ class ParameterServerMaker:
                 self._server.join()
         if self._log is not None:
             self._log.end(well=well)
-        if well and world.is_main:
+        if well and self._speaks_for_all:
             self._tell_what_was_seen()
         parts.close()
 
@@ -168,7 +177,8 @@ class ParameterServerMaker:
 
     def _tell_what_was_seen(self) -> None:
         parts, world = self._parts, self._parts.job.world
-        names = [f"stats/worker {worker}" for worker in range(1, world.size) if worker not in parts.job.lost]
+        others = set(range(world.size)) - parts.job.lost - {world.rank}
+        names = [f"stats/worker {worker}" for worker in sorted(others)]
         names += [f"stats/server {server}" for server in range(world.servers)]
         found = parts.meeting.found(names, within_s=LAST_WORDS_S)
         seen = [self._lines.stats_so_far(), *map(StalenessStats.of_json, found.values())]
