@@ -27,7 +27,7 @@ from paceline.engine import surroundings
 from paceline.engine.strategy_table import StrategyTable
 from paceline.errors import ConfigError
 from paceline.sharding.slices import Slices
-from paceline.strategies.hybrid import HybridConfig, groups_of
+from paceline.strategies.hybrid import HybridConfig, groups_of, say_if_smaller
 from paceline.world.topology import Topology
 from paceline.world.world import Elasticity, TcpRendezvous
 from tests.bits.programs import TiedGpt
@@ -268,34 +268,40 @@ def test_a_forward_whose_group_ends_goes_on_with_zeros_and_nothing_more_is_sent(
         assert result.value == [0.0]
 
 
+def kept_by(engine: Engine, model: nn.Module, optimizer: Any) -> list[Tensor]:
+    """Copies of the slices that this worker has of weights and state."""
+    strategies = engine._training().strategies
+    states = strategies.kept_state(optimizer)["state"]
+    leaves = [strategies.kept(p) for p in model.parameters()] + [v for s in states.values() for v in s.values()]
+    return [part.clone() for leaf in leaves if isinstance(leaf, Slices) for _, part in leaf.parts]
+
+
 def keeps(world: World, **job: Any) -> list[list[bool]]:
     """Per step: whether each thing that a worker keeps is in the step, right after its update, what it is after it."""
     engine = begun(world, **job)
     model, optimizer, loader = engine.prepare(*made(), data())
-    strategies, inside = engine._training().strategies, []
-
-    def kept() -> list[Tensor]:
-        states = strategies.kept_state(optimizer)["state"]
-        leaves = [strategies.kept(p) for p in model.parameters()] + [v for s in states.values() for v in s.values()]
-        parts = [leaf.parts if isinstance(leaf, Slices) else [(0, leaf)] for leaf in leaves]
-        return [part.clone() for pieces in parts for _, part in pieces]
-
-    optimizer.register_step_post_hook(lambda *_: inside.append(kept()))
+    inside = []
+    optimizer.register_step_post_hook(lambda *_: inside.append(kept_by(engine, model, optimizer)))
     same = []
     for batch in loader:
         engine.backward(loss_of(model, batch))
         optimizer.step()
         if engine.stepped:
             engine._settle()
-            after = kept()
+            after = kept_by(engine, model, optimizer)
             alike = zip(inside[-1], after, strict=True) if len(after) == len(inside[-1]) else ()
             same.append([torch.equal(a, b) for a, b in alike])
     return same
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_what_fsdp_keeps_is_right_as_soon_as_the_update_is_made(precision: str) -> None:
-    for result in run_workers(keeps, 2, strategy="fsdp", precision=precision):
+@pytest.mark.parametrize(
+    ("workers", "strategy", "precision"),
+    [(2, "fsdp", "fp32"), (2, "fsdp", "bf16"), (4, HybridConfig(shard_over=2), "fp32")],
+)
+def test_what_a_worker_keeps_is_right_as_soon_as_the_update_is_made(
+    workers: int, strategy: Any, precision: str
+) -> None:
+    for result in run_workers(keeps, workers, strategy=strategy, precision=precision)[:2]:
         assert result.error is None, result.traceback
         assert len(result.value) == 5
         assert all(same and all(same) for same in result.value), result.value
@@ -352,24 +358,14 @@ def test_hybrid_opened_again_for_other_workers_gives_the_bits_of_one_process(
     check_regrouped(tmp_path, first, then, moment=moment, **job)
 
 
-def test_what_hybrid_keeps_is_right_as_soon_as_the_update_is_made() -> None:
-    """In the step every group keeps its own; the first group saves for all."""
-    results = run_workers(keeps, 4, strategy=HybridConfig(shard_over=2))
-    for result in results[:2]:
-        assert result.error is None, result.traceback
-        assert all(same and all(same) for same in result.value), result.value
-
-
-def parts_kept(world: World) -> list[list[int]]:
+def parts_kept(world: World) -> list[int]:
     """Elements of weights and state that this worker keeps inside a step, and between two."""
     engine = begun(world, strategy=HybridConfig(shard_over=2))
     model, optimizer, loader = engine.prepare(*made(), data())
-    strategies, counts = engine._training().strategies, []
+    counts = []
 
     def count(*_: Any) -> None:
-        states = strategies.kept_state(optimizer)["state"]
-        leaves = [strategies.kept(p) for p in model.parameters()] + [v for s in states.values() for v in s.values()]
-        counts.append(sum(part.numel() for leaf in leaves if isinstance(leaf, Slices) for _, part in leaf.parts))
+        counts.append(sum(part.numel() for part in kept_by(engine, model, optimizer)))
 
     optimizer.register_step_post_hook(count)
     train(engine, model, optimizer, loader, until=1)
@@ -382,6 +378,18 @@ def test_in_a_step_every_group_of_hybrid_keeps_its_own_and_between_steps_the_fir
     inside, between = zip(*(result.value for result in run_workers(parts_kept, 4)), strict=True)
     assert inside[:2] == inside[2:] == between[:2], (inside, between)
     assert between[2:] == (0, 0)
+
+
+def test_groups_that_are_smaller_than_configured_are_told(capsys: pytest.CaptureFixture[str]) -> None:
+    say_if_smaller(Topology.of([0] * 4), 2, shard_over=2)
+    say_if_smaller(Topology.of([0, 0, 1, 1]), 2, shard_over=None)
+    assert capsys.readouterr().out == ""
+    say_if_smaller(Topology.of([0] * 3), 1, shard_over=2)
+    say_if_smaller(Topology.of([0] * 4 + [1] * 2), 2, shard_over=None)
+    assert capsys.readouterr().out.splitlines() == [
+        "paceline: 3 workers are no groups of 2: every worker holds all weights until there are others",
+        "paceline: 4 and 2 workers are no groups of 4: weights are shared by 2 workers until there are others",
+    ]
 
 
 def test_where_the_workers_left_can_not_be_grouped_as_configured_the_largest_groups_are_taken() -> None:

@@ -153,6 +153,7 @@ class ShardedModels:
         self._unit_of = {id(p): unit for unit in self.units for p in unit.parameters}
         self._names = {id(p): name for model in models for name, p in model.named_parameters()}
         self._rounded: set[int] = set()  # frozen parameters
+        self._own: dict[int, tuple[Tensor, Slices]] = {}  # by id: this worker's rows, asked for in every step
         self.loads = 0  # by the script
         self.round_frozen()
         self.take_as_right()
@@ -273,10 +274,17 @@ class ShardedModels:
     def own(self, parameter: Parameter) -> Slices:
         """What this worker has of a parameter's weights."""
         self._round_if_frozen(parameter)
+        rows, lower = self.own_rows(parameter), self._unit_of[id(parameter)].low
+        if lower is not None and not parameter.requires_grad:
+            return self._slices(parameter, rows.to(lower))
+        known = self._own.get(id(parameter))
+        if known is None or known[0] is not rows:
+            known = self._own[id(parameter)] = rows, self._slices(parameter, rows)
+        return known[1]
+
+    def _slices(self, parameter: Parameter, rows: Tensor) -> Slices:
         low, high = RowMember(0, tuple(parameter.shape)).owned(self._comm.rank, self._comm.size)
-        rows, lower = self.own_rows(parameter)[: high - low], self._unit_of[id(parameter)].low
-        rows = rows if lower is None or parameter.requires_grad else rows.to(lower)
-        return Slices.of(parameter.shape, rows.dtype, [(low, rows)])
+        return Slices.of(parameter.shape, rows.dtype, [(low, rows[: high - low])])
 
     def round_frozen(self) -> None:
         """What is not trained has no master: it is what it computes with."""

@@ -157,7 +157,7 @@ class HybridMaker(FsdpMaker):
         topology = Topology.of([0] if job.comm is None else job.comm.gather_json(job.world.host_rank))
         groups = groups_of(topology, config.shard_over, elastic=job.world.elastic is not None)
         if rank == 0:
-            _say_if_smaller(topology, len(groups[0]), config.shard_over)
+            say_if_smaller(topology, len(groups[0]), config.shard_over)
         number = next(n for n, group in enumerate(groups) if rank in group)
         self.rides = hybrid_rides(job.lanes, groups)
         place = groups[number].index(rank)
@@ -195,7 +195,7 @@ class HybridMaker(FsdpMaker):
             self._inside.close()
 
 
-def _say_if_smaller(topology: Topology, size: int, shard_over: int | None) -> None:
+def say_if_smaller(topology: Topology, size: int, shard_over: int | None) -> None:
     """Groups are smaller than configured only in an elastic job; then each worker holds more than it was thought to."""
     wanted = shard_over or max(len(host) for host in topology.hosts)
     if size < wanted:
