@@ -52,6 +52,7 @@ class Assembly:
             "loss_scale": None if step.loss_scale is None else step.loss_scale.state_dict(),
             "schedulers": kept_schedulers(engine._schedulers),
             "groups": [_groups_of(optimizer) for optimizer in engine._optimizers],
+            "shared": [give() for give, _ in engine._shared],
         }
 
     def place(self) -> Any:
@@ -70,6 +71,9 @@ class Assembly:
         for optimizer, groups in zip(engine._optimizers, plain["groups"], strict=True):
             for group, settings in zip(optimizer.param_groups, groups, strict=True):
                 group.update({name: value for name, value in settings.items() if name != "params"})
+
+        for (_, take), told in zip(engine._shared, plain["shared"], strict=True):
+            take(told)
 
     def put_tensors(self, tensors: Mapping[str, Any]) -> None:
         engine, step = self._engine, self._engine._training()
@@ -136,18 +140,20 @@ class Assembly:
         engine._at_loop_end, engine._lost = job.at_loop_end, job.lost
         engine._training().regrouped(comm, strategies)
 
-    def deal_anew(self, world: World, places: Sequence[Any] | None, *, joins: bool) -> None:
+    def deal_anew(self, world: World, lanes: Sequence[Any] | None, *, joins: bool) -> None:
         engine, step = self._engine, self._engine._training()
         engine._boundary.together.compare(engine._comm, joins=joins)
         if engine._loader is not None:
             source = engine._loader.source
-            merged = None if places is None else source.merged(places)
+            merged = None if lanes is None else source.merged(lanes)
             if joins and merged is not None:
                 source.restore(merged)
             source.redeal(step.rides[world.rank], step.rides if step.strategies.in_rounds else None, merged)
             engine._loader.record_anew()
-        for loader in engine._evaluations:
-            loader.deal_to(world)
+        mine = [loader.place() for loader in engine._evaluations]
+        places = [mine] if engine._comm is None else engine._comm.gather_json(None if joins else mine)
+        for number, loader in enumerate(engine._evaluations):
+            loader.deal_to(world, [theirs[number] for theirs in places if theirs is not None])
 
 
 def _groups_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:

@@ -22,7 +22,7 @@ from paceline.engine.config import counted
 from paceline.engine.evaluation import padded_rows
 from paceline.engine.together import Together
 from paceline.engine.train_step import TrainStep
-from paceline.errors import ConfigError, LoopError, PeerLostError
+from paceline.errors import ConfigError, GenerationEnded, LoopError, PeerLostError
 from paceline.world.world import World
 
 Operation = Literal["sum", "mean", "max", "min"]
@@ -43,6 +43,7 @@ class Boundary:
         self._world, self._store, self._comm, self._device = world, store, comm, device
         self._timeout_s, self._start_over = timeout_s, start_over
         self.together = Together()
+        self._again = True  # what workers are lost in is done again
         self._barriers = itertools.count()
 
     @property
@@ -114,10 +115,11 @@ class Boundary:
         value = torch.as_tensor(values, device=self._device).detach()
         value = value.reshape(1) if value.dim() == 0 else value
         if self._comm is None:
-            return value
+            return value if real is None or real else value[:0]
         lengths = self._gathered(torch.tensor([value.shape[0]], device=self._device)).view(-1).tolist()
         rows = self._gathered(padded_rows(value, max(lengths)))
-        return torch.cat([rows[rank][: lengths[rank]] for rank in (range(self._workers) if real is None else real)])
+        parts = [rows[rank][: lengths[rank]] for rank in (range(self._workers) if real is None else real)]
+        return torch.cat(parts) if parts else value[:0]
 
     def _gathered(self, tensor: Tensor) -> Tensor:
         def gather() -> Tensor:
@@ -127,7 +129,19 @@ class Boundary:
             handle.wait()
             return rows.view(self._workers, *tensor.shape)
 
-        return self.together.run(gather, self._start_over)
+        return self.together.run(gather, self._start_over) if self._again else gather()
+
+    def in_round(self, operation: Callable[[], T], otherwise: Callable[[], T]) -> T:
+        """In the body of an evaluation: where workers are lost its round begins again, and this counts for nothing."""
+        self._again = False
+        try:
+            return operation()
+        except GenerationEnded:
+            self._again = True
+            self._start_over()
+            return otherwise()
+        finally:
+            self._again = True
 
 
 def check_boundary(step: TrainStep | None, name: str) -> None:

@@ -39,7 +39,7 @@ from paceline.engine.assembly import Assembly, facts_of_process
 from paceline.engine.boundary import Boundary, Operation, check_boundary
 from paceline.engine.checkpoints import Checkpoints, WhenBusy
 from paceline.engine.config import EngineConfig, counted, one_of
-from paceline.engine.evaluation import EvaluationLoader
+from paceline.engine.evaluation import EvaluationLoader, no_rows
 from paceline.engine.job_state import JobState
 from paceline.engine.memory_check import check_memory
 from paceline.engine.one_line_errors import show_our_errors_in_one_line
@@ -166,6 +166,7 @@ class Engine:
         self._replay = None if told.replay is None else replay_of(Path(told.replay))
         self._at_loop_end: list[LoopEndListener] = []
         self._lost: Set[int] = frozenset()
+        self._shared: list[tuple[Callable[[], Any], Callable[[Any], None]]] = []
         self._saver = Saver(self.config, self._surroundings, self._state)
         if self._elastic is not None and self._comm is not None:
             self._watch_changes(self._comm)
@@ -301,6 +302,13 @@ class Engine:
                 self.print(f"paceline: stopped on request after step {self.step}; start again to continue")
             raise StoppedOnRequest
 
+    def share_with_joiners(self, give: Callable[[], Any], take: Callable[[Any], None]) -> None:
+        """What the loop keeps besides the prepared objects; called before it, by every worker.
+
+        A worker that joins an elastic job takes over what one of the others gives: a tree of plain values and tensors.
+        """
+        self._shared.append((give, take))
+
     def progress(self, loader: Any, *, total: int | None = None) -> Progress:
         """The loader with a progress line; `total` in steps."""
         if total is None and isinstance(loader, PreparedLoader):
@@ -334,13 +342,31 @@ class Engine:
     def reduce(self, tensor: Tensor, operation: Operation = "mean") -> Tensor:
         """Combine one tensor of each worker, in rank order, at a step boundary."""
         check_boundary(self._step, "reduce")
-        return self._boundary.reduced(tensor, operation)
+        evaluation = self._evaluation_round()
+        if evaluation is None:
+            return self._boundary.reduced(tensor, operation)
+        return self._boundary.in_round(
+            lambda: tensor.detach() if evaluation.void else self._boundary.reduced(tensor, operation), tensor.detach
+        )
 
     def gather_for_metrics(self, values: Any) -> Any:
         """All workers' results of this round of an evaluation loader, every sample once, in the dataset's order."""
         check_boundary(self._step, "gather_for_metrics")
-        evaluation = next((loader for loader in self._evaluations if loader.real_rows is not None), None)
-        return self._boundary.gathered_rows(values, None if evaluation is None else evaluation.real_rows)
+        evaluation = self._evaluation_round()
+        if evaluation is None:
+            return self._boundary.gathered_rows(values, None)
+
+        def gather() -> Any:
+            if evaluation.void:
+                return no_rows(values)
+            rows = self._boundary.gathered_rows(values, evaluation.real_rows)
+            evaluation.confirmed()
+            return rows
+
+        return self._boundary.in_round(gather, lambda: no_rows(values))
+
+    def _evaluation_round(self) -> EvaluationLoader | None:
+        return next((loader for loader in self._evaluations if loader.real_rows is not None), None)
 
     def barrier(self) -> None:
         """No worker goes on before all are here; nor, up to `prepare` of what is trained, before all servers are."""
@@ -513,7 +539,15 @@ class Engine:
         if not training:
             seed, timeout_s = self.config.seed, self.config.timeout_s
             self._evaluations.append(
-                EvaluationLoader(thing, self._among, self.device, seed=seed, timeout_s=timeout_s, on_start=self._settle)
+                EvaluationLoader(
+                    thing,
+                    self._among,
+                    self.device,
+                    seed=seed,
+                    timeout_s=timeout_s,
+                    on_start=self._settle,
+                    on_end=self._end_evaluation,
+                )
             )
             return self._evaluations[-1]
         step, config = self._training(), self.config
@@ -640,6 +674,11 @@ class Engine:
         elastic.member.on_change = change
         if elastic.member.is_newer_than(elastic.now_in):
             comm.abandon("the workers have changed")
+
+    def _end_evaluation(self) -> None:
+        """None leaves an evaluation that another has to run a round of again."""
+        if self._elastic is not None:
+            self._boundary.barrier()
 
     def _start_over(self) -> None:
         """Workers were lost in something that all do together between two steps."""

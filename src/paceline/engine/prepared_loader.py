@@ -44,6 +44,7 @@ class PreparedLoader:
         self._device = device
         self._on_enter, self._on_leave = on_enter, on_leave
         self._items: Prefetch | None = None
+        self._waited_s = 0.0  # before this step
         self._step_items: list[tuple[WorkItem, Any]] = []
         self._handed_out: list[WorkItem] = []
         self._start_record = start_record
@@ -91,15 +92,14 @@ class PreparedLoader:
         self._open_record()
         self._items = self._fetched()
         try:
-            waited = 0.0
             while (pair := self._next_pair()) is not None:
                 item, batch = pair
                 self._train_step.begin_item(item)
                 if self._starts_over():
                     continue
-                self._train_step.timing.waited_for_data_s = self._items.waited_s - waited
+                self._train_step.timing.waited_for_data_s = self._items.waited_s - self._waited_s
                 if item.last_of_step:
-                    waited = self._items.waited_s
+                    self._waited_s = self._items.waited_s
                 self._step_items = [(item, batch)]
                 self._hand_out(item)
                 yield batch
@@ -125,6 +125,7 @@ class PreparedLoader:
     # -- other workers ----------------------------------------------------------------------------------------------
 
     def _fetched(self) -> Prefetch:
+        self._waited_s = 0.0
         return Prefetch(self.source.items(), self._device, ahead=self.source.fetches_ahead)
 
     def _next_pair(self) -> tuple[WorkItem, Any] | None:

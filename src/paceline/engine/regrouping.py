@@ -17,6 +17,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
+import torch
+
+from paceline.checkpoint.manifest import size_text
+from paceline.checkpoint.tensor_file import DTYPES, code_of
 from paceline.checkpoint.tree import flatten, unflatten
 from paceline.collectives.communicator import Communicator
 from paceline.elastic.fault_injection import fault_point
@@ -84,7 +88,7 @@ class Parts(Protocol):
 
     def put_tensors(self, tensors: Mapping[str, Any]) -> None: ...
 
-    def deal_anew(self, world: World, places: Sequence[Any] | None, *, joins: bool) -> None:
+    def deal_anew(self, world: World, lanes: Sequence[Any] | None, *, joins: bool) -> None:
         """This worker's lanes, from the committed place on."""
         ...
 
@@ -104,6 +108,8 @@ class Elastic:
         self._number = 0  # of the committed state in the vault
         self._writers: tuple[int, ...] = ()  # of it, in rank order
         self._tried = member.now.number
+        self._seat_copies = seat.elastic.copies
+        self._said_what_it_costs = seat.elastic.joins
 
     # -- committing --------------------------------------------------------------------------------------------------
 
@@ -126,9 +132,23 @@ class Elastic:
             return False
         self._parts.record()
         committed = self.member.commits(step, update, check=check, more=self._parts.more())
+        if committed and not self._said_what_it_costs:
+            self._say_what_it_costs()
         if committed:
             self._number, self._writers = number, self.member.now.members
         return committed
+
+    def _say_what_it_costs(self) -> None:
+        self._said_what_it_costs = True
+        if self._vault is None or not self._vault.bytes:
+            self._say("paceline: elastic: every worker has all of the state, so no copy of it is kept")
+            return
+        where = "shared memory" if self._copies is None else "the memory of its host"
+        each = size_text(self._vault.bytes)
+        more = "" if self._copies is None or self._seat_copies < 2 else f", and a copy on {self._seat_copies - 1} other"
+        self._say(
+            f"paceline: elastic: each worker keeps {each} of the state in {where}{more} and writes it in every step"
+        )
 
     def ends_updates(self, step: int) -> None:
         """A step of several updates is over: others may join here, and not between two of them."""
@@ -235,13 +255,22 @@ class Elastic:
         """What the first of those who stay knows, told to those who join."""
         assert comm is not None
         mine: Any = None
+        leaves: dict[str, Any] = {}
         if self.member.slot == generation.staying[0]:
-            plain = {**self._parts.plain(), "place": self._parts.place()}
-            mine = [self._number, self._writers, self.loop, flatten(plain)[0]]
-        self._number, writers, self.loop, packed = next(word for word in comm.gather_json(mine) if word is not None)
+            packed, leaves = flatten({**self._parts.plain(), "place": self._parts.place()})
+            tensors = [[path, list(t.shape), code_of(t.dtype, path)] for path, t in leaves.items()]
+            mine = [self._number, self._writers, self.loop, packed, tensors]
+        told = comm.gather_json(mine)
+        root = next(rank for rank, word in enumerate(told) if word is not None)
+        self._number, writers, self.loop, packed, tensors = told[root]
         self._writers = tuple(writers)
-        plain_tree: dict[str, Any] = unflatten(packed, {})
-        return plain_tree
+        for path, shape, code in tensors:
+            if path not in leaves:
+                leaves[path] = torch.empty(shape, dtype=DTYPES[code])
+            leaves[path] = leaves[path].detach().cpu().contiguous()
+            comm.broadcast(leaves[path], root=root).wait()
+        plain: dict[str, Any] = unflatten(packed, leaves)
+        return plain
 
     def _read(self) -> VaultState:
         if self._vault is None:

@@ -79,6 +79,7 @@ class TrainingLoop:
         self.loader, self.plan = self._prepared()
         self.began_at_step = 0
         self._resume(resume, accept)
+        self.engine.share_with_joiners(self._extra, self._take_over)
         self._paused = True  # something else than training came before the next step
         self.meters = make_meters(self.engine, self.plan.max_steps - self.began_at_step)
         trainer.reports.attach(self.engine, self.meters)
@@ -127,6 +128,13 @@ class TrainingLoop:
         state.compute_steps(self.args, self.plan.max_steps)
         state.global_step = self.began_at_step = self.engine.step
         self.trainer.state = state
+
+    def _take_over(self, extra: dict[str, Any]) -> None:
+        """This worker joins an elastic job: it goes on where the others are."""
+        state = self._restored(extra, self.trainer.state)
+        state.max_steps, state.num_train_epochs = self.plan.max_steps, self.plan.epochs
+        self.trainer.state = state
+        self.began_at_step = self.engine.step
 
     def _restored(self, extra: dict[str, Any], fresh: TrainerState) -> TrainerState:
         if "trainer" not in extra:
