@@ -5,6 +5,7 @@ Both hosts are on this machine, each with its own supervisor, vault and folder; 
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -70,3 +71,50 @@ def test_a_worker_killed_on_another_host_changes_no_bit(tmp_path: Path, strategy
     check_unharmed(job)
     assert "worker 3 is back after step" in job.text
     assert (ended.code, set(ended.hashes.values()), ended.left) == (0, {hash_undisturbed()}, []), ended.text
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero2", "fsdp", "hybrid"])
+def test_all_workers_of_a_host_killed_at_once_change_no_bit(tmp_path: Path, strategy: str) -> None:
+    faults = "kill:rank=2,step=3,phase=backward;kill:rank=3,step=3,phase=backward"
+    with two_hosts(tmp_path, f"--strategy {strategy}", AWAITS_JOINER, faults=faults) as (near, far):
+        wait_for_joiner(near, far)
+        ended = far.finish()
+        job = near.finish()
+    check_unharmed(job)
+    assert (ended.code, ended.left) == (0, []), ended.text
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero3", "hybrid"])
+def test_a_host_whose_supervisor_is_killed_is_done_without(tmp_path: Path, strategy: str) -> None:
+    with two_hosts(tmp_path, f"--strategy {strategy}", "--step-s 0.1") as (near, far):
+        near.wait_until(lambda: len(near.committed) >= 3, "three steps are done")
+        far.signal(signal.SIGKILL)
+        job = near.finish()
+        near_by = [process.name() for process in processes_in(far.folder)]
+    check_unharmed(job)
+    assert near_by == []
+    assert "paceline: host 1 is lost (its supervisor went away without a word); 2 workers go on" in job.text
+
+
+def test_what_one_host_alone_had_is_lost_with_its_workers_and_all_start_anew(tmp_path: Path) -> None:
+    with two_hosts(tmp_path, "--strategy zero1 --copies 1", "--save-every 2 --step-s 0.1") as (near, far):
+        near.wait_until(lambda: len(near.committed) >= 5, "five steps are done")
+        for worker in workers_of(far):
+            worker.kill()
+        ended = far.finish()
+        job = near.finish()
+    assert "worker 2's part of the state is lost with its host (" in job.text
+    assert "--copies 2 keeps every part on a second host: all start anew (1 of at most 3 times)" in job.text
+    check_unharmed(job)
+    assert ended.code == 0, ended.text
+
+
+def test_what_a_lost_host_alone_had_ends_the_job_and_names_the_checkpoint(tmp_path: Path) -> None:
+    with two_hosts(tmp_path, "--strategy zero1 --copies 1", "--save-every 2 --step-s 0.1") as (near, far):
+        near.wait_until(lambda: len(near.committed) >= 5, "five steps are done")
+        far.signal(signal.SIGKILL)
+        job = near.finish()
+    assert job.code == 4, job.text
+    assert "worker 2's part of the state is lost with its host (no other is left); --copies 2 keeps" in job.text
+    assert "paceline: the last checkpoint is" in job.text
+    assert job.left == []

@@ -316,10 +316,13 @@ class VaultState:
     def _told_by_each(self) -> Iterator[dict[str, Any]]:
         """What each slot's file says, as workers say it of their part of a checkpoint."""
         known: set[str] = set()
+        told_of: set[tuple[str, int, int]] = set()
         for slot, (table, values) in self._tables.items():
             rows: dict[str, Any] = {}
             for path, row in table["tensors"].items():
                 ranges = [] if row["everywhere"] and path in known else row["ranges"]
+                ranges = [where for where in ranges if (path, *where[:2]) not in told_of]  # groups may have the same
+                told_of.update((path, start, stop) for start, stop, _ in ranges)
                 known.add(path)
                 told = [
                     {

@@ -42,6 +42,11 @@ class HostCopies:
         self._peers: list[RemoteVault] = []
         self.met = False
 
+    @property
+    def count(self) -> int:
+        """Of each part, on the hosts that are left."""
+        return 1 + len(self._keepers)
+
     def offer(self) -> Offer:
         """What the others need to know of this worker."""
         if self._server is None:
