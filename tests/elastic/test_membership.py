@@ -10,6 +10,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from paceline.elastic.deadlines import DYING_S, FIRST_BEAT_S, SETTLE_S
 from paceline.elastic.decisions import (
     TOO_FEW_LEFT,
     Commit,
@@ -26,7 +27,7 @@ from paceline.elastic.decisions import (
     Wait,
 )
 from paceline.elastic.ledger import Ledger, Row, read_ledger
-from paceline.elastic.membership import DYING_S, FIRST_BEAT_S, MOST_ATTEMPTS, MOST_BREAKS, SETTLE_S, Membership
+from paceline.elastic.membership import MOST_ATTEMPTS, MOST_BREAKS, Membership
 from paceline.elastic.slots import Ready, Standing
 from paceline.errors import LaunchError, WorldError
 
@@ -467,7 +468,7 @@ class LivesOfAJob(RuleBasedStateMachine):
         self.newest = 1
         self.told: dict[int, list[Decision]] = {}
         self.ended = False
-        self.doomed: list[int] = []
+        self.doomed: list[tuple[int, Worker]] = []
         self._begin()
 
     def _begin(self) -> None:
@@ -504,7 +505,7 @@ class LivesOfAJob(RuleBasedStateMachine):
                         assert worker.has_state == (slot not in joining), "who has no state is given it"
                         assert worker.step == step, "survivors all count a step, or none does"
                 case Fence(slot):
-                    self.doomed.append(slot)
+                    self.doomed.append((slot, self.workers[slot]))
                 case Replace(slot, incarnation):
                     assert not self.workers[slot].alive, "two processes in one slot"
                     assert incarnation == self.workers[slot].incarnation + 1
@@ -596,8 +597,9 @@ class LivesOfAJob(RuleBasedStateMachine):
 
     def _bury(self) -> None:
         while self.doomed and not self.ended:
-            slot = self.doomed.pop()
-            worker = self.workers[slot]
+            slot, worker = self.doomed.pop()
+            if not worker.alive:
+                continue
             before = (self.members.generation, self.members.step)
             if worker.joined:  # a fenced one is never heard again
                 self.do(self.members.readied(slot, self.newest, Ready(worker.step + 1, 0, 7, True), self.now))

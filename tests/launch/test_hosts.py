@@ -12,13 +12,11 @@ from paceline.launch.hosts import (
     Address,
     Arrival,
     Gathering,
-    SealedLink,
     Seat,
     free_port,
     join,
-    prove_as_coordinator,
-    prove_as_host,
 )
+from paceline.launch.sealed_link import SealedLink, prove_as_coordinator, prove_as_host
 from paceline.launch.worker_place import worker_variables
 from paceline.world.environment import read_world
 from paceline.world.world import LaunchSettings

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection
 
+from paceline.elastic.deadlines import Deadlines
 from paceline.elastic.decisions import (
     TOO_FEW_LEFT,
     Commit,
@@ -29,13 +30,6 @@ from paceline.elastic.decisions import (
 )
 from paceline.elastic.slots import PRESENT, Facts, Ready, Slot, Standing, difference, named, workers
 
-LATE_TICK_S = 1.0
-"""A tick that comes so late means that we were stopped or starved; others' silence proves nothing then."""
-FIRST_BEAT_S = 5.0
-"""What a new process gets on top of the heartbeat's deadline, to be born."""
-SETTLE_S = 0.15
-"""Broken connections are told before the death that broke them is known."""
-DYING_S = 2.0
 MOST_BREAKS = 5
 MOST_STARTS = 3
 MOST_ATTEMPTS = 5
@@ -57,12 +51,9 @@ class Membership:
         self._starts = 0
         self._breaks = 0
         self._ties = 0
-        self._broken: tuple[float, str] | None = None
-        self._ready_since: float | None = None
-        self._regrouping_since: float | None = None
+        self._deadlines = Deadlines(rules)
         self._newcomers: set[int] = set()
         self._raised_in: set[tuple[int, int]] = set()
-        self._ticked_at: float | None = None
 
     @property
     def members(self) -> tuple[int, ...]:
@@ -112,9 +103,8 @@ class Membership:
         members = self._member_slots()
         if len(members) < len(self.slots) and not self.running:
             return []  # somebody fell on the way here
-        if any(other.standing is not Standing.MEMBER or not other.in_loop for other in members):
-            return []
-        if len({other.loop for other in members}) > 1:
+        together = len({other.loop for other in members}) == 1
+        if not together or any(other.standing is not Standing.MEMBER or not other.in_loop for other in members):
             return []
         first, self.running = not self.running, True
         begun = self._take_up(step, members, first=first)
@@ -149,8 +139,7 @@ class Membership:
             how = f"{slot} is ready for step {ready.step} again, though step {self.step} is committed"
             return self._drop([(slot, how)], now, fence=True)
         one.ready = ready
-        if self._ready_since is None:
-            self._ready_since = now
+        self._deadlines.first_ready(now)
         members = self._member_slots()
         readies = {other.number: other.ready for other in members if other.ready is not None}
         return self._compare(readies, now) if len(readies) == len(members) else []
@@ -166,7 +155,7 @@ class Membership:
             return self._disagree(first, {n: ready.check for n, ready in readies.items() if ready.check}, now)
         self._committed = first.place
         self._breaks = self._ties = 0
-        self._broken = self._ready_since = None
+        self._deadlines.begin_step()
         members = self.members
         for slot in self._member_slots():
             slot.ready = None
@@ -192,8 +181,8 @@ class Membership:
 
     def failed(self, slot: int, generation: int, why: str, now: float) -> list[Decision]:
         """Communication broke, though nobody has died so far as the slot knows."""
-        if self.slots[slot].standing is Standing.MEMBER and generation == self.generation and self._broken is None:
-            self._broken = (now, f"worker {slot}: {why}")
+        if self.slots[slot].standing is Standing.MEMBER and generation == self.generation:
+            self._deadlines.broken = self._deadlines.broken or (now, f"worker {slot}: {why}")
         return []
 
     def state_lost(self, slot: int, generation: int, why: str) -> list[Decision]:
@@ -207,7 +196,7 @@ class Membership:
             return []
         one.grouped = True
         if all(other.grouped for other in self._member_slots()):
-            self._regrouping_since = None
+            self._deadlines.regrouping_since = None
         if slot not in self._newcomers:
             return []
         self._newcomers.discard(slot)
@@ -337,7 +326,7 @@ class Membership:
         self._starts += 1
         self.generation, self.running = 1, False
         self._breaks = self._ties = 0
-        self._broken = self._ready_since = self._regrouping_since = None
+        self._deadlines.forget()
         self._newcomers.clear()
         self.slots = [Slot(slot.number) for slot in self.slots]
         said = f"{what}: all start anew ({self._starts} of at most {MOST_STARTS} times)"
@@ -346,8 +335,7 @@ class Membership:
     def _regroup(self, why: str, now: float) -> list[Decision]:
         """Who has joined but not come as far as to have the state still joins."""
         self.generation += 1
-        self._broken = self._ready_since = None
-        self._regrouping_since = now
+        self._deadlines.begin_generation(now)
         for slot in self._member_slots():
             slot.ready, slot.grouped = None, not slot.in_loop
         members = self.members
@@ -377,59 +365,35 @@ class Membership:
 
     def tick(self, now: float) -> list[Decision]:
         """What time alone brings; call it a few times a second."""
-        late = self._ticked_at is not None and now - self._ticked_at > LATE_TICK_S
-        self._ticked_at = now
-        if self.over:
+        if self.over or not self._deadlines.tick(self.slots, now):
             return []
-        if late:
-            self._count_anew(now)
-            return []
-        decided = [Fence(slot.number) for slot in self.slots if self._lingers(slot, now)]
-        return [*decided, *self._fence_silent(now), *self._fence_late(now), *self._mend(now)]
+        decided: list[Decision] = []
+        for look in (self._fence_lingering, self._fence_silent, self._fence_late, self._mend):
+            decided += [] if self.over else look(now)
+        return decided
 
-    def _count_anew(self, now: float) -> None:
-        for slot in self.slots:
-            slot.heard_at = now if slot.heard_at is not None else None
-        self._ready_since = now if self._ready_since is not None else None
-        self._regrouping_since = now if self._regrouping_since is not None else None
-
-    def _lingers(self, slot: Slot, now: float) -> bool:
-        """It has failed, said why, and does not go."""
-        if slot.standing is not Standing.DYING or now - slot.since < DYING_S:
-            return False
-        slot.standing = Standing.FENCED
-        return True
+    def _fence_lingering(self, now: float) -> list[Decision]:
+        lingering = [slot for slot in self.slots if self._deadlines.lingers(slot, now)]
+        for slot in lingering:
+            slot.standing = Standing.FENCED
+        return [Fence(slot.number) for slot in lingering]
 
     def _fence_silent(self, now: float) -> list[Decision]:
-        limit_s = self.rules.heartbeat_timeout_s
-        silent = [
-            slot.number
-            for slot in self.slots
-            if slot.standing in PRESENT and not slot.ending and slot.heard_at is not None
-            and now - slot.heard_at > limit_s + (0 if slot.beating else FIRST_BEAT_S)
-        ]  # fmt: skip
-        said = [(number, f"{number} gave no sign of life for {limit_s:g} s {self.where}") for number in silent]
-        return self._drop(said, now, fence=True) if said else []
+        told = f"gave no sign of life for {self.rules.heartbeat_timeout_s:g} s {self.where}"
+        silent = [slot.number for slot in self.slots if self._deadlines.is_silent(slot, now)]
+        return self._drop([(number, f"{number} {told}") for number in silent], now, fence=True)
 
     def _fence_late(self, now: float) -> list[Decision]:
-        """Alive, and yet not coming: to the step that others are ready for, or to the new generation."""
-        step_s, regroup_s = self.rules.step_timeout_s, self.rules.regroup_timeout_s
         if not self.running:
             return []
-        if self._ready_since is not None and now - self._ready_since > step_s:
-            slow, limit_s = [slot for slot in self._member_slots() if slot.ready is None], step_s
-        elif self._regrouping_since is not None and now - self._regrouping_since > regroup_s:
-            slow, limit_s = [slot for slot in self._member_slots() if not slot.grouped], regroup_s
-        else:
-            return []
-        self._ready_since = self._regrouping_since = None
+        slow, limit_s = self._deadlines.late(self._member_slots(), now)
         told = f"is alive, but {limit_s:g} s late {self.where}"
         return self._drop([(slot.number, f"{slot.number} {told}") for slot in slow], now, fence=True)
 
     def _mend(self, now: float) -> list[Decision]:
-        if self._broken is None or now - self._broken[0] < SETTLE_S or self.over or not self.running:
+        why = self._deadlines.unexplained(now)
+        if not why or not self.running:
             return []
-        why = self._broken[1]
         self._breaks += 1
         if self._breaks > MOST_BREAKS:
             return self._end(1, f"the workers lost each other {self._breaks} times {self.where}; the last: {why}")

@@ -26,8 +26,9 @@ from paceline.launch.control_channel import NONSENSE, Body, KeyValues, reply
 from paceline.launch.elastic_job import ElasticJob
 from paceline.launch.ending import Policy, goes_on, good_end, look_at_the_last
 from paceline.launch.hands import FarHands, Hands
-from paceline.launch.hosts import SealedLink, Seat
+from paceline.launch.hosts import Seat
 from paceline.launch.pulse import Pulse
+from paceline.launch.sealed_link import SealedLink
 from paceline.launch.stopping import GRACE_S, TELL_AFTER_S, Request, cut_short, obeyed, still_there
 from paceline.launch.verdict import (
     NO_MEETING,

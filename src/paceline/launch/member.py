@@ -10,8 +10,8 @@ from paceline.elastic.decisions import Rules
 from paceline.errors import WorldError
 from paceline.launch.control_channel import Body
 from paceline.launch.hands import Hands, lend
-from paceline.launch.hosts import SealedLink
 from paceline.launch.pulse import Pulse
+from paceline.launch.sealed_link import SealedLink
 from paceline.launch.verdict import NO_MEETING, Outcome, signal_name
 
 RELAY_MARGIN_S = 2.0

@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from paceline.launch.hosts import SealedLink
+from paceline.launch.sealed_link import SealedLink
 
 PING_EVERY_S = 1.0
 

@@ -25,9 +25,10 @@ from paceline.launch.activity import Activity
 from paceline.launch.control_channel import Body, ControlServer
 from paceline.launch.decision import Coordinator, Decider
 from paceline.launch.folders import empty, run_folder, vault_folder
-from paceline.launch.hosts import Address, Arrival, Gathering, SealedLink, Seat, free_port, join
+from paceline.launch.hosts import Address, Arrival, Gathering, Seat, free_port, join
 from paceline.launch.member import Member
 from paceline.launch.output import Screen, Stream, WorkerOutput
+from paceline.launch.sealed_link import SealedLink
 from paceline.launch.stable_process import LAST_MOMENT_S, StableProcess
 from paceline.launch.stopping import GRACE_S, NOTICE
 from paceline.launch.verdict import ENDED_WELL, Outcome, signal_name
