@@ -124,13 +124,13 @@ class Member:
         self._client.tell("elastic.join", loop=loop, facts=dict(facts))
         with self._news:
             while True:
-                self._news.wait(1.0)  # ends with the job: the control client ends the process when its line goes dead
                 if self._refused is not None:
                     raise WorldError(f"worker {self.slot} may not join: {self._refused}")
                 if self.changed:
                     return self._newest
                 if loop and self._loop_of_others > loop:
                     return None
+                self._news.wait(1.0)  # ends with the job: the control client ends the process when its line goes dead
 
     # -- what the coordinator says -----------------------------------------------------------------------------------
 

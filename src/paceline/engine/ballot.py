@@ -25,7 +25,7 @@ from paceline.errors import ConfigError
 
 MOST_MEANS = 16
 _HEAD = struct.Struct("<qqqqq")
-_LANE = struct.Struct("<qddq")
+_LANE = struct.Struct("<qddqq")
 _MEAN = struct.Struct("<Qdd")
 
 
@@ -40,6 +40,7 @@ class LaneReport:
     means: dict[int, tuple[float, float]] = field(default_factory=dict)  # name's key -> (Σ value·weight, Σ weight)
     left_out: bool = False  # known to this worker alone, in rounds that never agree
     samples: int = 0  # likewise
+    check: int = 0  # of the lane's gradient, in steps that want a second opinion
 
     def add_mean(self, key: int, value: float, weight: float) -> None:
         total, weights = self.means.get(key, (0.0, 0.0))
@@ -68,7 +69,7 @@ def pack(ballot: Ballot, most_lanes: int) -> Tensor:
     bits = sum(1 << place for place, used in enumerate(ballot.used) if used)
     parts.append(bits.to_bytes(_used_bytes(len(ballot.used)), "little"))
     for report in ballot.lanes:
-        parts.append(_LANE.pack(report.lane, report.weight, report.loss, report.finite))
+        parts.append(_LANE.pack(report.lane, report.weight, report.loss, report.finite, report.check))
         means = list(report.means.items())
         parts += [_MEAN.pack(key, *pair) for key, pair in means]
         parts.append(bytes(_MEAN.size * (MOST_MEANS - len(means))))
@@ -85,7 +86,7 @@ def unpack(packed: Tensor, parameters: int) -> Ballot:
     place += _used_bytes(parameters)
     lanes = []
     for _ in range(count):
-        lane, weight, loss, finite = _LANE.unpack_from(data, place)
+        lane, weight, loss, finite, lane_check = _LANE.unpack_from(data, place)
         place += _LANE.size
         means = {}
         for number in range(MOST_MEANS):
@@ -93,7 +94,7 @@ def unpack(packed: Tensor, parameters: int) -> Ballot:
             if key:
                 means[key] = (total, weights)
         place += MOST_MEANS * _MEAN.size
-        lanes.append(LaneReport(lane, weight, loss, bool(finite), means))
+        lanes.append(LaneReport(lane, weight, loss, bool(finite), means, check=lane_check))
     used = tuple(bool(bits >> index & 1) for index in range(parameters))
     return Ballot(step, update, Stop(stop), check, used, tuple(lanes))
 

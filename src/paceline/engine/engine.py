@@ -50,6 +50,7 @@ from paceline.engine.replaying_source import ReplayingSource
 from paceline.engine.replicas import check_same_models, named_state, parameter_names, weights_hash
 from paceline.engine.saved_state import job_facts
 from paceline.engine.saver import Saver, Surroundings
+from paceline.engine.second_opinion import SecondOpinion
 from paceline.engine.sources import as_loader, check_same_order, make_source
 from paceline.engine.step_so_far import Timing
 from paceline.engine.stop_signals import StoppedOnRequest, StopSignals
@@ -103,6 +104,7 @@ class Engine:
         on_nonfinite: OnNonFinite = "stop",
         record_samples: str | Path | None = None,
         timeout_s: float = 600.0,
+        second_opinion: int | None = None,
         world: World | None = None,
     ) -> None:
         show_our_errors_in_one_line()
@@ -166,6 +168,7 @@ class Engine:
         self._replay = None if told.replay is None else replay_of(Path(told.replay))
         self._at_loop_end: list[LoopEndListener] = []
         self._lost: Set[int] = frozenset()
+        self._second_opinion = None if second_opinion is None else SecondOpinion(second_opinion)
         self._shared: list[tuple[Callable[[], Any], Callable[[Any], None]]] = []
         self._saver = Saver(self.config, self._surroundings, self._state)
         if self._elastic is not None and self._comm is not None:
@@ -493,6 +496,7 @@ class Engine:
         self._step.on_step, self._step.on_settled = self._tell_step, self._go_on_without_the_lost
         self._step.lost = self._lost
         self._step.commit_with(self._elastic)
+        self._step.second_opinion = self._second_opinion
         for optimizer in self._optimizers:
             let_optimizer_act_once(optimizer, self._step)
         for scheduler in self._schedulers:
@@ -562,6 +566,7 @@ class Engine:
             rides=step.rides if step.strategies.in_rounds else None,
         )
         source = self._replayed(make_source(thing, deal, lambda: self._comm, step), step)
+        self._check_second_opinion(source)
         self._loader = PreparedLoader(
             source,
             step,
@@ -569,11 +574,28 @@ class Engine:
             on_enter=self._enter_loop,
             on_leave=self._leave_loop,
             start_record=lambda regrouping: self._start_record(source, regrouping=regrouping),
+            deal=self._deal_lanes,
             elastic=self._elastic,
             join=self._join,
         )
         self.print(self._described(source))
         return self._loader
+
+    def _deal_lanes(self, source: WorkSource) -> None:
+        """The lanes that this worker has now, from the committed place on."""
+        step = self._training()
+        source.redeal(step.rides[self.world.rank], step.rides if step.strategies.in_rounds else None)
+
+    def _check_second_opinion(self, source: WorkSource) -> None:
+        name, able = self.config.strategy.name, ("ddp", "star", "zero1", "zero2", "zero3")
+        if self._step is None or self._step.second_opinion is None:
+            return
+        if name not in able or source.takes_places or self.config.reduction != "exact":
+            what = f"strategy={name!r}" if name not in able else "this"
+            raise ConfigError(
+                f"Engine(second_opinion=…) with {what}: lanes are passed on to other workers under {', '.join(able)}, "
+                "with exact sums and a dataset that has positions (not a stream)"
+            )
 
     def _replayed(self, source: WorkSource, step: TrainStep) -> WorkSource:
         if self._replay is None:

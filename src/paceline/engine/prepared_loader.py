@@ -34,12 +34,13 @@ class PreparedLoader:
         on_enter: Callable[[], bool],
         on_leave: Callable[[bool], None],
         start_record: Callable[[bool], SampleRecord | None] = lambda regrouping: None,
+        deal: Callable[[WorkSource], None] = lambda source: None,
         elastic: Elastic | None = None,
         join: Callable[[bool], bool] = lambda any_loop: True,
     ) -> None:
         """`join`: for a worker that comes later, to be one of the others; False if they are past this loop."""
         self.source = source
-        self._elastic, self._join = elastic, join
+        self._elastic, self._join, self._deal = elastic, join, deal
         self._train_step = train_step
         self._device = device
         self._on_enter, self._on_leave = on_enter, on_leave
@@ -144,10 +145,24 @@ class PreparedLoader:
 
     def _starts_over(self, *, between_steps: bool = False) -> bool:
         """Whether the step was lost, or between two steps the workers have changed: then the next item is another."""
-        if not self._train_step.is_lost and not (between_steps and self._elastic is not None and self._elastic.changed):
+        step = self._train_step
+        if step.again or (between_steps and step.lanes_are_passed_on):
+            self._pass_lanes_on()
+            return True
+        if not step.is_lost and not (between_steps and self._elastic is not None and self._elastic.changed):
             return False
         self.start_over()
         return True
+
+    def _pass_lanes_on(self) -> None:
+        """The step once more with other lanes for every worker, or the next one with those that it had."""
+        self._handed_out.clear()
+        before = self._items
+        self._train_step.pass_lanes_on()
+        self._deal(self.source)
+        if before is not None:
+            before.close()
+            self._items = self._fetched()
 
     def start_over(self) -> None:
         """With the workers that there are now, from the first item that is not committed."""
@@ -163,7 +178,7 @@ class PreparedLoader:
 
     def restart_step(self) -> None:
         """The same inside `engine.update`, which wants the step's first item at once."""
-        self.start_over()
+        self._starts_over()
         pair = self._next_pair()
         assert pair is not None
         self._step_items = [pair]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -40,6 +41,8 @@ class StepSoFar:
     check: int = 0  # of what all workers must have alike
     committed: bool = True  # it counts, whatever happens to workers from now on
     counted: bool = False
+    watched: bool = False  # its lanes' gradients are hashed, for a second opinion
+    holders: Sequence[Sequence[int]] = ()  # of its lanes, by worker
     was_asked_to_stop: bool = False  # before this step
     loss_scale: dict[str, Any] | None = None  # likewise
     left_out: set[tuple[int, int]] = field(default_factory=set)  # (lane, micro-batch) that had no backward

@@ -48,10 +48,11 @@ from paceline.engine.loop_rules import (
 )
 from paceline.engine.parameter_places import ParameterPlaces
 from paceline.engine.replicas import flip_a_bit
+from paceline.engine.second_opinion import SecondOpinion
 from paceline.engine.step_so_far import ItemSoFar, StepSoFar, Timing
 from paceline.engine.stop_signals import StopSignals
 from paceline.engine.strategy_table import StrategyTable, drop_gradients_of_others
-from paceline.errors import GenerationEnded, LoopError
+from paceline.errors import GenerationEnded, LoopError, ReplicaError
 from paceline.optim.loss_scale import MovingScale
 from paceline.strategies.registry import Rides
 from paceline.strategies.strategy import Agreement, ItemPlace, Strategy, Tally
@@ -90,6 +91,7 @@ class TrainStep:
         self._models = models
         self._buffers = LaneBuffers(models)
         self.strategies = strategies
+        self._rides_of_table = strategies.rides
         self.loss_scale = None if config.loss_scale is None else MovingScale(config.loss_scale)
         self._box = BallotBox(comm, strategies.rides)
         self._places = ParameterPlaces(models, optimizers, strategies.name_of)
@@ -119,6 +121,8 @@ class TrainStep:
         self.on_step: Callable[[], None] = lambda: None
         self.on_settled: Callable[[], None] = lambda: None
         self.lost: Set[int] = frozenset()  # workers that the others go on without
+        self.second_opinion: SecondOpinion | None = None
+        self.again = False  # the step was lost for a second opinion, by the same workers
         self.commitment: Commitment | None = None  # until `commit_with`: a step counts when it has acted
 
     # -- items -------------------------------------------------------------------------------------------------------
@@ -307,6 +311,8 @@ class TrainStep:
             and must_leave_out(reports, self._config.on_nonfinite, self.step, "the step is skipped", 5),
         )
         active.collect(tally)
+        if now.watched and self._wants_another_pass(active, reports):
+            return
         if agreed and tally.weight == 0:
             warnings.warn(f"step {self.step + 1} is skipped: the weights of all its micro-batches are 0", stacklevel=4)
         if self.loss_scale is not None and not tally.empty:
@@ -321,7 +327,46 @@ class TrainStep:
         now.check = ballot.check
         self._phase = Phase.COLLECTED
 
+    def _wants_another_pass(self, active: Strategy, reports: Sequence[LaneReport]) -> bool:
+        """Compare the lanes' gradients with what other workers have made of them, if they have."""
+        opinion, now = self.second_opinion, self._now
+        assert opinion is not None
+        verdict = opinion.hear({report.lane: report.check for report in reports}, now.holders, self.step + 1)
+        mine = 0 if self._comm is None else self._comm.rank
+        for worker, lane in verdict.wrong:
+            text = f"worker {worker} computed lane {lane} of step {self.step + 1} otherwise than two other passes did"
+            if worker == mine and self._comm is not None:
+                raise ReplicaError(f"{text}: its processor or its memory is not to be trusted")
+            warnings.warn(f"{text}; their result is used", stacklevel=6)
+        if not verdict.again:
+            opinion.forget()
+            return False
+        self._buffers.put_back()
+        active.end_step()
+        self._phase, self.again = Phase.LOST, True
+        self._in_body = self._updating = False
+        self._now = StepSoFar()
+        return True
+
+    def pass_lanes_on(self) -> None:
+        """The lanes go to other workers for one pass; after the step they are where they were."""
+        opinion = self.second_opinion
+        assert opinion is not None
+        rides = self._rides_of_table
+        turn = opinion.rotation % len(rides)
+        self.strategies.rides = (*rides[turn:], *rides[:turn])
+        self.again = False
+        if self.is_lost:
+            self._phase, self._item = Phase.BETWEEN_STEPS, None
+
+    @property
+    def lanes_are_passed_on(self) -> bool:
+        return self.strategies.rides is not self._rides_of_table and self.strategies.rides != self._rides_of_table
+
     def _ballot(self, active: Strategy) -> Ballot:
+        if self._now.watched:
+            for lane, check in (getattr(active, "lane_checks", None) or {}).items():
+                self._now.reports[lane].check = check
         return Ballot(
             step=self.step,
             update=self._update,
@@ -445,6 +490,8 @@ class TrainStep:
 
     def lose(self) -> None:
         """The workers have changed: as if the step had not begun, but for weights that the regrouping puts right."""
+        if self.second_opinion is not None:
+            self.second_opinion.forget()
         self._phase = Phase.LOST
         self.stepped = self.stop_agreed = self._in_body = self._updating = False
         self._stops.agreed = self._now.was_asked_to_stop
@@ -456,6 +503,7 @@ class TrainStep:
     def regrouped(self, comm: Communicator | None, strategies: StrategyTable) -> None:
         """There are other workers, and the state is that of the last step that counts."""
         self._comm, self.strategies, self._active = comm, strategies, None
+        self._rides_of_table = strategies.rides
         self._box = BallotBox(comm, strategies.rides, raises=self.commitment is None)
         self._buffers.meet_others()
         self._places = ParameterPlaces(self._models, self._optimizers, strategies.name_of)
@@ -537,6 +585,8 @@ class TrainStep:
 
     def _apply_as_usual(self) -> None:
         """The body skipped the step's last item, so nobody will call step(): do what it does on other items."""
+        if self.is_lost:
+            return
         if self._clip is not None:
             self.clip(self._clip)
         for optimizer in self._optimizers:
@@ -619,6 +669,11 @@ class TrainStep:
         begin_step(self._round + 1)
         for fault in flips_due(self._round + 1):
             flip_a_bit(fault.tensor, [(self.strategies.name_of(p), p) for p in active.parameters])
+        opinion = self.second_opinion
+        self._now.watched = opinion is not None and opinion.due(self._round) and hasattr(active, "watch_lanes")
+        if opinion is not None and hasattr(active, "watch_lanes"):
+            active.watch_lanes(self._now.watched)
+        self._now.holders = plan.holders
         active.start_step(self._round, plan)
         self._buffers.start_step()
         if remade or not self._box.watching:

@@ -122,6 +122,14 @@ class Ddp(WeightsInTheModel):
         spare = self._buckets.sums[number].buffer
         self._pending.append(self._exchange.start(self._set, number, self._plan, roots, spare))
 
+    def watch_lanes(self, wanted: bool) -> None:
+        """Hash the gradient of every lane of the step that comes, for a second opinion."""
+        self._buckets.lane_checks = {} if wanted else None
+
+    @property
+    def lane_checks(self) -> dict[int, int] | None:
+        return self._buckets.lane_checks
+
     def used(self) -> Sequence[bool]:
         return self._buckets.used
 

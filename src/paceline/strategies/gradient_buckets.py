@@ -63,6 +63,7 @@ class GradientBuckets:
         self._observed_order: list[int] | None = [] if learns else None
         self._plan: SumPlan | None = None
         self.left_during_backward = 0
+        self.lane_checks: dict[int, int] | None = None  # of each lane's gradients, where they are wanted
         self._set_buckets(expected_order(len(self.parameters)))
 
     # -- one step --------------------------------------------------------------------------------------------------
@@ -196,6 +197,8 @@ class GradientBuckets:
         rounded_to = self.lanes_are_in(number)
         if rounded_to is not None:
             sums.nodes[lane].copy_(sums.nodes[lane].to(rounded_to))
+        if self.lane_checks is not None:
+            self.lane_checks[lane] = (self.lane_checks.get(lane, 0) + bits_sum(sums.nodes[lane])) % (1 << 62)
         self._merge(sums, lane)
         self._taken[number] = True
 
@@ -301,3 +304,9 @@ def drop_gradients(optimizers: Sequence[Optimizer]) -> None:
 def expected_order(parameters: int) -> list[int]:
     """In which gradients become final, before it was seen: the last layer's first."""
     return list(reversed(range(parameters)))
+
+
+def bits_sum(tensor: Tensor) -> int:
+    """The same for the same bits in any order of buckets."""
+    whole = {2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
+    return int(tensor.contiguous().view(whole).sum(dtype=torch.int64).item())

@@ -209,6 +209,14 @@ class ShardedStrategy(WeightsInTheModel):
     def skip(self, place: ItemPlace) -> None:
         self._buckets.skip(place)
 
+    def watch_lanes(self, wanted: bool) -> None:
+        """Hash the gradient of every lane of the step that comes, for a second opinion."""
+        self._buckets.lane_checks = {} if wanted else None
+
+    @property
+    def lane_checks(self) -> dict[int, int] | None:
+        return self._buckets.lane_checks
+
     def used(self) -> Sequence[bool]:
         return self._buckets.used
 

@@ -1,0 +1,93 @@
+"""A worker's side of the protocol: what it says, what it makes of what it hears, and that its waits end."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+
+from paceline.elastic.member import Generation, Member
+from paceline.errors import WorldError
+
+
+class Line:
+    """A control client that remembers what was told, and answers when it is told to."""
+
+    def __init__(self) -> None:
+        self.told: list[tuple[str, dict[str, Any]]] = []
+        self.heard: Any = None
+        self.answers: dict[str, list[tuple[str, dict[str, Any]]]] = {}
+
+    def tell(self, kind: str, **fields: Any) -> None:
+        self.told.append((kind, fields))
+        for answer in self.answers.pop(kind, []):
+            threading.Thread(target=self.heard, args=answer).start()
+
+
+def generation(number: int, members: list[int], step: int = 0) -> tuple[str, dict[str, Any]]:
+    body = {"generation": number, "members": members, "joining": [], "step": step, "why": "worker 2 died"}
+    return "elastic.generation", body
+
+
+def member(line: Line, wait_s: float = 5.0, incarnation: int = 0) -> Member:
+    return Member(line, 1, incarnation, Generation(1, (0, 1, 2)), wait_s)  # type: ignore[arg-type]
+
+
+def test_a_step_counts_when_its_commit_is_heard() -> None:
+    line = Line()
+    worker = member(line)
+    line.answers["elastic.ready"] = [("elastic.commit", {"generation": 1, "step": 4, "update": 0})]
+    assert worker.commits(4, 0, check=77, more=True)
+    ready = {"generation": 1, "step": 4, "update": 0, "check": 77, "more": True}
+    assert line.told == [("elastic.here", {"incarnation": 0}), ("elastic.ready", ready)]
+
+
+def test_a_new_generation_without_a_commit_means_that_the_step_is_done_again() -> None:
+    line = Line()
+    worker = member(line)
+    line.answers["elastic.ready"] = [generation(2, [0, 1])]
+    assert not worker.commits(4, 0, check=0, more=True)
+    assert worker.changed
+    assert worker.next_generation(1, "lost").members == (0, 1)
+
+
+def test_a_commit_before_a_generation_counts() -> None:
+    line = Line()
+    worker = member(line)
+    worker._hear("elastic.commit", {"generation": 1, "step": 4, "update": 0})
+    worker._hear(*generation(2, [0, 1], step=4))
+    assert worker.commits(4, 0, check=0, more=True)
+
+
+def test_the_group_is_abandoned_when_a_newer_generation_is_heard_and_only_then() -> None:
+    line, heard = Line(), []
+    worker = member(line)
+    worker.on_change = heard.append
+    worker._hear(*generation(3, [0, 1]))
+    worker._hear(*generation(2, [0, 1, 2]))
+    assert heard == ["worker 2 died"]
+    assert worker.next_generation(1, "lost").number == 3
+
+
+def test_who_waits_for_a_generation_that_nobody_announces_asks_for_one_and_gives_up_in_time() -> None:
+    line = Line()
+    worker = member(line, wait_s=1.5)
+    with pytest.raises(WorldError, match=r"worker 1 waited 1\.5 s to hear who goes on, after: the line broke"):
+        worker.next_generation(1, "the line broke")
+    assert ("elastic.failed", {"generation": 1, "why": "the line broke"}) in line.told
+
+
+def test_a_joiner_that_is_refused_hears_why() -> None:
+    line = Line()
+    worker = member(line, incarnation=1)
+    line.answers["elastic.join"] = [("elastic.refused", {"why": "torch is 2.12 there and 2.13 here"})]
+    with pytest.raises(WorldError, match=r"worker 1 may not join: torch is 2\.12 there and 2\.13 here"):
+        worker.ask_to_join(1, {"torch": "2.12"})
+
+
+def test_a_joiner_in_front_of_a_loop_that_is_over_is_told_so() -> None:
+    line = Line()
+    worker = member(line, incarnation=1)
+    line.answers["elastic.join"] = [("elastic.wait", {"loop": 3})]
+    assert worker.ask_to_join(1, {}) is None
