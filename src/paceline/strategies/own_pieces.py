@@ -20,6 +20,7 @@ from torch.nn import Parameter
 from paceline.errors import ConfigError
 from paceline.sharding.flat_layout import BLOCK, Piece, part_of
 from paceline.sharding.shards import OwnedPiece, Shards
+from paceline.sharding.slices import Slices
 from paceline.strategies.released_parameter import is_released
 
 Keep = Callable[[Parameter, Piece], Tensor]
@@ -37,6 +38,7 @@ class OwnPieces:
         keep = keep or piece_of
         self.tensors = {piece: keep(self.parameters[piece.parameter], piece) for piece in shards.pieces(worker)}
         self._views: dict[int, tuple[int, list[Tensor]]] = {}  # by bucket: of the sum at that address
+        self._slices: dict[int, Slices] = {}  # by parameter
 
     def take_gradients(self, number: int, total: Tensor, used: Sequence[bool]) -> None:
         """Make the own range of a bucket's finished sum the gradients of its pieces; unused parameters have none."""
@@ -60,6 +62,16 @@ class OwnPieces:
     @property
     def gradients(self) -> list[Tensor]:
         return [tensor.grad for tensor in self.tensors.values() if tensor.grad is not None]
+
+    def slices_of(self, number: int, dtype: torch.dtype) -> Slices:
+        """The values of all own pieces of a parameter, of now and, as long as they stay in memory, of later."""
+        if number not in self._slices:
+            mine = [(piece.start, tensor) for piece, tensor in self.tensors.items() if piece.parameter == number]
+            slices = Slices.of(self.parameters[number].shape, dtype, mine)
+            if not all(in_logical_order(tensor) for _, tensor in mine):
+                return slices  # it is a copy
+            self._slices[number] = slices
+        return self._slices[number]
 
     @cached_property
     def most_blocks(self) -> int:

@@ -27,6 +27,7 @@ class OwnShards:
         self._index = {id(parameter): number for number, parameter in enumerate(parameters)}
         self._strides = [parameter.stride() for parameter in parameters]
         self._bucket_of: dict[int, tuple[BucketShards, Tensor]] = {}
+        self._slices: dict[int, Slices] = {}
 
     def cut(self, shards: BucketShards) -> Tensor:
         """The own range of a bucket, from parameters that have their weights."""
@@ -56,10 +57,16 @@ class OwnShards:
         return self._kept(next(owned for owned in shards.pieces(self._rank) if owned.piece == mine), part)
 
     def of(self, parameter: Parameter) -> Slices:
-        """All own pieces of a parameter."""
-        part = self._bucket_of[self._index[id(parameter)]][1]
-        parts = [(owned.piece.start, self._kept(owned, part)) for owned in self._owned(parameter)]
-        return Slices.of(parameter.shape, part.dtype, parts)
+        """All own pieces of a parameter, as they are now and, where their memory is in order, as they will be."""
+        number = self._index[id(parameter)]
+        if number not in self._slices:
+            part = self._bucket_of[number][1]
+            parts = [(owned.piece.start, self._kept(owned, part)) for owned in self._owned(parameter)]
+            slices = Slices.of(parameter.shape, part.dtype, parts)
+            if not in_logical_order(parameter):
+                return slices
+            self._slices[number] = slices
+        return self._slices[number]
 
     def pieces_of(self, parameter: Parameter) -> list[Piece]:
         return [owned.piece for owned in self._owned(parameter)]
@@ -73,6 +80,7 @@ class OwnShards:
 
     def forget(self) -> None:
         self._bucket_of.clear()
+        self._slices.clear()
 
     def _owned(self, parameter: Parameter) -> list[OwnedPiece]:
         number = self._index[id(parameter)]

@@ -45,6 +45,7 @@ class Twin:
         for piece in pieces.tensors:
             if piece.parameter in self._mine:
                 self._mine[piece.parameter].append(piece)
+        self._slices: dict[tuple[int, str], tuple[list[tuple[int, Tensor]], Slices]] = {}  # by parameter and entry
         self._nothing = [_nothing_of(group["params"]) for group in optimizer.param_groups]
         groups = [
             [pieces.tensors[piece] for number in self._numbers(group) for piece in self._mine[number]] or [nothing]
@@ -133,8 +134,18 @@ class Twin:
                         each.setdefault(entry, []).append((piece.start, value))
                     else:
                         once[entry] = value
-            slices = {entry: Slices.of(parameter.shape, parts[0][1].dtype, parts) for entry, parts in each.items()}
+            slices = {entry: self._sliced(number, entry, parts) for entry, parts in each.items()}
             yield parameter, {**once, **slices}
+
+    def _sliced(self, number: int, entry: str, parts: list[tuple[int, Tensor]]) -> Slices:
+        """An optimizer that updates its state in place keeps the slices of before."""
+        known = self._slices.get((number, entry))
+        if known is not None and [id(value) for _, value in known[0]] == [id(value) for _, value in parts]:
+            return known[1]
+        slices = Slices.of(self.pieces.parameters[number].shape, parts[0][1].dtype, parts)
+        if all(in_logical_order(value) for _, value in parts):  # otherwise it is a copy
+            self._slices[number, entry] = parts, slices
+        return slices
 
     def put_stored(self, number: int, stored: State, group: Mapping[str, Any]) -> None:
         """Read of a parameter's saved state what belongs to the own pieces; `group` is its group of settings."""
@@ -148,6 +159,7 @@ class Twin:
 
     def forget(self) -> None:
         self._twin.state.clear()
+        self._slices.clear()
 
     def dealt(self, receivers: Callable[[Parameter], frozenset[int]]) -> list[DealtState]:
         """The state of every parameter and its master, as far as they are here, on their way to the receivers."""
@@ -268,10 +280,9 @@ class Twins:
         pieces = self._pieces_of(parameter)
         if pieces is None:
             return self._masters.before_dealing(parameter)
-        self._masters.look(pieces)
-        number = pieces.index[id(parameter)]
-        mine = [(piece.start, tensor) for piece, tensor in pieces.tensors.items() if piece.parameter == number]
-        return Slices.of(parameter.shape, self._masters.dtype_of(parameter), mine)
+        if self._masters.was_written(parameter):
+            self._masters.look(pieces)
+        return pieces.slices_of(pieces.index[id(parameter)], self._masters.dtype_of(parameter))
 
     def put_master(self, parameter: Parameter, whole: Tensor) -> bool:
         """Keep this worker's part of a master, with a parameter that holds it rounded; whether there is a master."""

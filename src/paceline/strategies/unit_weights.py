@@ -12,8 +12,9 @@ fetched by `ReleasedParameter`. With shards on the host a device has the units i
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -23,11 +24,12 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.hooks import RemovableHandle
 
 from paceline.collectives.communicator import Work
-from paceline.errors import LoopError
+from paceline.errors import GenerationEnded, LoopError
 from paceline.optim.offload import HOST, Lift
 from paceline.sharding.shards import BucketShards, cut_buckets
 from paceline.sharding.unit import Classes, Unit, cut_units, unit_buckets
 from paceline.strategies.compiled_model import refuse_compiled
+from paceline.strategies.gathered_unit import GatheredUnit
 from paceline.strategies.gradient_buckets import gradient_specs
 from paceline.strategies.meta_weights import fill, fill_modules, module_names
 from paceline.strategies.own_pieces import in_logical_order
@@ -39,18 +41,6 @@ from paceline.strategies.spare_flats import SpareFlats
 from paceline.strategies.unit_order import UnitOrder
 
 _KEPT_BESIDE = 1  # units used before the current one that stay, unless their module has ended
-
-
-@dataclass
-class _Gathered:
-    """A unit on its way here, or here: whole buckets, and for each parameter the version it came with."""
-
-    flats: list[Tensor]
-    works: Sequence[Work]
-    rooms: Sequence[tuple[Tensor, Tensor]]  # on the host, and where its elements go
-    lifted: Any = None  # when what this worker has on the host is there
-    versions: list[int] | None = None
-    by_hand: bool = False  # somebody asked for a weight who may also write to it, past the version counters
 
 
 class UnitWeights:
@@ -84,7 +74,7 @@ class UnitWeights:
         self._strides = [parameter.stride() for parameter in parameters]
         self.mine = OwnShards(parameters, self._rank, self._room)
         self._shards: list[list[Tensor]] = []
-        self._gathered: dict[int, _Gathered] = {}
+        self._gathered: dict[int, GatheredUnit] = {}
         self._held = [0] * len(self._units)  # modules that run with it
         self._recent: list[int] = []
         self._by_memory: dict[int, tuple[int, int, torch.dtype]] = {}  # by address: the unit, its bucket there
@@ -93,7 +83,7 @@ class UnitWeights:
         self._wanted = [0] * len(self._units)  # gradients in a backward
         self._there = [0] * len(self._units)
         self._spare, self._lift = SpareFlats(), Lift(job.device)
-        self._closed = False
+        self._closed = self._in_step = False
         self._cut_up(job)
         self._pulls: NobodyToAsk | ShardPulls = NobodyToAsk()
         if job.comm is not None:
@@ -151,6 +141,7 @@ class UnitWeights:
         """The own pieces have been changed, on every worker, since all was let go."""
         if self._device.type == "cuda" and self._pulls.peers and not self.on_host:
             torch.cuda.current_stream(self._device).synchronize()  # who answers others looks from another thread
+        self._in_step = False
         self._pulls.changed()
 
     def put(self, parameter: Parameter, whole: Tensor) -> None:
@@ -169,6 +160,8 @@ class UnitWeights:
         unit = self._unit_of[self._index[id(parameter)]]
         self._use(unit)
         self._gathered[unit].by_hand = True
+        if not self._in_step:
+            self.check_here(parameter)
 
     def _use(self, unit: int, *, in_backward: bool = False) -> None:
         """Have the unit's weights here, and its likely successor's on their way."""
@@ -213,22 +206,23 @@ class UnitWeights:
                     copies += [] if room is part else [(room, part)]
                     rooms[worker].append(room)
             flats.append(flat)
-        works = self._pulls.start(unit, {peer: parts for peer, parts in rooms.items() if parts})
-        self._gathered[unit] = _Gathered(flats, works, copies, self._lift.start(lifts) if lifts else None)
+        works, is_over = list[Work](), False
+        try:
+            works = self._pulls.start(unit, {peer: parts for peer, parts in rooms.items() if parts})
+        except GenerationEnded:
+            is_over = True
+        lifted = self._lift.start(lifts) if lifts else None
+        self._gathered[unit] = GatheredUnit(flats, works, copies, lifted, is_lost=is_over)
 
-    def _arrive(self, unit: int, gathered: _Gathered) -> None:
-        for work in gathered.works:
-            work.wait()
-        for room, part in gathered.rooms:
-            part.copy_(room, non_blocking=True)
-        self._lift.arrive(gathered.lifted)
+    def _arrive(self, unit: int, gathered: GatheredUnit) -> None:
+        gathered.end(self._lift)
+        gathered.arrive(0.0 if self._in_step else math.nan)
         for place, (shards, flat) in enumerate(zip(self._buckets[unit], gathered.flats, strict=True)):
             if flat.numel():
                 self._by_memory[flat.untyped_storage().data_ptr()] = unit, place, flat.dtype
             for member in shards.bucket.members:
                 weights = flat.as_strided(member.shape, self._strides[member.parameter], member.offset)
                 give_back(self.parameters[member.parameter], weights)
-        gathered.works, gathered.rooms = (), ()
         gathered.versions = [self.parameters[number]._version for number in self._units[unit].parameters]
 
     def _let_go(self, unit: int) -> None:
@@ -237,30 +231,25 @@ class UnitWeights:
         numbers = self._units[unit].parameters
         if gathered is not None:
             if gathered.versions is None:  # it was asked for and is not wanted: its messages must end all the same
-                for work in gathered.works:
-                    work.wait()
-                self._lift.arrive(gathered.lifted)
+                gathered.end(self._lift)
                 return
             for flat in gathered.flats:
                 self._by_memory.pop(flat.untyped_storage().data_ptr(), None)
                 self._spare.give_back(flat)
-            self._check_unwritten(unit, gathered)
+            if not gathered.is_lost:
+                self._check_unwritten(unit, gathered)
         self._recent = [other for other in self._recent if other != unit]
         for number in numbers:
             if not is_released(self.parameters[number]):
                 release(self.parameters[number], self)
 
-    def _check_unwritten(self, unit: int, gathered: _Gathered) -> None:
+    def _check_unwritten(self, unit: int, gathered: GatheredUnit) -> None:
         """Every element has an owner, so what all workers wrote at least one of them finds."""
-        numbers, versions = self._units[unit].parameters, gathered.versions or []
-        changed = any(self.parameters[n]._version != v for n, v in zip(numbers, versions, strict=True))
-        for shards, flat, own in zip(self._buckets[unit], gathered.flats, self._shards[unit], strict=True):
-            for member in shards.bucket.members:
-                weights = self.parameters[member.parameter]
-                changed |= weights.numel() > 0 and weights.data_ptr() != flat[member.offset :].data_ptr()
-            if gathered.by_hand:
-                changed |= not _same_bytes(flat[slice(*shards.ranges[self._rank])], own)
-        if changed:
+        versions = [self.parameters[number]._version for number in self._units[unit].parameters]
+        buckets = zip(self._buckets[unit], gathered.flats, self._shards[unit], strict=True)
+        if versions != gathered.versions or any(
+            gathered.was_written(self.parameters, shards, self._rank, flat, own) for shards, flat, own in buckets
+        ):
             raise LoopError(
                 f"a parameter of {self._units[unit].name!r} was changed in place while its weights were gathered: the "
                 "change would be lost, since every worker keeps a part of them; change weights before "
@@ -273,6 +262,12 @@ class UnitWeights:
         gathered = self._gathered.get(unit)
         if gathered is not None and gathered.versions is not None and gathered.by_hand:
             self._let_go(unit)
+
+    def check_here(self, parameter: Parameter) -> None:
+        """Raise if the parameter has something else than its weights, since its unit is lost."""
+        gathered = self._gathered.get(self._unit_of[self._index[id(parameter)]])
+        if gathered is not None:
+            gathered.raise_if_lost(self._rank)
 
     # -- when modules run ----------------------------------------------------------------------------------------------
 
@@ -311,6 +306,8 @@ class UnitWeights:
             for unit in used if module is mine else ():  # a copy of a module has its hooks, and weights of its own
                 self._held[unit] += 1
                 self._use(unit)
+                if not self._in_step:
+                    self._gathered[unit].warn_if_lost(self._rank, self._units[unit].name)
 
         return gather
 
@@ -377,6 +374,7 @@ class UnitWeights:
 
     def rest(self, *, at_rest: bool) -> None:
         """Whether a step is running; between steps others may still need this worker's part when it leaves."""
+        self._in_step = not at_rest
         self._pulls.rest(at_rest=at_rest)
 
     def close(self) -> None:
@@ -386,10 +384,7 @@ class UnitWeights:
         self._pulls.close()
 
     def dismantle(self) -> None:
-        """In place of `close`, when the group is over: parameters get memory of their own, for values still to come.
-
-        It is where they were found: on the host, if that is where they are cut.
-        """
+        """The group is over: parameters get memory of their own where they were found, for values still to come."""
         self._closed = True
         for hook in self._hooks:
             hook.remove()
@@ -403,7 +398,3 @@ class UnitWeights:
         self._by_memory.clear()
         self._shards, self._spare, self._pulls = [], SpareFlats(), NobodyToAsk()
         self.mine.forget()
-
-
-def _same_bytes(a: Tensor, b: Tensor) -> bool:
-    return torch.equal(a.view(torch.uint8), b.to(a.device).view(torch.uint8))

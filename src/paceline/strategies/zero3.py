@@ -204,7 +204,9 @@ class Zero3(Zero2):
 
     def whole(self, parameter: Parameter) -> Tensor:
         self._of(parameter).check(parameter)
-        return super().whole(parameter) if self._is_trained(parameter) else parameter.detach()
+        whole = super().whole(parameter) if self._is_trained(parameter) else parameter.detach()
+        self._of(parameter).check_here(parameter)
+        return whole
 
     def kept(self, parameter: Parameter) -> Tensor | Slices:
         weights, twins, masters = self._of(parameter), self._parts.twins, self._parts.masters
