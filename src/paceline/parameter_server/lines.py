@@ -37,9 +37,18 @@ class Listener(Interface):
 
 
 class Lines:
-    def __init__(self, worker: int, channels: Sequence[Channel], stats: StalenessCounter, *, timeout_s: float) -> None:
-        """`channels` lead to the servers, in their order."""
+    def __init__(
+        self,
+        worker: int,
+        channels: Sequence[Channel],
+        stats: StalenessCounter,
+        *,
+        timeout_s: float,
+        elastic: bool = False,
+    ) -> None:
+        """`channels` lead to the servers, in their order. `elastic`: one that fails is replaced, the job goes on."""
         self.worker, self.timeout_s, self.stats = worker, timeout_s, stats
+        self._elastic = elastic
         self._channels = channels
         self._clients: dict[int, Listener] = {}
         self.change = threading.Condition()
@@ -146,6 +155,7 @@ class Lines:
             self.stats.received(f"server {server}", payload.nbytes)
         with self.change:
             if header.kind is Kind.ERROR:
+                self._over = self._over or (self._elastic and self.failure is None)
                 self.failure, self._all_fail = self.failure or text_of(payload), True
             elif header.kind is Kind.PING:
                 self._answered[server] = max(self._answered[server], header.round)

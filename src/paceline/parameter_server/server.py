@@ -21,6 +21,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from paceline.elastic.fault_injection import fault_point
 from paceline.errors import GenerationEnded, PeerLostError
 from paceline.optim.piece_state import State
 from paceline.parameter_server.key_ranges import KeyTable
@@ -90,11 +91,11 @@ class Server:
         for thread in self._threads:
             thread.start()
 
-    def join(self) -> None:
+    def join(self, within_s: float | None = None) -> None:
         """Until all workers have left; raises what made it fail."""
         with self._change:
             # Ends without a timeout of its own: each thread waits for its worker no longer than the group's.
-            self._change.wait_for(lambda: not self._listening or self._error is not None)
+            self._change.wait_for(lambda: not self._listening or self._error is not None, timeout=within_s)
             if self._error is not None:
                 self._change.wait_for(lambda: not self._listening, timeout=GRACE_S)
         self._silent.set()
@@ -180,6 +181,8 @@ class Server:
             if header.kind is Kind.OPEN and self._log is not None:
                 self._log.begin(header.round)
             self._send(self._core(header).handle(header, payload))
+            if header.kind is Kind.PUSH:
+                fault_point("serve", header.round + 1)
         return True
 
     def _count(self, header: Header, payload: Tensor | None) -> None:

@@ -13,6 +13,7 @@ A server runs the same script as the workers, up to `engine.prepare`, where it b
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -41,6 +42,7 @@ from paceline.strategies.updates_on_arrival import UpdatesOnArrival
 from paceline.strategies.updates_on_servers import UpdatesOnServers
 
 LAST_WORDS_S = 3.0  # that the main worker waits for what others have counted
+UNCLEAR_S = 10.0  # that a server in an elastic job waits for the others when its own worker leaves in between
 
 
 @dataclass(frozen=True)
@@ -100,7 +102,8 @@ class ParameterServerMaker:
         if parts.job.comm is not None and parts.plan.clock.deterministic:
             parts.job.comm.explain_losses(self._lines.explain_loss)
         self._log = parts.log_of("worker", world.rank)
-        parts.job.at_loop_end.append(self._record_loop_end)
+        parts.job.at_loop_end.append(self._note_loop_end)
+        self._rounds_at_end = 0
         self._made: list[PushedRounds] = []
         self._loads: dict[int, tuple[dict[str, Any], int]] | None = {} if len(parts.spaces) > 1 else None
 
@@ -142,7 +145,13 @@ class ParameterServerMaker:
         job = self._parts.job
         return all(worker in job.lost for worker in range(job.world.rank))
 
-    def _record_loop_end(self, rounds: int, weights: Callable[[], str]) -> None:
+    @property
+    def _loop_is_over(self) -> bool:
+        """No round was begun after a loop's end: this worker leaves as all do."""
+        return sum(made.rounds for made in self._made) == self._rounds_at_end
+
+    def _note_loop_end(self, rounds: int, weights: Callable[[], str]) -> None:
+        self._rounds_at_end = sum(made.rounds for made in self._made)
         if self._log is not None and self._speaks_for_all:
             self._log.loop_ended(rounds, weights)
 
@@ -150,11 +159,17 @@ class ParameterServerMaker:
         """Say goodbye, serve the others to their end, and tell what was seen."""
         parts, world = self._parts, self._parts.job.world
         well = self._lines.failure is None and all(made.between_rounds for made in self._made)
+        if world.elastic is not None and not (well and sys.exc_info()[0] is None):
+            self.dismantle()  # the others go on without this worker, and are told so by the coordinator
+            return
         parts.meeting.leave(f"stats/worker {world.rank}", self._lines.stats_so_far().to_json())
         self._lines.close()
         if self._server is not None:
+            within_s = UNCLEAR_S if world.elastic is not None and not self._loop_is_over else None
             with contextlib.suppress(PacelineError):  # it has told all workers, this one too
-                self._server.join()
+                self._server.join(within_s)
+            if within_s is not None:
+                self._server.abandon("this worker has left its loop")
         if self._log is not None:
             self._log.end(well=well)
         if well and self._speaks_for_all:

@@ -89,7 +89,7 @@ class PushedRounds(WeightsInTheModel):
         self.replicas: Sequence[Parameter] = self.parameters if clock.deterministic else []
         self._under_way: deque[_Pushed] = deque()
         self._round = 0  # the one that runs, or the next after it was closed
-        self._closed, self._ever_opened = True, False
+        self._closed, self._ever_opened, self._begun = True, False, 0
         self._lost = job.lost
         self._lanes: tuple[int, ...] = ()
         self._acted: set[int] = set()
@@ -106,6 +106,11 @@ class PushedRounds(WeightsInTheModel):
     @property
     def between_rounds(self) -> bool:
         return self._closed
+
+    @property
+    def rounds(self) -> int:
+        """Begun here, by this strategy."""
+        return self._begun
 
     @property
     def left_during_backward(self) -> int:
@@ -149,6 +154,7 @@ class PushedRounds(WeightsInTheModel):
                 self._log.read(Read(self._worker, self._round, self._lanes, self._client.versions))
             self._client.open(self._round, self._lanes)
             self._closed, self._ever_opened = False, True
+            self._begun += 1
 
     def used(self) -> Sequence[bool]:
         return self._buckets.used

@@ -250,7 +250,8 @@ class Parts:
             assert self.comm is not None
             peer = world.size + server if world.servers else 0
             channels.append(self._channel(self.comm, peer, world.size + server, _TO_SERVER, _TO_WORKER, server))
-        return Lines(world.rank, channels, StalenessCounter(), timeout_s=self.job.timeout_s)
+        elastic = world.elastic is not None
+        return Lines(world.rank, channels, StalenessCounter(), timeout_s=self.job.timeout_s, elastic=elastic)
 
     def _channel(
         self,
