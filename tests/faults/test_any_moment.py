@@ -65,19 +65,20 @@ def phases_of(strategy: str) -> list[str]:
 
 
 def quick_cases() -> list[Case]:
-    """Of the first strategy every phase with every kind; of the others every phase, with the kinds in turn."""
+    """Of the first strategy every phase with every kind; of the others every other phase, with the kinds in turn."""
     cases = []
     for place, strategy in enumerate(STRATEGIES):
         in_steps = [phase for phase in phases_of(strategy) if phase != "join"]
-        pairs = [
-            (kind, phase) for turn in range(3 if place == 0 else 1) for kind, phase in _in_turn(in_steps, place + turn)
-        ]
+        turns = range(3) if place == 0 else [place]
+        pairs = [pair for turn in turns for pair in _in_turn(in_steps, turn)]
+        pairs = pairs if place == 0 else pairs[place % 2 :: 2]
         for first in range(0, len(pairs), 3):
             number = place + first // 3
             victims = [(number + offset) % WORKERS for offset in range(3)]
             chosen = [(*pair, victim) for pair, victim in zip(pairs[first : first + 3], victims, strict=False)]
             cases.append(Case(strategy, BACKENDS[number % 2], tuple(chosen)))
-        cases.append(Case(strategy, BACKENDS[place % 2], ((KINDS[place % 3], "join", place % WORKERS),)))
+        if place % 3 == 0:
+            cases.append(Case(strategy, BACKENDS[place // 3 % 2], ((KINDS[place // 3], "join", place % WORKERS),)))
     return cases
 
 
@@ -109,6 +110,5 @@ def test_a_worker_lost_at_any_moment_changes_no_bit(case: Case, tmp_path: Path) 
     check_unharmed(job, case.orders)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_an_elastic_job_without_faults_has_the_bits_of_a_plain_one(strategy: str, tmp_path: Path) -> None:
-    check_unharmed(run_elastic(tmp_path / "job", f"--strategy {strategy}", orders=[]))
+def test_an_elastic_job_without_faults_has_the_bits_of_a_plain_one(tmp_path: Path) -> None:
+    check_unharmed(run_elastic(tmp_path / "job", orders=[]))
