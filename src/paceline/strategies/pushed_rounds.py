@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 from paceline.collectives.byte_count import Traffic
 from paceline.collectives.canonical_sum import SumPlan
 from paceline.collectives.communicator import Communicator
+from paceline.elastic.fault_injection import fault_point
 from paceline.errors import CheckpointError, LoopError
 from paceline.parameter_server.application_log import Read
 from paceline.parameter_server.client import Client
@@ -171,6 +172,7 @@ class PushedRounds(WeightsInTheModel):
             for key, bits in zip(self._client.table.of_bucket(number), used, strict=True)
         ]
         self._under_way.append(_Pushed(self._round, number, node, sent))
+        fault_point("bucket")
 
     def _used_bits(self, number: int) -> list[int]:
         used = self._buckets.used
