@@ -1,15 +1,26 @@
-"""Two hosts that share nothing but a network: namespaces joined by a veth pair, one `paceline run` in each."""
+"""Two hosts that share nothing but a network: namespaces joined by a veth pair, one `paceline run` in each.
+
+In an elastic job the link between them is cut, or one of them is killed with all that runs on it.
+"""
 
 from __future__ import annotations
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
 import pytest
+
+from paceline.elastic.ledger import Row, read_ledger
+from tests.faults.elastic_jobs import STEPS, hash_undisturbed
 
 pytestmark = pytest.mark.skipif(
     os.geteuid() != 0 or shutil.which("ip") is None, reason="needs root and iproute2 to make network namespaces"
@@ -77,3 +88,120 @@ def test_two_hosts_train_to_the_bits_of_one(hosts: tuple[str, str], tmp_path: Pa
     )
     (expected,) = [line.split()[1] for line in alone.stdout.splitlines() if line.startswith("weights")]
     assert f"weights {expected} on 2 hosts" in said[0]
+
+
+# -- elastic jobs ------------------------------------------------------------------------------------------------------
+
+HEARTBEAT_S = 2.0
+TRAINING = Path(__file__).parents[1] / "faults" / "training.py"
+
+
+@dataclass
+class Host:
+    """One `paceline run` and all that it has started, in a folder of its own."""
+
+    process: subprocess.Popen[bytes]
+    folder: Path
+
+    @property
+    def said(self) -> str:
+        return (self.folder / "said.txt").read_text()
+
+    @property
+    def committed(self) -> list[Row]:
+        ledger = self.folder / "ledger.jsonl"
+        return read_ledger(ledger) if ledger.exists() else []
+
+    @property
+    def hashes(self) -> set[str]:
+        return {file.read_text() for file in (self.folder / "hashes").glob("*")}
+
+    def processes(self) -> list[psutil.Process]:
+        try:
+            return psutil.Process(self.process.pid).children(recursive=True)
+        except psutil.NoSuchProcess:
+            return []
+
+    def wait_until(self, condition: Callable[[], bool], what: str, timeout_s: float = 15.0) -> float:
+        """How long it took."""
+        begun = time.monotonic()
+        while not condition():
+            assert time.monotonic() < begun + timeout_s, f"waited in vain until {what}:\n{self.said}"
+            time.sleep(0.01)
+        return time.monotonic() - begun
+
+    def ends(self, timeout_s: float = 15.0) -> int:
+        return self.process.wait(timeout_s)
+
+
+@contextmanager
+def elastic_job(hosts: tuple[str, str], folder: Path, strategy: str) -> Iterator[tuple[Host, Host]]:
+    """Two workers on each host; steps of a tenth of a second. Nothing of it outlives the block."""
+    (folder / "secret").write_text("known to both hosts")
+    paceline = [sys.executable, "-c", "from paceline.cli.main import main; main()"]
+    job = ["run", "--hosts", "2", "--coordinator", "10.77.0.1:29651", "--secret-file", str(folder / "secret")]
+    flags = ["--workers", "2", "--lanes", "8", "--strategy", strategy]
+    elastic = ["--elastic", "--heartbeat-timeout-s", str(HEARTBEAT_S), "--ledger", "ledger.jsonl"]
+    running: list[Host] = []
+    try:
+        for rank, host in enumerate(hosts):
+            own = folder / f"host-{rank}"
+            own.mkdir()
+            command = ["ip", "netns", "exec", host, *paceline, *job, "--host-rank", str(rank), *flags, *elastic]
+            arguments = [str(TRAINING), "--step-s", "0.1", "--run-dir", str(folder / "run")]
+            with (own / "said.txt").open("wb") as said:
+                process = subprocess.Popen([*command, *arguments], cwd=own, stdout=said, stderr=said)
+            running.append(Host(process, own))
+        yield running[0], running[1]
+    finally:
+        for one in running:
+            kill_all(one)
+            one.process.wait(10)
+
+
+def kill_all(host: Host) -> None:
+    """The whole host, as if its power had gone."""
+    for process in [*host.processes(), host.process]:
+        process.send_signal(signal.SIGKILL)
+
+
+def next_commit_after(host: Host, act: Callable[[], None]) -> float:
+    """Seconds from an act to the next commit of the workers that are left."""
+    host.wait_until(lambda: len(host.committed) >= 3, "three steps are done", 30.0)
+    act()
+    everyone = host.committed[0].members
+    return host.wait_until(lambda: host.committed[-1].members != everyone, "the others go on")
+
+
+def check_unharmed(host: Host) -> None:
+    assert host.ends() == 0, host.said
+    assert host.hashes == {hash_undisturbed()}, host.said
+    assert [row.step for row in host.committed] == STEPS, host.committed
+    assert host.committed[-1].members == (0, 1)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero2"])
+def test_a_cut_link_leaves_the_coordinators_side_to_go_on_alone(
+    hosts: tuple[str, str], tmp_path: Path, strategy: str
+) -> None:
+    with elastic_job(hosts, tmp_path, strategy) as (near, far):
+        passed_s = next_commit_after(near, lambda: ip("-n", hosts[0], "link", "set", "pl0", "down"))
+        print(f"{strategy}: {passed_s:.2f} s from the cut to the next commit")
+        workers = far.processes()
+        assert far.ends(HEARTBEAT_S + 4.0) == 3, far.said
+        assert not [process for process in workers if process.is_running()]
+        ip("-n", hosts[0], "link", "set", "pl0", "up")
+        check_unharmed(near)
+    assert f"host 1 is lost (nothing was heard from it for {HEARTBEAT_S:g} s); 2 workers go on" in near.said
+    assert "lost the coordinator (host 0): nothing was heard from it" in far.said
+    assert not far.committed
+    assert not far.hashes
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_a_host_that_is_killed_whole_is_done_without(hosts: tuple[str, str], tmp_path: Path, strategy: str) -> None:
+    with elastic_job(hosts, tmp_path, strategy) as (near, far):
+        passed_s = next_commit_after(near, lambda: kill_all(far))
+        print(f"{strategy}: {passed_s:.2f} s from the kill to the next commit")
+        check_unharmed(near)
+    assert "host 1 is lost (its supervisor went away without a word); 2 workers go on" in near.said

@@ -15,7 +15,8 @@ of the state that its writers made together, so one that an older generation lef
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -23,7 +24,7 @@ from paceline.elastic.member import Member
 from paceline.elastic.peer_copy import PeerServer, RemoteVault, push_copy
 from paceline.elastic.peer_wire import new_token
 from paceline.elastic.vault import MappedSlot, SlotSource, Vault, VaultState, steps_of
-from paceline.errors import StateLostError
+from paceline.errors import GenerationEnded, PeerLostError, StateLostError
 from paceline.world.environment import tensor_address
 from paceline.world.world import World
 
@@ -98,7 +99,7 @@ class HostCopies:
         if number in steps_of(folder, slot) and _is_part(here := MappedSlot(folder, slot, number), rank, size):
             return here
         for peer in self._peers:
-            if number in peer.steps_of(slot) and _is_part(there := peer.slot(slot, number), rank, size):
+            if number in peer.steps_of(slot) and _is_part(there := _There(peer.slot(slot, number)), rank, size):
                 return there
         where = f"this host has no copy of it, nor {'have' if len(self._peers) > 1 else 'has'} " + " and ".join(
             peer.name for peer in self._peers
@@ -115,6 +116,29 @@ class HostCopies:
         if self._server is not None:
             self._server.close()
             self._server = None
+
+
+class _There:
+    """A part on another host. A strategy may read it as late as in its next step, and with the host its group ends."""
+
+    def __init__(self, source: SlotSource) -> None:
+        self._source = source
+
+    def about(self) -> tuple[dict[str, Any], list[Any]]:
+        with _ending_group():
+            return self._source.about()
+
+    def read_into(self, offset: int, room: memoryview) -> None:
+        with _ending_group():
+            self._source.read_into(offset, room)
+
+
+@contextmanager
+def _ending_group() -> Iterator[None]:
+    try:
+        yield
+    except PeerLostError as error:
+        raise GenerationEnded(str(error)) from error
 
 
 def _is_part(source: SlotSource, rank: int, size: int) -> bool:
