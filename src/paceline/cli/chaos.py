@@ -30,6 +30,8 @@ COMMAND = {"context_settings": {"allow_interspersed_args": False}}
 
 LOOK_EVERY_S = 0.005
 DEFAULT_GAP_S = 3.0
+HASTE = 0.6
+"""Some draws find nobody whom they may hurt, so that more are made than are wanted."""
 WIDTH_OF_A_FILE = 120
 LOG_LINES = 15
 ORDER = ("kill", "stop", "slow", "cut", "joiner")
@@ -106,8 +108,8 @@ class Storm:
     def __init__(self, seed: int, duration_s: float, faults: int | None) -> None:
         from paceline.elastic.random_faults import draws
 
-        gap_s = DEFAULT_GAP_S if faults is None else duration_s / faults
-        self._draws: Iterator[Draw] = draws(seed, min(gap_s, DEFAULT_GAP_S))
+        gap_s = DEFAULT_GAP_S if faults is None else min(DEFAULT_GAP_S, HASTE * duration_s / faults)
+        self._draws: Iterator[Draw] = draws(seed, gap_s)
         self._draw = next(self._draws)
         self._duration_s, self._faults = duration_s, faults
         self._begun: float | None = None
