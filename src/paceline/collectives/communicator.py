@@ -296,6 +296,8 @@ class Communicator:
     def raise_if_left(self, vote: int) -> None:
         """Raise if somebody has left before ballot number `vote`; who left after it has sent theirs."""
         for rank, (votes, note) in self.notes().items():
+            if votes <= vote and self._elastic:
+                raise GenerationEnded(note)
             if votes <= vote:
                 raise PeerLostError(self._explain() or f"worker {self.rank} waited for worker {rank}, but {note}")
 

@@ -41,7 +41,7 @@ class Assembly:
         engine, step = self._engine, self._engine._training()
         return {
             "models": kept_models(engine._models, step.strategies.kept),
-            "optimizers": [step.kept_state(optimizer)["state"] for optimizer in engine._optimizers],
+            "optimizers": [_without_groups(step.kept_state(optimizer)) for optimizer in engine._optimizers],
         }
 
     def plain(self) -> dict[str, Any]:
@@ -79,8 +79,8 @@ class Assembly:
         engine, step = self._engine, self._engine._training()
         for model, saved in zip(engine._models, tensors["models"], strict=True):
             load_model(model, step.strategies.put, saved)
-        for optimizer, state in zip(engine._optimizers, tensors["optimizers"], strict=True):
-            step.load(optimizer, {"state": state, "param_groups": _groups_of(optimizer)})
+        for optimizer, saved in zip(engine._optimizers, tensors["optimizers"], strict=True):
+            step.load(optimizer, {**saved, "param_groups": _groups_of(optimizer)})
 
     def record(self) -> None:
         """Before the step counts: a worker that dies right after that has written it. If it doesn't count, it is void.
@@ -154,6 +154,11 @@ class Assembly:
         places = [mine] if engine._comm is None else engine._comm.gather_json(None if joins else mine)
         for number, loader in enumerate(engine._evaluations):
             loader.deal_to(world, [theirs[number] for theirs in places if theirs is not None])
+
+
+def _without_groups(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings of groups are plain, and in step with the schedulers: every worker has them."""
+    return {name: value for name, value in state.items() if name != "param_groups"}
 
 
 def _groups_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:

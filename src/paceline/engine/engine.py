@@ -441,7 +441,10 @@ class Engine:
         atexit.unregister(self.close)
         self._stops.close()
         if self._in_loop and self._comm is not None:
-            self._say_left()
+            if self._elastic is None:
+                self._say_left()
+            else:
+                self._comm.abandon("this worker leaves in the middle of its loop")  # the others go on without it
         self._saver.finish()
         if self._loader is not None:
             self._loader.close()
@@ -679,8 +682,18 @@ class Engine:
     def _join_elastic_job(self) -> Elastic | None:
         """In an elastic job workers come and go: who commits steps, and how those that are left go on."""
         seat = self._seat
-        if seat.elastic is None or self._client is None or seat.is_server:
+        if seat.elastic is None or self._client is None:
             return None
+        if not self.config.strategy.is_synchronous:
+            raise ConfigError(
+                f"--elastic with strategy {self.config.strategy}: its workers don't wait for each other: there is no "
+                "step that all could do again; it goes on without lost workers by itself: start it without --elastic"
+            )
+        if seat.servers:
+            raise ConfigError(
+                f"--elastic with --servers {seat.servers}: server processes can't be replaced; leave it out, and "
+                "one of the workers doubles as the server, whose state survives it"
+            )
         first = Generation(0 if seat.elastic.joins else 1, tuple(range(seat.size)))
         member = Member(self._client, seat.rank, seat.elastic.incarnation, first, self.config.timeout_s)
         return Elastic(member, seat, Assembly(self), self.print)

@@ -36,6 +36,7 @@ class LaneBuffers:
         self._touched = False
         self._moving: list[int] = []  # buffers that some step has changed: the same list on every worker
         self._ahead: _Sent | None = None
+        self._undoable = False  # a step has begun, and does not count yet
         self._apart: dict[int, list[Tensor]] | None = None  # by lane: its own, since lanes went their own ways
         self._versions: list[tuple[int, int]] = []  # of the live buffers when they were last ours
 
@@ -58,6 +59,7 @@ class LaneBuffers:
             self._copy(self._live, self._at_start)
         self._left = {}
         self._touched = False
+        self._undoable = True
 
     def start_lane(self, lane: int) -> None:
         if self._apart is not None:
@@ -120,11 +122,18 @@ class LaneBuffers:
         self._copy(self._at_start, self._live)
 
     def forget_step(self) -> None:
-        """The workers have changed: nothing of the step is waited for, and nothing of it stays."""
+        """The workers have changed: nothing of the step is waited for, and nothing of it stays.
+
+        Between two steps there is nothing to undo: what a step began with is older than what the last one left.
+        """
         self._ahead = None
         self._left = {}
-        if len(self._live) == len(self._at_start):
+        if self._undoable and len(self._live) == len(self._at_start):
             self._copy(self._at_start, self._live)
+        self._undoable = False
+
+    def step_counts(self) -> None:
+        self._undoable = False
 
     def meet_others(self) -> None:
         """There are other workers, who may not know which buffers move."""

@@ -115,7 +115,8 @@ class PreparedLoader:
             left_early = False
         except GeneratorExit:  # a break, a return or an exception in the body
             item_out = self._train_step.item
-            if item_out is not None and item_out.last_of_step and not self._train_step.inside_step:
+            whole = not self._train_step.inside_step and self._train_step.broken is None
+            if item_out is not None and item_out.last_of_step and whole:
                 self._commit(item_out)  # a `break` after the step acted is a clean end: the step counts
             raise
         finally:

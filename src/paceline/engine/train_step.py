@@ -216,7 +216,7 @@ class TrainStep:
         try:
             if self._phase is Phase.ITEM:
                 self._skip_item()
-            if self._phase is Phase.APPLIED:
+            if self._phase is Phase.APPLIED and self.broken is None:
                 self._commit_update()
                 self._end_step()
         except GenerationEnded:
@@ -436,6 +436,11 @@ class TrainStep:
         except GenerationEnded:
             self.lose()
             return None
+        except BaseException as error:
+            # Nobody may count a step of which this worker has half an update.
+            if self.commitment is not None:
+                self.broken = f"the update of step {self.step + 1} ended with {type(error).__name__} on this worker"
+            raise
 
     def _update_with(self, optimizer: Optimizer) -> Any:
         now, first = self._now, self._phase is Phase.COLLECTED
@@ -474,6 +479,7 @@ class TrainStep:
         if self._now.counted:
             return
         self._now.counted = True
+        self._buffers.step_counts()
         if self._now.empty:
             self.left_out_steps += self._update == 0
             return

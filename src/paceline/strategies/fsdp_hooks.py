@@ -112,6 +112,13 @@ def replace_in_optimizers(optimizers: Iterable[Optimizer], now: Mapping[int, Par
             optimizer.state[now.get(id(parameter), parameter)] = state
 
 
+def groups_of(state: Any) -> list[Any]:
+    """Of parameters that are gathered together; before torch 2.13 there was at most one."""
+    several = getattr(state, "_fsdp_param_groups", None)
+    one = getattr(state, "_fsdp_param_group", None)
+    return list(several) if several is not None else [one] if one is not None else []
+
+
 def undo_fully_shard(module: Any) -> None:
     """Take off a module what is there besides parameters; what was gathered and cut is let go, whoever looks at it."""
     from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
@@ -119,7 +126,7 @@ def undo_fully_shard(module: Any) -> None:
     from torch.distributed.fsdp import FSDPModule
 
     state = module._get_fsdp_state()
-    for group in state._fsdp_param_groups:
+    for group in groups_of(state):
         for cut in group.fsdp_params:
             cut._post_load_hook_handle.remove()
         for handles in (
@@ -153,7 +160,7 @@ def fully_shard_key() -> Any:
 
 def _let_go(state: Any) -> None:
     """These objects hold each other, and a graph that the user still has holds them: their tensors go now."""
-    for group in state._fsdp_param_groups:
+    for group in groups_of(state):
         for cut in group.fsdp_params:
             vars(cut).clear()
         vars(group).clear()
