@@ -439,6 +439,16 @@ def test_a_ledger_never_takes_a_step_twice_and_survives_a_torn_line(tmp_path: Pa
         read_ledger(path)
 
 
+def test_a_ledger_on_a_full_disk_says_so_once_and_the_job_goes_on() -> None:
+    said: list[str] = []
+    ledger = Ledger(Path("/dev/full"), said.append)
+    for step in (1, 2):
+        ledger.commit(Row(step, 0, 1, (0,)))
+    ledger.close()
+    assert said == ["paceline: --ledger /dev/full is written no further: No space left on device"]
+    assert len(ledger.rows) == 2
+
+
 # ---- random lives --------------------------------------------------------------------------------------------
 
 

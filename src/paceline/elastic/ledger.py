@@ -10,10 +10,11 @@ No step stands in it twice, ever: a second row raises before it is written.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from paceline.errors import WorldError
 
@@ -38,16 +39,17 @@ class Row:
 class Ledger:
     """The rows of this job; in a file too where one was asked for, which an earlier run of the job may have begun."""
 
-    def __init__(self, path: Path | None = None) -> None:
+    def __init__(self, path: Path | None = None, complain: Callable[[str], None] = lambda line: None) -> None:
+        self._path, self._complain = path, complain
         self._rows: dict[tuple[int, int], Row] = {}
-        self._file: IO[str] | None = None
+        self._file: FileIO | None = None
         if path is not None:
             try:
-                torn = path.exists() and not path.read_bytes().endswith(b"\n") and path.stat().st_size > 0
-                if path.exists():
+                begun = path.read_bytes() if path.is_file() else b""
+                if begun:
                     self._rows = {row.place: row for row in read_ledger(path)}
-                self._file = path.open("a", encoding="utf-8")
-                if torn:  # its writer was killed in the middle of a line
+                self._file = path.open("ab", buffering=0)
+                if begun and not begun.endswith(b"\n"):  # its writer was killed in the middle of a line
                     self._write("\n")
             except OSError as error:
                 raise WorldError(f"--ledger {path} can't be written: {error.strerror or error}") from error
@@ -75,9 +77,14 @@ class Ledger:
             self._file = None
 
     def _write(self, line: str) -> None:
-        if self._file is not None:
-            self._file.write(line)
-            self._file.flush()
+        """A disk that is full ends no training: what can't be written is said once, and the job goes on."""
+        if self._file is None:
+            return
+        try:
+            self._file.write(line.encode())
+        except OSError as error:
+            self.close()
+            self._complain(f"paceline: --ledger {self._path} is written no further: {error.strerror or error}")
 
 
 def read_ledger(path: Path) -> list[Row]:

@@ -207,7 +207,7 @@ class Supervisor:
         return seat, self._coordinate(seat, links)
 
     def _coordinate(self, seat: Seat, links: Mapping[int, SealedLink]) -> Coordinator:
-        ledger = Ledger(self._job.ledger)
+        ledger = Ledger(self._job.ledger, self._screen.say)
         return Coordinator(seat, links, self._screen.show, self._screen.say, self._job.grace_s, ledger)
 
     async def _watch(self, stable: StableProcess, server: ControlServer, hands: OwnHands) -> None:

@@ -63,7 +63,7 @@ def run_worker(assignment: Assignment, script: Script) -> NoReturn:
     environment.enter(assignment.variables)
     faulthandler.register(STACK_SIGNAL)
     _differ_from_siblings()
-    heart = Heart.start(assignment) if "PACELINE_INCARNATION" in assignment.variables else None
+    heart = Heart.start(assignment) if assignment.variables.get("PACELINE_INCARNATION") else None
     try:
         names = run_script(script)
     except SystemExit:

@@ -72,6 +72,7 @@ def worker_environment(world: World) -> dict[str, str]:
         "PACELINE_HOST_RANK": str(world.host_rank),
         "PACELINE_HOSTS": str(world.hosts),
         "PACELINE_SERVERS": str(world.servers),  # also when 0: a job inside a job must not inherit the outer one's
+        "PACELINE_INCARNATION": "",  # likewise, where the job is not elastic
         "PACELINE_CONTROL": world.rendezvous.path,
         **{name: str(value) for name, value in optional.items() if value is not None},
     }
