@@ -28,9 +28,10 @@ from torch._C._distributed_c10d import FileStore, PrefixStore
 from paceline.collectives.communicator import Communicator
 from paceline.engine.replicas import named_state, parameter_names, weights_hash
 from paceline.engine.strategy_table import StrategyTable
-from paceline.errors import GenerationEnded
+from paceline.errors import GenerationEnded, WorldError
 from paceline.optim.precision import precision_of
 from paceline.sharding.slices import Slices
+from paceline.strategies import shard_pulls
 from paceline.strategies.registry import Job, choose
 from paceline.strategies.released_parameter import is_released
 from paceline.strategies.strategy import ItemPlace, Strategy, Tally
@@ -401,3 +402,28 @@ def looks_when_left_alone(world: World, *, folder: str) -> str | None:
 def test_between_steps_weights_that_died_with_their_worker_are_not_taken_for_zeros(tmp_path: Path) -> None:
     alone, _ = run_workers(looks_when_left_alone, 2, folder=str(tmp_path))
     assert hashes([alone]) == {hash_of_one("fp32", 2)}
+
+
+def begins_without_the_others(world: World, *, folder: str) -> str:
+    """A group whose weights can't be asked for, since the other worker is gone: then alone."""
+    here = Place(world, folder, "zero3 in shards", "bf16", "gloo")
+    shard_pulls.Communicator = Refuses  # type: ignore[misc,assignment]
+    with pytest.raises(WorldError):
+        here.open((0, 1))
+    shard_pulls.Communicator = Communicator  # type: ignore[misc]
+    _look_untouched(here)
+    torch.manual_seed(0)
+    here.model.load_state_dict(Model().state_dict())
+    crew = here.open((here.slot,))
+    crew.step()
+    return weights_hash([here.model], crew.table.whole)
+
+
+class Refuses:
+    @staticmethod
+    def connect(*_: Any, **__: Any) -> None:
+        raise WorldError("the others are gone")
+
+
+def test_a_worker_that_is_lost_while_all_begin_leaves_the_others_their_models(tmp_path: Path) -> None:
+    assert hashes(run_workers(begins_without_the_others, 2, folder=str(tmp_path))) == {hash_of_one("bf16", 1)}

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -41,6 +42,8 @@ from paceline.strategies.strategy import Agreement, ItemPlace, Tally, WeightsInT
 from paceline.strategies.twins import Twin, Twins
 from paceline.strategies.weight_gather import WeightGather
 
+_FOUND_FIT: WeakSet[Optimizer] = WeakSet()  # trying one takes 20 ms, which a job whose workers change has spent
+
 
 class ShardedParts:
     """What the sharded strategies of one job share."""
@@ -56,8 +59,10 @@ class ShardedParts:
                 "which there is one way; leave algorithm out, or choose strategy='ddp' to train over it"
             )
         for optimizer in job.optimizers:
-            check_elementwise(optimizer, HOST if job.offload else job.device)
-            check_thread_cuts(optimizer)
+            if job.world.elastic is None or optimizer not in _FOUND_FIT:
+                check_elementwise(optimizer, HOST if job.offload else job.device)
+                check_thread_cuts(optimizer)
+                _FOUND_FIT.add(optimizer)
         self.comm: Communicator | None = job.comm
         self.rank, self.workers = (0, 1) if job.comm is None else (job.comm.rank, job.comm.size)
         self.exchange = GradientExchange(job.comm, "exact")

@@ -55,10 +55,7 @@ class UnitWeights:
         *,
         on_host: bool = False,
     ) -> None:
-        """The parameters are released: from here on this has their weights, or `on_host` the host's memory has them.
-
-        A job's first has number 0, and so on.
-        """
+        """The parameters are released: from here on a job's `number`-th of these has their weights, or the host."""
         self._rank, workers = (0, 1) if job.comm is None else (job.comm.rank, job.comm.size)
         self.parameters, self._device, self.on_host = parameters, job.device, on_host
         self._index = {id(parameter): number for number, parameter in enumerate(parameters)}
@@ -86,8 +83,11 @@ class UnitWeights:
         self._closed = self._in_step = False
         self._cut_up(job)
         self._pulls: NobodyToAsk | ShardPulls = NobodyToAsk()
-        if job.comm is not None:
-            self._pulls = ShardPulls(job, self._parts, number)
+        try:
+            self._pulls = self._pulls if job.comm is None else ShardPulls(job, self._parts, number)
+        except BaseException:
+            self.dismantle()
+            raise
         self._install(job.models)
 
     def buckets_of(self, parameters: Sequence[Parameter]) -> list[BucketShards]:
@@ -258,8 +258,7 @@ class UnitWeights:
 
     def check(self, parameter: Parameter) -> None:
         """Raise if somebody wrote to what is here of the parameter's unit."""
-        unit = self._unit_of[self._index[id(parameter)]]
-        gathered = self._gathered.get(unit)
+        gathered = self._gathered.get(unit := self._unit_of[self._index[id(parameter)]])
         if gathered is not None and gathered.versions is not None and gathered.by_hand:
             self._let_go(unit)
 

@@ -263,7 +263,11 @@ class Zero3Maker:
             everything = [
                 p for optimizer in job.optimizers for group in optimizer.param_groups for p in group["params"]
             ]
-            self._shard(everything)
+            try:
+                self._shard(everything)
+            except BaseException:  # as when a worker dies while all of them begin
+                self.dismantle()
+                raise
 
     def _own_piece(self, parameter: Parameter, piece: Piece) -> Tensor:
         return next(some for some in self._unit_weights if some.knows(parameter)).mine.keep(parameter, piece)
