@@ -94,7 +94,7 @@ class HurtJob:
         for row in self._new_rows():
             self.rows.append(row)
             for fault in self.happened:
-                later = fault.kind == "slow" or row.generation > fault.generation
+                later = fault.kind == "slow" or row.generation > fault.generation  # whose members know of it
                 if fault.commit_s is None and later:
                     fault.commit_s = now - fault.at
             self._settle(row, workers)
@@ -162,7 +162,8 @@ class HurtJob:
             if row.generation > generation and pid not in workers:
                 del self._harmed[pid]
         whole = [pid for pid in workers if pid not in self._harmed]
-        if not self._harmed and len(whole) == len(row.members):
+        knows_all = all(row.generation > generation for generation in self._harmed.values())
+        if knows_all and len(whole) == len(row.members):
             self._admitted.update(whole)
 
     def _new_rows(self) -> list[Row]:
