@@ -454,6 +454,8 @@ class Engine:
             self._recomputed.close()
         if self._comm is not None:
             self._comm.close()
+        if self._elastic is not None:
+            self._elastic.close()
         if self._client is not None:
             self._client.close()
 

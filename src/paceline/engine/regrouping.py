@@ -286,6 +286,10 @@ class Elastic:
         here = (rank, size) if self._seat.hosts == 1 else (0, 1)
         return replace(alone, rank=rank, size=size, local_rank=here[0], local_size=here[1])
 
+    def close(self) -> None:
+        if self._copies is not None:
+            self._copies.close()
+
     # -- joining -----------------------------------------------------------------------------------------------------
 
     def join(self, facts: Mapping[str, str | int], *, any_loop: bool = False) -> bool:
