@@ -112,3 +112,15 @@ def test_a_worker_lost_at_any_moment_changes_no_bit(case: Case, tmp_path: Path) 
 
 def test_an_elastic_job_without_faults_has_the_bits_of_a_plain_one(tmp_path: Path) -> None:
     check_unharmed(run_elastic(tmp_path / "job", orders=[]))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("strategy", ["ddp", "zero2"])
+def test_a_worker_comes_back_while_the_others_save(strategy: str, backend: str, tmp_path: Path) -> None:
+    """Between the commit after which it is admitted and the next step the others have a checkpoint to agree on."""
+    orders = ["kill:rank=1,step=1,phase=forward"]
+    arguments = "--save-every 1 --step-s 0.05 --await-joiner 1-1"
+    flags = f"--strategy {strategy} --backend {backend}"
+    job = run_elastic(tmp_path / "job", flags, arguments, orders=orders, timeout_s=15)
+    check_unharmed(job, orders)
+    assert "worker 1 is back" in job.err, job.text
