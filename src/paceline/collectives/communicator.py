@@ -10,11 +10,13 @@ of it from then on says `GenerationEnded`. Buffers of what was under way are fre
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -24,6 +26,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 
 from paceline.collectives.byte_count import ByteCount, Traffic
 from paceline.collectives.canonical_sum import SumPlan
+from paceline.collectives.in_time import in_time
 from paceline.collectives.shared_memory.group import SharedMemoryGroup
 from paceline.collectives.shipments import Scatter
 from paceline.collectives.sockets import OpenSockets
@@ -34,6 +37,8 @@ from paceline.world.world import World
 LAST_BREATH_S = 0.02
 MEET_AGAIN_S = 5.0
 """For a group of an elastic job to be built: its building can't be interrupted, and somebody may die in it."""
+STUCK_S = 2.0
+LEAVE_IN_S = 0.5
 
 
 class Handle(Protocol):
@@ -308,7 +313,13 @@ class Communicator:
         # gloo's destructor joins its threads while it holds the interpreter lock, and a thread may still want the lock
         # to drop its last collective: let it have it first.
         time.sleep(LAST_BREATH_S)
+        if self._ended is None:
+            self._groups = {}
+            return
+        last: list[Mapping[str, Any]] = [self._groups]
         self._groups = {}
+        with contextlib.suppress(TimeoutError):
+            in_time(last.clear, LEAVE_IN_S, "leaving a group")
 
     def _group_of(self, tensor: Tensor) -> Any:
         return self._groups[tensor.device.type]
@@ -393,15 +404,17 @@ def _build_groups(
     backends = {"cpu": "gloo", device.type: backend}
     waits_s, timeout_s = timeout_s, timeout_s if world.elastic is None else min(MEET_AGAIN_S, timeout_s)
     try:
-        groups = {
-            kind: _build_group(world, PrefixStore(f"paceline/group/{kind}", store), name, device, timeout_s)
-            for kind, name in backends.items()
-        }
+        groups = {}
+        for kind, name in backends.items():
+            place = PrefixStore(f"paceline/group/{kind}", store)
+            build = partial(_build_group, world, place, name, device, timeout_s)
+            patience_s = timeout_s + STUCK_S
+            groups[kind] = build() if world.elastic is None else in_time(build, patience_s, "building a group")
         if waits_s != timeout_s:
             for group in groups.values():
                 _let_wait(group, waits_s)
         return groups
-    except (RuntimeError, ValueError) as error:
+    except (RuntimeError, ValueError, TimeoutError) as error:
         raise WorldError(
             f"worker {world.rank} of {world.size} could not join the {backend} group within {timeout_s:.0f} s: "
             f"{_first_line(error)}; are all {world.size} workers running, and can their hosts reach each other?"
