@@ -241,9 +241,26 @@ def test_communication_that_breaks_again_and_again_ends_the_job() -> None:
     members = job(2, Rules(heartbeat_timeout_s=1000))
     decided: list[Decision] = []
     for second in range(MOST_BREAKS + 1):
-        members.failed(0, members.generation, "cut", second * 0.5)
+        for slot in range(2):
+            members.failed(slot, members.generation, "cut", second * 0.5)
         decided = members.tick(second * 0.5 + 0.2)
     assert decided == [End(1, "the workers lost each other 6 times in step 1; the last: worker 0: cut")]
+
+
+def test_who_never_comes_to_where_the_others_meet_in_vain_is_fenced() -> None:
+    members = job(3, Rules(heartbeat_timeout_s=1000))
+    for second in range(2):
+        members.failed(0, members.generation, "nobody there", float(second))
+        assert isinstance(members.tick(second + 0.2)[-1], Regroup)
+    members.failed(0, members.generation, "nobody there", 2.0)
+    members.failed(2, members.generation, "nobody there", 4.0)
+    decided = [decision for tenth in range(20, 90) for decision in members.tick(tenth / 10)]
+    assert decided[0] == Fence(1)
+    assert lines(decided) == [
+        "worker 1 is alive, but does not come to where the others meet in step 1; 2 workers go on, a replacement starts"
+    ]
+    assert isinstance(decided[-1], Regroup)
+    assert decided[-1].members == (0, 2)
 
 
 def test_the_minority_of_different_weights_is_named_and_fenced() -> None:

@@ -6,6 +6,7 @@
 | the last READY of a step, since the first          | step_timeout_s             | those who are not are fenced     |
 | the last to regroup, since the generation began    | regroup_timeout_s          | those who have not are fenced    |
 | a death that explains why communication broke      | SETTLE_S                   | the same workers meet again      |
+| one who says nothing where others meet in vain     | ABSENT_S, the third time   | it is fenced                     |
 | the exit of one who said why it failed             | DYING_S                    | it is fenced                     |
 
 A tick of our own that comes late means that we were stopped or starved. Others' silence proves nothing then, and all of
@@ -14,7 +15,7 @@ it is counted anew.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from paceline.elastic.decisions import Rules
 from paceline.elastic.slots import PRESENT, Slot, Standing
@@ -23,6 +24,8 @@ LATE_TICK_S = 1.0
 FIRST_BEAT_S = 5.0
 """What a new process gets on top of the heartbeat's deadline, to be born."""
 SETTLE_S = 0.15
+ABSENT_S = 6.0
+"""Longer than a group may take to be built: who tries to meet the others says by then that it can't."""
 DYING_S = 2.0
 
 
@@ -32,6 +35,7 @@ class Deadlines:
     ready_since: float | None = None
     regrouping_since: float | None = None
     broken: tuple[float, str] | None = None
+    complained: set[int] = field(default_factory=set)
     _ticked_at: float | None = None
 
     def begin_step(self) -> None:
@@ -40,6 +44,7 @@ class Deadlines:
     def begin_generation(self, now: float) -> None:
         self.ready_since = self.broken = None
         self.regrouping_since = now
+        self.complained.clear()
 
     def forget(self) -> None:
         self.ready_since = self.regrouping_since = self.broken = None
@@ -78,6 +83,13 @@ class Deadlines:
             return [], 0.0
         self.ready_since = self.regrouping_since = None
         return slow, limit_s
+
+    def absent(self, members: list[Slot]) -> list[int]:
+        """Those who have neither come to where the others meet, nor said that they can't."""
+        return [slot.number for slot in members if not slot.grouped and slot.number not in self.complained]
+
+    def is_long_broken(self, now: float) -> bool:
+        return self.broken is not None and now - self.broken[0] >= ABSENT_S
 
     def unexplained(self, now: float) -> str:
         """Why communication broke, where no death has told so meanwhile."""

@@ -30,7 +30,7 @@ from paceline.elastic.decisions import (
 )
 from paceline.elastic.slots import PRESENT, Facts, Ready, Slot, Standing, difference, named, workers
 
-MOST_BREAKS = 5
+FEW_BREAKS, MOST_BREAKS = 2, 5
 MOST_STARTS = 3
 MOST_ATTEMPTS = 5
 WHOLE_STEP = 1 << 62
@@ -183,6 +183,7 @@ class Membership:
         """Communication broke, though nobody has died so far as the slot knows."""
         if self.slots[slot].standing is Standing.MEMBER and generation == self.generation:
             self._deadlines.broken = self._deadlines.broken or (now, f"worker {slot}: {why}")
+            self._deadlines.complained.add(slot)
         return []
 
     def state_lost(self, slot: int, generation: int, why: str) -> list[Decision]:
@@ -394,6 +395,10 @@ class Membership:
         why = self._deadlines.unexplained(now)
         if not why or not self.running:
             return []
+        if self._breaks >= FEW_BREAKS and (absent := self._deadlines.absent(self._member_slots())):
+            told = f"is alive, but does not come to where the others meet {self.where}"
+            fallen = [(number, f"{number} {told}") for number in absent]
+            return self._drop(fallen, now, fence=True) if self._deadlines.is_long_broken(now) else []
         self._breaks += 1
         if self._breaks > MOST_BREAKS:
             return self._end(1, f"the workers lost each other {self._breaks} times {self.where}; the last: {why}")
