@@ -41,6 +41,10 @@ class AsyncWriter:
         if self._thread is not None:
             self._thread.join(timeout_s)
 
+    @property
+    def has_failed(self) -> bool:
+        return self._failure is not None
+
     def take_failure(self) -> str | None:
         """What went wrong since the last call."""
         failure, self._failure = self._failure, None

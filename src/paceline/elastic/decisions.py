@@ -34,7 +34,7 @@ class Rules:
     restart_workers: bool = True
     heartbeat_timeout_s: float = 5.0
     step_timeout_s: float = 600.0
-    regroup_timeout_s: float = 60.0
+    regroup_timeout_s: float = 600.0  # a worker regroups when the item that it works on is done
     copies: int = 2
 
     def __post_init__(self) -> None:

@@ -6,7 +6,8 @@
 
 What the coordinator says comes on one ordered line, read by the control client's thread. A COMMIT that was said before
 a GENERATION is heard before it, so of the workers that are left either all count a step or none does. When a new
-generation is heard the group of the old one is abandoned at once, by `on_change`, wherever the loop waits in it.
+generation is heard the group of the old one is abandoned at once, by `on_change`, wherever the loop waits in it; unless
+nobody is lost: then COMMIT has told of it, and all change to it together, when the loop comes to the next step.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from paceline.errors import WorldError
 from paceline.world.control import SUPERVISOR_GONE, ControlClient
 
 ASK_AFTER_S = 1.0
+LAST = 1 << 62  # update of a step that is over
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,13 @@ class Generation:
 class Member:
     """`slot` names this worker for the life of the job; `wait_s` is how long the coordinator may take to decide."""
 
+    _of_process: Member | None = None
+
+    @classmethod
+    def others_changed(cls) -> bool:
+        """Of this process, if it is one of an elastic job: it has yet to regroup with others."""
+        return cls._of_process is not None and cls._of_process.changed
+
     def __init__(self, client: ControlClient, slot: int, incarnation: int, first: Generation, wait_s: float) -> None:
         self.slot = slot
         self.joins = incarnation > 0
@@ -53,9 +62,11 @@ class Member:
         self._client, self._wait_s = client, wait_s
         self._newest = first
         self._committed = (0, 0)  # step, update
+        self._announced = 0  # the generation to change to at the end of the step that was committed last
         self._refused: str | None = None
         self._loop_of_others = 0
         self._news = threading.Condition()
+        Member._of_process = self
         client.heard = self._hear
         client.tell("elastic.here", incarnation=incarnation)
 
@@ -63,8 +74,8 @@ class Member:
 
     @property
     def changed(self) -> bool:
-        """There is a newer generation than the one that this worker is grouped in."""
-        return self._newest.number > self.now.number
+        """There is a newer generation than the one that this worker is grouped in, or will be in a moment."""
+        return max(self._newest.number, self._announced) > self.now.number
 
     def commits(self, step: int, update: int, *, check: int, more: bool) -> bool:
         """Say READY and wait for the decision: True if the step counts, False if it is to be done again."""
@@ -110,6 +121,8 @@ class Member:
         self._client.tell("elastic.lost", generation=number, why=why)
 
     def enter(self, loop: int, step: int, facts: Mapping[str, str | int]) -> None:
+        with self._news:
+            self._committed = (step, LAST)  # it may have gone back to an older state
         self._client.tell("elastic.enter", loop=loop, step=step, facts=dict(facts))
 
     def leave(self, loop: int) -> None:
@@ -140,6 +153,7 @@ class Member:
             case "elastic.commit":
                 with self._news:
                     self._committed = max(self._committed, (int(body["step"]), int(body["update"])))
+                    self._announced = max(self._announced, int(body.get("then") or 0))
                     self._news.notify_all()
             case "elastic.generation":
                 self._change(
@@ -168,9 +182,11 @@ class Member:
         with self._news:
             if generation.number <= self._newest.number:
                 return
+            only_joins = generation.number == self._announced and set(self.now.members) <= set(generation.members)
             self._newest = generation
             self._news.notify_all()
-        self.on_change(generation.why)
+        if not only_joins:
+            self.on_change(generation.why)
 
     def _wait_for(self, true: Callable[[], bool], what: str) -> None:
         deadline = time.monotonic() + self._wait_s

@@ -229,7 +229,7 @@ class Membership:
             slot.standing, slot.loop, slot.in_loop, slot.entered_at = Standing.MEMBER, loop, True, None
         numbers = [slot.number for slot in joining]
         self._newcomers.update(numbers)
-        return self._regroup(f"{named(numbers)} joined after step {self.step}", now)
+        return self._regroup(f"{named(numbers)} joined after step {self.step}", now, admitting=True)
 
     # ---- what happens to them -----------------------------------------------------------------------------
 
@@ -333,8 +333,13 @@ class Membership:
         said = f"{what}: all start anew ({self._starts} of at most {MOST_STARTS} times)"
         return [Say(said), StartAnew(self._starts)]
 
-    def _regroup(self, why: str, now: float) -> list[Decision]:
-        """Who has joined but not come as far as to have the state still joins."""
+    def _regroup(self, why: str, now: float, *, admitting: bool = False) -> list[Decision]:
+        """Who was admitted and has not come as far as to have the state waits for the next committed step."""
+        if not admitting:
+            for number in self._newcomers:
+                self.slots[number].standing, self.slots[number].loop = Standing.WAITING, 0
+                self.slots[number].in_loop = False
+            self._newcomers.clear()
         self.generation += 1
         self._deadlines.begin_generation(now)
         for slot in self._member_slots():

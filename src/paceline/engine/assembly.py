@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import platform
 import sys
+import sysconfig
 from collections.abc import Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor, nn
 
 from paceline import __version__
 from paceline.collectives.communicator import Communicator
+from paceline.engine.replicas import plain_name
 from paceline.engine.saved_state import kept_models, kept_schedulers, load_model
 from paceline.engine.strategy_table import StrategyTable
 from paceline.world.world import World
@@ -53,6 +58,8 @@ class Assembly:
             "schedulers": kept_schedulers(engine._schedulers),
             "groups": [_groups_of(optimizer) for optimizer in engine._optimizers],
             "shared": [give() for give, _ in engine._shared],
+            "others": [_untrained(model, engine._optimizers) for model in engine._models],
+            "in loop": engine._loader is not None and engine._loader.in_loop,
         }
 
     def place(self) -> Any:
@@ -75,10 +82,13 @@ class Assembly:
         for (_, take), told in zip(engine._shared, plain["shared"], strict=True):
             take(told)
 
-    def put_tensors(self, tensors: Mapping[str, Any]) -> None:
+    def put_tensors(self, tensors: Mapping[str, Any], plain: Mapping[str, Any] | None) -> None:
+        """What is not trained every worker has, as the body left it after the step; who joins is told."""
         engine, step = self._engine, self._engine._training()
-        for model, saved in zip(engine._models, tensors["models"], strict=True):
-            load_model(model, step.strategies.put, saved)
+        for number, (model, saved) in enumerate(zip(engine._models, tensors["models"], strict=True)):
+            others = _untrained(model, engine._optimizers)
+            known = others if plain is None else plain["others"][number]
+            load_model(model, step.strategies.put, {**saved, **{name: known[name] for name in others}})
         for optimizer, saved in zip(engine._optimizers, tensors["optimizers"], strict=True):
             step.load(optimizer, {**saved, "param_groups": _groups_of(optimizer)})
 
@@ -96,9 +106,10 @@ class Assembly:
 
     # -- the parts -------------------------------------------------------------------------------------------------
 
-    def dismantle(self) -> None:
+    def dismantle(self, *, lost: bool) -> None:
         engine = self._engine
-        engine._saver.workers_changed()
+        if lost:
+            engine._saver.workers_changed()
         if engine._comm is not None:
             engine._comm.abandon("the workers have changed")
         if not self._apart:
@@ -107,6 +118,7 @@ class Assembly:
         if engine._comm is not None:
             engine._comm.close()
             engine._comm = None
+            gc.collect()  # the parts of a group hold each other, and some 17 MB of shared memory
 
     def connect(self, world: World) -> Communicator | None:
         engine, config = self._engine, self._engine.config
@@ -156,6 +168,16 @@ class Assembly:
             loader.deal_to(world, [theirs[number] for theirs in places if theirs is not None])
 
 
+def _untrained(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, Any]:
+    """Buffers, and weights that no optimizer holds."""
+    trained = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
+    return {
+        plain_name(name): value.detach().clone() if isinstance(value, Tensor) else value
+        for name, value in model.state_dict(keep_vars=True).items()
+        if id(value) not in trained
+    }
+
+
 def _without_groups(state: Mapping[str, Any]) -> dict[str, Any]:
     """Settings of groups are plain, and in step with the schedulers: every worker has them."""
     return {name: value for name, value in state.items() if name != "param_groups"}
@@ -169,13 +191,26 @@ def _groups_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
 
 def facts_of_process(more: Mapping[str, Any]) -> dict[str, str | int]:
     """What a worker that joins must have in common with the others."""
-    script = Path(getattr(sys.modules.get("__main__"), "__file__", None) or sys.argv[0] or "")
-    digest = hashlib.sha256(script.read_bytes()).hexdigest()[:16] if script.is_file() else "none"
+    code = _own_code()
     about: dict[str, Any] = {
         "paceline": __version__,
         "torch": str(torch.__version__),
         "python": platform.python_version(),
-        "script": digest,
+        **code,
         **more,
     }
     return {name: value if isinstance(value, int | str) else str(value) for name, value in about.items()}
+
+
+@cache
+def _own_code() -> dict[str, str]:
+    """A hash of the script and of every module that is neither Python's nor installed, as they are at the first call:
+    before the first loop, on a worker of the start and on one that joins."""
+    installed = tuple({sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")})
+    found = {}
+    for name, module in sorted(sys.modules.items()):
+        file = Path(getattr(module, "__file__", None) or "")
+        if file.suffix == ".py" and file.is_file() and not str(file.resolve()).startswith(installed):
+            label = "script" if name == "__main__" else f"module {name}"
+            found[label] = hashlib.sha256(file.read_bytes()).hexdigest()[:16]
+    return {name: digest for name, digest in found.items() if not name.startswith("module paceline")}

@@ -17,14 +17,27 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from paceline.checkpoint.retention import all_checkpoints, best_checkpoint, checkpoint_name, prune, set_aside
 from paceline.engine.saver import Saver, Surroundings
 from paceline.errors import CheckpointError, ConfigError
+from paceline.world.world import World
 
 WhenBusy = Literal["wait", "drop"]
+
+
+@dataclass(frozen=True)
+class _Last:
+    """A save, and the workers that made it."""
+
+    world: World
+    step: int
+    folder: Path
+    extra: Any
+    about: dict[str, Any]
 
 
 class Checkpoints:
@@ -48,6 +61,7 @@ class Checkpoints:
         self.folder, self._saver = folder, saver
         self._around, self._at_boundary, self._step = around, at_boundary, step
         self._resumes = resumes
+        self._last: _Last | None = None
         self._keep, self._asynchronous, self._when_busy = keep, asynchronous, when_busy
         self._saved = False
 
@@ -64,6 +78,7 @@ class Checkpoints:
         about = {} if score is None else {"score": score, "greater_is_better": greater_is_better}
         try:
             self._set_aside()
+            self._last = _Last(self._around().world, self._step(), folder, extra, about)
             if self._asynchronous:
                 if not self._saver.start(folder, extra, about, self._prune, drop=self._when_busy == "drop"):
                     self._say(f"paceline: {folder.name} is dropped: the save before it is still being written")
@@ -122,11 +137,24 @@ class Checkpoints:
     def wait(self) -> None:
         """Until what was saved is on the disk."""
         self._saver.finish()
+        self._save_again()
         if any(self._around().told(self._saver.busy)):
             self._warn("the last save is still being written")
         self.poll()
 
     close = wait
+
+    def _save_again(self) -> None:
+        """The last save has failed because a worker was lost, and no step has been made since: the others save it."""
+        if self._last is None or self._around().world is self._last.world or self._step() != self._last.step:
+            return
+        last, self._last = self._last, None
+        if any(self._around().told(self._saver.has_failed)):
+            self._saver.take_failure()
+            try:
+                self._saver.save(last.folder, last.extra, last.about)
+            except CheckpointError as error:
+                self._warn(str(error))
 
     def _set_aside(self) -> None:
         """The first save: this run went on from before those of later steps, which would be taken for the newest."""

@@ -33,6 +33,7 @@ from paceline.data.sample_record import RecordHeader, SampleRecord, next_attempt
 from paceline.data.work_source import Deal, WorkSource
 from paceline.elastic.fault_injection import arm
 from paceline.elastic.member import Generation, Member
+from paceline.elastic.told_hash import tell_hash
 from paceline.engine import activation_checkpointing as recomputing
 from paceline.engine.acting_once import is_scheduler, let_optimizer_act_once, let_scheduler_follow
 from paceline.engine.assembly import Assembly, facts_of_process
@@ -386,6 +387,7 @@ class Engine:
             raise ReplicaError(f"the workers' weights differ: {dict(enumerate(hashes))}")
         for tell in self._at_loop_end:
             tell(self.step, lambda: mine)
+        tell_hash(self._seat.rank, mine)
         return mine
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -658,6 +660,8 @@ class Engine:
     def _leave_loop(self, early: bool) -> None:
         self._in_loop = False
         if self._elastic is not None:
+            if self._elastic.changed and not self._training().inside_step:
+                self._elastic.start_over()  # somebody joins after the last step: it leaves the loop as well
             self._elastic.member.leave(self._elastic.loop)
         step = self._training()
         if early:

@@ -134,6 +134,9 @@ class PreparedLoader:
         """The next item; None when the epoch is over, for the workers that there are now."""
         while True:
             assert self._items is not None
+            if self._elastic is not None and self._elastic.loop_is_over:
+                self._elastic.loop_is_over = False
+                return None
             fault_point("data", self._train_step.step + 1)
             try:
                 return next(self._items)

@@ -74,8 +74,11 @@ class Parts(Protocol):
         """What every worker says, in rank order, between two loops."""
         ...
 
-    def dismantle(self) -> None:
-        """Leave the group that is over; models and optimizers are plain again. May be called again."""
+    def dismantle(self, *, lost: bool) -> None:
+        """Leave the group that is over; models and optimizers are plain again. May be called again.
+
+        `lost`: somebody is not there any more.
+        """
         ...
 
     def connect(self, world: World) -> Communicator | None: ...
@@ -86,7 +89,9 @@ class Parts(Protocol):
 
     def put_plain(self, plain: Mapping[str, Any]) -> None: ...
 
-    def put_tensors(self, tensors: Mapping[str, Any]) -> None: ...
+    def put_tensors(self, tensors: Mapping[str, Any], plain: Mapping[str, Any] | None) -> None:
+        """The committed state; of what is not trained, what this worker has or, if it joins, what is in `plain`."""
+        ...
 
     def deal_anew(self, world: World, lanes: Sequence[Any] | None, *, joins: bool) -> None:
         """This worker's lanes, from the committed place on."""
@@ -110,6 +115,7 @@ class Elastic:
         self._tried = member.now.number
         self._seat_copies = seat.elastic.copies
         self._said_what_it_costs = seat.elastic.joins
+        self.loop_is_over = False  # this worker has joined others that have just left their loop
 
     # -- committing --------------------------------------------------------------------------------------------------
 
@@ -216,21 +222,20 @@ class Elastic:
         joins = self.member.slot in generation.joining
         if joins:
             fault_point("join", generation.step + 1)
-        elif generation.joining and parts.replicated:
-            self._lay_out(generation)
-        parts.dismantle()
+        laid_out = self._lay_out(generation) if generation.joining and not joins and parts.replicated else None
+        parts.dismantle(lost=not set(self.member.now.members) <= set(generation.members))
         comm = parts.connect(world)
         if self._copies is not None:
             offers = [self._copies.offer()] if comm is None else comm.gather_json(self._copies.offer())
             world = on_hosts(world, offers)
             self._meet(offers)
-        plain = self._agree(comm, generation) if generation.joining else None
+        plain = self._agree(comm, generation, laid_out) if generation.joining else None
         if joins and plain is not None:
             parts.put_plain(plain)
         parts.assemble(world, comm)
         state = self._read() if joins or parts.takes_places or not parts.replicated else None
         if state is not None and (joins or not parts.replicated):
-            parts.put_tensors(state.tree)
+            parts.put_tensors(state.tree, plain if joins else None)
         places = None
         if state is not None and parts.takes_places:
             places = [state.own[slot] for slot in self._writers]
@@ -239,9 +244,9 @@ class Elastic:
         parts.deal_anew(world, places, joins=joins)
         if comm is not None:
             comm.barrier()
-        self.admitted = True
+        self.admitted, self.loop_is_over = True, joins and plain is not None and not plain["in loop"]
 
-    def _lay_out(self, generation: Generation) -> None:
+    def _lay_out(self, generation: Generation) -> tuple[int, tuple[int, ...]]:
         """All of the state for those who join, each of the others a part of it."""
         if self._vault is None:
             raise CheckpointError("workers join through a vault, and the launcher made none")
@@ -249,9 +254,11 @@ class Elastic:
         own = parts.place() if parts.takes_places else None
         number, rank = self._number | 1, staying.index(self.member.slot)
         self._vault.write(number, parts.tensors(), rank=rank, size=len(staying), own=own)
-        self._number, self._writers = number, staying
+        return number, staying
 
-    def _agree(self, comm: Communicator | None, generation: Generation) -> dict[str, Any]:
+    def _agree(
+        self, comm: Communicator | None, generation: Generation, laid_out: tuple[int, tuple[int, ...]] | None
+    ) -> dict[str, Any]:
         """What the first of those who stay knows, told to those who join."""
         assert comm is not None
         mine: Any = None
@@ -259,7 +266,8 @@ class Elastic:
         if self.member.slot == generation.staying[0]:
             packed, leaves = flatten({**self._parts.plain(), "place": self._parts.place()})
             tensors = [[path, list(t.shape), code_of(t.dtype, path)] for path, t in leaves.items()]
-            mine = [self._number, self._writers, self.loop, packed, tensors]
+            number, writers = laid_out or (self._number, self._writers)
+            mine = [number, writers, self.loop, packed, tensors]
         told = comm.gather_json(mine)
         root = next(rank for rank, word in enumerate(told) if word is not None)
         self._number, writers, self.loop, packed, tensors = told[root]

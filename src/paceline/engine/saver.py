@@ -85,7 +85,19 @@ class Saver:
         self._under_way: Save | None = None
 
     def save(self, folder: Path, extra: Any = None, about: dict[str, Any] | None = None) -> None:
-        """Save, and come back when it is whole on the disk; raises on every worker if it can't be."""
+        """Save, and come back when it is whole on the disk; raises on every worker if it can't be.
+
+        If workers are lost meanwhile, those that are left save again.
+        """
+        while True:
+            world = self._around().world
+            try:
+                return self._save_once(folder, extra, about)
+            except CheckpointError:
+                if self._around().world is world:
+                    raise
+
+    def _save_once(self, folder: Path, extra: Any, about: dict[str, Any] | None) -> None:
         self._all_done()
         save = self._begun(folder, extra, about or {})
         fault_point("snapshot", save.step)
@@ -142,6 +154,10 @@ class Saver:
         if late:
             waited = f"{self._config.timeout_s:g} s"
             raise CheckpointError(f"worker {late[0]} has not written the save before in {waited}; this one is left out")
+
+    @property
+    def has_failed(self) -> bool:
+        return self._writer.has_failed
 
     def take_failure(self) -> str | None:
         return self._writer.take_failure()

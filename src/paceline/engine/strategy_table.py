@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from paceline.collectives.canonical_sum import SumPlan
 from paceline.engine.replicas import parameter_names
+from paceline.errors import GenerationEnded
 from paceline.sharding.slices import Slices
 from paceline.strategies.registry import Chosen, Job, Rides
 from paceline.strategies.strategy import Strategy
@@ -29,7 +30,11 @@ class StrategyTable:
         self.rides: Rides = getattr(self._maker, "rides", None) or chosen.rides(job.lanes, job.world.size)
         self._names = parameter_names(job.models)  # it may have put others in their place
         self._known: dict[tuple[int, ...], Strategy] = {}
-        self.of(self._all)
+        try:
+            self.of(self._all)
+        except GenerationEnded:  # somebody died while it opened: leave the models for another table
+            self.dismantle()
+            raise
 
     def of(self, optimizers: Sequence[Optimizer]) -> tuple[Strategy, bool]:
         """Their strategy, and whether it was made anew: they hold other parameters now (unfrozen, a new group)."""

@@ -414,6 +414,12 @@ class TrainStep:
             raise LoopError(
                 "optimizer.step(closure) would run forward again inside the step; use engine.update(optimizer, loss_fn)"
             )
+        if len(self._optimizers) > 1 and self.commitment is not None and not self.commitment.before_update:
+            raise LoopError(
+                "in an elastic job a sharded strategy counts a step after its last update, and can't know which of "
+                f"{len(self._optimizers)} optimizers makes it: call engine.update(optimizer, loss_fn) for each, "
+                "or use strategy='ddp'"
+            )
         self._so_far.step_called = True
         if self._phase is Phase.ITEM and self._item is not None:
             check_backward_held(self._item, self._so_far, self.step)

@@ -207,10 +207,11 @@ class ElasticJob:
     # ---- decisions ----------------------------------------------------------------------------------------
 
     def _carry_out(self, decisions: Sequence[Decision]) -> None:
+        joined = next((one.generation for one in decisions if isinstance(one, Regroup) and one.joining), None)
         for decision in decisions:
             match decision:
                 case Commit():
-                    self._commit(decision)
+                    self._commit(decision, then=joined)
                 case Regroup():
                     self._regroup(decision)
                 case Fence(slot):
@@ -233,9 +234,10 @@ class ElasticJob:
                     judged = Outcome(code) if code is not None else judge(self._chief.processes)
                     self._chief.decide(replace(judged, lines=(*judged.lines, *said)))
 
-    def _commit(self, commit: Commit) -> None:
+    def _commit(self, commit: Commit, then: int | None) -> None:
+        """`then`: the generation in which somebody joins after this step; all members change to it there."""
         self._ledger.commit(Row(commit.step, commit.update, commit.generation, commit.members))
-        body: Body = {"generation": commit.generation, "step": commit.step, "update": commit.update}
+        body: Body = {"generation": commit.generation, "step": commit.step, "update": commit.update, "then": then}
         for slot in commit.members:
             self._chief.hands_of(slot).push(slot, "elastic.commit", body)
 

@@ -25,7 +25,8 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, NoReturn
 
-from paceline.errors import PacelineError, PeerLostError, WorldError
+from paceline.elastic.member import Member
+from paceline.errors import GenerationEnded, PacelineError, PeerLostError, WorldError
 from paceline.world import environment
 from paceline.world.control import ControlClient
 
@@ -154,7 +155,8 @@ def _report(error: BaseException, assignment: Assignment) -> None:
             text=str(error),
             traceback=text,
             ours=isinstance(error, PacelineError),
-            secondary=isinstance(error, PeerLostError),
+            # Zeros in place of weights that were lost with another worker may fail in ways of their own.
+            secondary=isinstance(error, PeerLostError | GenerationEnded) or Member.others_changed(),
         )
         client.close()
     except WorldError as lost:
