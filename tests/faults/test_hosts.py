@@ -18,8 +18,20 @@ from tests.faults.elastic_jobs import STEPS, hash_undisturbed
 from tests.faults.jobs import LEDGER, Job, RunningJob, processes_in, started_job
 
 WORKERS = 2  # on each of them
-AWAITS_JOINER = "--await-joiner who"
-SHARDED = ("zero1", "zero2", "zero3", "fsdp")
+AWAITS_JOINER = "--step-s 0.1 --await-joiner who"
+STRATEGIES = ("ddp", "zero1", "zero2", "zero3", "fsdp", "hybrid", "star")
+QUICK = {
+    "test_a_worker_killed_on_another_host_changes_no_bit": ("ddp", "zero3"),
+    "test_all_workers_of_a_host_killed_at_once_change_no_bit": ("zero2", "hybrid"),
+    "test_a_host_whose_supervisor_is_killed_is_done_without": ("ddp", "fsdp"),
+}
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """`make faults` tries every strategy (--full-product)."""
+    if "strategy" in metafunc.fixturenames:
+        whole = metafunc.config.getoption("--full-product")
+        metafunc.parametrize("strategy", STRATEGIES if whole else QUICK[metafunc.function.__name__])
 
 
 @contextmanager
@@ -61,7 +73,6 @@ def workers_of(job: RunningJob) -> list[psutil.Process]:
     return [process for process in here if process.ppid() == stable.pid]
 
 
-@pytest.mark.parametrize("strategy", ["ddp", *SHARDED])
 def test_a_worker_killed_on_another_host_changes_no_bit(tmp_path: Path, strategy: str) -> None:
     faults = "kill:rank=3,step=3,phase=exchange"
     with two_hosts(tmp_path, f"--strategy {strategy}", AWAITS_JOINER, faults=faults) as (near, far):
@@ -73,7 +84,6 @@ def test_a_worker_killed_on_another_host_changes_no_bit(tmp_path: Path, strategy
     assert (ended.code, set(ended.hashes.values()), ended.left) == (0, {hash_undisturbed()}, []), ended.text
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "zero2", "fsdp", "hybrid"])
 def test_all_workers_of_a_host_killed_at_once_change_no_bit(tmp_path: Path, strategy: str) -> None:
     faults = "kill:rank=2,step=3,phase=backward;kill:rank=3,step=3,phase=backward"
     with two_hosts(tmp_path, f"--strategy {strategy}", AWAITS_JOINER, faults=faults) as (near, far):
@@ -84,7 +94,6 @@ def test_all_workers_of_a_host_killed_at_once_change_no_bit(tmp_path: Path, stra
     assert (ended.code, ended.left) == (0, []), ended.text
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero3", "hybrid"])
 def test_a_host_whose_supervisor_is_killed_is_done_without(tmp_path: Path, strategy: str) -> None:
     with two_hosts(tmp_path, f"--strategy {strategy}", "--step-s 0.1") as (near, far):
         near.wait_until(lambda: len(near.committed) >= 3, "three steps are done")
