@@ -60,6 +60,7 @@ class Assembly:
             "shared": [give() for give, _ in engine._shared],
             "others": [_untrained(model, engine._optimizers) for model in engine._models],
             "in loop": engine._loader is not None and engine._loader.in_loop,
+            "left early": engine._left_early,
         }
 
     def place(self) -> Any:

@@ -146,15 +146,15 @@ class Checkpoints:
 
     def _save_again(self) -> None:
         """The last save has failed because a worker was lost, and no step has been made since: the others save it."""
-        if self._last is None or self._around().world is self._last.world or self._step() != self._last.step:
-            return
+        failed = any(self._around().told(self._saver.has_failed))
         last, self._last = self._last, None
-        if any(self._around().told(self._saver.has_failed)):
-            self._saver.take_failure()
-            try:
-                self._saver.save(last.folder, last.extra, last.about)
-            except CheckpointError as error:
-                self._warn(str(error))
+        if not failed or last is None or self._around().world is last.world or self._step() != last.step:
+            return
+        self._saver.take_failure()
+        try:
+            self._saver.save(last.folder, last.extra, last.about)
+        except CheckpointError as error:
+            self._warn(str(error))
 
     def _set_aside(self) -> None:
         """The first save: this run went on from before those of later steps, which would be taken for the newest."""

@@ -177,7 +177,7 @@ class Engine:
         tells = self.world.is_main and self._client is None  # the launcher has told it otherwise
         self._stops = StopSignals(self.world.name, tells=tells, is_server=self.world.is_server)
         self._among = self.world  # the workers that are left, under their ranks there
-        self._in_loop = False
+        self._in_loop = self._left_early = False
         self._closed = False
         atexit.register(self.close)
 
@@ -660,6 +660,7 @@ class Engine:
     def _leave_loop(self, early: bool) -> None:
         self._in_loop = False
         if self._elastic is not None:
+            self._left_early, self._elastic.left_early = early, False
             if self._elastic.changed and not self._training().inside_step:
                 self._elastic.start_over()  # somebody joins after the last step: it leaves the loop as well
             self._elastic.member.leave(self._elastic.loop)

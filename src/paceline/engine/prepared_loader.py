@@ -112,7 +112,7 @@ class PreparedLoader:
                     if self._train_step.stop_agreed:
                         break
                     self._starts_over(between_steps=True)
-            left_early = False
+            left_early = self._elastic is not None and self._elastic.left_early
         except GeneratorExit:  # a break, a return or an exception in the body
             item_out = self._train_step.item
             whole = not self._train_step.inside_step and self._train_step.broken is None

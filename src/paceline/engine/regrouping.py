@@ -115,7 +115,7 @@ class Elastic:
         self._tried = member.now.number
         self._seat_copies = seat.elastic.copies
         self._said_what_it_costs = seat.elastic.joins
-        self.loop_is_over = False  # this worker has joined others that have just left their loop
+        self.loop_is_over = self.left_early = False  # this worker has joined others that have just left their loop
 
     # -- committing --------------------------------------------------------------------------------------------------
 
@@ -244,7 +244,9 @@ class Elastic:
         parts.deal_anew(world, places, joins=joins)
         if comm is not None:
             comm.barrier()
-        self.admitted, self.loop_is_over = True, joins and plain is not None and not plain["in loop"]
+        self.admitted = True
+        if joins and plain is not None:
+            self.loop_is_over, self.left_early = not plain["in loop"], plain["left early"]
 
     def _lay_out(self, generation: Generation) -> tuple[int, tuple[int, ...]]:
         """All of the state for those who join, each of the others a part of it."""
