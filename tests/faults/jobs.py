@@ -81,7 +81,7 @@ def started_job(
     faults: str | None = None,
     script: Path = SCRIPT,
     environment: dict[str, str] | None = None,
-    timeout_s: float = 25.0,
+    timeout_s: float = 75.0,
 ) -> Iterator[RunningJob]:
     """A job that goes on while the test does something to it; nothing of it outlives the block."""
     temporary = folder / "tmp"

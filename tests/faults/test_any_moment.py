@@ -121,6 +121,6 @@ def test_a_worker_comes_back_while_the_others_save(strategy: str, backend: str, 
     orders = ["kill:rank=1,step=1,phase=forward"]
     arguments = "--save-every 1 --step-s 0.05 --await-joiner 1-1"
     flags = f"--strategy {strategy} --backend {backend}"
-    job = run_elastic(tmp_path / "job", flags, arguments, orders=orders, timeout_s=15)
+    job = run_elastic(tmp_path / "job", flags, arguments, orders=orders, timeout_s=60)
     check_unharmed(job, orders)
     assert "worker 1 is back" in job.err, job.text

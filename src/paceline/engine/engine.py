@@ -500,7 +500,9 @@ class Engine:
         strategies = StrategyTable(self.config.strategy, job)
         trained = (self._models, self._optimizers, self._schedulers)
         self._step = TrainStep(self.config, self._comm, *trained, strategies, self._stops)
-        self._step.on_step, self._step.on_settled = self._tell_step, self._go_on_without_the_lost
+        self._step.on_settled = self._go_on_without_the_lost
+        if self._elastic is None:  # otherwise READY has said it
+            self._step.on_step = self._tell_step
         self._step.lost = self._lost
         self._step.commit_with(self._elastic)
         self._step.second_opinion = self._second_opinion

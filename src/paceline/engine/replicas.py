@@ -122,15 +122,25 @@ class WeightsWatch:
     def check(self, step: int) -> int:
         if not self._parts:
             return 0
-        _, tensor, low, high = self._parts[step % len(self._parts)]
-        whole = {2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
-        return int(tensor.detach().view(-1)[low:high].view(whole).sum(dtype=torch.int64).item())
+        return int(self._sum(step % len(self._parts)).item())
+
+    def _sum(self, number: int) -> Tensor:
+        _, tensor, low, high = self._parts[number]
+        part = tensor.detach().view(-1)[low:high]
+        size = part.element_size()
+        if part.numel() * size % 8 == 0 and part.storage_offset() * size % 8 == 0:
+            return part.view(torch.int64).sum()  # twice as fast as sums that are widened
+        return part.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[size]).sum(dtype=torch.int64)
 
     def check_many(self, step: int) -> int:
         """Of as much as a step may cost: all of a small model, and of a large one the next parts in turn."""
+        turns = range(min(len(self._parts), PARTS_AT_ONCE))
+        if not turns:
+            return 0
+        sums = torch.stack([self._sum((step * PARTS_AT_ONCE + turn) % len(self._parts)) for turn in turns])
         total = 0
-        for turn in range(min(len(self._parts), PARTS_AT_ONCE)):
-            total = (31 * total + self.check(step * PARTS_AT_ONCE + turn)) % (1 << 62)
+        for one in sums.tolist():
+            total = (31 * total + one) % (1 << 62)
         return total
 
     def compare(self, step: int, checks: Sequence[int]) -> None:

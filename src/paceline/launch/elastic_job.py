@@ -102,6 +102,7 @@ class ElasticJob:
                 self._carry_out(members.left(slot, int(body["loop"])))
             case "elastic.ready":
                 ready = Ready(int(body["step"]), int(body["update"]), int(body["check"]), bool(body["more"]))
+                self._chief.processes[slot].step = ready.step
                 self._carry_out(members.readied(slot, int(body["generation"]), ready, now))
             case "elastic.failed":
                 self._carry_out(members.failed(slot, int(body["generation"]), str(body["why"]), now))
