@@ -39,6 +39,7 @@ MEET_AGAIN_S = 5.0
 """For a group of an elastic job to be built: its building can't be interrupted, and somebody may die in it."""
 STUCK_S = 2.0
 LEAVE_IN_S = 0.5
+LOOK_UP_EVERY_S = 0.5
 
 
 class Handle(Protocol):
@@ -300,6 +301,8 @@ class Communicator:
 
     def raise_if_left(self, vote: int) -> None:
         """Raise if somebody has left before ballot number `vote`; who left after it has sent theirs."""
+        if self._ended is not None:
+            raise GenerationEnded(self._ended)
         for rank, (votes, note) in self.notes().items():
             if votes <= vote and self._elastic:
                 raise GenerationEnded(note)
@@ -326,7 +329,9 @@ class Communicator:
 
     def _native(self, name: str, start: Callable[[], Any], doing: str) -> Work:
         self._count.called(name)
-        return self._started(start, doing)
+        work = self._started(start, doing)
+        work.looks_up = self._elastic and self.backend == "gloo"
+        return work
 
     def _started(self, start: Callable[[], Any], doing: str) -> Work:
         if self._ended is not None:
@@ -361,6 +366,7 @@ class Work:
 
     def __init__(self, work: Any, owner: Communicator, doing: str) -> None:
         self._work, self._owner, self._doing = work, owner, doing
+        self.looks_up = False  # while it waits: whether its group is over
         self.when_done: Callable[[], None] | None = None
 
     def result(self) -> Any:
@@ -370,7 +376,9 @@ class Work:
     def wait(self, timeout_s: float | None = None) -> None:
         """`timeout_s`: another one than the group's."""
         try:
-            if timeout_s is None:
+            if timeout_s is None and self.looks_up:
+                self._wait_and_look_up()
+            elif timeout_s is None:
                 self._work.wait()
             else:
                 self._work.wait(timedelta(seconds=timeout_s))
@@ -379,6 +387,17 @@ class Work:
         if self.when_done is not None:
             self.when_done()
             self.when_done = None
+
+    def _wait_and_look_up(self) -> None:
+        """In a group that is over gloo was seen to wait on, once in a while, for connections that are shut down."""
+        deadline = time.monotonic() + self._owner.timeout_s
+        while not self._work.is_completed():
+            try:
+                self._work.wait(timedelta(seconds=LOOK_UP_EVERY_S))
+            except RuntimeError:
+                if self._work.is_completed() or self._owner.is_over or time.monotonic() > deadline:
+                    raise
+        self._work.wait()
 
     def wait_for_vote(self, vote: int, look_every_s: float = 0.5) -> None:
         """Wait for ballot number `vote`, and look at the peers' notes while it takes long."""
@@ -389,7 +408,10 @@ class Work:
             except RuntimeError as error:
                 if self._work.is_completed() or time.monotonic() > deadline:
                     raise self._owner._lost(error, self._doing) from error
-                self._owner.raise_if_left(vote)
+                try:
+                    self._owner.raise_if_left(vote)
+                except WorldError as lost:  # the store knows of a new generation already
+                    raise self._owner._lost(lost, self._doing) from error
         self.wait()
 
 
