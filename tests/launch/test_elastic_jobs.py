@@ -148,7 +148,7 @@ def test_an_exception_after_the_loop_fails_the_job_though_the_others_end_well() 
         job.coordinator.exited(1, 0)
         outcome = job.coordinator.outcome.result()
         assert outcome.code == 1
-        assert outcome.lines[0] == "paceline: worker 0 (pid 100) raised ValueError: no space left"
+        assert outcome.lines[0] == "paceline: worker 0 (pid 100) raised ValueError at step 1: no space left"
         await job.coordinator.close()
 
     within(story)
