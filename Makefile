@@ -42,6 +42,8 @@ bits: setup
 
 faults: setup
 	$(PYTHON) -m pytest tests/faults --full-product --every $(EVERY)
+	$(PYTHON) -m pytest tests/strategies tests/parameter_server/test_killed.py tests/launch/test_network_namespaces.py \
+	  -k "dismantling or killed or namespaces" --full-product
 
 conformance: setup
 	$(PYTHON) -m tests.conformance.driver
