@@ -27,10 +27,10 @@ from paceline.elastic.fault_injection import fault_point
 from paceline.elastic.member import Generation, Member
 from paceline.elastic.vault import Vault, VaultState, read
 from paceline.engine.host_copies import HostCopies, Offer, on_hosts
-from paceline.errors import CheckpointError, GenerationEnded, PacelineError, PeerLostError, StateLostError
+from paceline.errors import CheckpointError, PacelineError, PeerLostError, StateLostError
 from paceline.world.world import World
 
-RECOVERABLE = (GenerationEnded, PacelineError, RuntimeError, OSError)
+RECOVERABLE = (PacelineError, RuntimeError, OSError)
 """What building a group out of workers that may die meanwhile raises."""
 
 MOST_UPDATES = 1 << 10
@@ -151,7 +151,7 @@ class Elastic:
             return
         where = "shared memory" if self._copies is None else "the memory of its host"
         each = size_text(self._vault.bytes)
-        more = "" if self._copies is None or self._seat_copies < 2 else f", and a copy on {self._seat_copies - 1} other"
+        more = "" if self._copies is None or self._seat_copies < 2 else f" and a copy on {self._seat_copies - 1} more"
         self._say(
             f"paceline: elastic: each worker keeps {each} of the state in {where}{more} and writes it in every step"
         )

@@ -39,15 +39,15 @@ def as_loader(thing: Any, config: EngineConfig, *, shuffle: bool) -> Any:
 def make_source(
     loader: DataLoader[Any],
     deal: Deal,
-    comm: Communicator | Callable[[], Communicator | None] | None,
+    comm: Callable[[], Communicator | None],
     step: TrainStep,
 ) -> WorkSource:
-    """`comm`, or what gives the current one where it is another after workers came or went."""
+    """`comm` gives the current group: it is another after workers came or went."""
     if not isinstance(loader.dataset, IterableDataset):
         return ShardedLoader(loader, deal)
 
     def agreed(mine: Counts, check: int) -> Counts:
-        current = comm() if callable(comm) else comm
+        current = comm()
         return mine if current is None else _agreed(mine, check, deal, current, step)
 
     return StreamLoader(loader, deal, agreed)

@@ -361,7 +361,7 @@ class TrainStep:
 
     @property
     def lanes_are_passed_on(self) -> bool:
-        return self.strategies.rides is not self._rides_of_table and self.strategies.rides != self._rides_of_table
+        return self.strategies.rides != self._rides_of_table
 
     def _ballot(self, active: Strategy) -> Ballot:
         if self._now.watched:
@@ -639,11 +639,6 @@ class TrainStep:
         lowest = min(lane for lanes in left for lane in lanes)
         owner = next(place for place, lanes in enumerate(left) if lowest in lanes)
         self._buffers.settle(self._comm, owner=owner, lowest=lowest)
-
-    def counts_after(self) -> tuple[int, int]:
-        """`step` and `left_out_steps` when the step that is out, if its update has been made or is due, counts."""
-        out = self._phase in (Phase.COLLECTED, Phase.APPLIED) and not self._now.counted and self._update == 0
-        return self.step + (out and not self._now.empty), self.left_out_steps + (out and self._now.empty)
 
     def item_done(self) -> WorkItem | None:
         """The item with which the step that is out ends, if it has got so far."""
