@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 import paceline
-from paceline.elastic.told_hash import tell_hash
 
 LANES = 8
 ROWS = 4
@@ -93,7 +92,6 @@ def main() -> None:
                         checkpoints.save()
         checkpoints.close()
         digest = engine.weights_hash()
-        tell_hash(slot, digest)
         folder = Path("hashes")
         folder.mkdir(exist_ok=True)
         (folder / str(slot)).write_text(digest)
