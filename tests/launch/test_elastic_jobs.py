@@ -18,7 +18,7 @@ from paceline.elastic.ledger import read_ledger
 from paceline.errors import WorldError
 from paceline.launch.control_channel import Body, ControlServer, KeyValues
 from paceline.launch.decision import Coordinator
-from paceline.launch.folders import LOCK, remove_folders, run_folder, sweep, vault_folder
+from paceline.launch.folders import LOCK, RUN, VAULT, remove_folders, run_folder, sweep, vault_folder
 from paceline.launch.hands import FarHands, lend
 from paceline.launch.hosts import Seat
 from paceline.launch.pulse import Pulse
@@ -299,6 +299,21 @@ def test_a_vault_goes_with_its_job_and_is_swept_when_nobody_holds_it(tmp_path: P
     other.mkdir()
     sweep(memory)
     assert list(memory.iterdir()) == [other]
+
+
+def test_the_run_folder_of_a_swept_vault_goes_too_unless_it_is_anothers_by_now(tmp_path: Path) -> None:
+    memory = tmp_path / "shm"
+    memory.mkdir()
+    for name, points_to in (("mine", "paceline-1-0123abcd"), ("anothers", "paceline-2-0123abcd")):
+        run, left = tmp_path / name, memory / "paceline-1-0123abcd"
+        run.mkdir()
+        left.mkdir()
+        (run / VAULT).symlink_to(memory / points_to)
+        (left / RUN).symlink_to(run)
+        (left / LOCK).touch()
+        sweep(memory)
+    assert list(memory.iterdir()) == []
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["anothers", "shm"]
 
 
 # ---- real processes ------------------------------------------------------------------------------------------

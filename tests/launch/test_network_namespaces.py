@@ -20,6 +20,7 @@ import psutil
 import pytest
 
 from paceline.elastic.ledger import Row, read_ledger
+from paceline.launch.folders import RUN, SHARED_MEMORY, sweep
 from tests.faults.elastic_jobs import STEPS, hash_undisturbed
 
 pytestmark = pytest.mark.skipif(
@@ -136,7 +137,7 @@ class Host:
 
 @contextmanager
 def elastic_job(hosts: tuple[str, str], folder: Path, strategy: str) -> Iterator[tuple[Host, Host]]:
-    """Two workers on each host; steps of a tenth of a second. Nothing of it outlives the block."""
+    """Two workers on each host; steps of a tenth of a second. Nothing of it outlives the block, nor a host's kill."""
     (folder / "secret").write_text("known to both hosts")
     paceline = [sys.executable, "-c", "from paceline.cli.main import main; main()"]
     job = ["run", "--hosts", "2", "--coordinator", "10.77.0.1:29651", "--secret-file", str(folder / "secret")]
@@ -157,12 +158,19 @@ def elastic_job(hosts: tuple[str, str], folder: Path, strategy: str) -> Iterator
         for one in running:
             kill_all(one)
             one.process.wait(10)
+        sweep()  # as the next elastic job on that host does
 
 
 def kill_all(host: Host) -> None:
     """The whole host, as if its power had gone."""
     for process in [*host.processes(), host.process]:
         process.send_signal(signal.SIGKILL)
+
+
+def folders_of(host: Host) -> list[Path]:
+    """In memory and on disk; the supervisor is what `ip netns exec` became."""
+    vaults = list(SHARED_MEMORY.glob(f"paceline-{host.process.pid}-*"))
+    return [*vaults, *((vault / RUN).readlink() for vault in vaults)]
 
 
 def next_commit_after(host: Host, act: Callable[[], None]) -> float:
@@ -224,5 +232,8 @@ def test_a_host_that_is_killed_whole_is_done_without(hosts: tuple[str, str], tmp
     with elastic_job(hosts, tmp_path, strategy) as (near, far):
         passed_s = next_commit_after(near, lambda: kill_all(far))
         print(f"{strategy}: {passed_s:.2f} s from the kill to the next commit")
+        left = folders_of(far)
         check_unharmed(near)
+    assert len(left) == 2
+    assert [folder for folder in left if folder.exists()] == []
     assert "host 1 is lost (its supervisor went away without a word); 2 workers go on" in near.said

@@ -3,9 +3,11 @@
     TMPDIR/paceline-XXXXXXXX/              run folder: the control socket; only this user can enter
     TMPDIR/paceline-XXXXXXXX/vault ──▶     so that the stable finds it, should the supervisor be killed
     /dev/shm/paceline-<pid>-<token>/       vault of an elastic job: state that outlives the worker that wrote it
+    /dev/shm/paceline-<pid>-<token>/run ─▶ so that whoever sweeps the vault finds the run folder
 
 The vault is memory where /dev/shm has room, and part of the run folder otherwise. Its supervisor holds a lock on it:
-one that nobody holds any more (host-wide kill, both killed at once) is swept away by the next elastic job.
+one that nobody holds any more (host-wide kill, both killed at once) is swept away by the next elastic job, with its
+run folder.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ LEAST_FREE = 256 * 2**20
 """A container's default of 64 MiB is soon full, and a write to a full one is a SIGBUS."""
 LONGEST_SOCKET_PATH = 100
 VAULT = "vault"
+RUN = "run"
 LOCK = "held-by-supervisor"
 
 _NAME = re.compile(r"paceline-\d+-[0-9a-f]{8}")
@@ -63,6 +66,7 @@ def vault_folder(run: Path, shared_memory: Path = SHARED_MEMORY) -> Iterator[Pat
     folder = shared_memory / f"paceline-{os.getpid()}-{secrets.token_hex(4)}"
     (run / VAULT).symlink_to(folder)  # first, so that a folder never exists that the stable does not know
     folder.mkdir(mode=0o700)
+    (folder / RUN).symlink_to(run)
     lock = os.open(folder / LOCK, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -73,7 +77,7 @@ def vault_folder(run: Path, shared_memory: Path = SHARED_MEMORY) -> Iterator[Pat
 
 
 def sweep(shared_memory: Path = SHARED_MEMORY) -> None:
-    """Remove vaults of this user that no supervisor holds."""
+    """Remove vaults of this user that no supervisor holds, and the run folders of the jobs that left them."""
     for folder in shared_memory.glob("paceline-*"):
         if not _NAME.fullmatch(folder.name):
             continue
@@ -81,13 +85,22 @@ def sweep(shared_memory: Path = SHARED_MEMORY) -> None:
             lock = os.open(folder / LOCK, os.O_RDWR | os.O_CLOEXEC)
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                _remove_run_of(folder)
                 shutil.rmtree(folder, ignore_errors=True)
             finally:
                 os.close(lock)
 
 
+def _remove_run_of(vault: Path) -> None:
+    """Only where it points back: a name may have been given again since."""
+    with contextlib.suppress(OSError):
+        run = (vault / RUN).readlink()
+        if (run / VAULT).readlink() == vault:
+            shutil.rmtree(run, ignore_errors=True)
+
+
 def empty(vault: Path) -> None:
     """Nobody is left whose state it is."""
     for entry in vault.iterdir():
-        if entry.name != LOCK:
+        if entry.name not in (LOCK, RUN):
             entry.unlink(missing_ok=True)
