@@ -26,7 +26,7 @@ class Line:
 
 
 def generation(number: int, members: list[int], step: int = 0) -> tuple[str, dict[str, Any]]:
-    body = {"generation": number, "members": members, "joining": [], "step": step, "why": "worker 2 died"}
+    body = {"generation": number, "members": members, "joining": [], "step": step, "why": "worker 2 died", "main": 0}
     return "elastic.generation", body
 
 

@@ -102,6 +102,20 @@ def test_a_replacement_is_admitted_right_after_a_commit_that_has_a_step_after_it
     assert members.grouped(1, 3) == [Say("worker 1 is back after step 2")]
 
 
+def test_the_main_worker_is_the_first_of_the_others_when_it_is_lost_and_who_comes_back_is_not() -> None:
+    members = job(3)
+
+    def main(decided: list[Decision]) -> list[int]:
+        return [decision.main for decision in decided if isinstance(decision, Regroup)]
+
+    assert main(members.died(0, "was killed", 0.0)) == [1]
+    members.asks_to_join(0, 1, FACTS)
+    assert main(ready(members, [1, 2], 1)) == [1], "workers 0, 1 and 2 are there again"
+    for slot in (0, 1, 2):
+        members.grouped(slot, members.generation)
+    assert main(members.died(1, "was killed", 0.0)) == [0]
+
+
 def test_a_replacement_that_had_not_come_to_the_state_joins_after_the_next_step() -> None:
     """The others may be in the middle of something between two steps, in which it can't take part."""
     members = job(3)

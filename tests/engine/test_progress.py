@@ -72,7 +72,7 @@ def test_speed_is_that_of_the_last_half_minute() -> None:
 
 def test_the_time_left_is_counted_from_the_step_it_began_at(capsys: pytest.CaptureFixture[str]) -> None:
     clock = Clock()
-    bar = Bar(step=50, total=100, main=True, client=None, clock=clock)
+    bar = Bar(step=50, total=100, main=lambda: True, client=None, clock=clock)
     bar.show(loss=2.5)
     for step in range(51, 61):
         clock.now += 1.0
@@ -85,8 +85,21 @@ def test_the_time_left_is_counted_from_the_step_it_began_at(capsys: pytest.Captu
     ]
 
 
+def test_a_worker_that_has_joined_goes_on_with_the_line_at_a_speed_of_its_own_time(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    clock = Clock()
+    main = [False]
+    bar = Bar(step=0, total=100, main=lambda: main[0], client=None, clock=clock)
+    for step in range(51, 61):
+        clock.now += 1.0
+        main[0] = step > 55  # the one that showed it is lost
+        bar.step_done(step, 16)
+    assert capsys.readouterr().out.splitlines() == ["step 56/100 · samples/s 16 · eta 0:44"]
+
+
 def test_only_the_main_worker_shows_it(capsys: pytest.CaptureFixture[str]) -> None:
-    bar = Bar(step=0, total=3, main=False, client=None)
+    bar = Bar(step=0, total=3, main=lambda: False, client=None)
     bar.step_done(1, 4)
     bar.close()
     assert capsys.readouterr().out == ""

@@ -95,7 +95,7 @@ def test_a_death_is_told_to_the_others_at_once_and_its_slot_given_again() -> Non
         assert set(job.hands.pushed("elastic.commit")) == {0, 1, 2}
         job.coordinator.exited(1, -signal.SIGKILL)
         why = "worker 1 was killed by SIGKILL in step 2"
-        expected = {"generation": 2, "members": [0, 2], "joining": [], "step": 1, "why": why}
+        expected = {"generation": 2, "members": [0, 2], "joining": [], "step": 1, "why": why, "main": 0}
         assert job.hands.pushed("elastic.generation") == {0: expected, 2: expected}
         assert job.hands.done[-1] == ("start", 1, 1)
         job.coordinator.started(1, 201)

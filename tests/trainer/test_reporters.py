@@ -22,6 +22,7 @@ from paceline.trainer.integrations.choice import Reporters, choose
 from paceline.trainer.integrations.json_lines import FILE_NAME, JsonLines, rows
 from paceline.trainer.integrations.prometheus import Prometheus
 from paceline.trainer.integrations.reporter import RunInfo, in_section
+from paceline.trainer.integrations.taking_over import Written
 from paceline.trainer.integrations.tensorboard import FOLDER, TensorBoard
 
 
@@ -88,6 +89,72 @@ def test_a_resumed_run_supersedes_what_came_after_its_checkpoint_and_loses_nothi
     assert lines(run)[4]["text"] == '{"step": 40, "lo'
     assert lines(run)[5]["superseded"] == "lines above of steps after 20"
     assert [(row["step"], row["loss"]) for row in rows(run.folder / FILE_NAME)] == [(10, 10.0), (20, 20.0), (30, 0.5)]
+
+
+# -- taking over -------------------------------------------------------------------------------------------------------
+
+
+def history(*lines: tuple[int, str]) -> list[dict[str, Any]]:
+    return [{name: 0.5, "epoch": 1.0, "step": step} for step, name in lines]
+
+
+def write(run: RunInfo, logged: list[dict[str, Any]]) -> None:
+    reporter = JsonLines()
+    reporter.start(run)
+    for row in logged:
+        reporter.log(row["step"], {name: value for name, value in row.items() if name != "step"})
+    reporter.close()
+
+
+TRAIN_10, EVAL_10, TRAIN_20 = (10, "loss"), (10, "eval_loss"), (20, "loss")
+
+
+@pytest.mark.parametrize("by_the_lost", [[], [TRAIN_10], [TRAIN_10, EVAL_10], [TRAIN_10, EVAL_10, TRAIN_20]])
+@pytest.mark.parametrize("by_the_next", [[], [TRAIN_10], [TRAIN_10, EVAL_10], [TRAIN_10, EVAL_10, TRAIN_20]])
+def test_every_line_is_there_once_wherever_the_two_workers_were(
+    run: RunInfo, by_the_lost: list[tuple[int, str]], by_the_next: list[tuple[int, str]]
+) -> None:
+    write(run, history(*by_the_lost))
+    written = Written(run.folder, history(*by_the_next))
+    still_to_come = history(*[line for line in (TRAIN_10, EVAL_10, TRAIN_20) if line not in by_the_next])
+    late = [row for row in still_to_come if not written.has(row["step"], {k: row[k] for k in row if k != "step"})]
+    write(run, [{"step": step, **values} for step, values in written.missing] + late)
+    there = [(line["step"], list(line)[2]) for line in lines(run) if "event" not in line]
+    assert there == [TRAIN_10, EVAL_10, TRAIN_20]
+
+
+def test_a_run_that_was_moved_is_not_told_again_what_it_had_logged_before(run: RunInfo) -> None:
+    write(replace(run, resumed_at=10), history((20, "loss")))
+    assert Written(run.folder, history((10, "loss"), (20, "loss"))).missing == []
+
+
+def test_who_takes_over_goes_on_in_the_files_and_says_so(run: RunInfo) -> None:
+    before = choose("tensorboard")
+    before.start(run)
+    before.log(1, {"loss": 1.0})
+    before.log(2, {"loss": 2.0})
+    with (run.folder / FILE_NAME).open("a") as file:
+        file.write('{"step": 3, "lo')  # killed here
+    written = Written(run.folder, history((1, "loss"), (2, "loss"), (3, "loss")))
+    after = choose("tensorboard")
+    after.start(replace(run, resumed_at=written.last_step, taken_over=written.last_lines))
+    for step, values in written.missing:
+        after.log(step, values)
+    after.close()
+    events = [line.get("event", line.get("step")) for line in lines(run)]
+    assert events == ["start", 1, 2, "cut", "takeover", 3, "end"]
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    seen = EventAccumulator(str(run.folder / FOLDER)).Reload()
+    assert [(event.step, event.value) for event in seen.Scalars("train/loss")] == [(1, 1.0), (2, 2.0), (3, 0.5)]
+    before.close()
+
+
+def test_one_that_cannot_go_on_elsewhere_does_not_end_the_run(run: RunInfo) -> None:
+    several = Reporters([Fails("start"), Fails("never")])
+    with pytest.warns(UserWarning, match="fails reports no more"):
+        several.start(replace(run, resumed_at=3, taken_over=[]))
+    assert several.names == ["fails"]
 
 
 # -- choosing ----------------------------------------------------------------------------------------------------------

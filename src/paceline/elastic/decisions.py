@@ -72,6 +72,7 @@ class Regroup:
     joining: tuple[int, ...]
     step: int
     why: str
+    main: int = 0
 
 
 @dataclass(frozen=True)

@@ -37,6 +37,7 @@ class Generation:
     joining: tuple[int, ...] = ()
     step: int = 0  # committed so far
     why: str = ""
+    main: int = 0  # shows progress and writes reports
 
     @property
     def staying(self) -> tuple[int, ...]:
@@ -163,6 +164,7 @@ class Member:
                         tuple(body["joining"]),
                         int(body["step"]),
                         str(body["why"]),
+                        int(body["main"]),
                     )
                 )
             case "elastic.refused":

@@ -48,6 +48,7 @@ class Membership:
         """The job was asked to stop: nobody is replaced any more."""
         self.over = False
         self._committed = (0, WHOLE_STEP)
+        self._main = 0  # of all workers, who reports
         self._starts = 0
         self._breaks = 0
         self._ties = 0
@@ -325,7 +326,7 @@ class Membership:
         if not self.rules.restart_workers or self._starts == MOST_STARTS or self.stopping or stays_empty:
             return self._end(TOO_FEW_LEFT, what)
         self._starts += 1
-        self.generation, self.running = 1, False
+        self.generation, self.running, self._main = 1, False, 0
         self._breaks = self._ties = 0
         self._deadlines.forget()
         self._newcomers.clear()
@@ -346,7 +347,10 @@ class Membership:
             slot.ready, slot.grouped = None, not slot.in_loop
         members = self.members
         joining = tuple(number for number in members if number in self._newcomers)
-        return [Regroup(self.generation, members, joining, self.step, why)]
+        staying = [number for number in members if number not in joining]
+        if self._main not in staying:  # and who comes back does not take it back: each handing over costs
+            self._main = staying[0]
+        return [Regroup(self.generation, members, joining, self.step, why, self._main)]
 
     def _may_refill(self, slot: Slot) -> bool:
         allowed = self.rules.restart_workers and not self.stopping and not slot.closed

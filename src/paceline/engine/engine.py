@@ -322,7 +322,7 @@ class Engine:
 
     def bar(self, total: int | None) -> Bar:
         """A progress line that the caller moves on: one for several loops, or for none; close it."""
-        return Bar(step=self.step, total=total, main=self.is_main_process, client=self._client)
+        return Bar(step=self.step, total=total, main=lambda: self.is_main_process, client=self._client)
 
     def show_table(self, title: str, rows: Sequence[Sequence[str]]) -> None:
         """Two columns, shown once: by the launcher where there is one, otherwise printed."""
@@ -335,8 +335,8 @@ class Engine:
 
     @property
     def is_main_process(self) -> bool:
-        """One of all workers: the first, or the first of those that are left."""
-        return self._among.is_main and (self._elastic is None or self._elastic.admitted)
+        """One of all workers: the first, or when that one is lost the first of the others."""
+        return self._among.is_main if self._elastic is None else self._elastic.is_main
 
     def print(self, *values: object, **options: Any) -> None:
         """Print once, not once per worker."""

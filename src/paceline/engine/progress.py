@@ -58,7 +58,7 @@ class Pace:
 class Bar:
     """`bar.step_done(step, samples)` when a step is done, after `bar.show(loss=2.3)`; `bar.close()` leaves it standing.
 
-    Only the main worker's is seen; the others' do nothing.
+    Only the main worker's is seen; the others' are ready to take over, in an elastic job that loses that worker.
     """
 
     def __init__(
@@ -66,12 +66,13 @@ class Bar:
         *,
         step: int,
         total: int | None,
-        main: bool,
+        main: Callable[[], bool],
         client: ControlClient | None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._step, self._total, self._main, self._client, self._clock = step, total, main, client, clock
         self._fields: dict[str, float | int | str] = {}
+        self._is_first = True
         self._begun = clock()
         self._pace = Pace(clock)
         self._pace.begin(step)
@@ -84,8 +85,12 @@ class Bar:
         self._fields.update(fields)
 
     def step_done(self, step: int, samples: int = 0) -> None:
-        self._step = step
-        self._pace.mark(step, samples)
+        if self._is_first and step > self._step + 1:  # this worker has joined others, who made the steps before
+            self._pace = Pace(self._clock)
+            self._pace.begin(step)
+        else:
+            self._pace.mark(step, samples)
+        self._step, self._is_first = step, False
         self._draw(final=False)
 
     def close(self) -> None:
@@ -105,9 +110,9 @@ class Bar:
         return ProgressLine(self._step, self._total, fields, final)
 
     def _draw(self, *, final: bool) -> None:
-        now = self._clock()
-        live = self._client is not None or (self._main and sys.stdout.isatty())
-        if not self._main or (not final and now - self._last < (SEND_EVERY_S if live else PLAIN_EVERY_S)):
+        now, main = self._clock(), self._main()
+        live = self._client is not None or (main and sys.stdout.isatty())
+        if not main or (not final and now - self._last < (SEND_EVERY_S if live else PLAIN_EVERY_S)):
             return
         self._last = now
         line = self.line(final=final)

@@ -199,6 +199,10 @@ class Elastic:
     def changed(self) -> bool:
         return self.member.changed
 
+    @property
+    def is_main(self) -> bool:
+        return self.admitted and self.member.now.main == self.member.slot
+
     def start_over(self) -> None:
         """Go on with the workers that the coordinator names, from the last committed step."""
         why = "its group is over"

@@ -250,6 +250,7 @@ class ElasticJob:
             "joining": list(regroup.joining),
             "step": regroup.step,
             "why": regroup.why,
+            "main": regroup.main,
         }
         for slot in regroup.members:
             self._chief.hands_of(slot).push(slot, "elastic.generation", body)

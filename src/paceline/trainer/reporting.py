@@ -6,13 +6,16 @@
     on_train_end       the line stands still; a summary is shown
     on_log after it    values go to metrics.jsonl alone
 
-It is the first callback of a Trainer. Reporters and the line belong to the main worker; the others are silent.
+It is the first callback of a Trainer. Reporters and the line belong to the main worker; the others are silent. Where an
+elastic job loses that one, the next main worker takes over: the line goes on, and so do the reports, with what the lost
+one had not written yet (`integrations/taking_over.py`).
 """
 
 from __future__ import annotations
 
 import time
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +28,7 @@ from paceline.trainer.callbacks import TrainerCallback, full_metric_name
 from paceline.trainer.integrations import json_lines
 from paceline.trainer.integrations.choice import Reporters, choose
 from paceline.trainer.integrations.reporter import RunInfo
+from paceline.trainer.integrations.taking_over import Written
 from paceline.trainer.meters import Meters, PeakMemory
 from paceline.trainer.peak_flops import ModelFlops, model_flops, peak_flops
 from paceline.trainer.summary import Best, RunSummary
@@ -40,7 +44,9 @@ class ReportCallback(TrainerCallback):
         self._engine: Engine | None = None
         self._meters: Meters | None = None
         self._reporters: Reporters | None = None
-        self._folder = Path(arguments.output_dir)
+        self._run = RunInfo("", Path(arguments.output_dir))
+        self._is_reporting = False
+        self._written: Written | None = None  # by the worker that this one has taken over from
         self._ended: Path | None = None  # the folder of a run that was reported, and has ended
         self._bar: Bar | None = None
         self._began = 0.0
@@ -52,21 +58,36 @@ class ReportCallback(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
         engine = self._engine
         assert engine is not None
-        self._folder = Path(args.output_dir)
-        self._reporters = choose(args.report_to, main=engine.is_main_process)
-        self._reporters.start(
-            RunInfo(
-                name=str(args.run_name),
-                folder=self._folder,
-                config=args.to_dict(),
-                world=_world_of(engine),
-                resumed_at=state.global_step or None,
-            )
+        self._is_reporting, self._written = engine.is_main_process, None
+        self._reporters = choose(args.report_to, main=self._is_reporting)
+        self._run = RunInfo(
+            name=str(args.run_name),
+            folder=Path(args.output_dir),
+            config=args.to_dict(),
+            world=_world_of(engine),
+            resumed_at=state.global_step or None,
         )
+        self._reporters.start(self._run)
         self._bar = None if args.disable_tqdm else engine.bar(state.max_steps)
         self._began = time.monotonic()
 
+    def _take_over(self, args: Any, state: Any) -> bool:
+        """Whether this worker has just become the main one of a run under way; its history is written by then."""
+        engine = self._engine
+        if self._reporters is None or self._is_reporting or engine is None or not engine.is_main_process:
+            return False
+        written = Written(self._run.folder, state.log_history)
+        self._is_reporting, self._written = True, written
+        self._reporters = choose(args.report_to)
+        lines, at = written.last_lines, written.last_step
+        self._reporters.start(replace(self._run, world=_world_of(engine), resumed_at=at, taken_over=lines))
+        for step, values in written.missing:
+            self._reporters.log(step, values)
+        engine.print(f"paceline: reports go on from here: {', '.join(self._reporters.names)}")
+        return True
+
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
+        self._take_over(args, state)
         if self._bar is not None and self._meters is not None and self._engine is not None:
             loss = self._meters.last_loss
             shown = {} if loss is None else {"loss": loss}
@@ -76,8 +97,10 @@ class ReportCallback(TrainerCallback):
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> Any:
         values = {name: value for name, value in (logs or {}).items() if isinstance(value, int | float)}
         if self._reporters is not None:
-            self._reporters.log(state.global_step, values)
-        elif self._ended is not None:
+            known = self._take_over(args, state) or (self._written and self._written.has(state.global_step, values))
+            if not known:
+                self._reporters.log(state.global_step, values)
+        elif self._ended is not None and self._engine is not None and self._engine.is_main_process:
             self._add_line(self._ended, state.global_step, values)
         if self._bar is not None:
             told = {SHOWN[name]: value for name, value in values.items() if name in SHOWN and name != "loss"}
@@ -97,9 +120,12 @@ class ReportCallback(TrainerCallback):
             )
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
+        shows = self._engine is not None and self._meters is not None and not args.disable_tqdm
+        summary = self._summary(args, state) if shows else None  # all meet for it: who is lost by then is known
+        self._take_over(args, state)
         self.close(ok=True)
-        if self._engine is not None and self._meters is not None and not args.disable_tqdm:
-            self._engine.show_table(f"{args.run_name} has ended", self._summary(args, state).rows())
+        if self._engine is not None and summary is not None:
+            self._engine.show_table(f"{args.run_name} has ended", summary.rows())
 
     def close(self, *, ok: bool) -> None:
         """However training ends."""
@@ -107,7 +133,8 @@ class ReportCallback(TrainerCallback):
             self._bar.close()
             self._bar = None
         if self._reporters is not None:
-            self._ended = self._folder if json_lines.JsonLines.name in self._reporters.names else None
+            writes = not self._is_reporting or json_lines.JsonLines.name in self._reporters.names
+            self._ended = self._run.folder if writes else None
             self._reporters.close(ok=ok)
             self._reporters = None
 

@@ -373,6 +373,7 @@ class Trainer:
         self.call_event("on_log", logs=logs)
 
     def call_event(self, event: str, **more: Any) -> None:
+        self.state.is_world_process_zero = self.is_world_process_zero()  # an elastic job may have lost the one that was
         self.control = self.callback_handler.call(event, self.args, self.state, self.control, **more)
 
     def add_callback(self, callback: Any) -> None:

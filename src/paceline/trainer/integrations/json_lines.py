@@ -5,6 +5,7 @@
     {"step": 20, "time": …, "loss": "NaN", "nonfinite": ["loss"]}            JSON has no NaN; the line says so itself
     {"event": "resume", "time": …, "step": 10, "superseded": "lines above of steps after 10"}
     {"step": 20, "time": …, "loss": 2.17}                                    the one that counts
+    {"event": "takeover", "time": …, "step": 20, "world": {…}}               the writer was lost, another goes on
     {"event": "end", "time": …, "ok": true}
     {"step": 20, "time": …, "eval_loss": 2.05}                               measured after the end of training
 
@@ -40,7 +41,9 @@ class JsonLines:
         self._file = path.open("a", encoding="utf-8")
         if cut:
             self._write({"event": "cut", "text": cut})
-        if run.resumed_at is None:
+        if run.taken_over is not None:
+            self._write({"event": "takeover", "step": run.resumed_at, "world": dict(run.world)})
+        elif run.resumed_at is None:
             self._write({"event": "start", "run": run.name, "world": dict(run.world), "config": dict(run.config)})
         else:
             superseded = f"lines above of steps after {run.resumed_at}"

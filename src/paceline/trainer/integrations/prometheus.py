@@ -52,6 +52,8 @@ class Prometheus:
         from prometheus_client import CollectorRegistry, start_http_server
 
         self._run, self._registry = run.name, CollectorRegistry()
+        for step, values in run.taken_over or ():
+            self.log(step, values)
         if self._wanted_port is None:
             return
         try:

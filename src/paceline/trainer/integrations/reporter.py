@@ -1,6 +1,7 @@
 """A reporter: somewhere that a run's values go, one call per moment. Only the main worker has any.
 
-    start(run)            once, before the first step; `run.resumed_at` is the step that an earlier run had reached
+    start(run)            once, before the first step; `run.resumed_at` is the step that an earlier run had reached.
+                          Or later, by another worker, where the main one is lost: `run.taken_over`
     log(step, values)     numbers by name, as they come; NaN and infinity are values like others
     close(ok)             once, at the end; not ok: by an exception
 
@@ -9,10 +10,13 @@ Which ones a run has is chosen in `choice.py`; JSON lines are always among them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
+
+Logged: TypeAlias = tuple[int, Mapping[str, float]]
+"""A step and what was logged in it."""
 
 
 @dataclass(frozen=True)
@@ -25,6 +29,8 @@ class RunInfo:
     world: Mapping[str, Any] = field(default_factory=dict)
     """Workers, lanes, strategy, device, versions: what the config alone doesn't tell."""
     resumed_at: int | None = None
+    taken_over: Sequence[Logged] | None = None
+    """The run is under way: these are the lines of the last step that a lost worker has written, `resumed_at`."""
 
 
 class Reporter(Protocol):
