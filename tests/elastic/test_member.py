@@ -86,8 +86,21 @@ def test_a_joiner_that_is_refused_hears_why() -> None:
         worker.ask_to_join(1, {"torch": "2.12"})
 
 
+def test_a_loop_begins_when_all_have_entered_it() -> None:
+    line = Line()
+    worker = member(line)
+    line.answers["elastic.enter"] = [("elastic.begin", {"loop": 2, "then": 2})]
+    assert worker.enters(2, 7, {})
+    assert worker.changed, "somebody joins before the loop's first step"
+    line.answers["elastic.enter"] = [generation(3, [0, 1])]
+    assert not worker.enters(3, 8, {}), "somebody died: it is entered again, by those who are left"
+
+
 def test_a_joiner_in_front_of_a_loop_that_is_over_is_told_so() -> None:
     line = Line()
     worker = member(line, incarnation=1)
     line.answers["elastic.join"] = [("elastic.wait", {"loop": 3})]
     assert worker.ask_to_join(1, {}) is None
+    told = list(line.told)
+    assert worker.ask_to_join(2, {}) is None
+    assert line.told == told, "it is on its way to the third"

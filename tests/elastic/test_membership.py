@@ -13,6 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from paceline.elastic.deadlines import DYING_S, FIRST_BEAT_S, SETTLE_S
 from paceline.elastic.decisions import (
     TOO_FEW_LEFT,
+    Begin,
     Commit,
     Decision,
     End,
@@ -148,7 +149,7 @@ def test_a_replacement_in_front_of_a_loop_that_is_over_is_told_to_skip_it() -> N
     members.died(1, "was killed", 0.0)
     members.asks_to_join(1, 1, FACTS)
     members.left(0, 1)
-    assert members.entered(0, 2, 0, FACTS, 0.0) == [Wait(1, 2)]
+    assert members.entered(0, 2, 0, FACTS, 0.0) == [Begin(2, (0,)), Wait(1, 2)]
     assert members.asks_to_join(1, 2, FACTS) == []
     assert Regroup(3, (0, 1), (1,), 1, "worker 1 joined after step 1") in ready(members, [0], 1)
 
@@ -158,6 +159,63 @@ def test_a_replacement_in_front_of_loop_0_joins_whichever_they_are_in() -> None:
     members.died(1, "was killed", 0.0)
     assert members.asks_to_join(1, 0, FACTS) == []
     assert isinstance(ready(members, [0], 1)[-1], Regroup)
+
+
+def next_loop(members: Membership, slots: Iterable[int], loop: int) -> list[Decision]:
+    for slot in slots:
+        members.left(slot, loop - 1)
+    return [word for slot in slots for word in members.entered(slot, loop, members.step, FACTS, 0.0)]
+
+
+def test_a_replacement_is_admitted_when_the_others_enter_a_loop_so_epochs_of_one_step_admit_it_too() -> None:
+    members = job(2)
+    members.died(1, "was killed", 0.0)
+    members.asks_to_join(1, 0, FACTS)
+    assert ready(members, [0], 1, more=False) == [Commit(1, 0, 2, (0,))]
+    assert next_loop(members, [0], 2) == [
+        Begin(2, (0,)), Regroup(3, (0, 1), (1,), 1, "worker 1 joined after step 1"),
+    ]  # fmt: skip
+    assert members.slots[1].loop == 2
+
+
+def test_a_loop_begins_when_all_have_entered_it_in_the_same_generation() -> None:
+    members = job(3)
+    ready(members, range(3), 1, more=False)
+    assert next_loop(members, [0, 1], 2) == []
+    members.died(0, "was killed", 0.0)
+    assert members.entered(2, 2, 1, FACTS, 0.0) == [], "worker 1 has to keep its part of the state again"
+    assert Begin(2, (1, 2)) in members.entered(1, 2, 1, FACTS, 0.0)
+
+
+def test_a_replacement_that_counts_its_loops_catches_up_with_loops_of_one_step() -> None:
+    """Told to skip to the loop that the others are in, it would come to it when that is over, again and again."""
+    members = job(2)
+    members.died(1, "was killed", 0.0)
+    members.asks_to_join(1, 1, FACTS)
+    for step in (1, 2):
+        ready(members, [0], step, more=False)
+        said = next_loop(members, [0], step + 1)
+        members.asks_to_join(1, 2, FACTS)
+    assert said == [Begin(3, (0,)), Wait(1, 4)]
+    assert members.asks_to_join(1, 3, FACTS) == [], "said before it heard that it is to skip it"
+    members.asks_to_join(1, 4, FACTS)
+    assert ready(members, [0], 3) == [Commit(3, 0, 2, (0,))], "it stands in front of another loop"
+    assert isinstance(next_loop(members, [0], 4)[-1], Regroup)
+
+
+def test_a_replacement_that_came_in_vain_to_a_loop_that_is_over_is_replaced() -> None:
+    """It waits for a generation and can't hear that it is to skip a loop; joined now, it would count one too few."""
+    members = job(3)
+    members.died(1, "was killed", 0.0)
+    members.asks_to_join(1, 1, FACTS)
+    ready(members, [0, 2], 1)
+    members.died(2, "was killed", 0.0)
+    ready(members, [0], 2, more=False)
+    decided = next_loop(members, [0], 2)
+    assert Fence(1) in decided
+    assert lines(decided) == ["worker 1 came too late for its loop, before it had joined, a replacement starts"]
+    members.died(1, "was killed", 0.0)
+    assert members.asks_to_join(1, 2, FACTS) == []
 
 
 def test_nobody_is_replaced_where_the_flags_say_so_or_the_job_is_asked_to_stop() -> None:
@@ -389,7 +447,7 @@ def test_a_job_that_resumes_takes_up_the_ledger_at_its_checkpoint() -> None:
     members.died(0, "was killed", 0.0)
     members.died(1, "was killed", 0.0)
     assert members.entered(0, 1, 2, FACTS, 0.0) == []
-    assert members.entered(1, 1, 2, FACTS, 0.0) == [Rewind(2)]
+    assert members.entered(1, 1, 2, FACTS, 0.0) == [Rewind(2), Begin(1, (0, 1))]
     assert ready(members, [0, 1], 3) == [Commit(3, 0, 1, (0, 1))]
 
 
@@ -497,6 +555,7 @@ class Worker:
         self.stuck = False
         self.readied = (0, 0)
         self.has_state = incarnation == 0
+        self.loop = self.entered_in = int(incarnation == 0)
 
 
 class LivesOfAJob(RuleBasedStateMachine):
@@ -513,10 +572,12 @@ class LivesOfAJob(RuleBasedStateMachine):
         self.newest = 1
         self.told: dict[int, list[Decision]] = {}
         self.ended = False
+        self.loop = self.begun = 1
         self.doomed: list[tuple[int, Worker]] = []
         self._begin()
 
     def _begin(self) -> None:
+        self.loop = self.begun = 1
         for slot in range(self.SIZE):
             self.workers[slot] = Worker(0, 1, 0)
             self.workers[slot].alive = True
@@ -533,9 +594,13 @@ class LivesOfAJob(RuleBasedStateMachine):
                     assert generation == self.newest
                     self.ledger.commit(Row(step, update, generation, slots))  # raises at a second one
                     for slot in slots:
+                        assert self.workers[slot].loop == self.begun, "every member is in the loop"
                         assert self.workers[slot].step == step - 1, "every member was at the same step"
                         assert self.workers[slot].readied == (generation, step), "every member has done it"
                         self.workers[slot].step = step
+                case Begin(loop, slots):
+                    assert {self.workers[slot].entered_in for slot in slots} == {self.newest}, "all have kept it"
+                    self.begun = loop
                 case Regroup(generation, slots, joining, step, _):
                     assert generation == self.newest + 1, "generations follow each other"
                     self.newest = generation
@@ -545,7 +610,7 @@ class LivesOfAJob(RuleBasedStateMachine):
                         worker = self.workers[slot]
                         worker.generation = generation
                         if slot in joining:
-                            worker.joined, worker.step = True, step
+                            worker.joined, worker.step, worker.loop = True, step, self.begun
                         assert worker.joined
                         assert worker.has_state or slot in joining, "who has no state is given it"
                         assert worker.step == step, "survivors all count a step, or none does"
@@ -611,9 +676,23 @@ class LivesOfAJob(RuleBasedStateMachine):
             return
         self.do(self.members.grouped(slot, worker.generation))
         worker.has_state = True
+        if self.begun < self.loop:
+            self._enter(slot, worker)
+            return
         one = Ready(worker.step + 1, 0, check, True)
         worker.readied = (worker.generation, one.step)
         self.do(self.members.readied(slot, worker.generation, one, self.now))
+
+    def _enter(self, slot: int, worker: Worker) -> None:
+        if worker.loop < self.loop:
+            self.do(self.members.left(slot, worker.loop))
+        worker.loop, worker.entered_in = self.loop, worker.generation
+        self.do(self.members.entered(slot, self.loop, worker.step, FACTS, self.now))
+
+    @precondition(lambda self: not self.ended and not any(slot.ready for slot in self.members.slots))
+    @rule()
+    def loop_ends(self) -> None:
+        self.loop = self.begun + 1
 
     @precondition(lambda self: not self.ended and self.newest > 1)
     @rule(slot=st.integers(0, SIZE - 1))

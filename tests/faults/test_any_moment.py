@@ -18,6 +18,7 @@ import pytest
 
 from paceline.strategies.registry import synchronous_strategies
 from tests.faults.elastic_jobs import WORKERS, check_unharmed, run_elastic
+from tests.faults.training import LANES, ROWS
 
 PHASES = (
     "data", "forward", "backward", "bucket", "exchange", "ready",
@@ -123,4 +124,12 @@ def test_a_worker_comes_back_while_the_others_save(strategy: str, backend: str, 
     flags = f"--strategy {strategy} --backend {backend}"
     job = run_elastic(tmp_path / "job", flags, arguments, orders=orders, timeout_s=60)
     check_unharmed(job, orders)
+    assert "worker 1 is back" in job.err, job.text
+
+
+def test_a_worker_comes_back_between_epochs_of_one_step(tmp_path: Path) -> None:
+    orders = ["kill:rank=1,step=2,phase=forward"]
+    trained = f"--samples {LANES * ROWS} --epochs 8"
+    job = run_elastic(tmp_path / "job", "--strategy zero2", f"{trained} --await-joiner 1-1", orders=orders)
+    check_unharmed(job, orders, trained)
     assert "worker 1 is back" in job.err, job.text

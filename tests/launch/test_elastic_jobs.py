@@ -68,7 +68,7 @@ class Job:
         for slot in range(workers):
             self.coordinator.started(slot, 100 + slot)
         for slot in range(workers):
-            self.tell(slot, "enter", loop=1, step=0, facts=FACTS)
+            self.tell(slot, "enter", generation=1, loop=1, step=0, facts=FACTS)
 
     def tell(self, slot: int, kind: str, **body: Any) -> None:
         self.coordinator.told(slot, f"elastic.{kind}", body)
@@ -351,7 +351,8 @@ if incarnation:
     Path(f"stands-in-front-{rank}").touch()
     regroup(news.get(timeout=30)[1])
 else:
-    control.tell("elastic.enter", loop=1, step=0, facts=facts)
+    control.tell("elastic.enter", generation=1, loop=1, step=0, facts=facts)
+    assert news.get(timeout=30) == ("elastic.begin", {"loop": 1, "then": None})
 print("vault", os.environ["PACELINE_VAULT"], "pids", os.getpid(), flush=True)
 while step < steps:
     FAULTS

@@ -3,6 +3,7 @@
 | decision  | carried out as                                                                                    |
 |-----------|---------------------------------------------------------------------------------------------------|
 | Commit    | a row of the ledger, then `elastic.commit` to the members                                         |
+| Begin     | `elastic.begin` to the members, who all stand at the first step of a loop                         |
 | Regroup   | `elastic.generation` to the members; whoever waits for keys of older generations hears that it's over |
 | Fence     | SIGKILL, by the supervisor of the slot's host                                                     |
 | Replace   | a fresh process in the slot                                                                       |
@@ -66,6 +67,12 @@ class Commit:
 
 
 @dataclass(frozen=True)
+class Begin:
+    loop: int
+    members: tuple[int, ...]
+
+
+@dataclass(frozen=True)
 class Regroup:
     generation: int
     members: tuple[int, ...]
@@ -121,4 +128,4 @@ class End:
     why: str = ""
 
 
-Decision: TypeAlias = Commit | Regroup | Fence | Replace | Refuse | Wait | Rewind | StartAnew | Say | End
+Decision: TypeAlias = Commit | Begin | Regroup | Fence | Replace | Refuse | Wait | Rewind | StartAnew | Say | End

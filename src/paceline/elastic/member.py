@@ -4,10 +4,13 @@
     coordinator                          all are ready ─► ledger ─► COMMIT(step)
                                          somebody died ─► GENERATION(number, members)      the step is done again
 
+    worker        ENTER(generation, loop, step) ─────────────────► the loop's first step
+    coordinator           all have entered ─► BEGIN(loop)          somebody died: enter again, in the new generation
+
 What the coordinator says comes on one ordered line, read by the control client's thread. A COMMIT that was said before
 a GENERATION is heard before it, so of the workers that are left either all count a step or none does. When a new
 generation is heard the group of the old one is abandoned at once, by `on_change`, wherever the loop waits in it; unless
-nobody is lost: then COMMIT has told of it, and all change to it together, when the loop comes to the next step.
+nobody is lost: then COMMIT or BEGIN has told of it, and all change to it together, before the next step.
 """
 
 from __future__ import annotations
@@ -63,7 +66,8 @@ class Member:
         self._client, self._wait_s = client, wait_s
         self._newest = first
         self._committed = (0, 0)  # step, update
-        self._announced = 0  # the generation to change to at the end of the step that was committed last
+        self._begun = 0  # the loop that all have entered
+        self._announced = 0  # the generation to change to before the next step
         self._refused: str | None = None
         self._loop_of_others = 0
         self._news = threading.Condition()
@@ -121,10 +125,15 @@ class Member:
         """No copy of a part of the state is left, so nobody can go on: all are to start anew."""
         self._client.tell("elastic.lost", generation=number, why=why)
 
-    def enter(self, loop: int, step: int, facts: Mapping[str, str | int]) -> None:
+    def enters(self, loop: int, step: int, facts: Mapping[str, str | int]) -> bool:
+        """Wait until all have entered the loop: True. False: the workers have changed before."""
+        number = self.now.number
         with self._news:
             self._committed = (step, LAST)  # it may have gone back to an older state
-        self._client.tell("elastic.enter", loop=loop, step=step, facts=dict(facts))
+        self._client.tell("elastic.enter", generation=number, loop=loop, step=step, facts=dict(facts))
+        with self._news:
+            self._wait_for(lambda: self._begun >= loop or self._newest.number > number, "all have entered their loop")
+            return self._begun >= loop
 
     def leave(self, loop: int) -> None:
         self._client.tell("elastic.leave", loop=loop)
@@ -132,9 +141,11 @@ class Member:
     def ask_to_join(self, loop: int, facts: Mapping[str, str | int]) -> Generation | None:
         """Stand in front of loop number `loop` until the others take this worker in; None: they are past that loop.
 
-        `loop` 0 is whichever they are in. It may take as long as the others need for a step, or for what they do
-        between two loops.
+        `loop` 0 is whichever they are in, or come to. It may take as long as the others need for a step, or for what
+        they do between two loops.
         """
+        if 0 < loop < self._loop_of_others:
+            return None
         self._client.tell("elastic.join", loop=loop, facts=dict(facts))
         with self._news:
             while True:
@@ -154,6 +165,11 @@ class Member:
             case "elastic.commit":
                 with self._news:
                     self._committed = max(self._committed, (int(body["step"]), int(body["update"])))
+                    self._announced = max(self._announced, int(body.get("then") or 0))
+                    self._news.notify_all()
+            case "elastic.begin":
+                with self._news:
+                    self._begun = max(self._begun, int(body["loop"]))
                     self._announced = max(self._announced, int(body.get("then") or 0))
                     self._news.notify_all()
             case "elastic.generation":

@@ -1,6 +1,7 @@
 """Who belongs to an elastic job, and which steps are done: events in, decisions out, no process and no clock.
 
     members compute ─▶ READY of all, with equal checks ─▶ Commit (once, ever) ─▶ newcomers, if there are any
+    members enter a loop ─▶ all stand at its first step ─▶ Begin ─▶ newcomers, if there are any
     a death, a silence, a difference ─▶ Regroup: a new generation of those who are left redoes the step
 
 Only the coordinator has a `Membership`, so there is one place where a step is committed. What a process says counts
@@ -15,6 +16,7 @@ from collections.abc import Collection
 from paceline.elastic.deadlines import Deadlines
 from paceline.elastic.decisions import (
     TOO_FEW_LEFT,
+    Begin,
     Commit,
     Decision,
     End,
@@ -55,6 +57,7 @@ class Membership:
         self._deadlines = Deadlines(rules)
         self._newcomers: set[int] = set()
         self._raised_in: set[tuple[int, int]] = set()
+        self._one_step_loops = self._had_more = False
 
     @property
     def members(self) -> tuple[int, ...]:
@@ -101,15 +104,20 @@ class Membership:
         if not self._counts(one):
             return []
         one.standing, one.loop, one.in_loop, one.entered_at, one.facts = Standing.MEMBER, loop, True, step, facts
+        one.entered_in = self.generation
         members = self._member_slots()
         if len(members) < len(self.slots) and not self.running:
             return []  # somebody fell on the way here
-        together = len({other.loop for other in members}) == 1
-        if not together or any(other.standing is not Standing.MEMBER or not other.in_loop for other in members):
+        here = {(other.standing, other.in_loop, other.loop, other.entered_in) for other in members}
+        if here != {(Standing.MEMBER, True, loop, self.generation)}:
             return []
         first, self.running = not self.running, True
         begun = self._take_up(step, members, first=first)
-        return begun if self.over else [*begun, *self._call_in(loop), *self._refill(now)]
+        if self.over:
+            return begun
+        self._one_step_loops, self._had_more = not first and not self._had_more, False
+        begun.append(Begin(loop, self.members))
+        return [*begun, *self._call_in(loop, now), *self._admit(now), *self._refill(now)]
 
     def _take_up(self, step: int, members: list[Slot], *, first: bool) -> list[Decision]:
         """The loop begins where all of them say that it does: at the step that a checkpoint left, or that was last."""
@@ -122,9 +130,18 @@ class Membership:
             self._committed = (step, WHOLE_STEP)
         return [Rewind(step)] if elsewhere or first else []
 
-    def _call_in(self, loop: int) -> list[Decision]:
-        late = (slot for slot in self.slots if slot.standing is Standing.WAITING and 0 < slot.loop < loop)
-        return [Wait(slot.number, loop) for slot in late]
+    def _call_in(self, loop: int, now: float) -> list[Decision]:
+        """Those who wait in front of a loop that is over skip to this one."""
+        late = [slot for slot in self.slots if slot.standing is Standing.WAITING and 0 < slot.loop < loop]
+        deaf = [(slot.number, f"{slot.number} came too late for its loop") for slot in late if slot.came_in_vain]
+        called = [self._call(slot, loop) for slot in late if not slot.came_in_vain]
+        return [*called, *(self._drop(deaf, now, fence=True) if deaf else [])]
+
+    def _call(self, slot: Slot, loop: int) -> Decision:
+        """Loops of one step may be over whenever it comes to them: it is called to the next then, to be in time."""
+        slot.called_to = loop + (slot.called_to > 0 and self._one_step_loops)
+        slot.standing = Standing.STARTING
+        return Wait(slot.number, slot.called_to)
 
     def left(self, slot: int, loop: int) -> list[Decision]:
         one = self.slots[slot]
@@ -160,8 +177,10 @@ class Membership:
         members = self.members
         for slot in self._member_slots():
             slot.ready = None
+        more = all(ready.more for ready in readies.values())
+        self._had_more |= more
         commit = Commit(first.step, first.update, self.generation, members)
-        return [commit, *(self._admit(now) if all(ready.more for ready in readies.values()) else [])]
+        return [commit, *(self._admit(now) if more else [])]
 
     def _disagree(self, ready: Ready, checks: dict[int, int], now: float) -> list[Decision]:
         """Full copies that should be equal are not: what the majority has is right."""
@@ -210,15 +229,17 @@ class Membership:
         one = self.slots[slot]
         if one.standing not in (Standing.STARTING, Standing.WAITING) or not self.running:
             return []
+        if 0 < loop < one.called_to:  # said before it heard that it is to skip this one
+            return []
         members = self._member_slots()
         known = members[0].facts if members else {}
         if unlike := difference(known, facts):
             one.closed = unlike
             why = f"worker {slot}'s replacement does not fit: {unlike}"
             return [Refuse(slot, why), Say(f"{why}; its place stays empty")]
-        one.standing, one.loop, one.facts = Standing.WAITING, loop, facts
+        one.standing, one.loop, one.asked, one.facts = Standing.WAITING, loop, loop, facts
         now_in = max((member.loop for member in members if member.in_loop), default=0)
-        return [Wait(slot, now_in)] if 0 < loop < now_in else []
+        return [self._call(one, now_in)] if 0 < loop < now_in else []
 
     def _admit(self, now: float) -> list[Decision]:
         """Those who wait in front of the loop that the members are in."""
@@ -338,8 +359,8 @@ class Membership:
         """Who was admitted and has not come as far as to have the state waits for the next committed step."""
         if not admitting:
             for number in self._newcomers:
-                self.slots[number].standing, self.slots[number].loop = Standing.WAITING, 0
-                self.slots[number].in_loop = False
+                slot = self.slots[number]
+                slot.standing, slot.loop, slot.in_loop, slot.came_in_vain = Standing.WAITING, slot.asked, False, True
             self._newcomers.clear()
         self.generation += 1
         self._deadlines.begin_generation(now)
@@ -364,7 +385,7 @@ class Membership:
         for slot in vacant:
             slot.incarnation += 1
             slot.standing, slot.heard_at, slot.beating, slot.ending = Standing.STARTING, now, False, False
-            slot.loop, slot.entered_at = 0, None
+            slot.loop, slot.entered_at, slot.called_to, slot.came_in_vain = 0, None, 0, False
         return [Replace(slot.number, slot.incarnation) for slot in vacant]
 
     def _end(self, code: int | None, why: str) -> list[Decision]:

@@ -54,12 +54,20 @@ class Slot:
     loop: int = 0
     in_loop: bool = False
     entered_at: int | None = None
+    entered_in: int = 0
+    """The generation in which it came to the first step of its loop."""
     facts: Facts = field(default_factory=dict)
     ready: Ready | None = None
     grouped: bool = True
     since: float = 0.0
     attempts: int = 0
     """Replacements that died before they had joined."""
+    asked: int = 0
+    """The loop that a replacement stands in front of; 0: any."""
+    called_to: int = 0
+    """The loop that it was told to skip to."""
+    came_in_vain: bool = False
+    """It was admitted to a generation that was over before it had come, and hears only of generations now."""
     closed: str = ""
     """Why nobody may take the slot any more."""
 

@@ -59,8 +59,8 @@ class Assembly:
             "groups": [_groups_of(optimizer) for optimizer in engine._optimizers],
             "shared": [give() for give, _ in engine._shared],
             "others": [_untrained(model, engine._optimizers) for model in engine._models],
-            "in loop": engine._loader is not None and engine._loader.in_loop,
-            "left early": engine._left_early,
+            "in loop": engine._in_loop,
+            "left early": engine._left_early and not engine._in_loop,
         }
 
     def place(self) -> Any:

@@ -3,7 +3,8 @@
     a step         … READY ─► COMMIT                                                              `commits`
     a death        GENERATION ─► the group is abandoned ─► the step is lost ─► `start_over`:
                    take the strategies apart ─► meet the others ─► open them again ─► committed state, lanes
-    a joiner       prepares alone, stands in front of the loop (`join`), and is taken in between two steps
+    a joiner       prepares alone, stands in front of the loop (`join`), and is taken in between two steps, or when the
+                   others enter a loop
 
 Where every worker has all of the state (`replicated`) a step's update is made after its commit, so what a worker has is
 always right. Elsewhere the update is made first and each worker's part of the state goes to the vault: what was not
@@ -127,10 +128,11 @@ class Elastic:
         """A loop begins: from here on others can go on where this worker ends."""
         if self._copies is not None and not self._copies.met:
             self._meet(self._parts.told(self._copies.offer()))
-        while not self._kept(_numbered(step)):
+        while not (self._kept(_numbered(step)) and self.member.enters(self.loop, step, facts)):
             self.start_over()
         self._number, self._writers = _numbered(step), self.member.now.members
-        self.member.enter(self.loop, step, facts)
+        if self.changed:
+            self.start_over()
 
     def commits(self, step: int, update: int, *, check: int) -> bool:
         number = _numbered(step, update)

@@ -16,6 +16,7 @@ from dataclasses import replace
 from typing import Protocol
 
 from paceline.elastic.decisions import (
+    Begin,
     Commit,
     Decision,
     End,
@@ -96,8 +97,9 @@ class ElasticJob:
             case "elastic.here":
                 pass  # the control channel remembers where it listens
             case "elastic.enter":
-                facts = dict(body["facts"])
-                self._carry_out(members.entered(slot, int(body["loop"]), int(body["step"]), facts, now))
+                if int(body["generation"]) == members.generation:  # else it hears of the newer one, and enters in that
+                    facts = dict(body["facts"])
+                    self._carry_out(members.entered(slot, int(body["loop"]), int(body["step"]), facts, now))
             case "elastic.leave":
                 self._carry_out(members.left(slot, int(body["loop"])))
             case "elastic.ready":
@@ -213,6 +215,9 @@ class ElasticJob:
             match decision:
                 case Commit():
                     self._commit(decision, then=joined)
+                case Begin(loop, slots):
+                    for slot in slots:
+                        self._chief.hands_of(slot).push(slot, "elastic.begin", {"loop": loop, "then": joined})
                 case Regroup():
                     self._regroup(decision)
                 case Fence(slot):
