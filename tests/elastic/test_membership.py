@@ -28,7 +28,8 @@ from paceline.elastic.decisions import (
     Wait,
 )
 from paceline.elastic.ledger import Ledger, Row, read_ledger
-from paceline.elastic.membership import MOST_ATTEMPTS, MOST_BREAKS, Membership
+from paceline.elastic.membership import MOST_BREAKS, Membership
+from paceline.elastic.places import MOST_ATTEMPTS
 from paceline.elastic.slots import Ready, Standing
 from paceline.errors import LaunchError, WorldError
 
@@ -222,7 +223,7 @@ def test_nobody_is_replaced_where_the_flags_say_so_or_the_job_is_asked_to_stop()
     members = job(3, Rules(restart_workers=False))
     assert lines(members.died(1, "was killed", 0.0)) == ["worker 1 was killed; 2 workers go on"]
     members = job(3)
-    members.stopping = True
+    members.stop()
     assert not any(isinstance(decision, Replace) for decision in members.died(1, "was killed", 0.0))
 
 
@@ -422,7 +423,7 @@ def test_when_nobody_is_left_all_start_anew_a_few_times() -> None:
     for start in (1, 2, 3):
         members.died(0, "was killed", 0.0)
         decided = members.died(1, "was killed", 0.0)
-        assert decided[-1] == StartAnew(start)
+        assert decided[-1] == StartAnew(start, (0, 1))
         assert not members.running
         assert (members.generation, members.members) == (1, (0, 1))
         for slot in (0, 1):
@@ -437,7 +438,7 @@ def test_a_replacement_that_has_no_state_yet_is_not_one_who_is_left() -> None:
     members.asks_to_join(1, 1, FACTS)
     ready(members, [0], 1)
     assert members.members == (0, 1)
-    assert members.died(0, "was killed", 0.0)[-1] == StartAnew(1)
+    assert members.died(0, "was killed", 0.0)[-1] == StartAnew(1, (0, 1))
 
 
 def test_a_job_that_resumes_takes_up_the_ledger_at_its_checkpoint() -> None:
@@ -491,6 +492,81 @@ def test_a_lost_host_takes_its_workers_in_one_generation_and_gets_no_replacement
     assert lines(decided) == ["host 1 is lost (silent for 5 s); 2 workers go on"]
     assert [decision for decision in decided if not isinstance(decision, Say)] == [
         Regroup(2, (0, 1), (), 0, "host 1 is lost (silent for 5 s)")
+    ]
+
+
+def test_a_host_that_is_back_gets_its_slots_and_its_workers_join_after_a_step() -> None:
+    members = job(4, Rules(restart_workers=False))
+    members.host_lost([2, 3], "host 1 is lost (silent for 5 s)", 0.0)
+    assert members.host_came([2, 3], "host 1 is back", 0.0) == [
+        Say("host 1 is back; its 2 workers join after a step"), Replace(2, 1), Replace(3, 1),
+    ]  # fmt: skip
+    for slot in (2, 3):
+        members.asks_to_join(slot, 0, FACTS)
+    assert ready(members, [0, 1], 1)[-1] == Regroup(3, (0, 1, 2, 3), (2, 3), 1, "workers 2 and 3 joined after step 1")
+    assert members.grouped(3, 3) == [Say("worker 3 is back after step 1")]
+
+
+def test_a_host_that_is_back_between_two_loops_waits_for_the_next() -> None:
+    members = job(2)
+    members.host_lost([1], "host 1 is lost", 0.0)
+    members.left(0, 1)
+    assert lines(decided := members.host_came([1], "host 1 is back", 0.0)) == [
+        "host 1 is back; its 1 worker joins after a step"
+    ]
+    assert len(decided) == 1
+    assert members.entered(0, 2, 0, FACTS, 0.0)[-1] == Replace(1, 1)
+
+
+def test_a_further_host_gets_slots_at_the_end() -> None:
+    members = job(2)
+    assert members.places.add(2) == [2, 3]
+    assert ready(members, [0, 1], 1) == [Commit(1, 0, 1, (0, 1))], "who is not there is not waited for"
+    decided = members.host_came([2, 3], "host 1 has come", 0.0)
+    assert decided[1:] == [Replace(2, 1), Replace(3, 1)]
+    members.asks_to_join(3, 0, FACTS)
+    assert ready(members, [0, 1], 2)[-1] == Regroup(2, (0, 1, 3), (3,), 2, "worker 3 joined after step 2")
+    assert members.grouped(3, 2) == [Say("worker 3 joined after step 2")]
+
+
+def test_a_host_that_goes_before_its_workers_have_joined_is_missed_by_nobody() -> None:
+    members = job(2)
+    members.places.add(1)
+    members.host_came([2], "host 1 has come", 0.0)
+    assert members.host_lost([2], "host 1 is lost (silent)", 0.0) == [
+        Say("host 1 is lost (silent), before it had joined")
+    ]
+    assert ready(members, [0, 1], 1) == [Commit(1, 0, 1, (0, 1))]
+
+
+def test_state_that_is_lost_with_a_host_is_begun_anew_by_the_others() -> None:
+    members = job(6)
+    ready(members, range(6), 1)
+    members.host_lost([2, 3], "host 1 is lost (silent)", 0.0)
+    (said, anew) = members.state_lost(4, 2, "worker 2's part is lost")
+    told = "worker 2's part is lost: the 4 workers of the hosts that are left start anew (1 of at most 3 times)"
+    assert (said, anew) == (Say(told), StartAnew(1, (0, 1, 4, 5)))
+    for slot in (0, 1, 4):
+        assert members.entered(slot, 1, 0, FACTS, 0.0) == []
+    members.host_came([2], "host 1 is back", 0.0)
+    decided = members.entered(5, 1, 0, FACTS, 0.0)
+    assert (decided[0], decided[-1]) == (Rewind(0), Replace(2, 1))
+    assert ready(members, (0, 1, 4, 5), 1) == [Commit(1, 0, 1, (0, 1, 4, 5))]
+
+
+def test_fewer_than_min_workers_do_not_start_anew() -> None:
+    members = job(4, Rules(min_workers=2))
+    members.host_lost([1, 2], "host 1 is lost", 0.0)
+    assert members.died(3, "was killed", 0.0)[-1] == End(
+        TOO_FEW_LEFT, "worker 3 was killed; 1 worker left, and --min-workers is 2"
+    )
+    members = job(4, Rules(min_workers=3))
+    members.host_lost([3], "host 1 is lost", 0.0)
+    assert isinstance(members.state_lost(0, 2, "a part is lost")[-1], StartAnew)
+    for slot in (0, 1, 2):
+        members.entered(slot, 1, 0, FACTS, 0.0)
+    assert members.host_lost([1, 2], "host 2 is lost", 0.0) == [
+        End(TOO_FEW_LEFT, "host 2 is lost; 1 worker left, and --min-workers is 3")
     ]
 
 
@@ -559,14 +635,18 @@ class Worker:
 
 
 class LivesOfAJob(RuleBasedStateMachine):
-    """Workers die, stop, hang, raise and come back at any moment; what must hold, holds at each."""
+    """Workers die, stop, hang, raise and come back at any moment; what must hold, holds at each.
 
-    SIZE = 4
+    Host 0 has slots 0 and 1, host 1 slots 2 and 3; host 2 comes later, with slot 4.
+    """
+
+    SIZE = 5
+    HOSTS = ((0, 1), (2, 3), (4,))
 
     def __init__(self) -> None:
         super().__init__()
         self.now = 0.0
-        self.members = Membership(self.SIZE, Rules(heartbeat_timeout_s=2, step_timeout_s=8, regroup_timeout_s=4))
+        self.members = Membership(4, Rules(heartbeat_timeout_s=2, step_timeout_s=8, regroup_timeout_s=4))
         self.ledger = Ledger()
         self.workers: dict[int, Worker] = {}
         self.newest = 1
@@ -574,19 +654,25 @@ class LivesOfAJob(RuleBasedStateMachine):
         self.ended = False
         self.loop = self.begun = 1
         self.doomed: list[tuple[int, Worker]] = []
-        self._begin()
+        self.hosts = {0, 1}
+        self._begin((0, 1, 2, 3))
+        assert self.members.places.add(1) == [4]
+        self.workers[4] = Worker(0, 0, -1)
 
-    def _begin(self) -> None:
+    def _begin(self, starting: tuple[int, ...]) -> None:
         self.loop = self.begun = 1
-        for slot in range(self.SIZE):
+        assert set(starting) == {slot for host in self.hosts for slot in self.HOSTS[host]}
+        for slot in set(self.workers) - set(starting):
+            self.workers[slot].incarnation = 0
+        for slot in starting:
             self.workers[slot] = Worker(0, 1, 0)
             self.workers[slot].alive = True
             self.members.count_anew(slot, self.now)
-        for slot in range(self.SIZE):
+        for slot in starting:
             self.do(self.members.entered(slot, 1, self.workers[slot].step, FACTS, self.now))
 
     def do(self, decisions: list[Decision]) -> None:
-        begins_anew = False
+        begins_anew: tuple[int, ...] = ()
         for decision in decisions:
             assert not self.ended, f"{decision} after the end"
             match decision:
@@ -618,21 +704,22 @@ class LivesOfAJob(RuleBasedStateMachine):
                     self.doomed.append((slot, self.workers[slot]))
                 case Replace(slot, incarnation):
                     assert not self.workers[slot].alive, "two processes in one slot"
+                    assert any(slot in self.HOSTS[host] for host in self.hosts), "nobody is there to start it"
                     assert incarnation == self.workers[slot].incarnation + 1
                     self.workers[slot] = Worker(incarnation, 0, -1)
                     self.workers[slot].alive = True
                     self.members.count_anew(slot, self.now)
                 case Rewind(step):
                     self.ledger.rewind(step)
-                case StartAnew():
-                    begins_anew = True
+                case StartAnew(_, starting):
+                    begins_anew = starting
                 case End():
                     self.ended = True
                 case Say(line):
                     assert "\n" not in line
         if begins_anew:
             self.newest, self.doomed = 1, []
-            self._begin()
+            self._begin(begins_anew)
 
     @precondition(lambda self: not self.ended)
     @rule(slot=st.integers(0, SIZE - 1))
@@ -651,6 +738,28 @@ class LivesOfAJob(RuleBasedStateMachine):
             if not self.ended and worker is self.workers[slot]:
                 worker.alive = False
                 self.do(self.members.died(slot, "exited with code 1", self.now))
+
+    @precondition(lambda self: not self.ended)
+    @rule(host=st.integers(1, 2))
+    def host_is_lost(self, host: int) -> None:
+        if host in self.hosts:
+            self.hosts.remove(host)
+            for slot in self.HOSTS[host]:
+                self.workers[slot].alive = False
+            self.do(self.members.host_lost(self.HOSTS[host], f"host {host} is lost", self.now))
+
+    @precondition(lambda self: not self.ended)
+    @rule(host=st.integers(1, 2))
+    def host_comes(self, host: int) -> None:
+        if host not in self.hosts:
+            self.hosts.add(host)
+            self.do(self.members.host_came(self.HOSTS[host], f"host {host} is back", self.now))
+
+    @precondition(lambda self: not self.ended)
+    @rule(slot=st.integers(0, SIZE - 1))
+    def loses_state(self, slot: int) -> None:
+        if self.workers[slot].alive:
+            self.do(self.members.state_lost(slot, self.workers[slot].generation, "a part is lost"))
 
     @rule(slot=st.integers(0, SIZE - 1))
     def hangs(self, slot: int) -> None:

@@ -15,9 +15,10 @@ from paceline.checkpoint.load import whole_tree
 from paceline.elastic.member import Member
 from paceline.elastic.vault import Vault, steps_of
 from paceline.engine.host_copies import HostCopies, on_hosts
+from paceline.engine.surroundings import among_members
 from paceline.errors import GenerationEnded, PeerLostError, StateLostError
 from paceline.sharding.slices import Slices
-from paceline.world.world import ControlSocket, World
+from paceline.world.world import ControlSocket, Elasticity, World
 
 HOSTS = (0, 0, 1, 1, 2)  # by slot
 ELEMENTS = 100
@@ -141,11 +142,18 @@ def test_when_the_workers_change_a_copy_is_not_waited_for(tmp_path: Path) -> Non
 
 
 def test_a_worker_knows_its_place_among_the_hosts_that_are_left() -> None:
-    offers = [(0, "a", ""), (2, "b", ""), (2, "c", "")]
     world = World(size=3, rendezvous=ControlSocket("nowhere"))
-    places = [on_hosts(replace(world, rank=rank), offers) for rank in range(3)]
+    places = [on_hosts(replace(world, rank=rank), [0, 2, 2]) for rank in range(3)]
     assert [(at.local_rank, at.local_size, at.host_rank, at.hosts) for at in places] == [
         (0, 1, 0, 2),
         (0, 2, 1, 2),
         (1, 2, 1, 2),
     ]
+
+
+def test_a_worker_that_starts_anew_without_a_host_knows_its_place_from_its_slot() -> None:
+    members = ((0, 0), (4, 2), (5, 2))
+    seat = World(rank=5, size=6, local_rank=1, local_size=2, host_rank=2, hosts=3, rendezvous=ControlSocket("nowhere"))
+    at = among_members(replace(seat, elastic=Elasticity(members=members)))
+    assert (at.rank, at.size, at.local_rank, at.local_size, at.host_rank, at.hosts) == (2, 3, 1, 2, 1, 2)
+    assert among_members(replace(seat, elastic=Elasticity())).rank == 5

@@ -19,7 +19,7 @@ from paceline.errors import WorldError
 from paceline.launch.control_channel import Body, ControlServer, KeyValues
 from paceline.launch.decision import Coordinator
 from paceline.launch.folders import LOCK, RUN, VAULT, remove_folders, run_folder, sweep, vault_folder
-from paceline.launch.hands import FarHands, lend
+from paceline.launch.hands import FarHands, Members, lend
 from paceline.launch.hosts import Seat
 from paceline.launch.pulse import Pulse
 from paceline.world.control import ControlClient
@@ -44,8 +44,8 @@ class NotedHands:
     def fence(self, rank: int) -> None:
         self.done.append(("fence", rank))
 
-    def start(self, rank: int, incarnation: int) -> None:
-        self.done.append(("start", rank, incarnation))
+    def start(self, rank: int, incarnation: int, members: Members) -> None:
+        self.done.append(("start", rank, incarnation, *([members] if members else [])))
 
     def empty_vault(self) -> None:
         self.done.append(("empty_vault",))
@@ -260,10 +260,17 @@ def test_hands_reach_another_host_as_lines() -> None:
     far, near = FarHands(Wire()), NotedHands()
     far.push(2, "elastic.commit", {"step": 1})
     far.fence(2)
-    far.start(2, 1)
+    far.start(2, 1, None)
+    far.start(4, 0, [(0, 0), (4, 2)])
     far.empty_vault()
     assert all(lend(near, message) for message in sent)
-    assert near.done == [("push", 2, "elastic.commit", {"step": 1}), ("fence", 2), ("start", 2, 1), ("empty_vault",)]
+    assert near.done == [
+        ("push", 2, "elastic.commit", {"step": 1}),
+        ("fence", 2),
+        ("start", 2, 1),
+        ("start", 4, 0, [(0, 0), (4, 2)]),
+        ("empty_vault",),
+    ]
     assert not lend(near, {"kind": "outcome"})
 
 

@@ -119,8 +119,8 @@ def run(
 
     torchrun's names are accepted too: --nproc-per-node, --nnodes, --node-rank, --master-addr, --master-port,
     --standalone. Exit codes: 0 all well (or all but workers that an asynchronous job went on without, with a warning),
-    1 a worker or server failed or hung, 2 wrong usage, 3 could not meet, 4 fewer than --min-workers left or a part of
-    the state lost with its host, 75 stopped on request, 128+n killed by signal n, 130 Ctrl-C, 143 SIGTERM.
+    1 a worker or server failed or hung, 2 wrong usage, 3 could not meet, 4 fewer than --min-workers left or the
+    state lost once too often, 75 stopped on request, 128+n killed by signal n, 130 Ctrl-C, 143 SIGTERM.
     """
     is_elastic = elastic or min_workers is not None or max_workers is not None or bool(restart_workers)
     rules = Rules(

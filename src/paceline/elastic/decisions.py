@@ -10,7 +10,7 @@
 | Refuse    | `elastic.refused` to a process that wants to join and doesn't fit                                 |
 | Wait      | `elastic.wait` to one that stands in front of a loop which the members have left                  |
 | Rewind    | the ledger forgets the steps after this one: the job has resumed from a checkpoint                |
-| StartAnew | nobody is left: every slot gets a fresh process, and they meet as at the start                    |
+| StartAnew | nobody has the state: the slots whose host is there get fresh processes, which meet as at the start |
 | Say       | one line for people                                                                               |
 | End       | the job is over                                                                                   |
 """
@@ -113,6 +113,7 @@ class Rewind:
 @dataclass(frozen=True)
 class StartAnew:
     start: int
+    members: tuple[int, ...]
 
 
 @dataclass(frozen=True)

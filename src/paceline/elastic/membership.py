@@ -23,18 +23,17 @@ from paceline.elastic.decisions import (
     Fence,
     Refuse,
     Regroup,
-    Replace,
     Rewind,
     Rules,
     Say,
     StartAnew,
     Wait,
 )
+from paceline.elastic.places import Places
 from paceline.elastic.slots import PRESENT, Facts, Ready, Slot, Standing, difference, named, workers
 
 FEW_BREAKS, MOST_BREAKS = 2, 5
 MOST_STARTS = 3
-MOST_ATTEMPTS = 5
 WHOLE_STEP = 1 << 62
 """As the update of a step that is done with all its updates."""
 
@@ -42,12 +41,10 @@ WHOLE_STEP = 1 << 62
 class Membership:
     def __init__(self, size: int, rules: Rules) -> None:
         self.rules = rules
-        self.slots = [Slot(number) for number in range(size)]
+        self.places = Places(size, rules)
         self.generation = 1
         self.running = False
         """Everyone has entered the loop; before that a fault is one of starting up, and the launcher's to judge."""
-        self.stopping = False
-        """The job was asked to stop: nobody is replaced any more."""
         self.over = False
         self._committed = (0, WHOLE_STEP)
         self._main = 0  # of all workers, who reports
@@ -58,6 +55,18 @@ class Membership:
         self._newcomers: set[int] = set()
         self._raised_in: set[tuple[int, int]] = set()
         self._one_step_loops = self._had_more = False
+
+    @property
+    def slots(self) -> list[Slot]:
+        return self.places.slots
+
+    @property
+    def stopping(self) -> bool:
+        return self.places.stopping
+
+    def stop(self) -> None:
+        """The job was asked to stop: nobody is replaced any more."""
+        self.places.stopping = True
 
     @property
     def members(self) -> tuple[int, ...]:
@@ -105,8 +114,9 @@ class Membership:
             return []
         one.standing, one.loop, one.in_loop, one.entered_at, one.facts = Standing.MEMBER, loop, True, step, facts
         one.entered_in = self.generation
+        one.has_joined = True
         members = self._member_slots()
-        if len(members) < len(self.slots) and not self.running:
+        if len(members) < self.places.starters and not self.running:
             return []  # somebody fell on the way here
         here = {(other.standing, other.in_loop, other.loop, other.entered_in) for other in members}
         if here != {(Standing.MEMBER, True, loop, self.generation)}:
@@ -222,7 +232,8 @@ class Membership:
             return []
         self._newcomers.discard(slot)
         one.attempts = 0
-        return [Say(f"worker {slot} is back after step {self.step}")]
+        came, one.has_joined = "is back" if one.has_joined else "joined", True
+        return [Say(f"worker {slot} {came} after step {self.step}")]
 
     def asks_to_join(self, slot: int, loop: int, facts: Facts) -> list[Decision]:
         """It stands in front of this loop; 0: of whichever the members are in."""
@@ -281,13 +292,18 @@ class Membership:
     def host_lost(self, slots: Collection[int], why: str, now: float) -> list[Decision]:
         """All at once; nobody can be started there any more."""
         there = [(number, f"{number} went with it") for number in slots if self.slots[number].standing in PRESENT]
-        for number in slots:
-            self.slots[number].closed = why
+        self.places.go(slots)
         decided = self._drop(there, now, said=why)
         for number in slots:
             if self.slots[number].standing is not Standing.FINISHED:
                 self.slots[number].vacate()
         return decided
+
+    def host_came(self, slots: Collection[int], who: str, now: float) -> list[Decision]:
+        """A host has come that can start processes in these slots, which none has now."""
+        self.places.come(slots)
+        its = f"its {workers(len(slots))} {'join' if len(slots) > 1 else 'joins'}"
+        return [Say(f"{who}; {its} after a step"), *self._refill(now)]
 
     def _drop(
         self,
@@ -333,27 +349,32 @@ class Membership:
             rest = f"{workers(left)} left, and --min-workers is {self.rules.min_workers}"
             return self._end(TOO_FEW_LEFT, f"{what}; {rest}")
         in_time = any(slot.in_loop for slot in self._member_slots())
-        replaced = in_time and any(self._may_refill(self.slots[number]) for number in fallen)
+        replaced = in_time and any(self.places.may_refill(self.slots[number]) for number in fallen)
         and_so = ", a replacement starts" if replaced else ""
         if not was_member:
             refused = all(self.slots[number].closed for number in fallen)
-            return [] if refused else [Say(f"{what}, before it had joined{and_so or '; its place stays empty'}")]
+            and_so = and_so or ("" if self.slots[fallen[0]].away else "; its place stays empty")
+            return [] if refused else [Say(f"{what}, before it had joined{and_so}")]
         goes_on = "go on" if left > 1 else "goes on"
         return [Say(f"{what}; {workers(left)} {goes_on}{and_so}"), *self._regroup(what, now)]
 
     def _start_anew(self, what: str) -> list[Decision]:
         """No copy of the state is left: begin again, from a checkpoint if the script resumes from one."""
-        stays_empty = any(slot.closed for slot in self.slots)
-        if not self.rules.restart_workers or self._starts == MOST_STARTS or self.stopping or stays_empty:
+        if not self.rules.restart_workers or self._starts == MOST_STARTS or self.stopping:
             return self._end(TOO_FEW_LEFT, what)
+        here = len(self.places.here)
+        if here < self.rules.min_workers:
+            rest = f"{workers(here)} could start anew, and --min-workers is {self.rules.min_workers}"
+            return self._end(TOO_FEW_LEFT, f"{what}; {rest}")
         self._starts += 1
         self.generation, self.running, self._main = 1, False, 0
         self._breaks = self._ties = 0
         self._deadlines.forget()
         self._newcomers.clear()
-        self.slots = [Slot(slot.number) for slot in self.slots]
-        said = f"{what}: all start anew ({self._starts} of at most {MOST_STARTS} times)"
-        return [Say(said), StartAnew(self._starts)]
+        members = self.places.begin_anew()
+        who = "all start" if here == len(self.slots) else f"the {workers(here)} of the hosts that are left start"
+        said = f"{what}: {who} anew ({self._starts} of at most {MOST_STARTS} times)"
+        return [Say(said), StartAnew(self._starts, members)]
 
     def _regroup(self, why: str, now: float, *, admitting: bool = False) -> list[Decision]:
         """Who was admitted and has not come as far as to have the state waits for the next committed step."""
@@ -373,20 +394,11 @@ class Membership:
             self._main = staying[0]
         return [Regroup(self.generation, members, joining, self.step, why, self._main)]
 
-    def _may_refill(self, slot: Slot) -> bool:
-        allowed = self.rules.restart_workers and not self.stopping and not slot.closed
-        return allowed and slot.attempts < MOST_ATTEMPTS
-
     def _refill(self, now: float) -> list[Decision]:
         """Fresh processes for vacant slots, as long as there is a loop that they could join."""
         if self.over or not self.running or not any(slot.in_loop for slot in self._member_slots()):
             return []
-        vacant = [slot for slot in self.slots if slot.standing is Standing.VACANT and self._may_refill(slot)]
-        for slot in vacant:
-            slot.incarnation += 1
-            slot.standing, slot.heard_at, slot.beating, slot.ending = Standing.STARTING, now, False, False
-            slot.loop, slot.entered_at, slot.called_to, slot.came_in_vain = 0, None, 0, False
-        return [Replace(slot.number, slot.incarnation) for slot in vacant]
+        return list(self.places.refill(now))
 
     def _end(self, code: int | None, why: str) -> list[Decision]:
         self.over = True

@@ -70,10 +70,22 @@ class Slot:
     """It was admitted to a generation that was over before it had come, and hears only of generations now."""
     closed: str = ""
     """Why nobody may take the slot any more."""
+    away: bool = False
+    """Its host is not there."""
+    has_joined: bool = False
+    """It had a member once."""
+    invited: bool = False
+    """Its host has come into a running job: it gets a process whether or not dead ones are replaced."""
 
     def vacate(self) -> None:
         self.standing = Standing.VACANT
         self.ready, self.in_loop = None, False
+
+    def start_again(self, now: float) -> None:
+        self.incarnation += 1
+        self.standing, self.heard_at, self.beating, self.ending = Standing.STARTING, now, False, False
+        self.loop, self.entered_at, self.called_to, self.came_in_vain = 0, None, 0, False
+        self.invited = False
 
 
 def difference(members: Facts, joiner: Facts) -> str:

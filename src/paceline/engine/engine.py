@@ -58,6 +58,7 @@ from paceline.engine.stop_signals import StoppedOnRequest, StopSignals
 from paceline.engine.strategy_table import StrategyTable
 from paceline.engine.surroundings import (
     alone,
+    among_members,
     call_supervisor,
     connect_workers,
     default_backend,
@@ -121,8 +122,7 @@ class Engine:
         self.device = find_device(self.world, device)
         lanes = one_of("lanes", lanes, told.lanes) or self.world.size
         backend = backend or told.backend or default_backend(self.world, self.device)
-        if elastic is not None and elastic.joins:
-            self.world = alone(self._seat)
+        self.world = alone(self._seat) if elastic is not None and elastic.joins else among_members(self._seat)
         self.config = EngineConfig(
             lanes=lanes,
             accumulate=accumulate,
@@ -703,7 +703,8 @@ class Engine:
                 f"--elastic with --servers {seat.servers}: server processes can't be replaced; leave it out, and "
                 "one of the workers doubles as the server, whose state survives it"
             )
-        first = Generation(0 if seat.elastic.joins else 1, tuple(range(seat.size)))
+        members = tuple(slot for slot, _ in seat.elastic.members) or tuple(range(seat.size))
+        first = Generation(0 if seat.elastic.joins else 1, members)
         member = Member(self._client, seat.rank, seat.elastic.incarnation, first, self.config.timeout_s)
         return Elastic(member, seat, Assembly(self), self.print)
 

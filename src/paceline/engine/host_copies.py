@@ -151,10 +151,9 @@ def hosts_of(hosts: Sequence[int]) -> dict[int, list[int]]:
     return {host: [rank for rank, on in enumerate(hosts) if on == host] for host in sorted(set(hosts))}
 
 
-def on_hosts(world: World, offers: Sequence[Any]) -> World:
-    """This worker's place on its host and among the hosts that are left."""
-    on = hosts_of([host for host, _, _ in offers])
-    mine = offers[world.rank][0]
+def on_hosts(world: World, hosts: Sequence[int]) -> World:
+    """This worker's place on its host and among the hosts that are left; the host of each rank is told."""
+    on, mine = hosts_of(hosts), hosts[world.rank]
     here = on[mine]
     return replace(
         world,

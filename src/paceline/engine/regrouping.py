@@ -233,7 +233,7 @@ class Elastic:
         comm = parts.connect(world)
         if self._copies is not None:
             offers = [self._copies.offer()] if comm is None else comm.gather_json(self._copies.offer())
-            world = on_hosts(world, offers)
+            world = on_hosts(world, [host for host, _, _ in offers])
             self._meet(offers)
         plain = self._agree(comm, generation, laid_out) if generation.joining else None
         if joins and plain is not None:

@@ -9,6 +9,7 @@ import torch
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from paceline.collectives.communicator import Communicator
+from paceline.engine.host_copies import on_hosts
 from paceline.errors import ConfigError
 from paceline.world.control import ControlClient
 from paceline.world.rendezvous_store import open_store
@@ -45,6 +46,16 @@ def connect_workers(
 def alone(seat: World) -> World:
     """A worker that joins a job prepares as if there were no other."""
     return replace(seat, rank=0, size=1, local_rank=0, local_size=1, host_rank=0, hosts=1, servers=0)
+
+
+def among_members(seat: World) -> World:
+    """The place of a worker that begins with those of the hosts that are left."""
+    members = () if seat.elastic is None else seat.elastic.members
+    if not members:
+        return seat
+    rank = [slot for slot, _ in members].index(seat.rank)
+    world = replace(alone(seat), rank=rank, size=len(members), servers=seat.servers)
+    return on_hosts(world, [host for _, host in members])
 
 
 def find_device(world: World, wanted: str | torch.device | None) -> torch.device:

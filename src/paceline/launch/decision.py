@@ -125,6 +125,9 @@ class Coordinator:
     def all_hands(self) -> list[Hands]:
         return [hands for hands in (self.hands, *self._far_hands.values()) if hands is not None]
 
+    def on_hosts(self, slots: Sequence[int]) -> list[tuple[int, int]]:
+        return [(slot, self._host_of.get(slot, 0)) for slot in slots]
+
     def out_of_earshot(self) -> list[int]:
         return [rank for rank, host in self._host_of.items() if self._pulses[host].is_late]
 

@@ -54,6 +54,9 @@ class Chief(Protocol):
     def decide(self, outcome: Outcome) -> None: ...
     def hands_of(self, rank: int) -> Hands: ...
     def all_hands(self) -> Iterable[Hands]: ...
+    def on_hosts(self, slots: Sequence[int]) -> list[tuple[int, int]]:
+        """Each with its host."""
+
     def out_of_earshot(self) -> Iterable[int]:
         """The slots on hosts that are silent altogether: what their workers say could not be heard."""
 
@@ -64,6 +67,7 @@ class ElasticJob:
         self._ledger = ledger
         self._chief = chief
         self._to_start: dict[int, int] = {}
+        self._starters: list[tuple[int, int]] | None = None
         self._told: set[tuple[str, str]] = set()
         self._unfinished: list[Process] = []
         """Those whose code failed after their loop, where nobody does their work again."""
@@ -83,7 +87,7 @@ class ElasticJob:
 
     def stop(self) -> None:
         """The job was asked to stop; nobody is replaced any more."""
-        self.membership.stopping = True
+        self.membership.stop()
 
     # ---- what workers say ---------------------------------------------------------------------------------
 
@@ -231,8 +235,8 @@ class ElasticJob:
                     self._chief.hands_of(slot).push(slot, "elastic.wait", {"loop": loop})
                 case Rewind(step):
                     self._ledger.rewind(step)
-                case StartAnew():
-                    self._start_anew()
+                case StartAnew(_, members):
+                    self._start_anew(members)
                 case Say(line):
                     self._chief.announce(f"paceline: {line}")
                 case End(code, why):
@@ -262,18 +266,17 @@ class ElasticJob:
 
     def _start(self, slot: int, incarnation: int) -> None:
         self._chief.processes[slot] = Process(slot)
-        self._chief.hands_of(slot).start(slot, incarnation)
+        self._chief.hands_of(slot).start(slot, incarnation, self._starters if incarnation == 0 else None)
 
-    def _start_anew(self) -> None:
-        """In every slot, once what is in it has gone."""
+    def _start_anew(self, members: Sequence[int]) -> None:
+        """In the slots of the hosts that are there, once what is in them has gone."""
         self._chief.keys.clear()
         for hands in self._chief.all_hands():
             hands.empty_vault()
-        for process in list(self._chief.processes):
-            if process.is_server:
-                continue
-            if process.ended:
-                self._start(process.rank, 0)
+        self._starters = None if len(members) == len(self.membership.slots) else self._chief.on_hosts(members)
+        for slot in members:
+            if self._chief.processes[slot].ended:
+                self._start(slot, 0)
             else:
-                self._to_start[process.rank] = 0
-                self._chief.hands_of(process.rank).fence(process.rank)
+                self._to_start[slot] = 0
+                self._chief.hands_of(slot).fence(slot)

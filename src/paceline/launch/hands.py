@@ -6,9 +6,13 @@ Coordinator ── push, fence, start, empty_vault ──▶ this host's supervi
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Sequence
+from typing import Protocol, TypeAlias
 
 from paceline.launch.control_channel import Body, Speaker
+
+Members: TypeAlias = Sequence[tuple[int, int]] | None
+"""Slots and their hosts that start together, where these are not all that there are."""
 
 
 class Hands(Protocol):
@@ -18,7 +22,7 @@ class Hands(Protocol):
     def fence(self, rank: int) -> None:
         """SIGKILL, whatever state it is in; its exit is reported as any other."""
 
-    def start(self, rank: int, incarnation: int) -> None:
+    def start(self, rank: int, incarnation: int, members: Members) -> None:
         """A fresh process in a slot whose last one has ended."""
 
     def empty_vault(self) -> None:
@@ -37,8 +41,8 @@ class FarHands:
     def fence(self, rank: int) -> None:
         self._link.send({"kind": "fence", "rank": rank})
 
-    def start(self, rank: int, incarnation: int) -> None:
-        self._link.send({"kind": "start", "rank": rank, "incarnation": incarnation})
+    def start(self, rank: int, incarnation: int, members: Members) -> None:
+        self._link.send({"kind": "start", "rank": rank, "incarnation": incarnation, "members": members})
 
     def empty_vault(self) -> None:
         self._link.send({"kind": "empty_vault"})
@@ -54,7 +58,9 @@ def lend(hands: Hands | None, message: Body) -> bool:
         case "fence":
             hands.fence(message["rank"])
         case "start":
-            hands.start(message["rank"], message["incarnation"])
+            members = message["members"]
+            among = None if members is None else [(slot, host) for slot, host in members]
+            hands.start(message["rank"], message["incarnation"], among)
         case "empty_vault":
             hands.empty_vault()
     return True

@@ -25,6 +25,7 @@ from paceline.launch.activity import Activity
 from paceline.launch.control_channel import Body, ControlServer
 from paceline.launch.decision import Coordinator, Decider
 from paceline.launch.folders import empty, run_folder, vault_folder
+from paceline.launch.hands import Members
 from paceline.launch.hosts import Address, Arrival, Gathering, Seat, free_port, join
 from paceline.launch.member import Member
 from paceline.launch.output import Screen, Stream, WorkerOutput
@@ -365,7 +366,7 @@ class OwnHands:
 
     def start_all(self) -> None:
         for local_rank in range(self._seat.processes):
-            self._start(local_rank, 0)
+            self._start(local_rank, 0, None)
 
     def push(self, rank: int, kind: str, body: Body) -> None:
         self._server.push(rank, kind, body)
@@ -373,18 +374,16 @@ class OwnHands:
     def fence(self, rank: int) -> None:
         self._stable.signal_worker(rank, signal.SIGKILL)
 
-    def start(self, rank: int, incarnation: int) -> None:
-        self._start(rank - self._seat.first_rank, incarnation)
+    def start(self, rank: int, incarnation: int, members: Members) -> None:
+        self._start(rank - self._seat.first_rank, incarnation, members)
 
     def empty_vault(self) -> None:
         if self._vault is not None:
             empty(self._vault)
 
-    def _start(self, local_rank: int, incarnation: int) -> None:
-        rules, vault = self._seat.elastic, self._vault
-        elastic = (
-            None if rules is None else Elasticity(incarnation, None if vault is None else str(vault), rules.copies)
-        )
+    def _start(self, local_rank: int, incarnation: int, members: Members) -> None:
+        rules, vault = self._seat.elastic, None if self._vault is None else str(self._vault)
+        elastic = None if rules is None else Elasticity(incarnation, vault, rules.copies, tuple(members or ()))
         control = str(self._server.path)
         world = self._seat.world(local_rank, control, elastic)
         pipes = {stream: os.pipe() for stream in Stream}

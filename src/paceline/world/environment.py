@@ -63,6 +63,7 @@ def worker_environment(world: World) -> dict[str, str]:
             "PACELINE_INCARNATION": world.elastic.incarnation,
             "PACELINE_VAULT": world.elastic.vault,
             "PACELINE_COPIES": world.elastic.copies,
+            "PACELINE_MEMBERS": " ".join(f"{slot}@{host}" for slot, host in world.elastic.members),
         }
     return {
         "PACELINE_RANK": str(world.rank),

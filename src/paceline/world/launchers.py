@@ -488,7 +488,9 @@ def _elasticity(variables: Variables) -> Elasticity | None:
     if incarnation is None:
         return None
     copies = number_of(variables, "PACELINE_COPIES", least=1)
-    return Elasticity(incarnation, text_of(variables, "PACELINE_VAULT"), 2 if copies is None else copies)
+    listed = [one.partition("@") for one in (text_of(variables, "PACELINE_MEMBERS") or "").split()]
+    members = tuple((int(slot), int(host)) for slot, _, host in listed)
+    return Elasticity(incarnation, text_of(variables, "PACELINE_VAULT"), 2 if copies is None else copies, members)
 
 
 def _host_address(variables: Variables, hosts: int) -> str | None:

@@ -68,12 +68,14 @@ class Elasticity:
     """What a worker of an elastic job is told. `rank` of its world is its *slot* then: a dead worker's is given again.
 
     `incarnation` counts the processes that a slot has had; all but those that the job began with (0) join it later.
-    `copies` of sharded state are kept in `vault`, a folder that outlives the workers of this host.
+    `copies` of sharded state are kept in `vault`, a folder that outlives the workers of this host. `members` are the
+    slots that begin together, each with its host, where hosts that the job once had are not there any more.
     """
 
     incarnation: int = 0
     vault: str | None = None
     copies: int = 2
+    members: tuple[tuple[int, int], ...] = ()
 
     @property
     def joins(self) -> bool:
