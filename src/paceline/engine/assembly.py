@@ -63,10 +63,13 @@ class Assembly:
             "left early": engine._left_early and not engine._in_loop,
         }
 
-    def place(self) -> Any:
-        loader, step = self._engine._loader, self._engine._training()
-        # A body that makes several updates of a step's items gets them again until all of them count.
-        item = None if step.in_updates else step.item_done()
+    @property
+    def between_updates(self) -> bool:
+        return self._engine._training().in_updates
+
+    def place(self, *, step_done: bool) -> Any:
+        loader = self._engine._loader
+        item = self._engine._training().item_done() if step_done else None
         return None if loader is None else loader.source.state_after(item)
 
     def put_plain(self, plain: Mapping[str, Any]) -> None:

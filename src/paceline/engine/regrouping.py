@@ -59,8 +59,13 @@ class Parts(Protocol):
         """What every worker has, and can be told: counts, schedules, settings of groups."""
         ...
 
-    def place(self) -> Any:
-        """In the data, when the step that is out is done."""
+    @property
+    def between_updates(self) -> bool:
+        """The body makes several updates of a step's items: until it has ended it gets them again."""
+        ...
+
+    def place(self, *, step_done: bool) -> Any:
+        """In the data: when the step that is out is done, or as it begins."""
         ...
 
     def more(self) -> bool:
@@ -170,10 +175,15 @@ class Elastic:
             raise CheckpointError("an elastic job of this kind keeps its state in a vault, and the launcher made none")
         members = self.member.now.members
         tree = {} if parts.replicated else parts.tensors()
-        own = parts.place() if parts.takes_places else None
+        own = self._places() if parts.takes_places else None
         self._vault.write(number, tree, rank=members.index(self.member.slot), size=len(members), own=own)
         if self._copies is not None:
             self._copies.keep(number)
+
+    def _places(self) -> list[Any]:
+        """Whether an update was the step's last only the body knows, by what it does next: both places are kept."""
+        done = self._parts.place(step_done=True)
+        return [self._parts.place(step_done=False) if self._parts.between_updates else done, done]
 
     def _kept(self, number: int) -> bool:
         """Whether this worker's part is safe; False: who should have a copy of it is gone, and so is this group."""
@@ -244,7 +254,7 @@ class Elastic:
             parts.put_tensors(state.tree, plain if joins else None)
         places = None
         if state is not None and parts.takes_places:
-            places = [state.own[slot] for slot in self._writers]
+            places = [state.own[slot][not parts.between_updates] for slot in self._writers]
         elif joins and plain is not None:
             places = [plain["place"]]
         parts.deal_anew(world, places, joins=joins)
@@ -259,7 +269,7 @@ class Elastic:
         if self._vault is None:
             raise CheckpointError("workers join through a vault, and the launcher made none")
         parts, staying = self._parts, generation.staying
-        own = parts.place() if parts.takes_places else None
+        own = self._places() if parts.takes_places else None
         number, rank = self._number | 1, staying.index(self.member.slot)
         self._vault.write(number, parts.tensors(), rank=rank, size=len(staying), own=own)
         return number, staying
@@ -272,7 +282,7 @@ class Elastic:
         mine: Any = None
         leaves: dict[str, Any] = {}
         if self.member.slot == generation.staying[0]:
-            packed, leaves = flatten({**self._parts.plain(), "place": self._parts.place()})
+            packed, leaves = flatten({**self._parts.plain(), "place": self._parts.place(step_done=True)})
             tensors = [[path, list(t.shape), code_of(t.dtype, path)] for path, t in leaves.items()]
             number, writers = laid_out or (self._number, self._writers)
             mine = [number, writers, self.loop, packed, tensors]
