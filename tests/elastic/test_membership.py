@@ -251,6 +251,44 @@ def test_a_worker_without_a_heartbeat_is_fenced_and_never_heard_again() -> None:
     assert members.died(2, "was killed by SIGKILL", 6.0) == [Replace(2, 1)], "its exit is no second death"
 
 
+@pytest.mark.parametrize(
+    ("computes_until_s", "fenced_after_s", "why"),
+    [
+        (0.0, 5.0, "worker 2 gave no sign of life for 5 s in step 1"),
+        (8.0, 13.0, "worker 2 gave no sign of life for 5 s in step 1"),
+        (99.0, 30.0, "worker 2 computed, but gave no sign of life for 30 s in step 1"),
+    ],
+)
+def test_a_silent_worker_that_computes_is_borne_with_and_not_for_ever(
+    computes_until_s: float, fenced_after_s: float, why: str
+) -> None:
+    members = job(3, Rules(heartbeat_timeout_s=5))
+    decided: list[Decision] = []
+    tenth = 0
+    while Fence(2) not in decided:
+        tenth += 1
+        for slot in (0, 1):
+            members.beat(slot, tenth / 10)
+        if tenth / 10 <= computes_until_s:
+            members.computes(2, tenth / 10)
+        decided += members.tick(tenth / 10)
+    assert fenced_after_s < tenth / 10 < fenced_after_s + 0.3
+    borne = ["worker 2 is silent in step 1, but computes: a call holds Python's lock? It is given 30 s"]
+    assert lines(decided) == [*(borne if computes_until_s else []), f"{why}; 2 workers go on, a replacement starts"]
+
+
+def test_a_worker_that_was_heard_again_is_told_of_once() -> None:
+    members = job(2, Rules(heartbeat_timeout_s=1))
+    decided: list[Decision] = []
+    for tenth in range(100):
+        members.beat(0, tenth / 10)
+        members.computes(1, tenth / 10)
+        if tenth % 25 == 0:
+            members.beat(1, tenth / 10)
+        decided += members.tick(tenth / 10)
+    assert len(decided) == len(lines(decided)) == 1
+
+
 def test_a_worker_whose_script_has_ended_may_be_silent() -> None:
     members = job(2, Rules(heartbeat_timeout_s=1))
     members.left(1, 1)

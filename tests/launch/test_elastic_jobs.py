@@ -411,6 +411,25 @@ def test_a_killed_and_a_stopped_worker_are_replaced_and_every_step_is_committed_
     assert not Path(vault).exists()
 
 
+def test_of_two_that_hold_pythons_lock_the_one_that_computes_is_borne_with(launch: Start) -> None:
+    finished = launch(
+        "--workers 3 --elastic --heartbeat-timeout-s 0.6",
+        training("""
+    if rank == 1 and step == 2:
+        sum(range(8 * 10**7))
+    if rank == 2 and step == 4 and not incarnation:
+        import ctypes
+        ctypes.PyDLL(None).sleep(30)
+"""),
+    ).finish()
+    assert finished.code == 0, finished.err
+    said = [line for line in finished.err.splitlines() if " is back " not in line]
+    assert said == [
+        "paceline: worker 1 is silent in step 3, but computes: a call holds Python's lock? It is given 30 s",
+        "paceline: worker 2 gave no sign of life for 0.6 s in step 5; 2 workers go on, a replacement starts",
+    ]
+
+
 def test_when_all_die_they_start_anew_and_when_the_supervisor_dies_nothing_is_left(launch: Start) -> None:
     started = launch(
         "--workers 2 --min-workers 1",

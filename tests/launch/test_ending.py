@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from paceline.launch.activity import Activity, processor_seconds
+from paceline.launch.activity import Activity, own_processor_seconds, processor_seconds
 from paceline.launch.ending import QUIET_S, SERVERS_END_S, Policy, goes_on, good_end, look_at_the_last
 from paceline.launch.verdict import Outcome, Phase, Process, Raised, judge
+from paceline.launch.vigil import Vigil
 
 SURVIVE = Policy(survive_worker_loss=True)
 
@@ -159,3 +160,23 @@ def test_printing_and_working_are_signs_of_life(monkeypatch: pytest.MonkeyPatch)
     activity = Activity(pid=1)
     looks = [activity.seen(printed, now) for now, printed in enumerate([0, 0, 12, 12, 12])]
     assert looks == [True, False, True, True, False]
+
+
+def test_only_the_silent_who_use_a_processor_are_told_of() -> None:
+    silence_s = {10: 0.1, 11: 3.0, 12: 3.0, 13: 3.0}
+    used: dict[int, float | None] = {10: 5.0, 11: 5.0, 12: 5.0, 13: 5.0}
+    now = [0.0]
+    vigil = Vigil(2.0, silence_s.__getitem__, lambda: now[0], used.__getitem__)
+    assert vigil.look({0: 10, 1: 11, 2: 12, 3: 13}) == []
+    now[0] = 0.5
+    used.update({10: 5.5, 11: 5.2, 12: 5.01, 13: None})  # heard; computes; polls; stopped
+    assert vigil.look({0: 10, 1: 11, 2: 12, 3: 13}) == [1]
+
+
+def test_a_stopped_process_uses_no_processor(tmp_path: Path) -> None:
+    ticks = os.sysconf("SC_CLK_TCK")
+    for pid, state in ((7, "R"), (8, "T")):
+        (tmp_path / f"{pid}").mkdir()
+        (tmp_path / f"{pid}/stat").write_text(f"{pid} (a) b) {state} 1 7 7 0 -1 4194560 9 9 0 0 5 3 100 100 20 0 1")
+    assert own_processor_seconds(7, tmp_path) == 8 / ticks
+    assert own_processor_seconds(8, tmp_path) is own_processor_seconds(9, tmp_path) is None

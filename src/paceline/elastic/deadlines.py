@@ -2,12 +2,16 @@
 
 | waited for                                         | at most                    | then                             |
 |----------------------------------------------------|----------------------------|----------------------------------|
-| a heartbeat                                        | heartbeat_timeout_s        | the silent one is fenced         |
+| a heartbeat, or time that it spent on a processor  | heartbeat_timeout_s        | the silent one is fenced         |
+| a heartbeat of one that computes all the while     | longest_silence_s          | it is fenced too                 |
 | the last READY of a step, since the first          | step_timeout_s             | those who are not are fenced     |
 | the last to regroup, since the generation began    | regroup_timeout_s          | those who have not are fenced    |
 | a death that explains why communication broke      | SETTLE_S                   | the same workers meet again      |
 | one who says nothing where others meet in vain     | ABSENT_S, the third time   | it is fenced                     |
 | the exit of one who said why it failed             | DYING_S                    | it is fenced                     |
+
+Who holds Python's lock for long gives no heartbeat, and computes; who is stopped or blocked does not. The supervisor of
+its host looks, and tells of it (`launch/vigil.py`).
 
 A tick of our own that comes late means that we were stopped or starved. Others' silence proves nothing then, and all of
 it is counted anew.
@@ -23,6 +27,8 @@ from paceline.elastic.slots import PRESENT, Slot, Standing
 LATE_TICK_S = 1.0
 FIRST_BEAT_S = 5.0
 """What a new process gets on top of the heartbeat's deadline, to be born."""
+COMPUTES_TIMES, COMPUTES_S = 6, 30.0
+"""Silence of one that computes is borne for so many times the heartbeat's deadline, and for so long at least."""
 SETTLE_S = 0.15
 ABSENT_S = 6.0
 """Longer than a group may take to be built: who tries to meet the others says by then that it can't."""
@@ -63,10 +69,31 @@ class Deadlines:
             self.regrouping_since = now if self.regrouping_since is not None else None
         return not late
 
-    def is_silent(self, slot: Slot, now: float) -> bool:
+    @property
+    def longest_silence_s(self) -> float:
+        return max(COMPUTES_TIMES * self.rules.heartbeat_timeout_s, COMPUTES_S)
+
+    def silence(self, slot: Slot, now: float) -> str:
+        """Why it is to be fenced, if it is: it has not said anything for too long."""
+        if not self._is_late(slot, slot.heard_at, now):
+            return ""
+        assert slot.heard_at is not None
+        if self._is_late(slot, slot.computed_at, now):
+            return f"gave no sign of life for {self.rules.heartbeat_timeout_s:g} s"
+        too_long = now - slot.heard_at > self.longest_silence_s
+        return f"computed, but gave no sign of life for {self.longest_silence_s:g} s" if too_long else ""
+
+    def is_excused(self, slot: Slot, now: float) -> bool:
+        """Whether it is late for the first time, and not fenced because it computes."""
+        excused = not slot.excused and self._is_late(slot, slot.heard_at, now) and not self.silence(slot, now)
+        slot.excused = slot.excused or excused
+        return excused
+
+    def _is_late(self, slot: Slot, since: float | None, now: float) -> bool:
         if slot.standing not in PRESENT or slot.ending or slot.heard_at is None:
             return False
-        return now - slot.heard_at > self.rules.heartbeat_timeout_s + (0 if slot.beating else FIRST_BEAT_S)
+        first_s = 0 if slot.beating else FIRST_BEAT_S
+        return since is None or now - since > self.rules.heartbeat_timeout_s + first_s
 
     def lingers(self, slot: Slot, now: float) -> bool:
         """It has failed, said why, and does not go."""

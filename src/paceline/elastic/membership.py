@@ -108,6 +108,11 @@ class Membership:
         self.slots[slot].ending = ending
         return []
 
+    def computes(self, slot: int, now: float) -> list[Decision]:
+        """It says nothing, and was seen to use a processor."""
+        self.slots[slot].computed_at = now
+        return []
+
     def entered(self, slot: int, loop: int, step: int, facts: Facts, now: float) -> list[Decision]:
         one = self.slots[slot]
         if not self._counts(one):
@@ -422,9 +427,12 @@ class Membership:
         return [Fence(slot.number) for slot in lingering]
 
     def _fence_silent(self, now: float) -> list[Decision]:
-        told = f"gave no sign of life for {self.rules.heartbeat_timeout_s:g} s {self.where}"
-        silent = [slot.number for slot in self.slots if self._deadlines.is_silent(slot, now)]
-        return self._drop([(number, f"{number} {told}") for number in silent], now, fence=True)
+        excused = [slot.number for slot in self.slots if self._deadlines.is_excused(slot, now)]
+        limit = f"a call holds Python's lock? It is given {self._deadlines.longest_silence_s:g} s"
+        said = [Say(f"worker {number} is silent {self.where}, but computes: {limit}") for number in excused]
+        silent = [(slot.number, why) for slot in self.slots if (why := self._deadlines.silence(slot, now))]
+        fallen = [(number, f"{number} {why} {self.where}") for number, why in silent]
+        return [*said, *self._drop(fallen, now, fence=True)]
 
     def _fence_late(self, now: float) -> list[Decision]:
         if not self.running:

@@ -49,6 +49,9 @@ class Slot:
     incarnation: int = 0
     standing: Standing = Standing.STARTING
     heard_at: float | None = None
+    computed_at: float | None = None
+    """When it was seen to use a processor though it said nothing."""
+    excused: bool = False
     beating: bool = False
     ending: bool = False
     loop: int = 0
@@ -84,6 +87,7 @@ class Slot:
     def start_again(self, now: float) -> None:
         self.incarnation += 1
         self.standing, self.heard_at, self.beating, self.ending = Standing.STARTING, now, False, False
+        self.computed_at, self.excused = None, False
         self.loop, self.entered_at, self.called_to, self.came_in_vain = 0, None, 0, False
         self.invited = False
 

@@ -32,6 +32,15 @@ def processor_seconds(pid: int, proc: Path = Path("/proc")) -> float:
     return sum(map(int, fields[11:15])) / _TICKS_PER_S + sum(processor_seconds(child, proc) for child in children)
 
 
+def own_processor_seconds(pid: int, proc: Path = Path("/proc")) -> float | None:
+    """What all threads of a process have used, without its children's; None where it is stopped, or gone."""
+    try:
+        fields = (proc / str(pid) / "stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return None if fields[0] in "TtZX" else sum(map(int, fields[11:13])) / _TICKS_PER_S
+
+
 class Activity:
     """Remembers what a worker had used and printed at the last look."""
 

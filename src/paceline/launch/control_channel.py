@@ -19,6 +19,7 @@ import asyncio
 import json
 import re
 import stat
+import time
 from base64 import b64decode, b64encode
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
@@ -105,6 +106,7 @@ class ControlServer:
         self._links: dict[asyncio.Task[None], int | None] = {}
         self._retired: set[int] = set()
         self._ears: dict[int, tuple[int, Link]] = {}
+        self._beats: dict[int, float] = {}
 
     async def start(self) -> None:
         self._server = await asyncio.start_unix_server(self._accept, path=self.path, limit=LINE_LIMIT)
@@ -123,11 +125,16 @@ class ControlServer:
     def welcome(self, pid: int) -> None:
         """A process was started; its number may have belonged to one that was retired."""
         self._retired.discard(pid)
+        self._beats[pid] = time.monotonic()
 
     def retire(self, pid: int) -> None:
         """A process has died, or is as good as dead: nothing that it said counts from now on."""
         self._retired.add(pid)
         self._ears = {rank: (owner, link) for rank, (owner, link) in self._ears.items() if owner != pid}
+
+    def silence_s(self, pid: int) -> float:
+        """Since its last heartbeat, or its birth."""
+        return time.monotonic() - self._beats[pid]
 
     async def hear_out(self, pid: int, timeout_s: float) -> None:
         """Wait until all that an ended process has said was read; one that it forked may keep its connections open."""
@@ -166,6 +173,8 @@ class ControlServer:
                 if "id" not in message:
                     if message.get("kind") == "elastic.here":
                         self._ears[rank] = (pid, link)
+                    elif message.get("kind") == "heartbeat":
+                        self._beats[pid] = time.monotonic()
                     self._tell(rank, message)
                     continue
                 question = asyncio.create_task(reply(link, message, self._asker(rank)))

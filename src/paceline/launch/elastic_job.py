@@ -97,7 +97,10 @@ class ElasticJob:
             return
         match kind:
             case "heartbeat":
-                self._carry_out(members.beat(slot, now, ending=bool(body.get("ending"))))
+                if body.get("computing"):  # said by the supervisor of its host
+                    self._carry_out(members.computes(slot, now))
+                else:
+                    self._carry_out(members.beat(slot, now, ending=bool(body.get("ending"))))
             case "elastic.here":
                 pass  # the control channel remembers where it listens
             case "elastic.enter":

@@ -33,6 +33,7 @@ from paceline.launch.sealed_link import SealedLink
 from paceline.launch.stable_process import LAST_MOMENT_S, StableProcess
 from paceline.launch.stopping import GRACE_S, NOTICE
 from paceline.launch.verdict import ENDED_WELL, Outcome, signal_name
+from paceline.launch.vigil import Vigil
 from paceline.launch.worker_main import STACK_SIGNAL, Script
 from paceline.launch.worker_place import default_threads, worker_variables
 from paceline.world.world import LOOPBACK, Elasticity, LaunchSettings, World
@@ -156,17 +157,20 @@ class Supervisor:
         try:
             await server.start()
             watching = asyncio.create_task(self._watch(stable, server, decider.hands))
-            feeling = asyncio.create_task(self._feel_pulses(decider))
+            looking = [asyncio.create_task(self._feel_pulses(decider))]
+            if seat.elastic is not None:
+                vigil = Vigil(seat.elastic.heartbeat_timeout_s, server.silence_s, self._loop.time)
+                looking.append(asyncio.create_task(vigil.keep(self._running, decider)))
             asking = asyncio.create_task(self._ask_to_stop(stable, seat, decider))
             # Whichever ends first: a report that makes no sense must not leave us waiting for an outcome.
-            either: set[asyncio.Future[Any]] = {watching, feeling, decider.outcome}
+            either: set[asyncio.Future[Any]] = {watching, *looking, decider.outcome}
             await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
-            for task in (watching, feeling):
+            for task in (watching, *looking):
                 if task.done():
                     task.result()
             outcome = await decider.outcome
-            feeling.cancel()
-            asking.cancel()
+            for task in (*looking, asking):
+                task.cancel()
             await self._catch_up()
             self._say(outcome.lines)
             await self._show_stacks(stable, outcome)
