@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 import paceline
+from paceline.strategies.parameter_server import ParameterServer
 
 LANES = 8
 ROWS = 4
@@ -61,11 +62,14 @@ def main() -> None:
     parser.add_argument("--save-every", type=int, default=0, help="steps between checkpoints; 0: none")
     parser.add_argument("--step-s", type=float, default=0.0, help="how long a step takes at least")
     parser.add_argument("--run-dir", type=Path, default=Path("run"), help="of checkpoints and the record of samples")
+    parser.add_argument("--sums-on-servers", action="store_true", help="parameter_server whose servers only add")
     parser.add_argument("--await-joiner", help="SLOT-INCARNATION: the others don't end before it stands at the loop")
     asked = parser.parse_args()
     slot = int(os.environ["PACELINE_RANK"])  # the engine's rank is another: its place among those that are left
 
-    with paceline.Engine(device="cpu", bucket_mib=0.001, record_samples=asked.run_dir) as engine:
+    strategy = ParameterServer(mode="aggregate") if asked.sums_on_servers else None
+
+    with paceline.Engine(device="cpu", bucket_mib=0.001, record_samples=asked.run_dir, strategy=strategy) as engine:
         model = build(asked.width)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 20)

@@ -102,11 +102,6 @@ class Group:
                 comm.abandon("somebody is gone")
 
 
-@dataclass(frozen=True)
-class ElasticJob(Job):
-    adopt_group: Callable[[Communicator], None] | None = None
-
-
 class Training:
     """One process's part in one generation."""
 
@@ -125,7 +120,7 @@ class Training:
 
     def _job(self, store: Store, group: Group, backend: str) -> Job:
         names = {id(parameter): name for name, parameter in self.model.named_parameters()}
-        return ElasticJob(
+        return Job(
             world=self.world,
             comm=self.comm,
             store=store,

@@ -80,6 +80,8 @@ class Regroup:
     step: int
     why: str
     main: int = 0
+    servers: tuple[int, ...] = ()
+    """Server processes, by rank; where there are none and servers are needed, the first member is one too."""
 
 
 @dataclass(frozen=True)

@@ -41,6 +41,11 @@ class Generation:
     step: int = 0  # committed so far
     why: str = ""
     main: int = 0  # shows progress and writes reports
+    servers: tuple[int, ...] = ()  # server processes, by rank
+
+    def has_all_of(self, other: Generation) -> bool:
+        """Nobody of the other one is missing here."""
+        return set(other.members) <= set(self.members) and set(other.servers) <= set(self.servers)
 
     @property
     def staying(self) -> tuple[int, ...]:
@@ -49,7 +54,10 @@ class Generation:
 
 
 class Member:
-    """`slot` names this worker for the life of the job; `wait_s` is how long the coordinator may take to decide."""
+    """`slot` names this worker for the life of the job; `wait_s` is how long the coordinator may take to decide.
+
+    A server process is one too, by its rank. It does not hear of commits, so where somebody joins `on_joining` is told.
+    """
 
     _of_process: Member | None = None
 
@@ -63,6 +71,7 @@ class Member:
         self.joins = incarnation > 0
         self.now = first  # what this worker is grouped in
         self.on_change: Callable[[str], None] = lambda why: None
+        self.on_joining: Callable[[Generation], None] = lambda generation: None
         self._client, self._wait_s = client, wait_s
         self._newest = first
         self._committed = (0, 0)  # step, update
@@ -181,6 +190,7 @@ class Member:
                         int(body["step"]),
                         str(body["why"]),
                         int(body["main"]),
+                        tuple(body.get("servers", ())),
                     )
                 )
             case "elastic.refused":
@@ -193,17 +203,22 @@ class Member:
                     self._news.notify_all()
 
     def _change(self, generation: Generation) -> None:
-        if self.slot not in generation.members:
+        if self.slot not in (*generation.members, *generation.servers):
             # Fenced, and still here: what it would do from now on is another's to do.
             print(f"paceline: worker {self.slot} was given up: {generation.why}", file=sys.stderr, flush=True)
             os._exit(SUPERVISOR_GONE)
         with self._news:
             if generation.number <= self._newest.number:
                 return
-            only_joins = generation.number == self._announced and set(self.now.members) <= set(generation.members)
+            expected = generation.number == self._announced or bool(
+                self.slot in generation.servers and generation.joining
+            )
+            only_joins = expected and generation.has_all_of(self.now)
             self._newest = generation
             self._news.notify_all()
-        if not only_joins:
+        if only_joins:
+            self.on_joining(generation)
+        else:
             self.on_change(generation.why)
 
     def _wait_for(self, true: Callable[[], bool], what: str) -> None:

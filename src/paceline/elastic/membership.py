@@ -30,6 +30,7 @@ from paceline.elastic.decisions import (
     Wait,
 )
 from paceline.elastic.places import Places
+from paceline.elastic.servers import Servers
 from paceline.elastic.slots import PRESENT, Facts, Ready, Slot, Standing, difference, named, workers
 
 FEW_BREAKS, MOST_BREAKS = 2, 5
@@ -39,9 +40,10 @@ WHOLE_STEP = 1 << 62
 
 
 class Membership:
-    def __init__(self, size: int, rules: Rules) -> None:
+    def __init__(self, size: int, rules: Rules, servers: int = 0) -> None:
         self.rules = rules
         self.places = Places(size, rules)
+        self.servers = Servers(size, servers)
         self.generation = 1
         self.running = False
         """Everyone has entered the loop; before that a fault is one of starting up, and the launcher's to judge."""
@@ -100,18 +102,24 @@ class Membership:
 
     def count_anew(self, slot: int, now: float) -> None:
         """It was just started, or could not have been heard."""
-        self.slots[slot].heard_at = now
+        self._place(slot).heard_at = now
 
     def beat(self, slot: int, now: float, *, ending: bool = False) -> list[Decision]:
         """A heartbeat; the last one says that the script has ended, and what is left of the process may take long."""
-        self.slots[slot].heard_at, self.slots[slot].beating = now, True
-        self.slots[slot].ending = ending
+        one = self._place(slot)
+        one.heard_at, one.beating, one.ending = now, True, ending
         return []
 
     def computes(self, slot: int, now: float) -> list[Decision]:
         """It says nothing, and was seen to use a processor."""
-        self.slots[slot].computed_at = now
+        self._place(slot).computed_at = now
         return []
+
+    def _place(self, slot: int) -> Slot:
+        return self.servers.slot(slot) if self.servers.has(slot) else self.slots[slot]
+
+    def _name(self, slot: int) -> str:
+        return self.servers.name(slot) if self.servers.has(slot) else f"worker {slot}"
 
     def entered(self, slot: int, loop: int, step: int, facts: Facts, now: float) -> list[Decision]:
         one = self.slots[slot]
@@ -216,8 +224,8 @@ class Membership:
 
     def failed(self, slot: int, generation: int, why: str, now: float) -> list[Decision]:
         """Communication broke, though nobody has died so far as the slot knows."""
-        if self.slots[slot].standing is Standing.MEMBER and generation == self.generation:
-            self._deadlines.broken = self._deadlines.broken or (now, f"worker {slot}: {why}")
+        if self._place(slot).standing is Standing.MEMBER and generation == self.generation:
+            self._deadlines.broken = self._deadlines.broken or (now, f"{self._name(slot)}: {why}")
             self._deadlines.complained.add(slot)
         return []
 
@@ -227,7 +235,7 @@ class Membership:
         return self._start_anew(why) if here and self.running and not self.over else []
 
     def grouped(self, slot: int, generation: int) -> list[Decision]:
-        one = self.slots[slot]
+        one = self._place(slot)
         if one.standing is not Standing.MEMBER or generation != self.generation:
             return []
         one.grouped = True
@@ -310,6 +318,23 @@ class Membership:
         its = f"its {workers(len(slots))} {'join' if len(slots) > 1 else 'joins'}"
         return [Say(f"{who}; {its} after a step"), *self._refill(now)]
 
+    def server_lost(self, ranks: Collection[int], how: str, now: float, *, fence: bool = False) -> list[Decision]:
+        """Server processes are gone, or have to go: the step is done again with those who are left."""
+        lost = [rank for rank in ranks if self.servers.lose(rank, now, fence=fence)]
+        decided: list[Decision] = [Fence(rank) for rank in lost] if fence else []
+        what = "; ".join(f"{self.servers.name(rank)} {how}" for rank in lost)
+        if not lost or self.over or not self.running:
+            return [*decided, Say(f"{what}; it is stopped")] if decided else []
+        again = self._regroup(what, now) if self.members else []
+        return [*decided, Say(f"{what}; {self.servers.instead(self.members)}"), *again]
+
+    def server_ended(self, rank: int, how: str, now: float, *, well: bool) -> list[Decision]:
+        """Its process is gone: `well`, because all workers had said goodbye."""
+        is_over = well and not any(slot.in_loop for slot in self._member_slots())
+        decided = [] if is_over else self.server_lost([rank], how, now)
+        self.servers.slot(rank).vacate()
+        return decided
+
     def _drop(
         self,
         fallen: list[tuple[int, str]],
@@ -377,6 +402,7 @@ class Membership:
         self._deadlines.forget()
         self._newcomers.clear()
         members = self.places.begin_anew()
+        self.servers = self.servers.anew()
         who = "all start" if here == len(self.slots) else f"the {workers(here)} of the hosts that are left start"
         said = f"{what}: {who} anew ({self._starts} of at most {MOST_STARTS} times)"
         return [Say(said), StartAnew(self._starts, members)]
@@ -392,12 +418,13 @@ class Membership:
         self._deadlines.begin_generation(now)
         for slot in self._member_slots():
             slot.ready, slot.grouped = None, not slot.in_loop
+        self.servers.begin_generation()
         members = self.members
         joining = tuple(number for number in members if number in self._newcomers)
         staying = [number for number in members if number not in joining]
         if self._main not in staying:  # and who comes back does not take it back: each handing over costs
             self._main = staying[0]
-        return [Regroup(self.generation, members, joining, self.step, why, self._main)]
+        return [Regroup(self.generation, members, joining, self.step, why, self._main, self.servers.here)]
 
     def _refill(self, now: float) -> list[Decision]:
         """Fresh processes for vacant slots, as long as there is a loop that they could join."""
@@ -413,32 +440,44 @@ class Membership:
 
     def tick(self, now: float) -> list[Decision]:
         """What time alone brings; call it a few times a second."""
-        if self.over or not self._deadlines.tick(self.slots, now):
+        if self.over or not self._deadlines.tick(self._processes, now):
             return []
         decided: list[Decision] = []
         for look in (self._fence_lingering, self._fence_silent, self._fence_late, self._mend):
             decided += [] if self.over else look(now)
         return decided
 
+    @property
+    def _processes(self) -> list[Slot]:
+        return [*self.slots, *self.servers.slots]
+
     def _fence_lingering(self, now: float) -> list[Decision]:
-        lingering = [slot for slot in self.slots if self._deadlines.lingers(slot, now)]
+        lingering = [slot for slot in self._processes if self._deadlines.lingers(slot, now)]
         for slot in lingering:
             slot.standing = Standing.FENCED
         return [Fence(slot.number) for slot in lingering]
 
     def _fence_silent(self, now: float) -> list[Decision]:
-        excused = [slot.number for slot in self.slots if self._deadlines.is_excused(slot, now)]
+        excused = [slot.number for slot in self._processes if self._deadlines.is_excused(slot, now)]
         limit = f"a call holds Python's lock? It is given {self._deadlines.longest_silence_s:g} s"
-        said = [Say(f"worker {number} is silent {self.where}, but computes: {limit}") for number in excused]
-        silent = [(slot.number, why) for slot in self.slots if (why := self._deadlines.silence(slot, now))]
-        fallen = [(number, f"{number} {why} {self.where}") for number, why in silent]
-        return [*said, *self._drop(fallen, now, fence=True)]
+        said: list[Decision] = [
+            Say(f"{self._name(number)} is silent {self.where}, but computes: {limit}") for number in excused
+        ]
+        late = [(slot.number, why) for slot in self._processes if (why := self._deadlines.silence(slot, now))]
+        fallen = [(number, f"{number} {why} {self.where}") for number, why in late if not self.servers.has(number)]
+        said += self._drop(fallen, now, fence=True)
+        for number, why in late:
+            if self.servers.has(number):
+                said += self.server_lost([number], f"{why} {self.where}", now, fence=True)
+        return said
 
     def _fence_late(self, now: float) -> list[Decision]:
         if not self.running:
             return []
         slow, limit_s = self._deadlines.late(self._member_slots(), now)
         told = f"is alive, but {limit_s:g} s late {self.where}"
+        if slow and (absent := self.servers.absent()):
+            return self.server_lost(absent, told, now, fence=True)
         return self._drop([(slot.number, f"{slot.number} {told}") for slot in slow], now, fence=True)
 
     def _mend(self, now: float) -> list[Decision]:

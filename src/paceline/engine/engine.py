@@ -52,6 +52,7 @@ from paceline.engine.replicas import check_same_models, named_state, parameter_n
 from paceline.engine.saved_state import job_facts
 from paceline.engine.saver import Saver, Surroundings
 from paceline.engine.second_opinion import SecondOpinion
+from paceline.engine.serving import Serving
 from paceline.engine.sources import as_loader, check_same_order, make_source
 from paceline.engine.step_so_far import Timing
 from paceline.engine.stop_signals import StoppedOnRequest, StopSignals
@@ -147,6 +148,7 @@ class Engine:
         check_offload(offload, self.device, self.config.strategy.name, able)
         self._client = call_supervisor(self._seat)
         self._opened_store, self._store = open_meeting(self._seat, self._client, timeout_s)
+        self._serving: Serving | None = None
         self._elastic = self._join_elastic_job()
         self._comm = connect_workers(
             self.world, self._store, backend=self.config.backend, device=self.device, timeout_s=timeout_s
@@ -544,6 +546,9 @@ class Engine:
             offload=config.offload is not None,
             facts=job_facts(config, {}, self.device),
             replay=self._replay,
+            generation=self._generation or 1,
+            adopt_group=self._adopt_group if self._generation is not None else None,
+            next_group=self._next_group if self._serving is not None else None,
         )
 
     def _prepared(self, thing: Any, training: bool) -> Any:
@@ -698,14 +703,13 @@ class Engine:
                 f"--elastic with strategy {self.config.strategy}: its workers don't wait for each other: there is no "
                 "step that all could do again; it goes on without lost workers by itself: start it without --elastic"
             )
-        if seat.servers:
-            raise ConfigError(
-                f"--elastic with --servers {seat.servers}: server processes can't be replaced; leave it out, and "
-                "one of the workers doubles as the server, whose state survives it"
-            )
         members = tuple(slot for slot, _ in seat.elastic.members) or tuple(range(seat.size))
-        first = Generation(0 if seat.elastic.joins else 1, members)
+        servers = tuple(range(seat.size, seat.size + seat.servers))
+        first = Generation(0 if seat.elastic.joins else 1, members, servers=servers)
         member = Member(self._client, seat.rank, seat.elastic.incarnation, first, self.config.timeout_s)
+        if seat.is_server:
+            self._serving = Serving(member, seat, self._store_of, self.config.timeout_s)
+            return None
         return Elastic(member, seat, Assembly(self), self.print)
 
     def _watch_changes(self, comm: Communicator) -> None:
@@ -719,6 +723,28 @@ class Engine:
         elastic.member.on_change = change
         if elastic.member.is_newer_than(elastic.now_in):
             comm.abandon("the workers have changed")
+
+    def _adopt_group(self, comm: Communicator) -> None:
+        """A group of a strategy's own ends with the generation, where the workers have none that it could end with."""
+        if self._serving is not None:
+            self._serving.adopt(comm)
+            return
+        elastic = self._elastic_parts()
+        before = elastic.member.on_change
+
+        def change(why: str) -> None:
+            comm.abandon(why)
+            before(why)
+
+        elastic.member.on_change = change
+        if elastic.member.is_newer_than(elastic.now_in):
+            comm.abandon("the workers have changed")
+
+    def _next_group(self, why: str) -> Job:
+        """Of a server: with the workers and servers of the next generation."""
+        assert self._serving is not None
+        self.world = self._serving.next_world(why)
+        return self._job()
 
     def _end_evaluation(self) -> None:
         """None leaves an evaluation that another has to run a round of again."""
@@ -734,9 +760,19 @@ class Engine:
 
     def _store_of_group(self) -> Store | None:
         """In an elastic job keys are those of one generation: nobody finds what an older one left there."""
-        if self._elastic is None or self._store is None:
+        if self._generation is None or self._store is None:
             return self._store
-        return PrefixStore(f"elastic/{self._elastic.now_in}", self._store)
+        return self._store_of(self._generation)
+
+    def _store_of(self, generation: int) -> Store:
+        assert self._store is not None
+        return PrefixStore(f"elastic/{generation}", self._store)
+
+    @property
+    def _generation(self) -> int | None:
+        """Of an elastic job: the one that this process is in, or is about to be."""
+        part = self._elastic or self._serving
+        return None if part is None else part.now_in
 
     def _elastic_parts(self) -> Elastic:
         assert self._elastic is not None

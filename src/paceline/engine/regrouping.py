@@ -239,7 +239,7 @@ class Elastic:
         if joins:
             fault_point("join", generation.step + 1)
         laid_out = self._lay_out(generation) if generation.joining and not joins and parts.replicated else None
-        parts.dismantle(lost=not set(self.member.now.members) <= set(generation.members))
+        parts.dismantle(lost=not generation.has_all_of(self.member.now))
         comm = parts.connect(world)
         if self._copies is not None:
             offers = [self._copies.offer()] if comm is None else comm.gather_json(self._copies.offer())
@@ -308,7 +308,8 @@ class Elastic:
     def _world_of(self, generation: Generation) -> World:
         """This worker's place among the members; all on one host, unless the job has several."""
         rank, size = generation.members.index(self.member.slot), len(generation.members)
-        alone = replace(self._seat, rank=0, size=1, local_rank=0, local_size=1, host_rank=0, hosts=1)
+        servers = len(generation.servers)
+        alone = replace(self._seat, rank=0, size=1, local_rank=0, local_size=1, host_rank=0, hosts=1, servers=servers)
         here = (rank, size) if self._seat.hosts == 1 else (0, 1)
         return replace(alone, rank=rank, size=size, local_rank=here[0], local_size=here[1])
 

@@ -53,9 +53,18 @@ def among_members(seat: World) -> World:
     members = () if seat.elastic is None else seat.elastic.members
     if not members:
         return seat
+    if seat.is_server:
+        return server_among(seat, len(members), seat.servers, seat.server_index)
     rank = [slot for slot, _ in members].index(seat.rank)
     world = replace(alone(seat), rank=rank, size=len(members), servers=seat.servers)
     return on_hosts(world, [host for _, host in members])
+
+
+def server_among(seat: World, workers: int, servers: int, index: int) -> World:
+    """The place of a server process beside so many workers; they count as on its host, unless tensors go over TCP."""
+    rank = workers + index
+    place = {"rank": rank, "size": workers, "local_rank": rank, "local_size": workers, "servers": servers}
+    return replace(seat, **place, host_rank=0, hosts=1)  # type: ignore[arg-type]
 
 
 def find_device(world: World, wanted: str | torch.device | None) -> torch.device:

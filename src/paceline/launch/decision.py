@@ -104,7 +104,7 @@ class Coordinator:
         self._pulses: dict[int, Pulse] = {}
         self._elastic: ElasticJob | None = None
         if seat.elastic is not None:
-            self._elastic = ElasticJob(seat.size, seat.elastic, ledger or Ledger(), self)
+            self._elastic = ElasticJob(seat.size, seat.elastic, ledger or Ledger(), self, seat.servers)
             self._spawn(self._elastic.tick())
         for host, link in links.items():
             self._spawn(self._hear_host(host, link, seat.elastic))

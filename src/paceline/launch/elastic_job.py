@@ -62,8 +62,8 @@ class Chief(Protocol):
 
 
 class ElasticJob:
-    def __init__(self, size: int, rules: Rules, ledger: Ledger, chief: Chief) -> None:
-        self.membership = Membership(size, rules)
+    def __init__(self, size: int, rules: Rules, ledger: Ledger, chief: Chief, servers: int = 0) -> None:
+        self.membership = Membership(size, rules, servers)
         self._ledger = ledger
         self._chief = chief
         self._to_start: dict[int, int] = {}
@@ -93,8 +93,6 @@ class ElasticJob:
 
     def told(self, slot: int, kind: str, body: Body) -> None:
         now, members = self._chief.clock(), self.membership
-        if slot >= len(members.slots):  # a server
-            return
         match kind:
             case "heartbeat":
                 if body.get("computing"):  # said by the supervisor of its host
@@ -127,17 +125,20 @@ class ElasticJob:
     # ---- what happens to them; True where that is all there is to do ---------------------------------------
 
     def started(self, slot: int) -> None:
-        if slot < len(self.membership.slots):
-            self.membership.count_anew(slot, self._chief.clock())
+        self.membership.count_anew(slot, self._chief.clock())
 
     def raised(self, process: Process) -> bool:
-        if process.is_server or not self.membership.running or self._goes_as_asked(process) or self._chief.is_over:
+        if not self.membership.running or self._goes_as_asked(process) or self._chief.is_over:
             return False
         assert process.raised is not None
         cause = not process.raised.is_consequence
-        self._remember(process, by_code=cause)
         how = happened(process, self._chief.processes, where=self.membership.where)
-        decisions = self.membership.raised(process.rank, how, self._chief.clock(), cause=cause)
+        now = self._chief.clock()
+        if process.is_server:
+            decisions = self.membership.server_lost([process.rank], how, now)
+        else:
+            self._remember(process, by_code=cause)
+            decisions = self.membership.raised(process.rank, how, now, cause=cause)
         self._lose(process, decisions)
         if any(isinstance(decision, Say) for decision in decisions) and self._is_news(process):
             self._chief.announce(process.raised.traceback.rstrip())
@@ -145,11 +146,13 @@ class ElasticJob:
 
     def exited(self, process: Process) -> bool:
         slot, members = process.rank, self.membership
-        if process.is_server or self._chief.is_over:
+        if self._chief.is_over:
             return False
         if slot in self._to_start:
             self._start(slot, self._to_start.pop(slot))
             return True
+        if process.is_server:
+            return members.running and self._server_exited(process)
         if self._goes_as_asked(process):
             process.lost = members.slots[slot].standing is not Standing.MEMBER
             return False
@@ -165,6 +168,16 @@ class ElasticJob:
         how = happened(process, self._chief.processes, where=members.where)
         self._lose(process, members.died(slot, how, self._chief.clock(), by_code=by_code))
         return True
+
+    def _server_exited(self, process: Process) -> bool:
+        """Where no worker is left to go on, the launcher looks whether all is well."""
+        well = process.status in ENDED_WELL and process.raised is None
+        how = happened(process, self._chief.processes, where=self.membership.where)
+        now, members = self._chief.clock(), self.membership
+        decisions = members.server_ended(process.rank, how, now, well=well)
+        process.lost = process.lost or not well or bool(decisions)
+        self._carry_out(decisions)
+        return process.lost and bool(members.members)
 
     def host_lost(self, host: int, slots: Sequence[int], why: str) -> bool:
         if not self.membership.running or self._chief.is_over:
@@ -264,11 +277,13 @@ class ElasticJob:
             "why": regroup.why,
             "main": regroup.main,
         }
-        for slot in regroup.members:
+        if regroup.servers:
+            body["servers"] = list(regroup.servers)
+        for slot in (*regroup.members, *regroup.servers):
             self._chief.hands_of(slot).push(slot, "elastic.generation", body)
 
     def _start(self, slot: int, incarnation: int) -> None:
-        self._chief.processes[slot] = Process(slot)
+        self._chief.processes[slot] = Process(slot, self._chief.processes[slot].server_index)
         self._chief.hands_of(slot).start(slot, incarnation, self._starters if incarnation == 0 else None)
 
     def _start_anew(self, members: Sequence[int]) -> None:
@@ -277,7 +292,7 @@ class ElasticJob:
         for hands in self._chief.all_hands():
             hands.empty_vault()
         self._starters = None if len(members) == len(self.membership.slots) else self._chief.on_hosts(members)
-        for slot in members:
+        for slot in (*members, *self.membership.servers.here):
             if self._chief.processes[slot].ended:
                 self._start(slot, 0)
             else:

@@ -68,6 +68,10 @@ class Seat:
         """How many this host starts: its workers, and on the first host the servers after them."""
         return self.workers + (self.servers if self.host_rank == 0 else 0)
 
+    def local_rank_of(self, rank: int) -> int:
+        """Of one of this host's processes."""
+        return rank - self.first_rank if rank < self.size else rank - self.size + self.workers
+
     def world(self, local_rank: int, control: str, elastic: Elasticity | None = None) -> World:
         """The place of one of this host's processes."""
         is_server = local_rank >= self.workers

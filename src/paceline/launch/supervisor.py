@@ -379,7 +379,7 @@ class OwnHands:
         self._stable.signal_worker(rank, signal.SIGKILL)
 
     def start(self, rank: int, incarnation: int, members: Members) -> None:
-        self._start(rank - self._seat.first_rank, incarnation, members)
+        self._start(self._seat.local_rank_of(rank), incarnation, members)
 
     def empty_vault(self) -> None:
         if self._vault is not None:

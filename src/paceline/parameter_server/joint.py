@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -31,7 +32,24 @@ def connect(world: World, store: Store | None, *, workers_use: str, timeout_s: f
         return None
     backend = "gloo" if workers_use == "gloo" or joint.local_size < joint.size else "paceline"
     place = PrefixStore("parameter_server", store)
+    if world.elastic is not None and world.servers:
+        _gather(joint, store, timeout_s)
     return Communicator.connect(joint, place, backend=backend, device=torch.device("cpu"), timeout_s=timeout_s)
+
+
+def _gather(joint: World, store: Store, timeout_s: float) -> None:
+    """All come to one place first: in an elastic job building a group waits for nobody."""
+    store.set(_here(joint.rank), "")
+    store.wait([_here(rank) for rank in range(joint.size)], timedelta(seconds=timeout_s))
+
+
+def await_workers(store: Store, workers: int, timeout_s: float) -> None:
+    """Until so many, the first of all ranks, have come there; for a server that still serves another group of them."""
+    store.wait([_here(rank) for rank in range(workers)], timedelta(seconds=timeout_s))
+
+
+def _here(rank: int) -> str:
+    return f"parameter_server/here/{rank}"
 
 
 # -- the same job ------------------------------------------------------------------------------------------------------

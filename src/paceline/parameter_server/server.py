@@ -52,18 +52,20 @@ class Server:
         stats: StalenessCounter,
         *,
         timeout_s: float,
+        grace_s: float = GRACE_S,
         on_leave: Callable[[int, StalenessStats], None] = lambda worker, stats: None,
         log: RunLog | None = None,
         sum_homes: Mapping[int, Tensor] | None = None,
     ) -> None:
         """`channels` lead to all workers and to the other servers.
 
+        `grace_s`: for workers to leave when it has failed; in an elastic job they are told so by the coordinator.
         `sum_homes`: where sums are read, by key of the first of `makers`.
         """
         self._makers = {maker.protocol.table.digest: maker for maker in makers}
         self._protocol = next(iter(self._makers.values())).protocol
         self._server, self._rank = server, self._protocol.workers + server
-        self._channels, self._stats, self._timeout_s = channels, stats, timeout_s
+        self._channels, self._stats, self._timeout_s, self._grace_s = channels, stats, timeout_s, grace_s
         self._on_leave, self._log = on_leave, log
         self._sum_homes, self._home_holds = sum_homes or {}, dict[int, int]()
         self._cores: dict[int, ServerCore] = {}
@@ -97,7 +99,7 @@ class Server:
             # Ends without a timeout of its own: each thread waits for its worker no longer than the group's.
             self._change.wait_for(lambda: not self._listening or self._error is not None, timeout=within_s)
             if self._error is not None:
-                self._change.wait_for(lambda: not self._listening, timeout=GRACE_S)
+                self._change.wait_for(lambda: not self._listening, timeout=self._grace_s)
         self._silent.set()
         for rank in self._others:
             with contextlib.suppress(*GONE):

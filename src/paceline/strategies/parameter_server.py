@@ -35,7 +35,7 @@ from paceline.parameter_server.treatment import Treatment
 from paceline.strategies.pushed_rounds import PushedRounds
 from paceline.strategies.registry import Job, Maker, Registered, register
 from paceline.strategies.replayed import ReplayedMaker
-from paceline.strategies.server_parts import Parts, Plan
+from paceline.strategies.server_parts import Parts, Plan, serve
 from paceline.strategies.strategy import Strategy
 from paceline.strategies.sums_on_servers import SumsOnServers
 from paceline.strategies.updates_on_arrival import UpdatesOnArrival
@@ -179,8 +179,7 @@ class ParameterServerMaker:
     def dismantle(self) -> None:
         """What servers held is gone with them, unless it was kept; the new world's worker 0 is the next to be one."""
         why = "the workers have changed"
-        if self._parts.comm is not None:
-            self._parts.comm.abandon(why)
+        self._parts.abandon(why)
         self._lines.abandon(why)
         if self._server is not None:
             self._server.abandon(why)
@@ -223,11 +222,10 @@ def check_devices(devices: object) -> None:
 def _open(config: ParameterServer, job: Job) -> Maker:
     if job.replay is not None:
         return ReplayedMaker(config.plan, job, job.replay)
-    parts = Parts(config.plan, job)
     if job.world.is_server:
-        parts.serve()
+        serve(config.plan, job)
         raise SystemExit(0)
-    return ParameterServerMaker(parts)
+    return ParameterServerMaker(Parts(config.plan, job))
 
 
 register(

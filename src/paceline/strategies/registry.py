@@ -63,6 +63,9 @@ class Job:
     at_loop_end: list[LoopEndListener] = field(default_factory=list)  # a strategy adds its own
     replay: Replay | None = None  # do again what this has, instead of training
     lost: set[int] = field(default_factory=set)  # workers that a strategy goes on without; it adds them in `settle`
+    generation: int = 1  # of the workers of an elastic job
+    adopt_group: Callable[[Communicator], None] | None = None  # have a group end with this generation
+    next_group: Callable[[str], Job] | None = None  # on a server of an elastic job: when, and why, a group is over
 
 
 class Maker(Protocol):

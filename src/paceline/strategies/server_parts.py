@@ -7,6 +7,7 @@ plan spaces and keys ─► join ─► agree ─► share memory ─┬─► s
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,19 +18,19 @@ import torch
 from torch import Tensor
 
 from paceline.collectives.communicator import Communicator
-from paceline.errors import ConfigError
+from paceline.errors import ConfigError, PacelineError
 from paceline.optim.range_optimizer import check_elementwise
 from paceline.parameter_server import joint
 from paceline.parameter_server.application_log import JobFacts, Role, next_attempt
 from paceline.parameter_server.clock import Clock
 from paceline.parameter_server.held_key import hold_keys
 from paceline.parameter_server.lines import Lines
-from paceline.parameter_server.link import Channel, GroupChannel, LocalChannel, Rooms, local_channels
+from paceline.parameter_server.link import GONE, Channel, GroupChannel, LocalChannel, Rooms, local_channels
 from paceline.parameter_server.meeting_point import MeetingPoint
 from paceline.parameter_server.recorded_job import facts_of
 from paceline.parameter_server.round_by_round import Mode
 from paceline.parameter_server.run_log import RunLog
-from paceline.parameter_server.server import CoreMaker, Server, is_last, keys_of
+from paceline.parameter_server.server import GRACE_S, CoreMaker, Server, is_last, keys_of
 from paceline.parameter_server.server_core import ServerCore
 from paceline.parameter_server.staleness_stats import StalenessCounter, StalenessStats
 from paceline.parameter_server.treatment import Treatment
@@ -106,26 +107,26 @@ class Parts:
 
     def _end_with_the_generation(self) -> None:
         """Where the workers have a group, this one ends with it; one worker alone and servers ask the engine for it."""
-        adopt: Callable[[Communicator], None] | None = getattr(self.job, "adopt_group", None)
         if self.comm is None:
             return
         if self.job.comm is not None:
             self.comm.counts_with(self.job.comm)
-        elif adopt is not None:
-            adopt(self.comm)
+        elif self.job.adopt_group is not None:
+            self.job.adopt_group(self.comm)
 
     def _agree(self) -> list[dict[str, Any]]:
         """What all processes say, workers first."""
         plan, space = self.plan, self.spaces[0]
-        facts = {
+        facts: dict[str, Any] = {
             "keys": [other.table.digest for other in self.spaces],
             "lanes": self.job.lanes,
             "clock": str(plan.clock),
             "mode": plan.mode,
             "treatment": str(plan.treatment),
             "optimizers": [type(optimizer).__name__ for optimizer in space.optimizers],
-            "settings": list(space.settings.by_group(space.settings.read())),
         }
+        if self.job.generation == 1:  # later a schedule has changed them, which runs where the loop does
+            facts["settings"] = list(space.settings.by_group(space.settings.read()))
         own = {
             "weights": joint.weights_digest(space.parameters),
             "device": self.job.device.type,
@@ -157,6 +158,11 @@ class Parts:
         job = JobFacts(self.job.world.size, self.servers, self.job.lanes, keys, str(plan.clock), facts=facts)
         return RunLog(plan.record, main["attempt"], role, number, job)
 
+    def abandon(self, why: str) -> None:
+        """The workers have changed: nothing waits in this group any more."""
+        if self.comm is not None:
+            self.comm.abandon(why)
+
     def close(self) -> None:
         if self.comm is not None:
             self.comm.close()
@@ -173,6 +179,11 @@ class Parts:
         server.start()
         try:
             server.join()
+        except GONE as error:
+            if self.job.next_group is not None:
+                self.abandon(str(error))
+                server.abandon(str(error))
+            raise
         finally:
             self.close()
 
@@ -206,6 +217,7 @@ class Parts:
         return Server(
             *(index, makers, channels, stats),
             timeout_s=self.job.timeout_s,
+            grace_s=GRACE_S if world.elastic is None else 0.0,
             on_leave=left,
             log=log,
             sum_homes=self.memory.sums,
@@ -279,3 +291,28 @@ class Parts:
             last=lambda header: is_last(header, from_server=named >= self.job.world.size),
             most_under_way=64 + _MESSAGES_PER_KEY * len(self.spaces[0].table.keys),
         )
+
+
+def serve(plan: Plan, job: Job) -> None:
+    """A server process, until the workers have said goodbye; in an elastic job to one group of them after the other."""
+    while (why := _serve_group(plan, job)) is not None:
+        assert job.next_group is not None
+        gc.collect()  # the parts of a group hold each other, and its shared memory
+        job = job.next_group(why)
+
+
+def _serve_group(plan: Plan, job: Job) -> str | None:
+    """Why the group is over, where it has a successor."""
+    try:
+        parts = Parts(plan, job)
+    except (PacelineError, RuntimeError, OSError) as error:  # somebody may be lost while they meet
+        if job.next_group is None or job.generation == 1:
+            raise
+        return f"{type(error).__name__}: {error}"
+    try:
+        parts.serve()
+    except GONE as error:
+        if job.next_group is None:
+            raise
+        return str(error)
+    return None

@@ -1,0 +1,71 @@
+"""A server process in an elastic job: it serves one generation of workers after the other, and keeps nothing.
+
+    generation 3    meet the workers ─► the first of them loads what is committed ─► serve, round by round
+    a death         GENERATION ─► the group is abandoned ─► generation 4: the same, with those who are left
+    somebody joins  GENERATION ─► serve until all workers stand where generation 4 meets
+
+It neither says READY nor hears COMMIT. What it made of a round is in the vault before the workers are ready, kept by
+the first of them, and comes back from there; so nothing has to be undone here.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+from torch._C._distributed_c10d import Store
+
+from paceline.collectives.communicator import Communicator
+from paceline.elastic.member import Generation, Member
+from paceline.engine.surroundings import server_among
+from paceline.errors import WorldError
+from paceline.parameter_server.joint import await_workers
+from paceline.world.world import World
+
+LOOK_EVERY_S = 0.1
+
+
+class Serving:
+    """`seat` is the place that the launcher gave; `store_of` has the keys of a generation."""
+
+    def __init__(self, member: Member, seat: World, store_of: Callable[[int], Store], timeout_s: float) -> None:
+        self._member, self._seat, self._store_of, self._timeout_s = member, seat, store_of, timeout_s
+        self._abandon: Callable[[str], None] = lambda why: None
+        self.now_in = member.now.number
+        member.on_joining = self._watch_meeting
+
+    def next_world(self, why: str) -> World:
+        """This server's place in a newer generation, as soon as there is one; `why` the last is over."""
+        generation = self._member.next_generation(self.now_in, why)
+        self.now_in = generation.number
+        self._member.grouped(generation)
+        workers, servers = generation.members, generation.servers
+        return server_among(self._seat, len(workers), len(servers), servers.index(self._member.slot))
+
+    def adopt(self, comm: Communicator) -> None:
+        """The group of this generation, which ends with it."""
+        self._member.on_change = self._abandon = comm.abandon
+        if self._member.is_newer_than(self.now_in):
+            comm.abandon("the workers have changed")
+
+    def _watch_meeting(self, generation: Generation) -> None:
+        """On the thread that hears the coordinator, so another one waits."""
+        watch = threading.Thread(
+            target=self._leave_with_workers,
+            args=(generation, self._abandon),
+            name="paceline-server-awaits-generation",
+            daemon=True,
+        )
+        watch.start()
+
+    def _leave_with_workers(self, generation: Generation, abandon: Callable[[str], None]) -> None:
+        """Between two steps the workers may still want something of this group: a state to save."""
+        while not self._member.is_newer_than(generation.number):
+            try:
+                await_workers(self._store_of(generation.number), len(generation.members), self._timeout_s)
+            except (RuntimeError, WorldError):  # they take their time, or there is a newer generation
+                time.sleep(LOOK_EVERY_S)
+                continue
+            abandon(generation.why)
+            return
