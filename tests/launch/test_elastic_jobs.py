@@ -197,6 +197,24 @@ def test_a_stopped_job_replaces_nobody_and_ends_as_it_was_asked_to() -> None:
     within(story)
 
 
+def test_who_is_silent_is_not_judged_while_others_end_as_they_were_asked_to() -> None:
+    async def story() -> None:
+        job = Job(2, Rules(heartbeat_timeout_s=0.05))
+        job.coordinator.told(0, "heartbeat", {})
+        job.coordinator.exited(1, -signal.SIGKILL)
+        assert job.hands.done[-1] == ("start", 1, 1)
+        job.coordinator.interrupted(signal.SIGTERM)  # the replacement is being forked
+        job.coordinator.exited(0, -signal.SIGTERM)
+        await asyncio.sleep(0.4)
+        assert not job.coordinator.outcome.done()
+        job.coordinator.started(1, 201)
+        job.coordinator.exited(1, -signal.SIGTERM)
+        assert (await job.coordinator.outcome).code == 128 + signal.SIGTERM
+        await job.coordinator.close()
+
+    within(story)
+
+
 def test_whoever_waits_for_a_key_of_an_older_generation_hears_that_it_is_over() -> None:
     async def story() -> None:
         keys = KeyValues()
@@ -409,6 +427,23 @@ def test_a_killed_and_a_stopped_worker_are_replaced_and_every_step_is_committed_
         assert any(re.fullmatch(rf"paceline: worker {worker} is back after step \d+", line) for line in said), said
     (vault,) = set(re.findall(r"vault (\S+)", finished.out))
     assert not Path(vault).exists()
+
+
+def test_a_replacement_that_is_forked_while_the_job_is_asked_to_stop_is_asked_too(launch: Start) -> None:
+    for _ in range(3):
+        finished = launch(
+            "--workers 2 --elastic --heartbeat-timeout-s 1",
+            training("""
+    if rank == 1 and step == 2 and not incarnation:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if rank == 0 and generation == 2:
+        stable = Path(f"/proc/{os.getppid()}/stat").read_text()
+        os.kill(int(stable.rpartition(")")[2].split()[1]), signal.SIGTERM)
+        wait_for("never")
+"""),
+        ).finish()
+        assert finished.code == 143, finished.err
+        assert "gave no sign of life" not in finished.err
 
 
 def test_of_two_that_hold_pythons_lock_the_one_that_computes_is_borne_with(launch: Start) -> None:

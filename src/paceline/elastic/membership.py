@@ -48,6 +48,7 @@ class Membership:
         self.running = False
         """Everyone has entered the loop; before that a fault is one of starting up, and the launcher's to judge."""
         self.over = False
+        self._leaving = False  # members have gone because the job was asked to stop
         self._committed = (0, WHOLE_STEP)
         self._main = 0  # of all workers, who reports
         self._starts = 0
@@ -302,6 +303,10 @@ class Membership:
         one.vacate()
         return []
 
+    def went_as_asked(self, slot: int) -> None:
+        """The job was asked to stop, and it did: nobody regroups any more, and only the stop has a deadline."""
+        self._leaving = self._leaving or self.slots[slot].standing is Standing.MEMBER
+
     def host_lost(self, slots: Collection[int], why: str, now: float) -> list[Decision]:
         """All at once; nobody can be started there any more."""
         there = [(number, f"{number} went with it") for number in slots if self.slots[number].standing in PRESENT]
@@ -397,12 +402,13 @@ class Membership:
             rest = f"{workers(here)} could start anew, and --min-workers is {self.rules.min_workers}"
             return self._end(TOO_FEW_LEFT, f"{what}; {rest}")
         self._starts += 1
-        self.generation, self.running, self._main = 1, False, 0
+        self.generation, self.running = 1, False
         self._breaks = self._ties = 0
         self._deadlines.forget()
         self._newcomers.clear()
         members = self.places.begin_anew()
         self.servers = self.servers.anew()
+        self._main = members[0]
         who = "all start" if here == len(self.slots) else f"the {workers(here)} of the hosts that are left start"
         said = f"{what}: {who} anew ({self._starts} of at most {MOST_STARTS} times)"
         return [Say(said), StartAnew(self._starts, members)]
@@ -440,7 +446,7 @@ class Membership:
 
     def tick(self, now: float) -> list[Decision]:
         """What time alone brings; call it a few times a second."""
-        if self.over or not self._deadlines.tick(self._processes, now):
+        if self.over or self._leaving or not self._deadlines.tick(self._processes, now):
             return []
         decided: list[Decision] = []
         for look in (self._fence_lingering, self._fence_silent, self._fence_late, self._mend):

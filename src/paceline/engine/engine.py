@@ -705,7 +705,7 @@ class Engine:
             )
         members = tuple(slot for slot, _ in seat.elastic.members) or tuple(range(seat.size))
         servers = tuple(range(seat.size, seat.size + seat.servers))
-        first = Generation(0 if seat.elastic.joins else 1, members, servers=servers)
+        first = Generation(0 if seat.elastic.joins else 1, members, main=members[0], servers=servers)
         member = Member(self._client, seat.rank, seat.elastic.incarnation, first, self.config.timeout_s)
         if seat.is_server:
             self._serving = Serving(member, seat, self._store_of, self.config.timeout_s)

@@ -155,6 +155,7 @@ class ElasticJob:
             return members.running and self._server_exited(process)
         if self._goes_as_asked(process):
             process.lost = members.slots[slot].standing is not Standing.MEMBER
+            members.went_as_asked(slot)
             return False
         if not members.running:
             return False

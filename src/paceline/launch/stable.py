@@ -46,6 +46,7 @@ from paceline.launch.worker_main import Assignment, Script, run_worker
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
 MESSAGE_LIMIT = 128 * 2**10
+PASSED_ON = (signal.SIGTERM, signal.SIGUSR1)
 LINGER_S = 0.25
 LAST_REAPING_S = 1.0
 
@@ -129,8 +130,11 @@ class Stable:
     def _fork(self, assignment: Assignment, outputs: list[int]) -> bool:
         """True in the child."""
         stable = os.getpid()
+        # A signal to a child that still has our handlers would be lost: it waits until they are its own.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, PASSED_ON)
         pid = os.fork()
         if pid:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
             self._ranks[pid] = assignment.rank
             self._tell({"kind": "started", "rank": assignment.rank, "pid": pid})
             return False
@@ -141,6 +145,7 @@ class Stable:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.default_int_handler)
         signal.signal(signal.SIGUSR1, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
         for own in (self._channel, self._woken, self._waker):
             own.close()
         for descriptor, standard in zip(outputs, (1, 2), strict=True):

@@ -22,21 +22,21 @@ from paceline.elastic.decisions import Rules
 from paceline.elastic.ledger import Ledger
 from paceline.errors import LaunchError
 from paceline.launch.activity import Activity
-from paceline.launch.control_channel import Body, ControlServer
+from paceline.launch.control_channel import ControlServer
 from paceline.launch.decision import Coordinator, Decider
-from paceline.launch.folders import empty, run_folder, vault_folder
-from paceline.launch.hands import Members
+from paceline.launch.folders import run_folder, vault_folder
 from paceline.launch.hosts import Address, Arrival, Gathering, Seat, free_port, join
 from paceline.launch.member import Member
 from paceline.launch.output import Screen, Stream, WorkerOutput
+from paceline.launch.own_hands import OwnHands
 from paceline.launch.sealed_link import SealedLink
 from paceline.launch.stable_process import LAST_MOMENT_S, StableProcess
 from paceline.launch.stopping import GRACE_S, NOTICE
 from paceline.launch.verdict import ENDED_WELL, Outcome, signal_name
 from paceline.launch.vigil import Vigil
 from paceline.launch.worker_main import STACK_SIGNAL, Script
-from paceline.launch.worker_place import default_threads, worker_variables
-from paceline.world.world import LOOPBACK, Elasticity, LaunchSettings, World
+from paceline.launch.worker_place import default_threads
+from paceline.world.world import LOOPBACK, LaunchSettings, World
 
 PRELOADED: tuple[str, ...] = ("torch", "torch.distributed", "torch._dynamo", "torch.nn.parallel.distributed")
 """What the first lines of a training script import; the first optimizer or DDP object imports `torch._dynamo`."""
@@ -129,6 +129,7 @@ class Supervisor:
         self._decider: Decider | None = None
         self._interrupted: asyncio.Future[signal.Signals] = self._loop.create_future()
         self._asked: signal.Signals | None = None
+        self._passed_on: signal.Signals | None = None
         self._hurry = asyncio.Event()
         self._outputs: list[WorkerOutput] = []
         self._running: dict[int, int] = {}
@@ -153,7 +154,7 @@ class Supervisor:
         threads = default_threads(seat.settings, seat.size)
         vault = owned.enter_context(vault_folder(folder)) if seat.elastic is not None else None
         stable = StableProcess(self._job.script, folder, threads, PRELOADED, keep_memory=self._job.keep_memory)
-        decider.hands = OwnHands(self, stable, server, seat, vault)
+        decider.hands = OwnHands(self.listen_to, stable, server, seat, vault)
         try:
             await server.start()
             watching = asyncio.create_task(self._watch(stable, server, decider.hands))
@@ -161,7 +162,7 @@ class Supervisor:
             if seat.elastic is not None:
                 vigil = Vigil(seat.elastic.heartbeat_timeout_s, server.silence_s, self._loop.time)
                 looking.append(asyncio.create_task(vigil.keep(self._running, decider)))
-            asking = asyncio.create_task(self._ask_to_stop(stable, seat, decider))
+            asking = asyncio.create_task(self._ask_to_stop(decider.hands, decider))
             # Whichever ends first: a report that makes no sense must not leave us waiting for an outcome.
             either: set[asyncio.Future[Any]] = {watching, *looking, decider.outcome}
             await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
@@ -224,6 +225,8 @@ class Supervisor:
                     hands.start_all()
                 case "started":
                     self._running[message["rank"]] = message["pid"]
+                    if self._passed_on is not None:  # it was forked while the others were asked
+                        hands.ask(message["rank"], self._passed_on)
                     server.welcome(message["pid"])
                     self._decider.started(message["rank"], message["pid"])
                 case "exited":
@@ -279,13 +282,11 @@ class Supervisor:
             await asyncio.sleep(STACKS_S)
             await self._catch_up()
 
-    async def _ask_to_stop(self, stable: StableProcess, seat: Seat, decider: Decider) -> None:
-        """The workers alone: their loader processes and the servers must live until they have saved."""
+    async def _ask_to_stop(self, hands: OwnHands, decider: Decider) -> None:
         while True:
-            number = await decider.to_pass_on.get()
+            self._passed_on = await decider.to_pass_on.get()
             for rank in self._running:
-                if rank < seat.size:
-                    stable.signal_worker(rank, number)
+                hands.ask(rank, self._passed_on)
 
     async def _stop(self, stable: StableProcess) -> None:
         """SIGTERM, a last moment, SIGKILL; a second Ctrl-C skips the moment."""
@@ -357,42 +358,3 @@ class Supervisor:
             self._hurry.set()
             if self._decider is not None:
                 self._decider.leave_now(number)
-
-
-class OwnHands:
-    """What whoever decides does to the processes of this host."""
-
-    def __init__(
-        self, supervisor: Supervisor, stable: StableProcess, server: ControlServer, seat: Seat, vault: Path | None
-    ) -> None:
-        self._supervisor, self._stable, self._server = supervisor, stable, server
-        self._seat, self._vault = seat, vault
-
-    def start_all(self) -> None:
-        for local_rank in range(self._seat.processes):
-            self._start(local_rank, 0, None)
-
-    def push(self, rank: int, kind: str, body: Body) -> None:
-        self._server.push(rank, kind, body)
-
-    def fence(self, rank: int) -> None:
-        self._stable.signal_worker(rank, signal.SIGKILL)
-
-    def start(self, rank: int, incarnation: int, members: Members) -> None:
-        self._start(self._seat.local_rank_of(rank), incarnation, members)
-
-    def empty_vault(self) -> None:
-        if self._vault is not None:
-            empty(self._vault)
-
-    def _start(self, local_rank: int, incarnation: int, members: Members) -> None:
-        rules, vault = self._seat.elastic, None if self._vault is None else str(self._vault)
-        elastic = None if rules is None else Elasticity(incarnation, vault, rules.copies, tuple(members or ()))
-        control = str(self._server.path)
-        world = self._seat.world(local_rank, control, elastic)
-        pipes = {stream: os.pipe() for stream in Stream}
-        outputs = [writing for _, writing in pipes.values()]
-        self._stable.start_worker(world.rank, control, worker_variables(world, self._seat), outputs)
-        for writing in outputs:
-            os.close(writing)
-        self._supervisor.listen_to(world, {stream: reading for stream, (reading, _) in pipes.items()})
