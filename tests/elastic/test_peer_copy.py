@@ -19,6 +19,7 @@ import torch
 from paceline.checkpoint.load import whole_tree
 from paceline.elastic import vault
 from paceline.elastic.peer_copy import PeerServer, RemoteVault, push_copy, read_anywhere
+from paceline.elastic.state_number import numbered
 from paceline.elastic.vault import AT_STAMP, HEAD_BYTES, Vault, steps_of
 from paceline.errors import CheckpointError, PeerLostError
 
@@ -128,36 +129,37 @@ def test_only_the_bytes_that_are_asked_for_travel(tmp_path: Path, monkeypatch: p
 
 
 def test_a_slot_or_step_that_is_not_there_is_told_by_the_host_that_was_asked(tmp_path: Path) -> None:
-    with host(tmp_path / "there", {2: 0}, step=5) as other, connected(other.address) as remote:
-        assert (remote.steps_of(2), remote.steps_of(7)) == ([5], [])
-        with pytest.raises(CheckpointError, match=r"host 1 \(127.0.0.1:\d+\): slot 2 has no state of step 6 in"):
-            remote.slot(2, 6).about()
-        expected = r"no host has the state of step 6 of slot 2: this one has nothing of it; host 1 has steps 5 of it"
+    with host(tmp_path / "there", {2: 0}, step=numbered(5)) as other, connected(other.address) as remote:
+        assert (remote.steps_of(2), remote.steps_of(7)) == ([numbered(5)], [])
+        expected = r"host 1 \(127.0.0.1:\d+\): worker 2's part of the state of step 6 is not in this host's vault"
         with pytest.raises(CheckpointError, match=expected):
-            read_anywhere(tmp_path, 6, [2], [remote])
+            remote.slot(2, numbered(6)).about()
+        expected = "no host has worker 2's part of the state of step 6: this one has nothing of it; host 1 has step 5"
+        with pytest.raises(CheckpointError, match=expected):
+            read_anywhere(tmp_path, numbered(6), [2], [remote])
 
 
 def test_a_state_that_was_written_over_is_an_error_and_the_connection_goes_on(tmp_path: Path) -> None:
     one = Vault(tmp_path, 0)
-    one.write(1, state(1), rank=0, size=1)
+    one.write(numbered(1), state(1), rank=0, size=1)
     with serving(tmp_path) as server, connected(server.address) as remote:
-        weight = read_anywhere(tmp_path / "nothing", 1, [0], [remote]).tree["weight"]
+        weight = read_anywhere(tmp_path / "nothing", numbered(1), [0], [remote]).tree["weight"]
         for step in (2, 3):
-            one.write(step, state(step), rank=0, size=1)
-        with pytest.raises(CheckpointError, match="slot 0 has no state of step 1"):
+            one.write(numbered(step), state(step), rank=0, size=1)
+        with pytest.raises(CheckpointError, match="worker 0's part of the state of step 1 is not in this host's vault"):
             weight.whole()
-        assert same(whole_tree(read_anywhere(tmp_path / "nothing", 3, [0], [remote]).tree), 3)
+        assert same(whole_tree(read_anywhere(tmp_path / "nothing", numbered(3), [0], [remote]).tree), 3)
 
 
 # -- a server that dies ------------------------------------------------------------------------------------------------
 
 
 def test_a_reader_whose_server_dies_is_told_who(tmp_path: Path) -> None:
-    with host(tmp_path / "there", {2: 0}, step=5) as other, connected(other.address) as remote:
-        tree = read_anywhere(tmp_path, 5, [2], [remote]).tree
+    with host(tmp_path / "there", {2: 0}, step=numbered(5)) as other, connected(other.address) as remote:
+        tree = read_anywhere(tmp_path, numbered(5), [2], [remote]).tree
         other.process.kill()
         other.process.join(10)
-        expected = r"the vault of host 1 at 127.0.0.1:\d+ is lost \(.*\), in the middle of step 5 of slot 2 \(part\)"
+        expected = r"the vault of host 1 at 127.0.0.1:\d+ is lost \(.*\), while reading worker 2's part of step 5"
         with pytest.raises(PeerLostError, match=expected):
             tree["weight"].whole()
 
@@ -292,7 +294,7 @@ def test_a_file_that_changes_while_it_is_sent_gives_no_copy(tmp_path: Path) -> N
             wire.say({"whole": head[AT_STAMP] == 2})
             remote._refuse_error(wire.hear())
 
-        with pytest.raises(CheckpointError, match="slot 0 was written while step 1 was copied"):
+        with pytest.raises(CheckpointError, match=r"worker 0's part of .* was written over while it was copied"):
             remote._asked({"do": "keep", "slot": 0, "step": 1, "bytes": len(memory)}, changes)
         assert remote.steps_of(0) == []
 

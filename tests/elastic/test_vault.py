@@ -19,6 +19,7 @@ from torch import Tensor
 
 from paceline.checkpoint.load import StoredTensor, whole_tree
 from paceline.elastic import vault
+from paceline.elastic.state_number import LAST_UPDATE, laid_out, numbered, said
 from paceline.elastic.vault import Vault, steps_of, turn_of
 from paceline.errors import CheckpointError
 from paceline.sharding.slices import Slices
@@ -260,40 +261,55 @@ def test_plain_values_may_grow(tmp_path: Path) -> None:
 
 
 def test_a_step_that_a_slot_does_not_have_is_an_error_that_names_both(tmp_path: Path) -> None:
-    vaults = write(tmp_path, 6, {"w": torch.zeros(9000)}, [0, 1, 3])
+    vaults = write(tmp_path, numbered(6), {"w": torch.zeros(9000)}, [0, 1, 3])
     for rank, one in enumerate(vaults[:2]):
-        one.write(7, {"w": torch.zeros(9000)}, rank=rank, size=3)
-    with pytest.raises(CheckpointError, match=r"slot 3 has no state of step 7 in .* \(it has step 6\); resume from"):
-        vault.read(tmp_path, 7, [0, 1, 3])
-    with pytest.raises(CheckpointError, match=r"slot 2 has no state of step 6 in .* \(it has none\)"):
-        vault.read(tmp_path, 6, [0, 1, 2])
+        one.write(numbered(7), {"w": torch.zeros(9000)}, rank=rank, size=3)
+    for step, slot, there in ((7, 3, "step 6"), (6, 2, "nothing")):
+        with pytest.raises(CheckpointError) as told:
+            vault.read(tmp_path, numbered(step), [0, 1, slot])
+        assert str(told.value) == (
+            f"worker {slot}'s part of the state of step {step} is not in this host's vault {tmp_path} "
+            f"(there is {there} of it); start again, and resume from the newest checkpoint"
+        )
+
+
+@pytest.mark.parametrize(
+    ("number", "text"),
+    [
+        (numbered(7), "step 7"),
+        (numbered(8, 2), "update 2 of step 8"),
+        (numbered(8, LAST_UPDATE), "step 8"),
+        (laid_out(numbered(7)), "step 7, laid out for those who join"),
+    ],
+)
+def test_people_read_of_steps_and_not_of_numbers(number: int, text: str) -> None:
+    assert said(number) == text
 
 
 def test_slots_that_did_not_make_the_step_together_are_refused(tmp_path: Path) -> None:
-    write(tmp_path, 6, {"w": torch.zeros(9000)}, [0, 1, 3])
-    with pytest.raises(
-        CheckpointError, match=r"slot 3 kept step 6 as worker 2 of 3, not as worker 0 of 1: slots 3 are"
-    ):
-        vault.read(tmp_path, 6, [3])
+    write(tmp_path, numbered(6), {"w": torch.zeros(9000)}, [0, 1, 3])
+    expected = "worker 3 kept step 6 as the one of rank 2 among 3, not of rank 0 among 1: worker 3 did not make this"
+    with pytest.raises(CheckpointError, match=expected):
+        vault.read(tmp_path, numbered(6), [3])
 
 
 def test_elements_that_nobody_kept_are_an_error_with_step_and_slots(tmp_path: Path) -> None:
     def mine(rank: int) -> Tree:
         return {"w": Slices.of((100,), torch.float32, [(60 * rank, torch.zeros(40))])}
 
-    write(tmp_path, 2, mine, [0, 4])
-    expected = r"step 2 in the vaults of slots 0, 4 is not whole: /w has 100 elements, but those from 40 to 60 were"
+    write(tmp_path, numbered(2), mine, [0, 4])
+    expected = r"of step 2 that workers 0 and 4 kept is not whole: /w has 100 elements, but those from 40 to 60 were"
     with pytest.raises(CheckpointError, match=expected):
-        _ = vault.read(tmp_path, 2, [0, 4]).tree
+        _ = vault.read(tmp_path, numbered(2), [0, 4]).tree
 
 
 def test_a_state_that_is_read_too_late_is_an_error_and_not_another_steps_bytes(tmp_path: Path) -> None:
     one = Vault(tmp_path, 0)
-    one.write(1, {"w": torch.ones(5000)}, rank=0, size=1)
-    stored = vault.read(tmp_path, 1, [0]).tree["w"]
+    one.write(numbered(1), {"w": torch.ones(5000)}, rank=0, size=1)
+    stored = vault.read(tmp_path, numbered(1), [0]).tree["w"]
     for step in (2, 3):
-        one.write(step, {"w": torch.zeros(5000)}, rank=0, size=1)
-    with pytest.raises(CheckpointError, match=r"slot 0 in .* has written over step 1 while it was read"):
+        one.write(numbered(step), {"w": torch.zeros(5000)}, rank=0, size=1)
+    with pytest.raises(CheckpointError, match=r"worker 0's part of the state of step 1 was written over while it was"):
         stored.whole()
 
 

@@ -13,6 +13,7 @@ import torch
 
 from paceline.checkpoint.load import whole_tree
 from paceline.elastic.member import Member
+from paceline.elastic.state_number import numbered
 from paceline.elastic.vault import Vault, steps_of
 from paceline.engine.host_copies import HostCopies, on_hosts
 from paceline.engine.surroundings import among_members
@@ -103,13 +104,13 @@ def test_whichever_host_is_lost_those_who_are_left_read_all_of_the_state(tmp_pat
 
 def test_without_copies_a_lost_host_is_a_lost_state_and_the_error_says_how_to_keep_it(tmp_path: Path) -> None:
     with job(tmp_path, copies=1) as made:
-        made.write(8)
-        assert torch.equal(made.read(0, 8, (0, 1, 2, 3, 4)), expected(8))
+        made.write(number := numbered(8))
+        assert torch.equal(made.read(0, number, (0, 1, 2, 3, 4)), expected(number))
         made.meet((0, 1, 4))
         with pytest.raises(StateLostError) as lost:
-            made.read(0, 8, (0, 1, 2, 3, 4))
+            made.read(0, number, (0, 1, 2, 3, 4))
     assert str(lost.value) == (
-        "worker 2's part of the state is lost with its host (this host has no copy of it, nor has host 2); "
+        "worker 2's part of the state of step 8 is lost with its host (this host has no copy of it, nor has host 2); "
         "--copies 2 keeps every part on a second host"
     )
 

@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from paceline.elastic.peer_wire import Wire, prove_to_server, proved_to_server
+from paceline.elastic.state_number import all_said, said
 from paceline.elastic.vault import (
     AT_BYTES,
     AT_MAGIC,
@@ -160,7 +161,7 @@ class _Copies:
         with self._one_at_a_time:
             busy = self._slots.setdefault(slot, threading.Lock())
         if not busy.acquire(timeout=1.0):
-            raise CheckpointError(f"slot {slot} is being copied by another connection")
+            raise CheckpointError(f"worker {slot}'s part is being copied here by another connection")
         try:
             paths = paths_of(self._folder, slot)
             turn = turn_of([step_in(path) for path in paths], step)
@@ -195,7 +196,7 @@ class _Copies:
         memory[:HEAD_BYTES] = head
         wire.receive(memory[HEAD_BYTES:])
         if wire.hear()["whole"] is not True:
-            raise CheckpointError(f"slot {slot} was written while step {step} was copied")
+            raise CheckpointError(f"worker {slot}'s part of {said(step)} was written over while it was copied")
         stamp[AT_STAMP] = step + 1
 
 
@@ -319,9 +320,11 @@ class RemoteVault:
             why = f"it said nothing for {self._timeout_s:g} s"
         else:
             why = str(getattr(error, "strerror", None) or error or type(error).__name__)
-        what = f"step {request['step']} of slot {request['slot']}" if "step" in request else f"slot {request['slot']}"
+        step = f" of {said(request['step'])}" if "step" in request else ""
+        doing = {"keep": "giving it a copy of", "steps": "asking it for"}.get(request["do"], "reading")
         raise PeerLostError(
-            f"the vault of {self.name} at {self.address} is lost ({why}), in the middle of {what} ({request['do']})"
+            f"the vault of {self.name} at {self.address} is lost ({why}), while {doing} worker {request['slot']}'s "
+            f"part{step}"
         ) from error
 
 
@@ -356,11 +359,11 @@ def _found(folder: Path, step: int, slot: int, peers: Sequence[RemoteVault]) -> 
         try:
             if step in (steps := peer.steps_of(slot)):
                 return peer.slot(slot, step)
-            told.append(f"{peer.name} has {'steps ' + ', '.join(map(str, steps)) if steps else 'nothing'} of it")
+            told.append(f"{peer.name} has {all_said(steps)} of it")
         except PeerLostError as error:  # another may have a copy
             told.append(str(error))
+    here = all_said(steps_of(folder, slot))
     raise CheckpointError(
-        f"no host has the state of step {step} of slot {slot}: this one has {steps_of(folder, slot) or 'nothing'} of "
-        f"it{''.join(f'; {one}' for one in told)}. Resume from the newest checkpoint; copies=2 keeps every part on a "
-        "second host"
+        f"no host has worker {slot}'s part of the state of {said(step)}: {'; '.join([f'this one has {here} of it', *told])}"
+        ". Resume from the newest checkpoint; --copies 2 keeps every part on a second host"
     )

@@ -9,7 +9,7 @@ A *stamp* is the step plus one, or 0 while the rest of the file is not that step
 so a worker that is killed while it writes leaves the step before. Whoever knows the slots that committed a step reads
 its state from their files, those of the dead among them, as it would from a checkpoint: any worker any range.
 
-`step` may be any number that grows with every commit.
+`step` is a number that grows with every commit: `state_number` tells which.
 """
 
 from __future__ import annotations
@@ -31,6 +31,8 @@ from paceline.checkpoint.load import StoredTensor
 from paceline.checkpoint.manifest import Range, merge
 from paceline.checkpoint.tensor_file import DTYPES
 from paceline.checkpoint.tree import SMALL, unflatten
+from paceline.elastic.slots import named
+from paceline.elastic.state_number import all_said, said
 from paceline.elastic.vault_layout import ALIGN, Gathered, Layout, with_values
 from paceline.errors import CheckpointError
 
@@ -76,7 +78,7 @@ class Vault:
         for file, held in zip(self._files, self._steps, strict=True):
             if file is not None and held == step:
                 return file.memory
-        raise CheckpointError(f"slot {self.slot} has not written step {step}; it has {_told(self._steps)}")
+        raise CheckpointError(f"worker {self.slot} has kept nothing of {said(step)}; it has {all_said(self._steps)}")
 
     def forget(self, slot: int) -> None:
         """Remove the files of a slot; who has mapped them keeps what is in them."""
@@ -196,11 +198,6 @@ def step_in(path: Path) -> int | None:
     return int(fields[AT_STAMP]) - 1 if valid else None
 
 
-def _told(steps: Sequence[int | None]) -> str:
-    there = sorted(step for step in steps if step is not None)
-    return f"step{'s' if len(there) > 1 else ''} {' and '.join(map(str, there))}" if there else "none"
-
-
 # -- reading -----------------------------------------------------------------------------------------------------------
 
 
@@ -230,9 +227,10 @@ class MappedSlot:
             if step_in(path) == self._step:
                 with path.open("rb") as file:
                     return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        there = all_said(steps_of(self._folder, self._slot))
         raise CheckpointError(
-            f"slot {self._slot} has no state of step {self._step} in {self._folder} (it has "
-            f"{_told(steps_of(self._folder, self._slot))}); resume from the newest checkpoint"
+            f"worker {self._slot}'s part of the state of {said(self._step)} is not in this host's vault {self._folder} "
+            f"(there is {there} of it); start again, and resume from the newest checkpoint"
         )
 
     def about(self) -> tuple[dict[str, Any], list[Any]]:
@@ -250,7 +248,7 @@ class MappedSlot:
         """Bytes that may be changed by now: `check` after they were used."""
         start = self._head[AT_DATA] + offset
         if offset < 0 or size < 0 or start + size > len(self._memory):
-            raise CheckpointError(f"slot {self._slot} of step {self._step} has no bytes {offset} to {offset + size}")
+            raise CheckpointError(f"{self._what} has no bytes {offset} to {offset + size}")
         return self._memory[start : start + size]
 
     def read_into(self, offset: int, room: memoryview) -> None:
@@ -260,9 +258,13 @@ class MappedSlot:
     def check(self) -> None:
         if self._head[AT_STAMP] != self._step + 1:
             raise CheckpointError(
-                f"slot {self._slot} in {self._folder} has written over step {self._step} while it was read; a state is "
-                "read before the next but one step is written"
+                f"{self._what} was written over while it was read, in {self._folder}; a state is read before the next "
+                "but one step is written"
             )
+
+    @property
+    def _what(self) -> str:
+        return f"worker {self._slot}'s part of the state of {said(self._step)}"
 
 
 class _Ranges:
@@ -289,8 +291,8 @@ class VaultState:
         for place, (slot, (table, _)) in enumerate(self._tables.items()):
             if (table["slot"], table["rank"], table["size"]) != (slot, place, len(slots)):
                 raise CheckpointError(
-                    f"slot {slot} kept step {step} as worker {table['rank']} of {table['size']}, not as worker {place} "
-                    f"of {len(slots)}: slots {_listed(self._slots)} are not those that made this step together"
+                    f"worker {slot} kept {said(step)} as the one of rank {table['rank']} among {table['size']}, not of "
+                    f"rank {place} among {len(slots)}: {named(list(self._slots))} did not make this step together"
                 )
 
     @cached_property
@@ -299,7 +301,7 @@ class VaultState:
             manifest = merge("", {"step": self.step}, self._told_by_each())
         except CheckpointError as error:
             raise CheckpointError(
-                f"the state of step {self.step} in the vaults of slots {_listed(self._slots)} is not whole: {error}"
+                f"the state of {said(self.step)} that {named(list(self._slots))} kept is not whole: {error}"
             ) from error
         source, small = _Ranges(self._slots), self._small
         leaves = {path: StoredTensor(source, path, stored) for path, stored in manifest.tensors.items()}
@@ -348,10 +350,6 @@ class VaultState:
 def _bytes_of(row: Mapping[str, Any]) -> int:
     elements: int = prod(row["shape"])
     return elements * DTYPES[row["dtype"]].itemsize
-
-
-def _listed(slots: Mapping[int, Any]) -> str:
-    return ", ".join(map(str, slots))
 
 
 def read(folder: Path, step: int, slots: Sequence[int]) -> VaultState:

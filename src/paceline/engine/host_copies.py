@@ -23,6 +23,7 @@ from typing import Any
 from paceline.elastic.member import Member
 from paceline.elastic.peer_copy import PeerServer, RemoteVault, push_copy
 from paceline.elastic.peer_wire import new_token
+from paceline.elastic.state_number import said
 from paceline.elastic.vault import MappedSlot, SlotSource, Vault, VaultState, steps_of
 from paceline.errors import GenerationEnded, PeerLostError, StateLostError
 from paceline.world.environment import tensor_address
@@ -106,8 +107,8 @@ class HostCopies:
         )
         more = "" if self._copies > 1 else "; --copies 2 keeps every part on a second host"
         raise StateLostError(
-            f"worker {slot}'s part of the state is lost with its host ({where if self._peers else 'no other is left'})"
-            + more
+            f"worker {slot}'s part of the state of {said(number)} is lost with its host "
+            f"({where if self._peers else 'no other is left'}){more}"
         )
 
     def close(self) -> None:

@@ -26,6 +26,7 @@ from paceline.checkpoint.tree import flatten, unflatten
 from paceline.collectives.communicator import Communicator
 from paceline.elastic.fault_injection import fault_point
 from paceline.elastic.member import Generation, Member
+from paceline.elastic.state_number import LAST_UPDATE, laid_out, numbered
 from paceline.elastic.vault import Vault, VaultState, read
 from paceline.engine.host_copies import HostCopies, Offer, on_hosts
 from paceline.errors import CheckpointError, PacelineError, PeerLostError, StateLostError
@@ -33,9 +34,6 @@ from paceline.world.world import World
 
 RECOVERABLE = (PacelineError, RuntimeError, OSError)
 """What building a group out of workers that may die meanwhile raises."""
-
-MOST_UPDATES = 1 << 10
-LAST_UPDATE = MOST_UPDATES - 1
 
 
 class Parts(Protocol):
@@ -133,14 +131,14 @@ class Elastic:
         """A loop begins: from here on others can go on where this worker ends."""
         if self._copies is not None and not self._copies.met:
             self._meet(self._parts.told(self._copies.offer()))
-        while not (self._kept(_numbered(step)) and self.member.enters(self.loop, step, facts)):
+        while not (self._kept(numbered(step)) and self.member.enters(self.loop, step, facts)):
             self.start_over()
-        self._number, self._writers = _numbered(step), self.member.now.members
+        self._number, self._writers = numbered(step), self.member.now.members
         if self.changed:
             self.start_over()
 
     def commits(self, step: int, update: int, *, check: int) -> bool:
-        number = _numbered(step, update)
+        number = numbered(step, update)
         if not self._kept(number):
             return False
         self._parts.record()
@@ -238,14 +236,14 @@ class Elastic:
         joins = self.member.slot in generation.joining
         if joins:
             fault_point("join", generation.step + 1)
-        laid_out = self._lay_out(generation) if generation.joining and not joins and parts.replicated else None
+        parted = self._lay_out(generation) if generation.joining and not joins and parts.replicated else None
         parts.dismantle(lost=not generation.has_all_of(self.member.now))
         comm = parts.connect(world)
         if self._copies is not None:
             offers = [self._copies.offer()] if comm is None else comm.gather_json(self._copies.offer())
             world = on_hosts(world, [host for host, _, _ in offers])
             self._meet(offers)
-        plain = self._agree(comm, generation, laid_out) if generation.joining else None
+        plain = self._agree(comm, generation, parted) if generation.joining else None
         if joins and plain is not None:
             parts.put_plain(plain)
         parts.assemble(world, comm)
@@ -270,12 +268,12 @@ class Elastic:
             raise CheckpointError("workers join through a vault, and the launcher made none")
         parts, staying = self._parts, generation.staying
         own = self._places() if parts.takes_places else None
-        number, rank = self._number | 1, staying.index(self.member.slot)
+        number, rank = laid_out(self._number), staying.index(self.member.slot)
         self._vault.write(number, parts.tensors(), rank=rank, size=len(staying), own=own)
         return number, staying
 
     def _agree(
-        self, comm: Communicator | None, generation: Generation, laid_out: tuple[int, tuple[int, ...]] | None
+        self, comm: Communicator | None, generation: Generation, parted: tuple[int, tuple[int, ...]] | None
     ) -> dict[str, Any]:
         """What the first of those who stay knows, told to those who join."""
         assert comm is not None
@@ -284,7 +282,7 @@ class Elastic:
         if self.member.slot == generation.staying[0]:
             packed, leaves = flatten({**self._parts.plain(), "place": self._parts.place(step_done=True)})
             tensors = [[path, list(t.shape), code_of(t.dtype, path)] for path, t in leaves.items()]
-            number, writers = laid_out or (self._number, self._writers)
+            number, writers = parted or (self._number, self._writers)
             mine = [number, writers, self.loop, packed, tensors]
         told = comm.gather_json(mine)
         root = next(rank for rank, word in enumerate(told) if word is not None)
@@ -325,8 +323,3 @@ class Elastic:
             return False
         self.start_over()
         return True
-
-
-def _numbered(step: int, update: int = 0) -> int:
-    """Steps and the updates inside them in one count that grows; the odd ones are for what is laid out for joiners."""
-    return 2 * (step * MOST_UPDATES + update)
