@@ -362,8 +362,8 @@ def _found(folder: Path, step: int, slot: int, peers: Sequence[RemoteVault]) -> 
             told.append(f"{peer.name} has {all_said(steps)} of it")
         except PeerLostError as error:  # another may have a copy
             told.append(str(error))
-    here = all_said(steps_of(folder, slot))
+    there = "; ".join([f"this one has {all_said(steps_of(folder, slot))} of it", *told])
     raise CheckpointError(
-        f"no host has worker {slot}'s part of the state of {said(step)}: {'; '.join([f'this one has {here} of it', *told])}"
-        ". Resume from the newest checkpoint; --copies 2 keeps every part on a second host"
+        f"no host has worker {slot}'s part of the state of {said(step)}: {there}. Resume from the newest checkpoint; "
+        "--copies 2 keeps every part on a second host"
     )
