@@ -7,7 +7,7 @@ import json
 import os
 import re
 import signal
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,8 +38,8 @@ class NotedHands:
     def __init__(self) -> None:
         self.done: list[tuple[Any, ...]] = []
 
-    def push(self, rank: int, kind: str, body: Body) -> None:
-        self.done.append(("push", rank, kind, body))
+    def push(self, ranks: Sequence[int], kind: str, body: Body) -> None:
+        self.done += [("push", rank, kind, body) for rank in ranks]
 
     def fence(self, rank: int) -> None:
         self.done.append(("fence", rank))
@@ -253,8 +253,7 @@ def test_words_of_a_dead_process_are_not_taken_for_its_successors(tmp_path: Path
         client.tell("elastic.here", incarnation=0)
         while (3, "elastic.here") not in listener.heard:
             await asyncio.sleep(0.01)
-        server.push(3, "elastic.commit", {})
-        server.push(2, "elastic.commit", {})  # nobody listens there
+        server.push([3, 2], "elastic.commit", {})  # nobody listens in slot 2
         while not pushed:
             await asyncio.sleep(0.01)
         server.retire(os.getpid())
@@ -276,7 +275,7 @@ def test_hands_reach_another_host_as_lines() -> None:
             sent.append(json.loads(json.dumps(message)))
 
     far, near = FarHands(Wire()), NotedHands()
-    far.push(2, "elastic.commit", {"step": 1})
+    far.push([2], "elastic.commit", {"step": 1})
     far.fence(2)
     far.start(2, 1, None)
     far.start(4, 0, [(0, 0), (4, 2)])

@@ -3,7 +3,7 @@
     worker 0 ──┐                                          ┌─ told(rank, kind, body)
     worker 1 ──┼── run folder (0700) / control.sock ──▶ Listener
     worker 2 ──┘                                          └─ answer(rank, kind, body, timeout_s) ──▶ reply
-               ◀── push(rank, kind, body): to the connection of a worker that said `elastic.here`
+               ◀── push(ranks, kind, body): to the connections of workers that said `elastic.here`
 
 A tell is handled in order and at once. A question may have to wait (for a key that another worker will set), so each
 one is a task of its own and the connection goes on being read. The keys live in the coordinator; see `hosts` for how
@@ -31,6 +31,8 @@ Body = dict[str, Any]
 
 LINE_LIMIT = 64 * 2**20
 """A line longer than this is not one of ours."""
+
+CLOSE_TIMEOUT_S = 1.0
 
 GENERATION_OF_KEY = re.compile(r"elastic/(\d+)/")
 
@@ -63,7 +65,7 @@ class Link:
     def send(self, message: Body) -> None:
         """Queue a message; a peer that has gone is noticed by `receive`, not here."""
         if not self._writer.is_closing():
-            self._writer.write(json.dumps(message, separators=(",", ":")).encode() + b"\n")
+            self._writer.write(encoded(message))
 
     async def receive(self) -> Body | None:
         """The next message; None when the other side has gone."""
@@ -73,15 +75,7 @@ class Link:
             return None
         except ValueError as error:
             raise WorldError(f"a message of more than {LINE_LIMIT:,} bytes on the control channel") from error
-        if not line.endswith(b"\n"):
-            return None
-        try:
-            message = json.loads(line)
-        except ValueError as error:
-            raise WorldError(f"not a control message: {line[:80]!r}") from error
-        if not isinstance(message, dict):
-            raise WorldError(f"not a control message: {line[:80]!r}")
-        return message
+        return _decoded(line) if line.endswith(b"\n") else None
 
     def abort(self) -> None:
         """End it without a word: the other side does not answer."""
@@ -100,27 +94,34 @@ class ControlServer:
 
     def __init__(self, path: Path, listener: Listener, complain: Callable[[str], None]) -> None:
         self.path = path
-        self._listener = listener
-        self._complain = complain
+        self.listener = listener
+        self.complain = complain
         self._server: asyncio.Server | None = None
-        self._links: dict[asyncio.Task[None], int | None] = {}
+        self._connections: set[_Connection] = set()
         self._retired: set[int] = set()
-        self._ears: dict[int, tuple[int, Link]] = {}
+        self._ears: dict[int, tuple[int, _Connection]] = {}
         self._beats: dict[int, float] = {}
 
     async def start(self) -> None:
-        self._server = await asyncio.start_unix_server(self._accept, path=self.path, limit=LINE_LIMIT)
+        loop = asyncio.get_running_loop()
+        self._server = await loop.create_unix_server(lambda: _Connection(self), path=str(self.path))
         self.path.chmod(stat.S_IRUSR | stat.S_IWUSR)
 
     async def close(self) -> None:
         if self._server is not None:
             self._server.close()
-        await _cancel(set(self._links))
+        for connection in self._connections:
+            connection.hang_up()
+        await self._until_gone(set(self._connections), CLOSE_TIMEOUT_S)
+        for connection in self._connections:
+            connection.abort()
 
-    def push(self, rank: int, kind: str, body: Body) -> None:
+    def push(self, ranks: Sequence[int], kind: str, body: Body) -> None:
         """Say something unasked; nobody hears it where the worker has not said that it listens, or has gone."""
-        if rank in self._ears:
-            self._ears[rank][1].send({"kind": kind, "body": body})
+        line = encoded({"kind": kind, "body": body})
+        for rank in ranks:
+            if rank in self._ears:
+                self._ears[rank][1].write(line)
 
     def welcome(self, pid: int) -> None:
         """A process was started; its number may have belonged to one that was retired."""
@@ -130,7 +131,10 @@ class ControlServer:
     def retire(self, pid: int) -> None:
         """A process has died, or is as good as dead: nothing that it said counts from now on."""
         self._retired.add(pid)
-        self._ears = {rank: (owner, link) for rank, (owner, link) in self._ears.items() if owner != pid}
+        self._ears = {rank: (owner, ear) for rank, (owner, ear) in self._ears.items() if owner != pid}
+
+    def is_retired(self, pid: int) -> bool:
+        return pid in self._retired
 
     def silence_s(self, pid: int) -> float:
         """Since its last heartbeat, or its birth."""
@@ -138,62 +142,134 @@ class ControlServer:
 
     async def hear_out(self, pid: int, timeout_s: float) -> None:
         """Wait until all that an ended process has said was read; one that it forked may keep its connections open."""
-        tasks = [task for task, owner in self._links.items() if owner == pid]
-        if tasks:
-            await asyncio.wait(tasks, timeout=timeout_s)
+        await self._until_gone({one for one in self._connections if one.pid == pid}, timeout_s)
 
-    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        self._links[task] = None
-        link = Link(reader, writer)
-        try:
-            await self._serve(link, task)
-        except WorldError as error:
-            self._complain(f"paceline: a worker's connection was dropped: {error}")
-        except asyncio.CancelledError:
-            pass  # the server is closing; asyncio would log a cancelled handler as an error
-        finally:
-            del self._links[task]
-            await link.close()
+    async def _until_gone(self, connections: set[_Connection], timeout_s: float) -> None:
+        if connections:
+            await asyncio.wait([connection.gone for connection in connections], timeout=timeout_s)
 
-    async def _serve(self, link: Link, task: asyncio.Task[None]) -> None:
-        hello = await link.receive()
-        if hello is None:
+    def came(self, connection: _Connection) -> None:
+        self._connections.add(connection)
+
+    def went(self, connection: _Connection) -> None:
+        self._connections.discard(connection)
+
+    def listens(self, rank: int, pid: int, connection: _Connection) -> None:
+        self._ears[rank] = (pid, connection)
+
+    def beats(self, pid: int) -> None:
+        self._beats[pid] = time.monotonic()
+
+
+class _Connection(asyncio.Protocol):
+    """One worker's; what it says is handled where it is read, since all wait for the last one's READY.
+
+    A stream would wake a task for each line, which costs as much again as everything that is done about the line.
+    """
+
+    def __init__(self, server: ControlServer) -> None:
+        self.pid: int | None = None
+        self.gone: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._server, self._rank = server, 0
+        self._transport: asyncio.Transport | None = None
+        self._begun = bytearray()
+        self._questions: set[asyncio.Task[None]] = set()
+
+    # ---- what the event loop calls ------------------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+        self._server.came(self)
+
+    def connection_lost(self, exception: Exception | None) -> None:
+        for question in self._questions:
+            question.cancel()
+        self._server.went(self)
+        self.gone.set_result(None)
+
+    def data_received(self, data: bytes) -> None:
+        self._begun += data
+        if b"\n" not in data and len(self._begun) <= LINE_LIMIT:
             return
+        *lines, rest = self._begun.split(b"\n")
+        self._begun = rest
+        try:
+            for line in lines:
+                if self._transport is None or self._transport.is_closing():
+                    return
+                self._take(_decoded(line))
+            if len(rest) > LINE_LIMIT:
+                raise WorldError(f"a message of more than {LINE_LIMIT:,} bytes on the control channel")
+        except WorldError as error:
+            self._server.complain(f"paceline: a worker's connection was dropped: {error}")
+            self.hang_up()
+
+    # ---- what was said ------------------------------------------------------------------------------------
+
+    def _take(self, message: Body) -> None:
+        if self.pid is None:
+            self._greet(message)
+        elif self._server.is_retired(self.pid):
+            self.hang_up()
+        elif "id" in message:
+            question = asyncio.create_task(reply(self, message, self._ask))
+            self._questions.add(question)
+            question.add_done_callback(self._questions.discard)
+        else:
+            if message.get("kind") == "elastic.here":
+                self._server.listens(self._rank, self.pid, self)
+            elif message.get("kind") == "heartbeat":
+                self._server.beats(self.pid)
+            self._tell(message)
+
+    def _greet(self, hello: Body) -> None:
         if hello.get("kind") != "hello":
             raise WorldError(f"the first words were {hello.get('kind')!r} and not 'hello'")
-        rank, pid = int(hello["body"]["rank"]), int(hello["body"]["pid"])
-        self._links[task] = pid
-        if pid not in self._retired:
-            self._tell(rank, hello)
-        questions: set[asyncio.Task[None]] = set()
-        try:
-            while (message := await link.receive()) is not None and pid not in self._retired:
-                if "id" not in message:
-                    if message.get("kind") == "elastic.here":
-                        self._ears[rank] = (pid, link)
-                    elif message.get("kind") == "heartbeat":
-                        self._beats[pid] = time.monotonic()
-                    self._tell(rank, message)
-                    continue
-                question = asyncio.create_task(reply(link, message, self._asker(rank)))
-                questions.add(question)
-                question.add_done_callback(questions.discard)
-        finally:
-            await _cancel(questions)
+        self._rank, self.pid = int(hello["body"]["rank"]), int(hello["body"]["pid"])
+        if not self._server.is_retired(self.pid):
+            self._tell(hello)
 
-    def _tell(self, rank: int, message: Body) -> None:
+    def _tell(self, message: Body) -> None:
         try:
-            self._listener.told(rank, message["kind"], message["body"])
+            self._server.listener.told(self._rank, message["kind"], message["body"])
         except NONSENSE as error:
-            self._complain(f"paceline: worker {rank} told {message.get('kind')!r}, which makes no sense: {error}")
+            said = f"worker {self._rank} told {message.get('kind')!r}, which makes no sense: {error}"
+            self._server.complain(f"paceline: {said}")
 
-    def _asker(self, rank: int) -> Callable[[str, Body, float], Awaitable[Body]]:
-        async def ask(kind: str, body: Body, timeout_s: float) -> Body:
-            return await self._listener.answer(rank, kind, body, timeout_s)
+    async def _ask(self, kind: str, body: Body, timeout_s: float) -> Body:
+        return await self._server.listener.answer(self._rank, kind, body, timeout_s)
 
-        return ask
+    # ---- what is said to it -------------------------------------------------------------------------------
+
+    def send(self, message: Body) -> None:
+        self.write(encoded(message))
+
+    def write(self, line: bytes) -> None:
+        if self._transport is not None and not self._transport.is_closing():
+            self._transport.write(line)
+
+    def hang_up(self) -> None:
+        if self._transport is not None:
+            self._transport.close()
+
+    def abort(self) -> None:
+        if self._transport is not None:
+            self._transport.abort()
+
+
+def encoded(message: Body) -> bytes:
+    return json.dumps(message, separators=(",", ":")).encode() + b"\n"
+
+
+def _decoded(line: bytes | bytearray) -> Body:
+    try:
+        message = json.loads(line)
+    except ValueError as error:
+        raise WorldError(f"not a control message: {bytes(line[:80])!r}") from error
+    if not isinstance(message, dict):
+        raise WorldError(f"not a control message: {bytes(line[:80])!r}")
+    return message
 
 
 class Speaker(Protocol):
@@ -211,12 +287,6 @@ async def reply(link: Speaker, message: Body, ask: Callable[[str, Body, float], 
         link.send({"id": message["id"], "error": said})
     else:
         link.send({"id": message["id"], "body": body})
-
-
-async def _cancel(tasks: set[asyncio.Task[None]]) -> None:
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 class KeyValues:

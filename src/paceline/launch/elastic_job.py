@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from itertools import groupby
 from typing import Protocol
 
 from paceline.elastic.decisions import (
@@ -237,8 +238,7 @@ class ElasticJob:
                 case Commit():
                     self._commit(decision, then=joined)
                 case Begin(loop, slots):
-                    for slot in slots:
-                        self._chief.hands_of(slot).push(slot, "elastic.begin", {"loop": loop, "then": joined})
+                    self._push(slots, "elastic.begin", {"loop": loop, "then": joined})
                 case Regroup():
                     self._regroup(decision)
                 case Fence(slot):
@@ -247,9 +247,9 @@ class ElasticJob:
                 case Replace(slot, incarnation):
                     self._start(slot, incarnation)
                 case Refuse(slot, why):
-                    self._chief.hands_of(slot).push(slot, "elastic.refused", {"why": why})
+                    self._push([slot], "elastic.refused", {"why": why})
                 case Wait(slot, loop):
-                    self._chief.hands_of(slot).push(slot, "elastic.wait", {"loop": loop})
+                    self._push([slot], "elastic.wait", {"loop": loop})
                 case Rewind(step):
                     self._ledger.rewind(step)
                 case StartAnew(_, members):
@@ -265,8 +265,7 @@ class ElasticJob:
         """`then`: the generation in which somebody joins after this step; all members change to it there."""
         self._ledger.commit(Row(commit.step, commit.update, commit.generation, commit.members))
         body: Body = {"generation": commit.generation, "step": commit.step, "update": commit.update, "then": then}
-        for slot in commit.members:
-            self._chief.hands_of(slot).push(slot, "elastic.commit", body)
+        self._push(commit.members, "elastic.commit", body)
 
     def _regroup(self, regroup: Regroup) -> None:
         self._chief.keys.begin(regroup.generation)
@@ -280,8 +279,12 @@ class ElasticJob:
         }
         if regroup.servers:
             body["servers"] = list(regroup.servers)
-        for slot in (*regroup.members, *regroup.servers):
-            self._chief.hands_of(slot).push(slot, "elastic.generation", body)
+        self._push((*regroup.members, *regroup.servers), "elastic.generation", body)
+
+    def _push(self, slots: Sequence[int], kind: str, body: Body) -> None:
+        """One line to each host, for all of its workers."""
+        for hands, there in groupby(sorted(slots), key=self._chief.hands_of):
+            hands.push(list(there), kind, body)
 
     def _start(self, slot: int, incarnation: int) -> None:
         self._chief.processes[slot] = Process(slot, self._chief.processes[slot].server_index)

@@ -16,8 +16,8 @@ Members: TypeAlias = Sequence[tuple[int, int]] | None
 
 
 class Hands(Protocol):
-    def push(self, rank: int, kind: str, body: Body) -> None:
-        """Say something unasked to the worker in a slot."""
+    def push(self, ranks: Sequence[int], kind: str, body: Body) -> None:
+        """Say something unasked to the workers in these slots."""
 
     def fence(self, rank: int) -> None:
         """SIGKILL, whatever state it is in; its exit is reported as any other."""
@@ -35,8 +35,8 @@ class FarHands:
     def __init__(self, link: Speaker) -> None:
         self._link = link
 
-    def push(self, rank: int, kind: str, body: Body) -> None:
-        self._link.send({"kind": "push", "rank": rank, "what": kind, "body": body})
+    def push(self, ranks: Sequence[int], kind: str, body: Body) -> None:
+        self._link.send({"kind": "push", "ranks": list(ranks), "what": kind, "body": body})
 
     def fence(self, rank: int) -> None:
         self._link.send({"kind": "fence", "rank": rank})
@@ -54,7 +54,7 @@ def lend(hands: Hands | None, message: Body) -> bool:
         return False
     match message["kind"]:
         case "push":
-            hands.push(message["rank"], message["what"], message["body"])
+            hands.push(message["ranks"], message["what"], message["body"])
         case "fence":
             hands.fence(message["rank"])
         case "start":

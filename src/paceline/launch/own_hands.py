@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from paceline.launch.control_channel import Body, ControlServer
@@ -40,8 +40,8 @@ class OwnHands:
         for local_rank in range(self._seat.processes):
             self._start(local_rank, 0, None)
 
-    def push(self, rank: int, kind: str, body: Body) -> None:
-        self._server.push(rank, kind, body)
+    def push(self, ranks: Sequence[int], kind: str, body: Body) -> None:
+        self._server.push(ranks, kind, body)
 
     def fence(self, rank: int) -> None:
         self._stable.signal_worker(rank, signal.SIGKILL)
