@@ -31,7 +31,7 @@ def train(engine: Engine, model: Any, optimizer: Any, loader: Any, *, signal_at:
     while loader.epoch < 2 and not engine.stop_requested:
         for x, y in loader:
             if signal_at is not None and engine.step == signal_at - 1 and engine.world.rank == engine.world.size - 1:
-                os.kill(os.getpid(), signal.SIGTERM)
+                signal.raise_signal(signal.SIGTERM)
             engine.backward(F.mse_loss(model(x), y))
             optimizer.step()
             optimizer.zero_grad()
@@ -70,7 +70,7 @@ def is_asked_alone(world: World) -> tuple[int, bool]:
         for _ in range(3):
             for x, y in loader:
                 if engine.step == 2 and world.rank == 1:
-                    os.kill(os.getpid(), signal.SIGTERM)
+                    signal.raise_signal(signal.SIGTERM)
                 engine.backward(F.mse_loss(model(x), y))
                 optimizer.step()
         return engine.step, engine.stop_requested
@@ -92,7 +92,7 @@ def is_asked_between_loops(world: World) -> tuple[int, bool]:
                 optimizer.step()
             for _ in evaluation:
                 if epoch == 0 and world.rank == 1:
-                    os.kill(os.getpid(), signal.SIGUSR1)
+                    signal.raise_signal(signal.SIGUSR1)
         return engine.step, engine.stop_requested
 
 
@@ -114,7 +114,7 @@ def test_a_signal_in_an_evaluation_lets_it_end_and_starts_no_other_loop() -> Non
 def test_a_signal_before_the_first_step_leaves_nothing_to_do() -> None:
     with Engine(world=World()) as engine:
         engine.stop_on_signals()
-        os.kill(os.getpid(), signal.SIGTERM)
+        signal.raise_signal(signal.SIGTERM)
         model, optimizer, loader = prepared(engine)
         train(engine, model, optimizer, loader)
         assert (engine.step, loader.position, engine.stop_requested) == (0, 0, True)
@@ -130,7 +130,7 @@ def test_the_last_step_knows_that_it_is_the_last(capfd: pytest.CaptureFixture[st
             optimizer.step()
             seen.append(engine.stop_requested)
             if engine.step == 2:
-                os.kill(os.getpid(), signal.SIGTERM)
+                signal.raise_signal(signal.SIGTERM)
         assert seen == [False, False, True]
         with pytest.raises(StoppedOnRequest) as stopped:
             engine.exit_if_stopped()
@@ -152,7 +152,7 @@ def test_without_a_signal_nothing_is_stopped() -> None:
 def test_a_while_that_never_looks_is_told_so() -> None:
     with Engine(world=World()) as engine:
         engine.stop_on_signals()
-        os.kill(os.getpid(), signal.SIGTERM)
+        signal.raise_signal(signal.SIGTERM)
         _, _, loader = prepared(engine)
         with pytest.raises(LoopError, match=r"a `while` around it must end on engine.stop_requested"):
             for _ in range(EMPTY_LOOPS + 1):
@@ -167,12 +167,12 @@ def test_a_second_ctrl_c_is_immediate_but_an_echo_of_the_first_is_not() -> None:
     stops = StopSignals("worker 0", tells=False, clock=lambda: now[0])
     stops.watch()
     try:
-        os.kill(os.getpid(), signal.SIGINT)
-        os.kill(os.getpid(), signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
         now[0] = 2.0
-        os.kill(os.getpid(), signal.SIGTERM)
+        signal.raise_signal(signal.SIGTERM)
         with pytest.raises(KeyboardInterrupt):
-            os.kill(os.getpid(), signal.SIGINT)
+            signal.raise_signal(signal.SIGINT)
     finally:
         stops.close()
     assert stops.asked is signal.SIGINT
@@ -184,10 +184,10 @@ def test_a_signal_that_the_script_handles_itself_is_left_to_it() -> None:
     stops = StopSignals("worker 0", tells=False)
     try:
         stops.watch()
-        os.kill(os.getpid(), signal.SIGUSR1)
+        signal.raise_signal(signal.SIGUSR1)
         assert (got, stops.asked) == ([signal.SIGUSR1], None)
         stops.watch([signal.SIGUSR1])  # but not when it was asked for by name
-        os.kill(os.getpid(), signal.SIGUSR1)
+        signal.raise_signal(signal.SIGUSR1)
         assert (len(got), stops.asked) == (1, signal.SIGUSR1)
     finally:
         stops.close()
@@ -198,7 +198,7 @@ def test_a_server_leaves_signals_to_its_workers() -> None:
     stops = StopSignals("server 0", tells=True, is_server=True)
     stops.watch()
     try:
-        os.kill(os.getpid(), signal.SIGTERM)
+        signal.raise_signal(signal.SIGTERM)
     finally:
         stops.close()
     assert stops.asked is None

@@ -587,7 +587,8 @@ class Engine:
             self.device,
             on_enter=self._enter_loop,
             on_leave=self._leave_loop,
-            start_record=lambda regrouping: self._start_record(source, regrouping=regrouping),
+            attempt=self._attempt,
+            start_record=lambda attempt: self._start_record(source, attempt),
             deal=self._deal_lanes,
             elastic=self._elastic,
             join=self._join,
@@ -630,19 +631,21 @@ class Engine:
             f"{' in ' + str(config.precision) if config.precision != Precision() else ''} · {amount}"
         )
 
-    def _start_record(self, source: WorkSource, *, regrouping: bool) -> SampleRecord | None:
+    def _attempt(self, regrouping: bool) -> int | None:
+        """The number of the record of samples that all workers begin now."""
         folder = self._record_folder
         if folder is None or self._replay is not None:
             return None
         number = next_attempt(folder)
         if not regrouping:
-            number = self._boundary.told(number)[0]
-        elif self._comm is not None:
-            number = self._comm.gather_json(number)[0]
-        attempt = number
+            return max(self._boundary.told(number))
+        return number if self._comm is None else max(self._comm.gather_json(number))
+
+    def _start_record(self, source: WorkSource, attempt: int) -> SampleRecord:
+        assert self._record_folder is not None
         lanes, world = self.config.lanes, self.world
         header = RecordHeader(worker=world.rank, workers=world.size, lanes=lanes, **source.record_header())
-        return SampleRecord.start(folder, attempt, header)
+        return SampleRecord.start(self._record_folder, attempt, header)
 
     def _enter_loop(self) -> bool:
         """Whether there is a loop to run."""

@@ -33,7 +33,8 @@ class PreparedLoader:
         *,
         on_enter: Callable[[], bool],
         on_leave: Callable[[bool], None],
-        start_record: Callable[[bool], SampleRecord | None] = lambda regrouping: None,
+        attempt: Callable[[bool], int | None] = lambda regrouping: None,
+        start_record: Callable[[int], SampleRecord] | None = None,
         deal: Callable[[WorkSource], None] = lambda source: None,
         elastic: Elastic | None = None,
         join: Callable[[bool], bool] = lambda any_loop: True,
@@ -48,7 +49,7 @@ class PreparedLoader:
         self._waited_s = 0.0  # before this step
         self._step_items: list[tuple[WorkItem, Any]] = []
         self._handed_out: list[WorkItem] = []
-        self._start_record = start_record
+        self._attempt, self._start_record = attempt, start_record
         self._record: SampleRecord | None = None
 
     @property
@@ -237,7 +238,9 @@ class PreparedLoader:
     def _open_record(self) -> None:
         self._handed_out.clear()
         if self._record is None:
-            self._record = self._start_record(False)
+            attempt = self._attempt(False)
+            if self._record is None:  # else the workers have changed meanwhile, and it is that of those who are left
+                self._record = self._record_of(attempt)
         elif not (header := self.source.record_header())["stream"]:
             self._record.begin_epoch(header["epoch"], header["samples"], header["samples_per_epoch"])
 
@@ -245,7 +248,10 @@ class PreparedLoader:
         """The workers have changed: their record is another, from the committed place on."""
         if self._record is not None:
             self._record.close()
-        self._record = self._start_record(True)
+        self._record = self._record_of(self._attempt(True))
+
+    def _record_of(self, attempt: int | None) -> SampleRecord | None:
+        return None if attempt is None or self._start_record is None else self._start_record(attempt)
 
     def _hand_out(self, item: WorkItem) -> None:
         if self._record is not None and not item.shadow:
