@@ -639,7 +639,7 @@ class Engine:
         number = next_attempt(folder)
         if not regrouping:
             return max(self._boundary.told(number))
-        return number if self._comm is None else max(self._comm.gather_json(number))
+        return number if self._comm is None else int(max(self._comm.gather_json(number)))
 
     def _start_record(self, source: WorkSource, attempt: int) -> SampleRecord:
         assert self._record_folder is not None
