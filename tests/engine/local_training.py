@@ -135,7 +135,7 @@ register(Registered("local_training", LocalTraining, Maker, is_synchronous=lambd
 
 def strategy_of(engine: Engine) -> Strategy:
     assert engine._step is not None
-    found = engine._step._strategy()
+    found = engine._step.work.strategy()
     assert isinstance(found, Strategy)
     return found
 

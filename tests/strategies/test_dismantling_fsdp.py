@@ -309,8 +309,8 @@ def goes_round(world: World, *, folder: str, **job: Any) -> list[int]:
     train(engine, model, optimizer, iter(loader), until=1)
     chosen, first = engine.config.strategy, engine._job()
     tables, comm = [engine._training().strategies], engine._comm
-    del engine._step.strategies  # type: ignore[union-attr]
-    engine._step._active = None  # type: ignore[union-attr]
+    del engine._step.work.strategies  # type: ignore[union-attr]
+    engine._step.work.active = None  # type: ignore[union-attr]
     for turn in range(6):
         assert comm is not None
         comm.abandon("again")

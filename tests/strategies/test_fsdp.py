@@ -166,7 +166,7 @@ def holds(world: World, **job: Any) -> tuple[int, int, int, int]:
         for (x,) in loader:
             engine.backward(model(x).square().mean())
             optimizer.step()
-        fsdp = engine._training()._active
+        fsdp = engine._training().work.active
         assert isinstance(fsdp, Fsdp)
         weights = sum(p.to_local().untyped_storage().nbytes() // 4 for p in model.parameters())  # type: ignore[attr-defined]
         return elements, weights, elements_of_state([fsdp._parts.twins.of(optimizer)._twin]), fsdp._sums.elements

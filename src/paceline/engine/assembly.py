@@ -46,15 +46,15 @@ class Assembly:
         engine, step = self._engine, self._engine._training()
         return {
             "models": kept_models(engine._models, step.strategies.kept),
-            "optimizers": [_without_groups(step.kept_state(optimizer)) for optimizer in engine._optimizers],
+            "optimizers": [_without_groups(step.strategies.kept_state(optimizer)) for optimizer in engine._optimizers],
         }
 
     def plain(self) -> dict[str, Any]:
         engine, step = self._engine, self._engine._training()
         return {
             "step": step.step,
-            "left_out_steps": step.left_out_steps,
-            "loss_scale": None if step.loss_scale is None else step.loss_scale.state_dict(),
+            "left_out_steps": step.count.left_out_steps,
+            "loss_scale": None if step.work.loss_scale is None else step.work.loss_scale.state_dict(),
             "schedulers": kept_schedulers(engine._schedulers),
             "groups": [_groups_of(optimizer) for optimizer in engine._optimizers],
             "shared": [give() for give, _ in engine._shared],
@@ -74,9 +74,9 @@ class Assembly:
 
     def put_plain(self, plain: Mapping[str, Any]) -> None:
         engine, step = self._engine, self._engine._training()
-        step.step, step.left_out_steps = plain["step"], plain["left_out_steps"]
-        if step.loss_scale is not None:
-            step.loss_scale.load_state_dict(plain["loss_scale"])
+        step.count.step, step.count.left_out_steps = plain["step"], plain["left_out_steps"]
+        if step.work.loss_scale is not None:
+            step.work.loss_scale.load_state_dict(plain["loss_scale"])
         for scheduler, saved in zip(engine._schedulers, plain["schedulers"], strict=True):
             scheduler.load_state_dict(saved)
         for optimizer, groups in zip(engine._optimizers, plain["groups"], strict=True):

@@ -250,7 +250,7 @@ class Engine:
 
     @property
     def means(self) -> dict[str, float]:
-        return self._training().means
+        return self._training().work.means
 
     @property
     def step(self) -> int:
@@ -270,18 +270,18 @@ class Engine:
 
     @property
     def timing(self) -> Timing:
-        return self._training().timing
+        return self._training().work.timing
 
     @property
     def loss_scale(self) -> float:
         """What losses are multiplied by in backward, now: 1 unless the model computes in fp16."""
-        scale = self._training().loss_scale
+        scale = self._training().work.loss_scale
         return 1.0 if scale is None else scale.value
 
     @property
     def traffic(self) -> Traffic:
         """What this worker sent and received in its last step, by peer and operation."""
-        return self._training().traffic
+        return self._training().work.traffic
 
     def stop(self) -> None:
         """End the loop of all workers after the same step: this one, or the next if this one has acted already."""
@@ -501,13 +501,12 @@ class Engine:
         self._at_loop_end, self._lost = job.at_loop_end, job.lost
         strategies = StrategyTable(self.config.strategy, job)
         trained = (self._models, self._optimizers, self._schedulers)
-        self._step = TrainStep(self.config, self._comm, *trained, strategies, self._stops)
+        self._step = TrainStep(self.config, self._comm, *trained, strategies, self._stops, self._second_opinion)
         self._step.on_settled = self._go_on_without_the_lost
         if self._elastic is None:  # otherwise READY has said it
             self._step.on_step = self._tell_step
         self._step.lost = self._lost
         self._step.commit_with(self._elastic)
-        self._step.second_opinion = self._second_opinion
         for optimizer in self._optimizers:
             let_optimizer_act_once(optimizer, self._step)
         for scheduler in self._schedulers:
@@ -603,7 +602,7 @@ class Engine:
 
     def _check_second_opinion(self, source: WorkSource) -> None:
         name, able = self.config.strategy.name, ("ddp", "star", "zero1", "zero2", "zero3")
-        if self._step is None or self._step.second_opinion is None:
+        if self._second_opinion is None:
             return
         if name not in able or source.takes_places or self.config.reduction != "exact":
             what = f"strategy={name!r}" if name not in able else "this"
@@ -783,8 +782,7 @@ class Engine:
 
     @property
     def _round(self) -> int:
-        step = self._training()
-        return step.step + step.left_out_steps
+        return self._training().count.rounds
 
     def _elastic_facts(self) -> dict[str, str | int]:
         config = self.config

@@ -47,15 +47,15 @@ class JobState:
         data = None if loader is None else loader.source.merged(told(loader.state_dict()))
         tree: dict[str, Any] = {
             "models": kept_models(self.models, step.strategies.kept),
-            "optimizers": [step.kept_state(optimizer) for optimizer in self.optimizers],
+            "optimizers": [step.strategies.kept_state(optimizer) for optimizer in self.optimizers],
         }
         if is_main:
             tree |= {
                 "job": dict(self.facts),
                 "kinds": [type(optimizer).__name__ for optimizer in self.optimizers],
                 "step": step.step,
-                "left_out_steps": step.left_out_steps,
-                "loss_scale": None if step.loss_scale is None else step.loss_scale.state_dict(),
+                "left_out_steps": step.count.left_out_steps,
+                "loss_scale": None if step.work.loss_scale is None else step.work.loss_scale.state_dict(),
                 "data": data,
                 "schedulers": kept_schedulers(self.schedulers),
                 "extra": extra,
@@ -70,9 +70,9 @@ class JobState:
         check_fits(folder, tree, prepared)
         if self.loader is not None and tree["data"] is not None:
             self.loader.load_state_dict(whole_tree(tree["data"]), changed=changed)
-        step.step, step.left_out_steps = tree["step"], tree["left_out_steps"]
-        if step.loss_scale is not None and tree["loss_scale"] is not None:
-            step.loss_scale.load_state_dict(tree["loss_scale"])
+        step.count.step, step.count.left_out_steps = tree["step"], tree["left_out_steps"]
+        if step.work.loss_scale is not None and tree["loss_scale"] is not None:
+            step.work.loss_scale.load_state_dict(tree["loss_scale"])
         self.put_back_weights(checkpoint)
         for optimizer, saved in zip(self.optimizers, tree["optimizers"], strict=True):
             load_one(folder, "optimizer", partial(step.load, optimizer), saved)

@@ -1,11 +1,12 @@
 """Rules of the loop that need nothing but a look: what people write in its body, refused with what to write instead.
 
-The table of all rules is docs/concepts/loop.md; those that are part of what a step does live in `train_step.py`.
+The table of all rules is docs/concepts/loop.md.
 """
 
 from __future__ import annotations
 
 import enum
+import math
 import warnings
 from collections.abc import Callable, Sequence
 
@@ -58,6 +59,59 @@ def check_backward_held(item: WorkItem, so_far: ItemSoFar, step: int) -> None:
             "the item has no gradient now. Leave it with `continue`, so that it counts as empty, or let the exception "
             "end the program"
         )
+
+
+def weight_of_backward(item: WorkItem, weight: float | None) -> float:
+    weight = float(item.samples) if weight is None else float(weight)
+    if not math.isfinite(weight) or weight < 0:
+        raise LoopError(f"backward(weight={weight}): the weight is a number of samples or tokens, 0 or more")
+    return weight
+
+
+def check_step_applied(phase: Phase, step: int) -> None:
+    """Before the next item."""
+    if phase is Phase.COLLECTED:
+        raise LoopError(
+            f"step {step + 1} has its gradient but no optimizer.step() was called before the next batch; call "
+            "step() after every backward: it acts once per step. To accumulate k micro-batches, use "
+            "Engine(accumulate=k)"
+        )
+
+
+def check_step_whole(so_far: ItemSoFar, step: int, *, in_update: bool) -> None:
+    """Exceptions that the loop caught where nothing can be taken back any more."""
+    if in_update or (so_far.failed and so_far.ran_last):
+        raise LoopError(
+            f"an exception in step {step + 1} ended engine.{'update' if in_update else 'backward'}(), and the "
+            "loop caught it: a part of the step's gradients is under way or missing, and can't be taken back. Let "
+            "the exception end the program"
+        )
+
+
+def check_no_closure(closure: object) -> None:
+    if closure is not None:
+        raise LoopError(
+            "optimizer.step(closure) would run forward again inside the step; use engine.update(optimizer, loss_fn)"
+        )
+
+
+def check_one_optimizer(optimizers: int) -> None:
+    """Where a step is committed after its last update."""
+    if optimizers > 1:
+        raise LoopError(
+            "in an elastic job a sharded strategy counts a step after its last update, and can't know which of "
+            f"{optimizers} optimizers makes it: call engine.update(optimizer, loss_fn) for each, "
+            "or use strategy='ddp'"
+        )
+
+
+def check_backward_came_first(item: WorkItem, so_far: ItemSoFar, step: int, *, held: bool) -> None:
+    """`optimizer.step()` in an item without its last backward; `held`: there was one with last=False."""
+    check_backward_held(item, so_far, step)
+    raise LoopError(
+        f"optimizer.step() was called before engine.backward() in step {step + 1}, lane {item.lane}"
+        + (": the last backward of an item is called without last=False" if held else "")
+    )
 
 
 def item_of_mean(item: WorkItem | None, phase: Phase, name: str) -> WorkItem:

@@ -99,7 +99,7 @@ class PreparedLoader:
                 self._train_step.begin_item(item)
                 if self._starts_over():
                     continue
-                self._train_step.timing.waited_for_data_s = self._items.waited_s - self._waited_s
+                self._train_step.work.timing.waited_for_data_s = self._items.waited_s - self._waited_s
                 if item.last_of_step:
                     self._waited_s = self._items.waited_s
                 self._step_items = [(item, batch)]
@@ -231,7 +231,7 @@ class PreparedLoader:
         self._train_step.new_items()
         self.source.commit(item)
         if in_updates and self._elastic is not None:
-            self._elastic.ends_updates(self._train_step.step + self._train_step.left_out_steps)
+            self._elastic.ends_updates(self._train_step.count.rounds)
 
     # -- the ledger of samples ---------------------------------------------------------------------------------------
 
@@ -271,7 +271,7 @@ class PreparedLoader:
                     position=item.position,
                     ids=item.sample_ids or None,
                     count=None if item.sample_ids else item.samples,
-                    used=(item.lane, item.micro_batch) not in self._train_step.left_out,
+                    used=(item.lane, item.micro_batch) not in self._train_step.work.now.left_out,
                 )
             )
         self._handed_out.clear()

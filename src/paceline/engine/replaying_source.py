@@ -49,10 +49,10 @@ class ReplayingSource:
                     if self._last_round is not None and round > self._last_round:
                         break
                     self._replay.hand_out()
-                    step.step, furthest = round, max(furthest, round + 1)
+                    step.count.step, furthest = round, max(furthest, round + 1)
                 yield item, batch
         finally:
-            step.step = furthest
+            step.count.step = furthest
             if self._furthest is not None:
                 source.commit(self._furthest)
 
@@ -63,7 +63,7 @@ class ReplayingSource:
         """Right after the optimizer did."""
         if not self._replay.ends_round:
             self._step.stepped = False
-            self._step.step = self._replay.turn.item.round
+            self._step.count.step = self._replay.turn.item.round
 
     def commit(self, item: WorkItem) -> None:
         """The place in the data moves at the end of the loop, when all lanes have come that far."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -9,8 +10,9 @@ from typing import Any
 from torch.nn import Parameter
 
 from paceline.collectives.byte_count import Traffic
+from paceline.data.sharded_sampler import WorkItem
 from paceline.engine.ballot import LaneReport
-from paceline.strategies.strategy import Agreement
+from paceline.strategies.strategy import Agreement, ItemPlace
 
 
 @dataclass
@@ -47,6 +49,16 @@ class StepSoFar:
     loss_scale: dict[str, Any] | None = None  # likewise
     left_out: set[tuple[int, int]] = field(default_factory=set)  # (lane, micro-batch) that had no backward
 
+    def report(self, lane: int) -> LaneReport:
+        return self.reports.setdefault(lane, LaneReport(lane))
+
+    def place(self, item: WorkItem) -> ItemPlace:
+        if item.shadow:
+            return ItemPlace(item.lane, item.last_of_lane, item.last_of_step, shadow=True)
+        report = self.reports[item.lane]
+        told = report.weight, report.left_out, report.samples
+        return ItemPlace(item.lane, item.last_of_lane, item.last_of_step, False, *told)
+
 
 @dataclass
 class ItemSoFar:
@@ -63,9 +75,15 @@ class ItemSoFar:
         """Some backward, or a part of one."""
         return self.ran_last or self.failed or self.before is not None
 
-    def note_start(self, report: LaneReport) -> None:
+    def tell(self, report: LaneReport, item: WorkItem, loss: float, weight: float, *, last: bool) -> None:
+        """What a backward of the item adds to its lane's report."""
         if self.before is None:
             self.before = replace(report)
+        if last:
+            report.weight += weight
+            report.samples += item.samples
+        if report.finite:
+            report.loss, report.finite = loss, math.isfinite(loss)
 
     def take_back(self, report: LaneReport) -> None:
         """The item counts as empty: its lane has told nothing about it. Means stay, as for an item without backward."""
