@@ -4,10 +4,11 @@ PYTHON := $(VENV)/bin/python
 PIP    := $(PYTHON) -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 READY  := $(VENV)/.ready
 
-.PHONY: help setup demo test lint types layers pytest bits faults conformance clean
+.PHONY: help setup demo test lint types layers pytest rest bits faults conformance clean
 help:
 	@echo "make demo        train a small GPT on Python's own source with 2 workers, about one minute"
 	@echo "make test        lint, types, import layers, tests"
+	@echo "make rest        the tests that \`make test\` leaves out of its longest files"
 	@echo "make bits        the full product of workers, lanes, buckets and models: one hash each"
 	@echo "make faults      workers killed, stopped and failing in every phase of a step, under every strategy"
 	@echo "make conformance PyTorch's own distributed tests on the paceline backend, world sizes 3 and 8"
@@ -34,6 +35,9 @@ layers: setup
 	$(VENV)/bin/lint-imports
 pytest: setup
 	$(PYTHON) -m pytest
+
+rest: setup
+	$(PYTHON) -m pytest --rest
 
 # Of the full product every EVERY-th combination; a prime above 3 meets all values of all its axes.
 EVERY ?= 1
