@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from paceline.elastic.deadlines import FIRST_BEAT_S
-from paceline.elastic.decisions import Commit, Decision, Fence, Regroup, Rules, Say, StartAnew
+from paceline.elastic.decisions import Commit, Decision, Fence, Refuse, Regroup, Replace, Rules, Say, StartAnew
 from paceline.elastic.membership import Membership
+from paceline.elastic.servers import MOST_ATTEMPTS
 from paceline.elastic.slots import Ready
 
-FACTS = {"torch": "2.13"}
+FACTS = {"torch": "2.13", "data": "of workers"}
+KEPT = Rules(restart_workers=False)
 
 
-def job(workers: int = 2, servers: int = 2, rules: Rules | None = None) -> Membership:
+def job(workers: int = 2, servers: int = 2, rules: Rules = KEPT) -> Membership:
     """All workers have entered their loop, and everybody is heard."""
-    members = Membership(workers, rules or Rules(), servers)
+    members = Membership(workers, rules, servers)
     for rank in range(workers + servers):
         members.count_anew(rank, 0.0)
         members.beat(rank, 0.0)
@@ -33,10 +35,14 @@ def test_a_step_is_committed_without_a_word_of_the_servers() -> None:
 
 
 def test_a_lost_server_makes_a_generation_of_the_same_workers_and_the_other_servers() -> None:
-    members = job()
+    members = job(rules=Rules())
     decided = members.server_ended(3, "was killed by SIGKILL in step 1", 0.0, well=False)
     what = "server 1 was killed by SIGKILL in step 1"
-    assert decided == [Say(f"{what}; its keys go to server 0"), Regroup(2, (0, 1), (), 0, what, servers=(2,))]
+    assert decided == [
+        Say(f"{what}; its keys go to server 0, a replacement starts"),
+        Regroup(2, (0, 1), (), 0, what, servers=(2,)),
+        Replace(3, 1),
+    ]
     assert members.readied(0, 1, Ready(1, 0, 7, True), 0.0) == [], "it was ready in the generation before"
     assert ready(members, (0, 1), 1) == [Commit(1, 0, 2, (0, 1))]
 
@@ -63,7 +69,7 @@ def test_a_server_that_raised_is_lost_once_and_not_again_when_its_process_ends()
 
 
 def test_a_silent_server_is_fenced() -> None:
-    members = job(rules=Rules(heartbeat_timeout_s=1))
+    members = job(rules=Rules(heartbeat_timeout_s=1, restart_workers=False))
     for rank in (0, 1, 2):
         members.beat(rank, 0.9)
     members.tick(0.9)
@@ -82,7 +88,7 @@ def test_a_server_that_was_told_why_it_failed_and_does_not_go_is_fenced() -> Non
 
 
 def test_a_server_that_does_not_come_to_the_meeting_is_fenced_and_not_the_workers_who_wait_for_it() -> None:
-    members = job(rules=Rules(regroup_timeout_s=1, heartbeat_timeout_s=60))
+    members = job(rules=Rules(regroup_timeout_s=1, heartbeat_timeout_s=60, restart_workers=False))
     members.died(1, "was killed", 0.0)
     members.grouped(2, 2)
     for now in (0.5, 1.0):
@@ -93,9 +99,9 @@ def test_a_server_that_does_not_come_to_the_meeting_is_fenced_and_not_the_worker
 
 
 def test_before_all_have_entered_their_loop_a_lost_server_is_for_the_launcher_to_judge() -> None:
-    members = Membership(1, Rules(heartbeat_timeout_s=1), 1)
+    members = Membership(1, Rules(heartbeat_timeout_s=1, restart_workers=False), 1)
     assert members.server_ended(1, "was killed", 0.0, well=False) == []
-    silent = Membership(1, Rules(heartbeat_timeout_s=1), 1)
+    silent = Membership(1, Rules(heartbeat_timeout_s=1, restart_workers=False), 1)
     silent.count_anew(1, 0.0)
     silent.tick(0.0)
     decided: list[Decision] = []
@@ -133,7 +139,49 @@ def test_communication_that_broke_at_a_server_makes_a_new_generation() -> None:
 
 
 def test_when_all_start_anew_so_do_the_servers() -> None:
-    members = job(workers=1)
+    members = job(workers=1, rules=Rules())
     members.server_ended(2, "was killed", 0.0, well=False)
     assert StartAnew(1, (0,)) in members.died(0, "was killed", 0.0)
     assert members.servers.here == (1, 2)
+
+
+def test_a_fresh_server_serves_from_the_next_committed_step_on() -> None:
+    members = job(rules=Rules())
+    members.server_ended(3, "was killed", 0.0, well=False)
+    assert members.asks_to_join(3, 0, {"torch": "2.13"}) == [], "of what it does not know nothing is compared"
+    assert ready(members, (0, 1), 1) == [
+        Commit(1, 0, 2, (0, 1)), Regroup(3, (0, 1), (), 1, "server 1 joined after step 1", servers=(2, 3)),
+    ]  # fmt: skip
+    assert members.grouped(2, 3) == []
+    assert members.grouped(3, 3) == [Say("server 1 is back after step 1")]
+
+
+def test_a_fresh_server_that_differs_is_refused_and_its_place_stays_empty() -> None:
+    members = job(rules=Rules())
+    members.server_ended(3, "was killed", 0.0, well=False)
+    why = "server 1's replacement does not fit: torch is 2.12 there and 2.13 here"
+    assert members.asks_to_join(3, 0, {"torch": "2.12"}) == [Refuse(3, why), Say(f"{why}; its place stays empty")]
+    assert members.server_lost([3], "raised WorldError", 0.0) == []
+    assert members.server_ended(3, "exited with code 1", 0.0, well=False) == []
+    assert ready(members, (0, 1), 1) == [Commit(1, 0, 2, (0, 1))]
+
+
+def test_a_fresh_server_that_dies_before_it_has_joined_is_replaced_a_few_times() -> None:
+    members = job(rules=Rules())
+    started = 0
+    decided = members.server_ended(2, "was killed", 0.0, well=False)
+    while any(isinstance(decision, Replace) for decision in decided):
+        started += 1
+        decided = members.server_ended(2, "was killed", 0.0, well=False)
+    assert started == MOST_ATTEMPTS - 1
+    assert decided == [Say("server 0 was killed, before it had joined; its place stays empty")]
+    assert members.generation == 2
+
+
+def test_a_server_that_dies_again_and_again_while_steps_are_committed_is_replaced_each_time() -> None:
+    members = job(rules=Rules())
+    for step in range(1, 2 * MOST_ATTEMPTS, 2):
+        assert Replace(2, step // 2 + 1) in members.server_ended(2, "was killed", 0.0, well=False)
+        members.asks_to_join(2, 0, {})
+        ready(members, (0, 1), step)
+        ready(members, (0, 1), step + 1)

@@ -4,6 +4,7 @@
     lost                      its keys are served by
     server 1                  server 0
     server 0 as well          worker 0, or the first that is left
+    and when its fresh process is there they go back to it
 
 `make faults` tries each kind with each server, mode and backend, and random sequences of losses (--full-product).
 """
@@ -95,13 +96,14 @@ def test_a_server_process_lost_in_any_way_changes_no_bit(case: Case, tmp_path: P
     check_unharmed(job, list(case.orders))
 
 
-def test_servers_go_on_with_a_worker_that_joins_while_the_others_save(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("rank", "phase", "name"), [(0, "forward", "worker 0"), (2, "serve", "server 0")])
+def test_who_comes_back_while_the_others_save_is_taken_in(rank: int, phase: str, name: str, tmp_path: Path) -> None:
     """A worker that saves asks the servers, which have heard by then that another generation is about to begin."""
-    orders = ["kill:rank=0,step=1,phase=forward"]
+    orders = [f"kill:rank={rank},step=1,phase={phase}"]
     flags = "--strategy parameter_server --servers 1 --workers 2"
-    job = run_elastic(tmp_path / "job", flags, "--save-every 1 --step-s 0.05 --await-joiner 0-1", orders=orders)
+    job = run_elastic(tmp_path / "job", flags, f"--save-every 1 --step-s 0.05 --await-joiner {rank}-1", orders=orders)
     check_unharmed(job, orders)
-    assert "worker 0 is back" in job.err, job.text
+    assert f"{name} is back" in job.err, job.text
     assert "lost each other" not in job.err, job.text
 
 

@@ -70,6 +70,9 @@ def main() -> None:
     strategy = ParameterServer(mode="aggregate") if asked.sums_on_servers else None
 
     with paceline.Engine(device="cpu", bucket_mib=0.001, record_samples=asked.run_dir, strategy=strategy) as engine:
+        elastic = engine.world.elastic
+        if engine.world.is_server and elastic is not None and elastic.joins:
+            Path(f"stands-{slot}-{elastic.incarnation}").touch()
         model = build(asked.width)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 20)
@@ -78,7 +81,7 @@ def main() -> None:
         checkpoints = engine.checkpoints(asked.run_dir, keep=2)
         if asked.save_every:
             checkpoints.resume()
-        if (elastic := engine.world.elastic) is not None and elastic.joins:
+        if elastic is not None and elastic.joins:
             Path(f"stands-{slot}-{elastic.incarnation}").touch()
         while loader.epoch < asked.epochs:
             for points, labels in loader:

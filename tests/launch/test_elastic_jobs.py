@@ -16,6 +16,7 @@ import pytest
 from paceline.elastic.decisions import Rules
 from paceline.elastic.ledger import read_ledger
 from paceline.errors import WorldError
+from paceline.launch import elastic_job
 from paceline.launch.control_channel import Body, ControlServer, KeyValues
 from paceline.launch.decision import Coordinator
 from paceline.launch.folders import LOCK, RUN, VAULT, remove_folders, run_folder, sweep, vault_folder
@@ -58,14 +59,14 @@ class NotedHands:
 class Job:
     """A coordinator of workers that have all entered their loop."""
 
-    def __init__(self, workers: int, rules: Rules | None = None) -> None:
+    def __init__(self, workers: int, rules: Rules | None = None, servers: int = 0) -> None:
         here = "127.0.0.1"
-        seat = Seat(0, 1, 0, workers, workers, LaunchSettings(), here, here, 1, elastic=rules or Rules())
+        seat = Seat(0, 1, 0, workers, workers, LaunchSettings(), here, here, 1, servers, elastic=rules or Rules())
         self.said: list[str] = []
         self.hands = NotedHands()
         self.coordinator = Coordinator(seat, {}, lambda shown: None, self.said.append)
         self.coordinator.hands = self.hands
-        for slot in range(workers):
+        for slot in range(workers + servers):
             self.coordinator.started(slot, 100 + slot)
         for slot in range(workers):
             self.tell(slot, "enter", generation=1, loop=1, step=0, facts=FACTS)
@@ -112,6 +113,48 @@ def test_a_death_is_told_to_the_others_at_once_and_its_slot_given_again() -> Non
             job.tell(slot, "leave", loop=1)
             job.coordinator.exited(slot, 0)
         assert job.coordinator.outcome.result().code == 0
+        await job.coordinator.close()
+
+    within(story)
+
+
+def test_a_lost_server_is_told_to_workers_and_servers_and_started_again() -> None:
+    async def story() -> None:
+        job = Job(2, servers=2)
+        job.coordinator.exited(3, -signal.SIGKILL)
+        told = job.hands.pushed("elastic.generation")
+        assert {rank: body["servers"] for rank, body in told.items()} == {0: [2], 1: [2], 2: [2]}
+        assert job.hands.done[-1] == ("start", 3, 1)
+        job.coordinator.started(3, 203)
+        job.tell(3, "join", loop=0, facts=FACTS)
+        job.step(1, 2, [0, 1])
+        assert job.hands.pushed("elastic.commit")[0]["then"] == 3
+        assert job.hands.pushed("elastic.generation")[3]["servers"] == [2, 3]
+        job.tell(3, "grouped", generation=3)
+        for slot in (0, 1):
+            job.tell(slot, "leave", loop=1)
+        for rank in (2, 3, 0, 1):
+            job.coordinator.exited(rank, 0)
+        assert job.coordinator.outcome.result().code == 0
+        assert job.said[-1] == "paceline: server 1 is back after step 1"
+        await job.coordinator.close()
+
+    within(story)
+
+
+def test_a_server_that_waits_for_workers_who_have_ended_is_dismissed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One worker dies after the others have said goodbye: the server waits for them in a generation without it."""
+    monkeypatch.setattr(elastic_job, "SERVERS_LEAVE_S", 0.1)
+
+    async def story() -> None:
+        job = Job(3, servers=1)
+        for slot in (0, 1, 2):
+            job.tell(slot, "leave", loop=1)
+        job.coordinator.exited(2, -signal.SIGKILL)
+        assert job.hands.pushed("elastic.generation")[3]["members"] == [0, 1]
+        for slot in (0, 1):
+            job.coordinator.exited(slot, 0)
+        assert (await job.coordinator.outcome).code == 0
         await job.coordinator.close()
 
     within(story)

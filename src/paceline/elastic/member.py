@@ -68,6 +68,7 @@ class Member:
 
     def __init__(self, client: ControlClient, slot: int, incarnation: int, first: Generation, wait_s: float) -> None:
         self.slot = slot
+        self._name = f"server {first.servers.index(slot)}" if slot in first.servers else f"worker {slot}"
         self.joins = incarnation > 0
         self.now = first  # what this worker is grouped in
         self.on_change: Callable[[str], None] = lambda why: None
@@ -116,7 +117,7 @@ class Member:
                     told = True
                     self.failed(after, why)
                 if time.monotonic() > deadline:
-                    raise WorldError(f"worker {self.slot} waited {self._wait_s:g} s to hear who goes on, after: {why}")
+                    raise WorldError(f"{self._name} waited {self._wait_s:g} s to hear who goes on, after: {why}")
             return self._newest
 
     def is_newer_than(self, number: int) -> bool:
@@ -159,7 +160,7 @@ class Member:
         with self._news:
             while True:
                 if self._refused is not None:
-                    raise WorldError(f"worker {self.slot} may not join: {self._refused}")
+                    raise WorldError(f"{self._name} may not join: {self._refused}")
                 if self.changed:
                     return self._newest
                 if loop and self._loop_of_others > loop:
@@ -205,15 +206,14 @@ class Member:
     def _change(self, generation: Generation) -> None:
         if self.slot not in (*generation.members, *generation.servers):
             # Fenced, and still here: what it would do from now on is another's to do.
-            print(f"paceline: worker {self.slot} was given up: {generation.why}", file=sys.stderr, flush=True)
+            print(f"paceline: {self._name} was given up: {generation.why}", file=sys.stderr, flush=True)
             os._exit(SUPERVISOR_GONE)
         with self._news:
             if generation.number <= self._newest.number:
                 return
-            expected = generation.number == self._announced or bool(
-                self.slot in generation.servers and generation.joining
-            )
-            only_joins = expected and generation.has_all_of(self.now)
+            told_of = generation.number == self._announced  # a server hears of no commit: who is there tells it
+            comes = self.slot in generation.servers and not self.now.has_all_of(generation)
+            only_joins = (told_of or comes) and generation.has_all_of(self.now)
             self._newest = generation
             self._news.notify_all()
         if only_joins:
@@ -226,5 +226,5 @@ class Member:
         while not true():
             left = deadline - time.monotonic()
             if left <= 0:
-                raise WorldError(f"worker {self.slot} waited {self._wait_s:g} s until {what}; is it stopped (SIGSTOP)?")
+                raise WorldError(f"{self._name} waited {self._wait_s:g} s until {what}; is it stopped (SIGSTOP)?")
             self._news.wait(min(left, 1.0))

@@ -43,7 +43,7 @@ class Membership:
     def __init__(self, size: int, rules: Rules, servers: int = 0) -> None:
         self.rules = rules
         self.places = Places(size, rules)
-        self.servers = Servers(size, servers)
+        self.servers = Servers(size, servers, rules)
         self.generation = 1
         self.running = False
         """Everyone has entered the loop; before that a fault is one of starting up, and the launcher's to judge."""
@@ -199,6 +199,7 @@ class Membership:
         self._breaks = self._ties = 0
         self._deadlines.begin_step()
         members = self.members
+        self.servers.served()
         for slot in self._member_slots():
             slot.ready = None
         more = all(ready.more for ready in readies.values())
@@ -239,6 +240,8 @@ class Membership:
         one = self._place(slot)
         if one.standing is not Standing.MEMBER or generation != self.generation:
             return []
+        if self.servers.has(slot):
+            return [Say(f"{self._name(slot)} is back after step {self.step}")] if self.servers.came(slot) else []
         one.grouped = True
         if all(other.grouped for other in self._member_slots()):
             self._deadlines.regrouping_since = None
@@ -251,32 +254,40 @@ class Membership:
 
     def asks_to_join(self, slot: int, loop: int, facts: Facts) -> list[Decision]:
         """It stands in front of this loop; 0: of whichever the members are in."""
-        one = self.slots[slot]
+        one = self._place(slot)
         if one.standing not in (Standing.STARTING, Standing.WAITING) or not self.running:
             return []
         if 0 < loop < one.called_to:  # said before it heard that it is to skip this one
             return []
         members = self._member_slots()
         known = members[0].facts if members else {}
+        if self.servers.has(slot):
+            unlike = self.servers.asks(slot, known, facts)
+            return self._refuse(slot, unlike) if unlike else []
         if unlike := difference(known, facts):
             one.closed = unlike
-            why = f"worker {slot}'s replacement does not fit: {unlike}"
-            return [Refuse(slot, why), Say(f"{why}; its place stays empty")]
+            return self._refuse(slot, unlike)
         one.standing, one.loop, one.asked, one.facts = Standing.WAITING, loop, loop, facts
         now_in = max((member.loop for member in members if member.in_loop), default=0)
         return [self._call(one, now_in)] if 0 < loop < now_in else []
 
+    def _refuse(self, slot: int, unlike: str) -> list[Decision]:
+        why = f"{self._name(slot)}'s replacement does not fit: {unlike}"
+        return [Refuse(slot, why), Say(f"{why}; its place stays empty")]
+
     def _admit(self, now: float) -> list[Decision]:
-        """Those who wait in front of the loop that the members are in."""
+        """Those who wait in front of the loop that the members are in, and servers."""
         loop = self._member_slots()[0].loop
         joining = [slot for slot in self.slots if slot.standing is Standing.WAITING and slot.loop in (0, loop)]
-        if not joining:
+        who = self.servers.admit()
+        if not joining and not who:
             return []
         for slot in joining:
             slot.standing, slot.loop, slot.in_loop, slot.entered_at = Standing.MEMBER, loop, True, None
         numbers = [slot.number for slot in joining]
         self._newcomers.update(numbers)
-        return self._regroup(f"{named(numbers)} joined after step {self.step}", now, admitting=True)
+        who = [*([named(numbers)] if numbers else []), *who]
+        return self._regroup(f"{' and '.join(who)} joined after step {self.step}", now, admitting=True)
 
     # ---- what happens to them -----------------------------------------------------------------------------
 
@@ -325,20 +336,31 @@ class Membership:
 
     def server_lost(self, ranks: Collection[int], how: str, now: float, *, fence: bool = False) -> list[Decision]:
         """Server processes are gone, or have to go: the step is done again with those who are left."""
+        served = self.servers.here
         lost = [rank for rank in ranks if self.servers.lose(rank, now, fence=fence)]
         decided: list[Decision] = [Fence(rank) for rank in lost] if fence else []
         what = "; ".join(f"{self.servers.name(rank)} {how}" for rank in lost)
         if not lost or self.over or not self.running:
             return [*decided, Say(f"{what}; it is stopped")] if decided else []
+        and_so = ", a replacement starts" if self._may_join() and all(map(self.servers.may_refill, lost)) else ""
+        if not set(lost) & set(served):
+            refused = all(self.servers.slot(rank).closed for rank in lost)
+            return (
+                decided
+                if refused
+                else [*decided, Say(f"{what}, before it had joined{and_so or '; its place stays empty'}")]
+            )
         again = self._regroup(what, now) if self.members else []
-        return [*decided, Say(f"{what}; {self.servers.instead(self.members)}"), *again]
+        return [*decided, Say(f"{what}; {self.servers.instead(self.members)}{and_so}"), *again]
 
     def server_ended(self, rank: int, how: str, now: float, *, well: bool) -> list[Decision]:
         """Its process is gone: `well`, because all workers had said goodbye."""
-        is_over = well and not any(slot.in_loop for slot in self._member_slots())
-        decided = [] if is_over else self.server_lost([rank], how, now)
+        if well and not self._may_join():
+            self.servers.slot(rank).standing = Standing.FINISHED
+            return []
+        decided = self.server_lost([rank], how, now)
         self.servers.slot(rank).vacate()
-        return decided
+        return [*decided, *self._refill(now)]
 
     def _drop(
         self,
@@ -389,7 +411,7 @@ class Membership:
         if not was_member:
             refused = all(self.slots[number].closed for number in fallen)
             and_so = and_so or ("" if self.slots[fallen[0]].away else "; its place stays empty")
-            return [] if refused else [Say(f"{what}, before it had joined{and_so}")]
+            return [] if refused else [Say(f"{what}, before it had joined{and_so or '; its place stays empty'}")]
         goes_on = "go on" if left > 1 else "goes on"
         return [Say(f"{what}; {workers(left)} {goes_on}{and_so}"), *self._regroup(what, now)]
 
@@ -433,10 +455,14 @@ class Membership:
         return [Regroup(self.generation, members, joining, self.step, why, self._main, self.servers.here)]
 
     def _refill(self, now: float) -> list[Decision]:
-        """Fresh processes for vacant slots, as long as there is a loop that they could join."""
-        if self.over or not self.running or not any(slot.in_loop for slot in self._member_slots()):
+        """Fresh processes for vacant slots."""
+        if not self._may_join():
             return []
-        return list(self.places.refill(now))
+        return [*self.places.refill(now), *(self.servers.refill(now) if not self.stopping else [])]
+
+    def _may_join(self) -> bool:
+        """Whether there is a loop that somebody new could join."""
+        return self.running and not self.over and any(slot.in_loop for slot in self._member_slots())
 
     def _end(self, code: int | None, why: str) -> list[Decision]:
         self.over = True

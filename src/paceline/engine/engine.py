@@ -58,7 +58,6 @@ from paceline.engine.step_so_far import Timing
 from paceline.engine.stop_signals import StoppedOnRequest, StopSignals
 from paceline.engine.strategy_table import StrategyTable
 from paceline.engine.surroundings import (
-    alone,
     among_members,
     call_supervisor,
     connect_workers,
@@ -123,7 +122,7 @@ class Engine:
         self.device = find_device(self.world, device)
         lanes = one_of("lanes", lanes, told.lanes) or self.world.size
         backend = backend or told.backend or default_backend(self.world, self.device)
-        self.world = alone(self._seat) if elastic is not None and elastic.joins else among_members(self._seat)
+        self.world = among_members(self._seat)
         self.config = EngineConfig(
             lanes=lanes,
             accumulate=accumulate,
@@ -497,6 +496,11 @@ class Engine:
         if self.config.activation_checkpointing is not None:
             self._recomputed = recomputing.Recomputed(self.config.activation_checkpointing, self._models)
             self.print(f"paceline: {self._recomputed.described}")
+        if self._serving is not None and self._serving.joins:
+            facts = job_facts(self.config, {}, self.device)
+            del facts["machine device"]  # its own, wherever the workers compute
+            self._serving.join(facts_of_process(facts))
+            self.world = self._serving.next_world("")
         job = self._job()
         self._at_loop_end, self._lost = job.at_loop_end, job.lost
         strategies = StrategyTable(self.config.strategy, job)

@@ -3,6 +3,7 @@
     generation 3    meet the workers ─► the first of them loads what is committed ─► serve, round by round
     a death         GENERATION ─► the group is abandoned ─► generation 4: the same, with those who are left
     somebody joins  GENERATION ─► serve until all workers stand where generation 4 meets
+    a replacement   the script up to `prepare`, alone ─► JOIN ─► GENERATION, after a step: the same
 
 It neither says READY nor hears COMMIT. What it made of a round is in the vault before the workers are ready, kept by
 the first of them, and comes back from there; so nothing has to be undone here.
@@ -12,11 +13,12 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from torch._C._distributed_c10d import Store
 
 from paceline.collectives.communicator import Communicator
+from paceline.elastic.fault_injection import fault_point
 from paceline.elastic.member import Generation, Member
 from paceline.engine.surroundings import server_among
 from paceline.errors import WorldError
@@ -34,6 +36,15 @@ class Serving:
         self._abandon: Callable[[str], None] = lambda why: None
         self.now_in = member.now.number
         member.on_joining = self._watch_meeting
+
+    @property
+    def joins(self) -> bool:
+        return self._member.joins
+
+    def join(self, facts: Mapping[str, str | int]) -> None:
+        """A process that comes later stands here until the workers take it in."""
+        fault_point("join")
+        self._member.ask_to_join(0, facts)
 
     def next_world(self, why: str) -> World:
         """This server's place in a newer generation, as soon as there is one; `why` the last is over."""

@@ -49,8 +49,12 @@ def alone(seat: World) -> World:
 
 
 def among_members(seat: World) -> World:
-    """The place of a worker that begins with those of the hosts that are left."""
-    members = () if seat.elastic is None else seat.elastic.members
+    """A process's place as it begins: among all, or those of the hosts that are left; a worker that joins is alone."""
+    if seat.elastic is None:
+        return seat
+    if seat.elastic.joins and not seat.is_server:
+        return alone(seat)
+    members = seat.elastic.members
     if not members:
         return seat
     if seat.is_server:

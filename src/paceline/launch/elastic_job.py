@@ -35,11 +35,13 @@ from paceline.elastic.ledger import Ledger, Row
 from paceline.elastic.membership import Membership
 from paceline.elastic.slots import Ready, Standing
 from paceline.launch.control_channel import Body, KeyValues
+from paceline.launch.ending import good_end
 from paceline.launch.hands import Hands
 from paceline.launch.stopping import obeyed
 from paceline.launch.verdict import ENDED_WELL, Outcome, Process, happened, judge
 
 TICK_S = 0.1
+SERVERS_LEAVE_S = 2.0
 
 
 class Chief(Protocol):
@@ -82,6 +84,20 @@ class ElasticJob:
                 for slot in self._chief.out_of_earshot():
                     self.membership.count_anew(slot, now)
                 self._carry_out(self.membership.tick(now))
+                self._dismiss_servers(now)
+
+    def _dismiss_servers(self, now: float) -> None:
+        """All workers have ended well, and a server waits where the last generation meets, for nobody."""
+        processes = self._chief.processes
+        left = [process for process in processes if process.is_server and not process.ended]
+        ends = [process.ended_at for process in processes if not process.is_server and process.ended_at is not None]
+        if not left or not ends or not self.membership.running or self.membership.members:
+            return
+        if now - max(ends) > SERVERS_LEAVE_S:
+            for process in left:
+                process.lost = True
+            if (outcome := good_end(processes)) is not None:
+                self._chief.decide(outcome)
 
     def close(self) -> None:
         self._ledger.close()
@@ -221,9 +237,11 @@ class ElasticJob:
         """All members have ended well: nobody is left for a replacement to join."""
         if self.membership.members:
             return
-        for slot in self.membership.slots:
-            if slot.standing is not Standing.FINISHED:
-                self._chief.processes[slot.number].lost = True
+        late = [slot for slot in self.membership.slots if slot.standing is not Standing.FINISHED]
+        serving = (Standing.MEMBER, Standing.FINISHED)
+        late += [slot for slot in self.membership.servers.slots if slot.standing not in serving]
+        for slot in late:
+            self._chief.processes[slot.number].lost = True
         for process in self._unfinished:
             if process in self._chief.processes:
                 process.lost, process.failed_as = False, 0
@@ -232,7 +250,8 @@ class ElasticJob:
     # ---- decisions ----------------------------------------------------------------------------------------
 
     def _carry_out(self, decisions: Sequence[Decision]) -> None:
-        joined = next((one.generation for one in decisions if isinstance(one, Regroup) and one.joining), None)
+        goes_on = any(isinstance(one, Commit | Begin) for one in decisions)  # and who waited may join
+        joined = next((one.generation for one in decisions if isinstance(one, Regroup) and goes_on), None)
         for decision in decisions:
             match decision:
                 case Commit():
