@@ -44,6 +44,21 @@ def alive(pids: list[int]) -> list[int]:
     return running
 
 
+def wait_until_gone(pids: list[int], *folders: Path, timeout_s: float) -> None:
+    deadline = time.monotonic() + timeout_s
+    while left := [*map(_told, alive(pids)), *(str(folder) for folder in folders if folder.exists())]:
+        assert time.monotonic() < deadline, f"after {timeout_s} s there are still: {'; '.join(left)}"
+        time.sleep(0.02)
+
+
+def _told(pid: int) -> str:
+    try:
+        with (process := psutil.Process(pid)).oneshot():
+            return f"{pid}, child of {process.ppid()}, {process.status()}: {' '.join(process.cmdline())}"
+    except psutil.NoSuchProcess:
+        return f"{pid}, just gone"
+
+
 @dataclass(frozen=True)
 class Finished:
     code: int

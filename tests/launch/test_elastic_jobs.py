@@ -25,7 +25,7 @@ from paceline.launch.hosts import Seat
 from paceline.launch.pulse import Pulse
 from paceline.world.control import ControlClient
 from paceline.world.world import LaunchSettings
-from tests.launch.launching import Launch, alive, wait_until
+from tests.launch.launching import Launch, alive, wait_until, wait_until_gone
 from tests.launch.test_launched_jobs import free_port
 
 Start = Callable[..., Launch]
@@ -527,7 +527,7 @@ def test_when_all_die_they_start_anew_and_when_the_supervisor_dies_nothing_is_le
     assert Path(vault).is_dir()
     processes = started.descendants()
     started.process.kill()
-    wait_until(lambda: not alive(processes) and not Path(vault).exists(), 5, "workers and vault are gone")
+    wait_until_gone(processes, Path(vault), timeout_s=5)
     assert "all start anew (1 of at most 3 times)" in started.finish().err
     assert started.run_folders() == []
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.launch.launching import QUICK, Launch, alive, wait_until
+from tests.launch.launching import QUICK, Launch, alive, wait_until, wait_until_gone
 
 Start = Callable[..., Launch]
 
@@ -185,7 +185,7 @@ def test_no_process_and_no_folder_outlives_a_killed_supervisor_by_two_seconds(la
     pids = pids_printed(started, 2) + started.descendants()
     assert len(set(pids)) == 7  # the stable, two workers, two children of each
     started.process.kill()
-    wait_until(lambda: not alive(pids), 2, "nobody is left")
+    wait_until_gone(pids, timeout_s=2)
     wait_until(lambda: not started.run_folders(), 1, "the run folder is gone")
 
 
@@ -363,7 +363,7 @@ def test_workers_of_other_hosts_leave_when_the_coordinator_is_killed(launch: Sta
     second = launch(f"{where} --host-rank 1", TRAINS_FOR_EVER, environment=secret)
     pids = pids_printed(first, 1) + pids_printed(second, 1)
     first.process.kill()
-    wait_until(lambda: not alive(pids), 2, "nobody is left on either host")
+    wait_until_gone(pids, timeout_s=2)
     finished = second.finish()
     assert (finished.code, finished.err) == (
         3,
