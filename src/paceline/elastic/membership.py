@@ -411,7 +411,7 @@ class Membership:
         if not was_member:
             refused = all(self.slots[number].closed for number in fallen)
             and_so = and_so or ("" if self.slots[fallen[0]].away else "; its place stays empty")
-            return [] if refused else [Say(f"{what}, before it had joined{and_so or '; its place stays empty'}")]
+            return [] if refused else [Say(f"{what}, before it had joined{and_so}")]
         goes_on = "go on" if left > 1 else "goes on"
         return [Say(f"{what}; {workers(left)} {goes_on}{and_so}"), *self._regroup(what, now)]
 
