@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 import signal
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 import psutil
@@ -18,6 +18,7 @@ from paceline.launch.hosts import free_port
 from tests.faults.elastic_jobs import STEPS, hash_undisturbed
 from tests.faults.jobs import LEDGER, Job, RunningJob, processes_in, started_job
 
+StartedJob = AbstractContextManager[RunningJob]
 WORKERS = 2  # on each of them
 AWAITS_JOINER = "--step-s 0.1 --await-joiner who"
 STRATEGIES = ("ddp", "zero1", "zero2", "zero3", "fsdp", "hybrid", "star")
@@ -25,6 +26,8 @@ QUICK = {
     "test_a_worker_killed_on_another_host_changes_no_bit": ("ddp", "zero3"),
     "test_all_workers_of_a_host_killed_at_once_change_no_bit": ("zero2", "hybrid"),
     "test_a_host_whose_supervisor_is_killed_is_done_without": ("ddp", "fsdp"),
+    "test_a_host_that_is_started_again_comes_back_and_changes_no_bit": ("zero3",),
+    "test_a_further_host_joins_a_job_that_began_on_one_and_changes_no_bit": ("zero1",),
 }
 
 
@@ -35,21 +38,33 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("strategy", STRATEGIES if whole else QUICK[metafunc.function.__name__])
 
 
+def meeting_in(folder: Path) -> str:
+    """The flags that all hosts of a job have."""
+    secret = folder / "secret"
+    secret.write_text("known to both")
+    return f"--coordinator 127.0.0.1:{free_port('127.0.0.1')} --secret-file {secret} --workers {WORKERS}"
+
+
 @contextmanager
 def two_hosts(
-    folder: Path, flags: str = "", arguments: str = "", *, faults: str | None = None
+    folder: Path, flags: str = "", arguments: str = "", *, faults: str | None = None, meeting: str = ""
 ) -> Iterator[tuple[RunningJob, RunningJob]]:
     """One job on two hosts, in folders of their own."""
-    secret, run = folder / "secret", folder / "near" / "run"
-    secret.write_text("known to both")
-    meeting = f"--hosts 2 --coordinator 127.0.0.1:{free_port('127.0.0.1')} --secret-file {secret} --workers {WORKERS}"
-    elastic = f"--elastic --heartbeat-timeout-s 2 --ledger {LEDGER} {flags}"
-    near = started_job(
-        folder / "near", f"{meeting} --host-rank 0 {elastic}", f"--run-dir {run} {arguments}", faults=faults
-    )
-    far = started_job(folder / "far", f"{meeting} --host-rank 1", f"--run-dir {run} {arguments}", faults=faults)
-    with near as first, far as second:
-        yield first, second
+    meeting = f"--hosts 2 {meeting or meeting_in(folder)}"
+    first = first_host(folder, f"{meeting} --host-rank 0 {flags}", arguments, faults=faults)
+    with first as near, another_host(folder / "far", f"{meeting} --host-rank 1", near, arguments, faults=faults) as far:
+        yield near, far
+
+
+def first_host(folder: Path, flags: str, arguments: str, *, faults: str | None = None) -> StartedJob:
+    elastic = f"--elastic --heartbeat-timeout-s 2 --ledger {LEDGER}"
+    return started_job(folder / "near", f"{elastic} {flags}", f"--run-dir run {arguments}", faults=faults)
+
+
+def another_host(
+    folder: Path, flags: str, first: RunningJob, arguments: str, *, faults: str | None = None
+) -> StartedJob:
+    return started_job(folder, flags, f"--run-dir {first.folder / 'run'} {arguments}", faults=faults)
 
 
 def check_unharmed(job: Job) -> None:
@@ -60,11 +75,15 @@ def check_unharmed(job: Job) -> None:
     assert job.left == []
 
 
-def wait_for_joiner(near: RunningJob, far: RunningJob) -> None:
+def wait_for_joiner(near: RunningJob, far: RunningJob, joiners: int = 1) -> None:
     """A replacement stands in front of the loop on the far host: the others may go on."""
-    near.wait_until(lambda: any(far.folder.glob("stands-*-1")), "the replacement is there")
+    near.wait_until(lambda: stand_at_the_loop(far, joiners), "the replacement is there")
     for host in (near, far):
         (host.folder / "stands-who").touch()
+
+
+def stand_at_the_loop(host: RunningJob, joiners: int) -> bool:
+    return len([*host.folder.glob("stands-*-1")]) >= joiners
 
 
 def workers_of(job: RunningJob) -> list[psutil.Process]:
@@ -129,3 +148,39 @@ def test_what_a_lost_host_alone_had_is_begun_anew_by_the_others_from_the_checkpo
     assert "the 2 workers of the hosts that are left start anew (1 of at most 3 times)" in job.text
     check_unharmed(job)
     assert job.ledger[-1].members == (0, 1)
+
+
+def test_a_host_that_is_started_again_comes_back_and_changes_no_bit(tmp_path: Path, strategy: str) -> None:
+    meeting = meeting_in(tmp_path)
+    with two_hosts(tmp_path, f"--strategy {strategy}", AWAITS_JOINER, meeting=meeting) as (near, far):
+        near.wait_until(lambda: len(near.committed) >= 2, "two steps are done")
+        far.signal(signal.SIGKILL)
+        again = f"--hosts 2 {meeting} --host-rank 1"
+        with another_host(tmp_path / "again", again, near, AWAITS_JOINER) as back:
+            wait_for_joiner(near, back, joiners=WORKERS)
+            ended = back.finish()
+        job = near.finish()
+    check_unharmed(job)
+    assert "paceline: host 1 is back; its 2 workers join after a step" in job.text
+    assert "paceline: worker 3 is back after step" in job.text
+    assert job.ledger[-1].members == (0, 1, 2, 3)
+    assert (ended.code, set(ended.hashes.values()), ended.left) == (0, {hash_undisturbed()}, []), ended.text
+
+
+def test_a_further_host_joins_a_job_that_began_on_one_and_changes_no_bit(tmp_path: Path, strategy: str) -> None:
+    meeting = meeting_in(tmp_path)
+    with first_host(tmp_path, f"{meeting} --max-workers 4 --strategy {strategy}", AWAITS_JOINER) as near:
+        with another_host(tmp_path / "far", f"{meeting} --host-rank 3", near, AWAITS_JOINER) as far:
+            near.wait_until(lambda: stand_at_the_loop(far, WORKERS), "the new workers are there")
+            with another_host(tmp_path / "third", f"{meeting} --host-rank 1", near, "") as third:
+                refused = third.finish()
+            wait_for_joiner(near, far, joiners=WORKERS)
+            ended = far.finish()
+        job = near.finish()
+    check_unharmed(job)
+    assert "paceline: host 3 has come; its 2 workers join after a step" in job.text
+    assert "paceline: worker 3 joined after step" in job.text
+    assert job.ledger[-1].members == (0, 1, 2, 3)
+    assert (ended.code, set(ended.hashes.values()), ended.left) == (0, {hash_undisturbed()}, []), ended.text
+    assert refused.code == 3
+    assert "refused this host: it brings 2 workers, and 4 are there: the job has at most 4" in refused.text

@@ -8,10 +8,10 @@ import pytest
 
 from paceline.errors import LaunchError, WorldError
 from paceline.launch.control_channel import Link
+from paceline.launch.door import Door
 from paceline.launch.hosts import (
     Address,
     Arrival,
-    Gathering,
     Seat,
     free_port,
     join,
@@ -130,13 +130,13 @@ def test_a_host_with_other_servers_than_the_first_is_refused() -> None:
     async def meet() -> str:
         address = Address("127.0.0.1", free_port("127.0.0.1"))
         said: list[str] = []
-        door = Gathering(address, Arrival(0, 2, 1, LaunchSettings(), servers=1), b"secret", said.append)
+        door = Door(address, Arrival(0, 2, 1, LaunchSettings(), servers=1), b"secret", said.append)
         meeting = asyncio.create_task(door.meet(10, lambda size: LaunchSettings()))
         with pytest.raises(WorldError) as refused:
             await join(address, Arrival(1, 2, 1, LaunchSettings(), servers=2), b"secret", 5)
         seat, link = await join(address, Arrival(1, 2, 1, LaunchSettings()), b"secret", 5)
-        _, links = await meeting
-        for each in (link, *links.values()):
+        _, guests = await meeting
+        for each in (link, *(guest.link for guest in guests.values())):
             await each.close()
         assert seat.servers == 1, "a host may leave the flag out"
         return str(refused.value)

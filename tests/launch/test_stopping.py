@@ -15,8 +15,8 @@ import pytest
 
 from paceline.errors import LaunchError
 from paceline.launch.ending import Policy, good_end
+from paceline.launch.job import Job
 from paceline.launch.stopping import Request, cut_short, obeyed
-from paceline.launch.supervisor import Job
 from paceline.launch.verdict import Outcome, Phase, Process, Raised, judge
 from paceline.launch.worker_main import Script
 from paceline.world.world import LaunchSettings, World

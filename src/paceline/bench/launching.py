@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from paceline.bench.race import THREADS_PER_WORKER, Race
-from paceline.launch.supervisor import Job, supervise
+from paceline.launch.job import Job
+from paceline.launch.supervisor import supervise
 from paceline.launch.worker_main import Script
 from paceline.world.world import LaunchSettings
 

@@ -30,7 +30,8 @@ from typing import Any
 
 from paceline.bench.spans import shares
 from paceline.errors import ConfigError
-from paceline.launch.supervisor import Job, supervise
+from paceline.launch.job import Job
+from paceline.launch.supervisor import supervise
 from paceline.launch.worker_main import Script
 from paceline.world.world import LaunchSettings
 

@@ -28,7 +28,8 @@ from paceline.collectives.communicator import Communicator
 from paceline.collectives.direct_all_reduce import CANONICAL, direct_all_reduce
 from paceline.collectives.executor import run_schedule
 from paceline.collectives.scratch import Scratch
-from paceline.launch.supervisor import Job, supervise
+from paceline.launch.job import Job
+from paceline.launch.supervisor import supervise
 from paceline.launch.worker_main import Script
 from paceline.world.control import ControlClient
 from paceline.world.environment import read_world

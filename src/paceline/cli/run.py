@@ -15,8 +15,9 @@ import typer
 from paceline.elastic.decisions import Rules
 from paceline.errors import LaunchError
 from paceline.launch.hosts import Address
+from paceline.launch.job import Hosts, Job
 from paceline.launch.stopping import GRACE_S
-from paceline.launch.supervisor import Hosts, Job, supervise
+from paceline.launch.supervisor import supervise
 from paceline.launch.worker_main import Script
 from paceline.world import environment
 from paceline.world.launchers import DEFAULT_PORT, LaunchDefaults
@@ -78,7 +79,11 @@ def run(
         int | None, typer.Option(help="elastic: end when fewer are left [default: 1]", show_default=False)
     ] = None,
     max_workers: Annotated[
-        int | None, typer.Option(help="elastic: never more than so many [default: --workers]", show_default=False)
+        int | None,
+        typer.Option(
+            help="elastic: at most so many, with those of hosts that come later [default: those of the start]",
+            show_default=False,
+        ),
     ] = None,
     restart_workers: Annotated[
         bool | None,
@@ -99,7 +104,9 @@ def run(
     ] = None,
     hosts: Annotated[
         str | None,
-        typer.Option("--hosts", "--nnodes", help="hosts in the job; one `paceline run` on each [default: 1]"),
+        typer.Option(
+            "--hosts", "--nnodes", help="hosts that the job starts with; one `paceline run` on each [default: 1]"
+        ),
     ] = None,
     host_rank: Annotated[
         int | None, typer.Option("--host-rank", "--node-rank", "--node_rank", min=0, help="which host this is, from 0")
@@ -132,10 +139,14 @@ def run(
         copies=copies,
     )
     known = None if standalone else environment.launch_defaults()
-    host_count = _host_count(hosts) if hosts is not None else (known.hosts if known is not None else 1)
+    worker_count = _worker_count(workers if workers is not None else (known.workers if known is not None else None))
+    host_count: int | None = _host_count(hosts) if hosts is not None else (known.hosts if known is not None else 1)
+    if hosts is None and host_count == 1 and host_rank:
+        host_count = None  # a job that has its hosts already, or whose first host knows how many there are
+    stays_open = coordinator is not None and max_workers is not None and max_workers > worker_count
     job = Job(
         script=_find(script, arguments or [], module),
-        workers=_worker_count(workers if workers is not None else (known.workers if known is not None else None)),
+        workers=worker_count,
         servers=_server_count(servers),
         settings=LaunchSettings(lanes, threads, backend, seed, strategy, precision, activation_checkpointing, offload),
         keep_memory=keep_memory,
@@ -143,10 +154,10 @@ def run(
         elastic=rules if is_elastic else None,
         ledger=ledger,
         hosts=None
-        if host_count == 1
+        if host_count == 1 and not stays_open
         else Hosts(
             count=host_count,
-            rank=_host_rank(host_rank, known),
+            rank=0 if host_count == 1 else _host_rank(host_rank, known),
             coordinator=_coordinator(coordinator, master_addr, master_port, known),
             secret=_secret(secret_file),
             meet_timeout_s=meet_timeout_s,

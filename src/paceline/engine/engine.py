@@ -60,6 +60,7 @@ from paceline.engine.strategy_table import StrategyTable
 from paceline.engine.surroundings import (
     among_members,
     call_supervisor,
+    check_backend,
     connect_workers,
     default_backend,
     find_device,
@@ -122,6 +123,7 @@ class Engine:
         self.device = find_device(self.world, device)
         lanes = one_of("lanes", lanes, told.lanes) or self.world.size
         backend = backend or told.backend or default_backend(self.world, self.device)
+        check_backend(self.world, backend)
         self.world = among_members(self._seat)
         self.config = EngineConfig(
             lanes=lanes,

@@ -112,7 +112,8 @@ class Elastic:
         self.admitted = not seat.elastic.joins
         self._seat, self._parts, self._say = seat, parts, say
         self._vault = None if seat.elastic.vault is None else Vault(Path(seat.elastic.vault), seat.rank)
-        many = self._vault is not None and seat.hosts > 1
+        self._across_hosts = seat.hosts > 1 or seat.elastic.across_hosts
+        many = self._vault is not None and self._across_hosts
         self._copies = HostCopies(seat, self._vault, seat.elastic.copies) if self._vault and many else None
         self._number = 0  # of the committed state in the vault
         self._writers: tuple[int, ...] = ()  # of it, in rank order
@@ -308,7 +309,7 @@ class Elastic:
         rank, size = generation.members.index(self.member.slot), len(generation.members)
         servers = len(generation.servers)
         alone = replace(self._seat, rank=0, size=1, local_rank=0, local_size=1, host_rank=0, hosts=1, servers=servers)
-        here = (rank, size) if self._seat.hosts == 1 else (0, 1)
+        here = (0, 1) if self._across_hosts else (rank, size)
         return replace(alone, rank=rank, size=size, local_rank=here[0], local_size=here[1])
 
     def close(self) -> None:

@@ -95,4 +95,18 @@ def default_backend(world: World, device: torch.device) -> str:
     """Shared memory between the workers of one host; otherwise what the field uses."""
     if device.type == "cuda":
         return "nccl"
-    return "paceline" if device.type == "cpu" and world.local_size == world.size else "gloo"
+    on_one = world.local_size == world.size and not _across_hosts(world)
+    return "paceline" if device.type == "cpu" and on_one else "gloo"
+
+
+def check_backend(world: World, backend: str) -> None:
+    """All groups that the job will ever have use the same one."""
+    if backend == "paceline" and _across_hosts(world):
+        raise ConfigError(
+            "backend 'paceline' joins the workers of one host, and this job is on several, or open to further ones "
+            "(--coordinator with --max-workers); use gloo"
+        )
+
+
+def _across_hosts(world: World) -> bool:
+    return world.elastic is not None and world.elastic.across_hosts

@@ -19,15 +19,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from paceline.elastic.decisions import Rules
 from paceline.elastic.ledger import Ledger
-from paceline.errors import WorldError
 from paceline.launch.control_channel import NONSENSE, Body, KeyValues, reply
+from paceline.launch.door import Door
 from paceline.launch.elastic_job import ElasticJob
 from paceline.launch.ending import Policy, goes_on, good_end, look_at_the_last
-from paceline.launch.hands import FarHands, Hands
-from paceline.launch.hosts import Seat
-from paceline.launch.pulse import Pulse
+from paceline.launch.far_hosts import FarHosts
+from paceline.launch.hands import Hands
+from paceline.launch.hosts import Guest, Seat
+from paceline.launch.latecomers import Latecomers
 from paceline.launch.sealed_link import SealedLink
 from paceline.launch.stopping import GRACE_S, TELL_AFTER_S, Request, cut_short, obeyed, still_there
 from paceline.launch.verdict import (
@@ -41,6 +41,7 @@ from paceline.launch.verdict import (
     describe,
     has_cause,
     judge,
+    numbers,
 )
 from paceline.world.progress_line import ProgressLine
 from paceline.world.summary_table import SummaryTable
@@ -63,6 +64,9 @@ class Decider(Protocol):
 
     def told(self, rank: int, kind: str, body: Body) -> None: ...
     async def answer(self, rank: int, kind: str, body: Body, timeout_s: float) -> Body: ...
+    def ready(self) -> None:
+        """This host came late, and can start workers now."""
+
     def started(self, rank: int, pid: int) -> None: ...
     def exited(self, rank: int, status: int) -> None: ...
     def interrupted(self, by: signal.Signals) -> None: ...
@@ -75,11 +79,12 @@ class Coordinator:
     def __init__(
         self,
         seat: Seat,
-        links: Mapping[int, SealedLink],
+        guests: Mapping[int, Guest],
         show: Callable[[ProgressLine | SummaryTable], None],
         say: Callable[[str], None],
         grace_s: float = GRACE_S,
         ledger: Ledger | None = None,
+        door: Door | None = None,
     ) -> None:
         workers = [Process(rank) for rank in range(seat.size)]
         self.processes = workers + [Process(seat.size + index, index) for index in range(seat.servers)]
@@ -92,22 +97,24 @@ class Coordinator:
         self.keys = KeyValues()
         self._show = show
         self._say = say
-        self._links = links
+        self._far = FarHosts(seat, guests, self.clock)
+        self._door = door
         self._checkpoint: str | None = None
         self._failures = 0
         self._settling = False
         self._news = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
         self.hands: Hands | None = None
-        self._far_hands = {host: FarHands(link) for host, link in links.items()}
-        self._host_of: dict[int, int] = {}
-        self._pulses: dict[int, Pulse] = {}
         self._elastic: ElasticJob | None = None
+        self._latecomers: Latecomers | None = None
         if seat.elastic is not None:
             self._elastic = ElasticJob(seat.size, seat.elastic, ledger or Ledger(), self, seat.servers)
             self._spawn(self._elastic.tick())
-        for host, link in links.items():
-            self._spawn(self._hear_host(host, link, seat.elastic))
+            self._latecomers = Latecomers(seat, self._far, self._elastic, self, say)
+            if door is not None:
+                self._spawn(self._latecomers.welcome(door))
+        for host in guests:
+            self.listen_to(host)
 
     def clock(self) -> float:
         return asyncio.get_running_loop().time()
@@ -117,19 +124,18 @@ class Coordinator:
         return self.outcome.done()
 
     def hands_of(self, rank: int) -> Hands:
-        host = self._host_of.get(rank)
-        hands = self.hands if host is None else self._far_hands[host]
+        hands = self._far.hands_of(rank) or self.hands
         assert hands is not None, "a supervisor lends its hands before it starts a worker"
         return hands
 
     def all_hands(self) -> list[Hands]:
-        return [hands for hands in (self.hands, *self._far_hands.values()) if hands is not None]
+        return [hands for hands in (self.hands, *self._far.all_hands()) if hands is not None]
 
     def on_hosts(self, slots: Sequence[int]) -> list[tuple[int, int]]:
-        return [(slot, self._host_of.get(slot, 0)) for slot in slots]
+        return [(slot, self._far.host_of(slot)) for slot in slots]
 
     def out_of_earshot(self) -> list[int]:
-        return [rank for rank, host in self._host_of.items() if self._pulses[host].is_late]
+        return self._far.out_of_earshot()
 
     def told(self, rank: int, kind: str, body: Body) -> None:
         process = self.processes[rank]
@@ -173,6 +179,9 @@ class Coordinator:
             return {}
         return await self.keys.answer(kind, body, timeout_s, self._connected)
 
+    def ready(self) -> None:
+        raise AssertionError("the coordinator's own host is never late")
+
     def started(self, rank: int, pid: int) -> None:
         self.processes[rank].pid = pid
         if self._elastic is not None:
@@ -190,7 +199,7 @@ class Coordinator:
         self._end_if_all_is_well()
         if not self.someone_ended:
             self.someone_ended = True
-            self._tell_hosts({"kind": "someone_ended"})
+            self._far.tell({"kind": "someone_ended"})
             self._spawn(self._watch_the_last())
 
     def interrupted(self, by: signal.Signals, where: str = "") -> None:
@@ -206,7 +215,7 @@ class Coordinator:
         if self.policy.stops_on_request:
             self.announce(self._request.first_words())
         self.to_pass_on.put_nowait(self._request.passed_on)
-        self._tell_hosts({"kind": "pass_on", "signal": int(self._request.passed_on)})
+        self._far.tell({"kind": "pass_on", "signal": int(self._request.passed_on)})
         if first:
             self._spawn(self._see_off())
         self._news.set()
@@ -240,8 +249,9 @@ class Coordinator:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        for link in self._links.values():
-            await link.close()
+        if self._door is not None:
+            await self._door.close()
+        await self._far.close()
         if self._elastic is not None:
             self._elastic.close()
 
@@ -306,45 +316,37 @@ class Coordinator:
                 resume = f"paceline: the last checkpoint is {self._checkpoint}"
                 outcome = replace(outcome, closing=(*outcome.closing, resume))
             self.outcome.set_result(outcome)
-            self._tell_hosts({"kind": "outcome", **outcome.as_message()})
+            self._far.tell({"kind": "outcome", **outcome.as_message()})
 
     def announce(self, line: str) -> None:
         self._say(line)
-        self._tell_hosts({"kind": "say", "line": line})
-
-    def _tell_hosts(self, message: Body) -> None:
-        for link in self._links.values():
-            link.send(message)
+        self._far.tell({"kind": "say", "line": line})
 
     def _connected(self) -> str:
         missing = [process for process in self.processes if not process.connected]
         if not missing:
             return f"all {count(self.processes)} are connected"
         here = [process for process in self.processes if process.connected]
-        return f"connected so far: {_numbers(here) or 'nobody'}; missing: {_numbers(missing)}"
+        return f"connected so far: {numbers(here) or 'nobody'}; missing: {numbers(missing)}"
 
-    async def _hear_host(self, host: int, link: SealedLink, rules: Rules | None) -> None:
-        questions: set[asyncio.Task[None]] = set()
-        pulse = Pulse(link, rules.heartbeat_timeout_s, self.clock) if rules is not None else None
-        if pulse is not None:
-            self._pulses[host] = pulse
+    def listen_to(self, host: int) -> None:
+        self._spawn(self._hear(host))
+        if (pulse := self._far.pulse(host)) is not None:
             self._spawn(pulse.keep())
-        why = "its supervisor went away without a word"
+
+    async def _hear(self, host: int) -> None:
+        questions: set[asyncio.Task[None]] = set()
+        link = self._far.link(host)
         try:
-            while (message := await link.receive()) is not None:
-                if pulse is not None:
-                    pulse.heard()
-                self._obey(host, link, message, questions)
-        except WorldError as error:
-            why = str(error)
+            why = await self._far.hear(host, lambda message: self._obey(host, link, message, questions))
         finally:
             for task in questions:
                 task.cancel()
-        self._lost(host, pulse.silence if pulse is not None and pulse.silence else why)
+        self._lost(host, why)
 
     def _lost(self, host: int, why: str) -> None:
         """A host is cut off: the end of the job, unless it is elastic and others are left."""
-        there = [rank for rank, on in self._host_of.items() if on == host]
+        there = self._far.drop(host)
         if self._elastic is None or not self._elastic.host_lost(host, there, why):
             self.broken(f"lost host {host}: {why}", NO_MEETING)
         self._news.set()
@@ -359,8 +361,10 @@ class Coordinator:
                     self._say(f"paceline: host {host}: {told}")
             case "ping":
                 pass
+            case "ready":
+                assert self._latecomers is not None
+                self._latecomers.ready(host)
             case "started":
-                self._host_of[message["rank"]] = host
                 self.started(message["rank"], message["pid"])
             case "exited":
                 self.exited(message["rank"], message["status"])
@@ -390,12 +394,3 @@ class Coordinator:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None and not self.outcome.done():
             self.outcome.set_exception(error)
-
-
-def _numbers(processes: Sequence[Process]) -> str:
-    """`workers 0, 2, server 1`."""
-    named = {
-        role: ", ".join(str(process.number) for process in processes if process.role == role)
-        for role in ("worker", "server")
-    }
-    return ", ".join(f"{role}{'s' if ',' in numbers else ''} {numbers}" for role, numbers in named.items() if numbers)

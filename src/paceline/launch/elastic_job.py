@@ -33,7 +33,7 @@ from paceline.elastic.decisions import (
 )
 from paceline.elastic.ledger import Ledger, Row
 from paceline.elastic.membership import Membership
-from paceline.elastic.slots import Ready, Standing
+from paceline.elastic.slots import PRESENT, Ready, Standing
 from paceline.launch.control_channel import Body, KeyValues
 from paceline.launch.ending import good_end
 from paceline.launch.hands import Hands
@@ -198,12 +198,25 @@ class ElasticJob:
         return process.lost and bool(members.members)
 
     def host_lost(self, host: int, slots: Sequence[int], why: str) -> bool:
-        if not self.membership.running or self._chief.is_over:
+        members = self.membership
+        is_missed = not members.running and any(members.slots[slot].standing in PRESENT for slot in slots)
+        if is_missed or self._chief.is_over:
             return False
         for slot in slots:
             self._chief.processes[slot].lost = True
-        self._carry_out(self.membership.host_lost(slots, f"host {host} is lost ({why})", self._chief.clock()))
+        self._carry_out(members.host_lost(slots, f"host {host} is lost ({why})", self._chief.clock()))
         return True
+
+    def make_room(self, size: int) -> None:
+        """So many slots in all, for a host that is about to come."""
+        for slot in self.membership.places.add(size - len(self.membership.slots)):
+            self._chief.processes.append(Process(slot, lost=True))
+
+    def host_came(self, host: int, slots: Sequence[int], *, is_new: bool) -> None:
+        for slot in slots:
+            self._chief.processes[slot] = Process(slot, lost=True)  # until it is started
+        who = f"host {host} {'has come' if is_new else 'is back'}"
+        self._carry_out(self.membership.host_came(slots, who, self._chief.clock()))
 
     def _remember(self, process: Process, *, by_code: bool) -> None:
         """A loop that a worker leaves by an exception is left; only others who are in it tell whether it was over."""
@@ -316,7 +329,8 @@ class ElasticJob:
             hands.empty_vault()
         self._starters = None if len(members) == len(self.membership.slots) else self._chief.on_hosts(members)
         for slot in (*members, *self.membership.servers.here):
-            if self._chief.processes[slot].ended:
+            process = self._chief.processes[slot]
+            if process.ended or (process.lost and process.pid is None):
                 self._start(slot, 0)
             else:
                 self._to_start[slot] = 0

@@ -6,22 +6,22 @@
                ◀─── first rank, size, settings ─────  once all hosts are there
 
 Ranks follow the host ranks, and hosts may have unequal numbers of workers. Servers run on host 0; their ranks come
-after those of all workers.
+after those of all workers. Here is what they tell each other, and the side of the one that joins; the coordinator's
+is `door`. In an elastic job a host may join later, or again (`latecomers`).
 """
 
 from __future__ import annotations
 
 import asyncio
-import errno
 import socket
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from paceline.elastic.decisions import Rules
 from paceline.errors import LaunchError, WorldError
 from paceline.launch.control_channel import Body, Link
-from paceline.launch.sealed_link import HANDSHAKE_TIMEOUT_S, SealedLink, prove_as_coordinator, prove_as_host
+from paceline.launch.sealed_link import HANDSHAKE_TIMEOUT_S, SealedLink, prove_as_host
 from paceline.world.world import ControlSocket, Elasticity, LaunchSettings, World
 
 RETRY_EVERY_S = 0.25
@@ -62,6 +62,14 @@ class Seat:
     servers: int = 0
     """Of the whole job."""
     elastic: Rules | None = None
+    grows: bool = False
+    """Further hosts may come, also where this one is alone yet."""
+    late: bool = False
+    """The job runs already: whoever decides says which workers start, once this host can start them."""
+
+    @property
+    def spans_hosts(self) -> bool:
+        return self.hosts > 1 or self.grows
 
     @property
     def processes(self) -> int:
@@ -100,10 +108,10 @@ class Seat:
 
 @dataclass(frozen=True)
 class Arrival:
-    """What a host brings."""
+    """What a host brings; None for `hosts` leaves their number to the coordinator."""
 
     host_rank: int
-    hosts: int
+    hosts: int | None
     workers: int
     settings: LaunchSettings
     servers: int = 0
@@ -117,6 +125,14 @@ class Arrival:
         return cls(**{**message, **_values_of(message)})
 
 
+@dataclass(frozen=True)
+class Guest:
+    """A host that the coordinator has let in."""
+
+    workers: int
+    link: SealedLink
+
+
 def _values_of(message: Mapping[str, Any]) -> Body:
     """The fields that are values of their own."""
     rules = message.get("elastic")
@@ -124,138 +140,6 @@ def _values_of(message: Mapping[str, Any]) -> Body:
         "settings": LaunchSettings(**message["settings"]),
         "elastic": None if rules is None else Rules(**rules),
     }
-
-
-# ---- the coordinator's side --------------------------------------------------------------------------------
-
-
-class Gathering:
-    """The coordinator's door: accepts hosts that know the secret until every seat is taken."""
-
-    def __init__(self, address: Address, arrival: Arrival, secret: bytes, say: Callable[[str], None]) -> None:
-        self._address = address
-        self._own = arrival
-        self._secret = secret
-        self._say = say
-        self._guests: dict[int, tuple[Arrival, SealedLink]] = {}
-        self._full = asyncio.Event()
-        self._server: asyncio.Server | None = None
-
-    async def meet(
-        self, timeout_s: float, settle: Callable[[int], LaunchSettings]
-    ) -> tuple[Seat, dict[int, SealedLink]]:
-        """Wait for all hosts and give each its seat: ours, and the links to the others by host rank.
-
-        `settle` turns the number of workers into the job's settings, or raises what is wrong with them.
-        """
-        await self._open()
-        try:
-            await asyncio.wait_for(self._full.wait(), timeout_s)
-        except TimeoutError:
-            missing = [str(rank) for rank in range(1, self._own.hosts) if rank not in self._guests]
-            text = (
-                f"waited {timeout_s:g} s at {self._address} for {self._own.hosts} hosts, but host "
-                f"{', '.join(missing)} did not come; start `paceline run --host-rank {missing[0]}` there, "
-                "with the same --coordinator and secret"
-            )
-            await self._send_away(text)
-            raise WorldError(text) from None
-        finally:
-            await self._close()
-        try:
-            return self._seat_everyone(settle)
-        except LaunchError as error:
-            await self._send_away(str(error))
-            raise
-
-    async def _open(self) -> None:
-        try:
-            self._server = await asyncio.start_server(
-                self._accept, self._address.host, self._address.port, limit=HOST_LINE_LIMIT
-            )
-        except OSError as error:
-            if error.errno == errno.EADDRINUSE:
-                raise WorldError(
-                    f"port {self._address.port} on {self._address.host} is in use, probably by another job; "
-                    "choose another port in --coordinator, on every host"
-                ) from error
-            raise WorldError(
-                f"host 0 can't listen at {self._address} ({error.strerror or error}); "
-                "--coordinator must be an address of host 0"
-            ) from error
-
-    async def _close(self) -> None:
-        if self._server is not None:
-            self._server.close()
-
-    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        link = Link(reader, writer)
-        try:
-            _watch_for_silence(writer)
-            sealed = await prove_as_coordinator(link, self._secret)
-            joined = await asyncio.wait_for(sealed.receive(), HANDSHAKE_TIMEOUT_S)
-            if joined is None:
-                raise WorldError("it hung up before it joined")
-        except (WorldError, TimeoutError, OSError) as error:
-            self._say(f"paceline: refused a connection from {link.remote_address}: {error or 'it said nothing'}")
-            await link.close()
-            return
-        arrival = Arrival.from_message(joined)
-        problem = self._objection(arrival)
-        if problem is not None:
-            sealed.send({"refused": problem})
-            await sealed.close()
-            self._say(f"paceline: refused host {arrival.host_rank} from {link.remote_address}: {problem}")
-            return
-        self._guests[arrival.host_rank] = (arrival, sealed)
-        if len(self._guests) == self._own.hosts - 1:
-            self._full.set()
-
-    def _objection(self, arrival: Arrival) -> str | None:
-        if arrival.hosts != self._own.hosts:
-            return f"it was started with --hosts {arrival.hosts}, the coordinator with --hosts {self._own.hosts}"
-        if not 0 < arrival.host_rank < self._own.hosts or arrival.host_rank in self._guests:
-            return f"host rank {arrival.host_rank} is taken; give every host its own --host-rank"
-        if arrival.servers not in (0, self._own.servers):
-            return (
-                f"it was started with --servers {arrival.servers}, the coordinator with --servers {self._own.servers}; "
-                "servers run on host 0 only: leave the flag out on the others, or repeat it"
-            )
-        if arrival.elastic not in (None, self._own.elastic):
-            theirs, ours = ("elastic by other flags", "them") if self._own.elastic else ("with --elastic", "it not")
-            return f"it was started {theirs}, the coordinator with {ours}; leave the flags out there, or repeat them"
-        for name, value in asdict(arrival.settings).items():
-            ours = getattr(self._own.settings, name)
-            if value is not None and value != ours:
-                return f"it was started with --{name} {value}, the coordinator with {ours or 'none'}; use the same"
-        return None
-
-    def _seat_everyone(self, settle: Callable[[int], LaunchSettings]) -> tuple[Seat, dict[int, SealedLink]]:
-        workers = [self._own.workers, *(self._guests[rank][0].workers for rank in range(1, self._own.hosts))]
-        links = {rank: link for rank, (_, link) in sorted(self._guests.items())}
-        own_address = links[1].local_address
-        seat = Seat(
-            host_rank=0,
-            hosts=self._own.hosts,
-            first_rank=0,
-            workers=workers[0],
-            size=sum(workers),
-            settings=settle(sum(workers)),
-            host_address=own_address,
-            master_address=own_address,
-            master_port=free_port(own_address),
-            servers=self._own.servers,
-            elastic=self._own.elastic,
-        )
-        for rank, link in links.items():
-            theirs = replace(seat, host_rank=rank, first_rank=sum(workers[:rank]), workers=workers[rank])
-            link.send({"seat": theirs.as_message()})
-        return seat, links
-
-    async def _send_away(self, why: str) -> None:
-        for _, link in self._guests.values():
-            link.send({"refused": why})
-            await link.close()
 
 
 async def join(address: Address, arrival: Arrival, secret: bytes, timeout_s: float) -> tuple[Seat, SealedLink]:
@@ -276,6 +160,7 @@ async def join(address: Address, arrival: Arrival, secret: bytes, timeout_s: flo
         await link.close()
         raise
     if answer is None:
+        await link.close()
         raise WorldError(f"the coordinator at {address} went away before the job began; its own output says why")
     if "refused" in answer:
         await sealed.close()
@@ -299,7 +184,7 @@ async def _connect(address: Address, deadline: float, timeout_s: float) -> Link:
                 ) from error
             await asyncio.sleep(RETRY_EVERY_S)
             continue
-        _watch_for_silence(writer)
+        watch_for_silence(writer)
         return Link(reader, writer)
 
 
@@ -310,7 +195,7 @@ def free_port(address: str) -> int:
         return int(probe.getsockname()[1])
 
 
-def _watch_for_silence(writer: asyncio.StreamWriter) -> None:
+def watch_for_silence(writer: asyncio.StreamWriter) -> None:
     """Have the kernel notice a peer that is cut off, whose connection would otherwise look open for hours."""
     connection: socket.socket = writer.get_extra_info("socket")
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)

@@ -57,6 +57,9 @@ class Member:
         answered: Body = message["body"]
         return answered
 
+    def ready(self) -> None:
+        self._link.send({"kind": "ready"})
+
     def started(self, rank: int, pid: int) -> None:
         self._link.send({"kind": "started", "rank": rank, "pid": pid})
 

@@ -36,6 +36,11 @@ class OwnHands:
         self._listen_to, self._stable, self._server = listen_to, stable, server
         self._seat, self._vault = seat, vault
 
+    @property
+    def is_late(self) -> bool:
+        """Whoever decides says what starts, once we can."""
+        return self._seat.late
+
     def start_all(self) -> None:
         for local_rank in range(self._seat.processes):
             self._start(local_rank, 0, None)
@@ -60,7 +65,9 @@ class OwnHands:
 
     def _start(self, local_rank: int, incarnation: int, members: Members) -> None:
         rules, vault = self._seat.elastic, None if self._vault is None else str(self._vault)
-        elastic = None if rules is None else Elasticity(incarnation, vault, rules.copies, tuple(members or ()))
+        elastic = None
+        if rules is not None:
+            elastic = Elasticity(incarnation, vault, rules.copies, tuple(members or ()), self._seat.spans_hosts)
         control = str(self._server.path)
         world = self._seat.world(local_rank, control, elastic)
         pipes = {stream: os.pipe() for stream in Stream}

@@ -14,35 +14,30 @@ import os
 import signal
 import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from paceline.elastic.decisions import Rules
 from paceline.elastic.ledger import Ledger
-from paceline.errors import LaunchError
 from paceline.launch.activity import Activity
 from paceline.launch.control_channel import ControlServer
 from paceline.launch.decision import Coordinator, Decider
+from paceline.launch.door import Door
 from paceline.launch.folders import run_folder, vault_folder
-from paceline.launch.hosts import Address, Arrival, Gathering, Seat, free_port, join
+from paceline.launch.hosts import Arrival, Guest, Seat, free_port, join
+from paceline.launch.job import Hosts, Job
 from paceline.launch.member import Member
 from paceline.launch.output import Screen, Stream, WorkerOutput
 from paceline.launch.own_hands import OwnHands
-from paceline.launch.sealed_link import SealedLink
 from paceline.launch.stable_process import LAST_MOMENT_S, StableProcess
-from paceline.launch.stopping import GRACE_S, NOTICE
+from paceline.launch.stopping import NOTICE
 from paceline.launch.verdict import ENDED_WELL, Outcome, signal_name
 from paceline.launch.vigil import Vigil
-from paceline.launch.worker_main import STACK_SIGNAL, Script
+from paceline.launch.worker_main import STACK_SIGNAL
 from paceline.launch.worker_place import default_threads
-from paceline.world.world import LOOPBACK, LaunchSettings, World
+from paceline.world.world import LOOPBACK, World
 
 PRELOADED: tuple[str, ...] = ("torch", "torch.distributed", "torch._dynamo", "torch.nn.parallel.distributed")
 """What the first lines of a training script import; the first optimizer or DDP object imports `torch._dynamo`."""
-
-SERVERS_ON_ANY_HOST = 8
-"""So many are allowed even where there are fewer cores, to try things out; more than cores only wait for each other."""
 
 PULSE_EVERY_S = 1.0
 STACKS_S = 0.3
@@ -51,69 +46,6 @@ DRAIN_S = 0.5
 HEAR_OUT_S = 0.2
 """For what a worker that has ended well said last; longer only where a process of its own holds the connection."""
 LAST_WORDS_S = 5.0
-
-
-@dataclass(frozen=True)
-class Hosts:
-    """Where several supervisors meet."""
-
-    count: int
-    rank: int
-    coordinator: Address
-    secret: bytes
-    meet_timeout_s: float
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.rank < self.count:
-            raise LaunchError(f"--host-rank {self.rank} of --hosts {self.count}; host ranks count from 0")
-
-
-@dataclass(frozen=True)
-class Job:
-    """All that `paceline run` was asked for."""
-
-    script: Script
-    workers: int
-    settings: LaunchSettings
-    hosts: Hosts | None = None
-    servers: int = 0
-    keep_memory: bool = False
-    grace_s: float = GRACE_S
-    elastic: Rules | None = None
-    ledger: Path | None = None
-
-    def __post_init__(self) -> None:
-        if self.workers < 1:
-            raise LaunchError(f"--workers {self.workers}; a job has at least one")
-        if not 0 <= self.grace_s < float("inf"):
-            raise LaunchError(f"--grace-s {self.grace_s:g}; workers that are asked to stop get 0 or more seconds")
-        if self.servers < 0:
-            raise LaunchError(f"--servers {self.servers}; a job has none (worker 0 doubles as the server) or more")
-        cores = len(os.sched_getaffinity(0))
-        if self.servers > max(cores, SERVERS_ON_ANY_HOST) and (self.hosts is None or self.hosts.rank == 0):
-            raise LaunchError(
-                f"--servers {self.servers}, but they all run on this host, which has {cores} "
-                f"core{'s' if cores > 1 else ''}; use at most {max(cores, SERVERS_ON_ANY_HOST)}"
-            )
-        if self.hosts is None:
-            self.settle(self.workers)
-
-    def settle(self, size: int) -> LaunchSettings:
-        """The settings of a job of this many workers; an error where they can't be honoured."""
-        if self.elastic is None:
-            return settle(self.settings, size)
-        self.elastic.check(size)
-        return settle(replace(self.settings, lanes=self.settings.lanes or size), size)  # workers may go, lanes stay
-
-
-def settle(settings: LaunchSettings, size: int) -> LaunchSettings:
-    lanes = settings.lanes
-    if lanes is not None and lanes < size:
-        raise LaunchError(
-            f"{size} workers but only {lanes} lane{'s' if lanes > 1 else ''}; every worker rides at least one: "
-            f"use --workers {lanes}, or --lanes {size} or more (lanes are fixed for the life of a job)"
-        )
-    return settings
 
 
 async def supervise(job: Job) -> int:
@@ -192,7 +124,7 @@ class Supervisor:
             port = free_port(LOOPBACK)
             settings, here = job.settle(job.workers), LOOPBACK
             seat = Seat(0, 1, 0, job.workers, job.workers, settings, here, here, port, job.servers, job.elastic)
-            return seat, self._coordinate(seat, {})
+            return seat, self._coordinate(seat, {}, None)
         meeting = asyncio.create_task(self._meet_hosts(hosts))
         either: set[asyncio.Future[Any]] = {meeting, self._interrupted}
         await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
@@ -208,19 +140,21 @@ class Supervisor:
         if hosts.rank > 0:
             seat, link = await join(hosts.coordinator, arrival, hosts.secret, hosts.meet_timeout_s)
             return seat, Member(link, self._screen.say, seat.elastic)
-        gathering = Gathering(hosts.coordinator, arrival, hosts.secret, self._screen.say)
-        seat, links = await gathering.meet(hosts.meet_timeout_s, job.settle)
-        return seat, self._coordinate(seat, links)
+        door = Door(hosts.coordinator, arrival, hosts.secret, self._screen.say)
+        seat, guests = await door.meet(hosts.meet_timeout_s, job.settle)
+        return seat, self._coordinate(seat, guests, door)
 
-    def _coordinate(self, seat: Seat, links: Mapping[int, SealedLink]) -> Coordinator:
+    def _coordinate(self, seat: Seat, guests: Mapping[int, Guest], door: Door | None) -> Coordinator:
         ledger = Ledger(self._job.ledger, self._screen.say)
-        return Coordinator(seat, links, self._screen.show, self._screen.say, self._job.grace_s, ledger)
+        return Coordinator(seat, guests, self._screen.show, self._screen.say, self._job.grace_s, ledger, door)
 
     async def _watch(self, stable: StableProcess, server: ControlServer, hands: OwnHands) -> None:
         """Pass on what the stable reports, from `ready` to the last exit."""
         assert self._decider is not None
         while (message := await stable.receive()) is not None:
             match message["kind"]:
+                case "ready" if hands.is_late:
+                    self._decider.ready()
                 case "ready":
                     hands.start_all()
                 case "started":

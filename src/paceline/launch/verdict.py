@@ -259,6 +259,15 @@ def count(processes: Sequence[Process]) -> str:
     return " and ".join(f"{n} {role}{'s' if n > 1 else ''}" for role, n in numbers.items() if n)
 
 
+def numbers(processes: Sequence[Process]) -> str:
+    """`workers 0, 2, server 1`."""
+    named = {
+        role: ", ".join(str(process.number) for process in processes if process.role == role)
+        for role in ("worker", "server")
+    }
+    return ", ".join(f"{role}{'s' if ',' in listed else ''} {listed}" for role, listed in named.items() if listed)
+
+
 def _list(others: Sequence[Process], root: Process) -> str:
     groups: dict[tuple[str, str], list[int]] = {}
     for process in others:

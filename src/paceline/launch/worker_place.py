@@ -21,7 +21,7 @@ def default_threads(settings: LaunchSettings, size: int) -> int | None:
 def worker_variables(world: World, seat: Seat) -> dict[str, str]:
     """One process's environment: ours, and torchrun's names for scripts that know only those."""
     # gloo listens on whatever the host's name resolves to, unless it is told where.
-    gloo = {"GLOO_SOCKET_IFNAME": "lo"} if seat.hosts == 1 else {}
+    gloo = {"GLOO_SOCKET_IFNAME": "lo"} if not seat.spans_hosts else {}
     return {
         **environment.worker_environment(world),
         **gloo,

@@ -64,6 +64,7 @@ def worker_environment(world: World) -> dict[str, str]:
             "PACELINE_VAULT": world.elastic.vault,
             "PACELINE_COPIES": world.elastic.copies,
             "PACELINE_MEMBERS": " ".join(f"{slot}@{host}" for slot, host in world.elastic.members),
+            "PACELINE_ACROSS_HOSTS": int(world.elastic.across_hosts),
         }
     return {
         "PACELINE_RANK": str(world.rank),

@@ -465,7 +465,8 @@ def _host_by_host(rank: int, size: int, local_rank: int, local_size: int, advice
 
 def _settings(variables: Variables, size: int) -> LaunchSettings:
     lanes = number_of(variables, "PACELINE_LANES", least=1)
-    if lanes is not None and lanes < size:
+    is_elastic = number_of(variables, "PACELINE_INCARNATION") is not None  # its slots may be more than its workers
+    if lanes is not None and lanes < size and not is_elastic:
         raise WorldError(
             f"PACELINE_LANES={lanes} but there are {size} workers: a worker without a lane has nothing to do; "
             f"give at least {size} lanes, or start no more workers than lanes"
@@ -490,7 +491,13 @@ def _elasticity(variables: Variables) -> Elasticity | None:
     copies = number_of(variables, "PACELINE_COPIES", least=1)
     listed = [one.partition("@") for one in (text_of(variables, "PACELINE_MEMBERS") or "").split()]
     members = tuple((int(slot), int(host)) for slot, _, host in listed)
-    return Elasticity(incarnation, text_of(variables, "PACELINE_VAULT"), 2 if copies is None else copies, members)
+    return Elasticity(
+        incarnation,
+        text_of(variables, "PACELINE_VAULT"),
+        2 if copies is None else copies,
+        members,
+        across_hosts=bool(number_of(variables, "PACELINE_ACROSS_HOSTS")),
+    )
 
 
 def _host_address(variables: Variables, hosts: int) -> str | None:

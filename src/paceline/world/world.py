@@ -69,13 +69,15 @@ class Elasticity:
 
     `incarnation` counts the processes that a slot has had; all but those that the job began with (0) join it later.
     `copies` of sharded state are kept in `vault`, a folder that outlives the workers of this host. `members` are the
-    slots that begin together, each with its host, where hosts that the job once had are not there any more.
+    slots that begin together, each with its host, where hosts that the job once had are not there any more. With
+    `across_hosts` there are several hosts, or may be later.
     """
 
     incarnation: int = 0
     vault: str | None = None
     copies: int = 2
     members: tuple[tuple[int, int], ...] = ()
+    across_hosts: bool = False
 
     @property
     def joins(self) -> bool:

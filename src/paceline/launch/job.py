@@ -1,0 +1,86 @@
+"""All that `paceline run` was asked for, as values that are checked before anything starts."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from paceline.elastic.decisions import Rules
+from paceline.errors import LaunchError
+from paceline.launch.hosts import Address
+from paceline.launch.stopping import GRACE_S
+from paceline.launch.worker_main import Script
+from paceline.world.world import LaunchSettings
+
+SERVERS_ON_ANY_HOST = 8
+"""So many are allowed even where there are fewer cores, to try things out; more than cores only wait for each other."""
+
+
+@dataclass(frozen=True)
+class Hosts:
+    """Where several supervisors meet; None for `count`: as many as the coordinator says."""
+
+    count: int | None
+    rank: int
+    coordinator: Address
+    secret: bytes
+    meet_timeout_s: float
+
+    def __post_init__(self) -> None:
+        if self.count is not None and not 0 <= self.rank < self.count:
+            raise LaunchError(f"--host-rank {self.rank} of --hosts {self.count}; host ranks count from 0")
+
+
+@dataclass(frozen=True)
+class Job:
+    """All that `paceline run` was asked for."""
+
+    script: Script
+    workers: int
+    settings: LaunchSettings
+    hosts: Hosts | None = None
+    servers: int = 0
+    keep_memory: bool = False
+    grace_s: float = GRACE_S
+    elastic: Rules | None = None
+    ledger: Path | None = None
+
+    def __post_init__(self) -> None:
+        if self.workers < 1:
+            raise LaunchError(f"--workers {self.workers}; a job has at least one")
+        if not 0 <= self.grace_s < float("inf"):
+            raise LaunchError(f"--grace-s {self.grace_s:g}; workers that are asked to stop get 0 or more seconds")
+        if self.servers < 0:
+            raise LaunchError(f"--servers {self.servers}; a job has none (worker 0 doubles as the server) or more")
+        cores = len(os.sched_getaffinity(0))
+        if self.servers > max(cores, SERVERS_ON_ANY_HOST) and (self.hosts is None or self.hosts.rank == 0):
+            raise LaunchError(
+                f"--servers {self.servers}, but they all run on this host, which has {cores} "
+                f"core{'s' if cores > 1 else ''}; use at most {max(cores, SERVERS_ON_ANY_HOST)}"
+            )
+        if self.hosts is None or self.hosts.count == 1:
+            self.settle(self.workers)
+
+    def settle(self, size: int) -> LaunchSettings:
+        """The settings of a job of this many workers; an error where they can't be honoured."""
+        if self.elastic is None:
+            return settle(self.settings, size)
+        self.elastic.check(size)
+        lanes, most = self.settings.lanes or size, self.elastic.max_workers or size
+        if self.hosts is not None and most > max(lanes, size):
+            raise LaunchError(
+                f"--max-workers {most}, but {lanes} lane{'s' if lanes > 1 else ''}; every worker rides at least one: "
+                f"use --lanes {most} or more (lanes are fixed for the life of a job)"
+            )
+        return settle(replace(self.settings, lanes=lanes), size)  # workers may go, lanes stay
+
+
+def settle(settings: LaunchSettings, size: int) -> LaunchSettings:
+    lanes = settings.lanes
+    if lanes is not None and lanes < size:
+        raise LaunchError(
+            f"{size} workers but only {lanes} lane{'s' if lanes > 1 else ''}; every worker rides at least one: "
+            f"use --workers {lanes}, or --lanes {size} or more (lanes are fixed for the life of a job)"
+        )
+    return settings
