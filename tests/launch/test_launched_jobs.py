@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import select
 import signal
 import socket
 import subprocess
@@ -369,3 +371,19 @@ def test_workers_of_other_hosts_leave_when_the_coordinator_is_killed(launch: Sta
         3,
         "paceline: lost the coordinator (host 0); its own output says why\n",
     )
+
+
+def test_the_stable_cleans_up_after_a_supervisor_that_was_killed_before_it_had_read_everything(tmp_path: Path) -> None:
+    run, vault = tmp_path / "run", tmp_path / "vault"
+    run.mkdir()
+    vault.mkdir()
+    (run / "vault").symlink_to(vault)
+    ours, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    told = [str(its.fileno()), str(os.getpid()), str(run), "json", "script", "nothing.py"]
+    stable = subprocess.Popen([sys.executable, "-m", "paceline.launch.stable", *told], pass_fds=[its.fileno()])
+    its.close()
+    assert select.select([ours], [], [], 30)[0], "it never said that it is ready"
+    ours.close()  # unread
+    assert stable.wait(30) == 0
+    assert not run.exists()
+    assert not vault.exists()

@@ -108,7 +108,10 @@ class Stable:
                 os.waitpid(pid, 0)
 
     def _obey(self) -> Assignment | None:
-        data, descriptors, _, _ = socket.recv_fds(self._channel, MESSAGE_LIMIT, 2)
+        try:
+            data, descriptors, _, _ = socket.recv_fds(self._channel, MESSAGE_LIMIT, 2)
+        except ConnectionResetError:  # the supervisor was killed before it had read all that it was told
+            data = b""
         if not data:
             self._told_to_end = True
             return None
