@@ -23,7 +23,7 @@ from paceline.strategies.parameter_server import ParameterServer
 LANES = 8
 ROWS = 4
 AWAITED_AT = 4
-JOINER_TIMEOUT_S = 10.0
+JOINER_TIMEOUT_S = 30.0
 SAMPLES = 3 * LANES * ROWS + 20
 
 

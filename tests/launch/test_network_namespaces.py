@@ -1,6 +1,6 @@
 """Two hosts that share nothing but a network: namespaces joined by a veth pair, one `paceline run` in each.
 
-In an elastic job the link between them is cut, or one of them is killed with all that runs on it.
+In an elastic job the link between them is cut and restored, or one of them is killed with all that runs on it.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -135,27 +134,34 @@ class Host:
         return self.process.wait(timeout_s)
 
 
-@contextmanager
-def elastic_job(hosts: tuple[str, str], folder: Path, strategy: str) -> Iterator[tuple[Host, Host]]:
-    """Two workers on each host; steps of a tenth of a second. Nothing of it outlives the block, nor a host's kill."""
-    (folder / "secret").write_text("known to both hosts")
-    paceline = [sys.executable, "-c", "from paceline.cli.main import main; main()"]
-    job = ["run", "--hosts", "2", "--coordinator", "10.77.0.1:29651", "--secret-file", str(folder / "secret")]
-    flags = ["--workers", "2", "--lanes", "8", "--strategy", strategy]
-    elastic = ["--elastic", "--heartbeat-timeout-s", str(HEARTBEAT_S), "--ledger", "ledger.jsonl"]
-    running: list[Host] = []
-    try:
-        for rank, host in enumerate(hosts):
-            own = folder / f"host-{rank}"
-            own.mkdir()
-            command = ["ip", "netns", "exec", host, *paceline, *job, "--host-rank", str(rank), *flags, *elastic]
-            arguments = [str(TRAINING), "--step-s", "0.1", "--run-dir", str(folder / "run")]
-            with (own / "said.txt").open("wb") as said:
-                process = subprocess.Popen([*command, *arguments], cwd=own, stdout=said, stderr=said)
-            running.append(Host(process, own))
-        yield running[0], running[1]
-    finally:
-        for one in running:
+class ElasticJob:
+    """Two workers on each host. Nothing of it outlives the block, nor a host's kill."""
+
+    def __init__(self, hosts: tuple[str, str], folder: Path, strategy: str, arguments: str) -> None:
+        self._hosts, self._folder = hosts, folder
+        (folder / "secret").write_text("known to both hosts")
+        meeting = f"--hosts 2 --coordinator 10.77.0.1:29651 --secret-file {folder / 'secret'}"
+        elastic = f"--elastic --heartbeat-timeout-s {HEARTBEAT_S} --ledger ledger.jsonl"
+        self._flags = f"--workers 2 --lanes 8 --strategy {strategy} {meeting} {elastic}".split()
+        self._script = [str(TRAINING), "--run-dir", str(folder / "run"), *arguments.split()]
+        self._running: list[Host] = []
+
+    def __enter__(self) -> ElasticJob:
+        return self
+
+    def start(self, rank: int) -> Host:
+        """The same command whenever it is given."""
+        own = self._folder / f"host-{rank}-{len(self._running)}"
+        own.mkdir()
+        paceline = [sys.executable, "-c", "from paceline.cli.main import main; main()"]
+        command = ["ip", "netns", "exec", self._hosts[rank], *paceline, "run", "--host-rank", str(rank), *self._flags]
+        with (own / "said.txt").open("wb") as said:
+            process = subprocess.Popen([*command, *self._script], cwd=own, stdout=said, stderr=said)
+        self._running.append(Host(process, own))
+        return self._running[-1]
+
+    def __exit__(self, *_: object) -> None:
+        for one in self._running:
             kill_all(one)
             one.process.wait(10)
         sweep()  # as the next elastic job on that host does
@@ -175,17 +181,17 @@ def folders_of(host: Host) -> list[Path]:
 
 def next_commit_after(host: Host, act: Callable[[], None]) -> float:
     """Seconds from an act to the next commit of the workers that are left."""
-    host.wait_until(lambda: len(host.committed) >= 3, "three steps are done", 30.0)
+    host.wait_until(lambda: len(host.committed) >= 2, "two steps are done", 30.0)
     act()
     everyone = host.committed[0].members
     return host.wait_until(lambda: host.committed[-1].members != everyone, "the others go on")
 
 
-def check_unharmed(host: Host) -> None:
+def check_unharmed(host: Host, at_last: tuple[int, ...]) -> None:
     assert host.ends() == 0, host.said
     assert host.hashes == {hash_undisturbed()}, host.said
     assert [row.step for row in host.committed] == STEPS, host.committed
-    assert host.committed[-1].members == (0, 1)
+    assert host.committed[-1].members == at_last
 
 
 def pull_the_plug(hosts: tuple[str, str]) -> None:
@@ -210,18 +216,25 @@ def restore(hosts: tuple[str, str]) -> None:
 
 
 @pytest.mark.parametrize(("strategy", "cut"), [("ddp", pull_the_plug), ("zero2", lose_packets)])
-def test_a_cut_link_leaves_the_coordinators_side_to_go_on_alone(
+def test_a_cut_link_leaves_the_coordinators_side_to_go_on_and_the_other_may_come_back(
     hosts: tuple[str, str], tmp_path: Path, strategy: str, cut: Callable[[tuple[str, str]], None]
 ) -> None:
-    with elastic_job(hosts, tmp_path, strategy) as (near, far):
+    with ElasticJob(hosts, tmp_path, strategy, "--step-s 0.4 --await-joiner who") as job:
+        near, far = job.start(0), job.start(1)
         passed_s = next_commit_after(near, lambda: cut(hosts))
         print(f"{strategy}: {passed_s:.2f} s from the cut to the next commit")
         workers = far.processes()
         assert far.ends(HEARTBEAT_S + 4.0) == 3, far.said
         assert not [process for process in workers if process.is_running()]
         restore(hosts)
-        check_unharmed(near)
+        back = job.start(1)
+        near.wait_until(lambda: len([*back.folder.glob("stands-*-1")]) == 2, "its workers stand at the loop", 30.0)
+        for host in (near, back):
+            (host.folder / "stands-who").touch()
+        check_unharmed(near, at_last=(0, 1, 2, 3))
+        assert (back.ends(), back.hashes) == (0, {hash_undisturbed()}), back.said
     assert f"host 1 is lost (nothing was heard from it for {HEARTBEAT_S:g} s); 2 workers go on" in near.said
+    assert "host 1 is back; its 2 workers join after a step" in near.said
     assert "lost the coordinator (host 0): nothing was heard from it" in far.said
     assert not far.committed
     assert not far.hashes
@@ -229,11 +242,12 @@ def test_a_cut_link_leaves_the_coordinators_side_to_go_on_alone(
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_a_host_that_is_killed_whole_is_done_without(hosts: tuple[str, str], tmp_path: Path, strategy: str) -> None:
-    with elastic_job(hosts, tmp_path, strategy) as (near, far):
+    with ElasticJob(hosts, tmp_path, strategy, "--step-s 0.1") as job:
+        near, far = job.start(0), job.start(1)
         passed_s = next_commit_after(near, lambda: kill_all(far))
         print(f"{strategy}: {passed_s:.2f} s from the kill to the next commit")
         left = folders_of(far)
-        check_unharmed(near)
+        check_unharmed(near, at_last=(0, 1))
     assert len(left) == 2
     assert [folder for folder in left if folder.exists()] == []
     assert "host 1 is lost (its supervisor went away without a word); 2 workers go on" in near.said
