@@ -134,8 +134,8 @@ register(Registered("local_training", LocalTraining, Maker, is_synchronous=lambd
 
 
 def strategy_of(engine: Engine) -> Strategy:
-    assert engine._step is not None
-    found = engine._step.work.strategy()
+    assert engine._objects.step is not None
+    found = engine._objects.step.work.strategy()
     assert isinstance(found, Strategy)
     return found
 

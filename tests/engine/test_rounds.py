@@ -149,8 +149,8 @@ def weighs(world: World) -> list[tuple[tuple[int, float], ...]]:
     with Engine(world=world, lanes=3, strategy=LocalTraining(agree_every=2), timeout_s=20) as engine:
         model, optimizer, loader = prepared(engine, samples=24)
         for x, _ in loader:
-            assert engine._step is not None
-            item = engine._step.item
+            assert engine._objects.step is not None
+            item = engine._objects.step.item
             assert item is not None
             engine.backward(loss_of(model, x), weight=10 * item.lane + 1)
             optimizer.step()
@@ -356,5 +356,5 @@ def test_boundaries_settle_and_nothing_else_does(tmp_path: Path) -> None:
 def test_a_strategy_is_built_in_prepare_before_training_starts() -> None:
     with Engine(world=World(), strategy="local_training") as engine:
         prepared(engine)
-        assert engine._step is not None
-        assert len(engine._step.strategies._known) == 1
+        assert engine._objects.step is not None
+        assert len(engine._objects.step.strategies._known) == 1

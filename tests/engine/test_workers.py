@@ -248,8 +248,8 @@ def counts_buffers(world: World) -> list[int]:
             for x, y in loader:
                 engine.backward(F.mse_loss(model(x), y))
                 optimizer.step()
-            assert engine._step is not None
-            held.append(sum(len(sums._views) for sums in engine._step.work.strategy()._buckets.sums))
+            assert engine._objects.step is not None
+            held.append(sum(len(sums._views) for sums in engine._objects.step.work.strategy()._buckets.sums))
         return held
 
 

@@ -38,11 +38,11 @@ SAVED, LAST = 2, 4  # steps
 def begun(world: World, **job: Any) -> Engine:
     """An engine whose strategies and groups take it for one of an elastic job, with nobody to decide."""
     engine = Engine(world=world, **{"lanes": 4, "bucket_mib": 0.01, "timeout_s": 30.0} | job)
-    elastic, job_of = replace(world, elastic=Elasticity()), engine._job
-    if engine._comm is not None:
-        engine._comm._world, engine._comm._elastic = elastic, True
+    elastic, job_of = replace(world, elastic=Elasticity()), engine._preparation.job
+    if engine._group.comm is not None:
+        engine._group.comm._world, engine._group.comm._elastic = elastic, True
     engine_module.check_memory = lambda *_: None  # regrouping does not ask whether what is left would be a good start
-    engine._job = lambda: replace(job_of(), world=elastic)  # type: ignore[method-assign]
+    engine._preparation.job = lambda: replace(job_of(), world=elastic)  # type: ignore[method-assign]
     return engine
 
 
@@ -98,8 +98,8 @@ class Moment:
     def now(self) -> None:
         if self._dies:
             os._exit(0)
-        if self._engine._comm is not None:
-            self._engine._comm.abandon("workers have changed")
+        if self._engine._group.comm is not None:
+            self._engine._group.comm.abandon("workers have changed")
 
     def soon(self) -> None:
         """The others wait for the one that dies before they hear of it."""
@@ -176,12 +176,12 @@ def interrupted(
     train(engine, model, optimizer, batches, until=SAVED)
     engine.save_state(folder)
     disturb(engine, model, optimizer, batches, moment, dies=world.rank >= left)
-    assert engine._comm is None or engine._comm.is_over
+    assert engine._group.comm is None or engine._group.comm.is_over
     engine._training().strategies.dismantle()
-    if engine._comm is not None:
-        engine._comm.close()
-    if engine._recomputed is not None:
-        engine._recomputed.close()
+    if engine._group.comm is not None:
+        engine._group.comm.close()
+    if engine._objects.recomputed is not None:
+        engine._objects.recomputed.close()
     del optimizer.step
     assert picture(model, optimizer, identity=keep) == before
     del kept
@@ -200,7 +200,7 @@ def disturb(engine: Engine, model: Any, optimizer: Any, batches: Any, moment: st
         loss = loss_of(model, batch)  # no exception comes out of here
         engine.backward(loss)
         optimizer.step()
-        if engine._comm is not None and engine._comm.is_over:
+        if engine._group.comm is not None and engine._group.comm.is_over:
             hook.remove()
             return
 
@@ -248,10 +248,10 @@ def sees_zeros(world: World) -> list[float]:
     model.blocks[1].register_forward_pre_hook(weight)
     PLACES["forward"](model, optimizer, Moment(engine, dies=False).now)
     loss = loss_of(model, next(batches))
-    sent = engine._comm.traffic if engine._comm is not None else None
+    sent = engine._group.comm.traffic if engine._group.comm is not None else None
     engine.backward(loss)
-    assert engine._comm is not None
-    assert engine._comm.traffic == sent, "something was sent in a group that is over"
+    assert engine._group.comm is not None
+    assert engine._group.comm.traffic == sent, "something was sent in a group that is over"
     return seen
 
 
@@ -280,7 +280,7 @@ def keeps(world: World, **job: Any) -> list[list[bool]]:
         engine.backward(loss_of(model, batch))
         optimizer.step()
         if engine.stepped:
-            engine._settle()
+            engine._between.settle()
             after = kept_by(engine, model, optimizer)
             alike = zip(inside[-1], after, strict=True) if len(after) == len(inside[-1]) else ()
             same.append([torch.equal(a, b) for a, b in alike])
@@ -307,10 +307,10 @@ def goes_round(world: World, *, folder: str, **job: Any) -> list[int]:
     engine, (model, optimizer) = begun(world, **job), made()
     model, optimizer, loader = engine.prepare(model, optimizer, data())
     train(engine, model, optimizer, iter(loader), until=1)
-    chosen, first = engine.config.strategy, engine._job()
-    tables, comm = [engine._training().strategies], engine._comm
-    del engine._step.work.strategies  # type: ignore[union-attr]
-    engine._step.work.active = None  # type: ignore[union-attr]
+    chosen, first = engine.config.strategy, engine._preparation.job()
+    tables, comm = [engine._training().strategies], engine._group.comm
+    del engine._objects.step.work.strategies  # type: ignore[union-attr]
+    engine._objects.step.work.active = None  # type: ignore[union-attr]
     for turn in range(6):
         assert comm is not None
         comm.abandon("again")
@@ -360,7 +360,7 @@ def parts_kept(world: World) -> list[int]:
 
     optimizer.register_step_post_hook(count)
     train(engine, model, optimizer, loader, until=1)
-    engine._settle()
+    engine._between.settle()
     count()
     return counts
 

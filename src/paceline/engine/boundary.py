@@ -20,42 +20,35 @@ from torch._C._distributed_c10d import Store
 from paceline.collectives.communicator import Communicator
 from paceline.engine.config import counted
 from paceline.engine.evaluation import padded_rows
+from paceline.engine.group import Group
 from paceline.engine.together import Together
 from paceline.engine.train_step import TrainStep
 from paceline.errors import ConfigError, GenerationEnded, LoopError, PeerLostError
-from paceline.world.world import World
 
 Operation = Literal["sum", "mean", "max", "min"]
 T = TypeVar("T")
 
 
 class Boundary:
-    def __init__(
-        self,
-        world: World,
-        store: Store | None,
-        comm: Communicator | None,
-        device: torch.device,
-        timeout_s: float,
-        start_over: Callable[[], None],
-    ) -> None:
+    def __init__(self, group: Group, start_over: Callable[[], None]) -> None:
         """`start_over` goes on with other workers, in an elastic job."""
-        self._world, self._store, self._comm, self._device = world, store, comm, device
-        self._timeout_s, self._start_over = timeout_s, start_over
+        self._group, self._start_over = group, start_over
         self.together = Together()
         self._again = True  # what workers are lost in is done again
         self._barriers = itertools.count()
 
     @property
+    def _comm(self) -> Communicator | None:
+        return self._group.comm
+
+    @property
     def _workers(self) -> int:
         return self._comm.size if self._comm is not None else 1
 
-    def regrouped(self, world: World, comm: Communicator | None) -> None:
-        self._world, self._comm = world, comm
-
     def barrier(self, *, with_servers: bool = False) -> None:
-        if with_servers and self._world.servers and self._store is not None:
-            self._meet_in_store(self._store, f"barrier/{next(self._barriers)}")
+        store = self._group.store
+        if with_servers and self._group.world.servers and store is not None:
+            self._meet_in_store(store, f"barrier/{next(self._barriers)}")
         else:
             self.together.run(lambda: None if self._comm is None else self._comm.barrier(), self._start_over)
 
@@ -73,14 +66,14 @@ class Boundary:
 
     def _meet_in_store(self, store: Store, name: str) -> None:
         """The workers' own group has no servers in it."""
-        world = self._world
+        world, timeout_s = self._group.world, self._group.timeout_s
         if store.add(name, 1) == world.size + world.servers:
             store.set(f"{name}/all", "")
         try:
-            store.wait([f"{name}/all"], timedelta(seconds=self._timeout_s))
+            store.wait([f"{name}/all"], timedelta(seconds=timeout_s))
         except RuntimeError as error:
             raise PeerLostError(
-                f"{world.name} waited {self._timeout_s:g} s in engine.barrier() for {counted(world.size, 'worker')} "
+                f"{world.name} waited {timeout_s:g} s in engine.barrier() for {counted(world.size, 'worker')} "
                 f"and {counted(world.servers, 'server')}, but {store.add(name, 0)} came; "
                 "servers run the script too, up to prepare()"
             ) from error
@@ -112,11 +105,11 @@ class Boundary:
             return {key: self.gathered_rows(value, real) for key, value in values.items()}
         if isinstance(values, list | tuple):
             return type(values)(self.gathered_rows(value, real) for value in values)
-        value = torch.as_tensor(values, device=self._device).detach()
+        value = torch.as_tensor(values, device=self._group.device).detach()
         value = value.reshape(1) if value.dim() == 0 else value
         if self._comm is None:
             return value if real is None or real else value[:0]
-        lengths = self._gathered(torch.tensor([value.shape[0]], device=self._device)).view(-1).tolist()
+        lengths = self._gathered(torch.tensor([value.shape[0]], device=self._group.device)).view(-1).tolist()
         rows = self._gathered(padded_rows(value, max(lengths)))
         parts = [rows[rank][: lengths[rank]] for rank in (range(self._workers) if real is None else real)]
         return torch.cat(parts) if parts else value[:0]

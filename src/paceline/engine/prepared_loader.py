@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
+from torch.optim import Optimizer
 
 from paceline.data.prefetch import Prefetch
 from paceline.data.sample_record import MicroBatch, SampleRecord
@@ -181,7 +182,7 @@ class PreparedLoader:
             before.close()
             self._items = self._fetched()
 
-    def restart_step(self) -> None:
+    def _restart_step(self) -> None:
         """The same inside `engine.update`, which wants the step's first item at once."""
         self._starts_over()
         pair = self._next_pair()
@@ -189,7 +190,24 @@ class PreparedLoader:
         self._step_items = [pair]
         self._hand_out(pair[0])
 
-    def rest_of_step(self) -> list[tuple[WorkItem, Any]]:
+    def run_update(self, optimizer: Optimizer, loss_fn: Callable[[Any], Any]) -> None:
+        """`engine.update`: all items of the step that is out, for an update by `optimizer`; until it counts."""
+        step = self._train_step
+        step.retract_item()
+        while True:
+            for item, batch in self._rest_of_step():
+                step.begin_item(item, optimizers=[optimizer])
+                if step.is_lost:
+                    break
+                result = loss_fn(batch)
+                loss, weight = result if isinstance(result, tuple) else (result, None)
+                step.backward(loss, weight, last=True)
+            step.finish_update(optimizer)
+            if not step.is_lost:
+                return
+            self._restart_step()
+
+    def _rest_of_step(self) -> list[tuple[WorkItem, Any]]:
         """All items of the current step, fetching those not handed out yet; for `engine.update`."""
         assert self._items is not None
         while not self._step_items[-1][0].last_of_step:

@@ -16,7 +16,9 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from paceline.data.work_source import WorkSource
 from paceline.engine.ballot import LaneReport
+from paceline.engine.config import EngineConfig
 from paceline.errors import ConfigError, ReplicaError
 from paceline.strategies.registry import Rides
 from paceline.strategies.strategy import Strategy
@@ -121,3 +123,14 @@ class Passes:
         if not verdict.again:
             self.opinion.forget()
         return verdict.again
+
+
+def check_second_opinion(config: EngineConfig, source: WorkSource) -> None:
+    """Whether lanes can be passed on to other workers at all."""
+    name, able = config.strategy.name, ("ddp", "star", "zero1", "zero2", "zero3")
+    if name not in able or source.takes_places or config.reduction != "exact":
+        what = f"strategy={name!r}" if name not in able else "this"
+        raise ConfigError(
+            f"Engine(second_opinion=…) with {what}: lanes are passed on to other workers under {', '.join(able)}, "
+            "with exact sums and a dataset that has positions (not a stream)"
+        )

@@ -62,13 +62,13 @@ def share_weights(engine: Engine, model: nn.Module) -> None:
     model.to(engine.device)
     state = named_state([model])
     form = [[name, str(value.dtype), list(value.shape)] for name, value in state.items()]
-    told = engine._boundary.told([form, weights_hash([model])])
+    told = engine._between.boundary.told([form, weights_hash([model])])
     if len({said[1] for said in told}) == 1 or any(said[0] != form for said in told):
         return  # alike, or so different that prepare() will say in what
-    assert engine._comm is not None
+    assert engine._group.comm is not None
     for value in state.values():
         whole = value.detach().contiguous()
-        engine._comm.broadcast(whole, root=0).wait()
+        engine._group.comm.broadcast(whole, root=0).wait()
         value.detach().copy_(whole)
     engine.print("paceline: the workers had built different weights; all go on with those of worker 0")
 
