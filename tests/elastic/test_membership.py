@@ -255,7 +255,8 @@ def test_a_worker_without_a_heartbeat_is_fenced_and_never_heard_again() -> None:
     ("computes_until_s", "fenced_after_s", "why"),
     [
         (0.0, 5.0, "worker 2 gave no sign of life for 5 s in step 1"),
-        (8.0, 13.0, "worker 2 gave no sign of life for 5 s in step 1"),
+        (2.0, 5.0, "worker 2 gave no sign of life for 5 s in step 1"),
+        (8.0, 10.5, "worker 2 gave no sign of life for 5 s in step 1"),
         (99.0, 30.0, "worker 2 computed, but gave no sign of life for 30 s in step 1"),
     ],
 )
@@ -274,7 +275,7 @@ def test_a_silent_worker_that_computes_is_borne_with_and_not_for_ever(
         decided += members.tick(tenth / 10)
     assert fenced_after_s < tenth / 10 < fenced_after_s + 0.3
     borne = ["worker 2 is silent in step 1, but computes: a call holds Python's lock? It is given 30 s"]
-    assert lines(decided) == [*(borne if computes_until_s else []), f"{why}; 2 workers go on, a replacement starts"]
+    assert lines(decided) == [*(borne if computes_until_s > 5 else []), f"{why}; 2 workers go on, a replacement starts"]
 
 
 def test_a_worker_that_was_heard_again_is_told_of_once() -> None:

@@ -472,7 +472,7 @@ def test_a_killed_and_a_stopped_worker_are_replaced_and_every_step_is_committed_
 
 
 def test_a_replacement_that_is_forked_while_the_job_is_asked_to_stop_is_asked_too(launch: Start) -> None:
-    for _ in range(3):
+    for _ in range(2):
         finished = launch(
             "--workers 2 --elastic --heartbeat-timeout-s 1",
             training("""
@@ -490,12 +490,12 @@ def test_a_replacement_that_is_forked_while_the_job_is_asked_to_stop_is_asked_to
 
 def test_of_two_that_hold_pythons_lock_the_one_that_computes_is_borne_with(launch: Start) -> None:
     finished = launch(
-        "--workers 3 --elastic --heartbeat-timeout-s 0.6",
-        training("""
+        "--workers 3 --elastic --heartbeat-timeout-s 1",
+        "import ctypes\n"
+        + training("""
     if rank == 1 and step == 2:
-        sum(range(8 * 10**7))
+        sum(range(12 * 10**7))
     if rank == 2 and step == 4 and not incarnation:
-        import ctypes
         ctypes.PyDLL(None).sleep(30)
 """),
     ).finish()
@@ -503,7 +503,7 @@ def test_of_two_that_hold_pythons_lock_the_one_that_computes_is_borne_with(launc
     said = [line for line in finished.err.splitlines() if " is back " not in line]
     assert said == [
         "paceline: worker 1 is silent in step 3, but computes: a call holds Python's lock? It is given 30 s",
-        "paceline: worker 2 gave no sign of life for 0.6 s in step 5; 2 workers go on, a replacement starts",
+        "paceline: worker 2 gave no sign of life for 1 s in step 5; 2 workers go on, a replacement starts",
     ]
 
 

@@ -2,7 +2,8 @@
 
 | waited for                                         | at most                    | then                             |
 |----------------------------------------------------|----------------------------|----------------------------------|
-| a heartbeat, or time that it spent on a processor  | heartbeat_timeout_s        | the silent one is fenced         |
+| a heartbeat                                        | heartbeat_timeout_s        | the silent one is fenced,        |
+| a look that sees a silent one compute, the last    | half of it                 | if it does not compute either    |
 | a heartbeat of one that computes all the while     | longest_silence_s          | it is fenced too                 |
 | the last READY of a step, since the first          | step_timeout_s             | those who are not are fenced     |
 | the last to regroup, since the generation began    | regroup_timeout_s          | those who have not are fenced    |
@@ -75,25 +76,27 @@ class Deadlines:
 
     def silence(self, slot: Slot, now: float) -> str:
         """Why it is to be fenced, if it is: it has not said anything for too long."""
-        if not self._is_late(slot, slot.heard_at, now):
+        if not self._is_late(slot, now) or slot.heard_at is None:
             return ""
-        assert slot.heard_at is not None
-        if self._is_late(slot, slot.computed_at, now):
+        if not self._computes(slot, now):
             return f"gave no sign of life for {self.rules.heartbeat_timeout_s:g} s"
         too_long = now - slot.heard_at > self.longest_silence_s
         return f"computed, but gave no sign of life for {self.longest_silence_s:g} s" if too_long else ""
 
     def is_excused(self, slot: Slot, now: float) -> bool:
         """Whether it is late for the first time, and not fenced because it computes."""
-        excused = not slot.excused and self._is_late(slot, slot.heard_at, now) and not self.silence(slot, now)
+        excused = not slot.excused and self._is_late(slot, now) and not self.silence(slot, now)
         slot.excused = slot.excused or excused
         return excused
 
-    def _is_late(self, slot: Slot, since: float | None, now: float) -> bool:
+    def _is_late(self, slot: Slot, now: float) -> bool:
         if slot.standing not in PRESENT or slot.ending or slot.heard_at is None:
             return False
-        first_s = 0 if slot.beating else FIRST_BEAT_S
-        return since is None or now - since > self.rules.heartbeat_timeout_s + first_s
+        return now - slot.heard_at > self.rules.heartbeat_timeout_s + (0 if slot.beating else FIRST_BEAT_S)
+
+    def _computes(self, slot: Slot, now: float) -> bool:
+        """Looks come four times in a deadline: two of them have seen nothing."""
+        return slot.computed_at is not None and now - slot.computed_at <= self.rules.heartbeat_timeout_s / 2
 
     def lingers(self, slot: Slot, now: float) -> bool:
         """It has failed, said why, and does not go."""
