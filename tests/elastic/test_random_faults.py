@@ -10,13 +10,15 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
 
-from paceline.elastic import told_hash
+from paceline.elastic import random_faults, told_hash
+from paceline.elastic.ledger import Row
 from paceline.elastic.random_faults import KINDS, Draw, HurtJob, cut_connection, draws
+from paceline.world.process_name import SERVER
 
 # A supervisor, its stable, and four workers that sleep, beside one child of the stable that is no worker.
 TREE = """
@@ -40,9 +42,9 @@ def tree() -> Iterator[int]:
     process = subprocess.Popen([sys.executable, "-c", TREE], stdout=subprocess.PIPE, start_new_session=True)
     assert process.stdout is not None
     assert process.stdout.readline() == b"ready\n"
-    wait_until(lambda: len(HurtJob(process.pid, Path("none")).workers()) == 4)
+    wait_until(lambda: len(HurtJob(process.pid, Path("none")).processes()) == 4)
     job = HurtJob(process.pid, Path("none"))
-    job.workers()
+    job.processes()
     yield process.pid
     for pid in (*job.seen, process.pid):
         try:
@@ -60,9 +62,9 @@ def wait_until(condition: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
-def commit(ledger: Path, step: int, generation: int, members: list[int]) -> None:
+def commit(ledger: Path, step: int, generation: int, members: list[int], servers: Sequence[int] = ()) -> None:
     with ledger.open("a") as file:
-        file.write(json.dumps({"step": step, "update": 0, "generation": generation, "members": members}) + "\n")
+        file.write(Row(step, 0, generation, tuple(members), tuple(servers)).as_line())
 
 
 def state(pid: int) -> str:
@@ -84,7 +86,7 @@ def test_nobody_is_hurt_before_the_first_commit(tree: int, tmp_path: Path) -> No
     job = HurtJob(tree, tmp_path / "ledger")
     job.look()
     assert not job.hurt(fault("kill"))
-    assert len(job.workers()) == 4
+    assert len(job.processes()) == 4
 
 
 def test_of_those_that_know_the_state_one_is_spared(tree: int, tmp_path: Path) -> None:
@@ -93,7 +95,19 @@ def test_of_those_that_know_the_state_one_is_spared(tree: int, tmp_path: Path) -
     commit(ledger, 1, 1, [0, 1, 2, 3])
     job.look()
     assert [job.hurt(fault("kill")) for _ in range(5)] == [True, True, True, False, False]
-    wait_until(lambda: len(job.workers()) == 1)
+    wait_until(lambda: len(job.processes()) == 1)
+    assert [each.kind for each in job.happened] == ["kill"] * 3
+
+
+def test_servers_are_hurt_and_not_spared(tree: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ledger = tmp_path / "ledger"
+    job = HurtJob(tree, ledger)
+    worker, *servers = job.processes()
+    monkeypatch.setattr(random_faults, "name_of", lambda pid: SERVER if pid in servers else "python")
+    commit(ledger, 1, 1, [0], [1, 2, 3])
+    job.look()
+    assert [job.hurt(fault("kill")) for _ in range(4)] == [True, True, True, False]
+    wait_until(lambda: job.processes() == [worker])
     assert [each.kind for each in job.happened] == ["kill"] * 3
 
 
@@ -103,7 +117,7 @@ def test_a_commit_of_a_later_generation_ends_the_time_that_a_kill_has_cost(tree:
     commit(ledger, 1, 1, [0, 1, 2, 3])
     job.look()
     assert job.hurt(fault("kill"))
-    wait_until(lambda: len(job.workers()) == 3)
+    wait_until(lambda: len(job.processes()) == 3)
     commit(ledger, 2, 1, [0, 1, 2, 3])
     job.look()
     assert job.happened[0].commit_s is None
@@ -131,7 +145,7 @@ def test_a_slow_worker_goes_on_after_its_moment_and_a_stopped_one_does_not(tree:
     job = HurtJob(tree, ledger)
     commit(ledger, 1, 1, [0, 1, 2, 3])
     job.look()
-    slowed, stopped = job.workers()[0], job.workers()[-1]
+    slowed, stopped = job.processes()[0], job.processes()[-1]
     assert job.hurt(fault("slow"))
     assert job.hurt(fault("stop", 0.99))
     wait_until(lambda: (state(slowed), state(stopped)) == ("T", "T"))
@@ -143,7 +157,7 @@ def test_a_slow_worker_goes_on_after_its_moment_and_a_stopped_one_does_not(tree:
 
 def test_what_is_left_of_a_job_is_found(tree: int, tmp_path: Path) -> None:
     job = HurtJob(tree, tmp_path / "ledger")
-    workers = job.workers()
+    workers = job.processes()
     assert set(workers) < set(job.left())
     for pid in workers:
         os.kill(pid, signal.SIGKILL)

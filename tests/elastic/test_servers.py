@@ -31,7 +31,7 @@ def ready(members: Membership, slots: tuple[int, ...], step: int) -> list[Decisi
 
 
 def test_a_step_is_committed_without_a_word_of_the_servers() -> None:
-    assert ready(job(), (0, 1), 1) == [Commit(1, 0, 1, (0, 1))]
+    assert ready(job(), (0, 1), 1) == [Commit(1, 0, 1, (0, 1), (2, 3))]
 
 
 def test_a_lost_server_makes_a_generation_of_the_same_workers_and_the_other_servers() -> None:
@@ -44,7 +44,7 @@ def test_a_lost_server_makes_a_generation_of_the_same_workers_and_the_other_serv
         Replace(3, 1),
     ]
     assert members.readied(0, 1, Ready(1, 0, 7, True), 0.0) == [], "it was ready in the generation before"
-    assert ready(members, (0, 1), 1) == [Commit(1, 0, 2, (0, 1))]
+    assert ready(members, (0, 1), 1) == [Commit(1, 0, 2, (0, 1), (2,))]
 
 
 def test_when_no_server_is_left_the_first_worker_serves() -> None:
@@ -150,7 +150,7 @@ def test_a_fresh_server_serves_from_the_next_committed_step_on() -> None:
     members.server_ended(3, "was killed", 0.0, well=False)
     assert members.asks_to_join(3, 0, {"torch": "2.13"}) == [], "of what it does not know nothing is compared"
     assert ready(members, (0, 1), 1) == [
-        Commit(1, 0, 2, (0, 1)), Regroup(3, (0, 1), (), 1, "server 1 joined after step 1", servers=(2, 3)),
+        Commit(1, 0, 2, (0, 1), (2,)), Regroup(3, (0, 1), (), 1, "server 1 joined after step 1", servers=(2, 3)),
     ]  # fmt: skip
     assert members.grouped(2, 3) == []
     assert members.grouped(3, 3) == [Say("server 1 is back after step 1")]
@@ -163,7 +163,7 @@ def test_a_fresh_server_that_differs_is_refused_and_its_place_stays_empty() -> N
     assert members.asks_to_join(3, 0, {"torch": "2.12"}) == [Refuse(3, why), Say(f"{why}; its place stays empty")]
     assert members.server_lost([3], "raised WorldError", 0.0) == []
     assert members.server_ended(3, "exited with code 1", 0.0, well=False) == []
-    assert ready(members, (0, 1), 1) == [Commit(1, 0, 2, (0, 1))]
+    assert ready(members, (0, 1), 1) == [Commit(1, 0, 2, (0, 1), (2,))]
 
 
 def test_a_fresh_server_that_dies_before_it_has_joined_is_replaced_a_few_times() -> None:

@@ -154,7 +154,7 @@ class RunningJob:
 
     def _with_stacks(self) -> str:
         """What was printed, and where the workers are now."""
-        for pid in HurtJob(self.supervisor, self.folder / LEDGER).workers():
+        for pid in HurtJob(self.supervisor, self.folder / LEDGER).processes():
             os.kill(pid, STACK_SIGNAL)
         time.sleep(STACKS_S)
         return self._printed()

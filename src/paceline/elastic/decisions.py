@@ -64,6 +64,7 @@ class Commit:
     update: int
     generation: int
     members: tuple[int, ...]
+    servers: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)

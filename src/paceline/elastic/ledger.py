@@ -2,6 +2,7 @@
 
     {"step":7,"update":0,"generation":1,"members":[0,1,2,3]}
     {"step":8,"update":0,"generation":2,"members":[0,1,3]}       worker 2 was lost, and the step redone
+    {"step":9,"update":0,"generation":2,"members":[0,1,3],"servers":[4]}        where there are server processes
     {"rewound_to":5}                                             nobody was left; resumed from a checkpoint: 6… are void
 
 No step stands in it twice, ever: a second row raises before it is written.
@@ -10,7 +11,7 @@ No step stands in it twice, ever: a second row raises before it is written.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
@@ -25,6 +26,13 @@ class Row:
     update: int
     generation: int
     members: tuple[int, ...]
+    servers: tuple[int, ...] = ()
+    """Server processes, by rank."""
+
+    @classmethod
+    def of(cls, fields: Mapping[str, Any]) -> Row:
+        servers = tuple(fields.get("servers", ()))
+        return cls(fields["step"], fields["update"], fields["generation"], tuple(fields["members"]), servers)
 
     @property
     def place(self) -> tuple[int, int]:
@@ -33,6 +41,7 @@ class Row:
     def as_line(self) -> str:
         members = list(self.members)
         fields = {"step": self.step, "update": self.update, "generation": self.generation, "members": members}
+        fields |= {"servers": list(self.servers)} if self.servers else {}
         return json.dumps(fields, separators=(",", ":")) + "\n"
 
 
@@ -94,7 +103,7 @@ def read_ledger(path: Path) -> list[Row]:
         if "rewound_to" in fields:
             rows = {place: row for place, row in rows.items() if row.step <= fields["rewound_to"]}
             continue
-        row = Row(fields["step"], fields["update"], fields["generation"], tuple(fields["members"]))
+        row = Row.of(fields)
         if row.place in rows:
             raise WorldError(f"{path}, line {number}: step {row.step} (update {row.update}) is committed a second time")
         rows[row.place] = row

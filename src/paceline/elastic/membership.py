@@ -204,7 +204,7 @@ class Membership:
             slot.ready = None
         more = all(ready.more for ready in readies.values())
         self._had_more |= more
-        commit = Commit(first.step, first.update, self.generation, members)
+        commit = Commit(first.step, first.update, self.generation, members, self.servers.here)
         return [commit, *(self._admit(now) if more else [])]
 
     def _disagree(self, ready: Ready, checks: dict[int, int], now: float) -> list[Decision]:

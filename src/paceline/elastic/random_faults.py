@@ -1,7 +1,7 @@
 """Faults from outside, drawn by a seed: a running job's workers are killed, stopped, slowed and cut off at random.
 
     supervisor ── stable ─┬─ worker    children of the stable that lead a session of their own: the victims
-                          ├─ worker
+                          ├─ server
                           └─ (what workers left)
 
     kind   what happens                                                        after it
@@ -12,7 +12,7 @@
 
 A third of the faults follow the one before within a moment, so that they fall into its recovery. A worker is *admitted*
 once a commit has shown as many members as there are unharmed workers; of those one is always spared, because somebody
-must know the state. What is drawn depends on the seed alone, when it happens on the machine.
+must know the state. Servers need not be. What is drawn depends on the seed alone, when it happens on the machine.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from pathlib import Path
 import psutil  # type: ignore[import-untyped]
 
 from paceline.elastic.ledger import Row
+from paceline.world.process_name import SERVER, name_of
 
 KINDS = {"kill": 45, "stop": 15, "slow": 25, "cut": 15}
 """How often each is drawn, of a hundred."""
@@ -90,21 +91,21 @@ class HurtJob:
         for pid in [pid for pid, until in self._to_continue.items() if until <= now]:
             del self._to_continue[pid]
             _signal(pid, signal.SIGCONT)
-        workers = self.workers()
+        processes = self.processes()
         for row in self._new_rows():
             self.rows.append(row)
             for fault in self.happened:
                 later = fault.kind == "slow" or row.generation > fault.generation  # whose members know of it
                 if fault.commit_s is None and later:
                     fault.commit_s = now - fault.at
-            self._settle(row, workers)
+            self._settle(row, processes)
 
     def hurt(self, draw: Draw) -> bool:
         """Do it, if there is anybody to whom it may be done now."""
-        workers = self.workers()
-        whole = [pid for pid in workers if pid not in self._harmed]
+        whole = [pid for pid in self.processes() if pid not in self._harmed]
         known = [pid for pid in whole if pid in self._admitted]
-        may = whole if len(known) > 1 or draw.kind == "slow" else [pid for pid in whole if pid not in known]
+        have_state = [pid for pid in known if not is_server(pid)]
+        may = whole if len(have_state) > 1 or draw.kind == "slow" else [pid for pid in whole if pid not in have_state]
         if not may or not self.rows:
             return False
         victim = may[int(draw.whom * len(may))]
@@ -124,8 +125,8 @@ class HurtJob:
     def generation(self) -> int:
         return self.rows[-1].generation if self.rows else 0
 
-    def workers(self) -> list[int]:
-        """Oldest first; servers, which are workers' siblings, are among them."""
+    def processes(self) -> list[int]:
+        """Workers and servers, oldest first."""
         found = []
         for stable in _children(self._supervisor):
             self._remember(stable)
@@ -156,15 +157,18 @@ class HurtJob:
         self.happened.append(Happened(kind, time.monotonic(), self.generation))
         return True
 
-    def _settle(self, row: Row, workers: list[int]) -> None:
+    def _settle(self, row: Row, processes: list[int]) -> None:
         """A generation after a harm knows of it, and where all that are whole are members, all are admitted."""
         for pid, generation in list(self._harmed.items()):
-            if row.generation > generation and pid not in workers:
+            if row.generation > generation and pid not in processes:
                 del self._harmed[pid]
-        whole = [pid for pid in workers if pid not in self._harmed]
+        whole = [pid for pid in processes if pid not in self._harmed]
+        servers = [pid for pid in whole if is_server(pid)]
         knows_all = all(row.generation > generation for generation in self._harmed.values())
-        if knows_all and len(whole) == len(row.members):
-            self._admitted.update(whole)
+        if knows_all and len(whole) - len(servers) == len(row.members):
+            self._admitted.update(pid for pid in whole if pid not in servers)
+        if knows_all and len(servers) == len(row.servers):
+            self._admitted.update(servers)
 
     def _new_rows(self) -> list[Row]:
         """Whole lines that were added since the last look; what is no step of a job is passed over."""
@@ -176,12 +180,16 @@ class HurtJob:
         whole = added[: added.rfind(b"\n") + 1]
         self._read += len(whole)
         steps = [fields for line in whole.splitlines() if "step" in (fields := json.loads(line or b"{}"))]
-        return [Row(told["step"], told["update"], told["generation"], tuple(told["members"])) for told in steps]
+        return [Row.of(told) for told in steps]
 
     def _remember(self, pid: int) -> None:
         if pid not in self.seen:
             with suppress(psutil.Error):
                 self.seen[pid] = psutil.Process(pid).create_time()
+
+
+def is_server(pid: int) -> bool:
+    return name_of(pid) == SERVER
 
 
 def cut_connection(pid: int) -> bool:

@@ -295,7 +295,8 @@ class ElasticJob:
 
     def _commit(self, commit: Commit, then: int | None) -> None:
         """`then`: the generation in which somebody joins after this step; all members change to it there."""
-        self._ledger.commit(Row(commit.step, commit.update, commit.generation, commit.members))
+        row = Row(commit.step, commit.update, commit.generation, commit.members, commit.servers)
+        self._ledger.commit(row)
         body: Body = {"generation": commit.generation, "step": commit.step, "update": commit.update, "then": then}
         self._push(commit.members, "elastic.commit", body)
 

@@ -29,6 +29,7 @@ from paceline.elastic.member import Member
 from paceline.errors import GenerationEnded, PacelineError, PeerLostError, WorldError
 from paceline.world import environment
 from paceline.world.control import ControlClient
+from paceline.world.process_name import SERVER, be_called
 
 STACK_SIGNAL = int(signal.SIGRTMAX) - 1
 """Makes a worker write the stacks of its threads to stderr. SIGUSR1 and 2 are left to scripts and to SLURM."""
@@ -62,6 +63,8 @@ class Assignment:
 
 def run_worker(assignment: Assignment, script: Script) -> NoReturn:
     environment.enter(assignment.variables)
+    if environment.read_world().is_server:
+        be_called(SERVER)
     faulthandler.register(STACK_SIGNAL)
     _differ_from_siblings()
     heart = Heart.start(assignment) if assignment.variables.get("PACELINE_INCARNATION") else None
