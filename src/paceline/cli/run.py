@@ -20,7 +20,8 @@ from paceline.launch.stopping import GRACE_S
 from paceline.launch.supervisor import supervise
 from paceline.launch.worker_main import Script
 from paceline.world import environment
-from paceline.world.launchers import DEFAULT_PORT, LaunchDefaults
+from paceline.world.addresses import DEFAULT_PORT
+from paceline.world.cluster_launch import LaunchDefaults
 from paceline.world.world import LaunchSettings
 
 # Everything after the script's name is the script's, also what looks like a flag of ours.

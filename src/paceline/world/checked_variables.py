@@ -87,3 +87,25 @@ def port_of(variables: Variables, name: str) -> int | None:
     if not value.isdecimal() or not 1 <= int(value) <= 65535:
         raise WorldError(f"{name}={value!r} is not a port; use a number from 1 to 65535")
     return int(value)
+
+
+def host_by_host(rank: int, size: int, local_rank: int, local_size: int, advice: str) -> tuple[int, int]:
+    """Where no variable names the host, ranks must fill one host after the other, and hosts be equal."""
+    if size % local_size:
+        raise WorldError(
+            f"{size} workers with {local_size} on this host: hosts differ in size "
+            f"and nothing says which host this is; {advice}"
+        )
+    if rank % local_size != local_rank:
+        raise WorldError(
+            f"rank {rank} is local rank {local_rank} of {local_size}: ranks do not fill one host after the other "
+            f"and nothing says which host this is; {advice}"
+        )
+    return rank // local_size, size // local_size
+
+
+def launcher_needed(source: str, found: str) -> WorldError:
+    return WorldError(
+        f"{source} asks for several workers on this host ({found}) and this process is only one of them; "
+        "start the script with `paceline run script.py`, which starts them all"
+    )

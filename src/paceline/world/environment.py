@@ -13,9 +13,11 @@ from pathlib import Path
 
 from paceline.errors import WorldError
 from paceline.world import explanation
+from paceline.world.addresses import DEFAULT_PORT, is_loopback
 from paceline.world.checked_variables import Variables, is_number, text_of
+from paceline.world.cluster_launch import LaunchDefaults, cluster_defaults
 from paceline.world.explanation import Finding
-from paceline.world.launchers import DEFAULT_PORT, LaunchDefaults, cluster_defaults, is_loopback, world_from
+from paceline.world.launchers import world_from
 from paceline.world.world import ControlSocket, TcpRendezvous, World
 
 
