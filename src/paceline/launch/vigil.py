@@ -18,6 +18,8 @@ from paceline.launch.decision import Decider
 
 BUSY_SHARE = 0.05
 """Of one processor. Threads that poll stay far below; a computation stays above it, though many share the machine."""
+BUSY_S = 0.025
+"""At least: the kernel counts in hundredths of a second, and a thread that waits for Python's lock looks up often."""
 LOOK_EVERY_S = 0.5
 
 
@@ -53,4 +55,4 @@ class Vigil:
 
     def _worked(self, pid: int, since: float, had_used: float) -> bool:
         now, used = self._seen.get(pid, (since, had_used))
-        return used - had_used > BUSY_SHARE * (now - since)
+        return used - had_used > max(BUSY_S, BUSY_SHARE * (now - since))
