@@ -22,6 +22,7 @@ StartedJob = AbstractContextManager[RunningJob]
 WORKERS = 2  # on each of them
 AWAITS_JOINER = "--step-s 0.1 --await-joiner who"
 STRATEGIES = ("ddp", "zero1", "zero2", "zero3", "fsdp", "hybrid", "star")
+SERVED = "parameter_server --servers 1"  # on the first host; a job with servers does not grow
 QUICK = {
     "test_a_worker_killed_on_another_host_changes_no_bit": ("ddp", "zero3"),
     "test_all_workers_of_a_host_killed_at_once_change_no_bit": ("zero2", "hybrid"),
@@ -34,8 +35,9 @@ QUICK = {
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """`make faults` tries every strategy (--full-product)."""
     if "strategy" in metafunc.fixturenames:
-        whole = metafunc.config.getoption("--full-product")
-        metafunc.parametrize("strategy", STRATEGIES if whole else QUICK[metafunc.function.__name__])
+        name = metafunc.function.__name__
+        every = STRATEGIES if "further_host" in name else (*STRATEGIES, SERVED)
+        metafunc.parametrize("strategy", every if metafunc.config.getoption("--full-product") else QUICK[name])
 
 
 def meeting_in(folder: Path) -> str:
