@@ -12,12 +12,9 @@ from __future__ import annotations
 
 import contextlib
 import json
-import re
 import time
 from collections.abc import Callable, Mapping, Sequence
-from datetime import timedelta
-from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -27,25 +24,15 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from paceline.collectives.byte_count import ByteCount, Traffic
 from paceline.collectives.canonical_sum import SumPlan
 from paceline.collectives.in_time import in_time
-from paceline.collectives.shared_memory.group import SharedMemoryGroup
+from paceline.collectives.process_groups import build_groups, first_line, shut_down
 from paceline.collectives.shipments import Scatter
 from paceline.collectives.sockets import OpenSockets
-from paceline.errors import ConfigError, GenerationEnded, PacelineError, PeerLostError, WorldError
-from paceline.world.environment import tensor_address
+from paceline.collectives.work import Handle, Work
+from paceline.errors import GenerationEnded, PacelineError, PeerLostError, WorldError
 from paceline.world.world import World
 
 LAST_BREATH_S = 0.02
-MEET_AGAIN_S = 5.0
-"""For a group of an elastic job to be built: its building can't be interrupted, and somebody may die in it."""
-STUCK_S = 2.0
 LEAVE_IN_S = 0.5
-LOOK_UP_EVERY_S = 0.5
-
-
-class Handle(Protocol):
-    """Something under way that can be waited for."""
-
-    def wait(self) -> None: ...
 
 
 class Communicator:
@@ -84,7 +71,7 @@ class Communicator:
         cls, world: World, store: Store, *, backend: str, device: torch.device, timeout_s: float
     ) -> Communicator:
         with OpenSockets.made_here() as sockets:
-            groups = _build_groups(world, store, backend, device, timeout_s)
+            groups = build_groups(world, store, backend, device, timeout_s)
         comm = cls(groups, PrefixStore("paceline/notes", store), world, backend=backend, timeout_s=timeout_s)
         comm._device, comm._sockets = device, sockets
         return comm
@@ -128,10 +115,10 @@ class Communicator:
 
     def reconnect(self, world: World, store: Store) -> None:
         """Go on as this world, of those that are left; what is under way is given up."""
-        old, self._groups = self._groups, _build_groups(world, store, self.backend, self._device, self.timeout_s)
+        old, self._groups = self._groups, build_groups(world, store, self.backend, self._device, self.timeout_s)
         self._store, self._world = PrefixStore("paceline/notes", store), world
         self.rank, self.size = world.rank, world.size
-        _shut_down(old)
+        shut_down(old)
 
     # -- messages ------------------------------------------------------------------------------------------------
 
@@ -312,7 +299,7 @@ class Communicator:
     def close(self) -> None:
         if self._parent is not None and self in self._parent._children:
             self._parent._children.remove(self)
-        _shut_down(self._groups)
+        shut_down(self._groups)
         # gloo's destructor joins its threads while it holds the interpreter lock, and a thread may still want the lock
         # to drop its last collective: let it have it first.
         time.sleep(LAST_BREATH_S)
@@ -339,15 +326,16 @@ class Communicator:
         try:
             work = start()
         except (RuntimeError, WorldError) as error:
-            raise self._lost(error, doing) from error
+            raise self.lost(error, doing) from error
         return Work(work, self, doing)
 
-    def _lost(self, error: Exception, doing: str) -> PacelineError:
+    def lost(self, error: Exception, doing: str) -> PacelineError:
+        """What an error of c10d means: who was waited for, or in an elastic job that the group has ended."""
         if self._elastic:
             oldest = self
             while oldest._parent is not None:
                 oldest = oldest._parent
-            oldest.abandon(f"worker {self.rank} lost its peers {doing}: {_first_line(error)}")
+            oldest.abandon(f"worker {self.rank} lost its peers {doing}: {first_line(error)}")
             return GenerationEnded(self._ended or "the group has ended")
         told = self._explain()
         if told is not None:
@@ -358,130 +346,4 @@ class Communicator:
             notes = {}
         for rank, (_, note) in notes.items():
             return PeerLostError(f"worker {self.rank} waited for worker {rank}, but {note}")
-        return PeerLostError(f"worker {self.rank} lost its peers {doing}: {_first_line(error)}")
-
-
-class Work:
-    """Something under way in c10d whose failure names the peer."""
-
-    def __init__(self, work: Any, owner: Communicator, doing: str) -> None:
-        self._work, self._owner, self._doing = work, owner, doing
-        self.looks_up = False  # while it waits: whether its group is over
-        self.when_done: Callable[[], None] | None = None
-
-    def result(self) -> Any:
-        """What the operation gave, once it has been waited for."""
-        return self._work.result()
-
-    def wait(self, timeout_s: float | None = None) -> None:
-        """`timeout_s`: another one than the group's."""
-        try:
-            if timeout_s is None and self.looks_up:
-                self._wait_and_look_up()
-            elif timeout_s is None:
-                self._work.wait()
-            else:
-                self._work.wait(timedelta(seconds=timeout_s))
-        except (RuntimeError, WorldError) as error:
-            raise self._owner._lost(error, self._doing) from error
-        if self.when_done is not None:
-            self.when_done()
-            self.when_done = None
-
-    def _wait_and_look_up(self) -> None:
-        """In a group that is over gloo was seen to wait on, once in a while, for connections that are shut down."""
-        deadline = time.monotonic() + self._owner.timeout_s
-        while not self._work.is_completed():
-            try:
-                self._work.wait(timedelta(seconds=LOOK_UP_EVERY_S))
-            except RuntimeError:
-                if self._work.is_completed() or self._owner.is_over or time.monotonic() > deadline:
-                    raise
-        self._work.wait()
-
-    def wait_for_vote(self, vote: int, look_every_s: float = 0.5) -> None:
-        """Wait for ballot number `vote`, and look at the peers' notes while it takes long."""
-        deadline = time.monotonic() + self._owner.timeout_s
-        while not self._work.is_completed():
-            try:
-                self._work.wait(timedelta(seconds=look_every_s))
-            except RuntimeError as error:
-                if self._work.is_completed() or time.monotonic() > deadline:
-                    raise self._owner._lost(error, self._doing) from error
-                try:
-                    self._owner.raise_if_left(vote)
-                except WorldError as lost:  # the store knows of a new generation already
-                    raise self._owner._lost(lost, self._doing) from error
-        self.wait()
-
-
-def wait_all(handles: Sequence[Handle]) -> None:
-    for handle in handles:
-        handle.wait()
-
-
-def _build_groups(
-    world: World, store: Store, backend: str, device: torch.device, timeout_s: float
-) -> Mapping[str, Any]:
-    backends = {"cpu": "gloo", device.type: backend}
-    waits_s, timeout_s = timeout_s, timeout_s if world.elastic is None else min(MEET_AGAIN_S, timeout_s)
-    try:
-        groups = {}
-        for kind, name in backends.items():
-            place = PrefixStore(f"paceline/group/{kind}", store)
-            build = partial(_build_group, world, place, name, device, timeout_s)
-            patience_s = timeout_s + STUCK_S
-            groups[kind] = build() if world.elastic is None else in_time(build, patience_s, "building a group")
-        if waits_s != timeout_s:
-            for group in groups.values():
-                _let_wait(group, waits_s)
-        return groups
-    except (RuntimeError, ValueError, TimeoutError) as error:
-        raise WorldError(
-            f"worker {world.rank} of {world.size} could not join the {backend} group within {timeout_s:.0f} s: "
-            f"{_first_line(error)}; are all {world.size} workers running, and can their hosts reach each other?"
-        ) from error
-
-
-def _let_wait(group: Any, timeout_s: float) -> None:
-    patient = getattr(group, "set_timeout", None) or group._set_default_timeout
-    patient(timedelta(seconds=timeout_s))
-
-
-def _shut_down(groups: Mapping[str, Any]) -> None:
-    for group in groups.values():
-        shutdown = getattr(group, "shutdown", None)
-        if shutdown is not None:
-            shutdown()
-
-
-def _build_group(world: World, store: Store, backend: str, device: torch.device, timeout_s: float) -> Any:
-    if backend == "gloo":
-        options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-        options._timeout = timedelta(seconds=timeout_s)
-        options._threads = 2
-        # Without a name gloo listens on whatever the host name resolves to, which may be any interface.
-        options._devices = [dist.ProcessGroupGloo.create_device(hostname=tensor_address(world))]
-        return dist.ProcessGroupGloo(store, world.rank, world.size, options)
-    if backend == "nccl":
-        if device.type != "cuda":
-            raise ConfigError(f"backend 'nccl' moves CUDA tensors only, but this worker trains on {device.type}")
-        options = dist.ProcessGroupNCCL.Options()
-        options._timeout = timedelta(seconds=timeout_s)
-        return dist.ProcessGroupNCCL(store, world.rank, world.size, options)
-    if backend == "paceline":
-        if device.type != "cpu":
-            raise ConfigError(f"backend 'paceline' moves CPU tensors only, but this worker trains on {device.type}")
-        if world.local_size != world.size:
-            raise ConfigError(
-                f"backend 'paceline' joins the workers of one host, but {world.size - world.local_size} of the "
-                f"{world.size} are on others; use gloo"
-            )
-        return SharedMemoryGroup(store, world.rank, world.size, timedelta(seconds=timeout_s))
-    raise ConfigError(f"backend {backend!r} is not known; choose paceline, gloo or nccl")
-
-
-def _first_line(error: BaseException) -> str:
-    """What the error says, without the place in gloo's source and its general advice."""
-    line = (str(error).strip().splitlines() or [type(error).__name__])[0]
-    return re.sub(r"^\[/[^\]]*\] ", "", line).split(". This is typically")[0]
+        return PeerLostError(f"worker {self.rank} lost its peers {doing}: {first_line(error)}")

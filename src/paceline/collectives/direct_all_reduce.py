@@ -21,11 +21,12 @@ import torch
 from torch import Tensor
 
 from paceline.collectives.canonical_sum import SumPlan, owner_ranges
-from paceline.collectives.communicator import Communicator, Handle, wait_all
+from paceline.collectives.communicator import Communicator
 from paceline.collectives.schedule import Hop, How, Receive, Schedule, Send, one, one_per_rank
 from paceline.collectives.scratch import Scratch
 from paceline.collectives.shared_memory.kernels import TorchKernels
 from paceline.collectives.shipments import Scatter
+from paceline.collectives.work import Handle, wait_all
 
 CANONICAL = "canonical"
 CANONICAL_SCATTER = "canonical reduce-scatter"

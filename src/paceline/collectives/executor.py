@@ -13,10 +13,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from paceline.collectives.communicator import Communicator, Handle
+from paceline.collectives.communicator import Communicator
 from paceline.collectives.pipeline import Message, Pipeline, pipeline
 from paceline.collectives.schedule import How, Schedule
 from paceline.collectives.scratch import Scratch
+from paceline.collectives.work import Handle
 
 # Measured over loopback, 25 MiB on 4 and 8 ranks of 16 cores: with 1 or 2 MiB a tree takes 0.65 of its time uncut, a
 # star 0.75, rings as long as uncut; 256 KiB costs 1.4 times as much: a message of gloo's costs 100 µs and more.

@@ -30,7 +30,7 @@ from torch import Tensor
 
 from paceline.collectives.canonical_sum import SumPlan
 from paceline.collectives.choice import Choice
-from paceline.collectives.communicator import Communicator, Handle
+from paceline.collectives.communicator import Communicator
 from paceline.collectives.direct_all_reduce import (
     direct_all_reduce,
     direct_all_reduce_by_collectives,
@@ -43,6 +43,7 @@ from paceline.collectives.halving_doubling import HALVING_DOUBLING
 from paceline.collectives.schedule import Schedule
 from paceline.collectives.scratch import Scratch
 from paceline.collectives.shipments import Scatter
+from paceline.collectives.work import Handle
 from paceline.elastic.fault_injection import fault_point
 
 Reduction = Literal["exact", "fast"]

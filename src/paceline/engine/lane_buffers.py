@@ -24,7 +24,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from paceline.collectives.communicator import Communicator, Handle
+from paceline.collectives.communicator import Communicator
+from paceline.collectives.work import Handle
 
 
 class LaneBuffers:

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from paceline.collectives.communicator import Communicator, Handle, wait_all
+from paceline.collectives.communicator import Communicator
+from paceline.collectives.work import Handle, wait_all
 from paceline.optim.gradient_norm import BLOCK, all_block_norms
 from paceline.sharding.flat_layout import Piece
 

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from paceline.collectives.communicator import Handle
 from paceline.collectives.gradient_exchange import GradientExchange
 from paceline.collectives.shipments import Scatter, Shipment
+from paceline.collectives.work import Handle
 from paceline.sharding.shards import BucketShards
 
 

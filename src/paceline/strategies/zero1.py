@@ -18,8 +18,8 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from paceline.collectives.canonical_sum import SumPlan
-from paceline.collectives.communicator import Handle
 from paceline.collectives.shipments import Scatter, shipment_of_roots
+from paceline.collectives.work import Handle
 from paceline.strategies.host_weights import Weights
 from paceline.strategies.own_pieces import OwnPieces
 from paceline.strategies.registry import Job, Registered, register

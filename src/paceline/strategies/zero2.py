@@ -27,8 +27,8 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from paceline.collectives.canonical_sum import SumPlan
-from paceline.collectives.communicator import Handle
 from paceline.collectives.shipments import Scatter, shipments_by_lane
+from paceline.collectives.work import Handle
 from paceline.sharding.rooms import Rooms
 from paceline.strategies.gradient_buckets import Cut
 from paceline.strategies.host_weights import Weights

@@ -1,0 +1,91 @@
+"""Groups of c10d, one for each kind of device: gloo for the host's tensors, or our own through shared memory; NCCL.
+
+In an elastic job somebody may die while one is built, which nothing can interrupt: it is given a few seconds then, and
+whoever has to meet others tries again with those who are there.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store
+
+from paceline.collectives.in_time import in_time
+from paceline.collectives.shared_memory.group import SharedMemoryGroup
+from paceline.errors import ConfigError, WorldError
+from paceline.world.environment import tensor_address
+from paceline.world.world import World
+
+MEET_AGAIN_S = 5.0
+STUCK_S = 2.0
+
+
+def build_groups(world: World, store: Store, backend: str, device: torch.device, timeout_s: float) -> Mapping[str, Any]:
+    backends = {"cpu": "gloo", device.type: backend}
+    waits_s, timeout_s = timeout_s, timeout_s if world.elastic is None else min(MEET_AGAIN_S, timeout_s)
+    try:
+        groups = {}
+        for kind, name in backends.items():
+            place = PrefixStore(f"paceline/group/{kind}", store)
+            build = partial(_build_group, world, place, name, device, timeout_s)
+            patience_s = timeout_s + STUCK_S
+            groups[kind] = build() if world.elastic is None else in_time(build, patience_s, "building a group")
+        if waits_s != timeout_s:
+            for group in groups.values():
+                _let_wait(group, waits_s)
+        return groups
+    except (RuntimeError, ValueError, TimeoutError) as error:
+        raise WorldError(
+            f"worker {world.rank} of {world.size} could not join the {backend} group within {timeout_s:.0f} s: "
+            f"{first_line(error)}; are all {world.size} workers running, and can their hosts reach each other?"
+        ) from error
+
+
+def _let_wait(group: Any, timeout_s: float) -> None:
+    patient = getattr(group, "set_timeout", None) or group._set_default_timeout
+    patient(timedelta(seconds=timeout_s))
+
+
+def shut_down(groups: Mapping[str, Any]) -> None:
+    for group in groups.values():
+        shutdown = getattr(group, "shutdown", None)
+        if shutdown is not None:
+            shutdown()
+
+
+def _build_group(world: World, store: Store, backend: str, device: torch.device, timeout_s: float) -> Any:
+    if backend == "gloo":
+        options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+        options._timeout = timedelta(seconds=timeout_s)
+        options._threads = 2
+        # Without a name gloo listens on whatever the host name resolves to, which may be any interface.
+        options._devices = [dist.ProcessGroupGloo.create_device(hostname=tensor_address(world))]
+        return dist.ProcessGroupGloo(store, world.rank, world.size, options)
+    if backend == "nccl":
+        if device.type != "cuda":
+            raise ConfigError(f"backend 'nccl' moves CUDA tensors only, but this worker trains on {device.type}")
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = timedelta(seconds=timeout_s)
+        return dist.ProcessGroupNCCL(store, world.rank, world.size, options)
+    if backend == "paceline":
+        if device.type != "cpu":
+            raise ConfigError(f"backend 'paceline' moves CPU tensors only, but this worker trains on {device.type}")
+        if world.local_size != world.size:
+            raise ConfigError(
+                f"backend 'paceline' joins the workers of one host, but {world.size - world.local_size} of the "
+                f"{world.size} are on others; use gloo"
+            )
+        return SharedMemoryGroup(store, world.rank, world.size, timedelta(seconds=timeout_s))
+    raise ConfigError(f"backend {backend!r} is not known; choose paceline, gloo or nccl")
+
+
+def first_line(error: BaseException) -> str:
+    """What the error says, without the place in gloo's source and its general advice."""
+    line = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    return re.sub(r"^\[/[^\]]*\] ", "", line).split(". This is typically")[0]
