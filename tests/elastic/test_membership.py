@@ -568,6 +568,21 @@ def test_a_further_host_gets_slots_at_the_end() -> None:
     assert members.grouped(3, 2) == [Say("worker 3 joined after step 2")]
 
 
+def test_a_host_none_of_whose_workers_can_join_is_told_apart_from_one_that_has_some() -> None:
+    members = job(4)
+    assert members.places.why_idle([2, 3]) == ""
+    members.died(2, "was killed", 0.0)
+    members.asks_to_join(2, 1, {**FACTS, "torch": "2.12"})
+    members.died(2, "exited with code 1", 0.0)
+    assert members.places.why_idle([2, 3]) == "", "worker 3 trains"
+    assert members.places.why_idle([2]) == "torch is 2.12 there and 2.13 here"
+    members = job(3, Rules(restart_workers=False))
+    members.died(2, "was killed", 0.0)
+    assert members.places.why_idle([2]) == "none is started for one that died"
+    members.stop()
+    assert members.places.why_idle([2]) == ""
+
+
 def test_a_host_that_goes_before_its_workers_have_joined_is_missed_by_nobody() -> None:
     members = job(2)
     members.places.add(1)

@@ -118,6 +118,45 @@ def test_a_host_that_is_lost_may_come_back_and_one_that_is_there_is_taken(monkey
     story_of(story)
 
 
+def test_a_host_whose_workers_do_not_fit_is_sent_away_so_that_it_can_be_started_again() -> None:
+    async def story(job: OpenJob) -> None:
+        job.enter()
+        _, link = await job.join(1, 1)
+        link.send({"kind": "ready"})
+        await heard(link, "start")
+        link.send({"kind": "started", "rank": 1, "pid": 200})
+        other = {"loop": 1, "facts": {"torch": "2.12"}}
+        link.send({"kind": "told", "rank": 1, "what": "elastic.join", "body": other})
+        assert (await heard(link, "push"))["what"] == "elastic.refused"
+        link.send({"kind": "exited", "rank": 1, "status": 1})
+        outcome = await heard(link, "outcome")
+        assert (outcome["code"], outcome["lines"]) == (
+            3, ["paceline: this host is sent away: none of its workers can join (torch is 2.12 there and 2.13 here); "
+                "mend that, and start it again"],
+        )  # fmt: skip
+        await link.close()
+        _, link = await job.join(1, 1)
+        why = "none of its workers can join (torch is 2.12 there and 2.13 here)"
+        assert f"paceline: host 1 is lost ({why})" in job.said
+        await link.close()
+
+    story_of(story)
+
+
+def test_a_host_on_which_workers_can_not_be_started_does_not_end_the_job() -> None:
+    async def story(job: OpenJob) -> None:
+        job.enter()
+        _, link = await job.join(1, 1)
+        link.send({"kind": "broken", "text": "the process that imports torch ended with code 1", "code": 1})
+        await link.close()
+        _, link = await job.join(1, 1)
+        assert job.said == ["paceline: host 1 is lost (the process that imports torch ended with code 1)"]
+        assert not job.coordinator.is_over
+        await link.close()
+
+    story_of(story)
+
+
 def test_a_host_that_does_not_fit_is_refused_with_the_difference() -> None:
     async def story(job: OpenJob) -> None:
         job.enter()

@@ -34,6 +34,15 @@ class Places:
         asked_for = self._rules.restart_workers or slot.invited
         return asked_for and not (self.stopping or slot.closed or slot.away) and slot.attempts < MOST_ATTEMPTS
 
+    def why_idle(self, numbers: Collection[int]) -> str:
+        """Why none of these slots gets a process any more; empty where one has, or may get, one."""
+        slots = [self.slots[number] for number in numbers]
+        if self.stopping or any(slot.standing is not Standing.VACANT or self.may_refill(slot) for slot in slots):
+            return ""
+        refused = [slot.closed for slot in slots if slot.closed]
+        died = "none is started for one that died" if not self._rules.restart_workers else "they died too often"
+        return refused[0] if refused else died
+
     def refill(self, now: float) -> list[Replace]:
         """Fresh processes for vacant slots."""
         vacant = [slot for slot in self.slots if slot.standing is Standing.VACANT and self.may_refill(slot)]

@@ -118,7 +118,6 @@ class Elastic:
         self._number = 0  # of the committed state in the vault
         self._writers: tuple[int, ...] = ()  # of it, in rank order
         self._tried = member.now.number
-        self._seat_copies = seat.elastic.copies
         self._said_what_it_costs = seat.elastic.joins
         self.loop_is_over = self.left_early = False  # this worker has joined others that have just left their loop
 
@@ -157,7 +156,8 @@ class Elastic:
             return
         where = "shared memory" if self._copies is None else "the memory of its host"
         each = size_text(self._vault.bytes)
-        more = "" if self._copies is None or self._seat_copies < 2 else f" and a copy on {self._seat_copies - 1} more"
+        others = 0 if self._copies is None else self._copies.count - 1
+        more = f" and a copy on {others} more" if others else ""
         self._say(
             f"paceline: elastic: each worker keeps {each} of the state in {where}{more} and writes it in every step"
         )

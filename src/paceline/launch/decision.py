@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import signal
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -97,7 +97,7 @@ class Coordinator:
         self.keys = KeyValues()
         self._show = show
         self._say = say
-        self._far = FarHosts(seat, guests, self.clock)
+        self.far = FarHosts(seat, guests, self.clock)
         self._door = door
         self._checkpoint: str | None = None
         self._failures = 0
@@ -110,7 +110,7 @@ class Coordinator:
         if seat.elastic is not None:
             self._elastic = ElasticJob(seat.size, seat.elastic, ledger or Ledger(), self, seat.servers)
             self._spawn(self._elastic.tick())
-            self._latecomers = Latecomers(seat, self._far, self._elastic, self, say)
+            self._latecomers = Latecomers(seat, self.far, self._elastic, self, say)
             if door is not None:
                 self._spawn(self._latecomers.welcome(door))
         for host in guests:
@@ -124,18 +124,12 @@ class Coordinator:
         return self.outcome.done()
 
     def hands_of(self, rank: int) -> Hands:
-        hands = self._far.hands_of(rank) or self.hands
+        hands = self.far.hands_of(rank) or self.hands
         assert hands is not None, "a supervisor lends its hands before it starts a worker"
         return hands
 
     def all_hands(self) -> list[Hands]:
-        return [hands for hands in (self.hands, *self._far.all_hands()) if hands is not None]
-
-    def on_hosts(self, slots: Sequence[int]) -> list[tuple[int, int]]:
-        return [(slot, self._far.host_of(slot)) for slot in slots]
-
-    def out_of_earshot(self) -> list[int]:
-        return self._far.out_of_earshot()
+        return [hands for hands in (self.hands, *self.far.all_hands()) if hands is not None]
 
     def told(self, rank: int, kind: str, body: Body) -> None:
         process = self.processes[rank]
@@ -199,7 +193,7 @@ class Coordinator:
         self._end_if_all_is_well()
         if not self.someone_ended:
             self.someone_ended = True
-            self._far.tell({"kind": "someone_ended"})
+            self.far.tell({"kind": "someone_ended"})
             self._spawn(self._watch_the_last())
 
     def interrupted(self, by: signal.Signals, where: str = "") -> None:
@@ -215,7 +209,7 @@ class Coordinator:
         if self.policy.stops_on_request:
             self.announce(self._request.first_words())
         self.to_pass_on.put_nowait(self._request.passed_on)
-        self._far.tell({"kind": "pass_on", "signal": int(self._request.passed_on)})
+        self.far.tell({"kind": "pass_on", "signal": int(self._request.passed_on)})
         if first:
             self._spawn(self._see_off())
         self._news.set()
@@ -251,7 +245,7 @@ class Coordinator:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         if self._door is not None:
             await self._door.close()
-        await self._far.close()
+        await self.far.close()
         if self._elastic is not None:
             self._elastic.close()
 
@@ -316,11 +310,11 @@ class Coordinator:
                 resume = f"paceline: the last checkpoint is {self._checkpoint}"
                 outcome = replace(outcome, closing=(*outcome.closing, resume))
             self.outcome.set_result(outcome)
-            self._far.tell({"kind": "outcome", **outcome.as_message()})
+            self.far.tell({"kind": "outcome", **outcome.as_message()})
 
     def announce(self, line: str) -> None:
         self._say(line)
-        self._far.tell({"kind": "say", "line": line})
+        self.far.tell({"kind": "say", "line": line})
 
     def _connected(self) -> str:
         missing = [process for process in self.processes if not process.connected]
@@ -331,14 +325,14 @@ class Coordinator:
 
     def listen_to(self, host: int) -> None:
         self._spawn(self._hear(host))
-        if (pulse := self._far.pulse(host)) is not None:
+        if (pulse := self.far.pulse(host)) is not None:
             self._spawn(pulse.keep())
 
     async def _hear(self, host: int) -> None:
         questions: set[asyncio.Task[None]] = set()
-        link = self._far.link(host)
+        link = self.far.link(host)
         try:
-            why = await self._far.hear(host, lambda message: self._obey(host, link, message, questions))
+            why = await self.far.hear(host, lambda message: self._obey(host, link, message, questions))
         finally:
             for task in questions:
                 task.cancel()
@@ -346,7 +340,7 @@ class Coordinator:
 
     def _lost(self, host: int, why: str) -> None:
         """A host is cut off: the end of the job, unless it is elastic and others are left."""
-        there = self._far.drop(host)
+        there = self.far.drop(host)
         if self._elastic is None or not self._elastic.host_lost(host, there, why):
             self.broken(f"lost host {host}: {why}", NO_MEETING)
         self._news.set()
@@ -372,6 +366,8 @@ class Coordinator:
                 self.interrupted(signal.Signals(message["signal"]), f" on host {host}")
             case "leave_now":
                 self.leave_now(signal.Signals(message["signal"]), f" on host {host}")
+            case "broken" if self._elastic is not None and self._elastic.can_lose(self.far.seating.slots_of(host)):
+                self.far.leaves(host, message["text"])
             case "broken":
                 self.broken(f"host {host}: {message['text']}", message["code"])
             case _:

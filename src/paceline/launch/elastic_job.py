@@ -36,6 +36,7 @@ from paceline.elastic.membership import Membership
 from paceline.elastic.slots import PRESENT, Ready, Standing
 from paceline.launch.control_channel import Body, KeyValues
 from paceline.launch.ending import good_end
+from paceline.launch.far_hosts import FarHosts
 from paceline.launch.hands import Hands
 from paceline.launch.stopping import obeyed
 from paceline.launch.verdict import ENDED_WELL, Outcome, Process, happened, judge
@@ -49,6 +50,7 @@ class Chief(Protocol):
 
     processes: list[Process]
     keys: KeyValues
+    far: FarHosts
 
     @property
     def is_over(self) -> bool: ...
@@ -57,11 +59,6 @@ class Chief(Protocol):
     def decide(self, outcome: Outcome) -> None: ...
     def hands_of(self, rank: int) -> Hands: ...
     def all_hands(self) -> Iterable[Hands]: ...
-    def on_hosts(self, slots: Sequence[int]) -> list[tuple[int, int]]:
-        """Each with its host."""
-
-    def out_of_earshot(self) -> Iterable[int]:
-        """The slots on hosts that are silent altogether: what their workers say could not be heard."""
 
 
 class ElasticJob:
@@ -81,7 +78,7 @@ class ElasticJob:
             await asyncio.sleep(TICK_S)
             if not self._chief.is_over:
                 now = self._chief.clock()
-                for slot in self._chief.out_of_earshot():
+                for slot in self._chief.far.out_of_earshot():
                     self.membership.count_anew(slot, now)
                 self._carry_out(self.membership.tick(now))
                 self._dismiss_servers(now)
@@ -185,6 +182,9 @@ class ElasticJob:
         self._remember(process, by_code=by_code)
         how = happened(process, self._chief.processes, where=members.where)
         self._lose(process, members.died(slot, how, self._chief.clock(), by_code=by_code))
+        far = self._chief.far
+        if (there := far.neighbours(slot)) and (why := members.places.why_idle(there)):
+            far.send_away(far.host_of(slot), f"none of its workers can join ({why})")
         return True
 
     def _server_exited(self, process: Process) -> bool:
@@ -197,14 +197,18 @@ class ElasticJob:
         self._carry_out(decisions)
         return process.lost and bool(members.members)
 
-    def host_lost(self, host: int, slots: Sequence[int], why: str) -> bool:
+    def can_lose(self, slots: Sequence[int]) -> bool:
+        """Whether the job goes on without the host of these slots."""
         members = self.membership
         is_missed = not members.running and any(members.slots[slot].standing in PRESENT for slot in slots)
-        if is_missed or self._chief.is_over:
+        return not is_missed and not self._chief.is_over
+
+    def host_lost(self, host: int, slots: Sequence[int], why: str) -> bool:
+        if not self.can_lose(slots):
             return False
         for slot in slots:
             self._chief.processes[slot].lost = True
-        self._carry_out(members.host_lost(slots, f"host {host} is lost ({why})", self._chief.clock()))
+        self._carry_out(self.membership.host_lost(slots, f"host {host} is lost ({why})", self._chief.clock()))
         return True
 
     def make_room(self, size: int) -> None:
@@ -328,7 +332,11 @@ class ElasticJob:
         self._chief.keys.clear()
         for hands in self._chief.all_hands():
             hands.empty_vault()
-        self._starters = None if len(members) == len(self.membership.slots) else self._chief.on_hosts(members)
+        self._starters = (
+            None
+            if len(members) == len(self.membership.slots)
+            else [(slot, self._chief.far.host_of(slot)) for slot in members]
+        )
         for slot in (*members, *self.membership.servers.here):
             process = self._chief.processes[slot]
             if process.ended or (process.lost and process.pid is None):

@@ -16,6 +16,7 @@ from paceline.launch.hands import FarHands, Hands
 from paceline.launch.hosts import Guest, Seat
 from paceline.launch.pulse import Pulse
 from paceline.launch.sealed_link import SealedLink
+from paceline.launch.verdict import NO_MEETING, Outcome
 
 
 class FarHosts:
@@ -27,6 +28,7 @@ class FarHosts:
         self._links: dict[int, SealedLink] = {}
         self._hands: dict[int, FarHands] = {}
         self._pulses: dict[int, Pulse] = {}
+        self._sent_away: dict[int, str] = {}
         for host, guest in guests.items():
             self.add(host, guest.link)
 
@@ -58,7 +60,19 @@ class FarHosts:
                 obey(message)
         except WorldError as error:
             return str(error)
+        if host in self._sent_away:
+            return self._sent_away.pop(host)
         return pulse.silence if pulse is not None and pulse.silence else "its supervisor went away without a word"
+
+    def send_away(self, host: int, why: str) -> None:
+        """None of its workers is of use, but it may be started again."""
+        self.leaves(host, why)
+        said = f"paceline: this host is sent away: {why}; mend that, and start it again"
+        self._links[host].send({"kind": "outcome", **Outcome(NO_MEETING, (said,)).as_message()})
+
+    def leaves(self, host: int, why: str) -> None:
+        """It has said why, and will be gone in a moment."""
+        self._sent_away[host] = why
 
     def tell(self, message: Body) -> None:
         for link in self._links.values():
@@ -75,7 +89,13 @@ class FarHosts:
     def host_of(self, slot: int) -> int:
         return self.seating.host_of(slot) if slot < self.seating.size else 0
 
+    def neighbours(self, slot: int) -> Sequence[int]:
+        """The slots of its host, if that is another than this."""
+        host = self.host_of(slot)
+        return self.seating.slots_of(host) if host else ()
+
     def out_of_earshot(self) -> list[int]:
+        """The slots on hosts that are silent altogether: what their workers say could not be heard."""
         late = [host for host, pulse in self._pulses.items() if pulse.is_late]
         return [slot for host in late for slot in self.seating.slots_of(host)]
 
