@@ -116,10 +116,15 @@ def test_states_survive_the_wire_with_everything_that_optimizers_keep() -> None:
         {"step": torch.tensor(3.0), "exp_avg": torch.randn(5), "low": torch.randn(2).bfloat16()},
         {"momentum_buffer": None, "mu": 0.1, "count": 7, "flag": True},
         {},
+        {
+            "odd": torch.randn(1001).bfloat16(),
+            "wide": torch.randn(3, 50, dtype=torch.float64),
+            "mask": torch.ones(77) > 0,
+        },
     ]
     back = unpack_states(pack_states(states))
     assert [state.keys() for state in back] == [state.keys() for state in states]
-    assert all(torch.equal(back[0][name], value) for name, value in states[0].items())
+    assert all(torch.equal(back[n][name], value) for n in (0, 3) for name, value in states[n].items())
     assert back[1] == states[1]
 
 

@@ -3,19 +3,21 @@
     key 0: [state of each piece] ┐                              ┌ weight: {"step": 7, "exp_avg": (6, 4096)}
     key 1: [state of each piece] ┴── whole_states / of_keys ──► ┴ bias:   {"step": 7, "exp_avg": (6,)}
 
-One key's state travels as bytes: tensors as safetensors, the rest (names, numbers, None) as JSON among them.
+One key's state travels as bytes:
+
+    8 bytes: length of the head │ head, JSON: the tree, and of each tensor its type, shape and place │ tensors, aligned
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from math import prod
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load, save
 from torch import Tensor
 
+from paceline.checkpoint.tensor_file import DTYPES, code_of
 from paceline.checkpoint.tree import flatten, unflatten
 from paceline.errors import CheckpointError
 from paceline.optim.piece_state import State, gather_state, scatter_state
@@ -23,24 +25,49 @@ from paceline.parameter_server.key_ranges import KeyTable
 from paceline.sharding.flat_layout import Piece
 from paceline.sharding.slices import Slices
 
-_TREE = "$tree"
+_ALIGN = 64
+_LENGTH = 8  # bytes that say how long the head is
 
 
 def pack_states(states: Sequence[State]) -> Tensor:
+    """One copy of each tensor: an elastic job asks for all of it in every round."""
     tree, leaves = flatten(list(states))
-    tensors = {name: leaf.detach().cpu().contiguous() for name, leaf in leaves.items() if isinstance(leaf, Tensor)}
-    tensors[_TREE] = torch.frombuffer(bytearray(json.dumps(tree).encode()), dtype=torch.uint8)
-    return torch.frombuffer(bytearray(save(tensors)), dtype=torch.uint8)
+    rows, parts, end = [], [], 0
+    for path, leaf in leaves.items():
+        assert isinstance(leaf, Tensor)
+        flat = leaf.detach().contiguous().view(-1).view(torch.uint8)
+        rows.append([path, code_of(leaf.dtype, path), list(leaf.shape), end])
+        parts.append((end, flat))
+        end += _aligned(flat.numel())
+    head = json.dumps([tree, rows]).encode()
+    data = _aligned(_LENGTH + len(head))
+    packed = torch.zeros(data + end, dtype=torch.uint8)
+    packed[:_LENGTH].view(torch.int64)[0] = len(head)
+    packed[_LENGTH : _LENGTH + len(head)] = torch.frombuffer(bytearray(head), dtype=torch.uint8)
+    for start, flat in parts:
+        packed[data + start : data + start + flat.numel()].copy_(flat)
+    return packed
 
 
 def unpack_states(packed: Tensor) -> list[State]:
+    """Without a copy: the tensors lie in what was packed."""
     try:
-        tensors = load(packed.numpy().tobytes())
-        tree = json.loads(tensors.pop(_TREE).numpy().tobytes())
+        length = int(packed[:_LENGTH].view(torch.int64)[0])
+        tree, rows = json.loads(packed[_LENGTH : _LENGTH + length].numpy().tobytes())
+        data = packed[_aligned(_LENGTH + length) :]
+        tensors = {path: _tensor(data, DTYPES[code], shape, start) for path, code, shape, start in rows}
         states: list[State] = unflatten(tree, tensors)
-    except (SafetensorError, ValueError, KeyError, TypeError) as error:
+    except (RuntimeError, ValueError, KeyError, TypeError, IndexError) as error:
         raise CheckpointError(f"a key's optimizer state can't be read: {type(error).__name__}: {error}") from error
     return states
+
+
+def _tensor(data: Tensor, dtype: torch.dtype, shape: Sequence[int], start: int) -> Tensor:
+    return data[start : start + prod(shape) * dtype.itemsize].view(dtype).view(list(shape))
+
+
+def _aligned(size: int) -> int:
+    return -(-size // _ALIGN) * _ALIGN
 
 
 def whole_states(table: KeyTable, by_key: Mapping[int, Sequence[State]], parameters: Sequence[Tensor]) -> list[State]:
