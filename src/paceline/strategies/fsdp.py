@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 from weakref import proxy
 
@@ -37,7 +37,8 @@ from paceline.sharding.flat_layout import Piece
 from paceline.sharding.shards import Shards, cut_buckets
 from paceline.sharding.slices import Slices
 from paceline.strategies.distant_gradient import DistantGradient
-from paceline.strategies.fsdp_models import ShardedModels, ShardedUnit
+from paceline.strategies.fsdp_gradients import UnitGradients
+from paceline.strategies.fsdp_models import ShardedModels
 from paceline.strategies.fsdp_norms import BlockNorms
 from paceline.strategies.fsdp_rows import RowShards
 from paceline.strategies.fsdp_units import Units
@@ -52,17 +53,6 @@ from paceline.strategies.weight_gather import WeightGather
 from paceline.world.lanes import strided_lanes
 
 BUCKETS_UNDER_WAY = 2  # as many full ones, in bytes; then backward waits for the first to arrive
-
-
-@dataclass
-class _UnitGradient:
-    """What one unit's backward has left so far in a lane."""
-
-    rows: RowShards
-    flat: Tensor | None = None
-    seen: set[int] = field(default_factory=set)  # parameters, by id, with a gradient since torch last handed one over
-    complete: bool = False  # of this item
-    forwards: int = 0  # in this item
 
 
 class Fsdp(WeightsInTheModel):
@@ -83,7 +73,8 @@ class Fsdp(WeightsInTheModel):
         held = [] if models is None else [parameter for unit in models.units for parameter in unit.parameters]
         self._index = {id(parameter): number for number, parameter in enumerate(self.parameters)}
         self.frozen: Sequence[Parameter] = [parameter for parameter in held if id(parameter) not in self._index]
-        self._units = self._trained_units()
+        unit_rows = self._trained_rows()
+        self._trained_units = len(unit_rows)
         here = proxy(self)  # so that nothing here outlives it
         # They leave after the units: in between, every worker's backward would have to finish both in the same order.
         self._rest = GradientBuckets(
@@ -98,22 +89,29 @@ class Fsdp(WeightsInTheModel):
         )
         uncut = {number for number, (_, p) in enumerate(whole) if not in_logical_order(p)}
         rest = cut_buckets([sums.bucket for sums in self._rest.sums], parts.workers, uncut)
-        shards = Shards(parts.workers, (*(unit.rows for unit in self._units.values()), *rest.buckets))
+        shards = Shards(parts.workers, (*unit_rows.values(), *rest.buckets))
         self._pieces = OwnPieces(self._named, shards, parts.rank, keep=self._keep)
         self._sums = OwnerSums(parts.exchange, parts.rank, shards.buckets, BUCKETS_UNDER_WAY * job.bucket_bytes)
+        self._units: UnitGradients | None = None
+        if models is not None:
+            rounded = job.precision.lanes_rounded_to
+            self._units = UnitGradients(
+                models, unit_rows, self._index, self._sums, overlap=job.overlap, rounded_to=rounded
+            )
         self._norms = BlockNorms(shards.owners, parts.comm)
         self._distant = [DistantGradient.of(parameter, name, parts.name) for name, parameter in self._named]
         self._gathers: dict[int, WeightGather] = {}
-        self._used = [False] * len(self.parameters)
-        self._armed = False
-        self._left = 0
-        self.left_during_backward = 0
+        self._used: Sequence[bool] = [False] * len(self.parameters)  # in the step, by any worker
 
-    def _trained_units(self) -> dict[int, _UnitGradient]:
-        """By the units' numbers, those with a parameter that is updated here."""
+    @property
+    def left_during_backward(self) -> int:
+        return 0 if self._units is None else self._units.left_during_backward
+
+    def _trained_rows(self) -> dict[int, RowShards]:
+        """By the units' numbers, of those with a parameter that is updated here."""
         units = [] if self._models is None else self._models.units
         rows = {unit.number: unit.rows(self._index) for unit in units}
-        return {number: _UnitGradient(found) for number, found in rows.items() if found is not None}
+        return {number: found for number, found in rows.items() if found is not None}
 
     def _keep(self, parameter: Parameter, piece: Piece) -> Tensor:
         if self._models is None or not self._models.holds(parameter):
@@ -134,13 +132,11 @@ class Fsdp(WeightsInTheModel):
             self._parts.masters.look(self._pieces)
         self._rest.start_step(plan)
         self._sums.start(*self._shipments(plan))
-        self._used = [False] * len(self.parameters)
-        self.left_during_backward = 0
-        if self._models is not None:
+        if self._models is not None and self._units is not None:
             self._models.check_untouched()
             self._models.drop_gradients()
             self._models.round_frozen()
-            self._models.on_gradient, self._models.on_seen = self._take, self._saw
+            self._units.start_step()
             for piece, rows in self._pieces.tensors.items():
                 name, parameter = self._named[piece.parameter]
                 if self._models.holds(parameter):
@@ -151,107 +147,27 @@ class Fsdp(WeightsInTheModel):
         return shipments_by_lane(plan), plan.present[0]
 
     def start_backward(self, place: ItemPlace, *, last: bool) -> None:
-        self._place, self._last = place, last
-        self._armed = True
-        self._left = 0
         self._rest.start_backward(place, last=last)
-        if self._models is not None:
-            self._models.watch()
-            for unit in self._models.units:
-                if unit.number in self._units:
-                    gradient = self._units[unit.number]
-                    gradient.complete, gradient.forwards = False, max(gradient.forwards, unit.forwards)
+        if self._units is not None:
+            self._units.start_backward(place, last=last)
 
     def finish_backward(self, place: ItemPlace) -> None:
-        self._armed = False
-        if self._models is not None:
-            self._models.drop_gradients()
-        if place.last_of_lane:
-            self._ship_units(len(self._units))
-        for unit in self._units.values():
-            unit.forwards = 0
-            unit.seen.clear()
+        if self._units is not None:
+            self._units.finish_backward(place)
         self._rest.finish_backward(place)
         if place.last_of_lane and place.shadow:
             for number in range(len(self._rest.sums)):
                 self._ship_rest(number, {})
 
     def skip(self, place: ItemPlace) -> None:
-        if self._models is not None:
-            how = "in the middle of its" if self._armed else "without"
+        if self._units is not None:
+            how = "in the middle of its" if self._units.armed else "without"
             raise LoopError(
                 f"lane {place.lane} was left {how} engine.backward(): under strategy={self._parts.name!r} every "
                 "worker runs forward and backward of every item, since all gather weights there, and others would wait "
                 "for this one. To leave an item out, call engine.backward(loss, weight=0)"
             )
-        self._armed = False
         self._rest.skip(place)
-
-    # -- gradients of units ------------------------------------------------------------------------------------------
-
-    def _saw(self, parameter: Parameter) -> None:
-        """Autograd has finished a gradient of the parameter."""
-        number, unit = self._index.get(id(parameter)), self._models and self._models.unit_of(parameter)
-        if not self._armed or not unit or unit.number not in self._units:
-            return
-        self._units[unit.number].seen.add(id(parameter))
-        if number is not None and not self._place.shadow:
-            self._used[number] = True
-
-    def _take(self, unit: ShardedUnit, flat: Tensor) -> None:
-        """torch hands over what a unit's backward has left; where a unit ran several times it does so each time."""
-        assert self._models is not None
-        gradient = self._units.get(unit.number)
-        if not self._armed or gradient is None or self._place.shadow or not gradient.seen:
-            self._models.take_back(flat)
-        else:
-            self._add(unit, gradient, flat)
-        if gradient is not None and self._armed and self._last and gradient.forwards <= 1:
-            gradient.complete = True
-            if self._place.last_of_lane and self._parts.job.overlap:
-                self._ship_units(self._ready())
-
-    def _add(self, unit: ShardedUnit, gradient: _UnitGradient, flat: Tensor) -> None:
-        assert self._models is not None
-        if gradient.complete:
-            raise LoopError(
-                f"unit {type(unit.module).__name__!r} got a second gradient after its first had left; when an item has "
-                "several backward passes, all but the last need engine.backward(loss, last=False)"
-            )
-        if flat.numel() != gradient.rows.bucket.elements:  # torch leaves out what got no gradient
-            there = [id(parameter) in gradient.seen for parameter in unit.trained]
-            given, flat = flat, gradient.rows.spread(flat, there, self._models.room(gradient.rows))
-            self._models.take_back(given)
-        gradient.seen.clear()
-        if gradient.flat is None:
-            gradient.flat = flat
-        else:
-            gradient.flat.add_(flat)
-            self._models.take_back(flat)
-
-    def _ready(self) -> int:
-        """How many of the first units are complete."""
-        return next((place for place, unit in enumerate(self._units.values()) if not unit.complete), len(self._units))
-
-    def _ship_units(self, up_to: int) -> None:
-        """Units leave in the order of their numbers, on every worker alike."""
-        for place, unit in enumerate(list(self._units.values())[self._left : up_to], start=self._left):
-            self.left_during_backward += self._armed
-            self._ship_unit(place, unit)
-        self._left = max(self._left, up_to)
-
-    def _ship_unit(self, place: int, unit: _UnitGradient) -> None:
-        models = self._models
-        assert models is not None
-        if self._place.shadow:
-            self._sums.ship(place, {})
-            return
-        flat, unit.flat = unit.flat, None
-        if flat is None:  # nothing of it was used in this lane
-            flat = models.room(unit.rows).zero_()
-        elif (rounded_to := self._parts.job.precision.lanes_rounded_to) is not None:
-            flat.copy_(flat.to(rounded_to))
-        self._sums.ship(place, {self._place.lane: flat}, give_back=lambda: models.take_back(flat))
 
     def _ship_rest(self, number: int, nodes: dict[int, Tensor]) -> None:
         sums = self._rest.sums[number]
@@ -260,16 +176,16 @@ class Fsdp(WeightsInTheModel):
             for node in nodes.values():
                 sums.give_back(node)
 
-        self._sums.ship(len(self._units) + number, nodes, give_back if sums.takes_at_once else lambda: None)
+        self._sums.ship(self._trained_units + number, nodes, give_back if sums.takes_at_once else lambda: None)
 
     def used(self) -> Sequence[bool]:
-        return [*self._rest.used, *self._used[len(self._rest.used) :]]
+        return [*self._rest.used, *(() if self._units is None else self._units.used[len(self._rest.used) :])]
 
     # -- the update --------------------------------------------------------------------------------------------------
 
     def collect(self, tally: Tally) -> None:
         """The own pieces have their gradients; `.grad` of the parameters says that it has none."""
-        self._used = list(tally.used)
+        self._used = tally.used
         for number, total in enumerate(self._totals()):
             if total is None:
                 continue
