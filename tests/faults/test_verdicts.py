@@ -6,6 +6,8 @@ import signal
 import time
 from pathlib import Path
 
+import pytest
+
 from tests.faults.elastic_jobs import ELASTIC, check_unharmed, hash_undisturbed, run_elastic
 from tests.faults.jobs import processes_in, run_job, started_job
 
@@ -33,6 +35,15 @@ def test_a_flipped_bit_is_found_its_worker_named_and_the_step_done_again(tmp_pat
     job = run_elastic(tmp_path / "job", orders=["flip:rank=2,step=3"])
     check_unharmed(job)
     assert "worker 2's weights differ from those of workers 0, 1 and 3" in job.err, job.text
+
+
+@pytest.mark.parametrize("strategy", ["zero2", "zero3"])
+def test_a_flipped_bit_in_a_part_that_only_one_has_is_found_by_that_one(strategy: str, tmp_path: Path) -> None:
+    orders = ["flip:rank=2,step=3"]
+    job = run_elastic(tmp_path / "job", f"--strategy {strategy}", "--second-opinion 100", orders=orders)
+    check_unharmed(job)
+    assert "worker 2 raised ReplicaError in step 3: worker 2: its part of the weights" in job.err, job.text
+    assert "between the updates of steps 2 and 3, where nothing writes to it" in job.err, job.text
 
 
 def test_the_coordinators_death_takes_all_with_it_and_a_restart_has_the_same_bits(tmp_path: Path) -> None:

@@ -63,13 +63,20 @@ def main() -> None:
     parser.add_argument("--step-s", type=float, default=0.0, help="how long a step takes at least")
     parser.add_argument("--run-dir", type=Path, default=Path("run"), help="of checkpoints and the record of samples")
     parser.add_argument("--sums-on-servers", action="store_true", help="parameter_server whose servers only add")
+    parser.add_argument("--second-opinion", type=int, help="steps from one to the next whose lanes are computed twice")
     parser.add_argument("--await-joiner", help="SLOT-INCARNATION: the others don't end before it stands at the loop")
     asked = parser.parse_args()
     slot = int(os.environ["PACELINE_RANK"])  # the engine's rank is another: its place among those that are left
 
     strategy = ParameterServer(mode="aggregate") if asked.sums_on_servers else None
 
-    with paceline.Engine(device="cpu", bucket_mib=0.001, record_samples=asked.run_dir, strategy=strategy) as engine:
+    with paceline.Engine(
+        device="cpu",
+        bucket_mib=0.001,
+        record_samples=asked.run_dir,
+        strategy=strategy,
+        second_opinion=asked.second_opinion,
+    ) as engine:
         elastic = engine.world.elastic
         if engine.world.is_server and elastic is not None and elastic.joins:
             Path(f"stands-{slot}-{elastic.incarnation}").touch()

@@ -20,6 +20,7 @@ import mmap
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
+from itertools import compress
 from math import prod
 from pathlib import Path
 from typing import Any, Protocol
@@ -35,6 +36,7 @@ from paceline.elastic.slots import named
 from paceline.elastic.state_number import all_said, said
 from paceline.elastic.vault_layout import ALIGN, Gathered, Layout, with_values
 from paceline.errors import CheckpointError
+from paceline.sharding.slices import Slices
 
 MAGIC = 0x7661_756C_7431  # "vault1"
 PAGE = 4096
@@ -51,6 +53,8 @@ class Vault:
         self.folder, self.slot = folder, slot
         self.bytes = 0
         """Of tensors, written in each step."""
+        self.only_here: list[Tensor] = []
+        """Of what was written last that which no other worker has, where it lies."""
         self._layout: Layout | None = None
         self._files: list[_WrittenFile | None] = [None, None]
         self._steps = [step_in(path) for path in paths_of(folder, slot)]  # a worker before this one may have been here
@@ -69,7 +73,10 @@ class Vault:
         turn = turn_of(self._steps, step)
         self._steps[turn] = None
         file = self._file(turn, layout, len(values))
-        file.write(step, values, layout.sources(found.leaves))
+        sources = layout.sources(found.leaves)
+        file.write(step, values, sources)
+        only_here = [isinstance(found.leaves[part.leaf], Slices) for part in layout.parts]
+        self.only_here = list(compress(sources, only_here))
         self._steps[turn] = step
         self._forget_later_than(step, 1 - turn)
 

@@ -29,6 +29,7 @@ from paceline.engine.process_facts import facts_of_process
 from paceline.engine.replaying_source import ReplayingSource
 from paceline.engine.replicas import check_same_models, parameter_names
 from paceline.engine.saved_state import job_facts
+from paceline.engine.seal import Seal
 from paceline.engine.second_opinion import SecondOpinion, check_second_opinion
 from paceline.engine.sources import as_loader, make_source
 from paceline.engine.stop_signals import StopSignals
@@ -113,6 +114,8 @@ class Preparation:
         if group.elastic is None:  # otherwise READY has said it
             own.step.on_step = self._loop.tell_step
         own.step.lost = group.lost
+        if group.elastic is not None and self._opinion is not None:
+            group.elastic.seal = Seal(group.world.name)
         own.step.commit_with(group.elastic)
         for optimizer in own.optimizers:
             let_optimizer_act_once(optimizer, own.step)

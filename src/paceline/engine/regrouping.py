@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 
 from paceline.checkpoint.manifest import size_text
 from paceline.checkpoint.tensor_file import DTYPES, code_of
@@ -29,6 +30,7 @@ from paceline.elastic.member import Generation, Member
 from paceline.elastic.state_number import LAST_UPDATE, laid_out, numbered
 from paceline.elastic.vault import Vault, VaultState, read
 from paceline.engine.host_copies import HostCopies, Offer, on_hosts
+from paceline.engine.seal import Seal
 from paceline.errors import CheckpointError, PacelineError, PeerLostError, StateLostError
 from paceline.world.world import World
 
@@ -119,6 +121,7 @@ class Elastic:
         self._writers: tuple[int, ...] = ()  # of it, in rank order
         self._tried = member.now.number
         self._said_what_it_costs = seat.elastic.joins
+        self.seal: Seal | None = None
         self.loop_is_over = self.left_early = False  # this worker has joined others that have just left their loop
 
     # -- committing --------------------------------------------------------------------------------------------------
@@ -162,6 +165,14 @@ class Elastic:
             f"paceline: elastic: each worker keeps {each} of the state in {where}{more} and writes it in every step"
         )
 
+    def check_part(self, step: int) -> None:
+        if self.seal is not None:
+            self.seal.check(step)
+
+    @property
+    def part(self) -> Sequence[Tensor]:
+        return () if self.seal is None else self.seal.part
+
     def ends_updates(self, step: int) -> None:
         """A step of several updates is over: others may join here, and not between two of them."""
         self.commits(step, LAST_UPDATE, check=0)
@@ -176,6 +187,8 @@ class Elastic:
         tree = {} if parts.replicated else parts.tensors()
         own = self._places() if parts.takes_places else None
         self._vault.write(number, tree, rank=members.index(self.member.slot), size=len(members), own=own)
+        if self.seal is not None:
+            self.seal.put(number, self._vault.only_here)
         if self._copies is not None:
             self._copies.keep(number)
 
@@ -217,6 +230,8 @@ class Elastic:
     def start_over(self) -> None:
         """Go on with the workers that the coordinator names, from the last committed step."""
         why = "its group is over"
+        if self.seal is not None:
+            self.seal.forget()
         while True:
             generation = self.member.next_generation(self._tried, why)
             self._tried = generation.number

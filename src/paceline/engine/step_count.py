@@ -8,7 +8,10 @@ A step counts when its update is one of the job's: at once, or in an elastic job
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
+
+from torch import Tensor
 
 from paceline.elastic.fault_injection import fault_point
 from paceline.engine.step_so_far import StepSoFar
@@ -26,6 +29,15 @@ class Commitment(Protocol):
 
     def commits(self, step: int, update: int, *, check: int) -> bool:
         """False: the workers have changed, and the step is to be done again."""
+        ...
+
+    def check_part(self, step: int) -> None:
+        """That this worker's part of the state is what the last update left."""
+        ...
+
+    @property
+    def part(self) -> Sequence[Tensor]:
+        """Those of it that are watched."""
         ...
 
 

@@ -95,12 +95,17 @@ class StepWork:
         )
         begin_step(before + 1)
         for fault in flips_due(before + 1):
-            flip_a_bit(fault.tensor, [(self.strategies.name_of(p), p) for p in active.parameters])
+            flip_a_bit(fault.tensor, self._could_flip(active))
         self.now.watched = self.passes.watch(active, before)
         active.start_step(before, plan)
         self.buffers.start_step()
         if remade or not self.box.watching:
             self.box.watch([(self.strategies.name_of(p), p) for p in active.replicas])
+
+    def _could_flip(self, active: Strategy) -> list[tuple[str, Tensor]]:
+        """What a bit may be flipped in: parameters, or where this worker has no whole ones its part of them."""
+        part = () if active.replicas or self._count.commitment is None else self._count.commitment.part
+        return [("", tensor) for tensor in part] or [(self.strategies.name_of(p), p) for p in active.parameters]
 
     def start_item(self, item: WorkItem) -> None:
         """The lane's buffers and random stream are in place when the body runs."""
@@ -179,6 +184,8 @@ class StepWork:
         """Tell and hear the ballots, then let the strategy make the step's gradient; False: another pass is wanted."""
         active, now = self.strategy(), self.now
         agreed = now.agreement is Agreement.NOW
+        if self._count.commitment is not None:
+            self._count.commitment.check_part(self._count.round)
         ballot = self._ballot(active)
         fault_point("exchange", self._count.round)
         ballots = self.box.cast(ballot) if agreed else [ballot]
