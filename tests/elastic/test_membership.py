@@ -608,6 +608,21 @@ def test_state_that_is_lost_with_a_host_is_begun_anew_by_the_others() -> None:
     assert ready(members, (0, 1, 4, 5), 1) == [Commit(1, 0, 1, (0, 1, 4, 5))]
 
 
+def test_a_host_that_is_lost_while_others_start_anew_is_done_without_too() -> None:
+    members = Membership(3, Rules())
+    assert not members.can_lose([2]), "the first start is the launcher's to judge"
+    members = job(3)
+    members.host_lost([2], "host 2 is lost", 0.0)
+    members.state_lost(0, 2, "a part is lost")
+    members.entered(0, 1, 0, FACTS, 0.0)
+    assert members.can_lose([1])
+    (said, anew) = members.host_lost([1], "host 1 is lost", 0.0)
+    told = "host 1 is lost: the 1 worker of the hosts that are left starts anew (2 of at most 3 times)"
+    assert (said, anew) == (Say(told), StartAnew(2, (0,)))
+    members.entered(0, 1, 0, FACTS, 0.0)
+    assert ready(members, [0], 1) == [Commit(1, 0, 1, (0,))]
+
+
 def test_fewer_than_min_workers_do_not_start_anew() -> None:
     members = job(4, Rules(min_workers=2))
     members.host_lost([1, 2], "host 1 is lost", 0.0)

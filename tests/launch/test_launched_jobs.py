@@ -252,6 +252,12 @@ def test_a_module_runs_as_main(launch: Start, tmp_path: Path) -> None:
         ("--nnodes 1:2 {me}", 2, "a changing number of hosts is not supported"),
         ("--hosts 2 --host-rank 2 --coordinator 127.0.0.1:1 --secret-file {me} {me}", 2, "--host-rank 2 of --hosts 2"),
         ("--hosts 2 --node_rank 0 {me}", 2, "several hosts need --coordinator"),
+        ("--host-rank 1 {me}", 2, "several hosts need --coordinator"),
+        (
+            "--workers 2 --max-workers 4 --coordinator 127.0.0.1:1 --secret-file {me} {me}",
+            2,
+            "--max-workers 4, but 2 lanes; every worker rides at least one: use --lanes 4 or more",
+        ),
         ("--hosts 2 --node-rank 0 --master-addr 127.0.0.1 {me}", 2, "several hosts need a secret"),
         ("--hosts 2 --host-rank 0 --coordinator 127.0.0.1 --secret-file {me} {me}", 2, "is not ADDRESS:PORT"),
         (

@@ -205,7 +205,8 @@ def _accelerators() -> int:
 def _host_count(text: str) -> int:
     fewest, colon, most = text.partition(":")
     if colon and fewest != most:
-        raise LaunchError(f"--hosts {text}: a changing number of hosts is not supported; give one number")
+        raise LaunchError(f"--hosts {text}: a changing number of hosts is not supported; give the number that the job "
+                          "starts with. Further ones join an elastic job while --max-workers allows it")  # fmt: skip
     if not fewest.isdecimal() or int(fewest) < 1:
         raise LaunchError(f"--hosts {text!r} is not a number of hosts, such as 2")
     return int(fewest)

@@ -318,10 +318,17 @@ class Membership:
         """The job was asked to stop, and it did: nobody regroups any more, and only the stop has a deadline."""
         self._leaving = self._leaving or self.slots[slot].standing is Standing.MEMBER
 
+    def can_lose(self, slots: Collection[int]) -> bool:
+        """Whether their host may go: at the first start all are waited for, and a fault is the launcher's to judge."""
+        missed = any(self.slots[number].standing in PRESENT for number in slots)
+        return not self.over and (self.running or self._starts > 0 or not missed)
+
     def host_lost(self, slots: Collection[int], why: str, now: float) -> list[Decision]:
         """All at once; nobody can be started there any more."""
         there = [(number, f"{number} went with it") for number in slots if self.slots[number].standing in PRESENT]
         self.places.go(slots)
+        if there and not self.running:
+            return self._start_anew(why)
         decided = self._drop(there, now, said=why)
         for number in slots:
             if self.slots[number].standing is not Standing.FINISHED:
@@ -431,7 +438,8 @@ class Membership:
         members = self.places.begin_anew()
         self.servers = self.servers.anew()
         self._main = members[0]
-        who = "all start" if here == len(self.slots) else f"the {workers(here)} of the hosts that are left start"
+        left = f"the {workers(here)} of the hosts that are left start{'s' if here == 1 else ''}"
+        who = "all start" if here == len(self.slots) else left
         said = f"{what}: {who} anew ({self._starts} of at most {MOST_STARTS} times)"
         return [Say(said), StartAnew(self._starts, members)]
 

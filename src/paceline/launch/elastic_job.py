@@ -33,7 +33,7 @@ from paceline.elastic.decisions import (
 )
 from paceline.elastic.ledger import Ledger, Row
 from paceline.elastic.membership import Membership
-from paceline.elastic.slots import PRESENT, Ready, Standing
+from paceline.elastic.slots import Ready, Standing
 from paceline.launch.control_channel import Body, KeyValues
 from paceline.launch.ending import good_end
 from paceline.launch.far_hosts import FarHosts
@@ -199,15 +199,14 @@ class ElasticJob:
 
     def can_lose(self, slots: Sequence[int]) -> bool:
         """Whether the job goes on without the host of these slots."""
-        members = self.membership
-        is_missed = not members.running and any(members.slots[slot].standing in PRESENT for slot in slots)
-        return not is_missed and not self._chief.is_over
+        return self.membership.can_lose(slots) and not self._chief.is_over
 
     def host_lost(self, host: int, slots: Sequence[int], why: str) -> bool:
         if not self.can_lose(slots):
             return False
         for slot in slots:
             self._chief.processes[slot].lost = True
+            self._to_start.pop(slot, None)
         self._carry_out(self.membership.host_lost(slots, f"host {host} is lost ({why})", self._chief.clock()))
         return True
 
