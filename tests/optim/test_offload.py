@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from paceline import Engine, World
-from paceline.engine import engine as engine_module
+from paceline.engine import arguments
 from paceline.errors import ConfigError
 from paceline.optim.offload import Offload, check_offload
 from tests.bits.programs import gan, gpt, wide
@@ -23,7 +23,7 @@ from tests.workers import hashes, run_workers
 
 def offloaded(world: World, *, run: Callable[..., Any], offload: str = "optimizer", **job: Any) -> Any:
     """On the CPU there is nothing to gain, so it is refused; it can be done all the same, to compare bits."""
-    engine_module.check_offload = lambda *_: None
+    arguments.check_offload = lambda *_: None
     return run(world, offload=offload, **job)
 
 

@@ -20,8 +20,7 @@ from torch._C._distributed_c10d import FileStore, PrefixStore
 from torch.utils.data import DataLoader, TensorDataset
 
 from paceline import Engine, World
-from paceline.engine import engine as engine_module
-from paceline.engine import surroundings
+from paceline.engine import preparation, surroundings
 from paceline.engine.strategy_table import StrategyTable
 from paceline.engine.surroundings import connect_workers
 from paceline.errors import ConfigError
@@ -41,7 +40,7 @@ def begun(world: World, **job: Any) -> Engine:
     elastic, job_of = replace(world, elastic=Elasticity()), engine._preparation.job
     if engine._group.comm is not None:
         engine._group.comm._world, engine._group.comm._elastic = elastic, True
-    engine_module.check_memory = lambda *_: None  # regrouping does not ask whether what is left would be a good start
+    preparation.check_memory = lambda *_: None  # regrouping does not ask whether what is left would be a good start
     engine._preparation.job = lambda: replace(job_of(), world=elastic)  # type: ignore[method-assign]
     return engine
 

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from paceline import Engine, World
-from paceline.engine import engine as engine_module
+from paceline.engine import arguments
 from paceline.errors import ConfigError
 from paceline.optim.offload import HOST, Lift
 from paceline.strategies.released_parameter import is_released
@@ -61,7 +61,7 @@ def test_a_model_of_the_meta_device_is_filled_on_its_way_to_the_host(precision: 
 
 def looks(world: World, *, precision: str) -> dict[str, Any]:
     """What lies where between two steps, and a change by load_state_dict."""
-    engine_module.check_offload = lambda *_: None
+    arguments.check_offload = lambda *_: None
     with Engine(world=world, strategy="zero3", offload="parameters", bucket_mib=0.01, precision=precision) as engine:
         model: nn.Module = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -113,7 +113,7 @@ def test_without_streams_a_lift_copies_at_once() -> None:
 
 def lands(world: World, *, lanes: int) -> tuple[int, int, int, list[int]]:
     """Buckets, those that had left for the host when backward was nearly done, all that did, what the device keeps."""
-    engine_module.check_offload = lambda *_: None
+    arguments.check_offload = lambda *_: None
     with Engine(world=world, strategy=SHARDS, offload="optimizer", bucket_mib=0.01, lanes=lanes) as engine:
         model: nn.Module = nn.Sequential(*(nn.Linear(64, 64) for _ in range(6)))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
