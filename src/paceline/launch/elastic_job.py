@@ -331,11 +331,8 @@ class ElasticJob:
         self._chief.keys.clear()
         for hands in self._chief.all_hands():
             hands.empty_vault()
-        self._starters = (
-            None
-            if len(members) == len(self.membership.slots)
-            else [(slot, self._chief.far.host_of(slot)) for slot in members]
-        )
+        # Said even where it is everybody: hosts have joined since, of which the others' seats know nothing.
+        self._starters = [(slot, self._chief.far.host_of(slot)) for slot in members]
         for slot in (*members, *self.membership.servers.here):
             process = self._chief.processes[slot]
             if process.ended or (process.lost and process.pid is None):
