@@ -258,6 +258,20 @@ def test_who_is_silent_is_not_judged_while_others_end_as_they_were_asked_to() ->
     within(story)
 
 
+def test_a_stopped_job_does_not_wait_for_workers_of_a_host_that_is_lost() -> None:
+    async def story() -> None:
+        job = Job(3)
+        assert job.coordinator._elastic is not None
+        assert job.coordinator._elastic.host_lost(1, [2], "its supervisor went away")
+        job.coordinator.interrupted(signal.SIGTERM)
+        for slot in (0, 1):
+            job.coordinator.exited(slot, -signal.SIGTERM)
+        assert (await asyncio.wait_for(job.coordinator.outcome, 5)).lines == ("paceline: stopped by SIGTERM",)
+        await job.coordinator.close()
+
+    within(story)
+
+
 def test_whoever_waits_for_a_key_of_an_older_generation_hears_that_it_is_over() -> None:
     async def story() -> None:
         keys = KeyValues()

@@ -73,7 +73,8 @@ def obeyed(process: Process) -> bool:
 
 
 def still_there(processes: Sequence[Process]) -> list[Process]:
-    return [process for process in processes if not process.is_server and not process.ended]
+    """Those whose end is waited for; one that is lost may be on a host that is gone, and tell nobody of its own."""
+    return [process for process in processes if not (process.is_server or process.ended or process.lost)]
 
 
 def cut_short(request: Request, processes: Sequence[Process], *, late: Sequence[Process] = ()) -> Outcome:
