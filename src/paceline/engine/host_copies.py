@@ -90,6 +90,12 @@ class HostCopies:
         for keeper in self._keepers:
             push_copy(self._vault, number, keeper)
 
+    def renew(self, number: int) -> None:
+        """The same where hosts have come or gone since it was written."""
+        for keeper in self._keepers:
+            if number not in keeper.steps_of(self._vault.slot):
+                push_copy(self._vault, number, keeper)
+
     def read(self, number: int, writers: Sequence[int]) -> VaultState:
         """The state that these slots made together, from wherever it is."""
         found = {slot: self._found(number, slot, rank, len(writers)) for rank, slot in enumerate(writers)}

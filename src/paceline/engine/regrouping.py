@@ -266,6 +266,8 @@ class Elastic:
         state = self._read() if joins or parts.takes_places or not parts.replicated else None
         if state is not None and (joins or not parts.replicated):
             parts.put_tensors(state.tree, plain if joins else None)
+        if self._copies is not None and state is not None and not joins and self.member.slot in self._writers:
+            self._copies.renew(self._number)
         places = None
         if state is not None and parts.takes_places:
             places = [state.own[slot][not parts.between_updates] for slot in self._writers]
