@@ -19,7 +19,7 @@ from torch import Tensor
 
 from paceline.checkpoint.load import StoredTensor, whole_tree
 from paceline.elastic import vault
-from paceline.elastic.state_number import LAST_UPDATE, laid_out, numbered, said
+from paceline.elastic.state_number import LAST_UPDATE, entered, laid_out, numbered, said
 from paceline.elastic.vault import Vault, steps_of, turn_of
 from paceline.errors import CheckpointError
 from paceline.sharding.slices import Slices
@@ -280,10 +280,25 @@ def test_a_step_that_a_slot_does_not_have_is_an_error_that_names_both(tmp_path: 
         (numbered(8, 2), "update 2 of step 8"),
         (numbered(8, LAST_UPDATE), "step 8"),
         (laid_out(numbered(7)), "step 7, laid out for those who join"),
+        (entered(7, committed=numbered(7)), "step 7"),
     ],
 )
 def test_people_read_of_steps_and_not_of_numbers(number: int, text: str) -> None:
     assert said(number) == text
+
+
+@pytest.mark.parametrize("committed", [numbered(6), numbered(6, LAST_UPDATE), laid_out(numbered(6))])
+def test_what_a_loop_begins_with_is_kept_beside_what_was_committed_until_the_next_step(
+    committed: int, tmp_path: Path
+) -> None:
+    """Of those who enter one may write while another dies: what they had committed before has to be whole then."""
+    mine = vault.Vault(tmp_path, 0)
+    for number in (numbered(5), committed, begun := entered(6, committed)):
+        mine.write(number, {"w": torch.zeros(9000)}, rank=0, size=1)
+    assert vault.steps_of(tmp_path, 0) == [committed, begun]
+    mine.write(numbered(7), {"w": torch.zeros(9000)}, rank=0, size=1)
+    assert vault.steps_of(tmp_path, 0) == [begun, numbered(7)]
+    assert entered(3, committed) == numbered(3), "an older state was loaded"
 
 
 def test_slots_that_did_not_make_the_step_together_are_refused(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ from paceline.checkpoint.tree import flatten, unflatten
 from paceline.collectives.communicator import Communicator
 from paceline.elastic.fault_injection import fault_point
 from paceline.elastic.member import Generation, Member
-from paceline.elastic.state_number import LAST_UPDATE, laid_out, numbered
+from paceline.elastic.state_number import LAST_UPDATE, entered, laid_out, numbered
 from paceline.elastic.vault import Vault, VaultState, read
 from paceline.engine.host_copies import HostCopies, Offer, on_hosts
 from paceline.engine.seal import Seal
@@ -134,9 +134,11 @@ class Elastic:
         """A loop begins: from here on others can go on where this worker ends."""
         if self._copies is not None and not self._copies.met:
             self._meet(self._parts.told(self._copies.offer()))
-        while not (self._kept(numbered(step)) and self.member.enters(self.loop, step, facts)):
+        number = entered(step, self._number)
+        while not (self._kept(number) and self.member.enters(self.loop, step, facts)):
             self.start_over()
-        self._number, self._writers = numbered(step), self.member.now.members
+            number = entered(step, self._number)
+        self._number, self._writers = number, self.member.now.members
         if self.changed:
             self.start_over()
 
