@@ -254,6 +254,16 @@ def test_a_module_runs_as_main(launch: Start, tmp_path: Path) -> None:
         ("--hosts 2 --node_rank 0 {me}", 2, "several hosts need --coordinator"),
         ("--host-rank 1 {me}", 2, "several hosts need --coordinator"),
         (
+            "--workers 2 --max-workers 4 {me}",
+            2,
+            "--max-workers 4 with --workers 2: further workers come with further hosts, which have to find this one",
+        ),
+        (
+            "--workers 2 --max-workers 4 --servers 1 --coordinator 127.0.0.1:1 --secret-file {me} {me}",
+            2,
+            "no further workers can join a job with server processes",
+        ),
+        (
             "--workers 2 --max-workers 4 --coordinator 127.0.0.1:1 --secret-file {me} {me}",
             2,
             "--max-workers 4, but 2 lanes; every worker rides at least one: use --lanes 4 or more",

@@ -144,7 +144,10 @@ def run(
     host_count: int | None = _host_count(hosts) if hosts is not None else (known.hosts if known is not None else 1)
     if hosts is None and host_count == 1 and host_rank:
         host_count = None  # a job that has its hosts already, or whose first host knows how many there are
-    stays_open = coordinator is not None and max_workers is not None and max_workers > worker_count
+    may_grow = max_workers is not None and max_workers > worker_count
+    stays_open = coordinator is not None and may_grow
+    if host_count == 1 and may_grow:
+        _check_growth(f"--max-workers {max_workers} with --workers {worker_count}", _server_count(servers), stays_open)
     job = Job(
         script=_find(script, arguments or [], module),
         workers=worker_count,
@@ -165,6 +168,19 @@ def run(
         ),
     )
     raise typer.Exit(asyncio.run(supervise(job)))
+
+
+def _check_growth(asked: str, servers: int, stays_open: bool) -> None:
+    if not stays_open:
+        raise LaunchError(
+            f"{asked}: further workers come with further hosts, which have to find this one: give --coordinator "
+            "ADDRESS:PORT and --secret-file, or start with all workers"
+        )
+    if servers:
+        raise LaunchError(
+            f"{asked} and --servers {servers}: no further workers can join a job with server processes; start with "
+            "all workers"
+        )
 
 
 def _find(target: str, arguments: Sequence[str], is_module: bool) -> Script:
