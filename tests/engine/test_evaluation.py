@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from paceline.engine.evaluation import EvaluationLoader, no_rows
+from paceline.engine.evaluation import EvaluationLoader, no_rows, place_of
 from paceline.world.world import ControlSocket, World
 
 Row = tuple[float, float]
@@ -251,3 +251,11 @@ def test_no_rows_are_values_of_the_same_kinds() -> None:
     nothing = no_rows({"matrix": torch.ones(3, 2), "more": (torch.tensor(1.0), [4.0])})
     assert nothing["matrix"].shape == (0, 2)
     assert nothing["more"][0].shape == nothing["more"][1][0].shape == (0,)
+
+
+def test_a_worker_that_has_joined_since_is_found_in_the_same_evaluation_as_the_others() -> None:
+    """It lacks loaders that the others have made evaluations with, and counts on from where they were."""
+    told = (7, [[7, 3]])
+    assert place_of(7, told) == [7, 3]
+    assert place_of(6, told) == (7, 0)  # behind it
+    assert place_of(8, told) == (8, 0)  # before it

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from pathlib import Path
 
+import pytest
+
 from paceline.trainer.integrations.json_lines import rows
 from tests.faults.jobs import run_job
 from tests.faults.trainer_script import EVALUATED, STEPS
@@ -12,10 +14,11 @@ from tests.faults.trainer_script import EVALUATED, STEPS
 SCRIPT = Path(__file__).with_name("trainer_script.py")
 
 
-def test_progress_and_reports_outlive_the_worker_that_makes_them_twice(tmp_path: Path) -> None:
+@pytest.mark.parametrize("arguments", ["", "--resume"])
+def test_progress_and_reports_outlive_the_worker_that_makes_them_twice(arguments: str, tmp_path: Path) -> None:
     """The second time the one that goes on is a replacement."""
     order = "kill:rank=0,step=3,phase=after_commit,incarnation=0"
-    job = run_job(tmp_path, "--workers 2 --elastic", faults=order, script=SCRIPT)
+    job = run_job(tmp_path, "--workers 2 --elastic", arguments, faults=order, script=SCRIPT)
     assert job.code == 0, job.text
     logged = rows(tmp_path / "run/metrics.jsonl")
     assert [row["step"] for row in logged if "loss" in row] == list(range(1, STEPS + 1)), job.text

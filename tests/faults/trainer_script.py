@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -53,7 +54,9 @@ if __name__ == "__main__":
         logging_steps=1,
         eval_strategy="steps",
         eval_steps=EVALUATED,
+        save_strategy="steps",
+        save_steps=2,
         report_to="tensorboard",
         callbacks=[Story()],
     )
-    trainer.train()
+    trainer.train(resume_from_checkpoint="--resume" in sys.argv)

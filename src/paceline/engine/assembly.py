@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from paceline.collectives.communicator import Communicator
 from paceline.engine.between_steps import BetweenSteps
 from paceline.engine.config import EngineConfig
+from paceline.engine.evaluation import place_of
 from paceline.engine.group import Group
 from paceline.engine.loop_ends import LoopEnds
 from paceline.engine.preparation import Preparation
@@ -160,10 +161,13 @@ class Assembly:
                 source.restore(merged)
             source.redeal(step.rides[world.rank], step.rides if step.strategies.in_rounds else None, merged)
             own.loader.record_anew()
-        mine = [loader.place() for loader in own.evaluations]
-        places = [mine] if comm is None else comm.gather_json(None if joins else mine)
-        for number, loader in enumerate(own.evaluations):
-            loader.deal_to(world, [theirs[number] for theirs in places if theirs is not None])
+        mine = own.evaluation_count.told(own.evaluations)
+        told = [mine] if comm is None else comm.gather_json(None if joins else mine)
+        told = [word for word in told if word is not None]
+        if joins:
+            own.evaluation_count.begun = max(begun for begun, _ in told)
+        for loader in own.evaluations:
+            loader.deal_to(world, [place_of(loader.number, word) for word in told])
 
 
 def _untrained(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, Any]:

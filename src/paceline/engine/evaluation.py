@@ -57,6 +57,24 @@ class _Round:
     void: bool = False  # it is begun again
 
 
+class EvaluationCount:
+    """Evaluations are numbered throughout a job, whatever loaders they are made with: who joins may lack some."""
+
+    def __init__(self) -> None:
+        self.begun = 0
+
+    def told(self, loaders: Sequence[EvaluationLoader]) -> tuple[int, list[Place]]:
+        """What the others need to know when workers have changed: how many were begun; places in those under way."""
+        return self.begun, [loader.place() for loader in loaders if loader.under_way]
+
+
+def place_of(number: int, told: tuple[int, Sequence[Place]]) -> Place:
+    """Where one who told this is in that evaluation: in it, before it, or behind it."""
+    begun, under_way = told
+    before = (number, 0) if number > begun else (number + 1, 0)
+    return next((place for place in under_way if place[0] == number), before)
+
+
 class EvaluationLoader:
     """Iterating it is one evaluation.
 
@@ -82,6 +100,7 @@ class EvaluationLoader:
         timeout_s: float,
         on_start: Callable[[], None],
         on_end: Callable[[], None] = lambda: None,
+        count: EvaluationCount | None = None,
     ) -> None:
         refuse_what_cannot_be_dealt(source)
         self._seed, self._timeout_s, self._on_start, self._on_end = seed, timeout_s, on_start, on_end
@@ -93,7 +112,8 @@ class EvaluationLoader:
             raise ConfigError("an evaluation over a stream needs batch_size=: its batches are dealt to the workers")
         self._kept: DataLoader[Any] | None = None
         self._dealt = _Dealt()
-        self._evaluations = 0  # begun so far
+        self._count = EvaluationCount() if count is None else count
+        self.number = 0  # of the evaluation that is under way, or was last
         self._begin()
 
     # -- who takes part ----------------------------------------------------------------------------------------------
@@ -122,12 +142,12 @@ class EvaluationLoader:
 
     def place(self) -> list[int]:
         """Told to the others when workers were lost, whether in an evaluation or not."""
-        return [self._evaluations, self._confirmed_to] if self._under_way else [self._evaluations + 1, 0]
+        return [self.number, self._confirmed_to] if self.under_way else [self._count.begun + 1, 0]
 
     def deal_to(self, world: World, places: Sequence[Place] = ()) -> None:
         """From now on batches are dealt to these workers; in the middle of an evaluation a round begins again."""
         self._world = world
-        if self._under_way:
+        if self.under_way:
             self.restart_round(world, places)
 
     def restart_round(self, world: World, places: Sequence[Place] = ()) -> None:
@@ -135,11 +155,11 @@ class EvaluationLoader:
 
         Where one of them has left this evaluation, all had all of it (see `on_end`), and nothing is left.
         """
-        number, first = min([tuple(place) for place in places] or [(self._evaluations, self._confirmed_to)])
-        if any(other > self._evaluations for other, _ in places):
+        number, first = min([tuple(place) for place in places] or [(self.number, self._confirmed_to)])
+        if any(other > self.number for other, _ in places):
             self._again_from = None
         else:
-            self._again_from = first if number == self._evaluations else 0
+            self._again_from = first if number == self.number else 0
         self._world, self._changed = world, True
         if self._round is not None:
             self._round.void = True
@@ -178,15 +198,15 @@ class EvaluationLoader:
 
     def _begin(self) -> None:
         self._round, self._had = None, {}
-        self._under_way = self._changed = False
+        self.under_way = self._changed = False
         self._begun_from = self._again_from = self._confirmed_to = 0
         self._rounds_run = self._rounds_run_before = 0
 
     def __iter__(self) -> Iterator[Any]:
         self._on_start()
         self._begin()
-        self._evaluations += 1
-        self._under_way = True
+        self._count.begun += 1
+        self.number, self.under_way = self._count.begun, True
         try:
             while self._again_from is not None:
                 self._begun_from, self._rounds_run_before = self._again_from, self._rounds_run

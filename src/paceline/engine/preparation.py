@@ -190,6 +190,7 @@ class Preparation:
                 timeout_s=self._config.timeout_s,
                 on_start=self._between.settle,
                 on_end=self._between.end_evaluation,
+                count=self._objects.evaluation_count,
             )
         )
         return self._objects.evaluations[-1]

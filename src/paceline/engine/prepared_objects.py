@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from paceline.engine.activation_checkpointing import Recomputed
-from paceline.engine.evaluation import EvaluationLoader
+from paceline.engine.evaluation import EvaluationCount, EvaluationLoader
 from paceline.engine.prepared_loader import PreparedLoader
 from paceline.engine.replicas import weights_hash
 from paceline.engine.train_step import TrainStep
@@ -25,6 +25,7 @@ class PreparedObjects:
     step: TrainStep | None = None  # with the first optimizer
     loader: PreparedLoader | None = None  # that trains
     evaluations: list[EvaluationLoader] = field(default_factory=list)
+    evaluation_count: EvaluationCount = field(default_factory=EvaluationCount)
     recomputed: Recomputed | None = None
     shared: list[tuple[Callable[[], Any], Callable[[Any], None]]] = field(default_factory=list)  # with joiners
 

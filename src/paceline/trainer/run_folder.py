@@ -37,6 +37,21 @@ def wanted_checkpoint(resume: bool | str | Path | None) -> bool | Path:
     return Path(resume)
 
 
+def where_to_begin(arguments: TrainingArguments, asked: bool | str | Path | None) -> bool | Path:
+    """At a checkpoint: the one that is named, True for the newest, False for none: at step 0.
+
+    An elastic job that lost everything and starts anew goes on from what it has saved itself.
+    """
+    wanted = wanted_checkpoint(asked)
+    elastic = arguments.world.elastic
+    if wanted or (elastic is not None and elastic.joins):
+        return wanted
+    if elastic is not None and elastic.begins_again:
+        return bool(all_checkpoints(Path(arguments.output_dir)))
+    check_is_free(arguments)
+    return False
+
+
 def check_is_free(arguments: TrainingArguments) -> None:
     """A run that starts at step 0 doesn't write over another one."""
     found = all_checkpoints(Path(arguments.output_dir))

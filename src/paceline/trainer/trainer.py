@@ -160,9 +160,7 @@ class Trainer:
         """
         if self.train_dataset is None:
             raise ConfigError("the Trainer has no train_dataset to train on")
-        resume = run_folder.wanted_checkpoint(resume_from_checkpoint or self.args.resume_from_checkpoint)
-        if not resume:
-            run_folder.check_is_free(self.args)
+        resume = run_folder.where_to_begin(self.args, resume_from_checkpoint or self.args.resume_from_checkpoint)
         self._make_engine(resume)
         self._ignored_keys = ignore_keys_for_eval
         self.is_in_train = self.has_trained = True

@@ -118,7 +118,7 @@ class TrainingLoop:
             self.plan = resumed(self.plan, extra.get("plan", {}), self.loader, self.args, self.engine.step)
             if self.plan.shift:
                 reach(self.trainer.lr_scheduler, self.plan.max_steps)
-        elif which:
+        elif which and not (self.args.world.elastic is not None and self.args.world.elastic.joins):
             folder = Path(self.args.output_dir)
             if bad := all_checkpoints(folder):
                 raise CheckpointError(f"none of the {len(bad)} checkpoints in {folder} can be used; see above why")

@@ -69,8 +69,8 @@ class Elasticity:
 
     `incarnation` counts the processes that a slot has had; all but those that the job began with (0) join it later.
     `copies` of sharded state are kept in `vault`, a folder that outlives the workers of this host. `members` are the
-    slots that begin together, each with its host, where hosts that the job once had are not there any more. With
-    `across_hosts` there are several hosts, or may be later.
+    slots that begin together, each with its host, in a job that starts anew. With `across_hosts` there are several
+    hosts, or may be later.
     """
 
     incarnation: int = 0
@@ -82,6 +82,11 @@ class Elasticity:
     @property
     def joins(self) -> bool:
         return self.incarnation > 0
+
+    @property
+    def begins_again(self) -> bool:
+        """All workers were lost, or a part of the state, and the job starts anew."""
+        return bool(self.members) and not self.joins
 
 
 @dataclass(frozen=True)
