@@ -115,9 +115,7 @@ class TrainingLoop:
         extra = self.checkpoints.resume(which, accept=accept) if which else None
         if extra is not None:
             state = self._restored(extra, state)
-            self.plan = resumed(self.plan, extra.get("plan", {}), self.loader, self.args, self.engine.step)
-            if self.plan.shift:
-                reach(self.trainer.lr_scheduler, self.plan.max_steps)
+            self._go_on_as(extra)
         elif which and not (self.args.world.elastic is not None and self.args.world.elastic.joins):
             folder = Path(self.args.output_dir)
             if bad := all_checkpoints(folder):
@@ -129,9 +127,16 @@ class TrainingLoop:
         state.global_step = self.began_at_step = self.engine.step
         self.trainer.state = state
 
+    def _go_on_as(self, extra: dict[str, Any]) -> None:
+        """To the end that the run has been given, which may not be that of one that begins now."""
+        self.plan = resumed(self.plan, extra.get("plan", {}), self.loader, self.args, self.engine.step)
+        if self.plan.shift:
+            reach(self.trainer.lr_scheduler, self.plan.max_steps)
+
     def _take_over(self, extra: dict[str, Any]) -> None:
         """This worker joins an elastic job: it goes on where the others are."""
         state = self._restored(extra, self.trainer.state)
+        self._go_on_as(extra)
         state.max_steps, state.num_train_epochs = self.plan.max_steps, self.plan.epochs
         self.trainer.state = state
         self.began_at_step = self.engine.step
