@@ -136,8 +136,9 @@ class Door:
                 "servers run on host 0 only: leave the flag out on the others, or repeat it"
             )
         if arrival.elastic not in (None, self._own.elastic):
-            theirs, ours = ("elastic by other flags", "them") if self._own.elastic else ("with --elastic", "it not")
-            return f"it was started {theirs}, the coordinator with {ours}; leave the flags out there, or repeat them"
+            if self._own.elastic is None:
+                return "it was started with --elastic, the coordinator without; give it to both, or to neither"
+            return "its flags of elastic jobs are not the coordinator's; leave them out there, or repeat them"
         for name, value in asdict(arrival.settings).items():
             ours = getattr(self._own.settings, name)
             if value is not None and value != ours:
