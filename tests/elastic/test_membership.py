@@ -28,9 +28,10 @@ from paceline.elastic.decisions import (
     Wait,
 )
 from paceline.elastic.ledger import Ledger, Row, read_ledger
-from paceline.elastic.membership import MOST_BREAKS, Membership
+from paceline.elastic.membership import Membership
 from paceline.elastic.places import MOST_ATTEMPTS
 from paceline.elastic.slots import Ready, Standing
+from paceline.elastic.timekeeper import MOST_BREAKS
 from paceline.errors import LaunchError, WorldError
 
 FACTS = {"torch": "2.13", "lanes": 4}

@@ -12,9 +12,9 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from paceline.elastic.decisions import Replace, Rules
-from paceline.elastic.slots import Slot, Standing
+from paceline.elastic.slots import Slot, Standing, workers
 
-MOST_ATTEMPTS = 5
+MOST_ATTEMPTS, MOST_STARTS = 5, 3
 
 
 class Places:
@@ -23,6 +23,8 @@ class Places:
         self.slots = [Slot(number) for number in range(size)]
         self.starters = size
         """How many make the first generation."""
+        self.starts = 0
+        """How often all began anew."""
         self.stopping = False
 
     @property
@@ -68,8 +70,12 @@ class Places:
         self.slots += added
         return [slot.number for slot in added]
 
+    def may_begin_anew(self) -> bool:
+        return self._rules.restart_workers and self.starts < MOST_STARTS and not self.stopping
+
     def begin_anew(self) -> tuple[int, ...]:
         """As at the start, but without those whose host is lost; the slots that begin."""
+        self.starts += 1
         self.slots = [
             Slot(one.number, standing=Standing.VACANT, away=True, has_joined=one.has_joined) if one.away
             else Slot(one.number)
@@ -78,3 +84,9 @@ class Places:
         starting = tuple(slot.number for slot in self.here)
         self.starters = len(starting)
         return starting
+
+    def told_anew(self) -> str:
+        """Who begins anew, in words."""
+        left = f"the {workers(self.starters)} of the hosts that are left start{'s' if self.starters == 1 else ''}"
+        who = "all start" if self.starters == len(self.slots) else left
+        return f"{who} anew ({self.starts} of at most {MOST_STARTS} times)"

@@ -39,7 +39,8 @@ class Servers:
         return self.slots[rank - self._workers]
 
     def name(self, rank: int) -> str:
-        return f"server {rank - self._workers}"
+        """Of a worker too."""
+        return f"server {rank - self._workers}" if self.has(rank) else f"worker {rank}"
 
     def anew(self) -> Servers:
         """All of them, started again."""
@@ -53,7 +54,7 @@ class Servers:
         if slot.standing not in PRESENT:
             return False
         self._newcomers.discard(rank)
-        slot.standing, slot.since = Standing.FENCED if fence else Standing.DYING, now
+        slot.fall(now, fenced=fence)
         slot.attempts += 1
         return True
 

@@ -80,6 +80,11 @@ class Slot:
     invited: bool = False
     """Its host has come into a running job: it gets a process whether or not dead ones are replaced."""
 
+    def fall(self, now: float, *, fenced: bool) -> None:
+        """Its process counts no more, and is still there."""
+        self.standing, self.since = Standing.FENCED if fenced else Standing.DYING, now
+        self.ready, self.in_loop = None, False
+
     def vacate(self) -> None:
         self.standing = Standing.VACANT
         self.ready, self.in_loop = None, False
