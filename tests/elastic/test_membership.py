@@ -354,6 +354,22 @@ def test_communication_that_breaks_is_mended_a_moment_later_unless_a_death_expla
     assert decided[-1].members == (0, 1)
 
 
+def test_who_can_not_come_because_it_computes_is_waited_for_by_the_others() -> None:
+    members = job(2, Rules(heartbeat_timeout_s=1))
+    decided: list[Decision] = []
+    for tenth in range(200):
+        members.beat(0, tenth / 10)
+        members.computes(1, tenth / 10)
+        if tenth % 50 == 20:
+            members.failed(0, members.generation, "nobody there", tenth / 10)
+        decided += members.tick(tenth / 10)
+    assert lines(decided) == [
+        "worker 1 is silent in step 1, but computes: a call holds Python's lock? It is given 30 s"
+    ]
+    members.beat(1, 20.0)
+    assert isinstance(members.tick(20.1)[-1], Regroup)
+
+
 def test_communication_that_breaks_again_and_again_ends_the_job() -> None:
     members = job(2, Rules(heartbeat_timeout_s=1000))
     decided: list[Decision] = []

@@ -83,9 +83,13 @@ class Deadlines:
         too_long = now - slot.heard_at > self.longest_silence_s
         return f"computed, but gave no sign of life for {self.longest_silence_s:g} s" if too_long else ""
 
+    def is_borne(self, slot: Slot, now: float) -> bool:
+        """It is late, and not fenced because it computes."""
+        return self._is_late(slot, now) and not self.silence(slot, now)
+
     def is_excused(self, slot: Slot, now: float) -> bool:
         """Whether it is late for the first time, and not fenced because it computes."""
-        excused = not slot.excused and self._is_late(slot, now) and not self.silence(slot, now)
+        excused = not slot.excused and self.is_borne(slot, now)
         slot.excused = slot.excused or excused
         return excused
 

@@ -363,8 +363,10 @@ class Membership:
             return []
         decided: list[Decision] = []
         for look in (self._time.lingering, self._time.silent, self._time.late, self._time.lost_each_other):
+            starts = self.places.starts
             for found in [] if self.over else look(self._scene, now):
-                decided += self._act_on(found, now)
+                if self.places.starts == starts:  # who was found silent before all start anew is gone with the others
+                    decided += self._act_on(found, now)
         return decided
 
     @property

@@ -53,7 +53,8 @@ class Outlook:
         self, what: str, lost: Sequence[int], servers: Servers, left: Sequence[Slot], *, served: bool
     ) -> MeetAgain | Say | None:
         """It befell servers, of whom one at least `served`; or they had not joined."""
-        replaced = any(slot.in_loop for slot in left) and all(map(servers.may_refill, lost))
+        in_time = any(slot.in_loop for slot in left) and not self._places.stopping
+        replaced = in_time and all(map(servers.may_refill, lost))
         and_so = ", a replacement starts" if replaced else ""
         if not served:
             refused = all(servers.slot(rank).closed for rank in lost)

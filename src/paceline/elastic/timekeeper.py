@@ -5,8 +5,8 @@
     lingering         said that it fails, and does not go           it is fenced, and nobody misses it
     silent            gives no sign of life                         fenced; who computes meanwhile is borne for longer
     late              alive, but not where the others wait          fenced; servers first, as workers wait for them
-    lost_each_other   communication broke, and nobody has died      they meet again, MOST_BREAKS times in one step;
-                                                                    after FEW_BREAKS who stays away is fenced
+    lost_each_other   communication broke, and nobody has died,     they meet again, MOST_BREAKS times in one step;
+                      nor is one borne who can't come              after FEW_BREAKS who stays away is fenced
 
 How long each may last, and since when it is counted, is for `Deadlines` to know.
 """
@@ -106,7 +106,7 @@ class Timekeeper:
 
     def lost_each_other(self, scene: Scene, now: float) -> list[Finding]:
         why = self._deadlines.unexplained(now)
-        if not why or not scene.running:
+        if not why or not scene.running or any(self._deadlines.is_borne(slot, now) for slot in scene.members):
             return []
         if self._breaks >= FEW_BREAKS and (absent := self._deadlines.absent(list(scene.members))):
             told = f"is alive, but does not come to where the others meet {scene.where}"
