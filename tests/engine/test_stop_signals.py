@@ -161,6 +161,15 @@ def test_a_while_that_never_looks_is_told_so() -> None:
 # -- handlers ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.fixture
+def ctrl_c_is_heard() -> Iterator[None]:
+    """A shell starts what it puts into the background with Ctrl-C ignored, and so it stays then."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("ctrl_c_is_heard")
 def test_a_second_ctrl_c_is_immediate_but_an_echo_of_the_first_is_not() -> None:
     now = [0.0]
     stops = StopSignals("worker 0", tells=False, clock=lambda: now[0])
