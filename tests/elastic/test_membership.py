@@ -370,6 +370,16 @@ def test_who_can_not_come_because_it_computes_is_waited_for_by_the_others() -> N
     assert isinstance(members.tick(20.1)[-1], Regroup)
 
 
+def test_nobody_meets_again_when_all_have_ended() -> None:
+    members = job(2)
+    members.tick(0.0)
+    members.failed(0, 1, "connection closed by peer", 0.0)
+    for slot in range(2):
+        members.left(slot, 1)
+        members.ended_well(slot, 0.01)
+    assert members.tick(0.5) == []
+
+
 def test_communication_that_breaks_again_and_again_ends_the_job() -> None:
     members = job(2, Rules(heartbeat_timeout_s=1000))
     decided: list[Decision] = []

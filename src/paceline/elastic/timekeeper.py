@@ -106,7 +106,9 @@ class Timekeeper:
 
     def lost_each_other(self, scene: Scene, now: float) -> list[Finding]:
         why = self._deadlines.unexplained(now)
-        if not why or not scene.running or any(self._deadlines.is_borne(slot, now) for slot in scene.members):
+        if not why or not scene.running or not scene.members:
+            return []
+        if any(self._deadlines.is_borne(slot, now) for slot in scene.members):
             return []
         if self._breaks >= FEW_BREAKS and (absent := self._deadlines.absent(list(scene.members))):
             told = f"is alive, but does not come to where the others meet {scene.where}"
