@@ -162,10 +162,7 @@ class ControlServer:
 
 
 class _Connection(asyncio.Protocol):
-    """One worker's; what it says is handled where it is read, since all wait for the last one's READY.
-
-    A stream would wake a task for each line, which costs as much again as everything that is done about the line.
-    """
+    """One worker's; what it says is handled where it is read, since all wait for the last one's READY."""
 
     def __init__(self, server: ControlServer) -> None:
         self.pid: int | None = None
