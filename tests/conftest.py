@@ -50,7 +50,6 @@ THINNED = {
     "tests/parameter_server/test_replay.py": 3,
     "tests/parameter_server/test_step_traffic.py": 2,
     "tests/strategies/test_dismantling.py": 5,
-    "tests/strategies/test_dismantling_fsdp.py": 5,
     "tests/strategies/test_dismantling_servers.py": 6,
     "tests/strategies/test_fsdp.py": 2,
     "tests/strategies/test_fsdp_limits.py": 2,

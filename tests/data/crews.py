@@ -52,7 +52,6 @@ class Crew(ABC):
     lanes: int = 4
     accumulate: int = 1
     strided: bool = False
-    in_rounds: bool = False
     members: list[WorkSource] = field(default_factory=list)
     interrupted: bool = False
 
@@ -81,8 +80,6 @@ class Crew(ABC):
             taken = [list(of_a_step(loop)) for loop in loops]
             if not any(taken):
                 return committed
-            if self.in_rounds:
-                assert len({len(items) for items in taken}) == 1
             self._commit(committed, taken)
         raise AssertionError
 
@@ -122,7 +119,7 @@ class Crew(ABC):
     def _deal_to(self, members: list[WorkSource], places: Mapping[str, Any] | None = None) -> None:
         self.members, rides = members, self._rides(len(members))
         for member, ride in zip(members, rides, strict=True):
-            member.redeal(ride, rides if self.in_rounds else None, places if member.takes_places else None)
+            member.redeal(ride, places if member.takes_places else None)
 
     def _rides(self, workers: int) -> tuple[tuple[int, ...], ...]:
         return (strided_lanes if self.strided else neighbouring_lanes)(self.lanes, workers)

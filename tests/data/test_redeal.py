@@ -58,12 +58,11 @@ class DatasetCrew(Crew):
     accumulate=st.integers(1, 3),
     workers=st.integers(1, 5),
     strided=st.booleans(),
-    in_rounds=st.booleans(),
     kind=st.sampled_from(["shuffled", "own sampler", "own batches"]),
     history=changes,
 )
 def test_any_changes_inside_steps_commit_what_one_undisturbed_worker_is_handed(
-    samples: int, lanes: int, accumulate: int, workers: int, strided: bool, in_rounds: bool, kind: str,
+    samples: int, lanes: int, accumulate: int, workers: int, strided: bool, kind: str,
     history: list[Change],
 ) -> None:  # fmt: skip
     loader: dict[str, Any] = {
@@ -71,7 +70,7 @@ def test_any_changes_inside_steps_commit_what_one_undisturbed_worker_is_handed(
         "own sampler": {"sampler": SubsetRandomSampler(range(samples))},
         "own batches": {"batch_size": 1, "batch_sampler": BatchSampler(SubsetRandomSampler(range(samples)), 2, False)},
     }[kind]
-    crew = DatasetCrew(lanes, accumulate, strided, in_rounds, samples=samples, loader=loader)
+    crew = DatasetCrew(lanes, accumulate, strided, samples=samples, loader=loader)
     committed = crew.run(workers, tuple(history), epochs=2)
     assert committed == DatasetCrew(lanes, accumulate, samples=samples, loader=loader).run(1, epochs=2)
     for epoch in committed:
@@ -125,7 +124,7 @@ def test_dealing_the_same_lanes_anew_hands_out_the_same_step_again(options: dict
     loop = loader.items()
     committed_steps(loader, loop, 1)
     lost = list(of_a_step(loop))
-    loader.redeal((0, 1), None)
+    loader.redeal((0, 1))
     assert list(of_a_step(loader.items())) == lost
     loader.close()
 
@@ -135,7 +134,7 @@ def test_a_loop_that_has_come_to_its_end_but_was_not_left_does_not_run_on_into_t
     loop = loader.items()
     committed_steps(loader, loop, loader.steps)
     assert next(loop, None) is None
-    loader.redeal((0, 3), None)
+    loader.redeal((0, 3))
     assert list(loader.items()) == []
 
 
@@ -147,7 +146,7 @@ def test_a_worker_that_joins_goes_on_where_the_others_are_whichever_epoch_that_i
     joins = loader_of(())
     loop = joins.items()
     joins.restore(loader.committed_place())
-    joins.redeal((1,), None)
+    joins.redeal((1,))
     loop = joins.items()
     assert (next(loop)[0].epoch, joins.position) == (2, 16)
 
@@ -157,7 +156,7 @@ def test_what_was_handed_out_before_ends_with_the_new_deal(end: Callable[[Any], 
     loader = loader_of()
     before = loader.items()
     next(before)
-    loader.redeal((2,), None)
+    loader.redeal((2,))
     assert next(before, None) is None
     after = loader.items()
     end(before)
@@ -170,9 +169,9 @@ def test_nothing_is_left_of_a_loop_whose_last_step_is_committed_however_often_it
     loop = loader.items()
     committed_steps(loader, loop, loader.steps)
     for _ in range(3):
-        loader.redeal((0, 1, 2, 3), None)
+        loader.redeal((0, 1, 2, 3))
         loop = loader.items()
-    loader.redeal((0, 1, 2, 3), None)
+    loader.redeal((0, 1, 2, 3))
     assert list(loader.items()) == []
     assert next(loader.items())[0].epoch == 2
 
@@ -183,7 +182,7 @@ def test_between_two_loops_a_new_deal_leaves_the_next_epoch_as_it_is() -> None:
     committed_steps(loader, loop, loader.steps)
     assert list(loop) == []
     loop.close()  # type: ignore[attr-defined]
-    loader.redeal((0, 3), None)
+    loader.redeal((0, 3))
     assert [(item.epoch, item.lane) for item, _ in itertools.islice(loader.items(), 3)] == [(1, 0), (1, 0), (1, 3)]
 
 
@@ -209,7 +208,7 @@ def test_loader_processes_stay_over_a_new_deal_and_end_when_they_would(persisten
     loop = loader.items()
     pids = pids_in(itertools.islice(loop, 2))
     for ride in ((0, 1, 2, 3), (0, 1, 2, 3), (2,)):
-        loader.redeal(ride, None)
+        loader.redeal(ride)
         loop = loader.items()
         assert pids_in(itertools.islice(loop, 5)) == pids
     assert pids_in(loop) == pids
@@ -222,7 +221,7 @@ def test_a_loader_that_is_dealt_anew_and_closed_without_another_loop_leaves_no_p
     loader = loader_of(num_workers=2)
     loop = loader.items()
     next(loop)
-    loader.redeal((3,), None)
+    loader.redeal((3,))
     assert len(multiprocessing.active_children()) == 2
     loader.close()
     assert not multiprocessing.active_children()
@@ -234,7 +233,7 @@ def test_a_loader_that_is_dealt_anew_leaves_no_descriptor() -> None:
         loop = loader.items()
         next(loop)
         for ride in ((2,), (0, 1, 2)):
-            loader.redeal(ride, None)
+            loader.redeal(ride)
             loop = loader.items()
             next(loop)
 
@@ -252,7 +251,7 @@ def seed_in_process(options: dict[str, Any], rides: list[tuple[int, ...]]) -> li
     loader = ShardedLoader(source, Deal(lanes=4, accumulate=1, ride=rides[0], seed=3))
     seeds = []
     for ride in rides:
-        loader.redeal(ride, None)
+        loader.redeal(ride)
         loop = loader.items()
         seeds.append(int(next(loop)[1]))
         loop.close()  # type: ignore[attr-defined]

@@ -131,15 +131,6 @@ def test_lanes_of_the_lost_go_on_where_their_last_committed_step_ended(make: Mak
     assert not multiprocessing.active_children()
 
 
-def test_workers_in_rounds_run_the_same_number_of_items_after_a_change() -> None:
-    undisturbed = StreamCrew(lanes=5, accumulate=2).run(1)
-    crew = StreamCrew(lanes=5, accumulate=2, strided=True, in_rounds=True, undisturbed=undisturbed)
-    assert crew.run(3, (Change(step=1, handed=3, lost=frozenset({1})),)) == undisturbed
-
-
-# -- one worker's view -------------------------------------------------------------------------------------------------
-
-
 def stream_of(make: Make = Resumable, ride: tuple[int, ...] = (0, 1), **options: Any) -> StreamLoader:
     source = DataLoader(make(50), **{"batch_size": 2} | options)
     return StreamLoader(source, Deal(lanes=4, accumulate=1, ride=ride, seed=3), lambda mine, _: mine)
@@ -153,7 +144,7 @@ def test_dealing_the_same_lanes_anew_hands_out_the_same_step_again(make: Make) -
         if item.last_of_step:
             stream.commit(item)
     lost = list(of_a_step(loop))
-    stream.redeal((0, 1), None)
+    stream.redeal((0, 1))
     assert next(loop, None) is None
     assert list(of_a_step(stream.items())) == lost
 
@@ -171,12 +162,12 @@ def test_a_committed_place_is_json_and_small_enough_to_be_told_at_every_step() -
 
 def test_lanes_whose_places_nobody_told_are_refused_once_something_is_committed() -> None:
     stream = stream_of()
-    stream.redeal((1, 2), None)  # at the beginning everyone knows all places
+    stream.redeal((1, 2))  # at the beginning everyone knows all places
     for item, _ in of_a_step(stream.items()):
         if item.last_of_step:
             stream.commit(item)
     with pytest.raises(DataError, match=r"lanes 0, 3 of the stream can't go on here: .* give redeal\(\) those of all"):
-        stream.redeal((0, 1, 3), None)
+        stream.redeal((0, 1, 3))
 
 
 def test_only_a_stream_in_parts_needs_the_places_of_others() -> None:
@@ -197,7 +188,7 @@ def test_a_worker_that_has_not_yet_learned_of_the_end_of_the_epoch_ends_its_loop
             break
     assert (first.epoch, second.epoch) == (1, 0)
     for _ in range(2):
-        second.redeal((0, 1, 2, 3), None, second.merged([second.committed_place(), first.committed_place()]))
+        second.redeal((0, 1, 2, 3), second.merged([second.committed_place(), first.committed_place()]))
     assert list(second.items()) == []
     assert next(second.items())[0].epoch == 1
 
@@ -208,7 +199,7 @@ def test_reading_again_is_told() -> None:
         if item.last_of_step:
             stream.commit(item)
     with pytest.warns(UserWarning, match=r"Numbers has no state_dict\(\): to go on, up to 2 samples are read again"):
-        stream.redeal((0, 1), None)
+        stream.redeal((0, 1))
 
 
 class SaysWho(Numbers):
@@ -222,7 +213,7 @@ def test_loader_processes_end_with_the_lanes_they_read(persistent: bool) -> None
     stream = stream_of(SaysWho, num_workers=2, persistent_workers=persistent)
     loop = stream.items()
     before = {int(pid) for _, batch in of_a_step(loop) for pid in batch}
-    stream.redeal((1, 2), None)
+    stream.redeal((1, 2))
     assert not any(psutil.pid_exists(pid) for pid in before)
     loop = stream.items()
     after = {int(pid) for _, batch in of_a_step(loop) for pid in batch}

@@ -312,7 +312,7 @@ def test_a_stream_whose_agreement_is_cut_off_goes_on_with_the_communicator_that_
     with pytest.raises(GenerationEnded):
         next(items)
     groups.append(Group())
-    source.redeal((0, 1), None, source.merged([source.committed_place()]))
+    source.redeal((0, 1), source.merged([source.committed_place()]))
     again = source.items()
     assert [(item, batch[1].tolist()) for item, batch in (next(again), next(again))] == [
         (item, batch[1].tolist()) for item, batch in handed
@@ -329,7 +329,7 @@ def test_workers_can_not_join_or_leave_a_replay() -> None:
     deal = Deal(lanes=2, accumulate=1, ride=(0, 1), seed=3)
     source = ReplayingSource(ShardedLoader(loader_of("shuffled", 16), deal), cast("Replay", None), cast("TrainStep", 0))
     with pytest.raises(ConfigError, match="a replay is one process that follows the log of its run: workers can't"):
-        source.redeal((0,), None)
+        source.redeal((0,))
 
 
 # -- a resume that differs ---------------------------------------------------------------------------------------------

@@ -32,6 +32,7 @@ from paceline.errors import GenerationEnded, WorldError
 from paceline.optim.precision import precision_of
 from paceline.sharding.slices import Slices
 from paceline.strategies import shard_pulls
+from paceline.strategies.hybrid import HybridConfig
 from paceline.strategies.registry import Job, choose
 from paceline.strategies.released_parameter import is_released
 from paceline.strategies.strategy import ItemPlace, Strategy, Tally
@@ -54,6 +55,7 @@ WAYS: dict[str, tuple[Any, str | None]] = {  # and what is offloaded, which the 
     "zero3": ("zero3", None),
     "zero3 in shards": (Zero3Config(weights="in shards"), None),
     "zero3 offloaded": ("zero3", "parameters"),
+    "hybrid": (HybridConfig(shard_over=2), None),
 }
 
 

@@ -1,4 +1,4 @@
-"""fsdp: ddp's bits from `fully_shard`'s rows, whatever is in the optimizer or the model; states that ddp can load."""
+"""fsdp: ddp's bits from shards of weights, whatever is in the optimizer or the model; states that ddp can load."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from paceline import Engine, World
-from paceline.strategies.fsdp import Fsdp, FsdpConfig
-from paceline.strategies.fsdp_units import AtLeast
+from paceline.sharding.slices import Slices
+from paceline.strategies.fsdp import FsdpConfig
+from paceline.strategies.zero2 import Zero2
 from tests.bits.programs import TiedGpt, clipped, convnet, gpt, wide
 from tests.engine.loops import prepared
 from tests.engine.test_data import trains as trains_on
@@ -55,13 +56,13 @@ def test_any_number_of_workers_and_lanes_gives_one_hash(workers: int, lanes: int
     assert hashes(run_workers(clipped, workers, lanes=lanes, accumulate=2, strategy="fsdp")) == clipped_alone(lanes)
 
 
-@pytest.mark.parametrize("units", ["_Block", (nn.LayerNorm, nn.Embedding, "Sequential"), AtLeast(5000), AtLeast(10**9)])
+@pytest.mark.parametrize("units", ["_Block", (nn.LayerNorm, nn.Embedding, "Sequential"), nn.Linear, "TiedGpt"])
 def test_units_change_no_bit(units: Any) -> None:
     """Embedding and head of this model are one weight: as units of their own they share it."""
     assert hashes(run_workers(clipped, 2, lanes=4, accumulate=2, strategy=FsdpConfig(units))) == clipped_alone(4)
 
 
-def test_batch_statistics_of_shadow_items_are_dropped() -> None:
+def test_batch_statistics_come_from_the_lowest_lane() -> None:
     job: dict[str, Any] = {"lanes": 4, "samples": 37, "epochs": 1}
     assert hashes(run_workers(convnet, 3, strategy="fsdp", **job)) == hashes(run_workers(convnet, 1, **job))
 
@@ -148,7 +149,7 @@ def loads_weights(world: World, **job: Any) -> str:
         return engine.weights_hash()
 
 
-def test_whole_weights_that_the_script_loads_are_cut_into_rows() -> None:
+def test_whole_weights_that_the_script_loads_are_cut_into_shards() -> None:
     assert hashes(run_workers(loads_weights, 2, strategy="fsdp")) == hashes(run_workers(loads_weights, 1))
 
 
@@ -166,10 +167,17 @@ def holds(world: World, **job: Any) -> tuple[int, int, int, int]:
         for (x,) in loader:
             engine.backward(model(x).square().mean())
             optimizer.step()
-        fsdp = engine._training().work.active
-        assert isinstance(fsdp, Fsdp)
-        weights = sum(p.to_local().untyped_storage().nbytes() // 4 for p in model.parameters())  # type: ignore[attr-defined]
-        return elements, weights, elements_of_state([fsdp._parts.twins.of(optimizer)._twin]), fsdp._sums.elements
+        strategy = engine._training().work.active
+        assert isinstance(strategy, Zero2)
+        kept = [strategy.kept(p) for p in model.parameters()]
+        weights = sum(part.numel() for one in kept if isinstance(one, Slices) for _, part in one.parts)
+        if strategy._parts.weights is not None:  # once for all workers of the group
+            weights = elements // strategy._parts.workers
+        gradients = sum(total.numel() for total in strategy._sums)
+        return elements, weights, elements_of_state([strategy._parts.twins.of(optimizer)._twin]), gradients
+
+
+BLOCKS_DIFFER = 0.1  # shards are whole blocks
 
 
 @pytest.mark.parametrize("workers", [2, 3])
@@ -177,8 +185,9 @@ def test_a_worker_keeps_its_share_of_weights_gradients_and_state(workers: int) -
     for result in run_workers(holds, workers):
         assert result.error is None, result.traceback
         elements, weights, state, gradients = result.value
-        assert weights == gradients == elements // workers
-        assert state == 2 * elements // workers
+        assert weights == pytest.approx(elements / workers, rel=BLOCKS_DIFFER)
+        assert gradients == pytest.approx(weights, rel=BLOCKS_DIFFER)  # of small parameters there is padding
+        assert state == 2 * weights
 
 
 # -- what a loop may do ------------------------------------------------------------------------------------------------
@@ -238,7 +247,7 @@ def loads_by_itself(world: World, *, strategy: str) -> str:
         return engine.weights_hash()
 
 
-def test_a_state_dict_loaded_by_the_script_is_taken_over_by_the_rows() -> None:
+def test_a_state_dict_loaded_by_the_script_is_taken_over_by_the_shards() -> None:
     ddp = hashes(run_workers(loads_by_itself, 1, strategy="ddp"))
     assert hashes(run_workers(loads_by_itself, 2, strategy="fsdp")) == ddp
 
@@ -325,33 +334,27 @@ def test_a_default_group_of_the_users_is_neither_made_nor_touched() -> None:
 # -- what it may not do ------------------------------------------------------------------------------------------------
 
 
-def leaves_an_item_out(world: World, *, how: str) -> None:
-    with Engine(world=world, lanes=2, strategy="fsdp", timeout_s=20) as engine:
+def leaves_an_item_out(world: World, *, strategy: str, how: str) -> str:
+    """What the second micro-batch of lane 1 says is not trained on; nobody waits for its forward or backward."""
+    with Engine(world=world, lanes=2, strategy=strategy, timeout_s=20) as engine:
         model, optimizer, loader = prepared(engine, samples=16)
-        for number, (x, y) in enumerate(loader):
-            if how == "before forward" and number == 1 and world.rank == 1:
+        for x, y in loader:
+            left_out = engine.step == 1 and engine._training().item.lane == 1
+            if how == "before forward" and left_out:
                 continue
             loss = F.mse_loss(model(x), y)
-            if how == "before backward" and number == 1 and world.rank == 1:
+            if how == "before backward" and left_out:
                 continue
-            engine.backward(loss, weight=0 if how == "weight" and number == 1 else None)
+            engine.backward(loss, weight=0 if how == "weight" and left_out else None)
             optimizer.step()
-
-
-@pytest.mark.parametrize("how", ["before forward", "before backward"])
-def test_an_item_left_without_backward_says_what_to_do_and_the_others_do_not_wait_long(how: str) -> None:
-    first, second = run_workers(leaves_an_item_out, 2, how=how)
-    assert re.match(
-        r"LoopError: lane 1 was left without engine\.backward\(\): under strategy='fsdp' every worker runs forward and "
-        r"backward of every item.*engine\.backward\(loss, weight=0\)",
-        str(second.error),
-    )
-    assert str(first.error).startswith("PeerLostError: worker 0")
+        return engine.weights_hash()
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_an_item_of_weight_zero_is_left_out() -> None:
-    assert errors_of(leaves_an_item_out, 2, how="weight") == {"None"}
+@pytest.mark.parametrize("how", ["before forward", "before backward", "weight"])
+def test_an_item_may_be_left_out(how: str) -> None:
+    alone = hashes(run_workers(leaves_an_item_out, 1, strategy="ddp", how=how))
+    assert hashes(run_workers(leaves_an_item_out, 2, strategy="fsdp", how=how)) == alone
 
 
 def clips_with_torch(world: World) -> None:
@@ -379,45 +382,39 @@ def moves(world: World) -> None:
 
 def test_weights_that_are_replaced_are_named() -> None:
     errors = errors_of(moves, 2)
-    text = r"LoopError: the weights of '(weight|bias)' have been moved after engine\.prepare\(\)"
+    text = r"LoopError: another parameter stands where 'weight' was in engine\.prepare\(\)"
     assert any(re.match(text, error) for error in errors), errors
 
 
 class Skips(nn.Module):
-    """Which of two blocks runs depends on the worker."""
+    """Which of two blocks runs depends on the micro-batch, as with experts."""
 
-    def __init__(self, rank: int, widths: tuple[int, int]) -> None:
+    def __init__(self, widths: tuple[int, int]) -> None:
         super().__init__()
-        self.rank, self.blocks = rank, nn.ModuleList(nn.Sequential(nn.Linear(8, w), nn.Linear(w, 1)) for w in widths)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, w), nn.Linear(w, 1)) for w in widths)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.blocks[self.rank](x)
+        out: Tensor = self.blocks[int(x[0, 0] > 0)](x)
         return out
 
 
-def runs_other_units(world: World, *, widths: tuple[int, int], backend: str) -> None:
-    with Engine(world=world, strategy="fsdp", backend=backend, timeout_s=20) as engine:
-        model = Skips(world.rank, widths)
+def runs_other_units(world: World, *, widths: tuple[int, int], **job: Any) -> str:
+    with Engine(world=world, lanes=2, timeout_s=20, **job) as engine:
+        model = Skips(widths)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        loader = DataLoader(TensorDataset(torch.randn(16, 8)), batch_size=4)
+        loader = DataLoader(TensorDataset(torch.randn(32, 8)), batch_size=4)
         model, optimizer, loader = engine.prepare(model, optimizer, loader)
         for (x,) in loader:
             engine.backward(model(x).mean())
             optimizer.step()
+        return engine.weights_hash()
 
 
 @pytest.mark.parametrize("backend", ["gloo", "paceline"])
 @pytest.mark.parametrize("widths", [(3, 3), (3, 5)])
-def test_workers_that_run_different_units_are_told_before_weights_get_mixed(
-    widths: tuple[int, int], backend: str
-) -> None:
-    errors = errors_of(runs_other_units, 2, widths=widths, backend=backend)
-    told = [error for error in errors if error.startswith("LoopError: worker")]
-    assert told, errors
-    for error in told:
-        assert re.search(r"gathers .*'blocks\.\d'.*every worker has to run the same units in the same order", error), (
-            error
-        )
+def test_workers_may_run_different_units(widths: tuple[int, int], backend: str) -> None:
+    alone = hashes(run_workers(runs_other_units, 1, widths=widths))
+    assert hashes(run_workers(runs_other_units, 2, widths=widths, strategy="fsdp", backend=backend)) == alone
 
 
 def test_units_of_a_class_that_is_not_there_are_refused() -> None:

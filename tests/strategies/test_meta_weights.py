@@ -13,8 +13,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from paceline import Engine, World
 from paceline.errors import ConfigError
 from paceline.strategies.fsdp import FsdpConfig
-from paceline.strategies.fsdp_units import AtLeast
-from paceline.strategies.meta_weights import fill, is_on_meta, module_names
+from paceline.strategies.meta_weights import fill, fill_modules, is_on_meta, module_names
+from paceline.strategies.released_parameter import is_released
 from paceline.strategies.zero3 import Zero3Config
 from tests.bits.programs import TiedGpt
 from tests.workers import hashes, run_workers
@@ -100,7 +100,7 @@ def attends(world: World, **job: Any) -> str:
 
 @pytest.mark.parametrize(
     "strategy",
-    ["fsdp", FsdpConfig(nn.Linear), FsdpConfig(nn.MultiheadAttention), FsdpConfig(AtLeast(10**9)), SHARDS],
+    ["fsdp", FsdpConfig(nn.Linear), FsdpConfig(nn.MultiheadAttention), FsdpConfig("Attends"), SHARDS],
     ids=str,
 )
 def test_first_weights_do_not_depend_on_how_units_are_cut(strategy: Any) -> None:
@@ -158,18 +158,18 @@ def test_training_from_the_meta_device_gives_one_hash(strategy: str, workers: in
 
 def most_filled(world: World) -> tuple[int, int]:
     """The most elements that a worker has filled at a time, and those of the model."""
-    import paceline.strategies.fsdp as fsdp
+    import paceline.strategies.unit_weights as unit_weights
 
     most = 0
 
-    def watched(part: nn.Module, *args: Any, **options: Any) -> None:
+    def watched(modules: list[nn.Module], *args: Any, **options: Any) -> None:
         nonlocal most
-        fill(part, *args, **options)
-        whole = [p for p in model.parameters() if not p.is_meta and type(p) is nn.Parameter]
+        fill_modules(modules, *args, **options)
+        whole = [p for p in model.parameters() if not p.is_meta and not is_released(p)]
         most = max(most, sum(p.numel() for p in whole))
 
-    fsdp.fill = watched
-    with Engine(world=world, strategy="fsdp") as engine:
+    unit_weights.fill_modules = watched  # type: ignore[assignment]
+    with Engine(world=world, strategy=FsdpConfig(nn.Linear)) as engine:
         with torch.device("meta"):
             model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(8)))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -1,7 +1,7 @@
-"""Training with torch's `fully_shard` moves the formula's bytes, and gathers through the backend's own all-gather.
+"""Training with weights in shards moves the formula's bytes.
 
-Z bytes of gradients     sent by a worker in a step                      gathers, listed without bytes
-fsdp                     (N-1)/N · Z for each of its lanes               the root once, other units twice, for each item
+Z bytes of gradients     sent by a worker in a step                      weights, pulled by whoever uses them
+fsdp                     (N-1)/N · Z for each of its lanes               by units, forward and backward of an item
 hybrid, groups of n      (n-1)/n · Z for each of its lanes inside        as fsdp, inside the group
                          (H-1)/H · Z/n for each root, and back, across
 """
@@ -28,8 +28,7 @@ from tests.workers import run_workers
 
 LAYERS = 2
 Z = 4 * LAYERS * 4 * BLOCK  # 2 and 4 workers own the same
-BALLOT = 1
-GATHER = 2  # calls: over gloo a unit's number goes ahead
+ASKS = "request", "gather of weights"
 
 
 class Layer(nn.Module):
@@ -62,40 +61,47 @@ def traffic_of(workers: int, **job: Any) -> list[Traffic]:
 
 
 @pytest.mark.parametrize(("workers", "lanes", "accumulate"), [(2, 2, 1), (4, 8, 1), (2, 3, 2)])
-def test_fsdp_sends_each_lane_once_and_gathers_for_every_item(workers: int, lanes: int, accumulate: int) -> None:
+def test_fsdp_sends_each_lane_once_and_pulls_weights_for_every_item(workers: int, lanes: int, accumulate: int) -> None:
+    """Layers are units. Weights come twice for an item, but for the last layer's, which backward finds where forward
+    left them, and the first one's, whose weights backward does not need."""
     rides = [len(ride) for ride in strided_lanes(lanes, workers)]
     share = Z * (workers - 1) // workers
-    for rank, traffic in enumerate(traffic_of(workers, strategy="fsdp", lanes=lanes, accumulate=accumulate)):
-        assert traffic.operations == {CANONICAL_SCATTER}
-        assert traffic.sent_bytes == rides[rank] * share, f"rank {rank}"
-        assert traffic.received_bytes == (lanes - rides[rank]) * Z // workers, f"rank {rank}"
-        items = max(rides) * accumulate  # shadows gather too
-        assert traffic.native == {"all_gather": BALLOT + GATHER * items * 2 * LAYERS}
+    job = {"strategy": FsdpConfig("Layer"), "lanes": lanes, "accumulate": accumulate}
+    for rank, traffic in enumerate(traffic_of(workers, **job)):
+        assert traffic.operations == {CANONICAL_SCATTER, *ASKS}
+        gradients, weights = traffic.of(CANONICAL_SCATTER), traffic.of("gather of weights")
+        assert gradients.sent_bytes == rides[rank] * share, f"rank {rank}"
+        assert gradients.received_bytes == (lanes - rides[rank]) * Z // workers, f"rank {rank}"
+        items = rides[rank] * accumulate
+        assert weights.received_bytes == items * share * (2 * LAYERS - 2) // LAYERS, f"rank {rank}"
 
 
-def test_what_the_root_has_is_gathered_once_for_an_item() -> None:
-    """No unit below the model: it is whole from forward to the end of backward."""
+def test_a_unit_that_is_all_of_the_model_is_pulled_once_for_an_item() -> None:
+    """It is whole from forward to the end of backward."""
     for traffic in traffic_of(2, strategy=FsdpConfig("Sequential"), lanes=2):
-        assert traffic.native == {"all_gather": BALLOT + GATHER}
+        assert traffic.of("gather of weights").received_bytes == Z // 2
 
 
 def test_hybrid_sends_lanes_inside_a_group_and_its_roots_across() -> None:
     """Groups of two ride lanes 0 1 2 and 3 4 5, which are two roots each: (0, 1) and 2, 3 and (4, 5)."""
     strategy, lanes = HybridConfig(shard_over=2), 6
     everyone = traffic_of(4, strategy=strategy, lanes=lanes)
+    sent = []
     for rank, traffic in enumerate(everyone):
         beside, across = rank ^ 1, (rank + 2) % 4
-        assert {peer: flow.bytes for peer, flow in traffic.of(CANONICAL_SCATTER).sent.items()} == {
+        inside, roots = traffic.of(CANONICAL_SCATTER), traffic.of("canonical")
+        assert {peer: flow.bytes for peer, flow in inside.sent.items()} == {
             beside: (2 if rank in (0, 2) else 1) * Z // 2
         }
-        assert {peer: flow.bytes for peer, flow in traffic.of("canonical").sent.items()} == {across: 3 * Z // 2 // 2}
-        assert traffic.native == {"all_gather": BALLOT + GATHER * 2 * 2 * LAYERS}
+        assert {peer: flow.bytes for peer, flow in roots.sent.items()} == {across: 3 * Z // 2 // 2}
+        assert {peer for operation in ASKS for peer in traffic.of(operation).sent} == {beside}
+        sent.append(inside.sent_bytes + roots.sent_bytes)
     weights = 2 * 2 * Z // 2  # forward and backward, of two items
     predicted = choose(strategy).footprint(Sizes(Z // 4), workers=4, lanes=lanes).sent
-    assert max(traffic.sent_bytes for traffic in everyone) == predicted - weights
+    assert max(sent) == predicted - weights
 
 
 def test_two_groups_with_a_root_each_add_them_up_in_the_backend() -> None:
     for traffic in traffic_of(4, strategy=HybridConfig(shard_over=2), lanes=4):
-        assert traffic.sent_bytes == Z // 2
-        assert traffic.native["all_reduce"] == LAYERS  # two addends: their order changes no bit
+        assert traffic.of(CANONICAL_SCATTER).sent_bytes == Z // 2
+        assert traffic.native["all_reduce"] > 0  # two addends: their order changes no bit

@@ -21,7 +21,6 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from paceline.data.epochs import Epochs, Place
 from paceline.data.item_fetching import ItemFetching
 from paceline.data.loops import Loops
-from paceline.data.rounds import Rides
 from paceline.data.sharded_sampler import BatchPlan, Cut, WorkItem, lane_items, work_items
 from paceline.data.work_source import Deal
 from paceline.errors import ConfigError, DataError
@@ -144,8 +143,8 @@ class ShardedLoader:
     def committed_place(self) -> dict[str, Any]:
         return self.state_after(None)
 
-    def redeal(self, ride: tuple[int, ...], rides: Rides | None, places: Mapping[str, Any] | None = None) -> None:
-        self._deal = replace(self._deal, ride=ride, rides=rides)
+    def redeal(self, ride: tuple[int, ...], places: Mapping[str, Any] | None = None) -> None:
+        self._deal = replace(self._deal, ride=ride)
         with self._fetching.staying():
             self._loops.interrupt()
         self._fetching.ride(ride)
@@ -158,9 +157,7 @@ class ShardedLoader:
     def _what_is_left(self) -> Iterator[WorkItem]:
         place, epoch, deal = self._place, self._epochs.of(self._place), self._deal
         first_step = epoch.plan.step_at(place.position)
-        return work_items(
-            epoch.plan, epoch.order, deal.ride, epoch=place.epoch, first_step=first_step, rides=deal.rides
-        )
+        return work_items(epoch.plan, epoch.order, deal.ride, epoch=place.epoch, first_step=first_step)
 
     def items_in(self, rides: Iterable[tuple[int, int]]) -> Iterator[tuple[WorkItem, Any]]:
         """Items of this epoch in another order: those of (step, lane) after (step, lane)."""

@@ -27,7 +27,7 @@ import numpy.typing as npt
 from torch.utils.data import Sampler
 
 from paceline.data.global_order import GlobalOrder, Sequential, Shuffled
-from paceline.data.rounds import Rides, Slot, slots_of
+from paceline.data.slots import Slot, slots_of
 from paceline.errors import ConfigError, DataError
 from paceline.world.lanes import neighbouring_lanes
 
@@ -208,12 +208,12 @@ def _in_lanes(parts: Sequence[range], lanes: int) -> dict[int, list[range]]:
 
 def rides(plan: Cut, step: int, lanes: tuple[int, ...]) -> Iterator[tuple[int, int, range, bool]]:
     """This worker's micro-batches of a step as (lane, micro-batch, positions, shadow), lane by lane."""
-    for slot, positions in _rides_of(plan.micro_batches(step), lanes, None):
+    for slot, positions in _rides_of(plan.micro_batches(step), lanes):
         yield slot.lane, slot.micro_batch, positions, slot.shadow
 
 
-def _rides_of(cut: Mapping[int, list[range]], lanes: tuple[int, ...], rides: Rides | None) -> list[tuple[Slot, range]]:
-    slots = slots_of({lane: len(micro_batches) for lane, micro_batches in cut.items()}, lanes, rides)
+def _rides_of(cut: Mapping[int, list[range]], lanes: tuple[int, ...]) -> list[tuple[Slot, range]]:
+    slots = slots_of({lane: len(micro_batches) for lane, micro_batches in cut.items()}, lanes)
     return [(slot, cut[slot.lane][slot.micro_batch]) for slot in slots]
 
 
@@ -224,10 +224,9 @@ def work_items(
     *,
     epoch: int,
     first_step: int,
-    rides: Rides | None = None,
 ) -> Iterator[WorkItem]:
-    """What a worker that rides these lanes does in an epoch, from `first_step` on; in rounds given all `rides`."""
-    for step, present, mine, ids in _with_ids(plan, order, ride, first_step, rides):
+    """What a worker that rides these lanes does in an epoch, from `first_step` on."""
+    for step, present, mine, ids in _with_ids(plan, order, ride, first_step):
         low, high = plan.step_range(step)
         for number, (slot, positions) in enumerate(mine):
             yield WorkItem(
@@ -275,14 +274,14 @@ def lane_items(plan: Cut, order: GlobalOrder, rides: Iterable[tuple[int, int]], 
 
 
 def _with_ids(
-    plan: Cut, order: GlobalOrder, ride: tuple[int, ...], first_step: int, rides: Rides | None
+    plan: Cut, order: GlobalOrder, ride: tuple[int, ...], first_step: int
 ) -> Iterator[tuple[int, tuple[int, ...], list[tuple[Slot, range]], list[list[int]]]]:
     """Each step with the lanes present, its rides and their ids, looked up for a few steps first, then many at once."""
     steps = range(first_step, plan.steps)
     together = FEW_STEPS
     while steps:
         cuts = [plan.micro_batches(step) for step in steps[:together]]
-        mine = [_rides_of(cut, ride, rides) for cut in cuts]
+        mine = [_rides_of(cut, ride) for cut in cuts]
         ids = iter(samples_in(order, [positions for some in mine for _, positions in some]))
         for step, cut, some in zip(steps, cuts, mine, strict=False):
             yield step, tuple(cut), some, [next(ids) for _ in some]

@@ -26,8 +26,8 @@ from paceline.data.epochs import batch_size_of
 from paceline.data.loader import refuse_what_cannot_be_dealt
 from paceline.data.loops import Loops
 from paceline.data.part_fetching import Fetcher
-from paceline.data.rounds import Rides, slots_of
 from paceline.data.sharded_sampler import WorkItem
+from paceline.data.slots import slots_of
 from paceline.data.stream_reading import WHOLE, Request, StreamReader, StreamShape, shards_of, splits_itself
 from paceline.data.work_source import Deal
 from paceline.errors import ConfigError, DataError
@@ -161,7 +161,7 @@ class StreamLoader:
     def committed_place(self) -> dict[str, Any]:
         return self.state_after(None)
 
-    def redeal(self, ride: tuple[int, ...], rides: Rides | None, places: Mapping[str, Any] | None = None) -> None:
+    def redeal(self, ride: tuple[int, ...], places: Mapping[str, Any] | None = None) -> None:
         """A part goes on from its committed place in a new iterator, whoever read it before."""
         before = self._deal.ride
         places = self.committed_place() if places is None else places
@@ -172,7 +172,7 @@ class StreamLoader:
                 "places; give redeal() those of all workers, merged"
             )
         self._loops.interrupt()
-        self._deal, self._shape = replace(self._deal, ride=ride, rides=rides), replace(self._shape, ride=ride)
+        self._deal, self._shape = replace(self._deal, ride=ride), replace(self._shape, ride=ride)
         if ride != before:
             self.close()
             self._fetchers = self._make_fetchers()
@@ -247,7 +247,7 @@ class StreamLoader:
     ) -> Iterator[tuple[WorkItem, Any]]:
         after = self._fetched[2]
         total = sum(sum(counts[lane]) for lane in present)
-        slots = slots_of({lane: len(counts[lane]) for lane in present}, self._deal.ride, self._deal.rides)
+        slots = slots_of({lane: len(counts[lane]) for lane in present}, self._deal.ride)
         for number, slot in enumerate(slots):
             lane, place = slot.lane, slot.micro_batch
             if lane in self._deal.ride:

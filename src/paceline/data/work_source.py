@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from paceline.data.rounds import Rides
 from paceline.data.sharded_sampler import WorkItem
 
 
@@ -20,7 +19,6 @@ class Deal:
     seed: int
     global_batch_size: int | None = None
     timeout_s: float = 600.0
-    rides: Rides | None = None  # of all workers, where they work in rounds
 
 
 class WorkSource(Protocol):
@@ -61,7 +59,7 @@ class WorkSource(Protocol):
         """This worker's items of what is left of the epoch."""
         ...
 
-    def redeal(self, ride: tuple[int, ...], rides: Rides | None, places: Mapping[str, Any] | None = None) -> None:
+    def redeal(self, ride: tuple[int, ...], places: Mapping[str, Any] | None = None) -> None:
         """Other lanes from the place that is committed on; what was fetched ahead is dropped. Call `items()` anew.
 
         It ends what `items()` gave before. If that was not closed yet, the next `items()` goes on with the same loop

@@ -159,7 +159,7 @@ class Assembly:
             merged = None if lanes is None else source.merged(lanes)
             if joins and merged is not None:
                 source.restore(merged)
-            source.redeal(step.rides[world.rank], step.rides if step.strategies.in_rounds else None, merged)
+            source.redeal(step.rides[world.rank], merged)
             own.loader.record_anew()
         mine = own.evaluation_count.told(own.evaluations)
         told = [mine] if comm is None else comm.gather_json(None if joins else mine)

@@ -19,7 +19,7 @@ class ParameterPlaces:
     def __init__(
         self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer], name_of: Callable[[Parameter], str]
     ) -> None:
-        """Where all stand that are trained; not those that torch's `fully_shard` itself moves about."""
+        """Where all stand that are trained."""
         trained = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
         self._name_of = name_of
         self._places = [
@@ -27,7 +27,7 @@ class ParameterPlaces:
             for model in models
             for module in model.modules()
             for key, parameter in module._parameters.items()
-            if parameter is not None and id(parameter) in trained and not hasattr(parameter, "_local_tensor")
+            if parameter is not None and id(parameter) in trained
         ]
 
     def check(self) -> None:

@@ -204,7 +204,6 @@ class Preparation:
             config.seed,
             config.global_batch_size,
             config.timeout_s,
-            rides=step.rides if step.strategies.in_rounds else None,
         )
         source = self._replayed(make_source(loader, deal, lambda: group.comm, step), step)
         if self._opinion is not None:
@@ -227,7 +226,7 @@ class Preparation:
     def deal_lanes(self, source: WorkSource) -> None:
         """The lanes that this worker has now, from the committed place on."""
         step = self._objects.training()
-        source.redeal(step.rides[self._group.world.rank], step.rides if step.strategies.in_rounds else None)
+        source.redeal(step.rides[self._group.world.rank])
 
     def _replayed(self, source: WorkSource, step: TrainStep) -> WorkSource:
         if self._replay is None:

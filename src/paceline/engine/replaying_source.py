@@ -13,7 +13,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from paceline.data.loader import ShardedLoader
-from paceline.data.rounds import Rides
 from paceline.data.sharded_sampler import WorkItem
 from paceline.data.work_source import WorkSource
 from paceline.engine.train_step import TrainStep
@@ -109,7 +108,7 @@ class ReplayingSource:
     def committed_place(self) -> dict[str, Any]:
         return self._source.committed_place()
 
-    def redeal(self, ride: tuple[int, ...], rides: Rides | None, places: Mapping[str, Any] | None = None) -> None:
+    def redeal(self, ride: tuple[int, ...], places: Mapping[str, Any] | None = None) -> None:
         raise ConfigError("a replay is one process that follows the log of its run: workers can't join or leave it")
 
     def state_after(self, item: WorkItem | None) -> dict[str, Any]:

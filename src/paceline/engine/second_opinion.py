@@ -127,7 +127,7 @@ class Passes:
 
 def check_second_opinion(config: EngineConfig, source: WorkSource) -> None:
     """Whether lanes can be passed on to other workers at all."""
-    name, able = config.strategy.name, ("ddp", "star", "zero1", "zero2", "zero3")
+    name, able = config.strategy.name, ("ddp", "star", "zero1", "zero2", "zero3", "fsdp")
     if name not in able or source.takes_places or config.reduction != "exact":
         what = f"strategy={name!r}" if name not in able else "this"
         raise ConfigError(

@@ -24,7 +24,6 @@ class StrategyTable:
 
     def __init__(self, chosen: Chosen, job: Job) -> None:
         self._all = list(job.optimizers)
-        self.in_rounds = chosen.entry.in_rounds
         self._leave_once_a_step = chosen.entry.rides is neighbouring_lanes
         self._maker = chosen.entry.open(chosen.config, job)
         self.rides: Rides = getattr(self._maker, "rides", None) or chosen.rides(job.lanes, job.world.size)
@@ -56,7 +55,7 @@ class StrategyTable:
     def in_step(self, plan: SumPlan) -> bool:
         """Whether a worker's last item comes at the same place among the exchanges of all: not where every lane's
         gradients leave by themselves and workers have different numbers of lanes and items."""
-        return self._leave_once_a_step or self.in_rounds or len({len(lanes) for lanes in plan.holders}) == 1
+        return self._leave_once_a_step or len({len(lanes) for lanes in plan.holders}) == 1
 
     def settle(self) -> None:
         for strategy in self._known.values():

@@ -2,7 +2,7 @@
 
     offload        on the host                                on the device
     "optimizer"    masters, optimizer state                   weights
-    "parameters"   the same, and the weights' shards          the units that are being used: zero3
+    "parameters"   the same, and the weights' shards          the units that are being used: zero3, fsdp
 
     device    sums of gradients  0 ─┐ 1 ─┐ 2 ─┐          ┌─► 0 ┌─► 1 ┌─► 2       weights, for the next forward
     stream                          └─►  └─►  └─►        │     │     │           one for each direction
@@ -27,7 +27,7 @@ from paceline.errors import ConfigError
 
 OffloadName = Literal["optimizer", "parameters"]
 PARAMETERS: OffloadName = "parameters"
-IN_SHARDS = ("zero3",)  # strategies whose weights can be away from the device
+IN_SHARDS = ("zero3", "fsdp")  # strategies whose weights can be away from the device
 HOST = torch.device("cpu")
 
 

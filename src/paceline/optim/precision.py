@@ -107,11 +107,7 @@ def precision_of(given: str | Precision) -> Precision:
 class Lowered:
     """Models that compute in low precision, and what their trained parameters were before."""
 
-    def __init__(
-        self, models: Sequence[nn.Module], precision: Precision, leave: Callable[[Parameter], bool] = lambda _: False
-    ) -> None:
-        """`leave`: parameters that somebody else lowers."""
-        self._leave = leave
+    def __init__(self, models: Sequence[nn.Module], precision: Precision) -> None:
         self.low: list[Parameter] = []
         self.originals: dict[int, Tensor] = {}  # by id, in fp32; of parameters that are trained
         self._hooks: list[Any] = []
@@ -125,7 +121,7 @@ class Lowered:
         _check_not_in_both(model, kept, of_kept)
         known = {id(parameter) for parameter in self.low}
         for parameter in model.parameters():
-            done = id(parameter) in of_kept or id(parameter) in known or self._leave(parameter)
+            done = id(parameter) in of_kept or id(parameter) in known
             if not done and _may_be_lowered(parameter):
                 if parameter.requires_grad:
                     self.originals[id(parameter)] = parameter.data.float()  # .detach() would share version counters
@@ -153,11 +149,9 @@ class Lowered:
             hook.remove()
 
 
-def lower(
-    models: Sequence[nn.Module], precision: Precision, leave: Callable[[Parameter], bool] = lambda _: False
-) -> Lowered | None:
+def lower(models: Sequence[nn.Module], precision: Precision) -> Lowered | None:
     """Let models compute in low precision from now on; None if they shall not."""
-    return Lowered(models, precision, leave) if precision.is_low else None
+    return Lowered(models, precision) if precision.is_low else None
 
 
 def _may_be_lowered(tensor: Tensor) -> bool:

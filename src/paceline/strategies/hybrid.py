@@ -1,11 +1,11 @@
-"""Hybrid sharding: `fully_shard` inside a host, replicas across hosts.
+"""Hybrid sharding: zero3 inside a host, replicas across hosts.
 
-    host 0   worker 0 · worker 1       rows 0 and 1 of every unit       gathers and the sums of a host's lanes stay
-    host 1   worker 2 · worker 3       rows 0 and 1, the same           inside it: fsdp over its workers alone
+    host 0   worker 0 · worker 1       ranges 0 and 1 of every bucket    gathers and the sums of a host's lanes stay
+    host 1   worker 2 · worker 3       ranges 0 and 1, the same          inside it: zero3 over its workers alone
              │          │
-             └─ row 0   └─ row 1       once a step the owners of a row finish its canonical sum across hosts
+             └ range 0  └ range 1      once a step the owners of a range finish its canonical sum across hosts
 
-What crosses is a host's roots: one for each row where its lanes are an aligned part of the tree, so hosts ride
+What crosses is a host's roots: one for each range where its lanes are an aligned part of the tree, so hosts ride
 neighbouring lanes and the workers inside one every N-th of them. A worker holds 1/n of weights, gradients and optimizer
 state, n being the workers of a host; slow links carry 2·(H-1)/H · Z/n bytes a step and no weights at all.
 """
@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch._C._distributed_c10d import PrefixStore
 from torch.nn import Parameter
 from torch.optim import Optimizer
@@ -28,11 +28,11 @@ from paceline.collectives.gradient_exchange import GradientExchange, PendingSum
 from paceline.collectives.shipments import Shipment, shipments_by_lane
 from paceline.errors import ConfigError
 from paceline.sharding.slices import Slices, others_have_it
-from paceline.strategies.fsdp import Fsdp, FsdpMaker
-from paceline.strategies.fsdp_models import ShardedModels
-from paceline.strategies.fsdp_units import Units
+from paceline.sharding.unit import Classes
+from paceline.strategies.own_pieces import OwnPieces
 from paceline.strategies.registry import Job, Registered, Rides, register
-from paceline.strategies.sharded_strategy import ShardedParts
+from paceline.strategies.zero2 import Zero2
+from paceline.strategies.zero3 import Zero3, Zero3Config, Zero3Maker
 from paceline.world.lanes import neighbouring_lanes, strided_lanes
 from paceline.world.topology import Topology
 from paceline.world.world import World
@@ -44,7 +44,7 @@ Groups = tuple[tuple[int, ...], ...]  # the workers that share weights, group by
 class HybridConfig:
     """`units` as for fsdp. `shard_over`: as many neighbouring workers share weights; by default those of a host."""
 
-    units: Units = None
+    units: Classes | type[nn.Module] | str | None = None
     shard_over: int | None = None
 
 
@@ -57,8 +57,8 @@ def groups_of(topology: Topology, shard_over: int | None, *, elastic: bool = Fal
     if shard_over is None and not topology.is_even:
         counts = ", ".join(str(len(host)) for host in topology.hosts)
         raise ConfigError(
-            f"strategy='hybrid': the hosts have {counts} workers, but the owners of a row meet across hosts in pairs; "
-            "start as many on each host, or give HybridConfig(shard_over=n) with an n that divides all of them"
+            f"strategy='hybrid': the hosts have {counts} workers, but the owners of a range meet across hosts in "
+            "pairs; start as many on each host, or give HybridConfig(shard_over=n) with an n that divides all of them"
         )
     size = len(topology.hosts[0]) if shard_over is None else shard_over
     for host in topology.hosts:
@@ -87,7 +87,7 @@ def plan_across(plan: SumPlan, groups: Groups) -> SumPlan:
 
 
 class Across:
-    """The owners of the same rows, one in each group."""
+    """The owners of the same ranges, one in each group."""
 
     def __init__(self, groups: Groups, group: int, comm: Communicator | None) -> None:
         self.groups, self.group, self._comm = groups, group, comm
@@ -99,19 +99,18 @@ class Across:
             self._comm.close()
 
 
-class Hybrid(Fsdp):
-    def __init__(
-        self,
-        named: Sequence[tuple[str, Parameter]],
-        optimizers: Sequence[Optimizer],
-        parts: ShardedParts,
-        models: ShardedModels | None,
-        across: Across,
-    ) -> None:
-        super().__init__(named, optimizers, parts, models)
+class _AcrossGroups(Zero2):
+    """What differs for a strategy whose lanes are all inside one group: roots are left, and cross to the others."""
+
+    def __init__(self, *given: Any, across: Across) -> None:
         self._across = across
-        self._set = across.exchange.new_set()
+        self._set_across: int | None = None
         self._speaks = across.group == 0
+        super().__init__(*given)
+
+    def _settle_in(self, pieces: OwnPieces) -> None:
+        super()._settle_in(pieces)
+        self._set_across = self._across.exchange.new_set(old=self._set_across)
 
     def start_step(self, round: int, plan: SumPlan) -> None:
         super().start_step(round, plan)
@@ -130,28 +129,35 @@ class Hybrid(Fsdp):
         mine = super().kept_state(optimizer)
         return mine if self._speaks else others_have_it(mine)
 
-    def _shipments(self, plan: SumPlan) -> tuple[Sequence[Shipment], int]:
+    def _shipments_of(self, plan: SumPlan) -> tuple[Sequence[Shipment], int]:
         across = self._across
         self._plan_across = plan_across(plan, across.groups)
         mine = self._plan_across.holders[across.group]
         return shipments_by_lane(plan, across.groups[across.group]), min(mine, default=0)
 
-    def _totals(self) -> list[Tensor | None]:
+    def _finished(self) -> list[Tensor | None]:
         """Roots of this group's lanes cross to the others, all buckets at once."""
-        pending = [self._start_across(number, roots) for number, roots in enumerate(self._sums.roots())]
+        pending = [self._start_across(number, roots) for number, roots in enumerate(self._held)]
         return [None if total is None else total.wait() for total in pending]
 
     def _start_across(self, number: int, roots: dict[int, Tensor]) -> PendingSum | None:
-        room = self._sums.room(number)
-        if not room.numel():
+        own = self._sums[number]
+        if not own.numel():
             return None
+        assert self._set_across is not None
         in_order = dict(sorted(roots.items()))
-        return self._across.exchange.start(self._set, number, self._plan_across, in_order, lambda: room)
+        return self._across.exchange.start(self._set_across, number, self._plan_across, in_order, lambda: own)
 
 
-class HybridMaker(FsdpMaker):
-    name = "hybrid"
+class HybridInTheModel(_AcrossGroups):
+    """Weights are whole on every worker, or once for all workers of a group."""
 
+
+class HybridInShards(_AcrossGroups, Zero3):
+    """Weights are in shards in each group."""
+
+
+class HybridMaker(Zero3Maker):
     def __init__(self, config: HybridConfig, job: Job) -> None:
         rank = 0 if job.comm is None else job.comm.rank  # of those that there are now
         topology = Topology.of([0] if job.comm is None else job.comm.gather_json(job.world.host_rank))
@@ -167,18 +173,23 @@ class HybridMaker(FsdpMaker):
         try:
             hosts = len(topology.hosts)
             self._inside = inside = _connected(job, f"group {number}", place, groups[number], hosts, one_host=True)
-            across = _connected(job, f"rows {place}", number, peers, hosts, one_host=hosts == 1)
+            across = _connected(job, f"ranges {place}", number, peers, hosts, one_host=hosts == 1)
             self._across = Across(groups, number, across)
             store = None if job.store is None else PrefixStore(f"hybrid/inside {number}", job.store)
             backend = job.backend if inside is None else inside.backend
-            super().__init__(config, replace(job, comm=inside, store=store, backend=backend))
+            here = replace(job, comm=inside, store=store, backend=backend)
+            super().__init__(Zero3Config(units=config.units), here, "hybrid", everyone=job.comm)
         except BaseException:
             self._leave_groups()
             raise
 
-    def make(self, named: Sequence[tuple[str, Parameter]], optimizers: Sequence[Optimizer]) -> Hybrid:
+    def _in_the_model(self, named: Sequence[tuple[str, Parameter]], optimizers: Sequence[Optimizer]) -> Zero2:
         assert self._across is not None
-        return Hybrid(named, optimizers, self._parts, self._models, self._across)
+        return HybridInTheModel(named, optimizers, self._parts, across=self._across)
+
+    def _in_shards(self, named: Sequence[tuple[str, Parameter]], optimizers: Sequence[Optimizer]) -> Zero3:
+        assert self._across is not None
+        return HybridInShards(named, optimizers, self._parts, self._unit_weights, across=self._across)
 
     def close(self) -> None:
         super().close()
@@ -232,7 +243,6 @@ register(
         HybridMaker,
         examples=(HybridConfig(shard_over=1),),
         rides=strided_lanes,
-        in_rounds=True,
         fills_meta=True,
         takes_low_precision=True,
     )

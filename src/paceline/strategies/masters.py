@@ -11,7 +11,7 @@ loses its master; when it is trained again it starts from what it computed with.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -142,11 +142,8 @@ class PieceMasters(_Masters):
         self.rounded: Keep = piece_of  # where a master's piece lies rounded: in the model, or wherever its weights are
 
     @classmethod
-    def of(
-        cls, job: Job, offload: Offload | None = None, leave: Callable[[Parameter], bool] = lambda _: False
-    ) -> PieceMasters | None:
-        """`leave`: parameters whose masters and roundings are somebody else's affair."""
-        lowered = lower(job.models, job.precision, leave)
+    def of(cls, job: Job, offload: Offload | None = None) -> PieceMasters | None:
+        lowered = lower(job.models, job.precision)
         return None if lowered is None and offload is None else cls(lowered, job.optimizers, offload)
 
     def has(self, parameter: Tensor) -> bool:

@@ -105,7 +105,6 @@ class Registered:
     takes_offload: bool = False
     takes_low_precision: bool = False  # it lowers the models when it opens, and keeps their fp32 masters
     fills_meta: bool = False  # it gives models that were built on the meta device their first weights itself
-    in_rounds: bool = False  # all workers run forward equally often, on shadow items if need be
     replicated: bool = False  # every worker has all of the state, and an update needs nobody else
 
 

@@ -63,7 +63,7 @@ class ShardPulls:
         assert job.store is not None
         assert job.comm is not None
         store, host = PrefixStore(f"pulls/{number}", job.store), torch.device("cpu")
-        self._comm = Communicator.connect(job.world, store, backend="gloo", device=host, timeout_s=job.timeout_s)
+        self._comm = Communicator.connect(job.comm.world, store, backend="gloo", device=host, timeout_s=job.timeout_s)
         self._comm.counts_with(job.comm)
         self._timeout_s, self._parts = job.timeout_s, parts
         self._at_rest = True

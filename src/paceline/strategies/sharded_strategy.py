@@ -48,10 +48,8 @@ _FOUND_FIT: WeakSet[Optimizer] = WeakSet()  # trying one takes 20 ms, which a jo
 class ShardedParts:
     """What the sharded strategies of one job share."""
 
-    def __init__(
-        self, job: Job, name: str, weights: Weights | None, leave: Callable[[Parameter], bool] = lambda _: False
-    ) -> None:
-        """`leave`: parameters that are not lowered here."""
+    def __init__(self, job: Job, name: str, weights: Weights | None, everyone: Communicator | None = None) -> None:
+        """`everyone`: all workers of the job, where `job.comm` are those of a group that shares the state."""
         self.job, self.name = job, name
         if job.algorithm is not None:
             raise ConfigError(
@@ -64,10 +62,11 @@ class ShardedParts:
                 check_thread_cuts(optimizer)
                 _FOUND_FIT.add(optimizer)
         self.comm: Communicator | None = job.comm
+        self.everyone = everyone or job.comm
         self.rank, self.workers = (0, 1) if job.comm is None else (job.comm.rank, job.comm.size)
         self.exchange = GradientExchange(job.comm, "exact")
         self.offload = Offload(job.device) if job.offload else None
-        self.masters = PieceMasters.of(job, self.offload, leave)
+        self.masters = PieceMasters.of(job, self.offload)
         self.twins = Twins(job.comm, name, self.masters)
         self.weights = where_weights_go(weights, job.comm, name)
 
@@ -240,7 +239,7 @@ class ShardedStrategy(WeightsInTheModel):
         if not tally.empty:
             for parameter, distant, used in zip(self.parameters, self._distant, tally.used, strict=True):
                 parameter.grad = distant if used else None
-        self._buckets.learn(tally.used, self._parts.comm)
+        self._buckets.learn(tally.used, self._parts.everyone)
 
     def _gradients(self) -> list[Tensor]:
         assert self._pieces is not None

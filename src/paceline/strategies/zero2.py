@@ -27,7 +27,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from paceline.collectives.canonical_sum import SumPlan
-from paceline.collectives.shipments import Scatter, shipments_by_lane
+from paceline.collectives.shipments import Scatter, Shipment, shipments_by_lane
 from paceline.collectives.work import Handle
 from paceline.sharding.rooms import Rooms
 from paceline.strategies.gradient_buckets import Cut
@@ -74,9 +74,13 @@ class Zero2(ShardedStrategy):
 
     def start_step(self, round: int, plan: SumPlan) -> None:
         super().start_step(round, plan)
-        self._shipments = shipments_by_lane(plan)
+        self._shipments, self._lowest = self._shipments_of(plan)
         self._held = [{} for _ in self._sums]
         self._shipped = [0] * len(self._sums)
+
+    def _shipments_of(self, plan: SumPlan) -> tuple[Sequence[Shipment], int]:
+        """What the owners of ranges are sent in this step, and the lowest lane among it."""
+        return shipments_by_lane(plan), plan.present[0]
 
     def finish_backward(self, place: ItemPlace) -> None:
         super().finish_backward(place)
@@ -98,7 +102,7 @@ class Zero2(ShardedStrategy):
         shipment = self._shipments[self._shipped[number]]
         self._shipped[number] += 1
         shards, own = self._pieces.shards.buckets[number], self._sums[number]
-        lowest = self._plan.present[0]
+        lowest = self._lowest
         scatter = Scatter(
             number, shipment, shards.ranges, shards.bucket.dtype, nodes, self._held[number],
             room=lambda node: own if node == lowest else torch.empty_like(own),
@@ -124,6 +128,10 @@ class Zero2(ShardedStrategy):
     def _totals(self) -> list[Tensor | None]:
         while self._under_way:
             self._arrived(self._under_way.popleft())
+        return self._finished()
+
+    def _finished(self) -> list[Tensor | None]:
+        """All shipments have arrived: what is held is the sum of all lanes."""
         return [next(iter(held.values()), None) for held in self._held]
 
     def close(self) -> None:

@@ -26,11 +26,12 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from paceline.collectives.canonical_sum import SumPlan
+from paceline.collectives.communicator import Communicator
 from paceline.errors import ConfigError
 from paceline.optim.offload import HOST, PARAMETERS, Offload
 from paceline.sharding.flat_layout import Piece
@@ -59,7 +60,7 @@ class Zero3Config:
     """
 
     weights: Literal["per host", "in shards"] | None = None
-    units: Classes | type | str | None = None
+    units: Classes | type[nn.Module] | str | None = None
 
     @property
     def classes(self) -> Classes | None:
@@ -235,7 +236,11 @@ def _kept(config: Zero3Config) -> Weights | None:
 
 
 class Zero3Maker:
-    def __init__(self, config: Zero3Config, job: Job) -> None:
+    """`everyone`: all workers of the job, where `job.comm` are those of a group that shares the state."""
+
+    def __init__(
+        self, config: Zero3Config, job: Job, name: str = "zero3", everyone: Communicator | None = None
+    ) -> None:
         kept, self._on_host = _kept(config), job.facts.get("offload") == PARAMETERS
         if self._on_host and kept == "per host":
             raise ConfigError(
@@ -252,7 +257,7 @@ class Zero3Maker:
                 fill(model, names, seed=job.seed, device=HOST if self._on_host else job.device)
             if self._on_host:
                 _hold_on_host(job)
-        self._parts = ShardedParts(job, "zero3", kept)
+        self._parts = ShardedParts(job, name, kept, everyone)
         self._classes = config.classes
         self._unit_weights: list[UnitWeights] = []
         self._saved: SavedWeights | None = None
@@ -276,16 +281,22 @@ class Zero3Maker:
         """All workers call it, with the same: also parameters that are frozen now, or that an optimizer got later."""
         unique = list({id(parameter): parameter for parameter in parameters}.values())
         job, number = self._parts.job, len(self._unit_weights)
-        check_shardable(job, unique)
+        check_shardable(job, unique, self._parts.name)
         classes = self._classes if number == 0 else None
         self._unit_weights.append(UnitWeights(job, unique, classes, number, on_host=self._on_host))
 
     def make(self, named: Sequence[tuple[str, Parameter]], optimizers: Sequence[Optimizer]) -> Zero2:
         if not self._unit_weights:
-            return Zero2(named, optimizers, self._parts)
+            return self._in_the_model(named, optimizers)
         new = [parameter for _, parameter in named if not any(some.knows(parameter) for some in self._unit_weights)]
         if new:
             self._shard(new)
+        return self._in_shards(named, optimizers)
+
+    def _in_the_model(self, named: Sequence[tuple[str, Parameter]], optimizers: Sequence[Optimizer]) -> Zero2:
+        return Zero2(named, optimizers, self._parts)
+
+    def _in_shards(self, named: Sequence[tuple[str, Parameter]], optimizers: Sequence[Optimizer]) -> Zero3:
         return Zero3(named, optimizers, self._parts, self._unit_weights)
 
     def close(self) -> None:
@@ -310,13 +321,13 @@ def _hold_on_host(job: Job) -> None:
         tensor.data = tensor.data.to(HOST if id(tensor) in held else job.device)
 
 
-def check_shardable(job: Job, parameters: Sequence[Parameter]) -> None:
+def check_shardable(job: Job, parameters: Sequence[Parameter], strategy: str) -> None:
     check_apart([(job.names.get(id(parameter), "unnamed"), parameter) for parameter in parameters])
     for parameter in parameters:
         if not in_logical_order(parameter) and extent(parameter) != parameter.numel():
             raise ConfigError(
-                f"strategy='zero3': parameter {job.names.get(id(parameter))!r} has gaps between its elements in memory "
-                "and can't be gathered; make it contiguous(), or use strategy='zero2'"
+                f"strategy={strategy!r}: parameter {job.names.get(id(parameter))!r} has gaps between its elements in "
+                "memory and can't be gathered; make it contiguous(), or use strategy='zero2'"
             )
     check_not_compiled(job.models)
 
