@@ -4,12 +4,13 @@ PYTHON := $(VENV)/bin/python
 PIP    := $(PYTHON) -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 READY  := $(VENV)/.ready
 
-.PHONY: help setup demo test lint types layers pytest rest bits faults conformance clean
+.PHONY: help setup demo test lint types layers pytest rest bits fuzz faults conformance clean
 help:
 	@echo "make demo        train a small GPT on Python's own source with 2 workers, about one minute"
 	@echo "make test        lint, types, import layers, tests"
 	@echo "make rest        the tests that \`make test\` leaves out of its longest files"
 	@echo "make bits        the full product of workers, lanes, buckets and models: one hash each"
+	@echo "make fuzz        random models, optimizers, strategies and workers: the bits of one worker, for SECONDS (60)"
 	@echo "make faults      workers killed, stopped and failing in every phase of a step, under every strategy"
 	@echo "make conformance PyTorch's own distributed tests on the paceline backend, world sizes 3 and 8"
 	@echo "make clean       remove the virtual environment and run folders"
@@ -43,6 +44,11 @@ rest: setup
 EVERY ?= 1
 bits: setup
 	$(PYTHON) -m pytest tests/bits --full-product --every $(EVERY)
+
+# Seeded by the date; another SEED, or `python -m tests.bits.fuzz --help`, for more.
+SECONDS ?= 60
+fuzz: setup
+	$(PYTHON) -m tests.bits.fuzz --seconds $(SECONDS) --jobs 2 $(if $(SEED),--seed $(SEED))
 
 faults: setup
 	$(PYTHON) -m pytest tests/faults --full-product --every $(EVERY)

@@ -49,12 +49,13 @@ from tests.workers import _CONTEXT, Result, run_workers
 
 STRATEGIES = {str(chosen): chosen for chosen in synchronous_strategies()}
 UPDATE_WHOLE_PARAMETERS = ("ddp", "star", "parameter_server mode=aggregate")
+PHASES = ("data", "forward", "backward", "exchange", "ready", "before_commit", "after_commit", "apply")  # to die in
 TIMEOUT_S = 90.0
 FAILURES = Path("runs/fuzz")
 SHRINKING = 60  # tries at most
 
 
-# -- the case ------------------------------------------------------------------------------------------------------------
+# -- the case ----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -141,14 +142,18 @@ def draw(seed: int, *, elastic: bool = False, strategies: Sequence[str] = ()) ->
     samples = 2 * step + rng.randint(0, step)
     precision = rng.choice(["fp32", "fp32", "fp32", "bf16", "fp16"])
     whole = name in models.WHOLE and rng.random() < 0.9
-    legs = tuple(_leg(rng, lanes, precision, whole, strategies) for _ in range(rng.choice([1, 1, 2]) if not elastic else 1))
+    legs = tuple(
+        _leg(rng, lanes, precision, whole, strategies) for _ in range(rng.choice([1, 1, 2]) if not elastic else 1)
+    )
     kill = None
     if elastic:
         leg = legs[0]
         if leg.workers == 1:
             leg = replace(leg, workers=2)
         legs = (replace(leg, hosts=1, servers=0),)
-        phase = rng.choice(["data", "forward", "backward", "exchange", "ready", "before_commit", "after_commit", "apply"])
+        phase = rng.choice(
+            ["data", "forward", "backward", "exchange", "ready", "before_commit", "after_commit", "apply"]
+        )
         kill = f"kill:rank={rng.randrange(leg.workers)},step={rng.randint(1, 3)},phase={phase}"
     return Case(
         seed=seed,
@@ -199,7 +204,7 @@ def _leg(rng: random.Random, lanes: int, precision: str, whole: bool, wanted: Se
     )
 
 
-# -- running it ----------------------------------------------------------------------------------------------------------
+# -- running it --------------------------------------------------------------------------------------------------------
 
 
 class Samples(Dataset[tuple[Tensor, Tensor]]):
@@ -337,7 +342,7 @@ def _digest(tensor: Tensor) -> str:
     return hashlib.sha256(tensor.detach().contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()[:12]
 
 
-# -- judging it ----------------------------------------------------------------------------------------------------------
+# -- judging it --------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -412,7 +417,7 @@ def _first_line(text: str | None) -> str:
     return (text or "").strip().splitlines()[0][:300] if text else ""
 
 
-# -- shrinking it --------------------------------------------------------------------------------------------------------
+# -- shrinking it ------------------------------------------------------------------------------------------------------
 
 
 def simpler(case: Case) -> Iterator[Case]:
@@ -458,7 +463,9 @@ def _with(legs: tuple[Leg, ...], place: int, leg: Leg) -> tuple[Leg, ...]:
     return (*legs[:place], leg, *legs[place + 1 :])
 
 
-def shrink(case: Case, outcome: Outcome, judged: Callable[[Case], Outcome], tries: int = SHRINKING) -> tuple[Case, Outcome]:
+def shrink(
+    case: Case, outcome: Outcome, judged: Callable[[Case], Outcome], tries: int = SHRINKING
+) -> tuple[Case, Outcome]:
     """The smallest case found that still fails in the same way."""
     smaller = True
     while smaller and tries > 0:
@@ -523,7 +530,7 @@ def script_of(case: Case, title: str, found: str = "", record: str | None = None
     )  # fmt: skip
 
 
-# -- main ----------------------------------------------------------------------------------------------------------------
+# -- main --------------------------------------------------------------------------------------------------------------
 
 
 def main() -> int:
@@ -580,7 +587,9 @@ def _report(case: Case, outcome: Outcome, seed: int, number: int, device: str) -
     where = first_difference(case, device) if "another hash" in outcome.text else ""
     FAILURES.mkdir(parents=True, exist_ok=True)
     path = FAILURES / f"case-{seed}-{number}.py"
-    path.write_text(script_of(case, f"Found by tests/bits/fuzz.py, seed {seed}, case {number}.", f"{outcome.text}\n{where}"))
+    path.write_text(
+        script_of(case, f"Found by tests/bits/fuzz.py, seed {seed}, case {number}.", f"{outcome.text}\n{where}")
+    )
     print(f"shrunk to: {case}\n{_indented(_first_line(outcome.text))}\n    {where}\n    written to {path}", flush=True)
 
 

@@ -24,7 +24,7 @@ VOCABULARY, CLASSES, LENGTH = 29, 7, 6
 Layer = Callable[[int], nn.Module]
 
 
-# -- layers: (batch, length, width) to (batch, length, width) ------------------------------------------------------------
+# -- layers: (batch, length, width) to (batch, length, width) ----------------------------------------------------------
 
 
 class Residual(nn.Module):
@@ -353,7 +353,7 @@ class Drawn(nn.Module):
         return out
 
 
-# -- seven architectures that people train -------------------------------------------------------------------------------
+# -- seven architectures that people train -----------------------------------------------------------------------------
 
 
 class _Logits(nn.Module):
@@ -452,7 +452,7 @@ ARCHITECTURES: dict[str, tuple[Callable[[], nn.Module], str]] = {
 }  # fmt: skip
 
 
-# -- optimizers ------------------------------------------------------------------------------------------------------------
+# -- optimizers --------------------------------------------------------------------------------------------------------
 
 _BY_LOOP = [{"foreach": False}, {"foreach": True}]
 _FUSED = [*_BY_LOOP, {"fused": True}]

@@ -6,9 +6,11 @@ from functools import cache
 from typing import Any
 
 import pytest
+import torch
 
+from paceline.strategies.parameter_server import ParameterServer
 from paceline.strategies.registry import Chosen, synchronous_strategies
-from tests.bits.programs import PROGRAMS, RECOMPUTED, compiled, convnet, gpt
+from tests.bits.programs import PROGRAMS, RECOMPUTED, compiled, convnet, gpt, wide
 from tests.workers import hashes, run_workers
 
 
@@ -107,3 +109,25 @@ def test_another_seed_or_number_of_lanes_gives_other_bits() -> None:
 def test_fast_reduction_trains_to_nearly_the_same_weights() -> None:
     """`fast` promises agreement between the workers of one run, not bits across numbers of workers."""
     assert len(hashes(run_workers(gpt, 3, lanes=4, reduction="fast", epochs=1))) == 1
+
+
+class AddsUp(torch.optim.SGD):
+    """Its step depends on a sum over all elements, whose bits depend on where in memory they start."""
+
+    def step(self, closure: Any = None) -> Any:
+        parameters = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        for parameter in parameters:
+            flat = parameter.grad.flatten()
+            parameter.grad.mul_(1 + torch.dot(flat, flat.abs()))
+        return super().step(closure)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "workers", "servers"),
+    [("ddp", 3, 0), ("ddp", 4, 0), ("star", 2, 0), (ParameterServer(mode="aggregate"), 3, 1)],
+    ids=["ddp on 3", "ddp on 4", "star", "parameter server"],
+)
+def test_an_optimizer_that_adds_up_whole_gradients_gives_one_hash(strategy: Any, workers: int, servers: int) -> None:
+    job: dict[str, Any] = {"lanes": 5, "optimizer": AddsUp}
+    alone = hashes(run_workers(wide, 1, **job))
+    assert hashes(run_workers(wide, workers, servers=servers, strategy=strategy, bucket_mib=0.05, **job)) == alone

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.sharding.bucket import Bucket, GradientSpec, plan_buckets
+from paceline.sharding.bucket import ALIGNED, Bucket, GradientSpec, plan_buckets
 
 CPU = torch.device("cpu")
 Plan = tuple[list[GradientSpec], list[int], int]
@@ -113,3 +113,12 @@ def test_a_small_model_looks_like_the_drawing() -> None:
 def test_low_precisions_are_added_in_fp32_and_fp64_stays() -> None:
     dtypes = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
     assert [spec(1, dtype=dtype).sum_dtype for dtype in dtypes] == [torch.float32] * 3 + [torch.float64]
+
+
+@settings(max_examples=100, deadline=None)
+@given(models())
+def test_aligned_members_start_where_torchs_own_memory_would_and_gaps_are_no_members(model: Plan) -> None:
+    for bucket in plan_buckets(*model, aligned=True):
+        assert all(member.offset * bucket.dtype.itemsize % ALIGNED == 0 for member in bucket.members)
+        held = sum(member.elements for member in bucket.members)
+        assert held + sum(stop - start for start, stop in bucket.gaps) == bucket.elements

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from paceline.collectives.canonical_sum import sum_plan
-from paceline.sharding.bucket import Bucket, GradientSpec, Member, plan_buckets
+from paceline.sharding.bucket import ALIGNED, Bucket, GradientSpec, Member, plan_buckets
 from paceline.sharding.lane_sums import LaneSums
 from tests.collectives.one_process import lane_values, one_process_sum, same_bits
 
@@ -24,6 +24,15 @@ def sums_of(*parameters: Tensor) -> LaneSums:
 
 def signs_of_zero(tensor: Tensor) -> list[str]:
     return ["-0" if torch.signbit(value) else "+0" for value in tensor.view(-1)]
+
+
+def test_gradients_are_handed_out_where_torchs_own_memory_would_start_wherever_they_were_summed() -> None:
+    sums = sums_of(torch.zeros(3), torch.zeros(5), torch.zeros(2, 7))
+    total = torch.arange(22.0)
+    sums.hand_out(total, [True] * 3)
+    handed = [parameter.grad for parameter in sums._parameters]
+    assert all(gradient is not None and gradient.data_ptr() % ALIGNED == 0 for gradient in handed)
+    assert torch.cat([gradient.flatten() for gradient in handed if gradient is not None]).tolist() == total.tolist()
 
 
 # -- taking ------------------------------------------------------------------------------------------------------------

@@ -12,11 +12,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from math import prod
 
 import torch
 
 LAST_PART = 8
+ALIGNED = 64  # bytes: where torch's own memory starts. Products and sums of a tensor have other bits where it starts
+# elsewhere, so what is handed to modules or optimizers whole starts there too
 
 
 @dataclass(frozen=True)
@@ -60,16 +63,24 @@ class Bucket:
         return self.members[-1].offset + self.members[-1].elements
 
     @property
+    def gaps(self) -> list[tuple[int, int]]:
+        """Elements of the flat buffer that are no member's."""
+        ends = [(left.offset + left.elements, right.offset) for left, right in pairwise(self.members)]
+        return [(start, stop) for start, stop in ends if start < stop]
+
+    @property
     def alone(self) -> bool:
         return len(self.members) == 1
 
 
-def plan_buckets(specs: Sequence[GradientSpec], order: Sequence[int], bucket_bytes: int) -> tuple[Bucket, ...]:
+def plan_buckets(
+    specs: Sequence[GradientSpec], order: Sequence[int], bucket_bytes: int, *, aligned: bool = False
+) -> tuple[Bucket, ...]:
     """Cut `order` into buckets, filled from its end: the last holds an eighth of `bucket_bytes`, those before it more.
 
     What leaves last has nothing to hide behind, so it should be small; what leaves early should be large, because every
     message costs. A gradient of half a bucket or more travels alone. Buckets are numbered by the place of their *last*
-    member in `order`, since that is when they can leave.
+    member in `order`, since that is when they can leave. `aligned`: every member starts where memory is aligned.
     """
     planned: list[tuple[int, list[int]]] = []
     filling: dict[tuple[torch.dtype, torch.device], _Filling] = {}
@@ -84,7 +95,8 @@ def plan_buckets(specs: Sequence[GradientSpec], order: Sequence[int], bucket_byt
         if room.bytes >= room.wanted:
             planned.append(room.empty(bucket_bytes))
     planned += [room.empty(bucket_bytes) for room in filling.values() if room.members]
-    return tuple(_bucket(specs, members[::-1]) for _, members in sorted(planned))
+    step = ALIGNED if aligned else 1
+    return tuple(packed(specs, members[::-1], step) for _, members in sorted(planned))
 
 
 @dataclass
@@ -109,11 +121,13 @@ class _Filling:
         return filled
 
 
-def _bucket(specs: Sequence[GradientSpec], parameters: Sequence[int]) -> Bucket:
+def packed(specs: Sequence[GradientSpec], parameters: Sequence[int], aligned_to: int = 1) -> Bucket:
+    """Parameters in one bucket, each at a multiple of so many bytes."""
+    first = specs[parameters[0]]
+    step = max(1, aligned_to // first.dtype.itemsize)  # weights are laid out as their sums are, and are smaller
     members: list[Member] = []
     offset = 0
     for parameter in parameters:
         members.append(Member(parameter, offset, specs[parameter].shape))
-        offset += specs[parameter].elements
-    first = specs[parameters[0]]
+        offset += -(-specs[parameter].elements // step) * step
     return Bucket(tuple(members), first.sum_dtype, first.device)

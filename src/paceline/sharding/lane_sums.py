@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from paceline.collectives.canonical_sum import SumPlan
-from paceline.sharding.bucket import Bucket, Member
+from paceline.sharding.bucket import ALIGNED, Bucket, Member
 from paceline.sharding.rooms import Rooms
 
 
@@ -27,6 +27,7 @@ class LaneSums:
     def __init__(self, bucket: Bucket, parameters: Sequence[Parameter], rooms: Rooms | None = None) -> None:
         self.bucket = bucket
         self._moves = bucket.alone
+        self._gaps = bucket.gaps
         self._rooms = rooms
         if rooms is not None and not self._moves:
             rooms.expect(bucket)
@@ -44,6 +45,7 @@ class LaneSums:
     def live_in(self, home: Tensor) -> None:
         """Make roots in `home` from now on."""
         self._moves = False
+        self._clear_gaps(home)
         self._pool = [home]  # whoever asks first gets it, and the lane that a worker takes first becomes its root
 
     def put(self, place: int, gradient: Tensor) -> bool:
@@ -103,8 +105,16 @@ class LaneSums:
         if self._pool:
             return self._pool.pop()
         if self._rooms is not None and not self._moves:
-            return self._rooms.take(self.bucket)
-        return torch.empty(self.bucket.elements, dtype=self.bucket.dtype, device=self.bucket.device)
+            flat = self._rooms.take(self.bucket)
+        else:
+            flat = torch.empty(self.bucket.elements, dtype=self.bucket.dtype, device=self.bucket.device)
+        self._clear_gaps(flat)
+        return flat
+
+    def _clear_gaps(self, flat: Tensor) -> None:
+        """What is no gradient is added up too, hashed, and looked through for what is not finite."""
+        for start, stop in self._gaps:
+            flat[start:stop].zero_()
 
     def give_back(self, flat: Tensor) -> None:
         # What backward allocated itself is not ours to keep: holding it would only add to the peak.
@@ -139,7 +149,10 @@ def _memory_in_order(gradient: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _as_gradient_of(parameter: Parameter, view: Tensor) -> Tensor:
-    """A fused optimizer walks parameter and gradient by memory, so the gradient needs the parameter's strides."""
-    if parameter.dtype == view.dtype and parameter.stride() == view.stride():
+    """A fused optimizer walks parameter and gradient by memory, so the gradient needs the parameter's strides.
+
+    One that adds up its elements (`torch.dot`) finds another sum where it starts at another alignment.
+    """
+    if parameter.dtype == view.dtype and parameter.stride() == view.stride() and view.data_ptr() % ALIGNED == 0:
         return view
     return torch.empty_like(parameter, memory_format=torch.preserve_format).copy_(view)

@@ -19,9 +19,8 @@ import torch
 from torch import nn
 
 from paceline.errors import ConfigError
-from paceline.sharding.bucket import Bucket, GradientSpec, Member
+from paceline.sharding.bucket import ALIGNED, Bucket, GradientSpec, Member, packed
 
-ALIGNED = 64  # bytes: where torch's own memory starts, so that products of matrices have the same bits
 NEVER_CALLED = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 Classes = tuple[type[nn.Module] | str, ...]
 
@@ -102,9 +101,5 @@ def unit_buckets(
             yield Bucket((Member(number, 0, spec.shape),), spec.sum_dtype, spec.device)
         else:
             small.setdefault((spec.dtype, spec.device), []).append(number)
-    for (dtype, device), numbers in small.items():
-        members, offset, step = [], 0, ALIGNED // dtype.itemsize
-        for number in numbers:
-            members.append(Member(number, offset, specs[number].shape))
-            offset += -(-specs[number].elements // step) * step
-        yield Bucket(tuple(members), specs[numbers[0]].sum_dtype, device)
+    for numbers in small.values():
+        yield packed(specs, numbers, ALIGNED)

@@ -22,11 +22,11 @@ from torch.nn import Parameter
 
 from paceline.collectives.communicator import Communicator
 from paceline.errors import ConfigError, LoopError
+from paceline.sharding.bucket import ALIGNED
 from paceline.strategies.own_pieces import extent
 from paceline.world.free_memory import give_back_free_memory
 
 Weights = Literal["per host", "per worker"]
-ALIGNED = 64  # bytes: where torch's own memory starts, so that products of matrices have the same bits
 
 
 class HostWeights:
