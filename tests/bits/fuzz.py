@@ -366,7 +366,7 @@ def judge(case: Case, device: str = "cpu") -> Outcome:
     with tempfile.TemporaryDirectory(prefix="fuzz-") as folder:
         for number in range(len(case.legs)):
             if case.kill is not None:
-                return _judge_elastic(case, str(alone[0].value), Path(folder))
+                return _judge_elastic(case, str(alone[0].value), Path(folder), device)
             results = _run_leg(case, number, str(Path(folder) / "run") if len(case.legs) > 1 else None, device)
             errors = [r for r in results if r.error is not None]
             if errors:
@@ -393,13 +393,13 @@ def _of_errors(errors: list[Result]) -> Outcome:
     return Outcome("refused" if refused else "FAILED", f"{cause.name}: {cause.error}\n{cause.traceback}")
 
 
-def _judge_elastic(case: Case, expected: str, folder: Path) -> Outcome:
+def _judge_elastic(case: Case, expected: str, folder: Path, device: str) -> Outcome:
     """The same script under `paceline run --elastic`, with a worker killed."""
     from tests.faults.jobs import run_job
 
     leg = case.legs[0]
     script = folder / "case.py"
-    script.write_text(script_of(case, "a case under elastic", record="run"))
+    script.write_text(script_of(case, "a case under elastic", record="run", device=device))
     flags = f"--workers {leg.workers} --lanes {case.lanes} --elastic --heartbeat-timeout-s 5"
     job = run_job(folder, flags, faults=case.kill, script=script, timeout_s=TIMEOUT_S)
     if job.code != 0:
@@ -516,17 +516,17 @@ from tests.bits.fuzz import train
 
 CASE = r"""{case}"""
 alone = sys.argv[1:] == ["alone"]
-print("weights", train(None, CASE, None if alone else 0, record=None if alone else {record!r}))
+print("weights", train(None, CASE, None if alone else 0, record=None if alone else {record!r}, device={device!r}))
 '''
 
 
-def script_of(case: Case, title: str, found: str = "", record: str | None = None) -> str:
+def script_of(case: Case, title: str, found: str = "", record: str | None = None, device: str = "cpu") -> str:
     root = str(Path(__file__).resolve().parents[2])
     workers = case.legs[0].workers
     text = "\n".join(f"    {line}" for line in found.splitlines())
     return SCRIPT.format(
         title=title, script="THIS_FILE", workers=workers, found=text.replace('"""', "'''").replace("\\", "/"),
-        root=root, case=case.text, record=record,
+        root=root, case=case.text, record=record, device=device,
     )  # fmt: skip
 
 

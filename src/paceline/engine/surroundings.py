@@ -38,9 +38,23 @@ def connect_workers(
 ) -> Communicator | None:
     if store is None or world.size == 1 or world.is_server:
         return None
+    if backend == "nccl":
+        _check_own_devices(world, store, device)
     if world.elastic is not None:  # keys by which nobody waits any more when the workers have changed
         store = PrefixStore("elastic/1", store)
     return Communicator.connect(world, store, backend=backend, device=device, timeout_s=timeout_s)
+
+
+def _check_own_devices(world: World, store: Store, device: torch.device) -> None:
+    """NCCL finds out that two workers share a GPU in the first collective, and says "invalid usage"."""
+    store.set(f"device/{world.rank}", f"{device} of host {world.host_rank}")
+    places = [store.get(f"device/{rank}").decode() for rank in range(world.size)]
+    for rank, place in enumerate(places):
+        if place in places[:rank]:
+            raise ConfigError(
+                f"workers {places.index(place)} and {rank} both use {place}, and NCCL needs a device for each worker; "
+                "leave device out to give each its own, or let them share with Engine(backend='gloo')"
+            )
 
 
 def alone(seat: World) -> World:
@@ -75,7 +89,7 @@ def find_device(world: World, wanted: str | torch.device | None) -> torch.device
     if world.is_server:  # its weights are in the host's memory, wherever the workers compute
         return torch.device("cpu")
     if wanted is not None:
-        return torch.device(wanted)
+        return _numbered(torch.device(wanted), world.local_rank)
     if not torch.accelerator.is_available():
         return torch.device("cpu")
     kind = torch.accelerator.current_accelerator()
@@ -84,17 +98,32 @@ def find_device(world: World, wanted: str | torch.device | None) -> torch.device
     if world.local_size > count:
         raise ConfigError(
             f"{world.local_size} workers on this host but {count} {kind.type} device(s); "
-            f"start with --workers {count}, or train on the CPU with Engine(device='cpu')"
+            f"start with --workers {count}, let them share with Engine(device='{kind.type}'), or train on the CPU with "
+            "Engine(device='cpu')"
         )
     device = torch.device(kind.type, world.local_rank)
     torch.accelerator.set_device_index(world.local_rank)
     return device
 
 
+def _numbered(device: torch.device, local_rank: int) -> torch.device:
+    """With the number of the device that "cuda" means for this worker: memory there has it too, and is compared."""
+    if device.type == "cpu" or ":" in str(device):
+        return device
+    count = torch.accelerator.device_count()
+    number = local_rank % count if count else 0
+    if count:
+        torch.accelerator.set_device_index(number)
+    return torch.device(device.type, number)
+
+
 def default_backend(world: World, device: torch.device) -> str:
-    """Shared memory between the workers of one host; otherwise what the field uses."""
+    """Shared memory between the workers of one host; otherwise what the field uses.
+
+    NCCL has no way between two workers on one GPU.
+    """
     if device.type == "cuda":
-        return "nccl"
+        return "nccl" if world.local_size <= torch.cuda.device_count() else "gloo"
     on_one = world.local_size == world.size and not _across_hosts(world)
     return "paceline" if device.type == "cpu" and on_one else "gloo"
 

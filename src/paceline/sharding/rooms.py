@@ -21,13 +21,13 @@ class Rooms:
     def __init__(self) -> None:
         self._largest: dict[Kind, int] = {}
         self._free: dict[Kind, list[Tensor]] = {}
-        self._taken: dict[int, Tensor] = {}  # by address
+        self._taken: dict[int, tuple[Kind, Tensor]] = {}  # by address
 
     @property
     def bytes(self) -> int:
         """Of all rooms, free and taken."""
         free = [room for rooms in self._free.values() for room in rooms]
-        return sum(room.nbytes for room in (*free, *self._taken.values()))
+        return sum(room.nbytes for room in (*free, *(room for _, room in self._taken.values())))
 
     def expect(self, bucket: Bucket) -> None:
         """A bucket that will come."""
@@ -44,10 +44,10 @@ class Rooms:
         while free and free[-1].numel() < wanted:  # buckets have been cut anew, and are larger now
             free.pop()
         room = free.pop() if free else torch.empty(wanted, dtype=bucket.dtype, device=bucket.device)
-        self._taken[room.data_ptr()] = room
+        self._taken[room.data_ptr()] = kind, room
         return room[: bucket.elements]
 
     def give_back(self, flat: Tensor) -> None:
         if flat.numel():
-            room = self._taken.pop(flat.data_ptr())
-            self._free[room.dtype, room.device].append(room)
+            kind, room = self._taken.pop(flat.data_ptr())
+            self._free[kind].append(room)  # not by the room's own device: "cuda" is "cuda:0" there
