@@ -225,7 +225,7 @@ class Job:
 
 def table_of(parameters: Sequence[Tensor], servers: int, key_bytes: int) -> KeyTable:
     specs = [GradientSpec(tuple(p.shape), p.dtype, p.device) for p in parameters]
-    buckets = plan_buckets(specs, list(reversed(range(len(specs)))), 1 << 20)
+    buckets = plan_buckets(specs, list(reversed(range(len(specs)))), 1 << 20, aligned=False)
     layout = FlatLayout.of((f"p{place}", p) for place, p in enumerate(parameters))
     return plan_keys(layout, buckets, servers=servers, key_bytes=key_bytes)
 

@@ -26,7 +26,7 @@ def model_of(
     specs = [GradientSpec(shape, dtype, CPU) for shape, dtype in zip(shapes, dtypes, strict=True)]
     order = list(reversed(range(len(shapes)))) if order is None else order
     names = tuple(f"p{place}" for place in range(len(shapes)))
-    return FlatLayout(names, tuple(shapes), tuple(dtypes)), plan_buckets(specs, order, bucket_bytes)
+    return FlatLayout(names, tuple(shapes), tuple(dtypes)), plan_buckets(specs, order, bucket_bytes, aligned=False)
 
 
 @st.composite

@@ -23,7 +23,7 @@ def parameters() -> list[Parameter]:
 def table_of(of: list[Parameter]) -> KeyTable:
     layout = FlatLayout.of((str(place), parameter) for place, parameter in enumerate(of))
     specs = [GradientSpec(tuple(p.shape), p.dtype, p.device) for p in of]
-    return plan_keys(layout, plan_buckets(specs, range(len(of)), 4 * BLOCK), key_bytes=4 * BLOCK)
+    return plan_keys(layout, plan_buckets(specs, range(len(of)), 4 * BLOCK, aligned=False), key_bytes=4 * BLOCK)
 
 
 def values(of: list[Parameter]) -> list[Tensor]:

@@ -36,7 +36,7 @@ def table_of(*sizes: int, servers: int = 2) -> KeyTable:
     specs = [GradientSpec((size,), torch.float32, torch.device("cpu")) for size in sizes]
     names = tuple(f"p{place}" for place in range(len(sizes)))
     layout = FlatLayout(names, tuple(spec.shape for spec in specs), tuple(spec.dtype for spec in specs))
-    return plan_keys(layout, plan_buckets(specs, range(len(specs)), 1), servers=servers)
+    return plan_keys(layout, plan_buckets(specs, range(len(specs)), 1, aligned=False), servers=servers)
 
 
 TABLE = table_of(100, 200, 300)

@@ -27,7 +27,7 @@ class Departures:
         self.buckets = GradientBuckets(
             list(self.model.named_parameters()),
             worker=0,
-            cut=lambda specs, order: plan_buckets(specs, order, bucket_bytes),
+            cut=lambda specs, order: plan_buckets(specs, order, bucket_bytes, aligned=False),
             leave=lambda number, nodes: self.left.append((number, {k: v.clone() for k, v in nodes.items()})),
             **options,
         )

@@ -74,7 +74,7 @@ class Bucket:
 
 
 def plan_buckets(
-    specs: Sequence[GradientSpec], order: Sequence[int], bucket_bytes: int, *, aligned: bool = False
+    specs: Sequence[GradientSpec], order: Sequence[int], bucket_bytes: int, *, aligned: bool = True
 ) -> tuple[Bucket, ...]:
     """Cut `order` into buckets, filled from its end: the last holds an eighth of `bucket_bytes`, those before it more.
 

@@ -14,9 +14,9 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate, pairwise
+from itertools import pairwise
 
-from paceline.sharding.bucket import Bucket, Member
+from paceline.sharding.bucket import ALIGNED, Bucket, Member
 from paceline.sharding.flat_layout import BLOCK, Piece
 
 Range = tuple[int, int]
@@ -56,19 +56,22 @@ class BucketShards:
 
     def only(self, numbers: Mapping[int, int]) -> BucketShards | None:
         """The same owners of fewer parameters, under the numbers that these have elsewhere; None: of none."""
-        members, offset = [], 0
+        members, offsets, offset = [], dict[int, int](), 0
+        step = ALIGNED // self.bucket.dtype.itemsize
         for member in self.bucket.members:
             if member.parameter in numbers:
                 members.append(Member(numbers[member.parameter], offset, member.shape))
-                offset += member.elements
+                offsets[member.parameter] = offset
+                offset += -(-member.elements // step) * step
         if not members:
             return None
-        widths = [
-            sum(owned.piece.elements for owned in self.pieces(worker) if owned.piece.parameter in numbers)
-            for worker in range(len(self.ranges))
-        ]
         bucket = Bucket(tuple(members), self.bucket.dtype, self.bucket.device)
-        return BucketShards(bucket, tuple(pairwise(accumulate(widths, initial=0))))
+        starts = [bucket.elements]
+        for worker in reversed(range(len(self.ranges))):
+            mine = [owned.piece for owned in self.pieces(worker) if owned.piece.parameter in offsets]
+            starts.append(offsets[mine[0].parameter] + mine[0].start if mine and worker else starts[-1])
+        starts[-1] = 0
+        return BucketShards(bucket, tuple(pairwise(reversed(starts))))
 
     def _pieces_in(self, start: int, stop: int) -> Iterator[OwnedPiece]:
         for member in self.bucket.members:

@@ -71,7 +71,7 @@ class Ddp(WeightsInTheModel):
         self._buckets = GradientBuckets(
             named,
             comm.rank if comm is not None else 0,
-            cut=lambda specs, order: plan_buckets(specs, order, bucket_bytes, aligned=True),
+            cut=lambda specs, order: plan_buckets(specs, order, bucket_bytes),
             leave=self._send,
             overlap=overlap,
             lanes_rounded_to=lanes_rounded_to,

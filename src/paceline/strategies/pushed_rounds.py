@@ -77,7 +77,7 @@ class PushedRounds(WeightsInTheModel):
         self._buckets = GradientBuckets(
             space.named,
             self._worker,
-            cut=lambda specs, order: plan_buckets(specs, order, job.bucket_bytes),
+            cut=lambda specs, order: plan_buckets(specs, order, job.bucket_bytes, aligned=False),
             leave=self._leave,
             overlap=job.overlap,
             by_lane=not clock.deterministic,

@@ -67,7 +67,7 @@ def plan_spaces(
         layout = FlatLayout.of(named)
         # Where gradients are is no part of the plan: a server has them in the host's memory.
         specs = [GradientSpec(tuple(p.shape), p.dtype, torch.device("cpu")) for _, p in named]
-        buckets = plan_buckets(specs, expected_order(len(specs)), bucket_bytes)
+        buckets = plan_buckets(specs, expected_order(len(specs)), bucket_bytes, aligned=False)
         table = plan_keys(layout, buckets, servers=servers, key_bytes=key_bytes)
         spaces.append(Space(named, together, GroupSettings(together), buckets, Protocol(table, workers, lanes)))
     return spaces

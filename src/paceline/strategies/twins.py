@@ -10,6 +10,7 @@ parameter thawed, another set of optimizers acting together) the states follow t
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -51,7 +52,11 @@ class Twin:
             [pieces.tensors[piece] for number in self._numbers(group) for piece in self._mine[number]] or [nothing]
             for group, nothing in zip(optimizer.param_groups, self._nothing, strict=True)
         ]
-        self._twin = optimizer_on(optimizer, groups)
+        states = {
+            nothing: _state_of_nothing(optimizer, group["params"])
+            for group, nothing in zip(optimizer.param_groups, self._nothing, strict=True)
+        }
+        self._twin = optimizer_on(optimizer, groups, states)
 
     @property
     def own(self) -> list[Piece]:
@@ -194,6 +199,17 @@ def _parameters_of(optimizer: Optimizer) -> list[Parameter]:
 def _nothing_of(parameters: Sequence[Tensor]) -> Tensor:
     """What stands for a group of which this worker owns nothing: counts that the group itself keeps go on."""
     return parameters[0].detach().new_empty(0) if parameters else torch.empty(0)
+
+
+def _state_of_nothing(optimizer: Optimizer, parameters: Sequence[Parameter]) -> State:
+    """Adagrad makes its state when it is made (torch 2.11 looks for it in every step), others in their first step."""
+    known = next((p for p in parameters if optimizer.state.get(p)), None)
+    if known is None:
+        return {}
+    return {
+        name: value.new_empty(0) if isinstance(value, Tensor) and value.shape == known.shape else copy.copy(value)
+        for name, value in optimizer.state[known].items()
+    }
 
 
 def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
