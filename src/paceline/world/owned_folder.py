@@ -74,8 +74,11 @@ class OwnedFolder:
 
     def empty(self, keep: Collection[str] = ()) -> None:
         """Nobody else can change what is in it, so that names and what they mean stay the same here."""
-        for name in set(os.listdir(self.descriptor)) - set(keep):
-            with contextlib.suppress(FileNotFoundError):  # another process of this user may be quicker
+        names: list[str] = []
+        with contextlib.suppress(FileNotFoundError):  # another process of this user was quicker, and it is gone
+            names = os.listdir(self.descriptor)
+        for name in set(names) - set(keep):
+            with contextlib.suppress(FileNotFoundError):
                 if stat.S_ISDIR(os.stat(name, dir_fd=self.descriptor, follow_symlinks=False).st_mode):
                     shutil.rmtree(name, dir_fd=self.descriptor)
                 else:
