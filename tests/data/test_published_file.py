@@ -101,3 +101,12 @@ def test_a_locked_partial_file_is_not_a_leftover(tmp_path: Path) -> None:
         assert partial.exists()
     write(tmp_path / "a")
     assert not partial.exists()
+
+
+def test_what_is_no_file_of_this_user_is_not_taken_for_a_leftover_and_holds_nobody(tmp_path: Path) -> None:
+    precious = tmp_path / "precious"
+    precious.touch()
+    os.mkfifo(tmp_path / f".a.{HOST}.1.partial")
+    (tmp_path / f".a.{HOST}.2.partial").symlink_to(precious)
+    write(tmp_path / "a")
+    assert names(tmp_path) == [f".a.{HOST}.1.partial", f".a.{HOST}.2.partial", "a", "precious"]

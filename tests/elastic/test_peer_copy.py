@@ -7,7 +7,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -19,9 +19,12 @@ import torch
 from paceline.checkpoint.load import whole_tree
 from paceline.elastic import vault
 from paceline.elastic.peer_copy import PeerServer, RemoteVault, push_copy, read_anywhere
+from paceline.elastic.peer_wire import Wire, prove_to_server
 from paceline.elastic.state_number import numbered
 from paceline.elastic.vault import AT_STAMP, HEAD_BYTES, Vault, steps_of
 from paceline.errors import CheckpointError, PeerLostError
+from paceline.world.strangers import MOST_STRANGERS
+from tests.launch.launching import wait_until
 
 FORKED = multiprocessing.get_context("forkserver")
 FORKED.set_forkserver_preload(["tests.preload"])
@@ -224,6 +227,84 @@ def test_a_slot_that_is_no_number_ends_the_connection(tmp_path: Path) -> None:
         pytest.raises(PeerLostError, match="the connection ended"),
     ):
         remote.steps_of("../secret")  # type: ignore[arg-type]
+
+
+def test_a_crowd_of_strangers_is_held_to_its_number_and_a_reader_gets_through(tmp_path: Path) -> None:
+    Vault(tmp_path, 0).write(1, state(1), rank=0, size=1)
+    before = threading.active_count()
+    with serving(tmp_path) as server, ExitStack() as crowd:
+        for _ in range(2 * MOST_STRANGERS):
+            crowd.enter_context(socket.create_connection(place_of(server), timeout=10))
+        with connected(server.address) as remote:
+            assert remote.steps_of(0) == [1]
+        wait_until(lambda: threading.active_count() - before <= MOST_STRANGERS + 2, 10, "the crowd is held")
+        assert len(server._strangers) <= MOST_STRANGERS
+
+
+def test_a_stranger_that_trickles_is_dropped_in_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("paceline.elastic.peer_wire.PROOF_S", 0.3)
+    with serving(tmp_path) as server, socket.create_connection(place_of(server), timeout=10) as stranger:
+        for _ in range(15):  # one less than a nonce
+            stranger.sendall(b"x")
+            time.sleep(0.04)
+            if not server._open:
+                break
+        assert server._open == set()
+        assert server._strangers == {}
+
+
+def test_a_reader_that_is_crowded_out_before_its_proof_tries_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tries: list[int] = []
+
+    def crowded_out(wire: Wire, token: str) -> None:
+        tries.append(1)
+        if len(tries) < 3:
+            wire.connection.shutdown(socket.SHUT_RDWR)
+        prove_to_server(wire, token)
+
+    monkeypatch.setattr("paceline.elastic.peer_copy.prove_to_server", crowded_out)
+    with serving(tmp_path) as server, connected(server.address) as remote:
+        assert remote.steps_of(0) == []
+    assert len(tries) == 3
+
+
+NESTED = b"[" * 20_000 + b"]" * 20_000
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        NESTED,
+        b'{"do": ' + NESTED + b"}",
+        b"7",
+        b"\xff",
+        b"{}",
+        b'{"do": []}',
+        b'{"do": "keep", "slot": 0, "step": 1, "bytes": ' + b"9" * 400 + b"}",
+        b'{"do": "keep", "slot": 0, "step": 1, "bytes": 8}',
+        b'{"do": "part", "slot": 1e999}',
+    ],
+    ids=lambda said: str(said[:40]),
+)
+def test_a_request_that_makes_no_sense_ends_the_connection_and_nothing_else(tmp_path: Path, said: bytes) -> None:
+    """A traceback of a thread would be a warning here, and an error."""
+    with serving(tmp_path) as server:
+        with connected(server.address) as remote:
+            assert remote.steps_of(0) == []
+            assert remote._connection is not None
+            remote._connection.sendall(len(said).to_bytes(4, "little") + said + bytes(64))
+            with suppress(ConnectionError):
+                while remote._connection.recv(4096):
+                    pass
+        with connected(server.address) as remote:
+            assert remote.steps_of(0) == []
+
+
+def place_of(server: PeerServer) -> tuple[str, int]:
+    host, _, port = server.address.rpartition(":")
+    return host, int(port)
 
 
 # -- copies ------------------------------------------------------------------------------------------------------------

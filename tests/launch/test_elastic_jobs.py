@@ -19,7 +19,7 @@ from paceline.errors import WorldError
 from paceline.launch import elastic_job
 from paceline.launch.control_channel import Body, ControlServer, KeyValues
 from paceline.launch.decision import Coordinator
-from paceline.launch.folders import LOCK, RUN, VAULT, remove_folders, run_folder, sweep, vault_folder
+from paceline.launch.folders import LOCK, RUN, VAULT, open_run_folder, remove_folders, run_folder, sweep, vault_folder
 from paceline.launch.hands import FarHands, Members, lend
 from paceline.launch.hosts import Seat
 from paceline.launch.pulse import Pulse
@@ -370,7 +370,8 @@ def test_a_vault_goes_with_its_job_and_is_swept_when_nobody_holds_it(tmp_path: P
         assert vault.stat().st_mode & 0o777 == 0o700
         sweep(memory)
         assert vault.exists(), "it is held"
-        remove_folders(run)  # as the stable does
+        with open_run_folder(run) as held:
+            remove_folders(held)  # as the stable does
         assert not vault.exists()
         assert not run.exists()
     left = memory / "paceline-1-0123abcd"

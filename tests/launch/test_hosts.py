@@ -28,8 +28,7 @@ async def over_loopback(
     """Both ends of one connection; what each returned or raised."""
     done: asyncio.Future[object] = asyncio.get_running_loop().create_future()
 
-    async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        link = Link(reader, writer)
+    async def accept(link: Link) -> None:
         try:
             done.set_result(await coordinator(link))
         except WorldError as error:
@@ -37,8 +36,11 @@ async def over_loopback(
         finally:
             await link.close()
 
-    server = await asyncio.start_server(accept, "127.0.0.1", 0)
-    link = Link(*await asyncio.open_connection(*server.sockets[0].getsockname()))
+    loop, accepting = asyncio.get_running_loop(), []
+    server = await loop.create_server(
+        lambda: Link(lambda link: accepting.append(asyncio.create_task(accept(link)))), "127.0.0.1", 0
+    )
+    _, link = await loop.create_connection(Link, *server.sockets[0].getsockname())
     try:
         result: object = await host(link)
     except WorldError as error:

@@ -19,6 +19,8 @@ from pathlib import Path
 from typing import BinaryIO
 from uuid import uuid4
 
+from paceline.world.owned_folder import open_own_file
+
 ABANDONED_AFTER_S = 3600.0
 
 
@@ -54,7 +56,7 @@ def _locked_partial(path: Path) -> tuple[Path, BinaryIO]:
 def _remove_leftovers(path: Path) -> None:
     ours = f".{path.name}.{socket.gethostname()}."
     for partial in path.parent.glob(f".{_literal(path.name)}.*.partial"):
-        with suppress(OSError), partial.open("rb") as file:
+        with suppress(OSError), open_own_file(partial) as file:  # others' files are theirs to remove
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # raises while its writer lives
             silent_s = time.time() - os.fstat(file.fileno()).st_mtime
             if partial.name.startswith(ours) or silent_s > ABANDONED_AFTER_S:

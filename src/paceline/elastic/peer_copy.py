@@ -47,9 +47,11 @@ from paceline.elastic.vault import (
     turn_of,
 )
 from paceline.errors import CheckpointError, PacelineError, PeerLostError
+from paceline.world import strangers
 
 TIMEOUT_S = 30.0
 CONNECT_S = 5.0
+AGAIN_S = 0.02
 IDLE_S = 600.0  # a server lets a connection go on which nothing was asked for so long; the reader makes a new one
 _MOST_TABLE = 256 * 2**20  # tables and values of a large model
 
@@ -68,6 +70,8 @@ class PeerServer:
         self.address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         self._copies = _Copies(folder)
         self._open: set[socket.socket] = set()
+        self._strangers: dict[socket.socket, str] = {}
+        """Those of the open ones that have not proved to be of this job, the oldest first, and their addresses."""
         self._closed = False
         self._lock = threading.Lock()
         self._threads = [threading.Thread(target=self._accept, name="paceline-vault", daemon=True)]
@@ -86,7 +90,7 @@ class PeerServer:
     def _accept(self) -> None:
         while True:
             try:
-                connection, _ = self._listener.accept()
+                connection, address = self._listener.accept()
             except OSError:
                 if self._closed:
                     return
@@ -97,10 +101,19 @@ class PeerServer:
                     connection.close()
                     return
                 self._open.add(connection)
+                self._strangers[connection] = str(address[0])
+                if len(self._strangers) > strangers.MOST_STRANGERS:
+                    self._drop(strangers.first_to_go(self._strangers))
                 self._threads = [thread for thread in self._threads if thread.is_alive()]
                 thread = threading.Thread(target=self._serve, args=(connection,), name="paceline-vault", daemon=True)
+                try:
+                    thread.start()
+                except RuntimeError:  # no more threads can be had
+                    self._strangers.pop(connection, None)
+                    self._open.discard(connection)
+                    connection.close()
+                    continue
                 self._threads.append(thread)
-                thread.start()
 
     def _serve(self, connection: socket.socket) -> None:
         """One reader, until it leaves, is silent for long, or says what makes no sense."""
@@ -109,13 +122,22 @@ class PeerServer:
                 connection.settimeout(self._timeout_s)
                 wire = Wire(connection)
                 if proved_to_server(wire, self._token):
+                    with self._lock:
+                        self._strangers.pop(connection, None)
                     while True:
                         self._answer(wire)
-            except (OSError, EOFError, ValueError, KeyError, TypeError):
+            except (OSError, EOFError, ValueError, LookupError, TypeError, OverflowError):
                 return  # the reader says so on its side
             finally:
                 with self._lock:
                     self._open.discard(connection)
+                    self._strangers.pop(connection, None)
+
+    def _drop(self, connection: socket.socket) -> None:
+        """Its thread closes it."""
+        del self._strangers[connection]
+        with suppress(OSError):  # it is gone already
+            connection.shutdown(socket.SHUT_RDWR)
 
     def _answer(self, wire: Wire) -> None:
         wire.connection.settimeout(IDLE_S)
@@ -274,7 +296,7 @@ class RemoteVault:
                 return take(wire, answer)
             except CheckpointError:
                 raise
-            except (OSError, EOFError, ValueError, KeyError, TypeError) as error:
+            except (OSError, EOFError, ValueError, LookupError, TypeError, OverflowError, RecursionError) as error:
                 self._hang_up()
                 self._lost(request, error)
             except BaseException:
@@ -295,6 +317,20 @@ class RemoteVault:
         return self._wire, self._wire.hear()
 
     def _connected(self) -> Wire:
+        """Strangers may crowd a server, which drops the oldest of them: who is dropped before its proof tries again."""
+        until = time.monotonic() + min(self._timeout_s, CONNECT_S)
+        while True:
+            wire = self._connect()
+            try:
+                prove_to_server(wire, self._token)
+                return wire
+            except (EOFError, ConnectionError):
+                if self._abandoned or time.monotonic() > until:
+                    raise
+                self._hang_up()
+                time.sleep(AGAIN_S)
+
+    def _connect(self) -> Wire:
         host, _, port = self.address.rpartition(":")
         if not self._abandoned:
             limit_s = min(self._timeout_s, CONNECT_S)
@@ -302,9 +338,7 @@ class RemoteVault:
         if self._abandoned or self._connection is None:  # perhaps meanwhile
             raise EOFError("it was given up")
         self._connection.settimeout(self._timeout_s)
-        wire = Wire(self._connection)
-        prove_to_server(wire, self._token)
-        return wire
+        return Wire(self._connection)
 
     def _hang_up(self) -> None:
         if self._connection is not None:

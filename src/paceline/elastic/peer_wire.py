@@ -17,8 +17,11 @@ import hmac
 import json
 import secrets
 import socket
+import time
 from collections.abc import Mapping
 from typing import Any
+
+from paceline.world.strangers import PROOF_S
 
 MOST_TEXT = 2**16
 CHUNK = 64 * 2**20  # bytes that must move within one timeout
@@ -35,6 +38,8 @@ class Wire:
 
     def __init__(self, connection: socket.socket) -> None:
         self.connection = connection
+        self.deadline: float | None = None
+        """For all that is received, however it trickles in; None: each piece has the socket's timeout."""
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def say(self, text: Mapping[str, Any]) -> None:
@@ -49,7 +54,10 @@ class Wire:
             raise ValueError(f"a text of {size} bytes")
         text = bytearray(size)
         self.receive(memoryview(text))
-        found = json.loads(text)
+        try:
+            found = json.loads(text)
+        except RecursionError as error:
+            raise ValueError("a text that is nested too deeply") from error
         if not isinstance(found, dict):
             raise ValueError("a text that is no request and no answer")
         return found
@@ -60,6 +68,8 @@ class Wire:
 
     def receive(self, room: memoryview) -> None:
         while room:
+            if self.deadline is not None:
+                self.connection.settimeout(max(1e-3, self.deadline - time.monotonic()))
             got = self.connection.recv_into(room)
             if not got:
                 raise EOFError("the connection ended")
@@ -72,11 +82,13 @@ def _proof(token: str, who: str, reader: bytes, server: bytes) -> bytes:
 
 def proved_to_server(wire: Wire, token: str) -> bool:
     """The server's side: both know the token."""
+    wire.deadline = time.monotonic() + PROOF_S
     told, mine = bytearray(_NONCE), secrets.token_bytes(_NONCE)
     wire.receive(memoryview(told))
     wire.connection.sendall(mine + _proof(token, "server", bytes(told), mine))
     proof = bytearray(_PROOF)
     wire.receive(memoryview(proof))
+    wire.deadline = None
     return hmac.compare_digest(bytes(proof), _proof(token, "reader", bytes(told), mine))
 
 

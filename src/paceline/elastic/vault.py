@@ -37,6 +37,7 @@ from paceline.elastic.state_number import all_said, said
 from paceline.elastic.vault_layout import ALIGN, Gathered, Layout, with_values
 from paceline.errors import CheckpointError
 from paceline.sharding.slices import Slices
+from paceline.world.owned_folder import open_own_file
 
 MAGIC = 0x7661_756C_7431  # "vault1"
 PAGE = 4096
@@ -195,10 +196,10 @@ def steps_of(folder: Path, slot: int) -> list[int]:
 
 def step_in(path: Path) -> int | None:
     try:
-        with path.open("rb", buffering=0) as file:
+        with open_own_file(path) as file:
             head = memoryview(file.read(HEAD_BYTES))
             size = os.fstat(file.fileno()).st_size
-    except FileNotFoundError:
+    except (FileNotFoundError, PermissionError):  # what another user has put there is nobody's state
         return None
     fields = head.cast("q") if len(head) == HEAD_BYTES else [0] * HEAD_FIELDS
     valid = fields[AT_MAGIC] == MAGIC and fields[AT_BYTES] == size and fields[AT_STAMP] > 0
@@ -232,7 +233,7 @@ class MappedSlot:
     def _mapped(self) -> mmap.mmap:
         for path in paths_of(self._folder, self._slot):
             if step_in(path) == self._step:
-                with path.open("rb") as file:
+                with open_own_file(path) as file:
                     return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         there = all_said(steps_of(self._folder, self._slot))
         raise CheckpointError(

@@ -17,7 +17,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
+import os
 import re
+import socket
 import stat
 import time
 from base64 import b64decode, b64encode
@@ -26,17 +29,22 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from paceline.errors import WorldError
+from paceline.world import strangers
+from paceline.world.control import peer_user
 
 Body = dict[str, Any]
 
 LINE_LIMIT = 64 * 2**20
 """A line longer than this is not one of ours."""
 
+ROOM = 64 * 2**10
+"""Bytes that a link with nothing under way keeps for what comes next."""
+
 CLOSE_TIMEOUT_S = 1.0
 
 GENERATION_OF_KEY = re.compile(r"elastic/(\d+)/")
 
-NONSENSE = (LookupError, TypeError, ValueError)
+NONSENSE = (LookupError, TypeError, ValueError, ArithmeticError, AttributeError, RecursionError)
 """What reading a message of the wrong form raises; it must not take the connection, and so the worker, with it."""
 
 
@@ -47,46 +55,106 @@ class Listener(Protocol):
     async def answer(self, rank: int, kind: str, body: Body, timeout_s: float) -> Body: ...
 
 
-class Link:
-    """JSON lines in both directions over one connection."""
+class Link(asyncio.BufferedProtocol):
+    """JSON lines in both directions over one TCP connection.
 
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._reader = reader
-        self._writer = writer
+    Until the other side is trusted its lines are short, and it is read into a buffer of that size: a stranger takes no
+    more of our memory than that.
+    """
 
-    @property
-    def local_address(self) -> str:
-        return str(self._writer.get_extra_info("sockname")[0])
+    def __init__(self, came: Callable[[Link], None] = lambda link: None) -> None:
+        self.local_address = self.remote_address = "an address that is gone"
+        self._came = came
+        self._transport: asyncio.Transport | None = None
+        self._limit = strangers.LINE_LIMIT
+        self._room = bytearray(self._limit)
+        self._begin = self._end = 0  # of what was received and not read
+        self._paused = False
+        self._news, self._lost = asyncio.Event(), asyncio.Event()
 
-    @property
-    def remote_address(self) -> str:
-        return str(self._writer.get_extra_info("peername")[0])
+    def trust(self, limit: int) -> None:
+        """The other side has proved who it is: its lines may be longer."""
+        self._limit = limit
+        self._make_room()
+
+    def watch_for_silence(self, silent_s: int) -> None:
+        """Have the kernel notice a peer that is cut off, whose connection would otherwise look open for hours."""
+        assert self._transport is not None
+        connection: socket.socket = self._transport.get_extra_info("socket")
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for option, value in (("TCP_KEEPIDLE", silent_s // 2), ("TCP_KEEPINTVL", 2), ("TCP_KEEPCNT", 3)):
+            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, silent_s * 1000)
 
     def send(self, message: Body) -> None:
         """Queue a message; a peer that has gone is noticed by `receive`, not here."""
-        if not self._writer.is_closing():
-            self._writer.write(encoded(message))
+        if self._transport is not None and not self._transport.is_closing():
+            self._transport.write(encoded(message))
 
     async def receive(self) -> Body | None:
         """The next message; None when the other side has gone."""
-        try:
-            line = await self._reader.readline()
-        except (ConnectionError, TimeoutError):
-            return None
-        except ValueError as error:
-            raise WorldError(f"a message of more than {LINE_LIMIT:,} bytes on the control channel") from error
-        return _decoded(line) if line.endswith(b"\n") else None
+        while (stop := self._room.find(b"\n", self._begin, self._end)) < 0:
+            if self._end - self._begin == self._limit:
+                raise WorldError(f"a message of more than {self._limit:,} bytes on the control channel")
+            if self._lost.is_set():
+                return None
+            self._news.clear()
+            await self._news.wait()
+        line = self._room[self._begin : stop]
+        self._begin = stop + 1
+        self._make_room()
+        return decoded(line)
 
     def abort(self) -> None:
         """End it without a word: the other side does not answer."""
-        self._writer.transport.abort()
+        if self._transport is not None:
+            self._transport.abort()
 
     async def close(self) -> None:
-        self._writer.close()
-        try:
-            await asyncio.wait_for(self._writer.wait_closed(), timeout=1.0)
-        except (OSError, TimeoutError):
-            self._writer.transport.abort()
+        if self._transport is not None:
+            self._transport.close()
+            try:
+                await asyncio.wait_for(self._lost.wait(), CLOSE_TIMEOUT_S)
+            except TimeoutError:
+                self._transport.abort()
+
+    # ---- what the event loop calls ------------------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+        here, there = transport.get_extra_info("sockname"), transport.get_extra_info("peername")
+        if here and there:  # otherwise it was cut off before we looked
+            self.local_address, self.remote_address = str(here[0]), str(there[0])
+        self._came(self)
+
+    def get_buffer(self, sizehint: int) -> memoryview:
+        return memoryview(self._room)[self._end :]
+
+    def buffer_updated(self, nbytes: int) -> None:
+        self._end += nbytes
+        self._make_room()
+        self._news.set()
+
+    def connection_lost(self, exception: Exception | None) -> None:
+        self._lost.set()
+        self._news.set()
+
+    def _make_room(self) -> None:
+        """For more to be received; where there can't be, the other side waits until some was read."""
+        if self._begin == self._end:
+            self._begin = self._end = 0
+            if len(self._room) > ROOM:
+                self._room = bytearray(ROOM)
+        if self._end == len(self._room):
+            held = self._room[self._begin : self._end]
+            size = len(self._room) if self._begin else min(2 * len(self._room), self._limit)
+            self._room = held + bytes(size - len(held))  # a new one: the event loop still holds the old
+            self._begin, self._end = 0, len(held)
+        full = self._end == len(self._room)
+        if self._transport is not None and full != self._paused and not self._transport.is_closing():
+            self._paused = full
+            (self._transport.pause_reading if full else self._transport.resume_reading)()
 
 
 class ControlServer:
@@ -95,7 +163,7 @@ class ControlServer:
     def __init__(self, path: Path, listener: Listener, complain: Callable[[str], None]) -> None:
         self.path = path
         self.listener = listener
-        self.complain = complain
+        self.complain = strangers.SeldomSaid(complain)
         self._server: asyncio.Server | None = None
         self._connections: set[_Connection] = set()
         self._retired: set[int] = set()
@@ -178,6 +246,8 @@ class _Connection(asyncio.Protocol):
         assert isinstance(transport, asyncio.Transport)
         self._transport = transport
         self._server.came(self)
+        if (user := peer_user(transport.get_extra_info("socket"))) != os.geteuid():
+            self._drop(f"it is of user {user}, and not of this job's")
 
     def connection_lost(self, exception: Exception | None) -> None:
         for question in self._questions:
@@ -187,7 +257,7 @@ class _Connection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         self._begun += data
-        if b"\n" not in data and len(self._begun) <= LINE_LIMIT:
+        if b"\n" not in data and len(self._begun) <= self._limit:
             return
         *lines, rest = self._begun.split(b"\n")
         self._begun = rest
@@ -195,12 +265,25 @@ class _Connection(asyncio.Protocol):
             for line in lines:
                 if self._transport is None or self._transport.is_closing():
                     return
-                self._take(_decoded(line))
-            if len(rest) > LINE_LIMIT:
-                raise WorldError(f"a message of more than {LINE_LIMIT:,} bytes on the control channel")
+                self._refuse_longer(line)
+                self._take(decoded(line))
+            self._refuse_longer(rest)
         except WorldError as error:
-            self._server.complain(f"paceline: a worker's connection was dropped: {error}")
-            self.hang_up()
+            self._drop(str(error))
+
+    @property
+    def _limit(self) -> int:
+        return strangers.LINE_LIMIT if self.pid is None else LINE_LIMIT
+
+    def _refuse_longer(self, line: bytearray) -> None:
+        if len(line) > self._limit:
+            raise WorldError(f"a message of more than {self._limit:,} bytes on the control channel")
+
+    def _drop(self, why: str) -> None:
+        who = "a process" if self.pid is None else f"worker {self._rank}"
+        self._server.complain(who, f"paceline: the connection of {who} was dropped: {why}")
+        self._begun.clear()
+        self.hang_up()
 
     # ---- what was said ------------------------------------------------------------------------------------
 
@@ -222,8 +305,14 @@ class _Connection(asyncio.Protocol):
 
     def _greet(self, hello: Body) -> None:
         if hello.get("kind") != "hello":
-            raise WorldError(f"the first words were {hello.get('kind')!r} and not 'hello'")
-        self._rank, self.pid = int(hello["body"]["rank"]), int(hello["body"]["pid"])
+            raise WorldError(f"the first words were {str(hello.get('kind'))[:80]!r} and not 'hello'")
+        try:
+            rank, pid = int(hello["body"]["rank"]), int(hello["body"]["pid"])
+        except NONSENSE as error:
+            raise WorldError(f"its hello makes no sense: {_told(error)}") from error
+        if rank < 0:
+            raise WorldError(f"its hello makes no sense: rank {rank}")
+        self._rank, self.pid = rank, pid
         if not self._server.is_retired(self.pid):
             self._tell(hello)
 
@@ -231,8 +320,9 @@ class _Connection(asyncio.Protocol):
         try:
             self._server.listener.told(self._rank, message["kind"], message["body"])
         except NONSENSE as error:
-            said = f"worker {self._rank} told {message.get('kind')!r}, which makes no sense: {error}"
-            self._server.complain(f"paceline: {said}")
+            told = f"worker {self._rank} told {str(message.get('kind'))[:80]!r}, which makes no sense"
+            line = f"paceline: {told}: {str(error)[:200]}"
+            self._server.complain(line, line)
 
     async def _ask(self, kind: str, body: Body, timeout_s: float) -> Body:
         return await self._server.listener.answer(self._rank, kind, body, timeout_s)
@@ -259,13 +349,13 @@ def encoded(message: Body) -> bytes:
     return json.dumps(message, separators=(",", ":")).encode() + b"\n"
 
 
-def _decoded(line: bytes | bytearray) -> Body:
+def decoded(line: bytes | bytearray | str) -> Body:
     try:
         message = json.loads(line)
-    except ValueError as error:
-        raise WorldError(f"not a control message: {bytes(line[:80])!r}") from error
+    except (ValueError, RecursionError) as error:
+        raise WorldError(f"not a control message: {line[:80]!r}") from error
     if not isinstance(message, dict):
-        raise WorldError(f"not a control message: {bytes(line[:80])!r}")
+        raise WorldError(f"not a control message: {line[:80]!r}")
     return message
 
 
@@ -275,15 +365,23 @@ class Speaker(Protocol):
 
 async def reply(link: Speaker, message: Body, ask: Callable[[str, Body, float], Awaitable[Body]]) -> None:
     """Answer one question over the link it came from; an error of ours travels back as its text."""
+    number = message["id"] if isinstance(message["id"], int) else None  # anything else could not be sent back for sure
     try:
-        body = await ask(message["kind"], message["body"], float(message["timeout_s"]))
+        timeout_s = float(message["timeout_s"])
+        if not math.isfinite(timeout_s):
+            raise ValueError(f"a timeout of {timeout_s} s")
+        body = await ask(message["kind"], message["body"], timeout_s)
     except WorldError as error:
-        link.send({"id": message["id"], "error": str(error)})
+        link.send({"id": number, "error": str(error)})
     except NONSENSE as error:
-        said = f"the question {message.get('kind')!r} makes no sense: {type(error).__name__}: {error}"
-        link.send({"id": message["id"], "error": said})
+        said = f"the question {str(message.get('kind'))[:80]!r} makes no sense: {_told(error)}"
+        link.send({"id": number, "error": said})
     else:
-        link.send({"id": message["id"], "body": body})
+        link.send({"id": number, "body": body})
+
+
+def _told(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error)[:200]}"
 
 
 class KeyValues:

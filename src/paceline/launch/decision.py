@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from paceline.elastic.ledger import Ledger
+from paceline.errors import WorldError
 from paceline.launch.control_channel import NONSENSE, Body, KeyValues, reply
 from paceline.launch.door import Door
 from paceline.launch.elastic_job import ElasticJob
@@ -44,6 +45,7 @@ from paceline.launch.verdict import (
     numbers,
 )
 from paceline.world.progress_line import ProgressLine
+from paceline.world.strangers import SeldomSaid
 from paceline.world.summary_table import SummaryTable
 
 SETTLE_S = 0.5
@@ -97,6 +99,7 @@ class Coordinator:
         self.keys = KeyValues()
         self._show = show
         self._say = say
+        self._complain = SeldomSaid(say)
         self.far = FarHosts(seat, guests, self.clock)
         self._door = door
         self._checkpoint: str | None = None
@@ -156,8 +159,7 @@ class Coordinator:
             case "busy":
                 pass  # that it was heard is all there is to it
             case "progress":
-                fields, final = body.get("fields") or {}, bool(body.get("final"))
-                self._show(ProgressLine(int(body["step"]), body.get("total"), fields, final))
+                self._show(ProgressLine.told(body))
             case "table":
                 self._show(SummaryTable.of(body["title"], body["rows"]))
             case _:
@@ -167,7 +169,7 @@ class Coordinator:
         process = self.processes[rank]
         process.heard_at = self.clock()
         if kind == "failed":
-            process.raised = Raised(**body)
+            process.raised = Raised.told(body)
             if self._elastic is None or not self._elastic.raised(process):
                 self._failed(process)
             return {}
@@ -346,17 +348,19 @@ class Coordinator:
         self._news.set()
 
     def _obey(self, host: int, link: SealedLink, message: Body, questions: set[asyncio.Task[None]]) -> None:
+        _check(message, len(self.processes))
         match message["kind"]:
             case "told":
                 try:
                     self.told(message["rank"], message["what"], message["body"])
                 except NONSENSE as error:
-                    told = f"worker {message['rank']} told {message['what']!r}, which makes no sense: {error}"
-                    self._say(f"paceline: host {host}: {told}")
+                    told = f"worker {message['rank']} told {message['what'][:80]!r}, which makes no sense: {error}"
+                    self._complain(f"host {host}", f"paceline: host {host}: {told}")
             case "ping":
                 pass
             case "ready":
-                assert self._latecomers is not None
+                if self._latecomers is None:
+                    raise WorldError("it says that it came late, to a job that is not elastic")
                 self._latecomers.ready(host)
             case "started":
                 self.started(message["rank"], message["pid"])
@@ -390,3 +394,32 @@ class Coordinator:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None and not self.outcome.done():
             self.outcome.set_exception(error)
+
+
+FORMS: Mapping[str, Mapping[str, type]] = {
+    "told": {"rank": int, "what": str, "body": dict},
+    "ping": {},
+    "ready": {},
+    "started": {"rank": int, "pid": int},
+    "exited": {"rank": int, "status": int},
+    "interrupted": {"signal": int},
+    "leave_now": {"signal": int},
+    "broken": {"text": str, "code": int},
+}
+A_QUESTION: Mapping[str, type] = {"kind": str, "rank": int, "body": dict, "id": int}
+
+
+def _check(message: Body, processes: int) -> None:
+    """Of another host's supervisor: what has another form than ours is an error of that host, and not one of ours."""
+    kind = message.get("kind")
+    form = FORMS.get(kind, A_QUESTION) if isinstance(kind, str) else A_QUESTION
+    wrong = [name for name, wanted in form.items() if type(message.get(name)) is not wanted]
+    if "rank" in form and not wrong and not 0 <= message["rank"] < processes:
+        wrong = ["rank"]
+    if "signal" in form and not wrong and message["signal"] not in set(signal.Signals):
+        wrong = ["signal"]
+    if wrong:
+        raise WorldError(
+            f"its message {str(kind)[:80]!r} makes no sense ({', '.join(wrong)}); use one version of paceline on all "
+            "hosts"
+        )

@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import asyncio
 import errno
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import asdict, replace
+from typing import Any
 
 from paceline.errors import LaunchError, WorldError
-from paceline.launch.control_channel import Link
-from paceline.launch.hosts import HOST_LINE_LIMIT, Address, Arrival, Guest, Seat, free_port, watch_for_silence
-from paceline.launch.sealed_link import HANDSHAKE_TIMEOUT_S, SealedLink, prove_as_coordinator
+from paceline.launch.control_channel import NONSENSE, Body, Link
+from paceline.launch.hosts import SILENT_PEER_S, Address, Arrival, Guest, Seat, free_port
+from paceline.launch.sealed_link import SealedLink, prove_as_coordinator
+from paceline.world import strangers
 from paceline.world.world import LaunchSettings
 
 
@@ -34,6 +36,11 @@ class Door:
         self.later: asyncio.Queue[tuple[Arrival, SealedLink]] = asyncio.Queue()
         """Who has come for a job that runs, and has proved the secret."""
         self._server: asyncio.Server | None = None
+        self._strangers: dict[Link, str] = {}
+        """Connections that have not proved the secret, the oldest first, and their addresses."""
+        self._complain = strangers.SeldomSaid(say)
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._closed = False
 
     async def meet(self, timeout_s: float, settle: Callable[[int], LaunchSettings]) -> tuple[Seat, dict[int, Guest]]:
         """Wait for all hosts and give each its seat: ours, and the others by host rank.
@@ -57,8 +64,11 @@ class Door:
         return seat, guests
 
     async def close(self) -> None:
+        self._closed = True
         if self._server is not None:
             self._server.close()
+        for stranger in self._strangers:
+            stranger.abort()
         while not self.later.empty():
             _, link = self.later.get_nowait()
             link.abort()
@@ -78,9 +88,8 @@ class Door:
 
     async def _open(self) -> None:
         try:
-            self._server = await asyncio.start_server(
-                self._accept, self._address.host, self._address.port, limit=HOST_LINE_LIMIT
-            )
+            loop = asyncio.get_running_loop()
+            self._server = await loop.create_server(lambda: Link(self._came), self._address.host, self._address.port)
         except OSError as error:
             if error.errno == errno.EADDRINUSE:
                 raise WorldError(
@@ -92,27 +101,46 @@ class Door:
                 "--coordinator must be an address of host 0"
             ) from error
 
-    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        link = Link(reader, writer)
+    def _came(self, link: Link) -> None:
+        if self._closed:
+            link.abort()
+            return
+        self._strangers[link] = link.remote_address
+        if len(self._strangers) > strangers.MOST_STRANGERS:
+            self._refuse(strangers.first_to_go(self._strangers), "too many connections have not proved the secret")
+        self._spawn(self._accept(link))
+
+    async def _accept(self, link: Link) -> None:
+        proved = False
         try:
-            watch_for_silence(writer)
-            sealed = await prove_as_coordinator(link, self._secret)
-            joined = await asyncio.wait_for(sealed.receive(), HANDSHAKE_TIMEOUT_S)
+            async with asyncio.timeout(strangers.PROOF_S):
+                link.watch_for_silence(SILENT_PEER_S)
+                sealed = await prove_as_coordinator(link, self._secret)
+                proved = self._strangers.pop(link, None) is not None
+                joined = await sealed.receive()
             if joined is None:
                 raise WorldError("it hung up before it joined")
+            await self._let_in(_read(joined), sealed, link.remote_address)
         except (WorldError, TimeoutError, OSError) as error:
-            self._say(f"paceline: refused a connection from {link.remote_address}: {error or 'it said nothing'}")
-            await link.close()
-            return
+            if proved or link in self._strangers:  # and not refused already
+                self._refuse(link, str(error) or f"it did not prove the secret within {strangers.PROOF_S:g} s")
         except asyncio.CancelledError:
-            link.abort()  # the job has ended; asyncio would log a cancelled handler as an error
-            return
-        arrival = Arrival.from_message(joined)
+            link.abort()  # the job has ended
+            raise
+
+    def _refuse(self, link: Link, why: str) -> None:
+        self._strangers.pop(link, None)
+        if not self._closed:
+            address = link.remote_address
+            self._complain(address, f"paceline: refused a connection from {address}: {why}")
+        link.abort()
+
+    async def _let_in(self, arrival: Arrival, sealed: SealedLink, address: str) -> None:
         problem = self._objection(arrival)
         if problem is not None:
             sealed.send({"refused": problem})
             await sealed.close()
-            self._say(f"paceline: refused host {arrival.host_rank} from {link.remote_address}: {problem}")
+            self._say(f"paceline: refused host {arrival.host_rank} from {address}: {problem}")
             return
         if self._begun or arrival.host_rank >= self._hosts:
             self.later.put_nowait((arrival, sealed))
@@ -120,6 +148,11 @@ class Door:
         self._guests[arrival.host_rank] = (arrival, sealed)
         if len(self._guests) == self._hosts - 1:
             self._full.set()
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     def _objection(self, arrival: Arrival) -> str | None:
         if arrival.hosts not in (None, self._hosts):
@@ -180,3 +213,13 @@ class Door:
         for _, link in self._guests.values():
             link.send({"refused": why})
             await link.close()
+
+
+def _read(joined: Body) -> Arrival:
+    try:
+        return Arrival.from_message(joined)
+    except NONSENSE as error:
+        raise WorldError(
+            f"what it brings makes no sense ({type(error).__name__}: {str(error)[:200]}); use one version of paceline "
+            "on all hosts"
+        ) from error

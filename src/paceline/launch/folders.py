@@ -7,7 +7,7 @@
 
 The vault is memory where /dev/shm has room, and part of the run folder otherwise. Its supervisor holds a lock on it:
 one that nobody holds any more (host-wide kill, both killed at once) is swept away by the next elastic job, with its
-run folder.
+run folder. Both places are open to every local user: what is removed there goes by the rules of `owned_folder`.
 """
 
 from __future__ import annotations
@@ -21,6 +21,9 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+
+from paceline.errors import LaunchError
+from paceline.world.owned_folder import OwnedFolder, open_own_file
 
 SHARED_MEMORY = Path("/dev/shm")
 LEAST_FREE = 256 * 2**20
@@ -39,20 +42,30 @@ def run_folder() -> Iterator[Path]:
     place = tempfile.gettempdir()
     if len(place) > LONGEST_SOCKET_PATH - len("/paceline-12345678/control.sock"):
         place = "/tmp"
-    folder = Path(tempfile.mkdtemp(prefix="paceline-", dir=place))
+    with open_run_folder(Path(tempfile.mkdtemp(prefix="paceline-", dir=place))) as folder:
+        try:
+            yield folder.path
+        finally:
+            remove_folders(folder)
+
+
+def open_run_folder(path: Path) -> OwnedFolder:
     try:
-        yield folder
-    finally:
-        remove_folders(folder)
+        return OwnedFolder(path)
+    except OSError as error:
+        raise LaunchError(
+            f"{path}, the run folder of this job, can't be used ({error.strerror}); another user has put something in "
+            "its place, or the file system gives files to another user: set TMPDIR to a folder of your own on this host"
+        ) from error
 
 
-def remove_folders(run: Path) -> None:
+def remove_folders(run: OwnedFolder) -> None:
     """The run folder, and the vault it points to; whoever comes second finds nothing."""
-    vault = run / VAULT
-    if vault.is_symlink():
-        shutil.rmtree(vault.readlink(), ignore_errors=True)
-    with contextlib.suppress(FileNotFoundError):  # a stable that was told twice may have been quicker
-        shutil.rmtree(run)
+    vault = run.link(VAULT)
+    if vault is not None and _NAME.fullmatch(vault.name):
+        with contextlib.suppress(OSError), OwnedFolder(vault) as held:
+            held.remove()
+    run.remove()
 
 
 @contextlib.contextmanager
@@ -65,42 +78,40 @@ def vault_folder(run: Path, shared_memory: Path = SHARED_MEMORY) -> Iterator[Pat
         return
     folder = shared_memory / f"paceline-{os.getpid()}-{secrets.token_hex(4)}"
     (run / VAULT).symlink_to(folder)  # first, so that a folder never exists that the stable does not know
-    folder.mkdir(mode=0o700)
-    (folder / RUN).symlink_to(run)
-    lock = os.open(folder / LOCK, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield folder
-    finally:
-        os.close(lock)
-        shutil.rmtree(folder, ignore_errors=True)
+    with OwnedFolder.make(folder) as vault:
+        (vault.through / RUN).symlink_to(run)
+        lock = os.open(vault.through / LOCK, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            yield folder
+        finally:
+            os.close(lock)
+            with contextlib.suppress(OSError):
+                vault.remove()
 
 
 def sweep(shared_memory: Path = SHARED_MEMORY) -> None:
     """Remove vaults of this user that no supervisor holds, and the run folders of the jobs that left them."""
-    for folder in shared_memory.glob("paceline-*"):
-        if not _NAME.fullmatch(folder.name):
+    for path in shared_memory.glob("paceline-*"):
+        if not _NAME.fullmatch(path.name):
             continue
-        with contextlib.suppress(OSError):  # another user's, or just gone, or held
-            lock = os.open(folder / LOCK, os.O_RDWR | os.O_CLOEXEC)
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                _remove_run_of(folder)
-                shutil.rmtree(folder, ignore_errors=True)
-            finally:
-                os.close(lock)
+        # Another user's, or just gone, or held.
+        with contextlib.suppress(OSError), OwnedFolder(path) as vault, open_own_file(vault.through / LOCK) as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _remove_run_of(vault)
+            vault.remove()
 
 
-def _remove_run_of(vault: Path) -> None:
+def _remove_run_of(vault: OwnedFolder) -> None:
     """Only where it points back: a name may have been given again since."""
-    with contextlib.suppress(OSError):
-        run = (vault / RUN).readlink()
-        if (run / VAULT).readlink() == vault:
-            shutil.rmtree(run, ignore_errors=True)
+    path = vault.link(RUN)
+    if path is not None:
+        with contextlib.suppress(OSError), OwnedFolder(path) as run:
+            if run.link(VAULT) == vault.path:
+                run.remove()
 
 
 def empty(vault: Path) -> None:
     """Nobody is left whose state it is."""
-    for entry in vault.iterdir():
-        if entry.name not in (LOCK, RUN):
-            entry.unlink(missing_ok=True)
+    with OwnedFolder(vault) as held:
+        held.empty(keep=(LOCK, RUN))

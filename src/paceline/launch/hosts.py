@@ -20,12 +20,14 @@ from typing import Any
 
 from paceline.elastic.decisions import Rules
 from paceline.errors import LaunchError, WorldError
-from paceline.launch.control_channel import Body, Link
-from paceline.launch.sealed_link import HANDSHAKE_TIMEOUT_S, SealedLink, prove_as_host
+from paceline.launch.control_channel import NONSENSE, Body, Link
+from paceline.launch.sealed_link import HungUpError, SealedLink, prove_as_host
+from paceline.world.strangers import PROOF_S
 from paceline.world.world import ControlSocket, Elasticity, LaunchSettings, World
 
 RETRY_EVERY_S = 0.25
-HOST_LINE_LIMIT = 8 * 2**20
+CROWDED_S = 30.0
+"""A coordinator that ends the connection before we have proved ourselves may be crowded by strangers: we try again."""
 SILENT_PEER_S = 10
 """A host that is cut off without a word is given up after this long."""
 
@@ -122,7 +124,11 @@ class Arrival:
 
     @classmethod
     def from_message(cls, message: Mapping[str, Any]) -> Arrival:
-        return cls(**{**message, **_values_of(message)})
+        arrival = cls(**{**message, **_values_of(message)})
+        counts = [arrival.host_rank, arrival.workers - 1, arrival.servers, arrival.hosts or 0]
+        if not all(type(count) is int and count >= 0 for count in counts):
+            raise ValueError(f"host {arrival.host_rank} of {arrival.hosts} with {arrival.workers} workers")
+        return arrival
 
 
 @dataclass(frozen=True)
@@ -146,35 +152,61 @@ async def join(address: Address, arrival: Arrival, secret: bytes, timeout_s: flo
     """Join the coordinator, which may start later than we do, and wait for our seat."""
     loop = asyncio.get_running_loop()
     deadline = loop.time() + timeout_s
-    link = await _connect(address, deadline, timeout_s)
+    sealed = await _prove(address, secret, deadline, timeout_s)
     try:
-        sealed = await prove_as_host(link, secret)
         sealed.send(arrival.as_message())
-        answer = await asyncio.wait_for(sealed.receive(), max(0.1, deadline - loop.time()) + HANDSHAKE_TIMEOUT_S)
+        answer = await asyncio.wait_for(sealed.receive(), max(0.1, deadline - loop.time()) + PROOF_S)
+        if answer is None:
+            raise WorldError(f"the coordinator at {address} went away before the job began; its own output says why")
+        if "refused" in answer:
+            raise WorldError(f"the coordinator at {address} refused this host: {answer['refused']}")
+        return Seat.from_message({**answer["seat"], "host_address": sealed.local_address}), sealed
     except TimeoutError:
-        await link.close()
+        await sealed.close()
         raise WorldError(
             f"the coordinator at {address} took the connection but gave no seat; do all hosts run?"
         ) from None
     except WorldError:
-        await link.close()
-        raise
-    if answer is None:
-        await link.close()
-        raise WorldError(f"the coordinator at {address} went away before the job began; its own output says why")
-    if "refused" in answer:
         await sealed.close()
-        raise WorldError(f"the coordinator at {address} refused this host: {answer['refused']}")
-    return Seat.from_message({**answer["seat"], "host_address": sealed.local_address}), sealed
+        raise
+    except NONSENSE as error:
+        await sealed.close()
+        raise WorldError(
+            f"the seat that the coordinator at {address} gave makes no sense ({type(error).__name__}: {error}); "
+            "use one version of paceline on all hosts"
+        ) from error
+
+
+async def _prove(address: Address, secret: bytes, deadline: float, timeout_s: float) -> SealedLink:
+    """A connection on which both have proved the secret."""
+    loop = asyncio.get_running_loop()
+    crowded_until = None
+    while True:
+        link = await _connect(address, deadline, timeout_s)
+        try:
+            return await prove_as_host(link, secret)
+        except HungUpError as error:
+            link.abort()
+            crowded_until = crowded_until or min(deadline, loop.time() + CROWDED_S)
+            if loop.time() + RETRY_EVERY_S >= crowded_until:
+                raise WorldError(f"{address}: {error}") from error
+            await asyncio.sleep(RETRY_EVERY_S)
+        except TimeoutError:
+            link.abort()
+            raise WorldError(
+                f"{address} took the connection but said nothing for {PROOF_S:g} s; is that a paceline coordinator?"
+            ) from None
+        except WorldError:
+            await link.close()
+            raise
 
 
 async def _connect(address: Address, deadline: float, timeout_s: float) -> Link:
     loop = asyncio.get_running_loop()
     while True:
         try:
-            reader, writer = await asyncio.wait_for(
-                asyncio.open_connection(address.host, address.port, limit=HOST_LINE_LIMIT),
-                max(0.1, deadline - loop.time()),
+            _, link = await asyncio.wait_for(
+                loop.create_connection(Link, address.host, address.port), max(0.1, deadline - loop.time())
             )
         except (OSError, TimeoutError) as error:
             if loop.time() + RETRY_EVERY_S >= deadline:
@@ -184,8 +216,8 @@ async def _connect(address: Address, deadline: float, timeout_s: float) -> Link:
                 ) from error
             await asyncio.sleep(RETRY_EVERY_S)
             continue
-        watch_for_silence(writer)
-        return Link(reader, writer)
+        link.watch_for_silence(SILENT_PEER_S)
+        return link
 
 
 def free_port(address: str) -> int:
@@ -193,12 +225,3 @@ def free_port(address: str) -> int:
     with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as probe:
         probe.bind((address, 0))
         return int(probe.getsockname()[1])
-
-
-def watch_for_silence(writer: asyncio.StreamWriter) -> None:
-    """Have the kernel notice a peer that is cut off, whose connection would otherwise look open for hours."""
-    connection: socket.socket = writer.get_extra_info("socket")
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for option, value in (("TCP_KEEPIDLE", SILENT_PEER_S // 2), ("TCP_KEEPINTVL", 2), ("TCP_KEEPCNT", 3)):
-        connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, SILENT_PEER_S * 1000)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from paceline.elastic.decisions import Rules
 from paceline.errors import WorldError
-from paceline.launch.control_channel import Body
+from paceline.launch.control_channel import NONSENSE, Body
 from paceline.launch.hands import Hands, lend
 from paceline.launch.pulse import Pulse
 from paceline.launch.sealed_link import SealedLink
@@ -93,6 +93,9 @@ class Member:
                 self._hear(message)
         except WorldError as error:
             self._decide(Outcome(NO_MEETING, (f"paceline: {error}",)))
+        except NONSENSE as error:
+            said = f"the coordinator (host 0) said what makes no sense: {type(error).__name__}: {str(error)[:200]}"
+            self._decide(Outcome(NO_MEETING, (f"paceline: {said}; use one version of paceline on all hosts",)))
         if self._pulse is not None and self._pulse.silence:
             said = f"paceline: lost the coordinator (host 0): {self._pulse.silence}; this host's workers are stopped"
             self._decide(Outcome(NO_MEETING, (said,)))

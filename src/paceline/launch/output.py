@@ -111,7 +111,7 @@ class Screen:
 
     def say(self, text: str) -> None:
         """A line of the supervisor's own."""
-        self.write(Stream.STDERR, text.encode(errors="backslashreplace") + b"\n")
+        self.write(Stream.STDERR, _bytes(text) + b"\n")
 
     def show(self, item: ProgressLine | SummaryTable) -> None:
         self._items.put(item)
@@ -129,7 +129,7 @@ class Screen:
                 continue
             if isinstance(item, SummaryTable):
                 self._finish_progress()
-                self._put(Stream.STDOUT, (item.drawn(self._width()) if self._live else item.plain()).encode())
+                self._put(Stream.STDOUT, _bytes(item.drawn(self._width()) if self._live else item.plain()))
                 continue
             stream, data = item
             self._erase()
@@ -163,18 +163,18 @@ class Screen:
             return
         if self._live:
             self._erase()
-            self._put(Stream.STDOUT, self._progress.drawn(self._width()).encode() + b"\n")
+            self._put(Stream.STDOUT, _bytes(self._progress.drawn(self._width())) + b"\n")
         elif self._progress.text() != self._written:
             self._write_progress(self._progress)
         self._progress = None
 
     def _write_progress(self, progress: ProgressLine) -> None:
-        self._put(Stream.STDOUT, f"paceline: {progress.text()}\n".encode())
+        self._put(Stream.STDOUT, _bytes(f"paceline: {progress.text()}\n"))
         self._written = progress.text()
 
     def _draw(self) -> None:
         if self._live and self._progress is not None:
-            self._put(Stream.STDOUT, self._progress.drawn(self._width()).encode())
+            self._put(Stream.STDOUT, _bytes(self._progress.drawn(self._width())))
             self._drawn = True
 
     def _erase(self) -> None:
@@ -268,3 +268,8 @@ class WorkerOutput:
         if self._reading:
             self._loop.remove_reader(self._fd)
             self._reading = False
+
+
+def _bytes(text: str) -> bytes:
+    """A text may have come from a file name that is not UTF-8, or from anywhere."""
+    return text.encode(errors="backslashreplace")

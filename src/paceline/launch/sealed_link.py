@@ -20,9 +20,15 @@ import json
 import secrets
 
 from paceline.errors import WorldError
-from paceline.launch.control_channel import Body, Link
+from paceline.launch.control_channel import Body, Link, decoded
+from paceline.world.strangers import PROOF_S
 
-HANDSHAKE_TIMEOUT_S = 10.0
+HOST_LINE_LIMIT = 8 * 2**20
+"""Of a line between supervisors that have proved the secret to each other."""
+
+
+class HungUpError(WorldError):
+    """The other side ended the connection during the handshake."""
 
 
 class SealedLink:
@@ -47,12 +53,11 @@ class SealedLink:
         sealed = await self._link.receive()
         if sealed is None:
             return None
-        line = str(sealed.get("line"))
+        line = _word(sealed, "line")
         if not _proved(sealed.get("seal"), self._key, self._hears, str(self._received), line):
             raise WorldError("a line between supervisors was forged or repeated on the way; the connection is dropped")
         self._received += 1
-        message: Body = json.loads(line)
-        return message
+        return decoded(line)
 
     def abort(self) -> None:
         self._link.abort()
@@ -66,34 +71,43 @@ async def prove_as_host(link: Link, secret: bytes) -> SealedLink:
     mine = secrets.token_hex(16)
     link.send({"paceline": 1, "nonce": mine})
     challenge = await _expect(link)
-    theirs = str(challenge.get("nonce"))
+    theirs = _word(challenge, "nonce")
     if not _proved(challenge.get("proof"), secret, "coordinator", mine, theirs):
         raise WorldError("the coordinator has another secret than this host; give every host the same --secret-file")
     link.send({"proof": _prove(secret, "host", mine, theirs)})
     verdict = await _expect(link)
     if verdict.get("welcome") is not True:
         raise WorldError("the coordinator refused this job's secret; give every host the same --secret-file")
+    link.trust(HOST_LINE_LIMIT)
     return SealedLink(link, _session(secret, mine, theirs), speaks_as="from host", hears="from coordinator")
 
 
 async def prove_as_coordinator(link: Link, secret: bytes) -> SealedLink:
     """The accepting side of the handshake; `WorldError` when the other side does not know the secret."""
     hello = await _expect(link)
-    theirs, mine = str(hello.get("nonce")), secrets.token_hex(16)
+    theirs, mine = _word(hello, "nonce"), secrets.token_hex(16)
     link.send({"nonce": mine, "proof": _prove(secret, "coordinator", theirs, mine)})
     answer = await _expect(link)
     if not _proved(answer.get("proof"), secret, "host", theirs, mine):
         link.send({"welcome": False})
         raise WorldError("it does not know this job's secret")
     link.send({"welcome": True})
+    link.trust(HOST_LINE_LIMIT)
     return SealedLink(link, _session(secret, theirs, mine), speaks_as="from coordinator", hears="from host")
 
 
 async def _expect(link: Link) -> Body:
-    message = await asyncio.wait_for(link.receive(), HANDSHAKE_TIMEOUT_S)
+    message = await asyncio.wait_for(link.receive(), PROOF_S)
     if message is None:
-        raise WorldError("the other side hung up during the handshake; do both know the same secret?")
+        raise HungUpError("the other side hung up during the handshake; do both know the same secret?")
     return message
+
+
+def _word(message: Body, name: str) -> str:
+    word = message.get(name)
+    if not isinstance(word, str):
+        raise WorldError(f"a message without its {name}")
+    return word
 
 
 def _prove(key: bytes, *words: str) -> str:
@@ -101,7 +115,9 @@ def _prove(key: bytes, *words: str) -> str:
 
 
 def _proved(proof: object, key: bytes, *words: str) -> bool:
-    return isinstance(proof, str) and hmac.compare_digest(proof.encode(), _prove(key, *words).encode())
+    if not isinstance(proof, str):
+        return False
+    return hmac.compare_digest(proof.encode(errors="replace"), _prove(key, *words).encode())
 
 
 def _session(secret: bytes, host_nonce: str, coordinator_nonce: str) -> bytes:

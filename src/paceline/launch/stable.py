@@ -40,7 +40,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from paceline.launch.folders import remove_folders
+from paceline.launch.folders import open_run_folder, remove_folders
 from paceline.launch.worker_main import Assignment, Script, run_worker
 
 PR_SET_PDEATHSIG = 1
@@ -57,7 +57,7 @@ class Stable:
     def __init__(self, channel: socket.socket, run_folder: Path, supervisor: int) -> None:
         self._channel = channel
         self._supervisor = supervisor
-        self._run_folder = run_folder
+        self._run_folder = open_run_folder(run_folder)
         self._serving = False
         self._ranks: dict[int, int] = {}
         self._lingering: dict[int, float] = {}
@@ -149,7 +149,7 @@ class Stable:
         signal.signal(signal.SIGINT, signal.default_int_handler)
         signal.signal(signal.SIGUSR1, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        for own in (self._channel, self._woken, self._waker):
+        for own in (self._channel, self._woken, self._waker, self._run_folder):
             own.close()
         for descriptor, standard in zip(outputs, (1, 2), strict=True):
             os.dup2(descriptor, standard)

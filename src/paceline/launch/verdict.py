@@ -30,8 +30,8 @@ Exit codes of `paceline run`:
 from __future__ import annotations
 
 import signal
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -78,6 +78,13 @@ class Raised:
     ours: bool = False
     """One of paceline's own errors: its text is the whole story, a traceback would bury it."""
     secondary: bool = False
+
+    @classmethod
+    def told(cls, body: Mapping[str, Any]) -> Raised:
+        raised = cls(**body)
+        if not all(isinstance(text, str) for text in (raised.type, raised.text, raised.traceback)):
+            raise TypeError("an error whose type, text or traceback is no text")
+        return replace(raised, step=None if raised.step is None else int(raised.step))
 
     @property
     def is_consequence(self) -> bool:

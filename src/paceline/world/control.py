@@ -78,6 +78,12 @@ class ControlClient:
                 f"rank {rank}: no supervisor answers at {path} ({error.strerror or error}); "
                 "the `paceline run` that started this worker has ended"
             ) from error
+        if (user := peer_user(connection)) != os.geteuid():
+            connection.close()
+            raise WorldError(
+                f"rank {rank}: {path} is not this job's supervisor: user {user} listens there, and this worker is user "
+                f"{os.geteuid()}'s; set TMPDIR to a folder in which no other user can rename anything"
+            )
         connection.settimeout(None)  # the reader waits as long as the job lasts; what is sent has its own limit:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(SEND_TIMEOUT_S), 0))
         client = cls(connection, rank)
@@ -156,6 +162,13 @@ class ControlClient:
         # Not an exception: no thread could handle it, and a half-alive worker would hold its port and memory.
         print(f"paceline: rank {self._rank}: the supervisor is gone; this worker leaves", file=sys.stderr, flush=True)
         os._exit(SUPERVISOR_GONE)
+
+
+def peer_user(connection: socket.socket) -> int:
+    """Whose process is at the other end of a Unix socket, as the kernel knows it."""
+    pid_user_group = struct.Struct("3i")
+    packed = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, pid_user_group.size)
+    return int(pid_user_group.unpack(packed)[1])
 
 
 class _Question:

@@ -132,6 +132,11 @@ def cache_folder() -> Path:
     return (Path(base) if base else Path.home() / ".cache") / "paceline"
 
 
+def with_temporary_files_in(folder: str) -> dict[str, str]:
+    """For a program that is to leave its temporary files there."""
+    return {**os.environ, "TMPDIR": folder}
+
+
 def wanted_kernels() -> str | None:
     """PACELINE_KERNELS=torch leaves the C kernels of the shared-memory backend alone."""
     return text_of(os.environ, "PACELINE_KERNELS")

@@ -10,6 +10,7 @@ from __future__ import annotations
 import io
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 IMPORTANCE = {"lr": 0, "learning_rate": 0, "epoch": 1, "samples/s": 2, "tokens/s": 3, "eta": 5, "loss": 6}
 """Of fields; others, which somebody chose to show, have 4."""
@@ -27,6 +28,15 @@ class ProgressLine:
     total: int | None = None
     fields: Mapping[str, float | int | str] = field(default_factory=dict)
     final: bool = False
+
+    @classmethod
+    def told(cls, body: Mapping[str, Any]) -> ProgressLine:
+        """By a worker; an error here, and not where it is drawn, if it can't be."""
+        total, fields = body.get("total"), body.get("fields") or {}
+        values = isinstance(fields, dict) and all(isinstance(value, float | int | str) for value in fields.values())
+        if not values or not isinstance(total, int | None):
+            raise TypeError("a total that is no number, or fields that are neither numbers nor texts")
+        return cls(int(body["step"]), total, fields, bool(body.get("final")))
 
     def text(self) -> str:
         of = f"/{self.total:,}" if self.total else ""

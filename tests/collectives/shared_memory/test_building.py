@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
-from collections.abc import Callable
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +18,7 @@ from paceline.collectives.shared_memory import agreement, compiling, group, kern
 from paceline.collectives.shared_memory.compiling import compiled_library
 from paceline.world import environment
 from tests.collectives.shared_memory.ranks import group_of, opts, succeeded
+from tests.other_user import NOBODY, as_nobody, needs_root, shared_folder
 from tests.workers import run_workers
 
 needs_c = pytest.mark.skipif(compiled_library() is None, reason="no C compiler")
@@ -73,6 +78,7 @@ def test_a_damaged_library_means_no_library(cache: Path, monkeypatch: pytest.Mon
         library.chmod(0o700)
 
     monkeypatch.setattr(compiling, "_build", write)
+    monkeypatch.setattr(compiling, "_digest", lambda compiler: "damaged")  # what is loaded already has another name
     assert build() is None
 
 
@@ -98,8 +104,60 @@ def test_a_library_that_somebody_else_could_have_written_is_not_loaded(
 @needs_c
 def test_a_library_of_another_user_is_not_loaded(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert build() is not None
-    monkeypatch.setattr(os, "getuid", lambda: 4711)
+    monkeypatch.setattr(os, "geteuid", lambda: 4711)
     assert build() is None
+
+
+@pytest.fixture
+def others_cache(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """In a folder of another user, who can rename it and put another in its place."""
+    with shared_folder() as folder:
+        os.chown(folder, NOBODY, NOBODY)
+        monkeypatch.setattr(environment, "cache_folder", lambda: folder)
+        yield folder / "kernels"
+
+
+SWAP = "mv kernels theirs; mkdir kernels; for name in $(ls names); do echo planted > kernels/$name; done"
+
+
+@needs_c
+@needs_root
+def test_a_cache_that_is_swapped_between_check_and_load_is_loaded_as_it_was_checked(
+    others_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded: list[bytes] = []
+
+    def swap_and_read(path: str) -> str:
+        names = others_cache.parent / "names"
+        names.mkdir()
+        (names / Path(path).name).touch()
+        as_nobody(SWAP, others_cache.parent)
+        loaded.append(Path(path).read_bytes())
+        return path
+
+    monkeypatch.setattr(ctypes, "CDLL", swap_and_read)
+    assert build() is not None
+    assert loaded[0].startswith(b"\x7fELF")
+
+
+@needs_c
+@needs_root
+def test_the_compiler_is_not_led_to_another_folder(others_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither for the library nor for what it writes on the way, which would be linked as it is found."""
+    run, folders = subprocess.run, []
+
+    def swap_and_run(command: list[str], **named: Any) -> Any:
+        if "-o" in command:
+            as_nobody("mv kernels ours; mkdir -m 777 kernels", others_cache.parent)
+            folders.append(named["env"]["TMPDIR"])
+        return run(command, **named)
+
+    monkeypatch.setattr(subprocess, "run", swap_and_run)
+    monkeypatch.setattr(tempfile, "tempdir", str(others_cache.parent))
+    assert build() is not None
+    assert list(others_cache.iterdir()) == []
+    assert [library.suffix for library in (others_cache.parent / "ours").iterdir()] == [".so"]
+    assert folders == ["."]
 
 
 def one_without_c(world: World) -> tuple[str, float]:

@@ -1,14 +1,14 @@
 """kernels.c, built at first use by the system's compiler and kept in the user's cache; absent without complaint.
 
 The file's name holds a digest of the source, the compiler and the processor: another of these is another file. It is
-published by a rename, so processes that build it at the same time don't meet, and loaded only if it is the user's own.
+published by a rename, so processes that build it at the same time don't meet, and loaded only if it is the user's own:
+the folder and the file are checked and used through their descriptors, so whoever can rename the folder gains nothing.
 """
 
 from __future__ import annotations
 
 import ctypes
 import hashlib
-import os
 import platform
 import shutil
 import subprocess
@@ -17,6 +17,7 @@ from functools import cache
 from pathlib import Path
 
 from paceline.world import environment
+from paceline.world.owned_folder import OwnedFolder, open_own_file
 
 SOURCE = Path(__file__).with_name("kernels.c")
 FLAGS = ("-O3", "-march=native", "-fPIC", "-shared", "-std=gnu11", "-ffp-contract=off")
@@ -33,27 +34,23 @@ def compiled_library() -> ctypes.CDLL | None:
     try:
         folder = environment.cache_folder() / "kernels"
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        library = folder / f"kernels-{_digest(compiler)}.so"
-        if not library.exists():
-            _build(compiler, library)
-        if not all(map(_is_ours_alone, (folder, library))):
-            return None
-        return ctypes.CDLL(str(library))
+        with OwnedFolder(folder) as cache:
+            library = cache.through / f"kernels-{_digest(compiler)}.so"
+            if not library.exists():
+                _build(compiler, library)
+            with open_own_file(library):
+                return ctypes.CDLL(str(library))
     except (OSError, subprocess.SubprocessError):
         return None
 
 
-def _is_ours_alone(path: Path) -> bool:
-    """Nobody else could have put it there."""
-    about = path.stat()
-    return about.st_uid == os.getuid() and not about.st_mode & 0o022
-
-
 def _build(compiler: str, library: Path) -> None:
     with tempfile.TemporaryDirectory(dir=library.parent) as folder:
+        # The compiler works in that folder, which has another name in its process, and keeps its own files there too.
+        command = [compiler, *FLAGS, "-o", library.name, str(SOURCE.absolute())]
+        variables = environment.with_temporary_files_in(".")
+        subprocess.run(command, check=True, capture_output=True, timeout=BUILD_TIMEOUT_S, cwd=folder, env=variables)
         made = Path(folder) / library.name
-        command = [compiler, *FLAGS, "-o", str(made), str(SOURCE)]
-        subprocess.run(command, check=True, capture_output=True, timeout=BUILD_TIMEOUT_S)
         made.chmod(0o700)
         made.rename(library)
 
