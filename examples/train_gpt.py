@@ -163,12 +163,14 @@ class GPT(nn.Module):
         return self.head(self.norm(self.blocks(self.dropout(torch.stack(read).sum(0)))))
 
 
-def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
-    """AdamW that lets matrices decay, but not norms."""
+def make_optimizer(model: nn.Module, way: str) -> torch.optim.Optimizer:
+    """AdamW that lets matrices decay, but not norms. The ways differ in speed, and in their last bits."""
     matrices = [parameter for parameter in model.parameters() if parameter.dim() >= 2]
     vectors = [parameter for parameter in model.parameters() if parameter.dim() < 2]
     groups = [{"params": matrices, "weight_decay": WEIGHT_DECAY}, {"params": vectors, "weight_decay": 0.0}]
-    return torch.optim.AdamW(groups, lr=LEARNING_RATE, betas=(0.9, 0.99), fused=True)
+    return torch.optim.AdamW(
+        groups, lr=LEARNING_RATE, betas=(0.9, 0.99), fused=way == "fused", foreach=way == "foreach"
+    )
 
 
 def learning_rate_factor(step: int, steps: int) -> float:
@@ -241,7 +243,7 @@ def train(engine: paceline.Engine, args: argparse.Namespace) -> None:
     loader = DataLoader(text.sequences(CONTEXT), batch_size=args.batch_size, shuffle=True, drop_last=True)
     held_out = engine.prepare(DataLoader(spread(held_out_text, EVALUATION_WINDOWS), batch_size=16))
     model = GPT()
-    optimizer = make_optimizer(model)
+    optimizer = make_optimizer(model, args.update)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: learning_rate_factor(step, args.steps))
     model, optimizer, scheduler, loader = engine.prepare(model, optimizer, scheduler, loader)
     checkpoints = engine.checkpoints(args.run_dir, keep=2)
@@ -397,7 +399,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--accumulate", type=at_least_one, default=1, help="micro-batches per lane and step")
     parser.add_argument("--lanes", type=at_least_one, help="logical workers, for life; default: the workers")
     parser.add_argument("--threads", type=at_least_one, help="per worker; default: cores // lanes")
-    parser.add_argument("--strategy", default="ddp", help="how the work is shared: ddp, star or parameter_server")
+    parser.add_argument("--strategy", default="ddp", help="how the work is shared: ddp, zero1, zero2, zero3, fsdp, …")
+    parser.add_argument("--update", default="fused", choices=("fused", "foreach", "plain"), help="how AdamW computes")
     parser.add_argument("--clock", default="s=0", help="of a parameter server: s=2 (staleness), s=inf, d=1 (delay)")
     parser.add_argument("--server-mode", default="update", help="what a parameter server does: update or aggregate")
     parser.add_argument("--reduction", default="exact", help="exact: the same bits on any number of workers; or fast")

@@ -7,6 +7,7 @@ import json
 import os
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
@@ -14,6 +15,7 @@ import pytest
 import torch
 
 from paceline.world.world import TcpRendezvous, World
+from tests.examples.running import hash_in, run_example
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "train_gpt.py"
 
@@ -202,3 +204,30 @@ def test_zero_steps_are_refused(example: ModuleType, capsys: pytest.CaptureFixtu
     with pytest.raises(SystemExit):
         example.parse(["--steps", "0"])
     assert "0 is less than 1" in capsys.readouterr().err
+
+
+# -- one hash, whoever shares the work and however AdamW computes ------------------------------------------------------
+
+# Every strategy and number of workers with a way, every way with a strategy that cuts parameters anywhere.
+SHARED = [
+    ("star", 2, "fused"), ("zero1", 3, "fused"), ("zero2", 4, "foreach"), ("zero3", 3, "plain"), ("ddp", 4, "plain"),
+    ("fsdp", 3, "fused"), ("fsdp", 2, "foreach"), ("fsdp", 4, "plain"),
+    ("hybrid", 2, "fused"), ("hybrid", 3, "foreach"), ("hybrid", 4, "fused"),
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One for all runs: the text is written once."""
+    return tmp_path_factory.mktemp("shared")
+
+
+@cache
+def shared_hash(folder: Path, strategy: str, workers: int, way: str) -> str:
+    flags = ["--steps", "30", "--stop-after", "6", "--batch-size", "1", "--run-dir", str(folder)]
+    return hash_in(run_example("train_gpt.py", workers, *flags, "--strategy", strategy, "--update", way, lanes=4))
+
+
+@pytest.mark.parametrize(("strategy", "workers", "way"), SHARED)
+def test_every_strategy_gives_the_hash_of_one_worker(folder: Path, strategy: str, workers: int, way: str) -> None:
+    assert shared_hash(folder, strategy, workers, way) == shared_hash(folder, "ddp", 1, way)

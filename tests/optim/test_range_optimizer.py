@@ -372,3 +372,44 @@ def test_a_schedule_that_starts_at_zero_does_not_hide_what_an_optimizer_does() -
 def test_every_piece_is_one_dimensional_but_that_of_a_scalar() -> None:
     assert part_of(torch.ones(2, 3), Piece(0, 0, 6)).shape == (6,)
     assert part_of(torch.ones(()), Piece(0, 0, 1)).shape == ()
+
+
+class LateGlobal(torch.optim.SGD):
+    """Finds a step size from all elements, and uses it only later than a trial lasts."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            group["seen"] = group.get("seen", 0.0) + sum(float(p.grad.abs().sum()) for p in group["params"])
+        return super().step(closure)
+
+
+def test_an_optimizer_that_looks_at_all_elements_together_is_refused_even_if_it_shows_later() -> None:
+    with pytest.raises(ConfigError, match=r"its step\(\) finds 'seen' from all elements of its parameters together"):
+        check_elementwise(LateGlobal([Parameter(torch.randn(5, 5))], lr=0.1))
+
+
+class Evaluates(torch.optim.SGD):
+    def eval(self) -> None: ...
+
+
+def test_an_optimizer_that_changes_weights_for_evaluation_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"its eval\(\) changes parameters too"):
+        check_elementwise(Evaluates([Parameter(torch.randn(5, 5))], lr=0.1))
+
+
+class OnlyInDouble(torch.optim.SGD):
+    """Elementwise in fp32 alone."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.dtype == torch.float64 and p.grad is not None:
+                    p.grad.mul_(p.grad.abs().max())
+        return super().step(closure)
+
+
+def test_every_precision_of_a_group_is_tried() -> None:
+    both = [Parameter(torch.randn(5)), Parameter(torch.randn(5, dtype=torch.float64))]
+    check_elementwise(OnlyInDouble(both[:1], lr=0.1))
+    with pytest.raises(ConfigError, match="cut into pieces"):
+        check_elementwise(OnlyInDouble(both, lr=0.1))

@@ -26,6 +26,7 @@ from paceline.sharding.flat_layout import FlatLayout, joined, part_of
 
 TRIAL_SHAPE = (17, 4099)  # seventeen blocks and a tail: threads share it, and no cut falls at the end of a row
 TRIAL_STEPS = 8  # RAdam changes its rule in the sixth
+PIECES = 3
 
 # What belongs to one optimizer and not to its twin. `step` is there when the engine or a scheduler has put its own in
 # place of the class's; that one would update the user's parameters.
@@ -100,35 +101,47 @@ def _why_not(optimizer: Optimizer, device: torch.device | str | None) -> str | N
     inner = next((name for name, value in optimizer.__dict__.items() if isinstance(value, Optimizer)), None)
     if inner is not None:
         return f"it wraps another optimizer, its attribute {inner!r}, which keeps parameters of its own"
+    other = next((name for name in ("train", "eval") if callable(getattr(type(optimizer), name, None))), None)
+    if other is not None:
+        return f"its {other}() changes parameters too, and would find the whole ones without the state that it needs"
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         try:
-            wholes, rejoined, moved = _trial(optimizer, device)
+            return _trial(optimizer, device)
         except Exception as error:
             return f"a step on one-dimensional pieces raised {type(error).__name__}: {error}"
-    if not all(moved):
-        return "its step() did not change the parameters in its param_groups"
-    if not all(map(_same_bits, wholes, rejoined)):
-        return "it gave a parameter cut into pieces another update than the whole one"
-    return None
 
 
-def _trial(optimizer: Optimizer, device: torch.device | str | None) -> tuple[list[Tensor], list[Tensor], list[bool]]:
-    """One random matrix for each group, updated whole and in pieces: both results, and whether they moved."""
-    models = [_model_of(group, device) for group in optimizer.param_groups]
+def _trial(optimizer: Optimizer, device: torch.device | str | None) -> str | None:
+    """A random matrix for each group and precision in it, updated whole, and in pieces that nobody updates together.
+
+    What differs says why pieces won't do: the updated values, what is kept for each element, or the group's settings
+    (a step size that the optimizer finds from all elements may stay what it was for the few steps of a trial).
+    """
+    of_group = [[_like(p, device) for p in _one_of_each_dtype(group["params"])] for group in optimizer.param_groups]
+    models = [model for some in of_group for model in some]
     layout = FlatLayout.of(("", model) for model in models)
-    cuts = [layout.split(number, 3) for number in range(len(models))]
+    cuts = [layout.split(number, PIECES) for number in range(len(models))]
     wholes = [Parameter(model.clone()) for model in models]
     parts = [[Parameter(part_of(model, cut).clone()) for cut in cuts[n]] for n, model in enumerate(models)]
-    states: dict[Tensor, State] = {}
-    for number, group in enumerate(optimizer.param_groups):
-        example = next((p for p in group["params"] if optimizer.state.get(p) and p.dim() and p.numel()), None)
-        if example is not None:  # Adagrad makes its state when it is made, not in its first step
-            state = {name: grown(value, example, wholes[number]) for name, value in optimizer.state[example].items()}
-            states[wholes[number]] = state
-            states |= dict(zip(parts[number], scatter_state(state, TRIAL_SHAPE, cuts[number]), strict=True))
-    on_wholes, on_parts = (optimizer_on(optimizer, groups, states) for groups in ([[w] for w in wholes], parts))
-    for twin in (on_wholes, on_parts):
+    groups, states = list[list[int]](), dict[Tensor, State]()
+    for group, some in zip(optimizer.param_groups, of_group, strict=True):
+        groups.append([sum(map(len, groups)) + place for place in range(len(some))])
+        for number in groups[-1]:
+            kept = [p for p in group["params"] if optimizer.state.get(p) and p.dim() and p.numel()]
+            example = next((p for p in kept if p.dtype == models[number].dtype), None)
+            if example is not None:  # Adagrad makes its state when it is made, not in its first step
+                state = {
+                    name: grown(value, example, wholes[number]) for name, value in optimizer.state[example].items()
+                }
+                states[wholes[number]] = state
+                states |= dict(zip(parts[number], scatter_state(state, TRIAL_SHAPE, cuts[number]), strict=True))
+    on_wholes = optimizer_on(optimizer, [[wholes[number] for number in some] for some in groups], states)
+    on_parts = [
+        optimizer_on(optimizer, [[parts[number][piece] for number in some] for some in groups], states)
+        for piece in range(PIECES)
+    ]
+    for twin in (on_wholes, *on_parts):
         for group in twin.param_groups:
             _wake(group)
     for _ in range(TRIAL_STEPS):
@@ -136,16 +149,38 @@ def _trial(optimizer: Optimizer, device: torch.device | str | None) -> tuple[lis
             whole.grad = torch.randn_like(whole) * torch.rand_like(whole)
             for part, cut in zip(parts[number], cuts[number], strict=True):
                 part.grad = part_of(whole.grad, cut).clone()
-        on_wholes.step()
-        on_parts.step()
-    rejoined = [joined([part.detach() for part in group], TRIAL_SHAPE) for group in parts]
-    moved = [not _same_bits(whole, model) for whole, model in zip(wholes, models, strict=True)]
-    return [whole.detach() for whole in wholes], rejoined, moved
+        for twin in (on_wholes, *on_parts):
+            twin.step()
+    for number, (whole, model) in enumerate(zip(wholes, models, strict=True)):
+        if _same_bits(whole, model):
+            return "its step() did not change the parameters in its param_groups"
+        if not _same_bits(whole, joined([part.detach() for part in parts[number]], TRIAL_SHAPE)):
+            return "it gave a parameter cut into pieces another update than the whole one"
+        for name, value in on_wholes.state[whole].items():
+            if isinstance(value, Tensor) and value.shape == whole.shape:
+                kept_parts = [twin.state[part][name] for twin, part in zip(on_parts, parts[number], strict=True)]
+                if not _same_bits(value, joined(kept_parts, TRIAL_SHAPE)):
+                    return f"what it keeps as {name!r} differs for a parameter cut into pieces"
+    for twin in on_parts:
+        for mine, theirs in zip(twin.param_groups, on_wholes.param_groups, strict=True):
+            changed = [name for name, value in _settings_of(theirs).items() if not _equal(value, mine.get(name))]
+            if changed:
+                return f"its step() finds {changed[0]!r} from all elements of its parameters together"
+    return None
 
 
-def _model_of(group: Mapping[str, Any], device: torch.device | str | None) -> Tensor:
-    example: Tensor = group["params"][0] if group["params"] else torch.empty(0)
+def _one_of_each_dtype(parameters: Sequence[Tensor]) -> list[Tensor]:
+    return list({p.dtype: p for p in reversed(parameters)}.values()) or [torch.empty(0)]
+
+
+def _like(example: Tensor, device: torch.device | str | None) -> Tensor:
     return torch.randn(TRIAL_SHAPE).to(device if device is not None else example.device, example.dtype)
+
+
+def _equal(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return torch.equal(one, other)
+    return bool(one == other)
 
 
 def _wake(group: dict[str, Any]) -> None:

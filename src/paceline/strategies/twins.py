@@ -38,7 +38,10 @@ GIVE_BACK_EVERY = 64 * 2**20  # bytes of state that have moved: between old and 
 class Twin:
     """One optimizer's update of the pieces that this worker owns."""
 
-    def __init__(self, optimizer: Optimizer, pieces: OwnPieces, masters: PieceMasters | None = None) -> None:
+    def __init__(
+        self, optimizer: Optimizer, pieces: OwnPieces, masters: PieceMasters | None = None, old: Twin | None = None
+    ) -> None:
+        """`old`: the one that held other pieces of the same parameters."""
         self.optimizer, self.pieces, self._masters = optimizer, pieces, masters
         self._mine: dict[int, list[Piece]] = {  # by parameter, of those that are dealt out
             pieces.index[id(p)]: [] for p in _parameters_of(optimizer) if id(p) in pieces.index
@@ -52,10 +55,13 @@ class Twin:
             [pieces.tensors[piece] for number in self._numbers(group) for piece in self._mine[number]] or [nothing]
             for group, nothing in zip(optimizer.param_groups, self._nothing, strict=True)
         ]
-        states = {
-            nothing: _state_of_nothing(optimizer, group["params"])
+        self._of_nothing = [
+            _state_of_nothing(optimizer, group["params"], nothing)
             for group, nothing in zip(optimizer.param_groups, self._nothing, strict=True)
-        }
+        ]
+        if old is not None:  # which has taken over what the user's optimizer kept
+            self._of_nothing[: len(old._of_nothing)] = old._of_nothing
+        states = {n: dict(state) for n, state in zip(self._nothing, self._of_nothing, strict=True)}
         self._twin = optimizer_on(optimizer, groups, states)
 
     @property
@@ -201,15 +207,17 @@ def _nothing_of(parameters: Sequence[Tensor]) -> Tensor:
     return parameters[0].detach().new_empty(0) if parameters else torch.empty(0)
 
 
-def _state_of_nothing(optimizer: Optimizer, parameters: Sequence[Parameter]) -> State:
+def _state_of_nothing(optimizer: Optimizer, parameters: Sequence[Parameter], nothing: Tensor) -> State:
     """Adagrad makes its state when it is made (torch 2.11 looks for it in every step), others in their first step."""
     known = next((p for p in parameters if optimizer.state.get(p)), None)
     if known is None:
         return {}
-    return {
-        name: value.new_empty(0) if isinstance(value, Tensor) and value.shape == known.shape else copy.copy(value)
-        for name, value in optimizer.state[known].items()
-    }
+
+    def is_per_element(name: str, value: Any) -> bool:
+        return isinstance(value, Tensor) and value.shape == known.shape and name != "step"
+
+    kept = optimizer.state[known].items()
+    return {name: nothing.new_empty(0) if is_per_element(name, value) else copy.copy(value) for name, value in kept}
 
 
 def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
@@ -234,7 +242,7 @@ class Twins:
         """Let the optimizer's twin hold these pieces; where it holds others all workers call this together."""
         old = self._twins.get(id(optimizer))
         if old is None or old.pieces is not pieces:
-            new = self._twins[id(optimizer)] = Twin(optimizer, pieces, self._masters)
+            new = self._twins[id(optimizer)] = Twin(optimizer, pieces, self._masters, old)
             if old is not None:
                 self._move(old, new)
         if id(optimizer) not in self._guards:
