@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from paceline.elastic.ledger import Ledger
+from paceline.errors import WorldError
 from paceline.launch.control_channel import NONSENSE, Body, KeyValues, reply
 from paceline.launch.door import Door
 from paceline.launch.elastic_job import ElasticJob
@@ -166,6 +167,8 @@ class Coordinator:
     async def answer(self, rank: int, kind: str, body: Body, timeout_s: float) -> Body:
         process = self.processes[rank]
         process.heard_at = self.clock()
+        if kind != "failed" and self._elastic is not None and self._elastic.is_leaving(rank):
+            raise WorldError("all workers start anew, and this one is being stopped")
         if kind == "failed":
             process.raised = Raised(**body)
             if self._elastic is None or not self._elastic.raised(process):
