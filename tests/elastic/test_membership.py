@@ -30,7 +30,7 @@ from paceline.elastic.decisions import (
 from paceline.elastic.ledger import Ledger, Row, read_ledger
 from paceline.elastic.membership import Membership
 from paceline.elastic.places import MOST_ATTEMPTS
-from paceline.elastic.slots import Ready, Standing
+from paceline.elastic.slots import Ready, Standing, difference
 from paceline.elastic.timekeeper import MOST_BREAKS
 from paceline.errors import LaunchError, WorldError
 
@@ -132,6 +132,14 @@ def test_a_replacement_that_had_not_come_to_the_state_joins_after_the_next_step(
     assert ready(members, [0], 2) == [
         Commit(2, 0, 4, (0,)), Regroup(5, (0, 1), (1,), 2, "worker 1 joined after step 2"),
     ]  # fmt: skip
+
+
+def test_a_module_that_only_one_side_has_imported_is_no_difference() -> None:
+    """Workers that have resumed from a checkpoint have imported what reads it; a replacement reads none."""
+    members = {"torch": "2.13", "module ours": "a1", "module reads_checkpoints": "b2"}
+    assert difference(members, {"torch": "2.13", "module ours": "a1", "module late": "c3"}) == ""
+    assert difference(members, {"torch": "2.13", "module ours": "a7"}) == "module ours is a7 there and a1 here"
+    assert difference(members, {"module ours": "a1"}) == "torch is unknown there and 2.13 here"
 
 
 def test_a_replacement_that_differs_is_refused_with_the_difference_and_not_replaced_again() -> None:
