@@ -42,6 +42,7 @@ THINNED = {
     "tests/faults/test_any_moment.py": 2,
     "tests/faults/test_hosts.py": 3,
     "tests/faults/test_servers.py": 2,
+    "tests/faults/test_starting_anew.py": 3,
     "tests/launch/test_launched_jobs.py": 2,
     "tests/launch/test_launched_servers.py": 2,
     "tests/launch/test_network_namespaces.py": 4,

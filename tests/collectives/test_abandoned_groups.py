@@ -6,16 +6,18 @@ import os
 import signal
 import threading
 import time
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from torch._C._distributed_c10d import FileStore, PrefixStore, Store
+from torch._C._distributed_c10d import FileStore, HashStore, PrefixStore, Store
 
+from paceline.collectives import process_groups
 from paceline.collectives.communicator import Communicator
-from paceline.errors import GenerationEnded
-from paceline.world.world import Elasticity, World
+from paceline.errors import GenerationEnded, WorldError
+from paceline.world.world import Elasticity, TcpRendezvous, World
 from tests.workers import run_workers
 
 BACKENDS = ["paceline", "gloo"]
@@ -86,3 +88,128 @@ def test_waits_in_an_abandoned_group_end_and_the_others_go_on(
         assert result.error is None, result.traceback
         assert result.value[1] == 20.0
         assert result.value[0] < 1.2, "it waited for the one that was stopped"
+
+
+def wait_twice(world: World, backend: str, folder: str) -> float:
+    """What was received before the group ended is waited for a second time, to be sure that nothing writes any more."""
+    _, comm = connected(world, backend, folder)
+    tensor, never = torch.ones(1000), torch.ones(1000)
+    if world.rank == 1:
+        comm.send(tensor, to=0, tag=1).wait()
+        time.sleep(0.5)
+        comm.abandon("over")
+        comm.close()
+        return 0.0
+    handles = [comm.receive(tensor, source=1, tag=1), comm.receive(never, source=1, tag=2)]
+    handles[0].wait()
+    threading.Timer(0.2, comm.abandon, ["over"]).start()
+    began = time.monotonic()
+    with pytest.raises(GenerationEnded):
+        handles[1].wait()
+    for handle in handles:
+        with suppress(GenerationEnded):
+            handle.wait()
+    waited = time.monotonic() - began
+    comm.close()
+    return waited
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_waiting_again_for_what_has_come_takes_no_time(backend: str, tmp_path: Path) -> None:
+    results = run_workers(wait_twice, 2, backend=backend, folder=str(tmp_path))
+    assert [result.error for result in results] == [None, None], results
+    assert results[0].value < 1.5, "it waited for a message that it had"
+
+
+def wait_for_a_slow_peer(world: World, folder: str) -> list[str]:
+    process_groups.MEET_AGAIN_S = 1.0
+    _, comm = connected(world, "gloo", folder)
+    failed, first = [], world.rank == 0
+    for operation in ("receive", "send", "all_reduce"):
+        tensor = torch.ones(500_000)
+        if not first:
+            time.sleep(1.5)
+        try:
+            match operation:
+                case "receive":
+                    (comm.receive(tensor, source=1, tag=1) if first else comm.send(tensor, to=0, tag=1)).wait()
+                case "send":
+                    (comm.send(tensor, to=1, tag=2) if first else comm.receive(tensor, source=0, tag=2)).wait()
+                case _:
+                    comm.all_reduce(tensor).wait()
+        except GenerationEnded as error:
+            failed.append(f"{operation}: {error}")
+            break
+    comm.close()
+    return failed
+
+
+def test_a_peer_may_be_late_for_longer_than_a_group_may_take_to_be_built(tmp_path: Path) -> None:
+    results = run_workers(wait_for_a_slow_peer, 2, folder=str(tmp_path))
+    assert [(result.error, result.value) for result in results] == [(None, [])] * 2, results
+
+
+def lose_a_peer_in_the_middle_of_a_message(world: World, operation: str, folder: str) -> float:
+    store, comm = connected(world, "gloo", folder)
+    tensor, peer = torch.ones(40_000_000), 1 - world.rank
+    receives = (world.rank == 0) == (operation == "receive")
+    if world.rank == 1:
+        store.set("pid", str(os.getpid()))
+    comm.barrier()
+    work = comm.receive(tensor, source=peer, tag=1) if receives else comm.send(tensor, to=peer, tag=1)
+    if world.rank == 1:
+        time.sleep(0.02)
+        os.kill(os.getpid(), signal.SIGSTOP)
+    time.sleep(0.3)
+    os.kill(int(store.get("pid")), signal.SIGKILL)
+    threading.Timer(0.2, comm.abandon, ["worker 1 is gone"]).start()
+    began = time.monotonic()
+    with pytest.raises(GenerationEnded):
+        work.wait()
+    waited = time.monotonic() - began
+    comm.close()
+    return waited
+
+
+@pytest.mark.parametrize("operation", ["receive", "send"])
+def test_a_message_of_which_half_was_there_is_waited_for_no_longer(operation: str, tmp_path: Path) -> None:
+    """gloo tells nobody of its end, and would wait for its timeout."""
+    survivor, _ = run_workers(
+        lose_a_peer_in_the_middle_of_a_message, 2, operation=operation, folder=str(tmp_path), timeout_s=20
+    )
+    assert survivor.error is None, survivor.traceback
+    assert survivor.value < 1.5
+
+
+def come_late(world: World, backend: str, folder: str) -> float:
+    process_groups.MEET_AGAIN_S = 1.0
+    if world.rank == 1:
+        time.sleep(2.5)  # it finishes what it computes
+    _, comm = connected(world, backend, folder)
+    ones = torch.ones(10)
+    comm.all_reduce(ones).wait()
+    comm.close()
+    return float(ones.sum())
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_worker_may_come_later_than_a_group_may_take_to_be_built(backend: str, tmp_path: Path) -> None:
+    results = run_workers(come_late, 2, backend=backend, folder=str(tmp_path))
+    assert [(result.error, result.value) for result in results] == [(None, 20.0)] * 2, results
+
+
+def test_a_group_that_is_being_built_is_left_behind_when_its_generation_is_over(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    store, over, stuck = HashStore(), threading.Event(), threading.Event()
+    for rank in (0, 1):
+        store.set(f"paceline/here/{rank}", "")
+    monkeypatch.setattr(process_groups, "_build_group", lambda *_: stuck.wait(10))
+    monkeypatch.setattr(process_groups, "_is_over", lambda _: over.is_set())
+    threading.Timer(0.2, over.set).start()
+    world = World(size=2, local_size=2, rendezvous=TcpRendezvous("127.0.0.1", 1), elastic=Elasticity())
+    began = time.monotonic()
+    with pytest.raises(WorldError, match="building a group was given up"):
+        process_groups.build_groups(world, store, "gloo", CPU, 30.0)
+    assert time.monotonic() - began < 2
+    stuck.set()

@@ -30,7 +30,7 @@ from paceline.elastic.decisions import (
 from paceline.elastic.ledger import Ledger, Row, read_ledger
 from paceline.elastic.membership import Membership
 from paceline.elastic.places import MOST_ATTEMPTS
-from paceline.elastic.slots import Ready, Standing
+from paceline.elastic.slots import Ready, Standing, difference
 from paceline.elastic.timekeeper import MOST_BREAKS
 from paceline.errors import LaunchError, WorldError
 
@@ -132,6 +132,14 @@ def test_a_replacement_that_had_not_come_to_the_state_joins_after_the_next_step(
     assert ready(members, [0], 2) == [
         Commit(2, 0, 4, (0,)), Regroup(5, (0, 1), (1,), 2, "worker 1 joined after step 2"),
     ]  # fmt: skip
+
+
+def test_a_module_that_only_one_side_has_imported_is_no_difference() -> None:
+    """Workers that have resumed from a checkpoint have imported what reads it; a replacement reads none."""
+    members = {"torch": "2.13", "module ours": "a1", "module reads_checkpoints": "b2"}
+    assert difference(members, {"torch": "2.13", "module ours": "a1", "module late": "c3"}) == ""
+    assert difference(members, {"torch": "2.13", "module ours": "a7"}) == "module ours is a7 there and a1 here"
+    assert difference(members, {"module ours": "a1"}) == "torch is unknown there and 2.13 here"
 
 
 def test_a_replacement_that_differs_is_refused_with_the_difference_and_not_replaced_again() -> None:
@@ -495,7 +503,96 @@ def test_when_nobody_is_left_all_start_anew_a_few_times() -> None:
         for slot in (0, 1):
             members.entered(slot, 1, 0, FACTS, 0.0)
     members.died(0, "was killed", 0.0)
-    assert members.died(1, "was killed", 0.0) == [End(TOO_FEW_LEFT, "worker 1 was killed; no worker is left")]
+    told = "worker 1 was killed; no worker is left, after 3 starts anew without a new step"
+    assert members.died(1, "was killed", 0.0) == [End(TOO_FEW_LEFT, told)]
+
+
+def all_die(members: Membership) -> Decision:
+    for slot in members.members:
+        decided = members.died(slot, "was killed", 0.0)
+    return decided[-1]
+
+
+def test_a_new_step_makes_up_for_the_starts_that_it_took() -> None:
+    members = job(2)
+    for step in (1, 2, 3, 4, 5):
+        assert isinstance(all_die(members), StartAnew)
+        assert members.places.starts == 1
+        for slot in (0, 1):
+            members.entered(slot, 1, step - 1, FACTS, 0.0)
+        ready(members, [0, 1], step)
+    for start in (1, 2, 3):  # without a checkpoint it never comes further than it was
+        assert all_die(members) == StartAnew(start, (0, 1))
+        for slot in (0, 1):
+            members.entered(slot, 1, 0, FACTS, 0.0)
+        for step in (1, 2, 3):
+            ready(members, [0, 1], step)
+    assert isinstance(all_die(members), End)
+
+
+def starting_anew(workers: int = 4, *, entered: Iterable[int] = ()) -> Membership:
+    """All have died in step 3, and of the new ones some have entered the loop."""
+    members = job(workers)
+    for step in (1, 2):
+        ready(members, range(workers), step)
+    assert all_die(members) == StartAnew(1, tuple(range(workers)))
+    for slot in range(workers):
+        members.count_anew(slot, 0.0)
+    for slot in entered:
+        members.beat(slot, 0.0)
+        members.entered(slot, 1, 2, FACTS, 0.0)
+    return members
+
+
+@pytest.mark.parametrize("entered", [(), (1,), (0, 2, 3), (0, 1, 2)])
+def test_a_death_while_all_start_anew_makes_them_start_once_more(entered: tuple[int, ...]) -> None:
+    members = starting_anew(entered=entered)
+    assert members.died(1, f"was killed {members.where}", 0.0) == [
+        Say("worker 1 was killed while all start anew: all start anew (2 of at most 3 times)"),
+        StartAnew(2, (0, 1, 2, 3)),
+    ]
+    for slot in range(4):
+        assert not members.running
+        decided = members.entered(slot, 1, 2, FACTS, 0.0)
+    assert decided == [Rewind(2), Begin(1, (0, 1, 2, 3))]
+    assert ready(members, range(4), 3) == [Commit(3, 0, 1, (0, 1, 2, 3))]
+
+
+def test_deaths_while_all_start_anew_are_within_the_budget_and_then_end_the_job() -> None:
+    members = starting_anew()
+    assert members.died(0, "was killed", 0.0)[-1] == StartAnew(2, (0, 1, 2, 3))
+    assert members.died(3, "was killed", 0.0)[-1] == StartAnew(3, (0, 1, 2, 3))
+    told = "worker 2 was killed, after 3 starts anew without a new step"
+    assert members.died(2, "was killed", 0.0) == [End(TOO_FEW_LEFT, told)]
+
+
+def test_one_that_is_stopped_while_all_start_anew_is_fenced_and_they_start_once_more() -> None:
+    members = starting_anew(entered=(0, 1, 2))
+    members.tick(0.0)
+    decided: list[Decision] = []
+    for tick in range(1, 30):
+        for slot in (0, 1, 2):
+            members.beat(slot, tick / 2)
+        decided += members.tick(tick / 2)
+        if decided:
+            break
+    said = "worker 3 gave no sign of life for 5 s while all start anew: all start anew (2 of at most 3 times)"
+    assert decided == [Fence(3), Say(said), StartAnew(2, (0, 1, 2, 3))]
+
+
+def test_code_that_fails_while_all_start_anew_is_tried_once_more_and_then_ends_the_job() -> None:
+    members = starting_anew()
+    assert members.raised(1, "raised OSError", 0.0)[-1] == StartAnew(2, (0, 1, 2, 3))
+    ended = End(None, "a start failed so before: it is the code, not the machine")
+    assert members.raised(2, "raised OSError", 0.0) == [ended]
+
+
+def test_without_replacements_a_death_while_starting_is_left_to_the_launcher() -> None:
+    members = Membership(3, Rules(restart_workers=False))
+    assert members.died(2, "was killed", 0.0) == []
+    members = starting_anew()
+    members.stop()
+    assert members.died(2, "was killed", 0.0) == []
 
 
 def test_a_replacement_that_has_no_state_yet_is_not_one_who_is_left() -> None:
@@ -752,6 +849,8 @@ class LivesOfAJob(RuleBasedStateMachine):
         self.doomed: list[tuple[int, Worker]] = []
         self.hosts = {0, 1}
         self._begin((0, 1, 2, 3))
+        for slot in range(4):  # a death at the first start is the launcher's to judge
+            self.do(self.members.entered(slot, 1, 0, FACTS, self.now))
         assert self.members.places.add(1) == [4]
         self.workers[4] = Worker(0, 0, -1)
 
@@ -764,8 +863,6 @@ class LivesOfAJob(RuleBasedStateMachine):
             self.workers[slot] = Worker(0, 1, 0)
             self.workers[slot].alive = True
             self.members.count_anew(slot, self.now)
-        for slot in starting:
-            self.do(self.members.entered(slot, 1, self.workers[slot].step, FACTS, self.now))
 
     def do(self, decisions: list[Decision]) -> None:
         begins_anew: tuple[int, ...] = ()
@@ -878,6 +975,9 @@ class LivesOfAJob(RuleBasedStateMachine):
         if not worker.joined:
             worker.asked = True
             self.do(self.members.asks_to_join(slot, 0, FACTS))
+            return
+        if not self.members.running:
+            self.do(self.members.entered(slot, 1, worker.step, FACTS, self.now))
             return
         self.do(self.members.grouped(slot, worker.generation))
         worker.has_state = True

@@ -140,6 +140,40 @@ def test_a_line_of_the_ledger_that_is_being_written_is_left_for_the_next_look(tr
     assert [row.step for row in job.rows] == [1]
 
 
+def test_several_are_killed_together_and_nobody_is_spared(tree: int, tmp_path: Path) -> None:
+    ledger = tmp_path / "ledger"
+    job = HurtJob(tree, ledger)
+    commit(ledger, 1, 3, [0, 1, 2, 3])
+    job.look()
+    victims = job.processes()
+    job.kill_together(victims, [0, 1, 2, 3])
+    wait_until(lambda: job.processes() == [])
+    commit(ledger, 2, 3, [0, 1, 2, 3])  # it was on its way
+    job.look()
+    assert job.happened[0].commit_s is None
+    with ledger.open("a") as file:
+        file.write('{"rewound_to": 1}\n')
+    commit(ledger, 2, 1, [0, 1, 2, 3])
+    job.look()
+    assert (job.happened[0].kind, job.happened[0].all_anew) == ("kill", True)
+    assert job.happened[0].commit_s is not None
+
+
+def test_a_step_that_the_killed_worker_took_part_in_does_not_know_of_it(tree: int, tmp_path: Path) -> None:
+    ledger = tmp_path / "ledger"
+    job = HurtJob(tree, ledger)
+    commit(ledger, 1, 1, [0, 1, 2, 3])
+    job.look()
+    job.kill_together(job.processes()[:1], [2])
+    commit(ledger, 2, 2, [0, 1, 2, 3])  # of a generation that had begun, of which nobody outside had seen a step
+    job.look()
+    assert job.happened[0].commit_s is None
+    commit(ledger, 3, 3, [0, 1, 3])
+    job.look()
+    assert job.happened[0].commit_s is not None
+    assert not job.happened[0].all_anew
+
+
 def test_a_slow_worker_goes_on_after_its_moment_and_a_stopped_one_does_not(tree: int, tmp_path: Path) -> None:
     ledger = tmp_path / "ledger"
     job = HurtJob(tree, ledger)

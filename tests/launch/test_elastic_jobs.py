@@ -197,6 +197,101 @@ def test_an_exception_after_the_loop_fails_the_job_though_the_others_end_well() 
     within(story)
 
 
+def test_what_old_processes_say_while_all_start_anew_counts_for_nothing() -> None:
+    """A part of the state is lost with a host: those who live are fenced, and speak until they are gone."""
+
+    async def story() -> None:
+        job = Job(2)
+        job.step(1, 1, [0, 1])
+        job.tell(0, "lost", generation=1, why="a part is lost")
+        assert [done for done in job.hands.done if done[0] != "push"] == [("empty_vault",), ("fence", 0), ("fence", 1)]
+        membership = job.coordinator._elastic.membership  # type: ignore[union-attr]
+        for slot in (0, 1):
+            job.tell(slot, "enter", generation=1, loop=1, step=7, facts=FACTS)
+        assert not membership.running
+        with pytest.raises(WorldError, match="all workers start anew, and this one is being stopped"):
+            await job.coordinator.answer(0, "store.add", {"keys": ["elastic/1/came"], "amount": 1}, 1.0)
+        raised = {"type": "PeerLostError", "text": "gone", "traceback": "", "ours": True, "secondary": True}
+        await job.coordinator.answer(1, "failed", raised, 1.0)
+        job.coordinator.exited(1, 1)
+        job.coordinator.exited(0, -signal.SIGKILL)
+        assert [done[:3] for done in job.hands.done[-2:]] == [("start", 1, 0), ("start", 0, 0)]
+        for slot in (0, 1):
+            job.tell(slot, "enter", generation=1, loop=1, step=1, facts=FACTS)
+        assert membership.running
+        assert job.said == ["paceline: a part is lost: all start anew (1 of at most 3 times)"]
+        await job.coordinator.close()
+
+    within(story)
+
+
+def test_a_consequence_while_all_start_anew_waits_for_its_cause() -> None:
+    async def story() -> None:
+        job = Job(3)
+        job.tell(0, "lost", generation=1, why="a part is lost")
+        for slot in (0, 1, 2):
+            job.coordinator.exited(slot, -signal.SIGKILL)
+            job.coordinator.started(slot, 200 + slot)
+        raised = {"type": "PeerLostError", "text": "gone", "traceback": "", "ours": True, "secondary": True}
+        await job.coordinator.answer(0, "failed", raised, 1.0)
+        job.coordinator.exited(1, -signal.SIGKILL)
+        job.coordinator.exited(0, 1)
+        told = "worker 1 was killed by SIGKILL while all start anew: all start anew (2 of at most 3 times)"
+        assert job.said[1:] == [f"paceline: {told}"]
+        job.coordinator.exited(2, -signal.SIGKILL)
+        started = [done[1] for done in job.hands.done if done[0] == "start"]
+        assert started == [0, 1, 2, 1, 0, 2]
+        assert not job.coordinator.outcome.done()
+        await job.coordinator.close()
+
+    within(story)
+
+
+def test_a_server_that_dies_while_all_start_anew_makes_them_start_once_more() -> None:
+    async def story() -> None:
+        job = Job(2, servers=1)
+        job.tell(0, "lost", generation=1, why="a part is lost")
+        for rank in (0, 1, 2):
+            job.coordinator.exited(rank, -signal.SIGKILL)
+            job.coordinator.started(rank, 200 + rank)
+        job.coordinator.exited(2, -signal.SIGKILL)
+        told = "server 0 was killed by SIGKILL while all start anew: all start anew (2 of at most 3 times)"
+        assert job.said[1:] == [f"paceline: {told}"]
+        assert job.hands.done[-1][:3] == ("start", 2, 0)
+        for slot in (0, 1):
+            job.coordinator.exited(slot, -signal.SIGKILL)
+            job.tell(slot, "enter", generation=1, loop=1, step=0, facts=FACTS)
+        assert job.coordinator._elastic.membership.servers.here == (2,)  # type: ignore[union-attr]
+        await job.coordinator.close()
+
+    within(story)
+
+
+def test_code_that_fails_at_every_start_anew_ends_the_job_with_its_traceback() -> None:
+    async def story() -> None:
+        job = Job(2)
+        job.tell(0, "lost", generation=1, why="a part is lost")
+        for slot in (0, 1):
+            job.coordinator.exited(slot, -signal.SIGKILL)
+            job.coordinator.started(slot, 200 + slot)
+        await job.fail(1, "no such file")
+        told = "worker 1 raised ValueError while all start anew: no such file: all start anew (2 of at most 3 times)"
+        assert job.said[1:] == [f"paceline: {told}", "Traceback …\nValueError: no such file"]
+        job.coordinator.exited(0, -signal.SIGKILL)
+        for slot in (0, 1):
+            job.coordinator.started(slot, 300 + slot)
+        await job.fail(0, "no such file")
+        outcome = job.coordinator.outcome.result()
+        assert outcome.code == 1
+        assert outcome.lines == (
+            "paceline: worker 0 (pid 300) raised ValueError: no such file",
+            "paceline: a start failed so before: it is the code, not the machine",
+        )
+        await job.coordinator.close()
+
+    within(story)
+
+
 def test_a_replacement_that_nobody_waits_for_does_not_hold_up_the_end() -> None:
     async def story() -> None:
         job = Job(2)

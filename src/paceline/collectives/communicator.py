@@ -33,6 +33,8 @@ from paceline.world.world import World
 
 LAST_BREATH_S = 0.02
 LEAVE_IN_S = 0.5
+QUIET_S = 1.0
+"""After so long in a group that is over nobody waits for a message any more, though gloo has not closed all of it."""
 
 
 class Communicator:
@@ -54,6 +56,7 @@ class Communicator:
         self._elastic = world.elastic is not None
         self._sockets = OpenSockets.none()
         self._ended: str | None = None
+        self._ended_at = 0.0
         self._parent: Communicator | None = None
         self._children: list[Communicator] = []
 
@@ -82,6 +85,13 @@ class Communicator:
     def is_over(self) -> bool:
         return self._ended is not None
 
+    @property
+    def is_quiet(self) -> bool:
+        """It is over, and nothing of what was under way touches its buffers any more."""
+        if self._ended is None:
+            return False
+        return self._sockets.are_closed or time.monotonic() - self._ended_at > QUIET_S
+
     def abandon(self, why: str) -> None:
         """End every wait in this group and in those that were made beside it; any thread may say so, again and again.
 
@@ -89,7 +99,7 @@ class Communicator:
         """
         if self._ended is not None:
             return
-        self._ended = why
+        self._ended, self._ended_at = why, time.monotonic()
         for child in list(self._children):
             child.abandon(why)
         for group in self._groups.values():
@@ -124,13 +134,19 @@ class Communicator:
 
     def send(self, tensor: Tensor, *, to: int, tag: int, operation: str = "message") -> Work:
         work = self._started(lambda: self._group_of(tensor).send([tensor], to, tag), f"sending to worker {to}")
+        work.is_gloo_message = self._by_gloo(tensor)
         self._count.sent(operation, to, tensor.nbytes)
         return work
 
     def receive(self, tensor: Tensor, *, source: int, tag: int, operation: str = "message") -> Work:
         work = self._started(lambda: self._group_of(tensor).recv([tensor], source, tag), f"waiting for worker {source}")
+        work.is_gloo_message = self._by_gloo(tensor)
         work.when_done = lambda: self._count.received(operation, source, tensor.nbytes)
         return work
+
+    def _by_gloo(self, tensor: Tensor) -> bool:
+        """Whether a message of this tensor goes through gloo in a group that may be abandoned."""
+        return self._elastic and tensor.device.type == "cpu" and self.backend != "paceline"
 
     def send_and_receive(
         self, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]], *, operation: str

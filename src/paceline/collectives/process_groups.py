@@ -1,7 +1,8 @@
 """Groups of c10d, one for each kind of device: gloo for the host's tensors, or our own through shared memory; NCCL.
 
-In an elastic job somebody may die while one is built, which nothing can interrupt: it is given a few seconds then, and
-whoever has to meet others tries again with those who are there.
+In an elastic job somebody may die while one is built. So all come to one place first, where a worker that has yet to
+finish what it computes is waited for; and what can't be interrupted, the build itself, is left behind as soon as the
+store knows that its generation is over. Whoever has to meet others tries again with those who are there.
 """
 
 from __future__ import annotations
@@ -24,18 +25,25 @@ from paceline.world.world import World
 
 MEET_AGAIN_S = 5.0
 STUCK_S = 2.0
+_HERE = "paceline/here/"
 
 
 def build_groups(world: World, store: Store, backend: str, device: torch.device, timeout_s: float) -> Mapping[str, Any]:
     backends = {"cpu": "gloo", device.type: backend}
     waits_s, timeout_s = timeout_s, timeout_s if world.elastic is None else min(MEET_AGAIN_S, timeout_s)
     try:
+        if world.elastic is not None:
+            _gather(world, store, waits_s)
         groups = {}
         for kind, name in backends.items():
             place = PrefixStore(f"paceline/group/{kind}", store)
             build = partial(_build_group, world, place, name, device, timeout_s)
             patience_s = timeout_s + STUCK_S
-            groups[kind] = build() if world.elastic is None else in_time(build, patience_s, "building a group")
+            groups[kind] = (
+                build()
+                if world.elastic is None
+                else in_time(build, patience_s, "building a group", given_up=partial(_is_over, place))
+            )
         if waits_s != timeout_s:
             for group in groups.values():
                 _let_wait(group, waits_s)
@@ -45,6 +53,21 @@ def build_groups(world: World, store: Store, backend: str, device: torch.device,
             f"worker {world.rank} of {world.size} could not join the {backend} group within {timeout_s:.0f} s: "
             f"{first_line(error)}; are all {world.size} workers running, and can their hosts reach each other?"
         ) from error
+
+
+def _gather(world: World, store: Store, timeout_s: float) -> None:
+    """All come to one place first: the build itself waits for nobody."""
+    store.set(f"{_HERE}{world.rank}", "")
+    store.wait([f"{_HERE}{rank}" for rank in range(world.size)], timedelta(seconds=timeout_s))
+
+
+def _is_over(store: Store) -> bool:
+    """Whether the store takes no more of these keys, because their generation is over."""
+    try:
+        store.check([_HERE])
+    except (RuntimeError, WorldError):
+        return True
+    return False
 
 
 def _let_wait(group: Any, timeout_s: float) -> None:

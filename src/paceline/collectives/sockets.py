@@ -18,6 +18,7 @@ class OpenSockets:
 
     def __init__(self, found: Mapping[int, int]) -> None:
         self._found = dict(found)
+        self._shut: dict[int, int] | None = None
 
     @classmethod
     def none(cls) -> OpenSockets:
@@ -37,7 +38,19 @@ class OpenSockets:
             with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
                 if os.fstat(connection.fileno()).st_ino == inode:  # otherwise gloo has closed it, and another is there
                     connection.shutdown(socket.SHUT_RDWR)
-        self._found = {}
+        self._shut, self._found = {**(self._shut or {}), **self._found}, {}
+
+    @property
+    def are_closed(self) -> bool:
+        """They were shut down, and gloo has seen it: nothing is read into a buffer, or sent from one, any more."""
+        return self._shut is not None and not any(_inode(fd) == inode for fd, inode in self._shut.items())
+
+
+def _inode(descriptor: int) -> int | None:
+    try:
+        return os.fstat(descriptor).st_ino
+    except OSError:
+        return None
 
 
 def _connections() -> dict[int, int]:

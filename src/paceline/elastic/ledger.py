@@ -3,7 +3,7 @@
     {"step":7,"update":0,"generation":1,"members":[0,1,2,3]}
     {"step":8,"update":0,"generation":2,"members":[0,1,3]}       worker 2 was lost, and the step redone
     {"step":9,"update":0,"generation":2,"members":[0,1,3],"servers":[4]}        where there are server processes
-    {"rewound_to":5}                                             nobody was left; resumed from a checkpoint: 6… are void
+    {"rewound_to":5}                                             all began anew after step 5; 6… are void
 
 No step stands in it twice, ever: a second row raises before it is written.
 """
@@ -74,10 +74,9 @@ class Ledger:
         self._write(row.as_line())
 
     def rewind(self, step: int) -> None:
-        """The job goes on from the end of `step`; what came after it is void."""
-        kept = {place: row for place, row in self._rows.items() if row.step <= step}
-        if len(kept) < len(self._rows):
-            self._rows = kept
+        """The job begins anew at the end of `step`; what came after it is void."""
+        if self._rows:
+            self._rows = {place: row for place, row in self._rows.items() if row.step <= step}
             self._write(json.dumps({"rewound_to": step}) + "\n")
 
     def close(self) -> None:

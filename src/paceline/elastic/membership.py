@@ -38,7 +38,7 @@ class Membership:
         self.servers = Servers(size, servers, rules)
         self.generation = 1
         self.running = False
-        """Everyone has entered the loop; before that a fault is one of starting up, and the launcher's to judge."""
+        """Everyone has entered the loop. Who falls before that takes the others along: see `starts_anew`."""
         self.over = False
         self._leaving = False  # members have gone because the job was asked to stop
         self._main = 0  # of all workers, who reports
@@ -72,6 +72,8 @@ class Membership:
     @property
     def where(self) -> str:
         """What is being worked on, in words."""
+        if self.starts_anew:
+            return "while all start anew"
         return self._steps.where(in_loop=self._in_loop(), running=self.running)
 
     def _counts(self, slot: Slot) -> bool:
@@ -154,6 +156,8 @@ class Membership:
         return self._commit(found, now) if isinstance(found, Agreed) else self._act_on(found, now)
 
     def _commit(self, agreed: Agreed, now: float) -> list[Decision]:
+        if agreed.is_new:
+            self.places.got_on()
         self._time.step_counts()
         self._newcomers.step_counts(more=agreed.more)
         self.servers.served()
@@ -244,6 +248,11 @@ class Membership:
         """The job was asked to stop, and it did: nobody regroups any more, and only the stop has a deadline."""
         self._leaving = self._leaving or self.slots[slot].standing is Standing.MEMBER
 
+    @property
+    def starts_anew(self) -> bool:
+        """Another start answers who falls before all have met; at the first one that is the launcher's to judge."""
+        return not self.running and not self.over and self.places.starts > 0 and self.places.restarts
+
     def can_lose(self, slots: Collection[int]) -> bool:
         """Whether their host may go: at the first start all are waited for, and a fault is the launcher's to judge."""
         missed = any(self.slots[number].standing in PRESENT for number in slots)
@@ -267,25 +276,30 @@ class Membership:
         its = f"its {workers(len(slots))} {'join' if len(slots) > 1 else 'joins'}"
         return [Say(f"{who}; {its} after a step"), *self._refill(now)]
 
-    def server_lost(self, ranks: Collection[int], how: str, now: float, *, fence: bool = False) -> list[Decision]:
+    def server_lost(
+        self, ranks: Collection[int], how: str, now: float, *, fence: bool = False, code_failed: bool = False
+    ) -> list[Decision]:
         """Server processes are gone, or have to go: the step is done again with those who are left."""
         served = set(self.servers.here)
         lost = [rank for rank in ranks if self.servers.lose(rank, now, fence=fence)]
         decided: list[Decision] = [Fence(rank) for rank in lost] if fence else []
         what = "; ".join(f"{self.servers.name(rank)} {how}" for rank in lost)
-        if not lost or self.over or not self.running:
-            return [*decided, Say(f"{what}; it is stopped")] if decided else []
+        if not lost or self.over:
+            return decided
+        if not self.running:
+            return [*decided, *self._fell_at_start(what, code_failed=code_failed, fence=fence)]
         left, was_serving = self._member_slots(), not served.isdisjoint(lost)
         found = self._outlook.after_servers(what, lost, self.servers, left, served=was_serving)
         return [*decided, *(self._act_on(found, now) if found else [])]
 
-    def server_ended(self, rank: int, how: str, now: float, *, well: bool) -> list[Decision]:
+    def server_ended(self, rank: int, how: str, now: float, *, well: bool, by_code: bool = False) -> list[Decision]:
         """Its process is gone: `well`, because all workers had said goodbye."""
+        one = self.servers.slot(rank)
         if well and not self._may_join():
-            self.servers.slot(rank).standing = Standing.FINISHED
+            one.standing = Standing.FINISHED
             return []
-        decided = self.server_lost([rank], how, now)
-        self.servers.slot(rank).vacate()
+        decided = self.server_lost([rank], how, now, code_failed=by_code)
+        one.vacate()
         return [*decided, *self._refill(now)]
 
     def _drop(
@@ -304,13 +318,21 @@ class Membership:
             decided += [Fence(number)] if fence else []
         what = said or "; ".join(fallen.values())
         if not self.running:
-            return [*decided, Say(f"{what}; it is stopped")] if fence else decided
+            return [*decided, *self._fell_at_start(what, code_failed=code_failed, fence=fence)]
         lost, left = list(fallen), self._member_slots()
         if members.isdisjoint(lost):
             return [*decided, *self._outlook.after_others(what, lost, left)]
         if code_failed and self._steps.failed_before():
             return [*decided, *self._end(None, "the same step failed before: it is the code, not the machine")]
         return [*decided, *self._act_on(self._outlook.after_members(what, lost, left), now)]
+
+    def _fell_at_start(self, what: str, *, code_failed: bool, fence: bool) -> list[Decision]:
+        """Before all have met nobody has the state, so that none can go on without the others."""
+        if not self.starts_anew:
+            return [Say(f"{what}; it is stopped")] if fence else []
+        if code_failed and self._steps.failed_before(at_start=True):
+            return self._end(None, "a start failed so before: it is the code, not the machine")
+        return self._start_anew(what)
 
     def _start_anew(self, what: str) -> list[Decision]:
         """No copy of the state is left: begin again, from a checkpoint if the script resumes from one."""

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from paceline.elastic.decisions import TOO_FEW_LEFT, Rules, Say
 from paceline.elastic.findings import Hopeless, MeetAgain, StateLost
 from paceline.elastic.newcomers import Newcomers
-from paceline.elastic.places import Places
+from paceline.elastic.places import MOST_STARTS, Places
 from paceline.elastic.servers import Servers
 from paceline.elastic.slots import Slot, Standing, workers
 
@@ -67,7 +67,8 @@ class Outlook:
         """Why the job can't even start anew, if it can't."""
         here, fewest = len(self._places.here), self._rules.min_workers
         if not self._places.may_begin_anew():
-            return Hopeless(what, code=TOO_FEW_LEFT)
+            often = f", after {MOST_STARTS} starts anew without a new step" if self._places.restarts else ""
+            return Hopeless(f"{what}{often}", code=TOO_FEW_LEFT)
         if here < fewest:
             rest = f"{workers(here)} could start anew, and --min-workers is {fewest}"
             return Hopeless(f"{what}; {rest}", code=TOO_FEW_LEFT)

@@ -24,7 +24,7 @@ class Places:
         self.starters = size
         """How many make the first generation."""
         self.starts = 0
-        """How often all began anew."""
+        """How often all began anew without having come further than ever before."""
         self.stopping = False
 
     @property
@@ -70,8 +70,17 @@ class Places:
         self.slots += added
         return [slot.number for slot in added]
 
+    @property
+    def restarts(self) -> bool:
+        """Whether fresh processes are started for those that died."""
+        return self._rules.restart_workers and not self.stopping
+
     def may_begin_anew(self) -> bool:
-        return self._rules.restart_workers and self.starts < MOST_STARTS and not self.stopping
+        return self.restarts and self.starts < MOST_STARTS
+
+    def got_on(self) -> None:
+        """A step was committed that none of the starts before had reached: what they cost is made up for."""
+        self.starts = 0
 
     def begin_anew(self) -> tuple[int, ...]:
         """As at the start, but without those whose host is lost; the slots that begin."""

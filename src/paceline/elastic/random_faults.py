@@ -24,10 +24,11 @@ import random
 import signal
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeAlias
 
 import psutil  # type: ignore[import-untyped]
 
@@ -39,6 +40,10 @@ KINDS = {"kill": 45, "stop": 15, "slow": 25, "cut": 15}
 CLOSE_BEHIND = 1 / 3
 MOMENT_S = (0.01, 0.4)
 PIDFD_GETFD = 438  # the number of the system call, the same on every architecture
+
+
+Generation: TypeAlias = tuple[int, int]
+"""How often all workers had started anew, and the number of their generation since."""
 
 
 @dataclass(frozen=True)
@@ -57,8 +62,12 @@ class Happened:
 
     kind: str
     at: float
-    generation: int
+    generation: Generation
     commit_s: float | None = None
+    all_anew: bool = False
+    """By then all workers had started anew."""
+    slots: frozenset[int] = frozenset()
+    """Whose workers were killed, where that is known: a step that all of them took part in does not know of it."""
 
 
 def draws(seed: int, gap_s: float) -> Iterator[Draw]:
@@ -78,7 +87,8 @@ class HurtJob:
     def __init__(self, supervisor: int, ledger: Path) -> None:
         self._supervisor, self._ledger = supervisor, ledger
         self._read = 0
-        self._harmed: dict[int, int] = {}  # pid to the generation in which it was harmed
+        self._starts = 0
+        self._harmed: dict[int, Generation] = {}  # pid to the generation in which it was harmed
         self._admitted: set[int] = set()
         self._to_continue: dict[int, float] = {}
         self.rows: list[Row] = []
@@ -95,9 +105,8 @@ class HurtJob:
         for row in self._new_rows():
             self.rows.append(row)
             for fault in self.happened:
-                later = fault.kind == "slow" or row.generation > fault.generation  # whose members know of it
-                if fault.commit_s is None and later:
-                    fault.commit_s = now - fault.at
+                if fault.commit_s is None and self._knows(row, fault):
+                    fault.commit_s, fault.all_anew = now - fault.at, self._starts > fault.generation[0]
             self._settle(row, processes)
 
     def hurt(self, draw: Draw) -> bool:
@@ -121,9 +130,24 @@ class HurtJob:
         self._to_continue.pop(victim, None)
         return _signal(victim, number) and self._note(draw.kind if victim in known else "joiner")
 
+    def _knows(self, row: Row, fault: Happened) -> bool:
+        """Whether those who made this step can have known of the fault."""
+        if fault.kind in ("slow", "joiner") or self._starts > fault.generation[0]:
+            return True
+        return self.generation > fault.generation and not (fault.slots and fault.slots <= set(row.members))
+
+    def kill_together(self, victims: Sequence[int], slots: Iterable[int] = ()) -> None:
+        """SIGKILL for all of these at one moment, whatever they know: where nobody is left all have to start anew."""
+        knows = any(pid in self._admitted for pid in victims)
+        for pid in victims:
+            self._harmed[pid] = self.generation
+            self._to_continue.pop(pid, None)
+            _signal(pid, signal.SIGKILL)
+        self._note("kill" if knows else "joiner", slots)
+
     @property
-    def generation(self) -> int:
-        return self.rows[-1].generation if self.rows else 0
+    def generation(self) -> Generation:
+        return self._starts, self.rows[-1].generation if self.rows else 0
 
     def processes(self) -> list[int]:
         """Workers and servers, oldest first."""
@@ -153,34 +177,37 @@ class HurtJob:
             _signal(pid, signal.SIGCONT)
         self._to_continue.clear()
 
-    def _note(self, kind: str) -> bool:
-        self.happened.append(Happened(kind, time.monotonic(), self.generation))
+    def _note(self, kind: str, slots: Iterable[int] = ()) -> bool:
+        self.happened.append(Happened(kind, time.monotonic(), self.generation, slots=frozenset(slots)))
         return True
 
     def _settle(self, row: Row, processes: list[int]) -> None:
         """A generation after a harm knows of it, and where all that are whole are members, all are admitted."""
         for pid, generation in list(self._harmed.items()):
-            if row.generation > generation and pid not in processes:
+            if self.generation > generation and pid not in processes:
                 del self._harmed[pid]
         whole = [pid for pid in processes if pid not in self._harmed]
         servers = [pid for pid in whole if is_server(pid)]
-        knows_all = all(row.generation > generation for generation in self._harmed.values())
+        knows_all = all(self.generation > generation for generation in self._harmed.values())
         if knows_all and len(whole) - len(servers) == len(row.members):
             self._admitted.update(pid for pid in whole if pid not in servers)
         if knows_all and len(servers) == len(row.servers):
             self._admitted.update(servers)
 
-    def _new_rows(self) -> list[Row]:
-        """Whole lines that were added since the last look; what is no step of a job is passed over."""
+    def _new_rows(self) -> Iterator[Row]:
+        """Of the whole lines that were added since the last look."""
         if not self._ledger.exists():
-            return []
+            return
         with self._ledger.open("rb") as file:
             file.seek(self._read)
             added = file.read()
         whole = added[: added.rfind(b"\n") + 1]
         self._read += len(whole)
-        steps = [fields for line in whole.splitlines() if "step" in (fields := json.loads(line or b"{}"))]
-        return [Row.of(told) for told in steps]
+        for line in whole.splitlines():
+            fields = json.loads(line or b"{}")
+            if "step" in fields:
+                yield Row.of(fields)
+            self._starts += "rewound_to" in fields
 
     def _remember(self, pid: int) -> None:
         if pid not in self.seen:

@@ -97,9 +97,15 @@ class Slot:
         self.invited = False
 
 
+MODULE = "module "
+"""How a fact about a module begins, which a process may import or not, by the way that it takes: only one that has read
+a checkpoint needs what reads them. Where one side alone has it there is nothing to compare."""
+
+
 def difference(members: Facts, joiner: Facts) -> str:
     """What does not match, in words; empty where everything does."""
-    names = [name for name in {**members, **joiner} if members.get(name) != joiner.get(name)]
+    both = {name for name in {**members, **joiner} if not name.startswith(MODULE)} | (members.keys() & joiner.keys())
+    names = [name for name in {**members, **joiner} if name in both and members.get(name) != joiner.get(name)]
     return ", ".join(
         f"{name} is {joiner.get(name, 'unknown')} there and {members.get(name, 'unknown')} here" for name in names
     )

@@ -31,13 +31,16 @@ class Agreed:
     update: int
     more: bool
     """Nobody's loop ends with it."""
+    is_new: bool
+    """No earlier start of the job had come so far."""
 
 
 class Steps:
     def __init__(self) -> None:
         self._committed = (0, WHOLE_STEP)
+        self._furthest = (0, 0)
         self._ties = 0
-        self._raised_in: set[tuple[int, int]] = set()
+        self._raised_in: set[tuple[tuple[int, int], bool]] = set()
 
     @property
     def last(self) -> int:
@@ -72,10 +75,11 @@ class Steps:
         """All start again, and will say where."""
         self._ties = 0
 
-    def failed_before(self) -> bool:
-        """The code of a script failed in the step that is being worked on: not for the first time?"""
-        again = self._committed in self._raised_in
-        self._raised_in.add(self._committed)
+    def failed_before(self, *, at_start: bool = False) -> bool:
+        """The code of a script failed in the step that is being worked on, or before it: not for the first time?"""
+        place = self._committed, at_start
+        again = place in self._raised_in
+        self._raised_in.add(place)
         return again
 
     def compare(self, readies: Mapping[int, Ready]) -> Agreed | FenceWorkers | MeetAgain | Hopeless:
@@ -89,7 +93,8 @@ class Steps:
             return self._disagree(first.step, checks)
         self._committed = first.place
         self._ties = 0
-        return Agreed(first.step, first.update, more=all(ready.more for ready in readies.values()))
+        is_new, self._furthest = first.place > self._furthest, max(first.place, self._furthest)
+        return Agreed(first.step, first.update, more=all(ready.more for ready in readies.values()), is_new=is_new)
 
     def _disagree(self, step: int, checks: dict[int, int]) -> FenceWorkers | MeetAgain | Hopeless:
         """Full copies that should be equal are not: what the majority has is right."""

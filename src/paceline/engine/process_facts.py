@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from paceline import __version__
+from paceline.elastic.slots import MODULE
 
 
 def facts_of_process(more: Mapping[str, Any]) -> dict[str, str | int]:
@@ -36,11 +37,16 @@ def facts_of_process(more: Mapping[str, Any]) -> dict[str, str | int]:
 def _own_code() -> dict[str, str]:
     """A hash of the script and of every module that is neither Python's nor installed, as they are at the first call:
     before the first loop, on a worker of the start and on one that joins."""
-    installed = tuple({sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")})
+    paths = {sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")}
+    # An environment may be reached by a link. Thousands of modules are passed over by name: to resolve each takes long.
+    installed = tuple({f"{path}/" for path in paths} | {f"{Path(path).resolve()}/" for path in paths})
     found = {}
     for name, module in sorted(sys.modules.items()):
-        file = Path(getattr(module, "__file__", None) or "")
-        if file.suffix == ".py" and file.is_file() and not str(file.resolve()).startswith(installed):
-            label = "script" if name == "__main__" else f"module {name}"
+        named = str(getattr(module, "__file__", None) or "")
+        if not named.endswith(".py") or named.startswith(installed):
+            continue
+        file = Path(named)
+        if file.is_file() and not str(file.resolve()).startswith(installed):
+            label = "script" if name == "__main__" else f"{MODULE}{name}"
             found[label] = hashlib.sha256(file.read_bytes()).hexdigest()[:16]
-    return {name: digest for name, digest in found.items() if not name.startswith("module paceline")}
+    return {name: digest for name, digest in found.items() if not name.startswith(f"{MODULE}paceline")}

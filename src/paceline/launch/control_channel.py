@@ -432,6 +432,7 @@ class KeyValues:
                     return {"late": _late(missing, timeout_s, connected())}
                 return {} if kind == "store.wait" else {"values": [_pack(self._values[key]) for key in keys]}
             case "store.check":
+                self._refuse_old(keys)
                 return {"value": all(key in self._values for key in keys)}
             case "store.add":
                 total = int(self._values.get(keys[0], b"0")) + int(body["amount"])

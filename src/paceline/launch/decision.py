@@ -168,6 +168,8 @@ class Coordinator:
     async def answer(self, rank: int, kind: str, body: Body, timeout_s: float) -> Body:
         process = self.processes[rank]
         process.heard_at = self.clock()
+        if kind != "failed" and self._elastic is not None and self._elastic.is_leaving(rank):
+            raise WorldError("all workers start anew, and this one is being stopped")
         if kind == "failed":
             process.raised = Raised.told(body)
             if self._elastic is None or not self._elastic.raised(process):

@@ -105,7 +105,13 @@ class ElasticJob:
 
     # ---- what workers say ---------------------------------------------------------------------------------
 
+    def is_leaving(self, slot: int) -> bool:
+        """All start anew, and its old process has not gone yet: nothing that this one says counts any more."""
+        return slot in self._to_start
+
     def told(self, slot: int, kind: str, body: Body) -> None:
+        if self.is_leaving(slot):
+            return
         now, members = self._chief.clock(), self.membership
         match kind:
             case "heartbeat":
@@ -142,17 +148,23 @@ class ElasticJob:
         self.membership.count_anew(slot, self._chief.clock())
 
     def raised(self, process: Process) -> bool:
-        if not self.membership.running or self._goes_as_asked(process) or self._chief.is_over:
-            return False
+        if self.is_leaving(process.rank):
+            return True
         assert process.raised is not None
-        cause = not process.raised.is_consequence
-        how = happened(process, self._chief.processes, where=self.membership.where)
+        cause, members = not process.raised.is_consequence, self.membership
+        if self._goes_as_asked(process) or self._chief.is_over:
+            return False
+        if not members.running and not members.starts_anew:
+            return False
+        if not members.running and not cause:
+            return True  # of whose end it is the consequence we hear in a moment; if of no other's, then of its own
+        how = happened(process, self._chief.processes, where=members.where)
         now = self._chief.clock()
         if process.is_server:
-            decisions = self.membership.server_lost([process.rank], how, now)
+            decisions = members.server_lost([process.rank], how, now, code_failed=cause)
         else:
             self._remember(process, by_code=cause)
-            decisions = self.membership.raised(process.rank, how, now, cause=cause)
+            decisions = members.raised(process.rank, how, now, cause=cause)
         self._lose(process, decisions)
         if any(isinstance(decision, Say) for decision in decisions) and self._is_news(process):
             self._chief.announce(process.raised.traceback.rstrip())
@@ -165,20 +177,21 @@ class ElasticJob:
         if slot in self._to_start:
             self._start(slot, self._to_start.pop(slot))
             return True
+        well = process.status in ENDED_WELL and process.raised is None
+        answered = members.running or (members.starts_anew and not well)
         if process.is_server:
-            return members.running and self._server_exited(process)
+            return answered and self._server_exited(process, well=well)
         if self._goes_as_asked(process):
             process.lost = members.slots[slot].standing is not Standing.MEMBER
             members.went_as_asked(slot)
             return False
-        if not members.running:
+        if not answered:
             return False
-        well = process.status in ENDED_WELL and process.raised is None
         if well and not members.slots[slot].in_loop:
             self._carry_out(members.ended_well(slot, self._chief.clock()))
             self._leave_replacements()
             return False
-        by_code = process.raised is None and (process.status or 0) >= 0
+        by_code = _by_code(process)
         self._remember(process, by_code=by_code)
         how = happened(process, self._chief.processes, where=members.where)
         self._lose(process, members.died(slot, how, self._chief.clock(), by_code=by_code))
@@ -187,14 +200,13 @@ class ElasticJob:
             far.send_away(far.host_of(slot), f"none of its workers can join ({why})")
         return True
 
-    def _server_exited(self, process: Process) -> bool:
+    def _server_exited(self, process: Process, *, well: bool) -> bool:
         """Where no worker is left to go on, the launcher looks whether all is well."""
-        well = process.status in ENDED_WELL and process.raised is None
         how = happened(process, self._chief.processes, where=self.membership.where)
         now, members = self._chief.clock(), self.membership
-        decisions = members.server_ended(process.rank, how, now, well=well)
-        process.lost = process.lost or not well or bool(decisions)
-        self._carry_out(decisions)
+        decisions = members.server_ended(process.rank, how, now, well=well, by_code=_by_code(process))
+        if decisions or not well:
+            self._lose(process, decisions)
         return process.lost and bool(members.members)
 
     def can_lose(self, slots: Sequence[int]) -> bool:
@@ -340,3 +352,8 @@ class ElasticJob:
             else:
                 self._to_start[slot] = 0
                 self._chief.hands_of(slot).fence(slot)
+
+
+def _by_code(process: Process) -> bool:
+    """It has ended by an exit that the script chose."""
+    return process.raised is None and (process.status or 0) >= 0
