@@ -9,15 +9,16 @@ from __future__ import annotations
 
 import difflib
 import enum
-import json
 import types
 import typing
 from collections.abc import Iterable, Mapping
 from typing import Any, Union
 
 from paceline.errors import ConfigError
+from paceline.input_file import cause_of, one_line, parse_json, read_input
 from paceline.trainer.choices import chosen
 
+LARGEST_JSON = 2**24  # bytes
 _TRUE = ("true", "yes", "on", "1")
 _FALSE = ("false", "no", "off", "0")
 _NONE = ("none", "null", "")
@@ -130,18 +131,13 @@ def _mapping(name: str, value: Any) -> dict[str, Any]:
     if not isinstance(value, str):
         raise ValueError
     try:
-        text = value if value.lstrip().startswith("{") else _text_of_file(value)
-        found = json.loads(text)
-    except (OSError, json.JSONDecodeError) as error:
-        raise ConfigError(f"{name}={value!r}: expected JSON in braces, or a JSON file: {error}") from error
+        found = parse_json(value if value.lstrip().startswith("{") else read_input(value, LARGEST_JSON))
+    except (OSError, ValueError) as error:
+        said = f"{name}={one_line(value, 60)!r}"
+        raise ConfigError(f"{said}: expected JSON in braces, or a JSON file: {cause_of(error)}") from error
     if not isinstance(found, dict):
         raise ConfigError(f"{name}={value!r}: expected a JSON object, got {type(found).__name__}")
     return found
-
-
-def _text_of_file(path: str) -> str:
-    with open(path, encoding="utf-8") as file:
-        return file.read()
 
 
 def _alternatives(kind: Any) -> tuple[Any, ...]:
