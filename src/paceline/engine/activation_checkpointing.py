@@ -47,7 +47,7 @@ class ActivationCheckpointing:
                     f"activation_checkpointing: {wanted!r} is no class of modules; give a class such as "
                     "nn.TransformerEncoderLayer, or its name"
                 )
-        if isinstance(self.every, bool) or not isinstance(self.every, int) or self.every < 1:
+        if isinstance(self.every, bool) or not isinstance(self.every, int) or not 1 <= self.every < 2**31:
             raise ConfigError(
                 f"activation_checkpointing: every={self.every!r} is no count of blocks; 1 takes every block, 2 every "
                 "second one; to take none leave activation_checkpointing out"

@@ -23,8 +23,9 @@ from typing import Any, Literal
 
 from paceline.checkpoint.retention import all_checkpoints, best_checkpoint, checkpoint_name, prune, set_aside
 from paceline.engine.saver import Saver, Surroundings
-from paceline.errors import CheckpointError, ConfigError
+from paceline.errors import CheckpointError
 from paceline.input_file import one_line
+from paceline.world.checked_values import one_word, switch, whole_number
 from paceline.world.world import World
 
 WhenBusy = Literal["wait", "drop"]
@@ -56,10 +57,11 @@ class Checkpoints:
         asynchronous: bool,
         when_busy: WhenBusy,
     ) -> None:
-        if keep is not None and keep < 1:
-            raise ConfigError(f"checkpoints(keep={keep}): at least the newest one is kept; None keeps all")
-        if when_busy not in ("wait", "drop"):
-            raise ConfigError(f"checkpoints(when_busy={when_busy!r}): choose 'wait' or 'drop'")
+        if keep is not None:
+            why = "at least the newest one is kept; None keeps all"
+            whole_number("checkpoints: keep", keep, least=1, why=why)
+        one_word("checkpoints: when_busy", when_busy, ("wait", "drop"))
+        switch("checkpoints: asynchronous", asynchronous)
         self.folder, self._saver = folder, saver
         self._around, self._at_boundary, self._step = around, at_boundary, step
         self._resumes = resumes

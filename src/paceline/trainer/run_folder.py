@@ -150,7 +150,12 @@ def tied(model: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _publish(path: Path, text: str) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.partial")
-    partial.write_text(text, encoding="utf-8")
-    os.replace(partial, path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial.write_text(text, encoding="utf-8")
+        os.replace(partial, path)
+    except OSError as error:
+        raise ConfigError(
+            f"{path} could not be written: {input_file.cause_of(error)}; choose an output_dir that can be"
+        ) from error
