@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,10 @@ from torch.utils.data import DataLoader, TensorDataset
 from typer.testing import CliRunner, Result
 
 from paceline import Engine, World
+from paceline.checkpoint.manifest import seal_of
 from paceline.cli.checkpoint import app
 from paceline.errors import CheckpointError
+from tests.damage import INSTEAD
 
 
 class Tied(nn.Module):
@@ -121,3 +124,40 @@ def test_weights_of_other_people_are_compared_and_pickled_objects_are_not_read(s
     error = paceline("diff", saved, tmp_path / "objects.pt").exception
     assert isinstance(error, CheckpointError)
     assert "holds pickled objects besides tensors. Reading them would run code" in str(error)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("name", ["manifest.json", "COMPLETE", "worker-00000-of-00001.safetensors"])
+@pytest.mark.parametrize("instead", INSTEAD)
+def test_every_verb_says_in_one_line_what_is_wrong_with_a_damaged_checkpoint(
+    saved: Path, tmp_path: Path, name: str, instead: str
+) -> None:
+    broken = tmp_path / "checkpoint-2"
+    shutil.copytree(saved / "checkpoint-2", broken)
+    (broken / name).unlink()
+    INSTEAD[instead](broken / name)
+    for words in (["list", tmp_path], ["show", broken], ["verify", broken], ["export", broken, tmp_path / "out"],
+                  ["diff", broken, saved]):  # fmt: skip
+        said = paceline(*words)
+        assert said.exit_code in (1, 2), (words, said.output)
+        if said.exception is not None and not isinstance(said.exception, SystemExit):
+            assert isinstance(said.exception, CheckpointError), (words, said.exception)
+            assert len(str(said.exception).splitlines()) == 1
+            assert "checkpoint-2" in str(said.exception)
+
+
+def test_a_manifest_of_nothing_that_we_wrote_is_shown_all_the_same(saved: Path, tmp_path: Path) -> None:
+    """Its checksum is right, so it is what somebody wrote: what can be shown is, and control characters are not."""
+    broken = tmp_path / "checkpoint-2"
+    shutil.copytree(saved / "checkpoint-2", broken)
+    manifest = json.loads((broken / "manifest.json").read_bytes())
+    manifest["about"] = {"step": 7, "strategy": "[/]\x1b[31m", "workers": [], "score": 1}
+    manifest["tree"] = {"job": 3}
+    text = json.dumps(manifest).encode()
+    (broken / "manifest.json").write_bytes(text)
+    (broken / "COMPLETE").write_bytes(seal_of(text))
+    listed = paceline("list", tmp_path)
+    assert listed.exit_code == 0, listed.exception
+    assert "[/]\\x1b[31m" in listed.stdout
+    assert paceline("show", broken).exit_code == 0
+    assert "holds no models" in str(paceline("export", broken, tmp_path / "out").exception)

@@ -412,7 +412,7 @@ DAMAGED: dict[str, tuple[bytes, str]] = {
     "half": (b'{"step": 2, "epoch":', "Expecting value"),
     "zeros": (b"\x00\x00\x00\x00", "Expecting value"),
     "empty": (b"", "Expecting value"),
-    "not text": (b"\xff\xfe", "can't decode"),
+    "not text": (b"\xff\xfe", "not UTF-8 text"),
     "a list": (b"[1, 2]", "indices must be integers"),
     "no ids": (json.dumps({**WHOLE, "ids": None}).encode(), "NoneType"),
     "no lane": (json.dumps({name: value for name, value in WHOLE.items() if name != "lane"}).encode(), "no 'lane'"),

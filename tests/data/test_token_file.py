@@ -134,7 +134,7 @@ def test_a_file_that_is_not_there_is_refused_with_how_to_make_it(tmp_path: Path)
     text = f"there is no token file {tmp_path}/none; build it with TokenFile.build or `paceline data tokenize`"
     with pytest.raises(DataError, match=text):
         TokenFile(tmp_path / "none")
-    with pytest.raises(DataError, match=f"{tmp_path} can't be opened: Is a directory"):
+    with pytest.raises(DataError, match=f"{tmp_path} can't be opened: it is a folder"):
         TokenFile(tmp_path)
 
 

@@ -503,7 +503,7 @@ def test_a_run_folder_given_as_a_checkpoint_is_told(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("options", "told"),
-    [({"keep": 0}, "keep=0.*at least the newest"), ({"when_busy": "skip"}, "choose 'wait' or 'drop'")],
+    [({"keep": 0}, "keep=0.*at least the newest"), ({"when_busy": "skip"}, "'skip' is not known; choose wait or drop")],
 )
 def test_options_without_sense_are_refused(tmp_path: Path, options: dict[str, Any], told: str) -> None:
     with Engine(world=World()) as engine, pytest.raises(ConfigError, match=told):

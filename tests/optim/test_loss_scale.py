@@ -61,10 +61,10 @@ def test_a_static_scale_never_moves() -> None:
 @pytest.mark.parametrize(
     ("fields", "text"),
     [
-        ({"initial": math.inf}, "initial=inf is no number to multiply by"),
+        ({"initial": math.inf}, "initial=inf: expected a number, and a finite one"),
         ({"growth": 1.0}, "growth=1.0 would not grow"),
         ({"backoff": 2.0}, "backoff=2.0 would not back off"),
-        ({"growth_every": 0}, "growth_every=0 steps; give 1 or more"),
+        ({"growth_every": 0}, "growth_every=0: give 1 or more"),
         ({"initial": 0.5}, "initial=0.5 is not between smallest=1.0"),
     ],
 )

@@ -279,8 +279,13 @@ APPLY = (
 @pytest.mark.parametrize(
     ("role", "line", "text", "why"),
     [
-        ("server", 3, '{"kind":"apply","key":0,"or', "Unterminated string starting at: line 1 column 25 (char 24)"),
-        ("server", 3, "", "Expecting value: line 1 column 1 (char 0)"),
+        (
+            "server",
+            3,
+            '{"kind":"apply","key":0,"or',
+            "it is not JSON (Unterminated string starting at: line 1 column 25 (char 24))",
+        ),
+        ("server", 3, "", "it is not JSON (Expecting value: line 1 column 1 (char 0))"),
         ("server", 3, '{"kind":"apply","key":2,"order":0,' + APPLY, "key is 2, expected a whole number from 0 to 1"),
         ("server", 4, '{"kind":"apply","key":0,"order":2,' + APPLY, "key 0 goes on with order 2, expected 1"),
         ("server", 3, '{"kind":"apply","key":0,' + APPLY, "no 'order'"),

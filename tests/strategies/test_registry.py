@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import get_args
 
 import pytest
 
 from paceline import Engine, World
 from paceline.errors import ConfigError
+from paceline.optim.offload import OffloadName
+from paceline.optim.precision import DTYPES
 from paceline.sharding.footprint import Model
 from paceline.strategies import registry
 from paceline.strategies.ddp import DdpConfig
 from paceline.strategies.registry import STRATEGIES, Registered, choose, register, synchronous_strategies
 from paceline.strategies.star import StarConfig
 from paceline.strategies.zero2 import Zero2Config
+from paceline.world import known_names
 
 
 def test_a_name_means_the_strategy_with_its_defaults() -> None:
@@ -81,3 +85,15 @@ def test_a_chosen_strategy_says_how_it_differs_from_its_defaults() -> None:
 def test_a_name_can_t_be_taken_twice() -> None:
     with pytest.raises(ConfigError, match="two strategies are called 'ddp'"):
         register(Registered("ddp", DdpConfig, open=lambda config, job: None))  # type: ignore[arg-type, return-value]
+
+
+def test_the_launcher_knows_the_words_that_the_engine_knows() -> None:
+    """It has no torch to ask them."""
+    told = {
+        name: known_names.StrategyTraits(entry.uses_servers, entry.takes_offload, entry.takes_low_precision)
+        for name, entry in STRATEGIES.items()
+        if entry.open.__module__.startswith("paceline.")
+    }
+    assert told == known_names.STRATEGIES
+    assert tuple(DTYPES) == known_names.PRECISIONS
+    assert get_args(OffloadName) == known_names.OFFLOADS

@@ -86,7 +86,7 @@ def test_every_field_says_in_a_line_what_it_is_for() -> None:
             {"load_best_model_at_end": True, "eval_strategy": "steps", "eval_steps": 3, "save_steps": 4},
             "save_steps=4 is no multiple of eval_steps=3",
         ),
-        ({"learning_rate": "fast"}, "learning_rate='fast': expected a number, got str"),
+        ({"learning_rate": "fast"}, "learning_rate='fast': expected a finite number, got str"),
         ({"max_steps": 1.5}, "max_steps=1.5: expected a whole number, got float"),
         ({"eval_strategy": "sometimes"}, "eval_strategy='sometimes' is not known here; choose one of no, steps, epoch"),
         ({"optim": "adafactor"}, "optim='adafactor' is not known here; choose one of adamw_torch, adamw_torch_fused"),

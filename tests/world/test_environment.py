@@ -557,7 +557,9 @@ def test_a_world_is_whole_at_birth() -> None:
     ):
         with pytest.raises(WorldError, match=text):
             replace(HAND_WORLD, **changes)
-    with pytest.raises(WorldError, match="setting threads is 0; it must be at least 1"):
+    with pytest.raises(
+        WorldError, match=r"setting threads \(--threads or PACELINE_THREADS\) is 0; it must be at least 1"
+    ):
         LaunchSettings(threads=0)
 
 

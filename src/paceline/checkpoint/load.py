@@ -15,10 +15,11 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from paceline.checkpoint.manifest import Manifest, Range, StoredShape, read_manifest
+from paceline.checkpoint.manifest import MANIFEST, Manifest, Range, StoredShape, read_manifest
 from paceline.checkpoint.tensor_file import DTYPES, TensorFile, file_checksum
 from paceline.checkpoint.tree import unflatten
 from paceline.errors import CheckpointError
+from paceline.input_file import cause_of, one_line
 
 
 class RangeSource(Protocol):
@@ -71,6 +72,7 @@ class Checkpoint:
     def open(cls, folder: Path) -> Checkpoint:
         """Raises if it is not complete, not readable, or a file of it has another size than was written."""
         found = cls(folder, read_manifest(folder))
+        found.check_types()
         for name, file in found.manifest.files.items():
             path = folder / name
             size = path.stat().st_size if path.is_file() else None
@@ -78,6 +80,18 @@ class Checkpoint:
                 got = "is missing" if size is None else f"has {size:,} bytes instead of {file.bytes:,}"
                 raise CheckpointError(f"{folder} is damaged: {name} {got}")
         return found
+
+    def check_types(self) -> None:
+        """That the types of the tensors are known and that files have room for them."""
+        room = {name: file.bytes for name, file in self.manifest.files.items()}
+        for path, stored in self.manifest.tensors.items():
+            if stored.dtype not in DTYPES:
+                raise CheckpointError(
+                    f"{self.folder}/{MANIFEST}: {path!r} is of a type {stored.dtype!r:.20} unknown here"
+                )
+            size = DTYPES[stored.dtype].itemsize
+            if any((r.stop - r.start) * size > room[r.file] for r in stored.ranges):
+                raise CheckpointError(f"{self.folder}/{MANIFEST}: {path!r} is larger than the file that holds it")
 
     @property
     def step(self) -> int:
@@ -88,9 +102,13 @@ class Checkpoint:
         """The tree of states, with a StoredTensor for each tensor."""
         stored = {path: StoredTensor(self, path, about) for path, about in self.manifest.tensors.items()}
         try:
-            tree: dict[str, Any] = unflatten(self.manifest.tree, stored)
-        except (KeyError, TypeError, ValueError) as error:
-            raise CheckpointError(f"the tree in {self.folder} can't be understood: {error}") from error
+            tree = unflatten(self.manifest.tree, stored)
+            if not isinstance(tree, dict):
+                raise ValueError(f"it is a {type(tree).__name__}")
+        except (KeyError, TypeError, ValueError, RuntimeError, OverflowError) as error:
+            raise CheckpointError(
+                f"the tree in {self.folder}/{MANIFEST} can't be understood: {cause_of(error)}"
+            ) from error
         return tree
 
     def read(self, where: Range, start: int, stop: int) -> Tensor:
@@ -116,17 +134,28 @@ class Checkpoint:
 
     def _wrong_in(self, name: str) -> list[str]:
         kind, wrong = self.manifest.checksum, []
-        expected = {r.name: r.checksum for s in self.manifest.tensors.values() for r in s.ranges if r.file == name}
+        expected = {
+            r.name: (r, stored.dtype)
+            for stored in self.manifest.tensors.values()
+            for r in stored.ranges
+            if r.file == name
+        }
         try:
             file = TensorFile.open(self.folder / name)
-            header = file_checksum(kind, file.header, [expected[key] for key in file.names()])
-        except (CheckpointError, KeyError) as error:
-            return [f"{name}: its header is damaged ({error})"]
+            header = file_checksum(kind, file.header, [expected[key][0].checksum for key in file.names()])
+        except KeyError as error:
+            return [f"{name}: its header is damaged: it has {one_line(str(error))}, which {MANIFEST} does not name"]
+        except CheckpointError as error:
+            return [str(error)]
         if header != self.manifest.files[name].checksum:
             return [f"{name}: its header does not have its checksum"]
-        for key in file.names():
+        for key, (where, dtype) in expected.items():
             try:
-                file.read(key, (kind, expected[key]))
+                read = file.read(key, (kind, where.checksum))
+                if (read.numel(), read.dtype) != (where.stop - where.start, DTYPES[dtype]):
+                    wrong.append(
+                        f"{name}: {key!r} has {read.numel():,} elements of {read.dtype}, not what {MANIFEST} says"
+                    )
             except CheckpointError as error:
                 wrong.append(str(error))
         return wrong

@@ -12,6 +12,7 @@ every element of every tensor is there once. So saving needs no words between wo
 
 from __future__ import annotations
 
+import builtins
 import hashlib
 import json
 from collections.abc import Iterable, Mapping
@@ -21,8 +22,10 @@ from pathlib import Path
 from typing import Any
 
 from paceline.errors import CheckpointError
+from paceline.input_file import LARGEST, cause_of, one_line, parse_json, read_input
 
 FORMAT = 2
+LONGEST_SEAL = 4096
 MANIFEST, COMPLETE = "manifest.json", "COMPLETE"
 
 
@@ -79,29 +82,80 @@ class Manifest:
         return json.dumps(asdict(self), indent=1)
 
     @classmethod
-    def parse(cls, folder: Path, text: str) -> Manifest:
+    def parse(cls, folder: Path, text: builtins.bytes) -> Manifest:
         try:
-            raw = json.loads(text)
-            if raw["format"] != FORMAT:
-                newer = " It was written by a newer paceline: update this one." if raw["format"] > FORMAT else ""
-                raise CheckpointError(
-                    f"{folder} has format {raw['format']}; this version reads format {FORMAT}.{newer}"
-                )
-            return cls(
-                raw["checksum"],
-                raw["about"],
-                raw["tree"],
-                {path: _stored(row) for path, row in raw["tensors"].items()},
-                {name: StoredFile(**row) for name, row in raw["files"].items()},
-            )
-        except (KeyError, TypeError, ValueError) as error:
-            raise CheckpointError(
-                f"{folder}/{MANIFEST} can't be understood: {type(error).__name__}: {error}"
-            ) from error
+            return _checked(folder, parse_json(text))
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
+            raise CheckpointError(f"{folder}/{MANIFEST} can't be understood: {cause_of(error)}") from error
 
 
-def _stored(row: Mapping[str, Any]) -> StoredShape:
-    return StoredShape(row["dtype"], tuple(row["shape"]), tuple(Range(**r) for r in row["ranges"]))
+def _checked(folder: Path, raw: Any) -> Manifest:
+    """The manifest in a JSON text that may say anything: later readers rely on types, names and sizes."""
+    _table(raw, "it")
+    if type(raw["format"]) is int and raw["format"] != FORMAT:
+        newer = " It was written by a newer paceline: update this one." if raw["format"] > FORMAT else ""
+        raise CheckpointError(f"{folder} has format {raw['format']}; this version reads format {FORMAT}.{newer}")
+    _number(raw["format"], "its format")
+    about = _table(raw["about"], "about")
+    _number(about["step"], "its step")
+    score = about.get("score")
+    if not (score is None or isinstance(score, int | float)):
+        raise ValueError(f"its score is {score!r}")
+    manifest = Manifest(
+        _text(raw["checksum"], "its kind of checksum"),
+        about,
+        _table(raw["tree"], "its tree"),
+        {path: _stored(path, row) for path, row in _table(raw["tensors"], "the table of tensors").items()},
+        {name: _file(name, row) for name, row in _table(raw["files"], "the table of files").items()},
+    )
+    for path, stored in manifest.tensors.items():
+        if any(r.file not in manifest.files for r in stored.ranges):
+            raise ValueError(f"{path!r} lies in a file that is not in its table")
+        if (gap := stored.gap()) is not None:
+            raise ValueError(f"{path!r} lacks the elements from {min(gap):,} to {max(gap):,}, or has them twice")
+    return manifest
+
+
+def _stored(path: str, row: Any) -> StoredShape:
+    about, shape = _table(row, f"the row of {path!r}"), row["shape"]
+    if not isinstance(shape, list) or not isinstance(row["ranges"], list):
+        raise ValueError(f"{path!r} has no list of sizes, or of ranges")
+    sizes = tuple(_number(size, f"a size of {path!r}") for size in shape)
+    return StoredShape(_text(about["dtype"], f"the type of {path!r}"), sizes, tuple(map(_range, row["ranges"])))
+
+
+def _range(row: Any) -> Range:
+    about = _table(row, "a range")
+    start, stop = (_number(about[name], f"the {name} of a range") for name in ("start", "stop"))
+    return Range(start, stop, *(_text(about[name], f"the {name} of a range") for name in ("file", "name", "checksum")))
+
+
+def _file(name: str, row: Any) -> StoredFile:
+    if Path(name).name != name or name != one_line(name):
+        raise ValueError(f"{name!r} is not the name of a file of a checkpoint")
+    about = _table(row, f"the row of {name}")
+    return StoredFile(_number(about["bytes"], f"the size of {name}"), _text(about["checksum"], f"that of {name}"))
+
+
+def _table(value: Any, what: str) -> dict[str, Any]:
+    return _of(dict, value, what)  # type: ignore[no-any-return]
+
+
+def _text(value: Any, what: str) -> str:
+    return _of(str, value, what)  # type: ignore[no-any-return]
+
+
+def _number(value: Any, what: str) -> int:
+    if _of(int, value, what) < 0:
+        raise ValueError(f"{what} is {value}")
+    return value  # type: ignore[no-any-return]
+
+
+def _of(kind: type, value: Any, what: str) -> Any:
+    if type(value) is not kind:  # True is an int to Python, and none here
+        words = {dict: "an object", str: "a text", int: "a whole number"}
+        raise ValueError(f"{what} is {value!r:.40}, and not {words[kind]}")
+    return value
 
 
 def seal_of(manifest: bytes) -> bytes:
@@ -109,20 +163,28 @@ def seal_of(manifest: bytes) -> bytes:
     return f"sha256:{hashlib.sha256(manifest).hexdigest()}\n".encode()
 
 
+def read_seal(folder: Path) -> bytes:
+    """What the COMPLETE of a checkpoint holds."""
+    return _read(folder, COMPLETE, LONGEST_SEAL)
+
+
 def read_manifest(folder: Path) -> Manifest:
     """The manifest of a complete checkpoint."""
-    try:
-        seal = (folder / COMPLETE).read_bytes()
-        text = (folder / MANIFEST).read_bytes()
-    except FileNotFoundError as error:
-        there = folder.is_dir()
-        why = f"{Path(error.filename).name} is missing" + (": it was not written to its end" if there else "")
-        raise CheckpointError(f"there is no checkpoint in {folder} ({why})") from error
-    except OSError as error:
-        raise CheckpointError(f"{folder} can't be read: {error.strerror}") from error
+    seal, text = read_seal(folder), _read(folder, MANIFEST)
     if seal != seal_of(text):
         raise CheckpointError(f"{folder} is damaged: {MANIFEST} does not have the checksum that {COMPLETE} says")
-    return Manifest.parse(folder, text.decode())
+    return Manifest.parse(folder, text)
+
+
+def _read(folder: Path, name: str, most: int = LARGEST) -> bytes:
+    try:
+        return read_input(folder / name, most)
+    except FileNotFoundError as error:
+        there = folder.is_dir()
+        why = f"{name} is missing" + (": it was not written to its end" if there else "")
+        raise CheckpointError(f"there is no checkpoint in {folder} ({why})") from error
+    except OSError as error:
+        raise CheckpointError(f"{folder}/{name} can't be read: {cause_of(error)}") from error
 
 
 def merge(kind: str, about: dict[str, Any], told: Iterable[Mapping[str, Any]]) -> Manifest:

@@ -17,6 +17,7 @@ from pathlib import Path
 from paceline.checkpoint.disk import remove_folder, rename
 from paceline.checkpoint.manifest import COMPLETE, Manifest, read_manifest
 from paceline.errors import CheckpointError
+from paceline.input_file import cause_of
 
 _NAME = re.compile(r"checkpoint-(\d+)")
 
@@ -32,7 +33,10 @@ def all_checkpoints(folder: Path) -> list[Path]:
 
 
 def _entries(folder: Path) -> list[Path]:
-    return [path for path in folder.iterdir() if path.is_dir()] if folder.is_dir() else []
+    try:
+        return [path for path in folder.iterdir() if path.is_dir()] if folder.is_dir() else []
+    except OSError as error:
+        raise CheckpointError(f"{folder} can't be read: {cause_of(error)}") from error
 
 
 def best_checkpoint(folder: Path) -> Path | None:

@@ -22,6 +22,7 @@ from torch import Tensor
 from paceline.checkpoint.checksum import digest_of, new_digest
 from paceline.checkpoint.disk import CHUNK, write_file
 from paceline.errors import CheckpointError
+from paceline.input_file import LARGEST, cause_of, open_input, parse_json
 
 CODES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
@@ -99,18 +100,20 @@ class TensorFile:
     @classmethod
     def open(cls, path: Path) -> TensorFile:
         try:
-            with path.open("rb") as file:
+            with open_input(path) as file:
                 length = file.read(8)
                 size = os.fstat(file.fileno()).st_size
-                if len(length) < 8 or int.from_bytes(length, "little") > size - 8:
+                count = int.from_bytes(length, "little")
+                if len(length) < 8 or count > min(size - 8, LARGEST):
                     raise CheckpointError(f"{path} is damaged: its header does not fit into the file")
-                text = file.read(int.from_bytes(length, "little"))
-            table = json.loads(text)
-            table.pop("__metadata__", None)
+                text = file.read(count)
+            table = _table(parse_json(text), size - 8 - count)
         except FileNotFoundError as error:
             raise CheckpointError(f"{path.parent} has no {path.name}, which its manifest names") from error
-        except (OSError, ValueError, AttributeError) as error:
-            raise CheckpointError(f"{path} can't be read: {type(error).__name__}: {error}") from error
+        except OSError as error:
+            raise CheckpointError(f"{path} can't be read: {cause_of(error)}") from error
+        except (ValueError, KeyError) as error:
+            raise CheckpointError(f"{path} is damaged: its header can't be understood: {cause_of(error)}") from error
         return cls(path, length + text, table)
 
     def names(self) -> list[str]:
@@ -123,7 +126,7 @@ class TensorFile:
             about = self.table[name]
             start, stop = about["data_offsets"]
             flat = torch.empty(stop - start, dtype=torch.uint8)
-            with self.path.open("rb", buffering=0) as file:
+            with open_input(self.path) as file:
                 file.seek(len(self.header) + start)
                 room = flat.numpy().data
                 while room and (got := file.readinto(room)):
@@ -134,4 +137,18 @@ class TensorFile:
                 raise CheckpointError(f"{self.path} is damaged: {name!r} does not have its checksum")
             return flat.view(DTYPES[about["dtype"]]).view(about["shape"])
         except (OSError, KeyError, TypeError, ValueError, RuntimeError) as error:
-            raise CheckpointError(f"{self.path}: {name!r} can't be read: {type(error).__name__}: {error}") from error
+            raise CheckpointError(f"{self.path}: {name!r} can't be read: {cause_of(error)}") from error
+
+
+def _table(header: Any, room: int) -> dict[str, dict[str, Any]]:
+    """The rows of a header; those of a damaged one may be anything."""
+    if not isinstance(header, dict):
+        raise ValueError(f"it holds a {type(header).__name__} and not an object")
+    table = {name: row for name, row in header.items() if name != "__metadata__"}
+    for name, row in table.items():
+        offsets = row.get("data_offsets") if isinstance(row, dict) else None
+        if not isinstance(offsets, list) or [type(offset) for offset in offsets] != [int, int]:
+            raise ValueError(f"{name!r} has no place in the file")
+        if not 0 <= offsets[0] <= offsets[1] <= room:
+            raise ValueError(f"{name!r} lies at {offsets}, and the file has {room:,} bytes for tensors")
+    return table

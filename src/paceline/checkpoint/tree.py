@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from math import prod
 from typing import Any
 
 import torch
@@ -23,6 +24,8 @@ from paceline.errors import CheckpointError
 from paceline.sharding.slices import Slices
 
 SMALL = 64  # bytes
+DEEPEST = 100
+"""Levels of a tree. States have five or so; what goes on for a thousand would end somewhere in Python's own stack."""
 
 Leaf = Tensor | Slices
 
@@ -47,7 +50,9 @@ def flatten(tree: Any, path: str = "") -> tuple[Any, dict[str, Leaf]]:
     return _encode(tree, path, leaves), leaves.by_path
 
 
-def _encode(tree: Any, path: str, tensors: _Leaves) -> Any:
+def _encode(tree: Any, path: str, tensors: _Leaves, depth: int = 0) -> Any:
+    if depth > DEEPEST:
+        raise CheckpointError(f"{path.strip('/')[:60]!r}… is nested more than {DEEPEST} deep, which can't be saved")
     if isinstance(tree, Tensor) and tree.numel() * tree.element_size() <= SMALL:
         return {"$small": [code_of(tree.dtype, path), list(tree.shape), as_bytes(tree).hex()]}
     if isinstance(tree, Tensor | Slices):
@@ -59,13 +64,13 @@ def _encode(tree: Any, path: str, tensors: _Leaves) -> Any:
     if isinstance(tree, dict):
         keys = [_key(key, path) for key in tree]
         return {
-            key: _encode(value, f"{path}/{_in_path(key)}", tensors)
+            key: _encode(value, f"{path}/{_in_path(key)}", tensors, depth + 1)
             for key, value in zip(keys, tree.values(), strict=True)
         }
     if isinstance(tree, tuple):
-        return {"$tuple": [_encode(value, f"{path}/{place}", tensors) for place, value in enumerate(tree)]}
+        return {"$tuple": [_encode(value, f"{path}/{place}", tensors, depth + 1) for place, value in enumerate(tree)]}
     if isinstance(tree, list):
-        return [_encode(value, f"{path}/{place}", tensors) for place, value in enumerate(tree)]
+        return [_encode(value, f"{path}/{place}", tensors, depth + 1) for place, value in enumerate(tree)]
     raise CheckpointError(
         f"{path.strip('/')!r} is a {type(tree).__name__}, which can't be saved without pickle; "
         "states hold tensors, numbers, strings, lists, tuples and dicts"
@@ -82,26 +87,33 @@ def _key(key: Any, path: str) -> str:
     )
 
 
-def unflatten(tree: Any, tensors: Mapping[str, Any]) -> Any:
-    """What `flatten` took apart, with whatever stands for its tensors."""
+def unflatten(tree: Any, tensors: Mapping[str, Any], depth: int = 0) -> Any:
+    """What `flatten` took apart, with whatever stands for its tensors.
+
+    A tree that `flatten` has not made is a KeyError, TypeError or ValueError.
+    """
+    if depth > DEEPEST:
+        raise ValueError(f"it is nested more than {DEEPEST} deep")
     if isinstance(tree, list):
-        return [unflatten(value, tensors) for value in tree]
+        return [unflatten(value, tensors, depth + 1) for value in tree]
     if isinstance(tree, dict):
         if "$tensor" in tree:
             return tensors[tree["$tensor"]]
         if "$small" in tree:
-            code, shape, values = tree["$small"]
-            return (
-                torch.frombuffer(bytearray.fromhex(values), dtype=DTYPES[code]).view(shape)
-                if values
-                else (torch.empty(shape, dtype=DTYPES[code]))
-            )
+            return _small(*tree["$small"])
         if "$tuple" in tree:
-            return tuple(unflatten(value, tensors) for value in tree["$tuple"])
+            return tuple(unflatten(value, tensors, depth + 1) for value in tree["$tuple"])
         if "$float" in tree:
             return float(tree["$float"])
-        return {_unkey(key): unflatten(value, tensors) for key, value in tree.items()}
+        return {_unkey(key): unflatten(value, tensors, depth + 1) for key, value in tree.items()}
     return tree
+
+
+def _small(code: str, shape: list[int], values: str) -> Tensor:
+    data, dtype = bytearray.fromhex(values), DTYPES[code]
+    if len(data) > SMALL or len(data) != prod(shape) * dtype.itemsize:
+        raise ValueError(f"a tensor {code} {shape} has {len(data)} bytes")
+    return torch.frombuffer(data, dtype=dtype).view(shape) if data else torch.empty(shape, dtype=dtype)
 
 
 def _unkey(key: str) -> str | int:

@@ -20,6 +20,7 @@ from paceline.checkpoint.manifest import COMPLETE
 from paceline.checkpoint.retention import all_checkpoints
 from paceline.checkpoint.tensor_file import write_tensors
 from paceline.errors import CheckpointError
+from paceline.input_file import cause_of, open_input
 
 PICKLED = (".pt", ".pth", ".bin", ".ckpt")
 
@@ -36,7 +37,7 @@ def write_weights(path: Path, weights: Mapping[str, Tensor]) -> int:
         rename(partial, path)
         flush_folder(path.parent)
     except OSError as error:
-        raise CheckpointError(f"{path} could not be written: {error.strerror}") from error
+        raise CheckpointError(f"{path} could not be written: {cause_of(error)}") from error
     return file.bytes
 
 
@@ -54,7 +55,9 @@ def newest_in(folder: Path) -> Path:
 
 def weights_of(checkpoint: Checkpoint, model: int = 0) -> dict[str, Tensor]:
     """The weights and buffers of one of its models; tied ones are one object."""
-    models = checkpoint.tree["models"]
+    models = checkpoint.tree.get("models")
+    if not isinstance(models, list) or not all(isinstance(one, dict) for one in models):
+        raise CheckpointError(f"{checkpoint.folder} holds no models")
     if not 0 <= model < len(models):
         raise CheckpointError(f"{checkpoint.folder} holds {len(models)} models; there is no model {model}")
     known: dict[int, Any] = {}
@@ -72,17 +75,23 @@ def read_weights(path: Path, model: int = 0) -> dict[str, Tensor]:
     """Tensors by name, from whatever holds them."""
     if path.is_dir():
         return weights_of(Checkpoint.open(newest_in(path)), model)
-    if path.suffix == ".safetensors":
-        from safetensors import SafetensorError
-        from safetensors.torch import load_file
+    if path.suffix != ".safetensors" and path.suffix not in PICKLED:
+        raise CheckpointError(f"{path} is no checkpoint, no .safetensors and no {', '.join(PICKLED)}")
+    try:
+        open_input(path).close()  # neither library looks whether it would wait for ever
+        return _of_safetensors(path) if path.suffix == ".safetensors" else _tensors_of(path)
+    except OSError as error:
+        raise CheckpointError(f"{path} can't be read: {cause_of(error)}") from error
 
-        try:
-            return load_file(path)
-        except (SafetensorError, OSError) as error:
-            raise CheckpointError(f"{path} can't be read: {error}") from error
-    if path.suffix in PICKLED:
-        return _tensors_of(path)
-    raise CheckpointError(f"{path} is no checkpoint, no .safetensors and no {', '.join(PICKLED)}")
+
+def _of_safetensors(path: Path) -> dict[str, Tensor]:
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    try:
+        return load_file(path)
+    except (SafetensorError, KeyError, ValueError, RuntimeError) as error:
+        raise CheckpointError(f"{path} can't be read: {cause_of(error)}") from error
 
 
 def _tensors_of(path: Path) -> dict[str, Tensor]:
@@ -90,13 +99,15 @@ def _tensors_of(path: Path) -> dict[str, Tensor]:
 
     try:
         found = torch.load(path, map_location="cpu", weights_only=True)
-    except (OSError, RuntimeError, EOFError) as error:
-        raise CheckpointError(f"{path} can't be read: {error}") from error
+    except OSError:
+        raise
     except pickle.UnpicklingError as error:
         raise CheckpointError(
             f"{path} holds pickled objects besides tensors. Reading them would run code from the file, so it is not "
             "read; save its state_dict() alone where it comes from"
         ) from error
+    except Exception as error:  # a damaged pickle raises whatever its opcodes come to
+        raise CheckpointError(f"{path} can't be read: {type(error).__name__}: {cause_of(error)}") from error
     for inner in ("state_dict", "model_state_dict", "model"):
         if isinstance(found, dict) and isinstance(found.get(inner), dict):
             found = found[inner]

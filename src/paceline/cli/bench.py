@@ -14,8 +14,10 @@ What each side's figures include is written in docs/benchmarks.md.
 
 from __future__ import annotations
 
+import errno
 import importlib.util
 import json
+import os
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -26,6 +28,8 @@ from paceline.bench import memory as memory_bench
 from paceline.bench.launching import run_in_workers
 from paceline.bench.race import OURS, PEERS, WORKLOADS, Race
 from paceline.errors import ConfigError
+from paceline.input_file import cause_of
+from paceline.launch.host_limits import check_host
 
 app = typer.Typer(
     name="bench", no_args_is_help=True, add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False,
@@ -33,15 +37,28 @@ app = typer.Typer(
 
 REDUCTIONS = ("exact", "fast")
 
+MOST = 10**6
+
+
+def _that_the_host_carries(ctx: typer.Context, param: typer.CallbackParam, value: Any) -> Any:
+    """A number of processes; what is negative is refused later, as everywhere."""
+    for count in value if isinstance(value, list | tuple) else [value]:
+        if isinstance(count, int) and count > 0:
+            check_host(count, f"{param.opts[0]} {count}")
+    return value
+
+
 Workload = Annotated[str, typer.Option(help=f"what is trained: {', '.join(WORKLOADS)}")]
-Workers = Annotated[int, typer.Option(help="workers on this host, one thread each")]
+Workers = Annotated[int, typer.Option(callback=_that_the_host_carries, help="workers on this host, one thread each")]
 Backend = Annotated[str, typer.Option(help="how our tensors travel: paceline (shared memory) or gloo; theirs: gloo")]
-Rounds = Annotated[int, typer.Option(help="measured rounds; two more come first and are dropped")]
+Rounds = Annotated[int, typer.Option(max=MOST, help="measured rounds; two more come first and are dropped")]
 StepsPerRound = Annotated[
-    int | None, typer.Option(help="steps of each contestant in a round [default: what fills about 0.75 s]")
+    int | None, typer.Option(max=MOST, help="steps of each contestant in a round [default: what fills about 0.75 s]")
 ]
 BucketMib = Annotated[float | None, typer.Option(help="paceline's bucket size [default: the Engine's]")]
-BatchSize = Annotated[int | None, typer.Option(help="samples of a worker in a step [default: the workload's]")]
+BatchSize = Annotated[
+    int | None, typer.Option(max=MOST, help="samples of a worker in a step [default: the workload's]")
+]
 JsonFile = Annotated[Path | None, typer.Option("--json", help="write every number there", show_default=False)]
 
 
@@ -120,7 +137,9 @@ def overlap(
 @app.command()
 def startup(
     workers: Workers = 2,
-    rounds: Annotated[int, typer.Option(help="measured starts of each; one more comes first and is dropped")] = 5,
+    rounds: Annotated[
+        int, typer.Option(max=MOST, help="measured starts of each; one more comes first and is dropped")
+    ] = 5,
     json_file: JsonFile = None,
 ) -> None:
     """From the command to the first finished step: the same script under `paceline run` and under torchrun."""
@@ -135,8 +154,8 @@ def startup(
 
 @app.command()
 def order(
-    samples: Annotated[int, typer.Option(help="in the epoch; smaller sizes are measured first")] = 10**9,
-    rounds: Annotated[int, typer.Option(help="turns of paceline's, each in a process of its own")] = 20,
+    samples: Annotated[int, typer.Option(max=10**12, help="in the epoch; smaller sizes are measured first")] = 10**9,
+    rounds: Annotated[int, typer.Option(max=MOST, help="turns of paceline's, each in a process of its own")] = 20,
     json_file: JsonFile = None,
 ) -> None:
     """The first batch of a shuffled epoch, and a resume at 90 % of it, against torch's DistributedSampler."""
@@ -151,10 +170,10 @@ def order(
 
 @app.command()
 def lengths(
-    samples: Annotated[int, typer.Option(help="in the epoch, of log-normal length")] = 20_000,
-    lanes: Annotated[int, typer.Option(help="that share a step")] = 8,
-    batch_size: Annotated[int, typer.Option(help="samples in a micro-batch")] = 8,
-    accumulate: Annotated[int, typer.Option(help="micro-batches of a lane in a step")] = 1,
+    samples: Annotated[int, typer.Option(max=10**8, help="in the epoch, of log-normal length")] = 20_000,
+    lanes: Annotated[int, typer.Option(max=MOST, help="that share a step")] = 8,
+    batch_size: Annotated[int, typer.Option(max=MOST, help="samples in a micro-batch")] = 8,
+    accumulate: Annotated[int, typer.Option(max=MOST, help="micro-batches of a lane in a step")] = 1,
     sigma: Annotated[float, typer.Option(help="how much lengths differ: the deviation of their logarithm")] = 1.0,
     json_file: JsonFile = None,
 ) -> None:
@@ -241,9 +260,10 @@ def collectives(
 @app.command()
 def loader(
     loader_processes: Annotated[
-        list[int] | None, typer.Option(help="may be repeated [default: 0 and 1]", show_default=False)
+        list[int] | None,
+        typer.Option(callback=_that_the_host_carries, help="may be repeated [default: 0 and 1]", show_default=False),
     ] = None,
-    rounds: Annotated[int, typer.Option(help="measured rounds; one more comes first and is dropped")] = 22,
+    rounds: Annotated[int, typer.Option(max=MOST, help="measured rounds; one more comes first and is dropped")] = 22,
     json_file: JsonFile = None,
 ) -> None:
     """Batches per second beside torch's DataLoader, and a step's time when data is fetched ahead."""
@@ -270,7 +290,8 @@ def memory(
         ),
     ] = None,
     workers: Annotated[
-        list[int] | None, typer.Option(help="may be repeated [default: 2 and 4]", show_default=False)
+        list[int] | None,
+        typer.Option(callback=_that_the_host_carries, help="may be repeated [default: 2 and 4]", show_default=False),
     ] = None,
     backend: Backend = "paceline",
     bucket_mib: BucketMib = None,
@@ -322,11 +343,25 @@ def _ours(reduction: str) -> str:
 
 def _check_writable(file: Path | None, option: str = "--json") -> None:
     """Before minutes of measuring, not after."""
-    if file is not None and (file.is_dir() or not file.absolute().parent.is_dir()):
+    if file is None:
+        return
+    folder = file.absolute().parent
+    if file.is_dir() or not folder.is_dir():
         why = "it is a folder" if file.is_dir() else f"there is no folder {file.parent}"
         raise ConfigError(f"{option} {file} can't be written: {why}")
+    try:
+        if not file.exists():
+            file.open("x").close()
+            file.unlink()
+        elif not os.access(file, os.W_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+    except OSError as error:
+        raise ConfigError(f"{option} {file} can't be written: {cause_of(error)}") from error
 
 
 def _write(result: dict[str, Any], file: Path | None) -> None:
     if file is not None:
-        file.write_text(json.dumps(result, indent=2) + "\n")
+        try:
+            file.write_text(json.dumps(result, indent=2) + "\n")
+        except OSError as error:
+            raise ConfigError(f"--json {file} could not be written: {cause_of(error)}") from error

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from paceline.errors import ConfigError, PacelineError
+from paceline.input_file import cause_of
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -82,8 +83,14 @@ def chaos(
 
     command = _job_command(job)
     out = Console(width=None if sys.stdout.isatty() else WIDTH_OF_A_FILE, highlight=False, markup=False)
-    if folder.exists():
-        raise ConfigError(f"--folder {folder} exists; runs must begin from nothing, so give a new one")
+    if not minutes > 0:
+        raise ConfigError(f"--minutes {minutes:g}: faults are made for some time, above 0")
+    try:
+        folder.mkdir(parents=True)
+    except FileExistsError:
+        raise ConfigError(f"--folder {folder} exists; runs must begin from nothing, so give a new one") from None
+    except OSError as error:
+        raise ConfigError(f"--folder {folder} can't be made: {cause_of(error)}") from error
     out.print(f"paceline chaos: the job undisturbed, for its weights (log in {folder / 'undisturbed'})")
     plain = _run(command, folder / "undisturbed", None)
     if plain.code != 0:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from paceline.errors import CheckpointError
+from paceline.input_file import one_line
 
 if TYPE_CHECKING:
     from paceline.checkpoint.load import Checkpoint
@@ -31,7 +32,7 @@ Saved = Annotated[Path, typer.Argument(help="a checkpoint, or a run's folder: it
 def list_checkpoints(
     run: Annotated[Path, typer.Argument(help="the folder that has the checkpoints", show_default=False)],
 ) -> None:
-    """The checkpoints of a run, newest first, and which is the best."""
+    """The checkpoints of a run, newest first, and which is the best; 1 when one of them is not usable."""
     from rich.console import Console
     from rich.table import Table
 
@@ -54,12 +55,13 @@ def list_checkpoints(
             continue
         score = about.get("score")
         told = "" if score is None else f"{score:g}{' (best)' if path == best else ''}"
-        table.add_row(
-            path.name, str(about["step"]), str(about["workers"]), about["strategy"], size, about["saved at"], told
-        )
-    Console(width=None if sys.stdout.isatty() else 160).print(table)
+        step, workers, strategy, saved = (about.get(name, "") for name in ("step", "workers", "strategy", "saved at"))
+        table.add_row(*(one_line(str(cell)) for cell in (path.name, step, workers, strategy, size, saved, told)))
+    Console(width=None if sys.stdout.isatty() else 160, markup=False).print(table)
     for line in broken:
         print(line)
+    if broken:
+        raise typer.Exit(1)
 
 
 @app.command()
@@ -77,11 +79,11 @@ def show(
         print(manifest.text())
         return
     print(f"{opened.folder}: step {opened.step}, {size_text(manifest.bytes)} in {len(manifest.files)} files, complete")
-    for title, table in (("saved", manifest.about), ("job", opened.tree["job"])):
+    for title, table in (("saved", manifest.about), ("job", manifest.tree.get("job"))):
         print(f"\n{title}")
-        for name, value in table.items():
-            print(f"  {name:24} {value if isinstance(value, str) else json.dumps(value)}")
-    print(f"\ndata\n  {json.dumps(manifest.tree['data'])}")
+        for name, value in table.items() if isinstance(table, dict) else ():
+            print(f"  {one_line(name):24} {one_line(value) if isinstance(value, str) else json.dumps(value)}")
+    print(f"\ndata\n  {json.dumps(manifest.tree.get('data'))}")
     print(f"\ntensors: {len(manifest.tensors)}")
     for path, stored in manifest.tensors.items() if tensors else ():
         ranges = ", ".join(f"[{r.start}:{r.stop}] {r.file}" for r in stored.ranges)
@@ -126,7 +128,7 @@ def diff(
     weights: Annotated[
         bool, typer.Option("--weights", help="only the weights; also .safetensors and .pt files")
     ] = False,
-    limit: Annotated[int, typer.Option(help="differences to print")] = 20,
+    limit: Annotated[int, typer.Option(min=0, help="differences to print")] = 20,
 ) -> None:
     """In what two checkpoints differ, bit by bit; 0 if in nothing, 1 otherwise."""
     from paceline.checkpoint.differences import differences

@@ -18,6 +18,7 @@ import typer
 
 from paceline.cli.data_audit import audit
 from paceline.errors import ConfigError, PacelineError
+from paceline.input_file import cause_of, read_input
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -61,7 +62,7 @@ def tokenize(
     ] = None,
     processes: Annotated[
         int | None,
-        typer.Option(metavar="N", help="processes that encode [default: what suits the text and the cores]"),
+        typer.Option(metavar="N", max=1024, help="processes that encode [default: what suits the text and the cores]"),
     ] = None,
 ) -> None:
     """Make one token file of text files, for paceline.data.TokenFile to open."""
@@ -105,11 +106,11 @@ class JsonTokenizer:
                 "--tokenizer needs the `tokenizers` library: pip install 'paceline[text]' (or pip install tokenizers)"
             ) from None
         try:
-            self._tokenizer: Any = Tokenizer.from_str(path.read_text(encoding="utf-8"))
+            self._tokenizer: Any = Tokenizer.from_str(read_input(path).decode())
         except OSError as error:
-            raise ConfigError(f"--tokenizer {path} can't be read: {error.strerror}") from error
+            raise ConfigError(f"--tokenizer {path} can't be read: {cause_of(error)}") from error
         except Exception as error:  # the library raises a bare Exception
-            raise ConfigError(f"--tokenizer {path} is not a tokenizer.json: {error}") from error
+            raise ConfigError(f"--tokenizer {path} is not a tokenizer.json: {cause_of(error)}") from error
 
     def __call__(self, text: str) -> list[int]:
         # Without special tokens: a long file is encoded in pieces, and each would get its own beginning and end.
@@ -118,7 +119,7 @@ class JsonTokenizer:
         return ids
 
     def __str__(self) -> str:
-        return f"{self.path.name} (sha256 {hashlib.sha256(self.path.read_bytes()).hexdigest()})"
+        return f"{self.path.name} (sha256 {hashlib.sha256(read_input(self.path)).hexdigest()})"
 
     def __reduce__(self) -> tuple[Any, ...]:
         return JsonTokenizer, (self.path,)

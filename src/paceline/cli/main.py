@@ -13,7 +13,9 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
-from paceline.errors import PacelineError, WorldError
+from paceline.cli.plain_values import checked
+from paceline.errors import ConfigError, PacelineError, WorldError
+from paceline.input_file import one_line
 
 VERBS = {
     "run": "paceline.cli.run",
@@ -24,6 +26,8 @@ VERBS = {
     "replay": "paceline.cli.replay",
     "chaos": "paceline.cli.chaos",
 }
+
+LONGEST_PATH = 200
 
 
 class Verbs(TyperGroup):
@@ -37,9 +41,11 @@ class Verbs(TyperGroup):
             return None
         module = importlib.import_module(VERBS[cmd_name])
         if isinstance(getattr(module, "app", None), typer.Typer):  # a verb with verbs of its own
+            for command in module.app.registered_commands:
+                command.callback = checked(command.callback)
             return typer.main.get_command(module.app)
         app = typer.Typer(add_completion=False, rich_markup_mode=None)
-        app.command(name=cmd_name, **getattr(module, "COMMAND", {}))(getattr(module, cmd_name))
+        app.command(name=cmd_name, **getattr(module, "COMMAND", {}))(checked(getattr(module, cmd_name)))
         return typer.main.get_command(app)
 
 
@@ -55,11 +61,18 @@ def paceline() -> None:
 
 
 def main() -> None:
+    """One line for whatever a person or their machine can put right; a traceback is a fault of ours."""
     try:
+        if sys.argv[1:2] not in (["run"], ["chaos"]) and "" in sys.argv[1:]:  # those pass words on to scripts
+            raise ConfigError("a word of the command line is empty (a variable of the shell that is not set?)")
         app(prog_name="paceline")
     except PacelineError as error:
         print(f"paceline: {error}", file=sys.stderr)
         sys.exit(3 if isinstance(error, WorldError) else 2)
+    except OSError as error:  # the disk is full, a folder may not be written, there are no more processes to be had
+        where = "" if error.filename is None else f"{one_line(str(error.filename), LONGEST_PATH)}: "
+        print(f"paceline: {where}{one_line(error.strerror or str(error))}", file=sys.stderr)
+        sys.exit(2)
 
 
 if __name__ == "__main__":

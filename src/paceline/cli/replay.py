@@ -31,13 +31,10 @@ def replay(
 
     folder = run.absolute()
     job = read_log(folder).job
-    facts = _facts_for_replay(folder, job.facts)
-    script, engine = facts["script"], facts["engine"]
+    script, threads, seed = _facts_for_replay(folder, job.facts)
     _enter_folder(script)
     # Thread pools are sized when torch is imported, which the script does.
-    environment.enter(
-        environment.replay_environment(folder, lanes=job.lanes, threads=engine["machine threads"], seed=engine["seed"])
-    )
+    environment.enter(environment.replay_environment(folder, lanes=job.lanes, threads=threads, seed=seed))
     prepared = replay_of(folder)
     try:
         try:
@@ -53,10 +50,24 @@ def replay(
         raise typer.Exit(1) from error
 
 
-def _facts_for_replay(folder: Path, facts: Mapping[str, Any]) -> Mapping[str, Any]:
-    if not {"script", "engine", "keys", "weights"} <= facts.keys():
+def _facts_for_replay(folder: Path, facts: Mapping[str, Any]) -> tuple[Mapping[str, Any], int, int]:
+    """The script, the threads and the seed that the run had."""
+    script, engine = facts.get("script"), facts.get("engine")
+    texts = [script.get(name) for name in ("target", "folder")] if isinstance(script, dict) else [None]
+    numbers: list[Any] = (
+        [engine.get(name) for name in ("machine threads", "seed")] if isinstance(engine, dict) else [None]
+    )
+    if (
+        not {"script", "engine", "keys", "weights"} <= facts.keys()
+        or not isinstance(script, dict)
+        or not all(isinstance(text, str) for text in texts)
+        or not all(type(number) is int for number in numbers)
+        or not isinstance(script.get("arguments"), list)
+        or not isinstance(script.get("is_module"), bool)
+        or not all(isinstance(word, str) for word in script["arguments"])
+    ):
         raise CheckpointError(f"{folder}: its log does not say how the run was started, so it can't be started again")
-    return facts
+    return script, numbers[0], numbers[1]
 
 
 def _enter_folder(script: Mapping[str, Any]) -> None:
@@ -75,6 +86,6 @@ def _changes(script: Mapping[str, Any]) -> str:
     """What explains a difference best."""
     from paceline.parameter_server.recorded_job import script_digest
 
-    if script["is_module"] or script_digest(script["target"]) == script["digest"]:
+    if script["is_module"] or script_digest(script["target"]) == script.get("digest"):
         return ""
     return f" ({script['target']} is not the file that it was then)"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import importlib.machinery
 import os
 import sys
@@ -13,12 +14,15 @@ from typing import Annotated
 import typer
 
 from paceline.elastic.decisions import Rules
-from paceline.errors import LaunchError
+from paceline.errors import LaunchError, WorldError
+from paceline.input_file import cause_of, one_line, open_input, read_short
+from paceline.launch.host_limits import THREADS_EACH, THREADS_OF_ELASTIC, THREADS_OF_GLOO, check_host
 from paceline.launch.hosts import Address
 from paceline.launch.job import Hosts, Job
 from paceline.launch.stopping import GRACE_S
 from paceline.launch.supervisor import supervise
 from paceline.launch.worker_main import Script
+from paceline.launch.worker_place import default_threads
 from paceline.world import environment
 from paceline.world.addresses import DEFAULT_PORT
 from paceline.world.cluster_launch import LaunchDefaults
@@ -26,6 +30,10 @@ from paceline.world.world import LaunchSettings
 
 # Everything after the script's name is the script's, also what looks like a flag of ours.
 COMMAND = {"context_settings": {"allow_interspersed_args": False}}
+
+LONGEST_SECRET = 64 * 2**10
+PATIENCE_S = 5.0
+"""For a secret that comes through a pipe, as from --secret-file <(…) of a shell."""
 
 
 def run(
@@ -148,11 +156,16 @@ def run(
     stays_open = coordinator is not None and may_grow
     if host_count == 1 and may_grow:
         _check_growth(f"--max-workers {max_workers} with --workers {worker_count}", _server_count(servers), stays_open)
+    try:
+        environment.check_settings()  # what the shell says of the job, which workers would find out each by itself
+        settings = LaunchSettings(lanes, threads, backend, seed, strategy, precision, activation_checkpointing, offload)
+    except WorldError as error:
+        raise LaunchError(str(error)) from error
     job = Job(
         script=_find(script, arguments or [], module),
         workers=worker_count,
         servers=_server_count(servers),
-        settings=LaunchSettings(lanes, threads, backend, seed, strategy, precision, activation_checkpointing, offload),
+        settings=settings,
         keep_memory=keep_memory,
         grace_s=grace_s,
         elastic=rules if is_elastic else None,
@@ -167,7 +180,16 @@ def run(
             meet_timeout_s=meet_timeout_s,
         ),
     )
+    _check_host(job)
     raise typer.Exit(asyncio.run(supervise(job)))
+
+
+def _check_host(job: Job) -> None:
+    over_gloo = job.hosts is not None or job.settings.backend == "gloo"
+    threads = THREADS_EACH + (default_threads(job.settings, job.workers) or 1) - 1
+    threads += THREADS_OF_GLOO * over_gloo + THREADS_OF_ELASTIC * (job.elastic is not None)
+    beside = f" and --servers {job.servers}" if job.servers else ""
+    check_host(job.workers + job.servers, f"--workers {job.workers}{beside}", threads_each=threads)
 
 
 def _check_growth(asked: str, servers: int, stays_open: bool) -> None:
@@ -184,13 +206,27 @@ def _check_growth(asked: str, servers: int, stays_open: bool) -> None:
 
 
 def _find(target: str, arguments: Sequence[str], is_module: bool) -> Script:
+    try:
+        here = os.getcwd()
+    except FileNotFoundError:
+        raise LaunchError("the current folder has been removed; change to one that exists") from None
     if is_module:
         top = target.partition(".")[0]
-        if importlib.machinery.PathFinder.find_spec(top, [os.getcwd(), *sys.path]) is None:
-            raise LaunchError(f"no module named {top!r} in {os.getcwd()} or among the installed packages")
-    elif not Path(target).exists():
+        if not top or importlib.machinery.PathFinder.find_spec(top, [here, *sys.path]) is None:
+            raise LaunchError(f"no module named {top!r} in {here} or among the installed packages")
+        return Script(target, tuple(arguments), is_module)
+    path = Path(target)
+    try:
+        if path.is_dir():
+            if not (path / "__main__.py").is_file():
+                raise LaunchError(f"{target!r} is a folder without a __main__.py; give the script that is to be run")
+        else:
+            open_input(path).close()
+    except FileNotFoundError:
         hint = "; a module is run with -m" if not target.endswith(".py") else ""
-        raise LaunchError(f"no script {target!r} in {os.getcwd()}{hint}")
+        raise LaunchError(f"no script {target!r} in {here}{hint}") from None
+    except OSError as error:
+        raise LaunchError(f"the script {one_line(target)!r} can't be read: {cause_of(error)}") from error
     return Script(target, tuple(arguments), is_module)
 
 
@@ -199,17 +235,22 @@ def _worker_count(asked: str | int | None) -> int:
         return 1
     if asked == "auto":
         return max(1, _accelerators())
-    try:
-        return int(asked)
-    except ValueError:
-        raise LaunchError(f"--workers {asked!r} is neither a number nor auto") from None
+    return _count(asked, "--workers", "is neither a number nor auto")
 
 
 def _server_count(asked: str | None) -> int:
-    try:
-        return 0 if asked is None else int(asked)
-    except ValueError:
-        raise LaunchError(f"--servers {asked!r} is not a number of servers, such as 2") from None
+    return 0 if asked is None else _count(asked, "--servers", "is not a number of servers, such as 2")
+
+
+def _count(asked: str | int, flag: str, otherwise: str) -> int:
+    """A whole number of at most nine digits; what fits the host is asked later."""
+    text = str(asked).strip()
+    if text.lstrip("-").isdecimal() and text.isascii():
+        if len(text) > 9:
+            raise LaunchError(f"{flag} {one_line(text, 30)}: no host can carry so many")
+        with contextlib.suppress(ValueError):
+            return int(text)
+    raise LaunchError(f"{flag} {one_line(text, 30)!r} {otherwise}")
 
 
 def _accelerators() -> int:
@@ -223,9 +264,10 @@ def _host_count(text: str) -> int:
     if colon and fewest != most:
         raise LaunchError(f"--hosts {text}: a changing number of hosts is not supported; give the number that the job "
                           "starts with. Further ones join an elastic job while --max-workers allows it")  # fmt: skip
-    if not fewest.isdecimal() or int(fewest) < 1:
+    found = _count(fewest, "--hosts", "is not a number of hosts, such as 2")
+    if found < 1:
         raise LaunchError(f"--hosts {text!r} is not a number of hosts, such as 2")
-    return int(fewest)
+    return found
 
 
 def _host_rank(asked: int | None, known: LaunchDefaults | None) -> int:
@@ -242,7 +284,7 @@ def _coordinator(
     if asked is not None:
         return Address.parse(asked)
     if master_addr is not None:
-        return Address(master_addr, master_port or DEFAULT_PORT)
+        return Address.parse(f"{master_addr}:{DEFAULT_PORT if master_port is None else master_port}")
     if known is None or known.coordinator is None:
         raise LaunchError("several hosts need --coordinator ADDRESS:PORT, an address of host 0 that all can reach")
     return Address(known.coordinator.address, known.coordinator.port)
@@ -253,9 +295,9 @@ def _secret(file: Path | None) -> bytes:
         secret = environment.job_secret()
     else:
         try:
-            secret = file.read_text().strip()
-        except (OSError, UnicodeDecodeError) as error:
-            raise LaunchError(f"--secret-file {file} can't be read: {error}") from error
+            secret = read_short(file, LONGEST_SECRET, PATIENCE_S).decode().strip()
+        except (OSError, ValueError) as error:
+            raise LaunchError(f"--secret-file {file} can't be read: {cause_of(error)}") from error
     if not secret:
         raise LaunchError(
             "several hosts need a secret that all of them know: `openssl rand -hex 32 > secret`, "

@@ -67,7 +67,7 @@ class Network:
 
 
 def check_algorithm(name: str) -> None:
-    if name not in ALGORITHMS:
+    if not isinstance(name, str) or name not in ALGORITHMS:
         raise ConfigError(f"algorithm={name!r} is not known; choose one of {', '.join(ALGORITHMS)}")
 
 

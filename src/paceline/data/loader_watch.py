@@ -62,8 +62,9 @@ class LoaderWatch:
     """Watches the loader processes of one torch DataLoader."""
 
     def __init__(self, processes: int) -> None:
-        self.slots: Slots = RawArray(Slot, processes)
-        self._crashes = [os.memfd_create("paceline-crash", os.MFD_CLOEXEC) for _ in range(processes)]
+        with what_processes_need():
+            self.slots: Slots = RawArray(Slot, processes)
+            self._crashes = [os.memfd_create("paceline-crash", os.MFD_CLOEXEC) for _ in range(processes)]
         self.close = weakref.finalize(self, _close_all, self._crashes)
         self.processes: Sequence[Any] = ()
         self._starting = False
@@ -79,7 +80,8 @@ class LoaderWatch:
         _keep_torch_from_raising()
         self._starting = True
         try:
-            yield
+            with what_processes_need():
+                yield
         finally:
             self._starting = False
 
@@ -107,6 +109,20 @@ class LoaderWatch:
         crash = self._crashes[number]
         stack = os.pread(crash, os.fstat(crash).st_size, 0).decode(errors="replace").rstrip()
         return f"{text}\n{stack}" if stack else text
+
+
+@contextmanager
+def what_processes_need() -> Iterator[None]:
+    """While it is taken from the system: shared memory, semaphores, processes, open files."""
+    try:
+        yield
+    except OSError as error:
+        where = "" if error.filename is None else f" ({error.filename})"
+        raise DataError(
+            f"the DataLoader's processes could not be started: {error.strerror or error}{where}. They need "
+            "shared memory (/dev/shm, which can be written and has room: a container's --shm-size), processes "
+            "(ulimit -u) and open files (ulimit -n); or use num_workers=0"
+        ) from error
 
 
 class _ProcessStart:

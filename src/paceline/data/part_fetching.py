@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 from torch.utils.data import DataLoader
 
 from paceline.data.fetching import Failure
-from paceline.data.loader_watch import LoaderWatch
+from paceline.data.loader_watch import LoaderWatch, what_processes_need
 from paceline.data.stream_reading import Request, StreamReader
 from paceline.errors import DataError
 
@@ -47,7 +48,8 @@ class Fetcher:
         self._on_their_way = dict.fromkeys(self.parts, 0)
         self._ended = {part for part in self.parts if (resume.get(part) or {}).get("ended")}
         self._wanted = self.parts[0]
-        self._replies = iter(self._loader)
+        with what_processes_need() if self._watch is not None else nullcontext():
+            self._replies = iter(self._loader)
 
     def __iter__(self) -> Iterator[Request]:
         """What the DataLoader shall fetch next."""

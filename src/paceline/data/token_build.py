@@ -39,6 +39,7 @@ from paceline.data.token_header import (
     stored_as,
 )
 from paceline.errors import ConfigError, DataError
+from paceline.input_file import open_input
 from paceline.world.determinism import usable_cores
 
 Encode = Callable[[str], Any]  # text to a sequence of ids: a list, an array, a tensor
@@ -133,7 +134,7 @@ class Piece:
 
     def read(self) -> bytes:
         try:
-            with self.path.open("rb") as file:
+            with open_input(self.path) as file:
                 file.seek(self.start)
                 text = file.read(self.stop - self.start)
         except OSError as error:
@@ -160,7 +161,7 @@ def _batches(files: Sequence[Path]) -> Iterator[list[Piece]]:
 
 def _pieces(path: Path) -> Iterator[Piece]:
     try:
-        with path.open("rb") as file:
+        with open_input(path) as file:
             size = os.fstat(file.fileno()).st_size
             start, stop = 0, -1
             while stop < size:

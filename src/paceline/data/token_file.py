@@ -29,6 +29,7 @@ from paceline.data.byte_progress import byte_progress
 from paceline.data.token_build import Encode, build_token_file
 from paceline.data.token_header import BUILD_AGAIN, HEADER_BYTES, TokenHeader, read_header
 from paceline.errors import ConfigError, DataError
+from paceline.input_file import open_input
 
 TORCH_DTYPES = {"uint8": torch.uint8, "uint16": torch.uint16, "int32": torch.int32}
 
@@ -43,7 +44,7 @@ class TokenFile:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path).absolute()
         try:
-            with self.path.open("rb") as file:
+            with open_input(self.path) as file:
                 self.header = read_header(self.path, file)
                 self._tokens: Tensor | None = _mapped(file.fileno(), self.header)
         except FileNotFoundError:
@@ -119,7 +120,7 @@ class TokenFile:
         """Read every token and compare with the checksum that was recorded when the file was built."""
         digest = hashlib.sha256()
         try:
-            with self.path.open("rb") as file, byte_progress(self.path.name, self._bytes, show=progress) as done:
+            with open_input(self.path) as file, byte_progress(self.path.name, self._bytes, show=progress) as done:
                 if read_header(self.path, file) != self.header:
                     raise DataError(f"{self.path} was replaced since it was opened; open it again")
                 while block := file.read(_READ_BYTES):

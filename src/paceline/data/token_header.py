@@ -23,6 +23,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from paceline.errors import ConfigError, DataError
+from paceline.input_file import cause_of, open_input, parse_json
 
 HEADER_BYTES = 4096
 MAGIC = b"paceline tokens\n"
@@ -47,8 +48,12 @@ class TokenHeader:
     def __post_init__(self) -> None:
         if self.dtype not in LARGEST_ID:
             raise ConfigError(f"dtype {self.dtype!r} is not one of {', '.join(LARGEST_ID)}")
+        if type(self.tokens) is not int or type(self.vocabulary) is not int:
+            raise ConfigError(f"{self.tokens!r} tokens of {self.vocabulary!r} ids are no whole numbers")
         if self.tokens < 1:
             raise ConfigError("a token file holds at least one token")
+        if not isinstance(self.sha256, str) or not isinstance(self.description, str):
+            raise ConfigError("a checksum and a description are texts")
 
     @property
     def stored_as(self) -> np.dtype[Any]:
@@ -86,7 +91,7 @@ def stored_as(dtype: str) -> np.dtype[Any]:
 
 
 def begins_like_a_token_file(path: Path) -> bool:
-    with path.open("rb") as file:
+    with open_input(path) as file:
         return file.read(len(MAGIC)) == MAGIC
 
 
@@ -120,10 +125,10 @@ def _parse(path: Path, page: bytes) -> TokenHeader:
             f"{path} has a damaged header: its crc32 is {found:08x} but {crc:08x} was recorded; {BUILD_AGAIN}"
         )
     try:
-        fields = json.loads(page[_FIELDS.size : _FIELDS.size + length])
+        fields = parse_json(page[_FIELDS.size : _FIELDS.size + length])
         version = fields.pop("version")
         if version != VERSION:
             raise DataError(f"it has version {version} of the format, and this paceline reads version {VERSION}")
         return TokenHeader(**fields)
     except (ConfigError, DataError, ValueError, TypeError, KeyError, AttributeError) as error:
-        raise DataError(f"{path} has a header that can't be used: {error}; {BUILD_AGAIN}") from error
+        raise DataError(f"{path} has a header that can't be used: {cause_of(error)}; {BUILD_AGAIN}") from error

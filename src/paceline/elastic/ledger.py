@@ -18,6 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from paceline.errors import WorldError
+from paceline.input_file import cause_of, open_output, parse_json, read_input
+
+LARGEST = 2**36  # bytes
 
 
 @dataclass(frozen=True)
@@ -31,8 +34,11 @@ class Row:
 
     @classmethod
     def of(cls, fields: Mapping[str, Any]) -> Row:
-        servers = tuple(fields.get("servers", ()))
-        return cls(fields["step"], fields["update"], fields["generation"], tuple(fields["members"]), servers)
+        numbers = [fields[name] for name in ("step", "update", "generation")]
+        members, servers = tuple(fields["members"]), tuple(fields.get("servers", ()))
+        if any(type(number) is not int for number in (*numbers, *members, *servers)):
+            raise ValueError("it has something else than whole numbers")
+        return cls(numbers[0], numbers[1], numbers[2], members, servers)
 
     @property
     def place(self) -> tuple[int, int]:
@@ -54,10 +60,10 @@ class Ledger:
         self._file: FileIO | None = None
         if path is not None:
             try:
-                begun = path.read_bytes() if path.is_file() else b""
+                begun = read_input(path, LARGEST) if path.is_file() else b""
                 if begun:
                     self._rows = {row.place: row for row in read_ledger(path)}
-                self._file = path.open("ab", buffering=0)
+                self._file = FileIO(open_output(path), "ab")
                 if begun and not begun.endswith(b"\n"):  # its writer was killed in the middle of a line
                     self._write("\n")
             except OSError as error:
@@ -99,10 +105,13 @@ def read_ledger(path: Path) -> list[Row]:
     """The rows that hold; a line that its writer did not live to finish is none."""
     rows: dict[tuple[int, int], Row] = {}
     for number, fields in _lines(path):
-        if "rewound_to" in fields:
-            rows = {place: row for place, row in rows.items() if row.step <= fields["rewound_to"]}
-            continue
-        row = Row.of(fields)
+        try:
+            if "rewound_to" in fields:
+                rows = {place: row for place, row in rows.items() if row.step <= int(fields["rewound_to"])}
+                continue
+            row = Row.of(fields)
+        except (KeyError, TypeError, ValueError) as error:
+            raise WorldError(f"{path}, line {number}: not a row of a ledger: {cause_of(error)}") from error
         if row.place in rows:
             raise WorldError(f"{path}, line {number}: step {row.step} (update {row.update}) is committed a second time")
         rows[row.place] = row
@@ -110,9 +119,12 @@ def read_ledger(path: Path) -> list[Row]:
 
 
 def _lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+    for number, line in enumerate(read_input(path, LARGEST).decode(errors="replace").split("\n"), start=1):
         try:
-            yield number, json.loads(line)
+            fields = parse_json(line)
+            if not isinstance(fields, dict):
+                raise WorldError(f"{path}, line {number}: not a row of a ledger: {line[:80]!r}")
+            yield number, fields
         except ValueError:
             if line.strip() and not line.startswith("{"):
                 raise WorldError(f"{path}, line {number}: not a row of a ledger: {line[:80]!r}") from None

@@ -19,5 +19,6 @@ def tell_hash(slot: int, digest: str) -> None:
 
 def last_hash(file: Path) -> str | None:
     """Of the last call in the job; None where no worker has made one."""
-    lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
-    return lines[-1].split()[1] if lines else None
+    lines = file.read_text(encoding="utf-8", errors="replace").splitlines() if file.exists() else []
+    told = [words for line in lines if len(words := line.split()) == 2]
+    return told[-1][1] if told else None

@@ -24,6 +24,7 @@ from torch.utils.checkpoint import checkpoint
 
 from paceline.engine.repeatable_call import Forward, Keep, RepeatableCall
 from paceline.errors import ConfigError
+from paceline.world.known_names import recomputed
 
 Class = type[nn.Module] | str
 
@@ -46,7 +47,7 @@ class ActivationCheckpointing:
                     f"activation_checkpointing: {wanted!r} is no class of modules; give a class such as "
                     "nn.TransformerEncoderLayer, or its name"
                 )
-        if isinstance(self.every, bool) or not isinstance(self.every, int) or self.every < 1:
+        if isinstance(self.every, bool) or not isinstance(self.every, int) or not 1 <= self.every < 2**31:
             raise ConfigError(
                 f"activation_checkpointing: every={self.every!r} is no count of blocks; 1 takes every block, 2 every "
                 "second one; to take none leave activation_checkpointing out"
@@ -83,21 +84,9 @@ def parse(wanted: object) -> ActivationCheckpointing | None:
 
 
 def _parse_text(text: str) -> ActivationCheckpointing:
-    what, plus, kept = text.partition("+")
-    if plus and kept != "matmuls":
-        raise ConfigError(f"activation_checkpointing={text!r}: {kept!r} can't be kept; choose +matmuls, or nothing")
-    keep: Keep = "matmuls" if plus else "nothing"
-    if what == BLOCKS:
-        return ActivationCheckpointing(keep=keep)
-    if what.lstrip("-").isdecimal():
-        return ActivationCheckpointing(every=int(what), keep=keep)
-    names = tuple(name.strip() for name in what.split(","))
-    if not all(name.isidentifier() for name in names):
-        raise ConfigError(
-            f"activation_checkpointing={text!r} can't be read; write blocks, a number k for every k-th block, or "
-            "names of classes with commas between them; +matmuls at the end keeps what products of matrices give"
-        )
-    return ActivationCheckpointing(names, keep=keep)
+    read = recomputed(text)
+    keep: Keep = "matmuls" if read.keeps_matmuls else "nothing"
+    return ActivationCheckpointing(read.classes or None, read.every, keep)
 
 
 # -- which modules -----------------------------------------------------------------------------------------------------

@@ -23,10 +23,13 @@ from typing import Any, Literal
 
 from paceline.checkpoint.retention import all_checkpoints, best_checkpoint, checkpoint_name, prune, set_aside
 from paceline.engine.saver import Saver, Surroundings
-from paceline.errors import CheckpointError, ConfigError
+from paceline.errors import CheckpointError
+from paceline.input_file import one_line
+from paceline.world.checked_values import one_word, switch, whole_number
 from paceline.world.world import World
 
 WhenBusy = Literal["wait", "drop"]
+LONGEST_LINE = 1000
 
 
 @dataclass(frozen=True)
@@ -54,10 +57,11 @@ class Checkpoints:
         asynchronous: bool,
         when_busy: WhenBusy,
     ) -> None:
-        if keep is not None and keep < 1:
-            raise ConfigError(f"checkpoints(keep={keep}): at least the newest one is kept; None keeps all")
-        if when_busy not in ("wait", "drop"):
-            raise ConfigError(f"checkpoints(when_busy={when_busy!r}): choose 'wait' or 'drop'")
+        if keep is not None:
+            why = "at least the newest one is kept; None keeps all"
+            whole_number("checkpoints: keep", keep, least=1, why=why)
+        one_word("checkpoints: when_busy", when_busy, ("wait", "drop"))
+        switch("checkpoints: asynchronous", asynchronous)
         self.folder, self._saver = folder, saver
         self._around, self._at_boundary, self._step = around, at_boundary, step
         self._resumes = resumes
@@ -102,13 +106,25 @@ class Checkpoints:
             if wrong := self._saver.wrong_in(Path(which)):
                 raise CheckpointError(wrong[0])
             return self._resumed(Path(which), accept)
-        for name in self._around().told([path.name for path in all_checkpoints(self.folder)])[0]:
+        for name in self._names():
             wrong = self._saver.wrong_in(self.folder / name)
             if not wrong:
                 return self._resumed(self.folder / name, accept)
             more = f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""
-            self._say(f"paceline: {name} is skipped: {wrong[0]}{more}")
+            self._say(f"paceline: {name} is skipped: {one_line(wrong[0], LONGEST_LINE)}{more}")
         return None
+
+    def _names(self) -> list[str]:
+        """Of the checkpoints that the main worker sees, newest first."""
+        names, failure = [], ""
+        try:
+            names = [path.name for path in all_checkpoints(self.folder)]
+        except CheckpointError as error:
+            failure = str(error)
+        seen, failure = self._around().told([names, failure])[0]
+        if failure:
+            raise CheckpointError(failure)
+        return list(seen)
 
     def _resumed(self, folder: Path, accept: Sequence[str]) -> Any:
         self._saved = False

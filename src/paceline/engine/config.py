@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from paceline.collectives.choice import check_algorithm
 from paceline.collectives.gradient_exchange import Reduction
@@ -13,9 +13,26 @@ from paceline.optim.loss_scale import LossScale, OnNonFinite
 from paceline.optim.offload import OffloadName
 from paceline.optim.precision import Precision
 from paceline.strategies.registry import STRATEGIES, Chosen
+from paceline.world.checked_values import number, one_word, seconds, switch, whole_number
+from paceline.world.known_names import BACKENDS, MOST_LANES, MOST_THREADS, SEEDS
 from paceline.world.world import World
 
 _T = TypeVar("_T")
+
+MOST_ACCUMULATED = 10**6
+LARGEST_BUCKET_MIB = 2.0**20
+
+
+def check_lanes(lanes: Any) -> None:
+    whole_number("lanes", lanes, least=1, most=MOST_LANES, why="a job has at least one lane")
+
+
+def check_threads(threads: Any) -> None:
+    whole_number("threads", threads, least=1, most=MOST_THREADS, why="a worker computes with at least one thread")
+
+
+def check_seed(seed: Any) -> None:
+    whole_number("seed", seed, most=SEEDS - 1, why="seeds are whole numbers from 0 to 2**63 - 1")
 
 
 @dataclass(frozen=True)
@@ -45,12 +62,19 @@ class EngineConfig:
             if not ok:
                 raise ConfigError(text)
 
-        check(self.lanes >= 1, f"lanes={self.lanes}: a job has at least one lane")
-        check(self.accumulate >= 1, f"accumulate={self.accumulate}: a lane has at least one micro-batch per step")
-        check(self.threads >= 1, f"threads={self.threads}: a worker computes with at least one thread")
-        check(self.bucket_mib > 0, f"bucket_mib={self.bucket_mib}: a bucket holds at least one gradient")
-        check(self.timeout_s > 0, f"timeout_s={self.timeout_s}: a wait of no time always fails")
-        check(self.reduction in ("exact", "fast"), f"reduction={self.reduction!r} is not known; choose exact or fast")
+        check_lanes(self.lanes)
+        check_threads(self.threads)
+        check_seed(self.seed)
+        why = "a lane has at least one micro-batch per step"
+        whole_number("accumulate", self.accumulate, least=1, most=MOST_ACCUMULATED, why=why)
+        number("bucket_mib", self.bucket_mib, above=0, why="a bucket holds at least one gradient")
+        number("bucket_mib", self.bucket_mib, most=LARGEST_BUCKET_MIB)
+        seconds("timeout_s", self.timeout_s, why="a wait of no time always fails")
+        switch("overlap", self.overlap)
+        one_word("backend", self.backend, BACKENDS)
+        if self.global_batch_size is not None:
+            whole_number("global_batch_size", self.global_batch_size, least=1, why="a step has at least one sample")
+        one_word("reduction", self.reduction, ("exact", "fast"))
         if self.algorithm is not None:
             check_algorithm(self.algorithm)
             check(
@@ -58,10 +82,7 @@ class EngineConfig:
                 f"algorithm={self.algorithm!r} with reduction={self.reduction!r}: the exact sum has an order of its "
                 "own, whichever way its bytes take; choose reduction='fast' to train over an algorithm",
             )
-        check(
-            self.on_nonfinite in ("stop", "skip", "continue"),
-            f"on_nonfinite={self.on_nonfinite!r} is not known; choose stop, skip or continue",
-        )
+        one_word("on_nonfinite", self.on_nonfinite, ("stop", "skip", "continue"))
         check(
             self.precision == Precision() or self.strategy.entry.takes_low_precision,
             f"precision={str(self.precision)!r} with strategy={self.strategy.name!r}, which keeps no fp32 masters of "

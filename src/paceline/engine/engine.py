@@ -21,6 +21,7 @@ each part of an engine lives:
 from __future__ import annotations
 
 import atexit
+import math
 import signal
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -60,6 +61,7 @@ from paceline.optim.loss_scale import LossScale, OnNonFinite
 from paceline.optim.offload import OffloadName
 from paceline.optim.precision import Precision
 from paceline.parameter_server.replay import replay_of
+from paceline.world.checked_values import number, path_of
 from paceline.world.determinism import make_deterministic, mix, seed_everything
 from paceline.world.environment import read_world
 from paceline.world.summary_table import SummaryTable
@@ -120,8 +122,9 @@ class Engine:
             timeout_s=timeout_s,
         )
         opinion = None if second_opinion is None else SecondOpinion(second_opinion)
+        record_folder = None if record_samples is None else path_of("record_samples", record_samples)
         self._group = Group(seat, self.config, self.device)
-        self._put_together(opinion, None if record_samples is None else Path(record_samples))
+        self._put_together(opinion, record_folder)
         torch.set_num_threads(self.config.threads)
         if reduction == "exact":
             make_deterministic(self.device.type)
@@ -165,7 +168,7 @@ class Engine:
 
         `last=False` holds buckets back when an item has several losses.
         """
-        self._training().backward(loss, None if weight is None else float(weight), last=last)
+        self._training().backward(loss, weight, last=last)
 
     def update(self, optimizer: Optimizer, loss_fn: Callable[[Any], Any]) -> None:
         """Run `loss_fn(batch)` for every item of this step and let `optimizer` act: one call per optimizer (a GAN).
@@ -184,6 +187,8 @@ class Engine:
 
         On items before the step's last one there is no gradient yet: the norm of the step before is returned.
         """
+        if max_norm != math.inf:  # which asks for the norm alone, as torch's does
+            max_norm = number("max_norm", max_norm, least=0)
         return self._training().clip(max_norm)
 
     def mean(self, name: str, value: Tensor | float, *, weight: float | None = None) -> None:
@@ -317,7 +322,7 @@ class Engine:
     def save_state(self, folder: str | Path) -> None:
         """Everything needed to continue, at a step boundary; every worker writes its part. Not in a replay."""
         if self._at_boundary("save_state"):
-            self._saver.save(Path(folder))
+            self._saver.save(path_of("folder", folder))
 
     def load_state(self, folder: str | Path, *, accept: Sequence[str] = ()) -> None:
         """Continue from `save_state`, on any number of workers, with the next sample.
@@ -325,7 +330,7 @@ class Engine:
         A job that differs in something the bits depend on is refused; `accept` names what may differ all the same.
         """
         check_boundary(self._objects.step, "load_state")
-        self._saver.load(Path(folder), accept)
+        self._saver.load(path_of("folder", folder), accept)
 
     def checkpoints(
         self,
@@ -337,7 +342,7 @@ class Engine:
     ) -> Checkpoints:
         """`folder/checkpoint-{step}`, saved while training goes on; `keep` stay, the newest and the best among them."""
         return Checkpoints(
-            Path(folder),
+            path_of("checkpoints: folder", folder),
             self._saver,
             around=self._between.surroundings,
             at_boundary=self._at_boundary,

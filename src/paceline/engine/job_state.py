@@ -18,6 +18,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from paceline.checkpoint.load import Checkpoint, whole_tree
+from paceline.checkpoint.manifest import MANIFEST
 from paceline.engine.prepared_loader import PreparedLoader
 from paceline.engine.saved_state import (
     check_fits,
@@ -28,6 +29,7 @@ from paceline.engine.saved_state import (
     load_one,
 )
 from paceline.engine.train_step import TrainStep
+from paceline.errors import CheckpointError
 from paceline.world.determinism import mix, seed_everything
 
 
@@ -69,10 +71,11 @@ class JobState:
         prepared = {"models": self.models, "optimizers": self.optimizers, "schedulers": self.schedulers}
         check_fits(folder, tree, prepared)
         if self.loader is not None and tree["data"] is not None:
-            self.loader.load_state_dict(whole_tree(tree["data"]), changed=changed)
+            place = partial(self.loader.load_state_dict, changed=changed)
+            load_one(folder, "place in the data", place, whole_tree(tree["data"]))
         step.count.step, step.count.left_out_steps = tree["step"], tree["left_out_steps"]
         if step.work.loss_scale is not None and tree["loss_scale"] is not None:
-            step.work.loss_scale.load_state_dict(tree["loss_scale"])
+            load_one(folder, "loss scale", step.work.loss_scale.load_state_dict, tree["loss_scale"])
         self.put_back_weights(checkpoint)
         for optimizer, saved in zip(self.optimizers, tree["optimizers"], strict=True):
             load_one(folder, "optimizer", partial(step.load, optimizer), saved)
@@ -84,3 +87,33 @@ class JobState:
         check_fits(checkpoint.folder, checkpoint.tree, {"models": self.models, "optimizers": self.optimizers})
         for model, saved in zip(self.models, checkpoint.tree["models"], strict=True):
             load_one(checkpoint.folder, "model", partial(load_model, model, self.step.strategies.put), saved)
+
+
+_PARTS = {
+    "job": dict, "step": int, "left_out_steps": int, "models": list, "optimizers": list, "schedulers": list,
+    "loss_scale": dict | None, "data": dict | None, "extra": object,
+}  # fmt: skip
+
+
+def check_whole(checkpoint: Checkpoint) -> None:
+    """That a checkpoint is of a job at all: its parts are there, each of its kind. Whose job it is is asked later."""
+    tree = checkpoint.tree
+    wrong = [name for name, kind in _PARTS.items() if not isinstance(tree.get(name, _PARTS), kind)]
+    if not wrong:
+        wrong += ["models"] * any(not isinstance(model, dict) for model in tree["models"])
+        wrong += ["optimizers"] * any(not _is_optimizer(state) for state in tree["optimizers"])
+        wrong += ["schedulers"] * any(not isinstance(state, dict) for state in tree["schedulers"])
+        wrong += [name for name in ("step", "left_out_steps") if tree[name] < 0]
+    if wrong:
+        raise CheckpointError(
+            f"{checkpoint.folder}/{MANIFEST} is not of a job: its {wrong[0]!r} is missing, or no such thing"
+        )
+
+
+def _is_optimizer(state: Any) -> bool:
+    groups = state.get("param_groups") if isinstance(state, dict) else None
+    return (
+        isinstance(groups, list)
+        and isinstance(state.get("state"), dict)
+        and all(isinstance(group, dict) and isinstance(group.get("params"), list) for group in groups)
+    )

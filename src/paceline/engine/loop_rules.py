@@ -9,6 +9,7 @@ import enum
 import math
 import warnings
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from torch import Tensor
 from torch.nn import Parameter
@@ -18,6 +19,7 @@ from paceline.data.sharded_sampler import WorkItem
 from paceline.engine.ballot import LaneReport
 from paceline.engine.step_so_far import ItemSoFar
 from paceline.errors import LoopError, NonFiniteLossError
+from paceline.input_file import one_line
 from paceline.optim.loss_scale import OnNonFinite
 
 
@@ -61,10 +63,15 @@ def check_backward_held(item: WorkItem, so_far: ItemSoFar, step: int) -> None:
         )
 
 
-def weight_of_backward(item: WorkItem, weight: float | None) -> float:
-    weight = float(item.samples) if weight is None else float(weight)
-    if not math.isfinite(weight) or weight < 0:
-        raise LoopError(f"backward(weight={weight}): the weight is a number of samples or tokens, 0 or more")
+def weight_of_backward(item: WorkItem, given: Any) -> float:
+    """The number that a loop gave, of Python, numpy or a tensor; None: the samples of the item."""
+    try:
+        weight = float(item.samples if given is None else given)
+        if not math.isfinite(weight) or weight < 0 or isinstance(given, bool | str | bytes):
+            raise ValueError
+    except (TypeError, ValueError, RuntimeError, OverflowError):
+        shown = one_line(repr(given), 60)
+        raise LoopError(f"backward(weight={shown}): the weight is a number of samples or tokens, 0 or more") from None
     return weight
 
 

@@ -160,6 +160,8 @@ class Elastic:
             self._say("paceline: elastic: every worker has all of the state, so no copy of it is kept")
             return
         where = "shared memory" if self._copies is None else "the memory of its host"
+        if not self._vault.folder.is_relative_to("/dev/shm"):  # the launcher has said why
+            where = f"files in {self._vault.folder}"
         each = size_text(self._vault.bytes)
         others = 0 if self._copies is None else self._copies.count - 1
         more = f" and a copy on {others} more" if others else ""

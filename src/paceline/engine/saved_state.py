@@ -17,6 +17,7 @@ from paceline.checkpoint.load import whole_tree
 from paceline.engine.config import EngineConfig
 from paceline.engine.replicas import plain_name
 from paceline.errors import CheckpointError
+from paceline.input_file import cause_of
 from paceline.sharding.slices import Slices
 from paceline.world.determinism import fingerprint
 
@@ -90,10 +91,10 @@ def check_fits(folder: Path, tree: Mapping[str, Any], prepared: Mapping[str, Seq
             if (
                 isinstance(mine[name], Tensor)
                 and not name.endswith("_extra_state")
-                and tuple(mine[name].shape) != tuple(saved[name].shape)
+                and (there := getattr(saved[name], "shape", None)) != mine[name].shape
             ):
-                there, here = tuple(saved[name].shape), tuple(mine[name].shape)
-                told.append(f"{name!r} is {there} there and {here} here")
+                what = f"a {type(saved[name]).__name__}" if there is None else str(tuple(there))
+                told.append(f"{name!r} is {what} there and {tuple(mine[name].shape)} here")
         if told:
             more = len(missing) + len(unknown) - 2
             rest = f" and {more} more names" if more > 0 else ""
@@ -130,5 +131,5 @@ def load_model(model: nn.Module, put: Callable[[Tensor, Tensor], None], state: M
 def load_one(folder: Path, kind: str, load: Callable[[Any], object], state: Any) -> None:
     try:
         load(state)
-    except (RuntimeError, ValueError, KeyError) as error:
-        raise CheckpointError(f"the {kind} in {folder} does not fit this job's: {error}") from error
+    except (RuntimeError, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+        raise CheckpointError(f"the {kind} in {folder} does not fit this job's: {cause_of(error)}") from error

@@ -24,13 +24,14 @@ from paceline import __version__
 from paceline.checkpoint.async_writer import AsyncWriter
 from paceline.checkpoint.checksum import best_checksum
 from paceline.checkpoint.load import Checkpoint, whole_tree
-from paceline.checkpoint.manifest import COMPLETE, size_text
+from paceline.checkpoint.manifest import COMPLETE, read_seal, size_text
 from paceline.checkpoint.retention import all_checkpoints, remove_leftovers
 from paceline.checkpoint.save import Portion, Room, complete, give_up, portion_of, write_portion
 from paceline.elastic.fault_injection import fault_point
 from paceline.engine.config import EngineConfig
-from paceline.engine.job_state import JobState
+from paceline.engine.job_state import JobState, check_whole
 from paceline.errors import CheckpointError
+from paceline.input_file import cause_of
 from paceline.sharding.flat_layout import BLOCK
 from paceline.world.control import ControlClient
 from paceline.world.world import World
@@ -175,12 +176,14 @@ class Saver:
 
     def opened(self, folder: Path) -> Checkpoint:
         """The same checkpoint on all workers."""
-        if not (folder / COMPLETE).exists() and (inside := all_checkpoints(folder)):
-            raise CheckpointError(f"{folder} is a folder of checkpoints; give one of them, the newest is {inside[0]}")
         checkpoint: Checkpoint | None = None
         seal = failure = ""
         try:
-            checkpoint, seal = Checkpoint.open(folder), _seal(folder)
+            if not (folder / COMPLETE).exists() and (inside := all_checkpoints(folder)):
+                failure = f"{folder} is a folder of checkpoints; give one of them, the newest is {inside[0]}"
+            else:
+                checkpoint, seal = Checkpoint.open(folder), read_seal(folder).decode(errors="replace")
+                check_whole(checkpoint)
         except (CheckpointError, OSError) as error:
             failure = str(error)
         seals, failures = zip(*self._around().told([seal, failure]), strict=True)
@@ -196,9 +199,12 @@ class Saver:
         try:
             checkpoint = Checkpoint.open(folder)
             mine = sorted(checkpoint.manifest.files)[around.world.rank :: around.world.size]
+            check_whole(checkpoint)
             wrong = checkpoint.verify(mine)
         except CheckpointError as error:
             wrong = [str(error)]
+        except Exception as error:  # whatever it is that can't be read: the others wait for this worker's word
+            wrong = [f"{folder} can't be read: {type(error).__name__}: {cause_of(error)}"]
         return [line for lines in around.told(wrong) for line in lines]
 
     def _begun(self, folder: Path, extra: Any, about: dict[str, Any]) -> Save:
@@ -258,7 +264,3 @@ class Saver:
         client = self._around().client
         if save.is_main and client is not None:
             client.tell("checkpoint", folder=str(save.folder))
-
-
-def _seal(folder: Path) -> str:
-    return (folder / COMPLETE).read_text(errors="replace")

@@ -22,6 +22,7 @@ from paceline.engine.config import EngineConfig
 from paceline.errors import ConfigError, ReplicaError
 from paceline.strategies.registry import Rides
 from paceline.strategies.strategy import Strategy
+from paceline.world.checked_values import whole_number
 
 MOST_PASSES = 5
 
@@ -38,10 +39,7 @@ class SecondOpinion:
     _passes: list[tuple[dict[int, int], dict[int, int]]] = field(default_factory=list)  # hashes and riders, by lane
 
     def __post_init__(self) -> None:
-        if self.every < 1:
-            raise ConfigError(
-                f"Engine(second_opinion={self.every}): every so many steps, so at least 1; None for never"
-            )
+        whole_number("second_opinion", self.every, least=1, why="every so many steps, so at least 1; None for never")
 
     def due(self, round: int) -> bool:
         return (round + 1) % self.every == 0

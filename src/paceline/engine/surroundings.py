@@ -11,6 +11,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from paceline.collectives.communicator import Communicator
 from paceline.engine.host_copies import on_hosts
 from paceline.errors import ConfigError
+from paceline.input_file import one_line
 from paceline.world.control import ControlClient
 from paceline.world.rendezvous_store import open_store
 from paceline.world.world import ControlSocket, World
@@ -89,7 +90,7 @@ def find_device(world: World, wanted: str | torch.device | None) -> torch.device
     if world.is_server:  # its weights are in the host's memory, wherever the workers compute
         return torch.device("cpu")
     if wanted is not None:
-        return _numbered(torch.device(wanted), world.local_rank)
+        return _numbered(_device_of(wanted), world.local_rank)
     if not torch.accelerator.is_available():
         return torch.device("cpu")
     kind = torch.accelerator.current_accelerator()
@@ -104,6 +105,16 @@ def find_device(world: World, wanted: str | torch.device | None) -> torch.device
     device = torch.device(kind.type, world.local_rank)
     torch.accelerator.set_device_index(world.local_rank)
     return device
+
+
+def _device_of(wanted: str | torch.device) -> torch.device:
+    try:
+        if not isinstance(wanted, str | torch.device):
+            raise TypeError(f"it is a {type(wanted).__name__}")
+        return torch.device(wanted)
+    except (RuntimeError, TypeError, ValueError) as error:
+        shown, cause = one_line(repr(wanted), 60), one_line(str(error).split("\n")[0], 120)
+        raise ConfigError(f"device={shown} is no device ({cause}); give a name such as 'cpu' or 'cuda:0'") from error
 
 
 def _numbered(device: torch.device, local_rank: int) -> torch.device:

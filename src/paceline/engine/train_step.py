@@ -176,7 +176,7 @@ class TrainStep:
                 return
             self._between_steps()  # it counts; others regroup
 
-    def backward(self, loss: Tensor, weight: float | None, *, last: bool) -> None:
+    def backward(self, loss: Tensor, weight: float | Tensor | None, *, last: bool) -> None:
         if self.is_lost:
             return
         item = rules.item_of_backward(self._item, self._phase, loss, self._so_far, self.step)

@@ -19,7 +19,7 @@ import re
 import secrets
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from paceline.errors import LaunchError
@@ -69,10 +69,13 @@ def remove_folders(run: OwnedFolder) -> None:
 
 
 @contextlib.contextmanager
-def vault_folder(run: Path, shared_memory: Path = SHARED_MEMORY) -> Iterator[Path]:
+def vault_folder(
+    run: Path, shared_memory: Path = SHARED_MEMORY, say: Callable[[str], None] = lambda line: None
+) -> Iterator[Path]:
     """Where workers of an elastic job leave what others need should they die; removed with the run folder."""
     sweep(shared_memory)
-    if not shared_memory.is_dir() or shutil.disk_usage(shared_memory).free < LEAST_FREE:
+    if (reason := why_not_in(shared_memory)) is not None:
+        say(f"paceline: elastic: {reason}; what workers keep for each other is in {run / VAULT}, which a disk may slow")
         (run / VAULT).mkdir(mode=0o700)
         yield run / VAULT
         return
@@ -88,6 +91,31 @@ def vault_folder(run: Path, shared_memory: Path = SHARED_MEMORY) -> Iterator[Pat
             os.close(lock)
             with contextlib.suppress(OSError):
                 vault.remove()
+
+
+def why_not_in(shared_memory: Path) -> str | None:
+    """What keeps a job from having its vault there; None: nothing does."""
+    try:
+        free = shutil.disk_usage(shared_memory).free
+    except OSError as error:
+        return f"{shared_memory} can't be used ({error.strerror})"
+    if not os.access(shared_memory, os.W_OK | os.X_OK):
+        return f"{shared_memory} can't be written to (mounted read-only, or another user's)"
+    if free < LEAST_FREE:
+        wanted = f"{LEAST_FREE >> 20} MiB are wanted (a container's --shm-size)"
+        return f"{shared_memory} has {free >> 20} MiB free and {wanted}"
+    return None
+
+
+def elsewhere_than_asked(run: Path, asked: str | None) -> str | None:
+    """A line for people where the run folder is not in TMPDIR, or in the current folder for want of a better place."""
+    if asked is not None and run.parent != Path(asked).absolute():
+        long = len(asked) > LONGEST_SOCKET_PATH - len("/paceline-12345678/control.sock")
+        why = "is too long for the address of a socket" if long else "can't be written to"
+        return f"paceline: TMPDIR={asked} {why}; the job's run folder is {run}"
+    if asked is None and run.parent == Path.cwd() != Path("/tmp"):
+        return f"paceline: no temporary folder can be written to (TMPDIR names another); the job's run folder is {run}"
+    return None
 
 
 def sweep(shared_memory: Path = SHARED_MEMORY) -> None:

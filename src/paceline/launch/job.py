@@ -11,10 +11,13 @@ from paceline.errors import LaunchError
 from paceline.launch.hosts import Address
 from paceline.launch.stopping import GRACE_S
 from paceline.launch.worker_main import Script
+from paceline.world import known_names
 from paceline.world.world import LaunchSettings
 
 SERVERS_ON_ANY_HOST = 8
 """So many are allowed even where there are fewer cores, to try things out; more than cores only wait for each other."""
+
+MOST_HOSTS = 10_000
 
 
 @dataclass(frozen=True)
@@ -28,6 +31,10 @@ class Hosts:
     meet_timeout_s: float
 
     def __post_init__(self) -> None:
+        if not 0 < self.meet_timeout_s < float("inf"):
+            raise LaunchError(f"--meet-timeout-s {self.meet_timeout_s:g}; hosts are waited for some seconds, above 0")
+        if self.count is not None and self.count > MOST_HOSTS:
+            raise LaunchError(f"--hosts {self.count}; at most {MOST_HOSTS:,} can meet")
         if self.count is not None and not 0 <= self.rank < self.count:
             raise LaunchError(f"--host-rank {self.rank} of --hosts {self.count}; host ranks count from 0")
 
@@ -59,8 +66,37 @@ class Job:
                 f"--servers {self.servers}, but they all run on this host, which has {cores} "
                 f"core{'s' if cores > 1 else ''}; use at most {max(cores, SERVERS_ON_ANY_HOST)}"
             )
+        self._check_strategy()
         if self.hosts is None or self.hosts.count == 1:
             self.settle(self.workers)
+
+    def _check_strategy(self) -> None:
+        """What flags say about each other; the engine asks again, with the script's word."""
+        settings = self.settings
+        if settings.backend == "paceline" and self.hosts is not None:
+            raise LaunchError(
+                "--backend paceline joins the workers of one host, and this job is on several, or open to further "
+                "ones; use gloo"
+            )
+        if settings.strategy is None:
+            return
+        traits = known_names.STRATEGIES[settings.strategy]
+        if self.servers and not traits.uses_servers:
+            able = ", ".join(name for name, other in known_names.STRATEGIES.items() if other.uses_servers)
+            raise LaunchError(
+                f"--servers {self.servers} with --strategy {settings.strategy}, which has no use for them; leave "
+                f"--servers out, or choose {able}"
+            )
+        if settings.precision not in (None, "fp32") and not traits.takes_low_precision:
+            raise LaunchError(
+                f"--precision {settings.precision} with --strategy {settings.strategy}, which trains in fp32 alone"
+            )
+        if settings.offload is not None and not traits.takes_offload:
+            able = ", ".join(name for name, other in known_names.STRATEGIES.items() if other.takes_offload)
+            raise LaunchError(
+                f"--offload {settings.offload} with --strategy {settings.strategy}, which updates weights where they "
+                f"are; choose one of {able}"
+            )
 
     def settle(self, size: int) -> LaunchSettings:
         """The settings of a job of this many workers; an error where they can't be honoured."""

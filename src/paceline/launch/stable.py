@@ -20,12 +20,14 @@ A request to start comes with the worker's stdout and stderr as open descriptors
                ──▶ {"kind": "signal", "signal": 15}                       to the process group of every worker
                ──▶ {"kind": "signal", "signal": 63, "rank": 0}            to one worker, without its children
                ◀── {"kind": "ready"}, {"kind": "started", "rank", "pid"}, {"kind": "exited", "rank", "status"}
+               ◀── {"kind": "failed", "rank", "text"}                     there are no more processes to be had
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import gc
 import importlib
 import json
@@ -47,6 +49,8 @@ PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
 MESSAGE_LIMIT = 128 * 2**10
 PASSED_ON = (signal.SIGTERM, signal.SIGUSR1)
+STANDARD = (1, 2)
+"""Descriptors of a worker's stdout and stderr, in the order in which they are sent."""
 LINGER_S = 0.25
 LAST_REAPING_S = 1.0
 
@@ -109,7 +113,7 @@ class Stable:
 
     def _obey(self) -> Assignment | None:
         try:
-            data, descriptors, _, _ = socket.recv_fds(self._channel, MESSAGE_LIMIT, 2)
+            data, descriptors, _, _ = socket.recv_fds(self._channel, MESSAGE_LIMIT, len(STANDARD))
         except ConnectionResetError:  # the supervisor was killed before it had read all that it was told
             data = b""
         if not data:
@@ -124,8 +128,13 @@ class Stable:
                     os.kill(pid, message["signal"])
             return None
         assignment = Assignment(message["rank"], message["control"], message["variables"])
-        if self._fork(assignment, descriptors):
-            return assignment
+        try:
+            if len(descriptors) < len(STANDARD):  # the kernel has dropped what there was no room for
+                raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+            if self._fork(assignment, descriptors):
+                return assignment
+        except OSError as error:
+            self._tell({"kind": "failed", "rank": assignment.rank, "text": error.strerror})
         for descriptor in descriptors:
             os.close(descriptor)
         return None
@@ -135,7 +144,11 @@ class Stable:
         stable = os.getpid()
         # A signal to a child that still has our handlers would be lost: it waits until they are its own.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, PASSED_ON)
-        pid = os.fork()
+        try:
+            pid = os.fork()
+        except OSError:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+            raise
         if pid:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
             self._ranks[pid] = assignment.rank
@@ -151,7 +164,7 @@ class Stable:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
         for own in (self._channel, self._woken, self._waker, self._run_folder):
             own.close()
-        for descriptor, standard in zip(outputs, (1, 2), strict=True):
+        for descriptor, standard in zip(outputs, STANDARD, strict=True):
             os.dup2(descriptor, standard)
             os.close(descriptor)
         sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]

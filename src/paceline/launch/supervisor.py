@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import os
 import signal
 import sys
@@ -22,7 +23,7 @@ from paceline.launch.activity import Activity
 from paceline.launch.control_channel import ControlServer
 from paceline.launch.decision import Coordinator, Decider
 from paceline.launch.door import Door
-from paceline.launch.folders import run_folder, vault_folder
+from paceline.launch.folders import elsewhere_than_asked, run_folder, vault_folder
 from paceline.launch.hosts import Arrival, Guest, Seat, free_port, join
 from paceline.launch.job import Hosts, Job
 from paceline.launch.member import Member
@@ -30,10 +31,11 @@ from paceline.launch.output import Screen, Stream, WorkerOutput
 from paceline.launch.own_hands import OwnHands
 from paceline.launch.stable_process import LAST_MOMENT_S, StableProcess
 from paceline.launch.stopping import NOTICE
-from paceline.launch.verdict import ENDED_WELL, Outcome, signal_name
+from paceline.launch.verdict import ENDED_WELL, WORKER_FAILED, Outcome, signal_name
 from paceline.launch.vigil import Vigil
 from paceline.launch.worker_main import STACK_SIGNAL
 from paceline.launch.worker_place import default_threads
+from paceline.world import environment
 from paceline.world.world import LOOPBACK, World
 
 PRELOADED: tuple[str, ...] = (
@@ -49,6 +51,7 @@ DRAIN_S = 0.5
 HEAR_OUT_S = 0.2
 """For what a worker that has ended well said last; longer only where a process of its own holds the connection."""
 LAST_WORDS_S = 5.0
+OUT_OF = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
 async def supervise(job: Job) -> int:
@@ -71,8 +74,11 @@ class Supervisor:
         self._all_ended = asyncio.Event()
 
     async def run(self) -> int:
+        self._loop.set_exception_handler(self._in_the_loop)
         try:
             with self._signals(), run_folder() as folder, contextlib.ExitStack() as owned:
+                if (line := elsewhere_than_asked(folder, environment.temporary_folder())) is not None:
+                    self._screen.say(line)
                 return await self._run(folder, owned)
         finally:
             self._screen.close(LAST_WORDS_S)
@@ -87,7 +93,7 @@ class Supervisor:
         control = folder / "control.sock"
         server = ControlServer(control, decider, self._screen.say)
         threads = default_threads(seat.settings, seat.size)
-        vault = owned.enter_context(vault_folder(folder)) if seat.elastic is not None else None
+        vault = owned.enter_context(vault_folder(folder, say=self._screen.say)) if seat.elastic is not None else None
         stable = StableProcess(self._job.script, folder, threads, PRELOADED, keep_memory=self._job.keep_memory)
         decider.hands = OwnHands(self.listen_to, stable, server, seat, vault)
         try:
@@ -166,6 +172,12 @@ class Supervisor:
                         hands.ask(message["rank"], self._passed_on)
                     server.welcome(message["pid"])
                     self._decider.started(message["rank"], message["pid"])
+                case "failed":
+                    self._decider.broken(
+                        f"a process for rank {message['rank']} could not be started: {message['text']}; raise the "
+                        "limit of processes (ulimit -u, pids.max of the container) or use fewer workers",
+                        WORKER_FAILED,
+                    )
                 case "exited":
                     pid = self._running.pop(message["rank"])
                     if not self._running:
@@ -239,6 +251,18 @@ class Supervisor:
             await asyncio.wait({ended}, timeout=LAST_MOMENT_S)
         hurry.cancel()
         ended.cancel()
+
+    def _in_the_loop(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """An error that no task waits for. asyncio says of each connection that it can't accept so, for ever."""
+        error = context.get("exception")
+        if self._decider is None or not isinstance(error, OSError) or error.errno not in OUT_OF:
+            loop.default_exception_handler(context)
+            return
+        self._decider.broken(
+            f"the launcher can't take further connections of workers: {error.strerror}; raise the limit (of open "
+            "files: ulimit -n), or use fewer workers",
+            WORKER_FAILED,
+        )
 
     # ---- output -------------------------------------------------------------------------------------------
 

@@ -28,7 +28,7 @@ from typing import Any, NoReturn
 from paceline.elastic.member import Member
 from paceline.errors import GenerationEnded, PacelineError, PeerLostError, WorldError
 from paceline.world import environment
-from paceline.world.control import ControlClient
+from paceline.world.control import ControlClient, no_thread
 from paceline.world.process_name import SERVER, be_called
 
 STACK_SIGNAL = int(signal.SIGRTMAX) - 1
@@ -67,8 +67,9 @@ def run_worker(assignment: Assignment, script: Script) -> NoReturn:
         be_called(SERVER)
     faulthandler.register(STACK_SIGNAL)
     _differ_from_siblings()
-    heart = Heart.start(assignment) if assignment.variables.get("PACELINE_INCARNATION") else None
+    heart: Heart | None = None
     try:
+        heart = Heart.start(assignment) if assignment.variables.get("PACELINE_INCARNATION") else None
         names = run_script(script)
     except SystemExit:
         _let_threads_finish(heart)
@@ -96,7 +97,10 @@ class Heart:
             heart = cls(ControlClient.connect(assignment.control, assignment.rank, timeout_s=REPORT_TIMEOUT_S))
         except WorldError:  # the job is ending already
             return None
-        heart._thread.start()
+        try:
+            heart._thread.start()
+        except RuntimeError as error:
+            raise no_thread(assignment.rank, error) from error
         return heart
 
     def stop(self) -> None:
@@ -162,7 +166,8 @@ def _report(error: BaseException, assignment: Assignment) -> None:
             secondary=isinstance(error, PeerLostError | GenerationEnded) or Member.others_changed(),
         )
         client.close()
-    except WorldError as lost:
+    except PacelineError as lost:
+        text = f"paceline: {error}\n" if isinstance(error, PacelineError) else text
         print(f"{text}paceline: rank {assignment.rank}: could not report this: {lost}", file=sys.stderr, flush=True)
 
 

@@ -19,6 +19,7 @@ from typing import Literal
 
 from paceline.errors import ConfigError, NonFiniteLossError
 from paceline.optim.precision import Precision
+from paceline.world.checked_values import number, whole_number
 
 OnNonFinite = Literal["stop", "skip", "continue"]
 
@@ -39,13 +40,15 @@ class LossScale:
             if not ok:
                 raise ConfigError(f"LossScale: {text}")
 
-        check(self.initial > 0 and math.isfinite(self.initial), f"initial={self.initial} is no number to multiply by")
+        for name in ("initial", "growth", "backoff", "smallest", "largest"):
+            number(f"LossScale: {name}", getattr(self, name))
+        if self.growth_every is not None:
+            why = "give 1 or more, or None for a scale that never grows"
+            whole_number("LossScale: growth_every", self.growth_every, least=1, why=why)
+
+        check(self.initial > 0, f"initial={self.initial} is no number to multiply by")
         check(self.growth > 1, f"growth={self.growth} would not grow; give more than 1")
         check(0 < self.backoff < 1, f"backoff={self.backoff} would not back off; give something between 0 and 1")
-        check(
-            self.growth_every is None or self.growth_every >= 1,
-            f"growth_every={self.growth_every} steps; give 1 or more, or None for a scale that never grows",
-        )
         check(
             0 < self.smallest <= self.initial <= self.largest < math.inf,
             f"initial={self.initial} is not between smallest={self.smallest} and largest={self.largest}",
@@ -68,6 +71,8 @@ class LossScale:
 
 def loss_scale_of(given: LossScale | float | None, precision: Precision) -> LossScale | None:
     """What Engine(loss_scale=…) means: a number stays as it is; by default fp16 has a scale that moves."""
+    if given is not None and not isinstance(given, LossScale):
+        number("loss_scale", given, above=0)
     if precision.parameters != "fp16":
         if given is not None:
             raise ConfigError(

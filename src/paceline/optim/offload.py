@@ -34,7 +34,7 @@ HOST = torch.device("cpu")
 def check_offload(offload: str | None, device: torch.device, strategy: str, able: Sequence[str]) -> None:
     if offload is None:
         return
-    if offload not in ("optimizer", PARAMETERS):
+    if not isinstance(offload, str) or offload not in ("optimizer", PARAMETERS):
         raise ConfigError(f"offload={offload!r} is not known; choose 'optimizer' or 'parameters', or leave it out")
     if device.type == "cpu":
         raise ConfigError(f"offload={offload!r} on the CPU: everything is on the CPU already; leave offload out")

@@ -96,7 +96,7 @@ def precision_of(given: str | Precision) -> Precision:
     """What Engine(precision=…) means."""
     if isinstance(given, Precision):
         return given
-    if given not in DTYPES:
+    if not isinstance(given, str) or given not in DTYPES:
         raise ConfigError(f"precision={given!r} is not known; choose fp32, bf16, fp16, or give a paceline.Precision(…)")
     return Precision(parameters=given)  # type: ignore[arg-type]
 

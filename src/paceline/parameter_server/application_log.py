@@ -30,10 +30,13 @@ from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 from paceline.errors import CheckpointError, ConfigError
+from paceline.input_file import cause_of, parse_json, read_input
 from paceline.parameter_server.treatment import Outcome
 
 FOLDER = "parameter_server"
 VERSION = 1
+LARGEST_LOG = 2**36  # bytes
+MOST = 2**24  # workers, keys and the like
 FILE_NAME = re.compile(r"attempt-(\d{4,})-(server|worker)-(\d{5,})\.jsonl")
 
 Role = Literal["server", "worker"]
@@ -279,7 +282,7 @@ class _LogFile:
         self.who = f"{self.role} {self.number}"
         if path.name != f"attempt-{_whole(header, 'attempt'):04d}-{self.role}-{self.number:05d}.jsonl":
             raise ValueError(f"it is of {self.who}, attempt {header['attempt']}, which has another file name")
-        numbers = {name: _whole(header, name) for name in ("workers", "servers", "lanes", "keys", "first_round")}
+        numbers = {name: _whole(header, name, MOST) for name in ("workers", "servers", "lanes", "keys", "first_round")}
         self.job = JobFacts(**numbers, clock=str(header["clock"]), facts=dict(header["facts"]))
         self.reads: list[Read] = []
         self.loops: list[LoopEnd] = []
@@ -290,20 +293,24 @@ class _LogFile:
 
     @classmethod
     def read(cls, path: Path) -> _LogFile:
-        *lines, _ = path.read_bytes().split(b"\n")  # what follows the last end of a line was cut by a kill, or is empty
+        try:
+            data = read_input(path, LARGEST_LOG)
+        except OSError as error:
+            raise CheckpointError(f"{path} can't be read: {cause_of(error)}") from error
+        *lines, _ = data.split(b"\n")  # what follows the last end of a line was cut by a kill, or is empty
         if not lines:
             raise CheckpointError(f"{path} has no first line: the run was cut before it began")
         place = 1
         try:
-            header = json.loads(lines[0].decode())
+            header = parse_json(lines[0])
             if header["paceline"] != "parameter server" or header["version"] != VERSION:
                 raise ValueError(f"its first line is not that of a log of version {VERSION}")
             file = cls(path, header)
             for line in lines[1:]:
                 place += 1
-                file._add(json.loads(line.decode()))
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            why = f"no {error}" if isinstance(error, KeyError) else str(error)
+                file._add(parse_json(line))
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
+            why = f"no {error}" if isinstance(error, KeyError) else cause_of(error)
             raise CheckpointError(
                 f"{path}, line {place}: {why}; the log is damaged, and what was applied after it is unknown: "
                 "restore the file, or resume from a saved state"
@@ -333,7 +340,7 @@ class _LogFile:
 
     def _read(self, row: Mapping[str, Any]) -> Read:
         versions = {int(key): _whole(row["versions"], key) for key in row["versions"]}
-        if sorted(versions) != list(range(self.job.keys)):
+        if len(versions) != self.job.keys or sorted(versions) != list(range(self.job.keys)):
             raise ValueError(f"versions of keys {sorted(versions)}, expected all of the {self.job.keys} keys")
         lanes = tuple(_whole({"lane": lane}, "lane", self.job.lanes) for lane in row["lanes"])
         return Read(self.number, _whole(row, "round"), lanes, versions, _whole(row, "incarnation"))

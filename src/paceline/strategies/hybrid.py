@@ -33,6 +33,7 @@ from paceline.strategies.own_pieces import OwnPieces
 from paceline.strategies.registry import Job, Registered, Rides, register
 from paceline.strategies.zero2 import Zero2
 from paceline.strategies.zero3 import Zero3, Zero3Config, Zero3Maker
+from paceline.world.checked_values import whole_number
 from paceline.world.lanes import neighbouring_lanes, strided_lanes
 from paceline.world.topology import Topology
 from paceline.world.world import World
@@ -46,6 +47,10 @@ class HybridConfig:
 
     units: Classes | type[nn.Module] | str | None = None
     shard_over: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.shard_over is not None:
+            whole_number("HybridConfig: shard_over", self.shard_over, least=1, why="a group has at least one worker")
 
 
 def groups_of(topology: Topology, shard_over: int | None, *, elastic: bool = False) -> Groups:

@@ -40,6 +40,7 @@ from paceline.strategies.strategy import Strategy
 from paceline.strategies.sums_on_servers import SumsOnServers
 from paceline.strategies.updates_on_arrival import UpdatesOnArrival
 from paceline.strategies.updates_on_servers import UpdatesOnServers
+from paceline.world.checked_values import number, path_of
 
 LAST_WORDS_S = 3.0  # that the main worker waits for what others have counted
 UNCLEAR_S = 10.0  # that a server in an elastic job waits for the others when its own worker leaves in between
@@ -78,8 +79,12 @@ class ParameterServer:
                 f"ParameterServer(mode='aggregate', record={str(self.record)!r}): servers that only add have no order "
                 "of updates to record, and the run has one hash without it; leave record out"
             )
-        if self.key_mib is not None and self.key_mib <= 0:
-            raise ConfigError(f"ParameterServer(key_mib={self.key_mib}): a key holds at least one block")
+        if self.key_mib is not None:
+            number(
+                "ParameterServer: key_mib", self.key_mib, above=0, most=2.0**20, why="a key holds at least one block"
+            )
+        if self.record is not None:
+            path_of("ParameterServer: record", self.record)
         check_devices(self.server_devices)
 
     @property

@@ -14,10 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from paceline.errors import ConfigError
+from paceline.input_file import cause_of, one_line, read_input
 from paceline.trainer import old_spellings
 from paceline.trainer.field_values import check_names, converted, field_types, is_switch
 
 CONFIG = "config"
+LARGEST_CONFIG = 2**24  # bytes
 
 
 def from_command_line(cls: type, argv: Sequence[str] | None = None) -> dict[str, Any]:
@@ -32,11 +34,13 @@ def from_yaml(cls: type, path: str | Path) -> dict[str, Any]:
     import yaml
 
     try:
-        found = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        found = yaml.safe_load(read_input(path, LARGEST_CONFIG).decode())
     except OSError as error:
-        raise ConfigError(f"{path} could not be read: {error.strerror or error}") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} is not YAML: {' '.join(str(error).split())}") from error
+        raise ConfigError(f"{path} could not be read: {cause_of(error)}") from error
+    except RecursionError:
+        raise ConfigError(f"{path} is not YAML of training arguments: it is nested too deeply") from None
+    except (yaml.YAMLError, ValueError) as error:
+        raise ConfigError(f"{path} is not YAML: {one_line(' '.join(str(error).split()))}") from error
     if found is None:
         return {}
     if not isinstance(found, Mapping):

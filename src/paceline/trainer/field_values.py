@@ -9,15 +9,18 @@ from __future__ import annotations
 
 import difflib
 import enum
-import json
+import math
 import types
 import typing
 from collections.abc import Iterable, Mapping
 from typing import Any, Union
 
 from paceline.errors import ConfigError
+from paceline.input_file import cause_of, one_line, parse_json, read_input
 from paceline.trainer.choices import chosen
 
+LARGEST_JSON = 2**24  # bytes
+BEYOND = 2**63
 _TRUE = ("true", "yes", "on", "1")
 _FALSE = ("false", "no", "off", "0")
 _NONE = ("none", "null", "")
@@ -46,13 +49,15 @@ def converted(name: str, value: Any, kind: Any) -> Any:
     wanted = [one for one in alternatives if one is not type(None)]
     if isinstance(value, str) and type(None) in alternatives and value.lower() in _NONE and str not in wanted:
         return None
-    for one in wanted:
+    mappings = [one for one in wanted if (typing.get_origin(one) or one) is dict]
+    for one in mappings or wanted:  # a text stands for a mapping where there may be one
         try:
             return _as(name, value, one)
         except ValueError:
             continue
     told = " or ".join(_told(one) for one in alternatives)
-    raise ConfigError(f"{name}={value!r}: expected {told}, got {type(value).__name__}")
+    shown = one_line(repr(value), 60)
+    raise ConfigError(f"{name}={shown}: expected {told}, got {type(value).__name__}")
 
 
 def check_names(given: Iterable[str], known: Iterable[str], where: str) -> None:
@@ -63,6 +68,25 @@ def check_names(given: Iterable[str], known: Iterable[str], where: str) -> None:
             near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
             hint = f"; did you mean {near[0]!r}?" if near else ""
             raise ConfigError(f"{where}: {name!r} is not a training argument{hint}")
+
+
+def optimizer_options(text: str | None) -> dict[str, Any]:
+    """`momentum=0.9,nesterov=True` as options."""
+    options: dict[str, Any] = {}
+    shown = one_line(text or "", 60)
+    for part in (text or "").replace(" ", "").split(","):
+        if not part:
+            continue
+        name, equals, value = part.partition("=")
+        if not equals or not name.isidentifier():
+            raise ConfigError(f"optim_args={shown!r}: {one_line(part, 60)!r} is no name=value")
+        try:
+            options[name] = parse_json(value.lower() if value in ("True", "False", "None") else value)
+        except ValueError:
+            options[name] = None if value == "None" else value
+        if isinstance(options[name], float) and not math.isfinite(options[name]):
+            raise ConfigError(f"optim_args={shown!r}: {name} must be a finite number")
+    return options
 
 
 def _as(name: str, value: Any, kind: Any) -> Any:
@@ -96,10 +120,18 @@ def _switch(value: Any) -> bool:
 
 
 def _number(value: Any, *, whole: bool) -> int | float:
-    """A field that takes parts of a whole keeps whole numbers whole: 500 steps are not 500.0."""
+    """A field that takes parts of a whole keeps whole numbers whole: 500 steps are not 500.0.
+
+    No field means anything by a number that is not finite, or that 64 bits don't hold.
+    """
     if isinstance(value, bool):
         raise ValueError
-    number = float(value) if isinstance(value, str | int | float) else float(_item(value))
+    try:
+        number = float(value) if isinstance(value, str | int | float) else float(_item(value))
+    except (OverflowError, TypeError, RuntimeError):
+        raise ValueError from None
+    if not math.isfinite(number) or (whole and abs(number) >= BEYOND):
+        raise ValueError
     if number.is_integer() and (whole or not isinstance(value, float)) and "." not in str(value):
         return int(number)
     if whole:
@@ -130,18 +162,13 @@ def _mapping(name: str, value: Any) -> dict[str, Any]:
     if not isinstance(value, str):
         raise ValueError
     try:
-        text = value if value.lstrip().startswith("{") else _text_of_file(value)
-        found = json.loads(text)
-    except (OSError, json.JSONDecodeError) as error:
-        raise ConfigError(f"{name}={value!r}: expected JSON in braces, or a JSON file: {error}") from error
+        found = parse_json(value if value.lstrip().startswith("{") else read_input(value, LARGEST_JSON))
+    except (OSError, ValueError) as error:
+        said = f"{name}={one_line(value, 60)!r}"
+        raise ConfigError(f"{said}: expected JSON in braces, or a JSON file: {cause_of(error)}") from error
     if not isinstance(found, dict):
         raise ConfigError(f"{name}={value!r}: expected a JSON object, got {type(found).__name__}")
     return found
-
-
-def _text_of_file(path: str) -> str:
-    with open(path, encoding="utf-8") as file:
-        return file.read()
 
 
 def _alternatives(kind: Any) -> tuple[Any, ...]:
@@ -149,6 +176,12 @@ def _alternatives(kind: Any) -> tuple[Any, ...]:
 
 
 def _told(kind: Any) -> str:
-    words = {int: "a whole number", float: "a number", bool: "true or false", str: "a text", type(None): "nothing"}
+    words = {
+        int: "a whole number",
+        float: "a finite number",
+        bool: "true or false",
+        str: "a text",
+        type(None): "nothing",
+    }
     origin = typing.get_origin(kind) or kind
     return words.get(origin, {list: "a list", dict: "a mapping"}.get(origin, str(kind)))

@@ -6,7 +6,6 @@ does not            biases, everything in a LayerNorm, everything whose name say
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -16,7 +15,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from paceline.errors import ConfigError
+from paceline.input_file import cause_of
 from paceline.trainer.choices import OptimizerNames
+from paceline.trainer.field_values import optimizer_options
 from paceline.trainer.training_arguments import TrainingArguments
 
 _NEVER_DECAYS = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.|_)norm(?:$|\.)", re.IGNORECASE)
@@ -50,7 +51,7 @@ def make_optimizer(
         return kind(groups, lr=arguments.learning_rate, **(options | more))
     except (TypeError, ValueError) as error:
         raise ConfigError(
-            f"optim={arguments.optim.value!r} with optim_args={arguments.optim_args!r}: {error}"
+            f"optim={arguments.optim.value!r} with optim_args={arguments.optim_args!r}: {cause_of(error)}"
         ) from error
 
 
@@ -61,22 +62,6 @@ def decaying_names(model: nn.Module) -> Iterator[str]:
             full = f"{path}.{name}".lstrip(".")
             if not isinstance(module, nn.LayerNorm) and not _NEVER_DECAYS.search(full):
                 yield full
-
-
-def optimizer_options(text: str | None) -> dict[str, Any]:
-    """`momentum=0.9,nesterov=True` as options."""
-    options: dict[str, Any] = {}
-    for part in (text or "").replace(" ", "").split(","):
-        if not part:
-            continue
-        name, equals, value = part.partition("=")
-        if not equals:
-            raise ConfigError(f"optim_args={text!r}: {part!r} is no name=value")
-        try:
-            options[name] = json.loads(value.lower() if value in ("True", "False", "None") else value)
-        except json.JSONDecodeError:
-            options[name] = None if value == "None" else value
-    return options
 
 
 _KINDS: dict[OptimizerNames, tuple[Callable[..., Optimizer], dict[str, Any]]] = {

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import os
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -19,12 +20,14 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from paceline import input_file
 from paceline.checkpoint.disk import remove_folder
 from paceline.checkpoint.retention import all_checkpoints
 from paceline.engine.config import counted
 from paceline.engine.engine import Engine
 from paceline.errors import CheckpointError, ConfigError
 from paceline.trainer.training_arguments import TrainingArguments
+from paceline.world.known_names import MOST_LANES
 
 ARGUMENTS = "training_arguments.json"
 WEIGHTS = "model.safetensors"
@@ -91,22 +94,24 @@ def write_json(arguments: TrainingArguments, name: str, values: Mapping[str, Any
 
 
 def read_json(arguments: TrainingArguments, name: str) -> dict[str, Any]:
-    """What is there; nothing where nothing can be read."""
+    """What is there; nothing, with a warning, where something is that can't be read."""
+    path = Path(arguments.output_dir) / name
     try:
-        found = json.loads((Path(arguments.output_dir) / name).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        return input_file.read_json(path)
+    except FileNotFoundError:
         return {}
-    return found if isinstance(found, dict) else {}
+    except (OSError, ValueError) as error:
+        warnings.warn(f"{path} can't be read, so it begins anew: {input_file.cause_of(error)}", stacklevel=3)
+        return {}
 
 
 def recorded_lanes(folder: Path) -> int | None:
     """How many lanes the run in `folder` has, where that is on record."""
     try:
-        found = json.loads((folder / ARGUMENTS).read_text(encoding="utf-8"))
-        lanes = found["resolved"]["lanes"]
+        lanes = input_file.read_json(folder / ARGUMENTS)["resolved"]["lanes"]
     except (OSError, ValueError, KeyError, TypeError):
         return None
-    return lanes if isinstance(lanes, int) else None
+    return lanes if type(lanes) is int and 1 <= lanes <= MOST_LANES else None
 
 
 def write_weights(folder: Path, model: nn.Module, state: dict[str, Tensor], processing_class: Any) -> None:
@@ -145,7 +150,12 @@ def tied(model: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _publish(path: Path, text: str) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.partial")
-    partial.write_text(text, encoding="utf-8")
-    os.replace(partial, path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial.write_text(text, encoding="utf-8")
+        os.replace(partial, path)
+    except OSError as error:
+        raise ConfigError(
+            f"{path} could not be written: {input_file.cause_of(error)}; choose an output_dir that can be"
+        ) from error

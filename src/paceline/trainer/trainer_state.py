@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from paceline.errors import CheckpointError
+from paceline.input_file import cause_of, read_json
 from paceline.trainer.training_arguments import TrainingArguments
 
 
@@ -61,7 +63,10 @@ class TrainerState:
 
     @classmethod
     def load_from_json(cls, json_path: str | Path) -> TrainerState:
-        return cls.from_dict(json.loads(Path(json_path).read_text(encoding="utf-8")))
+        try:
+            return cls.from_dict(read_json(json_path))
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"{json_path} can't be read: {cause_of(error)}") from error
 
 
 @dataclass

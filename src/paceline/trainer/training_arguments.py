@@ -13,7 +13,7 @@ import json
 import logging
 import math
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from datetime import timedelta
@@ -22,20 +22,54 @@ from typing import Any
 
 import torch
 
+from paceline.engine.config import LARGEST_BUCKET_MIB, MOST_ACCUMULATED
 from paceline.engine.one_line_errors import show_our_errors_in_one_line
 from paceline.engine.surroundings import find_device
 from paceline.errors import ConfigError
+from paceline.strategies.registry import STRATEGIES
 from paceline.trainer import argument_sources, old_spellings
 from paceline.trainer.choices import DistributedType, IntervalStrategy, ParallelMode, SaveStrategy, SchedulerType
-from paceline.trainer.field_values import check_names, converted, field_types
+from paceline.trainer.field_values import check_names, converted, field_types, optimizer_options
 from paceline.trainer.honoured_fields import HonouredFields
 from paceline.trainer.refused_fields import RefusedFields, check_refused
 from paceline.trainer.strategy_choice import Choice, choose_strategy
+from paceline.world.checked_values import LONGEST_WAIT_S, number, one_word, path_of, whole_number
 from paceline.world.environment import read_world
+from paceline.world.known_names import BACKENDS, MOST_LANES, MOST_THREADS, OFFLOADS, SEEDS
 from paceline.world.world import World
 
 _FOLLOWS = ("run_name", "report_to", "do_eval")  # from others
 _TOKEN_COUNTS = ("no", "all", "non_padding")
+_MANY = 2**40
+_COUNTS = {
+    "per_device_train_batch_size": (1, _MANY),
+    "per_device_eval_batch_size": (1, _MANY),
+    "gradient_accumulation_steps": (1, MOST_ACCUMULATED),
+    "max_steps": (-1, _MANY),
+    "seed": (0, SEEDS - 1),
+    "data_seed": (0, SEEDS - 1),
+    "torch_empty_cache_steps": (1, _MANY),
+    "eval_accumulation_steps": (1, _MANY),
+    "dataloader_num_workers": (0, 2**10),
+    "dataloader_prefetch_factor": (1, _MANY),
+    "ddp_timeout": (1, int(LONGEST_WAIT_S)),
+    "ddp_bucket_cap_mb": (1, int(LARGEST_BUCKET_MIB)),
+    "lanes": (1, MOST_LANES),
+    "threads": (1, MOST_THREADS),
+}
+"""From, to; where there may be none it is None."""
+_NEVER_NEGATIVE = dict.fromkeys(("learning_rate", "weight_decay", "max_grad_norm", "adam_epsilon")) | dict.fromkeys(
+    ("warmup_steps", "num_train_epochs", "eval_delay", "logging_steps", "eval_steps", "save_steps"), _MANY
+)
+"""With the most of it, where there is one."""
+_WORDS: dict[str, Iterable[str]] = {
+    "strategy": STRATEGIES,
+    "reduction": ("exact", "fast"),
+    "offload": OFFLOADS,
+    "on_nonfinite": ("stop", "skip", "continue"),
+    "ddp_backend": BACKENDS,
+    "dataloader_multiprocessing_context": ("fork", "spawn", "forkserver"),
+}
 
 
 class _Spelled(type):
@@ -60,7 +94,10 @@ class TrainingArguments(RefusedFields, HonouredFields, metaclass=_Spelled):
             setattr(self, name, converted(name, getattr(self, name), kind))
         check_refused(self)
         self._world: World | None = None
-        self.output_dir = str(Path(self.output_dir).expanduser())
+        try:
+            self.output_dir = str(path_of("output_dir", self.output_dir).expanduser())
+        except RuntimeError as error:
+            raise ConfigError(f"output_dir={self.output_dir!r}: {error}") from error
         self._derive()
         self._check_numbers()
         self._check_strategies()
@@ -105,10 +142,19 @@ class TrainingArguments(RefusedFields, HonouredFields, metaclass=_Spelled):
             if not ok:
                 raise ConfigError(text)
 
-        for name in ("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps"):
-            check(getattr(self, name) >= 1, f"{name}={getattr(self, name)}: it is at least 1")
-        for name in ("learning_rate", "weight_decay", "max_grad_norm", "warmup_steps", "dataloader_num_workers"):
-            check(getattr(self, name) >= 0, f"{name}={getattr(self, name)}: it is never negative")
+        for name, (least, most) in _COUNTS.items():
+            if getattr(self, name) is not None:
+                whole_number(name, getattr(self, name), least=least, most=most)
+        for name, most_of_it in _NEVER_NEGATIVE.items():
+            if getattr(self, name) is not None:
+                number(name, getattr(self, name), least=0, why="it is never negative")
+                number(name, getattr(self, name), most=most_of_it)
+        for name in ("adam_beta1", "adam_beta2"):
+            number(name, getattr(self, name), least=0, below=1)
+        for name, words in _WORDS.items():
+            if getattr(self, name) is not None:
+                one_word(name, getattr(self, name), words)
+        optimizer_options(self.optim_args)
         check(
             self.max_steps > 0 or self.num_train_epochs > 0, "num_train_epochs is 0 or less, and max_steps is not given"
         )
@@ -121,10 +167,9 @@ class TrainingArguments(RefusedFields, HonouredFields, metaclass=_Spelled):
             self.dataloader_prefetch_factor is None or self.dataloader_num_workers > 0,
             "dataloader_prefetch_factor needs loader processes; set dataloader_num_workers to 1 or more",
         )
-        check(
-            self.save_total_limit is None or self.save_total_limit >= 1,
-            f"save_total_limit={self.save_total_limit}: at least one checkpoint is kept; save_strategy='no' saves none",
-        )
+        if self.save_total_limit is not None:
+            why = "at least one checkpoint is kept; save_strategy='no' saves none"
+            whole_number("save_total_limit", self.save_total_limit, least=1, why=why)
         check(
             self.include_num_input_tokens_seen in _TOKEN_COUNTS,
             f"include_num_input_tokens_seen={self.include_num_input_tokens_seen!r}: choose {', '.join(_TOKEN_COUNTS)}",

@@ -24,6 +24,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from paceline.checkpoint.retention import all_checkpoints, checkpoint_name
 from paceline.errors import CheckpointError, ConfigError
+from paceline.input_file import cause_of
 from paceline.trainer import run_folder
 from paceline.trainer.choices import IntervalStrategy, SaveStrategy
 from paceline.trainer.losses import takes
@@ -146,13 +147,16 @@ class TrainingLoop:
             raise CheckpointError(
                 "this checkpoint was saved by an Engine's loop, not by a Trainer; use engine.load_state"
             )
-        saved = TrainerState.from_dict(dict(extra["trainer"]))
+        try:
+            saved = TrainerState.from_dict(dict(extra["trainer"]))
+            self.losses = Losses(**extra["losses"])
+            self.epoch_ends, callbacks = bool(extra["epoch_ends"]), extra["callbacks"]
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise CheckpointError(f"the Trainer's part of this checkpoint is damaged: {cause_of(error)}") from error
         for name in ("is_local_process_zero", "is_world_process_zero"):
             setattr(saved, name, getattr(fresh, name))
-        self.losses = Losses(**extra["losses"])
-        self.epoch_ends = bool(extra["epoch_ends"])
         if self.args.restore_callback_states_from_checkpoint:
-            self.trainer.callback_handler.restore(extra["callbacks"])
+            self.trainer.callback_handler.restore(callbacks)
         return saved
 
     # -- the loop ----------------------------------------------------------------------------------------------------

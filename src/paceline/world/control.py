@@ -35,7 +35,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
-from paceline.errors import WorldError
+from paceline.errors import LaunchError, WorldError
 
 JSON = str | int | float | bool | None | Sequence["JSON"] | Mapping[str, "JSON"]
 
@@ -50,6 +50,13 @@ ANSWER_MARGIN_S = 5.0
 """The supervisor answers a question it can't settle when its time is up; only then do we stop waiting for it."""
 
 SEND_TIMEOUT_S = 30.0
+
+
+def no_thread(rank: int, error: RuntimeError) -> LaunchError:
+    return LaunchError(
+        f"rank {rank} could not start a thread ({error}); raise the limit of processes (ulimit -u, pids.max of the "
+        "container), or use fewer workers"
+    )
 
 
 class ControlClient:
@@ -87,7 +94,11 @@ class ControlClient:
         connection.settimeout(None)  # the reader waits as long as the job lasts; what is sent has its own limit:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(SEND_TIMEOUT_S), 0))
         client = cls(connection, rank)
-        client._reader.start()
+        try:
+            client._reader.start()
+        except RuntimeError as error:
+            connection.close()
+            raise no_thread(rank, error) from error
         client.tell("hello", rank=rank, pid=os.getpid())
         return client
 

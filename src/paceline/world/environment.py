@@ -7,6 +7,7 @@ cuBLAS is told its workspace before CUDA starts.
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 from pathlib import Path
@@ -17,6 +18,7 @@ from paceline.world.addresses import DEFAULT_PORT, is_loopback
 from paceline.world.checked_variables import Variables, is_number, text_of
 from paceline.world.cluster_launch import LaunchDefaults, cluster_defaults
 from paceline.world.explanation import Finding
+from paceline.world.launch_settings import settings_of
 from paceline.world.launchers import world_from
 from paceline.world.world import ControlSocket, TcpRendezvous, World
 
@@ -29,6 +31,11 @@ def read_world(variables: Variables | None = None) -> World:
 def launch_defaults(variables: Variables | None = None) -> LaunchDefaults | None:
     """What `paceline run` may take from the cluster it is started on."""
     return cluster_defaults(os.environ if variables is None else variables)
+
+
+def check_settings(variables: Variables | None = None) -> None:
+    """That PACELINE_* settings which workers will inherit from here make sense."""
+    settings_of(os.environ if variables is None else variables, size=1)
 
 
 def explain(variables: Variables | None = None) -> list[Finding]:
@@ -127,9 +134,17 @@ def job_secret() -> str | None:
 
 
 def cache_folder() -> Path:
-    """Where things that can be made again are kept: XDG_CACHE_HOME, or ~/.cache."""
+    """Where things that can be made again are kept: XDG_CACHE_HOME, or ~/.cache. OSError where there is no home."""
     base = text_of(os.environ, "XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "paceline"
+    try:
+        return (Path(base) if base else Path.home() / ".cache") / "paceline"
+    except RuntimeError as error:  # HOME is not set, and the system does not know this user
+        raise FileNotFoundError(errno.ENOENT, "neither XDG_CACHE_HOME nor HOME is set") from error
+
+
+def temporary_folder() -> str | None:
+    """TMPDIR as the user set it."""
+    return text_of(os.environ, "TMPDIR")
 
 
 def with_temporary_files_in(folder: str) -> dict[str, str]:

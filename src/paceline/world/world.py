@@ -19,7 +19,8 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 
-from paceline.errors import WorldError
+from paceline.errors import ConfigError, WorldError
+from paceline.world import known_names
 
 LOOPBACK = "127.0.0.1"
 
@@ -58,9 +59,31 @@ class LaunchSettings:
     replay: str | None = None  # a run folder: do again what its log says, instead of training
 
     def __post_init__(self) -> None:
-        for name, value, least in (("lanes", self.lanes, 1), ("threads", self.threads, 1), ("seed", self.seed, 0)):
-            if value is not None and value < least:
-                raise WorldError(f"the launcher's setting {name} is {value}; it must be at least {least}")
+        for name, value, least, most in (
+            ("lanes", self.lanes, 1, known_names.MOST_LANES),
+            ("threads", self.threads, 1, known_names.MOST_THREADS),
+            ("seed", self.seed, 0, known_names.SEEDS - 1),
+        ):
+            if value is not None and not least <= value <= most:
+                bound = f"at least {least}" if value < least else f"at most {most:,}"
+                raise WorldError(f"{_setting(name)} is {value}; it must be {bound}")
+        for name, word, known in (
+            ("strategy", self.strategy, tuple(known_names.STRATEGIES)),
+            ("backend", self.backend, known_names.BACKENDS),
+            ("precision", self.precision, known_names.PRECISIONS),
+            ("offload", self.offload, known_names.OFFLOADS),
+        ):
+            if word is not None and word not in known:
+                raise WorldError(f"{_setting(name)} is {word!r}, which is not known; choose one of {', '.join(known)}")
+        if self.activation_checkpointing is not None:
+            try:
+                known_names.recomputed(self.activation_checkpointing)
+            except ConfigError as error:
+                raise WorldError(f"{_setting('activation_checkpointing')}: {error}") from error
+
+
+def _setting(name: str) -> str:
+    return f"the launcher's setting {name} (--{name.replace('_', '-')} or PACELINE_{name.upper()})"
 
 
 @dataclass(frozen=True)

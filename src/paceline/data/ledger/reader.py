@@ -11,7 +11,6 @@ note; any other line that is not what the writer writes is a problem with its fi
 
 from __future__ import annotations
 
-import json
 import re
 from array import array
 from bisect import bisect_right
@@ -26,9 +25,11 @@ import numpy.typing as npt
 
 from paceline.data.sample_record import FILE_NAME, FOLDER, VERSION, RecordHeader, file_name
 from paceline.errors import ConfigError
+from paceline.input_file import cause_of, open_input, parse_json
 
 BLOCK_BYTES = 1 << 21
 CODES = {"step": "i", "epoch": "i", "epoch_step": "i", "lane": "i", "micro_batch": "i", "position": "q"}
+LONGEST_LINE = 2**26  # bytes; a micro-batch of a million samples has some ten million
 FURTHEST = 1 << 62  # so that position + count never overflows
 TORN_STEP = re.compile(rb'\{"step": ?(\d+),')
 NOT_A_LINE = (ValueError, KeyError, TypeError, OverflowError, AttributeError)  # of json, of array, of `row["step"]`
@@ -191,8 +192,8 @@ class _Reader:
 
     def read(self, number: int, worker: int, name: str) -> None:
         try:
-            with (self._folder / name).open("rb") as file:
-                header = self._header(file.readline(), name, number, worker)
+            with open_input(self._folder / name) as file:
+                header = self._header(file.readline(LONGEST_LINE), name, number, worker)
                 if header is None:
                     return
                 attempt = self._attempt_of(number, name, header)
@@ -201,8 +202,15 @@ class _Reader:
                     *lines, left = (left + block).split(b"\n")
                     self._add(attempt, name, lines, line_number)
                     line_number += len(lines)
+                    if len(left) > LONGEST_LINE:
+                        self.problems.append(
+                            f"{name}, line {line_number} does not end: the rest of the file is unknown"
+                        )
+                        left = b""
+                        break
         except OSError as error:
-            raise ConfigError(f"{self._folder / name} can't be read: {error.strerror}") from error
+            self.problems.append(f"{name} can't be read: {cause_of(error)}")
+            return
         if left:
             self.notes.append(f"{name} ends inside a line (killed while writing); line {line_number} is left out")
         step = TORN_STEP.match(left)
@@ -214,7 +222,7 @@ class _Reader:
             self.notes.append(f"{name} ends inside its first line (killed while it was made)")
             return None
         try:
-            fields = json.loads(line.decode())
+            fields = parse_json(line)
             version = fields["version"] if fields["paceline"] == "samples" else None
             said = file_name(fields["attempt"], fields["worker"])
         except NOT_A_LINE:
@@ -253,7 +261,7 @@ class _Reader:
         if not lines:
             return
         try:
-            rows = json.loads(f"[{b','.join(lines).decode()}]")
+            rows = parse_json(b"[" + b",".join(lines) + b"]")
             if len(rows) != len(lines):
                 raise ValueError("a line is not one object")
             self.columns.add(rows, attempt.header)
@@ -263,7 +271,7 @@ class _Reader:
 
     def _add_one(self, attempt: Attempt, where: str, line: bytes) -> None:
         try:
-            row = json.loads(line.decode())
+            row = parse_json(line)
             if "step" not in row and "samples_per_epoch" in row:
                 length = (row["samples"], row["samples_per_epoch"])
                 if attempt.lengths.setdefault(int(row["epoch"]), length) != length:
@@ -271,5 +279,5 @@ class _Reader:
             else:
                 self.columns.add([row], attempt.header)
         except NOT_A_LINE as error:
-            why = f"no {error}" if isinstance(error, KeyError) else str(error)
+            why = f"no {error}" if isinstance(error, KeyError) else cause_of(error)
             self.problems.append(f"{where} is damaged ({why}): its micro-batch is unknown")

@@ -17,11 +17,13 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
+from paceline.input_file import open_input, open_output, parse_json
 from paceline.trainer.integrations.reporter import RunInfo
 
 FILE_NAME = "metrics.jsonl"
@@ -38,7 +40,7 @@ class JsonLines:
         run.folder.mkdir(parents=True, exist_ok=True)
         path = run.folder / FILE_NAME
         cut = _take_cut_line(path)
-        self._file = path.open("a", encoding="utf-8")
+        self._file = _appending(path)
         if cut:
             self._write({"event": "cut", "text": cut})
         if run.taken_over is not None:
@@ -72,7 +74,7 @@ class JsonLines:
 def append(folder: Path, step: int, values: Mapping[str, float]) -> None:
     """One line more of a run that has ended: its model is measured again."""
     lines = JsonLines()
-    with (folder / FILE_NAME).open("a", encoding="utf-8") as lines._file:
+    with _appending(folder / FILE_NAME) as lines._file:
         lines.log(step, values)
 
 
@@ -80,36 +82,44 @@ def rows(path: Path) -> list[dict[str, Any]]:
     """The logged lines that count, numbers as numbers again; a line that was cut is left out."""
     counting: list[dict[str, Any]] = []
     for line in _lines(path):
-        if line.get("event") == "resume":
+        if line.get("event") == "resume" and type(line.get("step")) is int:
             counting = [row for row in counting if row["step"] <= line["step"]]
         elif line.get("event") == "start":
             counting = []  # another run, in the same folder
         elif "event" not in line:
-            for name in line.pop("nonfinite", []):
-                line[name] = float(line[name])
+            try:
+                for name in line.pop("nonfinite", []):
+                    line[name] = float(line[name])
+            except (TypeError, ValueError, KeyError):  # damaged
+                continue
             counting.append(line)
     return counting
 
 
 def _lines(path: Path) -> Iterator[dict[str, Any]]:
-    with path.open(encoding="utf-8") as file:
+    with open_input(path) as file:
         for text in file:
             try:
-                line = json.loads(text)
+                line = parse_json(text)
             except ValueError:
                 continue
-            if isinstance(line, dict):
+            if isinstance(line, dict) and ("event" in line or type(line.get("step")) is int):
                 yield line
+
+
+def _appending(path: Path) -> TextIO:
+    return open(open_output(path), "a", encoding="utf-8")
 
 
 def _take_cut_line(path: Path) -> str:
     """Remove what a killed run had begun to write after its last whole line; what that was."""
     if not path.exists():
         return ""
-    with path.open("rb+") as file:
+    with open_input(path) as file:
         data = file.read()
-        whole = data.rfind(b"\n") + 1
-        file.truncate(whole)
+    whole = data.rfind(b"\n") + 1
+    if whole < len(data):
+        os.truncate(path, whole)
     return data[whole:].decode(errors="replace")
 
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from itertools import islice
 from typing import Any
 
-from paceline.trainer.integrations.reporter import RunInfo
+from paceline.trainer.integrations.reporter import RunInfo, known_id
 
 ID_FILE = "mlflow_run.json"
 PARAMETERS_AT_ONCE = 100
@@ -28,7 +28,7 @@ class MLflow:
     def start(self, run: RunInfo) -> None:
         mlflow: Any = importlib.import_module("mlflow")  # not installed with paceline, so not known to a type checker
         file = run.folder / ID_FILE
-        known = json.loads(file.read_text())["id"] if run.resumed_at is not None and file.exists() else None
+        known = known_id(file) if run.resumed_at is not None else None
         begun = mlflow.start_run(run_id=known, run_name=None if known else run.name)
         self._mlflow = mlflow
         run.folder.mkdir(parents=True, exist_ok=True)

@@ -10,10 +10,13 @@ Which ones a run has is chosen in `choice.py`; JSON lines are always among them.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias
+
+from paceline.input_file import cause_of, read_json
 
 Logged: TypeAlias = tuple[int, Mapping[str, float]]
 """A step and what was logged in it."""
@@ -39,6 +42,20 @@ class Reporter(Protocol):
     def start(self, run: RunInfo) -> None: ...
     def log(self, step: int, values: Mapping[str, float]) -> None: ...
     def close(self, *, ok: bool = True) -> None: ...
+
+
+def known_id(file: Path) -> str | None:
+    """The id of a run elsewhere that goes on; None, with a warning where it can't be read: a new one begins."""
+    try:
+        known = read_json(file)["id"]
+        if not isinstance(known, str) or not known:
+            raise ValueError("it holds no id")
+        return known
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError) as error:
+        warnings.warn(f"{file} can't be read, so a new run begins there: {cause_of(error)}", stacklevel=3)
+        return None
 
 
 def in_section(name: str) -> str:

@@ -11,7 +11,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from paceline.trainer.integrations.reporter import RunInfo, in_section
+from paceline.trainer.integrations.reporter import RunInfo, in_section, known_id
 
 ID_FILE = "wandb_run.json"
 STEP = "train/global_step"
@@ -26,7 +26,7 @@ class WeightsAndBiases:
     def start(self, run: RunInfo) -> None:
         wandb: Any = importlib.import_module("wandb")  # not installed with paceline, so not known to a type checker
         file = run.folder / ID_FILE
-        known = json.loads(file.read_text())["id"] if run.resumed_at is not None and file.exists() else None
+        known = known_id(file) if run.resumed_at is not None else None
         config = {**run.config, "world": dict(run.world)}
         run.folder.mkdir(parents=True, exist_ok=True)
         self._run = wandb.init(

@@ -1,0 +1,214 @@
+"""A host that can't carry a job says so before it starts; one that runs out of something on the way says it once."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import json
+import os
+import resource
+import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paceline.data import loader_watch
+from paceline.errors import DataError, LaunchError
+from paceline.launch import host_limits
+from paceline.launch.folders import VAULT, elsewhere_than_asked, vault_folder
+from paceline.launch.host_limits import check_host, process_limits
+from paceline.launch.job import Job
+from paceline.launch.stable import Stable
+from paceline.launch.supervisor import Supervisor
+from paceline.launch.worker_main import Script
+from paceline.world.memory_limit import MemoryLimit
+from paceline.world.world import LaunchSettings, World
+from tests.workers import run_workers
+
+pytestmark = pytest.mark.timeout(60)
+
+
+@pytest.fixture(autouse=True)
+def a_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_limits, "usable_cores", lambda: 4)
+    monkeypatch.setattr(host_limits, "memory_limit", lambda: MemoryLimit(8 * 2**30, "the host"))
+    monkeypatch.setattr(host_limits, "process_limits", lambda: iter(()))
+
+
+def test_more_than_the_cores_can_turn_to_are_refused() -> None:
+    check_host(256, "--workers 256")
+    with pytest.raises(LaunchError, match="--workers 257: this host has 4 cores, and at most 64 processes a core are"):
+        check_host(257, "--workers 257")
+
+
+def test_more_than_the_memory_holds_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_limits, "memory_limit", lambda: MemoryLimit(320 * 2**20, "cgroup /job"))
+    check_host(10, "--workers 10")
+    with pytest.raises(LaunchError, match="each takes at least 32 MiB, and cgroup /job has 320 MiB; use 10 or fewer"):
+        check_host(11, "--workers 11")
+
+
+def test_more_than_the_processes_allowed_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_limits, "process_limits", lambda: iter([(20, "the limit of somebody")]))
+    check_host(2, "--workers 2")
+    with pytest.raises(LaunchError, match="at least 34 processes and threads, and the limit of somebody leaves 20"):
+        check_host(10, "--workers 10")
+
+
+@pytest.mark.parametrize(("own", "folder"), [("0::/a/b\n", "a/b"), ("7:cpu:/x\n8:pids:/a/b\n", "pids/a/b")])
+def test_the_limits_of_control_groups_are_read_upwards(tmp_path: Path, own: str, folder: str) -> None:
+    inner = tmp_path / folder
+    inner.mkdir(parents=True)
+    for group, most, used in ((inner, "max", "3"), (inner.parent, "50", "8")):
+        (group / "pids.max").write_text(f"{most}\n")
+        (group / "pids.current").write_text(f"{used}\n")
+    limits = [found for found in process_limits(own, tmp_path) if "pids.max" in found[1]]
+    assert limits == [(42, f"{inner.parent / 'pids.max'} (50)")]
+
+
+def test_the_soft_limit_of_open_files_is_raised_and_the_hard_one_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    raised: list[tuple[int, int]] = []
+    monkeypatch.setattr(resource, "setrlimit", lambda which, limits: raised.append(limits))
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (30, 4096))
+    check_host(2, "--workers 2")
+    assert raised == [(36, 4096)]
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (24, 24))
+    with pytest.raises(LaunchError, match="--workers 2: the launcher needs 36 open files, and 24 are allowed here"):
+        check_host(2, "--workers 2")
+
+
+def test_a_launcher_with_24_open_files_ends_at_once_in_one_line(tmp_path: Path) -> None:
+    """It wrote 279,604 lines, each a connection of a worker that could not be accepted."""
+    (tmp_path / "train.py").write_text("raise SystemExit(9)")
+
+    def few_files() -> None:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (24, 24))
+
+    ran = subprocess.run(
+        [sys.executable, "-m", "paceline.cli.main", "run", "--elastic", "--workers", "4", "train.py"],
+        cwd=tmp_path, preexec_fn=few_files, capture_output=True, text=True, timeout=30, check=False,
+    )  # fmt: skip
+    assert (ran.returncode, len(ran.stderr.splitlines())) == (2, 1), ran.stderr[:2000]
+    assert "the launcher needs 48 open files, and 24 are allowed here" in ran.stderr
+
+
+def test_connections_that_cannot_be_accepted_end_the_job_in_one_line() -> None:
+    said: list[tuple[str, int]] = []
+
+    class Decided:
+        def broken(self, text: str, code: int) -> None:
+            said.append((text, code))
+
+    async def run() -> list[dict[str, Any]]:
+        loop, left = asyncio.get_running_loop(), []
+        supervisor = Supervisor(Job(Script("train.py"), 1, LaunchSettings()))
+        supervisor._decider = Decided()  # type: ignore[assignment]
+        error = OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        supervisor._in_the_loop(loop, {"message": "socket.accept() out of system resource", "exception": error})
+        loop.default_exception_handler = left.append  # type: ignore[method-assign, assignment]
+        supervisor._in_the_loop(loop, {"message": "something else", "exception": ValueError()})
+        supervisor._screen.close(1)
+        return left
+
+    assert [context["message"] for context in asyncio.run(run())] == ["something else"]
+    assert [code for _, code in said] == [1]
+    assert said[0][0].startswith("the launcher can't take further connections of workers: Too many open files; raise")
+
+
+def _refused_forks(world: World, folder: str) -> list[dict[str, Any]]:
+    """In a process of its own: a stable has handlers of signals."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    stable = Stable(theirs, Path(folder), os.getppid())
+
+    def no_fork() -> int:
+        raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+
+    os.fork = no_fork
+    said = []
+    for outputs in ([1, 2], [1]):  # the kernel drops descriptors that a process may not have
+        message = {"kind": "start", "rank": 3, "control": "", "variables": {}}
+        socket.send_fds(ours, [json.dumps(message).encode()], outputs)
+        assert stable._obey() is None
+        said.append(json.loads(ours.recv(4096)))
+    return said
+
+
+def test_a_worker_that_cannot_be_forked_is_reported(tmp_path: Path) -> None:
+    (result,) = run_workers(_refused_forks, 1, folder=str(tmp_path))
+    assert result.error is None, result.traceback
+    assert [(said["kind"], said["rank"], said["text"]) for said in result.value] == [
+        ("failed", 3, "Resource temporarily unavailable"),
+        ("failed", 3, "Too many open files"),
+    ]
+
+
+# -- memory and folders ------------------------------------------------------------------------------------------------
+
+
+def in_its_own_mounts(mounts: str, program: str) -> str:
+    """What a Python program says in a mount namespace of its own, after shell commands that mount something there."""
+    if os.geteuid() != 0 or shutil.which("unshare") is None or subprocess.run(["unshare", "-m", "true"]).returncode:
+        pytest.skip("needs a mount namespace")
+    command = f'{mounts}; exec "$0" -c "$1"'
+    ran = subprocess.run(
+        ["unshare", "-m", "sh", "-ec", command, sys.executable, program],
+        capture_output=True, text=True, timeout=30, check=False,
+    )  # fmt: skip
+    assert ran.returncode == 0, ran.stderr
+    return ran.stdout
+
+
+@pytest.mark.parametrize(
+    ("mount", "told"),
+    [
+        ("mount -t tmpfs -o size=2g,ro tmpfs /dev/shm", "/dev/shm can't be written to (mounted read-only"),
+        ("mount -t tmpfs -o size=64k tmpfs /dev/shm", "/dev/shm has 0 MiB free and 256 MiB are wanted"),
+        ("mount -t tmpfs tmpfs /dev; test ! -e /dev/shm", "/dev/shm can't be used (No such file or directory)"),
+    ],
+)
+def test_an_elastic_job_without_shared_memory_says_where_it_keeps_its_state(mount: str, told: str) -> None:
+    program = (
+        "from paceline.launch.folders import run_folder, vault_folder\n"
+        "with run_folder() as run, vault_folder(run, say=print) as vault:\n"
+        "    assert vault == run / 'vault' and vault.is_dir() and not vault.is_symlink()\n"
+        "assert not run.exists()"
+    )
+    said = in_its_own_mounts(mount, program).splitlines()
+    assert len(said) == 1
+    assert said[0].startswith(f"paceline: elastic: {told}")
+    assert "what workers keep for each other is in " in said[0]
+
+
+def test_a_vault_in_shared_memory_is_not_spoken_of(tmp_path: Path) -> None:
+    said: list[str] = []
+    (tmp_path / "shm").mkdir()
+    (tmp_path / "run").mkdir()
+    with vault_folder(tmp_path / "run", tmp_path / "shm", said.append) as vault:
+        assert (tmp_path / "run" / VAULT).readlink() == vault
+    assert said == []
+
+
+def test_a_run_folder_elsewhere_than_tmpdir_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert elsewhere_than_asked(tmp_path / "paceline-1", str(tmp_path)) is None
+    assert elsewhere_than_asked(Path("/tmp/paceline-1"), None) is None
+    told = elsewhere_than_asked(Path("/tmp/paceline-1"), "/nowhere")
+    assert told == "paceline: TMPDIR=/nowhere can't be written to; the job's run folder is /tmp/paceline-1"
+    assert "is too long for the address" in str(elsewhere_than_asked(Path("/tmp/paceline-1"), "/tmp/" + "x" * 150))
+    monkeypatch.chdir(tmp_path)
+    assert "no temporary folder can be written to" in str(elsewhere_than_asked(tmp_path / "paceline-1", None))
+
+
+@pytest.mark.parametrize("number", [errno.EROFS, errno.ENOSPC, errno.ENOENT, errno.EAGAIN, errno.EMFILE])
+def test_loader_processes_that_the_system_does_not_allow_are_one_line(
+    monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    def refuse(*arguments: object) -> None:
+        raise OSError(number, os.strerror(number), "/dev/shm/pym-1")
+
+    monkeypatch.setattr(loader_watch, "RawArray", refuse)
+    with pytest.raises(DataError, match=r"processes could not be started: .* \(/dev/shm/pym-1\). They need shared"):
+        loader_watch.LoaderWatch(2)
