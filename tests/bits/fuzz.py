@@ -403,7 +403,8 @@ def _judge_elastic(case: Case, expected: str, folder: Path, device: str) -> Outc
     flags = f"--workers {leg.workers} --lanes {case.lanes} --elastic --heartbeat-timeout-s 5"
     job = run_job(folder, flags, faults=case.kill, script=script, timeout_s=TIMEOUT_S)
     if job.code != 0:
-        refused = re.search(r"ConfigError", job.err) is not None and "in step" not in job.err
+        refused = "ConfigError" in job.err or "can't know which of" in job.err
+        refused = refused and not job.ledger
         return Outcome("refused" if refused else "FAILED", f"exit code {job.code}\n{job.text[-3000:]}")
     found = set(re.findall(r"weights (sha256:\w+)", job.out))
     if found != {expected}:

@@ -127,6 +127,7 @@ class Assembly:
             group.comm.abandon("the workers have changed")
         if not self._apart:
             self._apart = True
+            self._objects.training().work.buffers.put_back_lost()
             self._objects.training().strategies.dismantle()
         if group.comm is not None:
             group.comm.close()

@@ -38,6 +38,7 @@ class LaneBuffers:
         self._moving: list[int] = []  # buffers that some step has changed: the same list on every worker
         self._ahead: _Sent | None = None
         self._undoable = False  # a step has begun, and does not count yet
+        self._lost = False  # it was lost, and the workers have yet to regroup
         self._apart: dict[int, list[Tensor]] | None = None  # by lane: its own, since lanes went their own ways
         self._versions: list[tuple[int, int]] = []  # of the live buffers when they were last ours
 
@@ -60,7 +61,7 @@ class LaneBuffers:
             self._copy(self._live, self._at_start)
         self._left = {}
         self._touched = False
-        self._undoable = True
+        self._undoable, self._lost = True, False
 
     def start_lane(self, lane: int) -> None:
         if self._apart is not None:
@@ -129,9 +130,16 @@ class LaneBuffers:
         """
         self._ahead = None
         self._left = {}
-        if self._undoable and len(self._live) == len(self._at_start):
+        self._lost = self._undoable and len(self._live) == len(self._at_start)
+        if self._lost:
             self._copy(self._at_start, self._live)
         self._undoable = False
+
+    def put_back_lost(self) -> None:
+        """Before the workers regroup: the loop's body went on after the step was lost, and may have run the model."""
+        if self._lost:
+            self._copy(self._at_start, self._live)
+        self._lost = False
 
     def step_counts(self) -> None:
         self._undoable = False

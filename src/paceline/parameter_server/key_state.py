@@ -89,7 +89,7 @@ def sliced_states(table: KeyTable, by_key: Mapping[int, Sequence[State]], parame
             return whole_states(table, by_key, parameters)
         shapes = [() if parameter.dim() == 0 else (piece.elements,) for piece in pieces]
         whole: State = {}
-        for entry, value in max(states, key=_steps).items():
+        for entry, value in max(states, key=_steps, default={}).items():  # no element, no piece
             values = [state[entry] for state in states]
             if all(isinstance(v, Tensor) and v.shape == shape for v, shape in zip(values, shapes, strict=True)):
                 places = [(piece.start, values[place]) for place, piece in enumerate(pieces)]

@@ -26,7 +26,7 @@ from paceline.collectives.gradient_exchange import GradientExchange
 from paceline.optim.gradient_norm import all_finite, clip_coefficient, global_norm
 from paceline.sharding.bucket import plan_buckets
 from paceline.strategies.gradient_buckets import GradientBuckets, drop_gradients
-from paceline.strategies.masters import WholeMasters
+from paceline.strategies.masters import WholeMasters, load_exactly
 from paceline.strategies.registry import Job, Registered, register
 from paceline.strategies.strategy import Agreement, ItemPlace, Tally, WeightsInTheModel
 
@@ -193,7 +193,7 @@ class Ddp(WeightsInTheModel):
         return optimizer.state_dict()
 
     def load(self, optimizer: Optimizer, state: dict[str, Any], *, round: int) -> None:
-        optimizer.load_state_dict(whole_tree(state))
+        load_exactly(optimizer, whole_tree(state))
 
     def whole(self, parameter: Parameter) -> Tensor:
         if self._masters is None or not self._masters.has(parameter):

@@ -254,4 +254,18 @@ def placed(name: str, value: Any, group: dict[str, Any], device: torch.device, d
         return value
     if name == "step" and not group.get("capturable") and not group.get("fused"):
         return value.detach().clone()
-    return value.detach().to(device, dtype if value.is_floating_point() else value.dtype, copy=True)
+    # A number of the whole parameter, as NAdam's product of momenta, stays in the precision that it was made in: torch
+    # would turn it into the parameter's, and a run that was stopped would end with other bits.
+    return value.detach().to(device, dtype if value.is_floating_point() and value.dim() else value.dtype, copy=True)
+
+
+def load_exactly(optimizer: Optimizer, state: dict[str, Any]) -> None:
+    """`optimizer.load_state_dict`, but for the precision of numbers that belong to a whole parameter."""
+    optimizer.load_state_dict(state)
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for place, saved in state["state"].items():
+        for name, value in saved.items():
+            loaded = optimizer.state[parameters[place]].get(name)
+            both = isinstance(loaded, Tensor) and isinstance(value, Tensor)
+            if both and not value.dim() and loaded.dtype != value.dtype:
+                optimizer.state[parameters[place]][name] = value.detach().to(loaded.device, copy=True)

@@ -39,7 +39,7 @@ from paceline.strategies.masters import PieceMasters
 from paceline.strategies.own_pieces import OwnPieces, check_apart, in_logical_order
 from paceline.strategies.registry import Job
 from paceline.strategies.strategy import Agreement, ItemPlace, Tally, WeightsInTheModel
-from paceline.strategies.twins import Twin, Twins
+from paceline.strategies.twins import Twin, Twins, remember_first_states
 from paceline.strategies.weight_gather import WeightGather
 
 _FOUND_FIT: WeakSet[Optimizer] = WeakSet()  # trying one takes 20 ms, which a job whose workers change has spent
@@ -57,6 +57,7 @@ class ShardedParts:
                 "which there is one way; leave algorithm out, or choose strategy='ddp' to train over it"
             )
         for optimizer in job.optimizers:
+            remember_first_states(optimizer)
             if job.world.elastic is None or optimizer not in _FOUND_FIT:
                 check_elementwise(optimizer, HOST if job.offload else job.device)
                 check_thread_cuts(optimizer)

@@ -23,6 +23,7 @@ from paceline.checkpoint.load import whole_tree
 from paceline.optim.gradient_norm import clip_coefficient, global_norm
 from paceline.parameter_server.key_ranges import Key
 from paceline.sharding.slices import Slices
+from paceline.strategies.masters import load_exactly
 from paceline.strategies.pushed_rounds import PushedRounds
 from paceline.strategies.strategy import Tally
 
@@ -157,7 +158,7 @@ class SumsOnServers(PushedRounds):
     def load(self, optimizer: Optimizer, state: dict[str, Any], *, round: int) -> None:
         state = whole_tree(state)
         reads = self._reads_of(optimizer, state, round)
-        optimizer.load_state_dict(state)
+        load_exactly(optimizer, state)
         self._client.have_been_heard()
         self._all_workers_are_here()
         if self._speaks_for_all:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -38,10 +39,7 @@ GIVE_BACK_EVERY = 64 * 2**20  # bytes of state that have moved: between old and 
 class Twin:
     """One optimizer's update of the pieces that this worker owns."""
 
-    def __init__(
-        self, optimizer: Optimizer, pieces: OwnPieces, masters: PieceMasters | None = None, old: Twin | None = None
-    ) -> None:
-        """`old`: the one that held other pieces of the same parameters."""
+    def __init__(self, optimizer: Optimizer, pieces: OwnPieces, masters: PieceMasters | None = None) -> None:
         self.optimizer, self.pieces, self._masters = optimizer, pieces, masters
         self._mine: dict[int, list[Piece]] = {  # by parameter, of those that are dealt out
             pieces.index[id(p)]: [] for p in _parameters_of(optimizer) if id(p) in pieces.index
@@ -55,13 +53,8 @@ class Twin:
             [pieces.tensors[piece] for number in self._numbers(group) for piece in self._mine[number]] or [nothing]
             for group, nothing in zip(optimizer.param_groups, self._nothing, strict=True)
         ]
-        self._of_nothing = [
-            _state_of_nothing(optimizer, group["params"], nothing)
-            for group, nothing in zip(optimizer.param_groups, self._nothing, strict=True)
-        ]
-        if old is not None:  # which has taken over what the user's optimizer kept
-            self._of_nothing[: len(old._of_nothing)] = old._of_nothing
-        states = {n: dict(state) for n, state in zip(self._nothing, self._of_nothing, strict=True)}
+        first = remember_first_states(optimizer)
+        states = {nothing: _of_nothing(first[n], nothing) for n, nothing in enumerate(self._nothing) if n in first}
         self._twin = optimizer_on(optimizer, groups, states)
 
     @property
@@ -189,12 +182,13 @@ class Twin:
 
 
 def _part(value: Any, parameter: Parameter, piece: Piece) -> Any:
-    if not in_logical_order(parameter):
-        return like(parameter, whole_tree(value)) if isinstance(value, StoredTensor) else value
     if not isinstance(value, StoredTensor):
-        return scatter_state({"": value}, tuple(parameter.shape), [piece])[0][""]
-    if value.shape != parameter.shape:
+        in_order = in_logical_order(parameter)
+        return scatter_state({"": value}, tuple(parameter.shape), [piece])[0][""] if in_order else value
+    if value.shape != parameter.shape:  # a count of steps, say
         return value.whole()
+    if not in_logical_order(parameter):
+        return like(parameter, value.whole())
     return value.part(piece.start, piece.stop).view(() if parameter.dim() == 0 else -1)
 
 
@@ -207,17 +201,33 @@ def _nothing_of(parameters: Sequence[Tensor]) -> Tensor:
     return parameters[0].detach().new_empty(0) if parameters else torch.empty(0)
 
 
-def _state_of_nothing(optimizer: Optimizer, parameters: Sequence[Parameter], nothing: Tensor) -> State:
-    """Adagrad makes its state when it is made (torch 2.11 looks for it in every step), others in their first step."""
-    known = next((p for p in parameters if optimizer.state.get(p)), None)
-    if known is None:
-        return {}
+_PER_ELEMENT = object()
+_FIRST_STATES: WeakKeyDictionary[Optimizer, dict[int, State]] = WeakKeyDictionary()
 
-    def is_per_element(name: str, value: Any) -> bool:
-        return isinstance(value, Tensor) and value.shape == known.shape and name != "step"
 
-    kept = optimizer.state[known].items()
-    return {name: nothing.new_empty(0) if is_per_element(name, value) else copy.copy(value) for name, value in kept}
+def remember_first_states(optimizer: Optimizer) -> dict[int, State]:
+    """By group: what the optimizer kept for a parameter before its first step, if it did, less what is per element.
+
+    Adagrad makes its state when it is made, and in torch 2.11 looks for it in every step, also of the empty tensor
+    that stands for a group of which a worker owns nothing. By then its state is with the owners, or in a checkpoint.
+    """
+    known = _FIRST_STATES.setdefault(optimizer, {})
+    for number, group in enumerate(optimizer.param_groups):
+        example = next((p for p in group["params"] if optimizer.state.get(p)), None)
+        if number not in known and example is not None:
+            known[number] = {
+                name: _PER_ELEMENT if _is_per_element(name, value, example) else copy.deepcopy(value)
+                for name, value in optimizer.state[example].items()
+            }
+    return known
+
+
+def _is_per_element(name: str, value: Any, parameter: Tensor) -> bool:
+    return isinstance(value, Tensor) and value.shape == parameter.shape and name != "step"
+
+
+def _of_nothing(first: State, nothing: Tensor) -> State:
+    return {name: nothing.new_empty(0) if v is _PER_ELEMENT else copy.deepcopy(v) for name, v in first.items()}
 
 
 def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
@@ -242,7 +252,7 @@ class Twins:
         """Let the optimizer's twin hold these pieces; where it holds others all workers call this together."""
         old = self._twins.get(id(optimizer))
         if old is None or old.pieces is not pieces:
-            new = self._twins[id(optimizer)] = Twin(optimizer, pieces, self._masters, old)
+            new = self._twins[id(optimizer)] = Twin(optimizer, pieces, self._masters)
             if old is not None:
                 self._move(old, new)
         if id(optimizer) not in self._guards:
