@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import shutil
 import sysconfig
 import time
@@ -247,13 +248,14 @@ def train(engine: paceline.Engine, args: argparse.Namespace) -> None:
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: learning_rate_factor(step, args.steps))
     model, optimizer, scheduler, loader = engine.prepare(model, optimizer, scheduler, loader)
     checkpoints = engine.checkpoints(args.run_dir, keep=2)
-    if not args.resume:
+    elastic = engine.world.elastic
+    if not args.resume and not (elastic is not None and elastic.begins_again):  # all were lost, and start from there
         forget_earlier_run(engine, args.run_dir)
     elif checkpoints.resume(accept=args.accept) is None:
         engine.print(f"there is no checkpoint in {args.run_dir}; training starts at step 0")
     engine.stop_on_signals()
 
-    metrics = Metrics(args.run_dir / "metrics.jsonl", steps_done=engine.step, write=engine.is_main_process)
+    metrics = Metrics(engine, args.run_dir / "metrics.jsonl")
     tokens = engine.config.lanes * args.accumulate * args.batch_size * CONTEXT
     last_step = min(args.steps, args.stop_after or args.steps)
     clock = time.perf_counter()
@@ -291,6 +293,7 @@ def train(engine: paceline.Engine, args: argparse.Namespace) -> None:
     if engine.step < args.steps:
         checkpoints.save()
     checkpoints.close()
+    metrics.write()  # the worker that wrote may have been lost after the last line
     engine.exit_if_stopped()
     if engine.step < args.steps:
         engine.print(f"stopped after step {engine.step} of {args.steps}; --resume continues from {args.run_dir}")
@@ -311,21 +314,41 @@ def forget_earlier_run(engine: paceline.Engine, folder: Path) -> None:
 
 
 class Metrics:
-    """metrics.jsonl: one object per line, written as it happens. A resumed run keeps the lines of the steps it has."""
+    """metrics.jsonl: one object per line, written as it happens. A resumed run keeps the lines of the steps it has.
 
-    def __init__(self, path: Path, *, steps_done: int, write: bool) -> None:
-        self._path = path if write else None
-        self.rows: list[dict[str, float]] = []
-        if self._path is not None:
-            self.rows = [row for row in rows_of(path) if row["step"] <= steps_done] if steps_done else []
+    Every worker has all lines, and whoever is the main process at the moment writes. When that one is lost, the next
+    sees in the file how far it came, and goes on from there: no line is missing, and none is there twice.
+    """
+
+    def __init__(self, engine: paceline.Engine, path: Path) -> None:
+        self._engine, self._path = engine, path
+        self.rows = [row for row in rows_of(path) if row["step"] <= engine.step] if engine.step else []
+        self._written: int | None = None  # lines in the file; None: another worker writes
+        engine.barrier()  # all have read what was there
+        if engine.is_main_process:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text("".join(json.dumps(row) + "\n" for row in self.rows))
+            self._written = len(self.rows)
+        engine.share_with_joiners(lambda: self.rows, self._take)
+
+    def _take(self, rows: list[dict[str, float]]) -> None:
+        """This worker replaces one that was lost: these are the lines so far."""
+        self.rows = rows
 
     def add(self, **row: float) -> None:
         self.rows.append(row)
-        if self._path is not None:
+        self.write()
+
+    def write(self) -> None:
+        """On the main process: what the file lacks."""
+        if not self._engine.is_main_process:
+            return
+        if self._written is None:
+            self._written = whole_lines(self._path)
+        if len(self.rows) > self._written:  # less: the lost worker was ahead of this one
             with self._path.open("a") as file:
-                file.write(json.dumps(row) + "\n")
+                file.write("".join(json.dumps(row) + "\n" for row in self.rows[self._written :]))
+            self._written = len(self.rows)
 
     def recent(self, name: str, count: int) -> float:
         """The mean of the last few values."""
@@ -336,6 +359,14 @@ class Metrics:
         """(steps, values)"""
         rows = [row for row in self.rows if name in row]
         return [row["step"] for row in rows], [row[name] for row in rows]
+
+
+def whole_lines(path: Path) -> int:
+    """How many there are; one that a lost worker had only begun is cut off."""
+    text = path.read_bytes() if path.exists() else b""
+    if not text.endswith(b"\n") and text:
+        os.truncate(path, text.rfind(b"\n") + 1)
+    return text.count(b"\n")
 
 
 def rows_of(path: Path) -> Iterator[dict[str, float]]:

@@ -159,6 +159,8 @@ def test_what_no_option_can_mean_is_refused(
         (["--offload", "optimizer", "--strategy", "ddp", "train.py"], "which updates weights where they are"),
         (["--elastic", "--heartbeat-timeout-s", "0", "train.py"], "it must be a number of seconds above 0"),
         (["--elastic", "--copies", "0", "train.py"], "there is at least one copy"),
+        (["--hosts", "2", "--host-rank", "0", "--coordinator", "é" * 300 + ":1", "train.py"], "is not ADDRESS:PORT"),
+        (["--hosts", "2", "--host-rank", "0", "--coordinator", "a:" + "9" * 5000, "train.py"], "is not ADDRESS:PORT"),
     ],
 )  # fmt: skip
 def test_run_says_what_is_wrong_before_anything_starts(
@@ -180,7 +182,8 @@ def test_a_folder_that_has_been_removed_is_told(
     (tmp_path / "gone").mkdir()
     monkeypatch.chdir(tmp_path / "gone")
     (tmp_path / "gone").rmdir()
-    assert "the current folder has been removed" in refused(paceline("run", tmp_path / "train.py"))
+    for words in (["run", tmp_path / "train.py"], ["doctor"], ["checkpoint", "list", "x"]):
+        assert "the current folder has been removed" in refused(paceline(*words))
 
 
 @pytest.mark.parametrize("instead", [name for name in INSTEAD if name not in ("an empty file", "not UTF-8")])

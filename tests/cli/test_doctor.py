@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import resource
 import subprocess
 import sys
@@ -123,6 +124,12 @@ def test_what_is_wrong_says_what_to_do(look: Callable[[], Finding], level: Level
     assert finding.level is level
     assert text in finding.text
     assert advice in finding.advice
+
+
+def test_shared_memory_that_cannot_be_written_is_a_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "access", lambda *arguments: False)
+    finding = shared_memory(tmp_path)
+    assert (finding.level, finding.text) == (Level.PROBLEM, f"{tmp_path} can't be written to")
 
 
 def test_little_shared_memory_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,10 +6,11 @@ import importlib.util
 import json
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -204,6 +205,63 @@ def test_zero_steps_are_refused(example: ModuleType, capsys: pytest.CaptureFixtu
     with pytest.raises(SystemExit):
         example.parse(["--steps", "0"])
     assert "0 is less than 1" in capsys.readouterr().err
+
+
+class Worker:
+    """As much of an engine as metrics take; which worker is the main one changes."""
+
+    def __init__(self, example: ModuleType, path: Path, *, main: bool) -> None:
+        self.is_main_process, self.step = main, 0
+        self.metrics = example.Metrics(self, path)
+
+    def barrier(self) -> None: ...
+
+    def share_with_joiners(self, give: Callable[[], Any], take: Callable[[Any], None]) -> None:
+        self.give, self.take = give, take
+
+
+def steps_in(path: Path) -> list[int]:
+    return [json.loads(line)["step"] for line in path.read_text().splitlines()]
+
+
+@pytest.mark.parametrize("torn", ["", '{"step": 3, "lo'])
+def test_another_worker_goes_on_with_the_metrics_where_the_lost_one_ended(
+    example: ModuleType, tmp_path: Path, torn: str
+) -> None:
+    path = tmp_path / "metrics.jsonl"
+    first, second = Worker(example, path, main=True), Worker(example, path, main=False)
+    for worker, steps in ((first, [1, 2]), (second, [1, 2, 3])):  # the first is lost before it has written of step 3
+        for step in steps:
+            worker.metrics.add(step=step, loss=1.0)
+    with path.open("a") as file:
+        file.write(torn)
+    second.is_main_process = True
+    second.metrics.add(step=4, loss=1.0)
+    assert steps_in(path) == [1, 2, 3, 4]
+
+
+def test_what_the_lost_worker_was_ahead_with_is_not_written_again(example: ModuleType, tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    first, second = Worker(example, path, main=True), Worker(example, path, main=False)
+    for step in (1, 2):
+        first.metrics.add(step=step, loss=1.0)
+    second.metrics.add(step=1, loss=1.0)
+    second.is_main_process = True
+    second.metrics.write()
+    for step in (2, 3):
+        second.metrics.add(step=step, loss=1.0)
+    assert steps_in(path) == [1, 2, 3]
+
+
+def test_a_replacement_that_becomes_the_main_process_has_all_lines(example: ModuleType, tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    first, joiner = Worker(example, path, main=True), Worker(example, path, main=False)
+    first.metrics.add(step=1, loss=1.0)
+    joiner.take(json.loads(json.dumps(first.give())))
+    joiner.is_main_process = True
+    joiner.metrics.add(step=2, loss=1.0)
+    assert steps_in(path) == [1, 2]
+    assert [row["step"] for row in joiner.metrics.rows] == [1, 2]
 
 
 # -- one hash, whoever shares the work and however AdamW computes ------------------------------------------------------

@@ -27,6 +27,7 @@ from paceline.checkpoint.tensor_file import code_of, write_tensors
 from paceline.checkpoint.tree import flatten
 from paceline.collectives.shared_memory.kernels import choose_kernels
 from paceline.errors import CheckpointError
+from paceline.input_file import read_json
 from paceline.sharding.flat_layout import FlatLayout, part_of
 from paceline.sharding.slices import Slices
 
@@ -178,7 +179,7 @@ def give_up(partial: Path, portion: Portion, reason: str) -> None:
 
 def complete(partial: Path, folder: Path, workers: int, about: dict[str, Any], checksum: str, timeout_s: float) -> None:
     """The main worker's last act: wait for all portions, describe them together, seal, publish."""
-    told = [json.loads(path.read_text()) for path in _all_there(partial, workers, timeout_s)]
+    told = [read_json(path) for path in _all_there(partial, workers, timeout_s)]
     text = merge(checksum, about, told).text().encode()
     for path in partial.glob("worker-*.json"):
         path.unlink()

@@ -10,6 +10,7 @@ Exits with 0 when nothing is a problem, with 1 otherwise. Run it the way the scr
 
 from __future__ import annotations
 
+import os
 import platform
 import resource
 import shutil
@@ -101,6 +102,9 @@ def memory(available: int, total: int) -> Finding:
 def shared_memory(folder: Path) -> Finding:
     if not folder.is_dir():
         return Finding(Level.PROBLEM, "shared memory", f"{folder} does not exist", f"mount a tmpfs at {folder}")
+    if not os.access(folder, os.W_OK | os.X_OK):
+        advice = f"mount {folder} so that it can be written: loader processes hand batches over through it"
+        return Finding(Level.PROBLEM, "shared memory", f"{folder} can't be written to", advice)
     usage = shutil.disk_usage(folder)
     text = f"{folder}: {usage.free / MIB:,.0f} MiB free of {usage.total / MIB:,.0f} MiB"
     if usage.free < 128 * MIB:  # containers get 64 MiB by default; loader processes hand batches over through it

@@ -7,6 +7,7 @@ function.
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 from typing import Any
 
@@ -60,9 +61,20 @@ def paceline() -> None:
     """Data-parallel training for PyTorch: the same bits on any number of workers."""
 
 
+def _check_folder() -> None:
+    """A library that torch loads would end the process there, without a word of why."""
+    try:
+        os.getcwd()
+    except OSError as error:
+        raise ConfigError(
+            f"the current folder has been removed ({error.strerror}); change to one that exists"
+        ) from error
+
+
 def main() -> None:
     """One line for whatever a person or their machine can put right; a traceback is a fault of ours."""
     try:
+        _check_folder()
         if sys.argv[1:2] not in (["run"], ["chaos"]) and "" in sys.argv[1:]:  # those pass words on to scripts
             raise ConfigError("a word of the command line is empty (a variable of the shell that is not set?)")
         app(prog_name="paceline")

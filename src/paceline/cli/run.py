@@ -206,10 +206,7 @@ def _check_growth(asked: str, servers: int, stays_open: bool) -> None:
 
 
 def _find(target: str, arguments: Sequence[str], is_module: bool) -> Script:
-    try:
-        here = os.getcwd()
-    except FileNotFoundError:
-        raise LaunchError("the current folder has been removed; change to one that exists") from None
+    here = os.getcwd()
     if is_module:
         top = target.partition(".")[0]
         if not top or importlib.machinery.PathFinder.find_spec(top, [here, *sys.path]) is None:

@@ -110,8 +110,14 @@ def why_not_in(shared_memory: Path) -> str | None:
 def elsewhere_than_asked(run: Path, asked: str | None) -> str | None:
     """A line for people where the run folder is not in TMPDIR, or in the current folder for want of a better place."""
     if asked is not None and run.parent != Path(asked).absolute():
-        long = len(asked) > LONGEST_SOCKET_PATH - len("/paceline-12345678/control.sock")
-        why = "is too long for the address of a socket" if long else "can't be written to"
+        if len(asked) > LONGEST_SOCKET_PATH - len("/paceline-12345678/control.sock"):
+            why = "is too long for the address of a socket"
+        elif not os.path.isdir(asked) or not os.access(asked, os.W_OK | os.X_OK):
+            why = "can't be written to"
+        elif shutil.disk_usage(asked).free == 0:
+            why = "is full"
+        else:
+            return None
         return f"paceline: TMPDIR={asked} {why}; the job's run folder is {run}"
     if asked is None and run.parent == Path.cwd() != Path("/tmp"):
         return f"paceline: no temporary folder can be written to (TMPDIR names another); the job's run folder is {run}"

@@ -28,6 +28,7 @@ from paceline.world.world import ControlSocket, Elasticity, LaunchSettings, Worl
 RETRY_EVERY_S = 0.25
 CROWDED_S = 30.0
 """A coordinator that ends the connection before we have proved ourselves may be crowded by strangers: we try again."""
+LONGEST_ADDRESS = 100
 SILENT_PEER_S = 10
 """A host that is cut off without a word is given up after this long."""
 
@@ -40,8 +41,13 @@ class Address:
     @classmethod
     def parse(cls, text: str) -> Address:
         host, colon, port = text.rpartition(":")
-        if not colon or not host or not port.isdecimal() or not 0 < int(port) < 65536:
-            raise LaunchError(f"--coordinator {text!r} is not ADDRESS:PORT, such as 10.0.0.1:29400")
+        try:
+            host.encode("idna")  # what the resolver does, whose error nobody expects
+            if not colon or not host or not port.isdecimal() or not 0 < int(port[:9]) < 65536:
+                raise ValueError
+        except ValueError:
+            shown = text if len(text) <= LONGEST_ADDRESS else f"{text[:LONGEST_ADDRESS]}…"
+            raise LaunchError(f"--coordinator {shown!r} is not ADDRESS:PORT, such as 10.0.0.1:29400") from None
         return cls(host.strip("[]"), int(port))
 
     def __str__(self) -> str:
