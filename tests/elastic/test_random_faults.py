@@ -168,10 +168,14 @@ def test_a_step_that_the_killed_worker_took_part_in_does_not_know_of_it(tree: in
     commit(ledger, 2, 2, [0, 1, 2, 3])  # of a generation that had begun, of which nobody outside had seen a step
     job.look()
     assert job.happened[0].commit_s is None
-    commit(ledger, 3, 3, [0, 1, 3])
+    commit(ledger, 3, 3, [0, 1, 2, 3])  # without it nobody made a step, and another is in its place
     job.look()
     assert job.happened[0].commit_s is not None
     assert not job.happened[0].all_anew
+    job.kill_together(job.processes()[:1], [0])
+    commit(ledger, 4, 4, [1, 2, 3])
+    job.look()
+    assert job.happened[1].commit_s is not None
 
 
 def test_a_slow_worker_goes_on_after_its_moment_and_a_stopped_one_does_not(tree: int, tmp_path: Path) -> None:

@@ -286,3 +286,45 @@ def test_random_numbers_of_an_evaluation_do_not_depend_on_the_number_of_workers(
     for workers in (2,) if processes else (2, 3):
         for result in run_workers(evaluates_noise, workers, processes=processes):
             assert result.value == alone, result.error
+
+
+# -- what every worker is given ----------------------------------------------------------------------------------------
+
+
+def is_given_other_data(world: World, *, what: str) -> None:
+    first = world.rank == 0
+    with Engine(world=world, seed=0 if first or what != "seed" else 1) as engine:
+        torch.manual_seed(3)
+        model = nn.Linear(4, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        points = torch.zeros(64 if first or not what.startswith("samples") else 60, 4)
+        data = TensorDataset(points) if first or what != "type" else torch.utils.data.StackDataset(points)
+        loader = DataLoader(
+            data,
+            batch_size=4 if first or what != "batch size" else 2,
+            shuffle=first or what != "order",
+            drop_last=not first and what == "drop_last",
+        )
+        if what == "samples to evaluate":
+            engine.prepare(model, optimizer)
+            engine.prepare(loader)
+        else:
+            engine.prepare(model, optimizer, loader)
+
+
+@pytest.mark.parametrize(
+    ("what", "text"),
+    [
+        ("samples", "worker 1 has samples 60, worker 0 has samples 64"),
+        ("samples to evaluate", "worker 1 has samples 60, worker 0 has samples 64"),
+        ("batch size", "worker 1 has batch size 2, worker 0 has batch size 4"),
+        ("drop_last", "worker 1 has drop_last True, worker 0 has drop_last False"),
+        ("order", "worker 1 has a sampler of type SequentialSampler, worker 0 has a sampler of type RandomSampler"),
+        ("type", "worker 1 has a dataset of type StackDataset, worker 0 has a dataset of type TensorDataset"),
+        ("seed", "worker 1 has seed 1, worker 0 has seed 0"),
+    ],
+)
+def test_data_that_differ_are_refused_before_training(what: str, text: str) -> None:
+    for result in run_workers(is_given_other_data, 2, what=what):
+        assert result.error is not None
+        assert result.error.startswith(f"ReplicaError: the data or settings differ: {text}; "), result.error

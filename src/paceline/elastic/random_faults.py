@@ -134,7 +134,10 @@ class HurtJob:
         """Whether those who made this step can have known of the fault."""
         if fault.kind in ("slow", "joiner") or self._starts > fault.generation[0]:
             return True
-        return self.generation > fault.generation and not (fault.slots and fault.slots <= set(row.members))
+        later = row.generation - fault.generation[1]
+        # In the next one the killed may still be: it had begun before, and nobody outside had seen a step of it.
+        all_there = bool(fault.slots) and fault.slots <= set(row.members)
+        return later > 1 or (later == 1 and not all_there)
 
     def kill_together(self, victims: Sequence[int], slots: Iterable[int] = ()) -> None:
         """SIGKILL for all of these at one moment, whatever they know: where nobody is left all have to start anew."""

@@ -27,11 +27,11 @@ from paceline.engine.prepared_loader import PreparedLoader
 from paceline.engine.prepared_objects import PreparedObjects
 from paceline.engine.process_facts import facts_of_process
 from paceline.engine.replaying_source import ReplayingSource
-from paceline.engine.replicas import check_same_models, parameter_names
-from paceline.engine.saved_state import job_facts
+from paceline.engine.replicas import check_belong_together, check_same_models, parameter_names
+from paceline.engine.saved_state import chosen_by_script, job_facts
 from paceline.engine.seal import Seal
 from paceline.engine.second_opinion import SecondOpinion, check_second_opinion
-from paceline.engine.sources import as_loader, make_source
+from paceline.engine.sources import as_loader, check_same_data, facts_of_data, make_source
 from paceline.engine.stop_signals import StopSignals
 from paceline.engine.strategy_table import StrategyTable
 from paceline.engine.train_step import TrainStep
@@ -81,6 +81,7 @@ class Preparation:
         elif is_scheduler(thing):
             own.schedulers.append(thing)
             if own.step is not None:  # made from a prepared optimizer, as a schedule over len(loader) must be
+                check_belong_together(own.models, own.optimizers, [thing])
                 let_scheduler_follow(thing, own.step)
         elif not isinstance(thing, DataLoader):
             raise ConfigError(
@@ -96,6 +97,7 @@ class Preparation:
             raise ConfigError("engine.prepare() was given an optimizer twice; prepare all optimizers in one call")
         if not own.models:
             raise ConfigError("engine.prepare() got an optimizer but no model; give both in one call")
+        check_belong_together(own.models, own.optimizers, own.schedulers)
         self._fill_models()
         check_same_models(group.comm, own.models)
         check_memory(config, group.world, group.comm, group.device, own.optimizers, group.client)
@@ -181,6 +183,7 @@ class Preparation:
         return self._training_loader(thing) if training else self._evaluation_loader(thing)
 
     def _evaluation_loader(self, loader: DataLoader[Any]) -> EvaluationLoader:
+        self._compare(loader)
         self._objects.evaluations.append(
             EvaluationLoader(
                 loader,
@@ -206,6 +209,7 @@ class Preparation:
             config.timeout_s,
         )
         source = self._replayed(make_source(loader, deal, lambda: group.comm, step), step)
+        self._compare(loader)
         if self._opinion is not None:
             check_second_opinion(config, source)
         self._objects.loader = PreparedLoader(
@@ -222,6 +226,14 @@ class Preparation:
         )
         group.print(self._described(source))
         return self._objects.loader
+
+    def _compare(self, loader: DataLoader[Any]) -> None:
+        """Whether every worker was given the same; found by what it leads to, the difference has cost an epoch."""
+        step = self._objects.step
+        if self._group.comm is None or (step is not None and step.inside_step):
+            return
+        settings = job_facts(self._config, {}, self._group.device)
+        check_same_data(self._between.boundary.told(facts_of_data(loader) | chosen_by_script(settings)))
 
     def deal_lanes(self, source: WorkSource) -> None:
         """The lanes that this worker has now, from the committed place on."""

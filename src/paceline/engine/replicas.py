@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from paceline.collectives.communicator import Communicator
 from paceline.errors import ConfigError, ReplicaError
@@ -62,6 +63,33 @@ def hash_of(state: Mapping[str, Tensor], whole: Whole = Tensor.detach) -> str:
         digest.update(f"{name}|{tensor.dtype}|{tuple(tensor.shape)}|".encode())
         digest.update(tensor_bytes(tensor))
     return digest.hexdigest()
+
+
+def check_belong_together(
+    models: Sequence[nn.Module], optimizers: Sequence[Optimizer], schedulers: Sequence[Any]
+) -> None:
+    """What an optimizer changes that is no model's is trained by each worker for itself, if at all."""
+    known = {id(parameter) for model in models for parameter in model.parameters()}
+    for optimizer in optimizers:
+        name, trained = type(optimizer).__name__, [p for group in optimizer.param_groups for p in group["params"]]
+        strange = [parameter for parameter in trained if id(parameter) not in known]
+        if trained and len(strange) == len(trained):
+            raise ConfigError(
+                f"prepare() got a {name} none of whose {len(trained)} parameters belongs to a model given to it; "
+                "make the optimizer from the model that is prepared: a copy of it has parameters of its own"
+            )
+        if strange:
+            raise ConfigError(
+                f"prepare() got a {name} of whose {len(trained)} parameters {len(strange)} belong to no model given to "
+                f"it, the first of shape {tuple(strange[0].shape)}; put them into a module, and prepare that too"
+            )
+    for scheduler in schedulers:
+        followed = getattr(scheduler, "optimizer", None)
+        if isinstance(followed, Optimizer) and not any(followed is optimizer for optimizer in optimizers):
+            raise ConfigError(
+                f"prepare() got a {type(scheduler).__name__} of an optimizer that was not given to it; "
+                "make the scheduler from the optimizer that is prepared"
+            )
 
 
 def check_same_models(comm: Communicator | None, models: Sequence[nn.Module]) -> None:

@@ -26,6 +26,9 @@ SYNCHRONOUS = "synchronous"
 Kept = Callable[[Tensor], Tensor | Slices]
 
 
+_MACHINE = "machine "
+
+
 def job_facts(config: EngineConfig, data: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
     """Everything the bits depend on besides the objects themselves; the number of workers is not among it."""
     facts = {
@@ -38,7 +41,12 @@ def job_facts(config: EngineConfig, data: Mapping[str, Any], device: torch.devic
         "loss_scale": None if config.loss_scale is None else str(config.loss_scale),
         "updates": SYNCHRONOUS if config.strategy.is_synchronous else str(config.strategy),
     }
-    return facts | dict(data) | {f"machine {name}": value for name, value in fingerprint(device).items()}
+    return facts | dict(data) | {f"{_MACHINE}{name}": value for name, value in fingerprint(device).items()}
+
+
+def chosen_by_script(facts: Mapping[str, Any]) -> dict[str, Any]:
+    """Without those of the machine."""
+    return {name: value for name, value in facts.items() if not name.startswith(_MACHINE)}
 
 
 def check_same_job(

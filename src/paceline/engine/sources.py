@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -76,6 +76,38 @@ def _agreed(mine: Counts, check: int, deal: Deal, comm: Communicator, step: Trai
         rank = next(r for r in range(1, comm.size) if rows[r, -1] != rows[0, -1])
         raise ReplicaError(f"the stream gives worker {rank} other samples than worker 0; {_SAME}")
     return {lane: [n for n in agreed[lane].tolist() if n > 0] for lane in range(deal.lanes)}
+
+
+def facts_of_data(loader: DataLoader[Any]) -> dict[str, Any]:
+    """What costs nothing to compare, before an epoch was spent on data that are not the same on every worker."""
+    dealt = loader.batch_sampler if loader.batch_size is None else loader.sampler
+    return {
+        "a dataset of type": type(loader.dataset).__qualname__,
+        "samples": _length(loader.dataset),
+        "batch size": loader.batch_size,
+        "drop_last": loader.drop_last,
+        "a sampler of type": type(dealt).__qualname__,
+        "in the sampler": _length(dealt),
+    }
+
+
+def _length(of: Any) -> int | None:
+    try:
+        return len(of)
+    except (TypeError, NotImplementedError):  # a stream, or a sampler that does not know
+        return None
+
+
+def check_same_data(told: Sequence[Mapping[str, Any]]) -> None:
+    """Of every worker what `prepare` was given."""
+    for rank, theirs in enumerate(told):
+        for name, ours in told[0].items():
+            if theirs[name] != ours:
+                found = f"worker {rank} has {name} {theirs[name]}, worker 0 has {name} {ours}"
+                raise ReplicaError(
+                    f"the data or settings differ: {found}; "
+                    "give every worker the whole dataset and the same settings: the engine deals the samples out"
+                )
 
 
 def check_same_order(digests: Sequence[str]) -> None:
