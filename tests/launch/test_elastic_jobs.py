@@ -225,6 +225,23 @@ def test_what_old_processes_say_while_all_start_anew_counts_for_nothing() -> Non
     within(story)
 
 
+def test_a_job_that_is_stopped_while_it_starts_has_not_ended_well_though_one_worker_has() -> None:
+    async def story() -> None:
+        here = "127.0.0.1"
+        seat = Seat(0, 1, 0, 2, 2, LaunchSettings(), here, here, 1, 0, elastic=Rules())
+        coordinator = Coordinator(seat, {}, lambda shown: None, lambda line: None, grace_s=5.0)
+        coordinator.hands = NotedHands()
+        for slot in (0, 1):
+            coordinator.started(slot, 100 + slot)
+        coordinator.exited(1, 0)
+        coordinator.interrupted(signal.SIGTERM)
+        coordinator.exited(0, -signal.SIGTERM)
+        assert (await coordinator.outcome).code == 143
+        await coordinator.close()
+
+    within(story)
+
+
 def test_a_consequence_while_all_start_anew_waits_for_its_cause() -> None:
     async def story() -> None:
         job = Job(3)
@@ -379,7 +396,9 @@ def test_whoever_waits_for_a_key_of_an_older_generation_hears_that_it_is_over() 
         await keys.answer("store.set", {"keys": ["p/elastic/2/address"], "values": ["YQ=="]}, 1, str)
         assert await asyncio.wait_for(new, 1) == {"values": ["YQ=="]}
         await keys.answer("store.set", {"keys": ["p/elastic/1/late"], "values": ["YQ=="]}, 1, str)  # no harm, no key
-        assert await keys.answer("store.check", {"keys": ["p/elastic/1/late"]}, 1, str) == {"value": False}
+        assert await keys.answer("store.count", {"keys": []}, 1, str) == {"value": 1}
+        with pytest.raises(WorldError, match="of a generation that is over"):  # a look is enough to hear of it
+            await keys.answer("store.check", {"keys": ["p/elastic/1/late"]}, 1, str)
 
     within(story)
 

@@ -45,6 +45,7 @@ from paceline.collectives.scratch import Scratch
 from paceline.collectives.shipments import Scatter
 from paceline.collectives.work import Handle
 from paceline.elastic.fault_injection import fault_point
+from paceline.world.waiting import Waiting
 
 Reduction = Literal["exact", "fast"]
 
@@ -237,6 +238,7 @@ class _Job:
             self._done.set()
 
     def wait(self) -> None:
-        self._done.wait()  # ends: every message inside the exchange has the group's timeout
+        with Waiting():
+            self._done.wait()  # ends: every message inside the exchange has the group's timeout
         if self._error is not None:
             raise self._error

@@ -8,7 +8,8 @@ store knows that its generation is over. Whoever has to meet others tries again 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+import time
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -21,10 +22,12 @@ from paceline.collectives.in_time import in_time
 from paceline.collectives.shared_memory.group import SharedMemoryGroup
 from paceline.errors import ConfigError, WorldError
 from paceline.world.environment import tensor_address
+from paceline.world.waiting import Waiting
 from paceline.world.world import World
 
 MEET_AGAIN_S = 5.0
 STUCK_S = 2.0
+LOOK_EVERY_S = 1.0
 _HERE = "paceline/here/"
 
 
@@ -32,8 +35,7 @@ def build_groups(world: World, store: Store, backend: str, device: torch.device,
     backends = {"cpu": "gloo", device.type: backend}
     waits_s, timeout_s = timeout_s, timeout_s if world.elastic is None else min(MEET_AGAIN_S, timeout_s)
     try:
-        if world.elastic is not None:
-            _gather(world, store, waits_s)
+        _gather(world, store, waits_s)
         groups = {}
         for kind, name in backends.items():
             place = PrefixStore(f"paceline/group/{kind}", store)
@@ -48,7 +50,7 @@ def build_groups(world: World, store: Store, backend: str, device: torch.device,
             for group in groups.values():
                 _let_wait(group, waits_s)
         return groups
-    except (RuntimeError, ValueError, TimeoutError) as error:
+    except (RuntimeError, ValueError, TimeoutError, WorldError) as error:
         raise WorldError(
             f"worker {world.rank} of {world.size} could not join the {backend} group within {timeout_s:.0f} s: "
             f"{first_line(error)}; are all {world.size} workers running, and can their hosts reach each other?"
@@ -56,9 +58,24 @@ def build_groups(world: World, store: Store, backend: str, device: torch.device,
 
 
 def _gather(world: World, store: Store, timeout_s: float) -> None:
-    """All come to one place first: the build itself waits for nobody."""
-    store.set(f"{_HERE}{world.rank}", "")
-    store.wait([f"{_HERE}{rank}" for rank in range(world.size)], timedelta(seconds=timeout_s))
+    """All come to one place first: who has not come can be named there, and an elastic build waits for nobody."""
+    keys, deadline = {rank: f"{_HERE}{rank}" for rank in range(world.size)}, time.monotonic() + timeout_s
+    store.set(keys[world.rank], "")
+    with Waiting() as waiting:
+        while True:
+            try:
+                store.wait(list(keys.values()), timedelta(seconds=min(LOOK_EVERY_S, timeout_s)))
+                return
+            except RuntimeError as error:  # time is up; what else may be wrong the next look shows
+                missing = [rank for rank, key in keys.items() if not store.check([key])]
+                if time.monotonic() >= deadline:
+                    raise WorldError(f"{_workers(missing)} did not come" if missing else first_line(error)) from error
+                if missing:
+                    waiting.still_for(_workers(missing))
+
+
+def _workers(ranks: Sequence[int]) -> str:
+    return f"worker{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 
 def _is_over(store: Store) -> bool:

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 from paceline.collectives.in_time import GivenUpError, in_time
 from paceline.errors import PacelineError, WorldError
+from paceline.world.waiting import Waiting
 
 LOOK_UP_EVERY_S = 0.1
 LONGER_S = 5.0
@@ -66,17 +67,21 @@ class Work:
 
     def _wait(self, timeout_s: float | None) -> None:
         try:
-            if timeout_s is not None:
-                self._work.wait(timedelta(seconds=timeout_s))
-            elif self.is_gloo_message:
-                _wait_for_messages([self])
-            elif self.looks_up:
-                self._wait_and_look_up()
-            else:
-                self._work.wait()
+            with Waiting():
+                self._wait_in_c10d(timeout_s)
         except (RuntimeError, TimeoutError, WorldError) as error:
             raise self._owner.lost(error, self._doing) from error
         self._done = True
+
+    def _wait_in_c10d(self, timeout_s: float | None) -> None:
+        if timeout_s is not None:
+            self._work.wait(timedelta(seconds=timeout_s))
+        elif self.is_gloo_message:
+            _wait_for_messages([self])
+        elif self.looks_up:
+            self._wait_and_look_up()
+        else:
+            self._work.wait()
 
     def _wait_and_look_up(self) -> None:
         """In a group that is over gloo was seen to wait on, once in a while, for connections that are shut down."""
@@ -91,6 +96,11 @@ class Work:
 
     def wait_for_vote(self, vote: int, look_every_s: float = 0.5) -> None:
         """Wait for ballot number `vote`, and look at the peers' notes while it takes long."""
+        with Waiting():
+            self._wait_for_vote(vote, look_every_s)
+        self.wait()
+
+    def _wait_for_vote(self, vote: int, look_every_s: float) -> None:
         begun = looked_at = time.monotonic()
         while not self._work.is_completed():
             try:
@@ -106,14 +116,14 @@ class Work:
                     self._owner.raise_if_left(vote)
                 except WorldError as lost:  # the store knows of a new generation already
                     raise self._owner.lost(lost, self._doing) from error
-        self.wait()
 
 
 def wait_all(handles: Sequence[Handle]) -> None:
     messages = [work for work in handles if isinstance(work, Work) and work.is_gloo_message and not work._done]
     if len(messages) > 1:  # lent to the other thread once
         try:
-            _wait_for_messages(messages)
+            with Waiting():
+                _wait_for_messages(messages)
         except (RuntimeError, TimeoutError, WorldError) as error:
             late = next((work for work in messages if not work._done), messages[-1])
             raise late._owner.lost(error, late._doing) from error

@@ -26,6 +26,7 @@ from typing import Any
 from paceline.elastic.fault_injection import fault_point
 from paceline.errors import WorldError
 from paceline.world.control import SUPERVISOR_GONE, ControlClient
+from paceline.world.waiting import Waiting
 
 ASK_AFTER_S = 1.0
 LAST = 1 << 62  # update of a step that is over
@@ -110,7 +111,7 @@ class Member:
         A death is known to the coordinator within milliseconds, so it is asked for a new generation only later.
         """
         told, deadline = False, time.monotonic() + self._wait_s
-        with self._news:
+        with Waiting("the coordinator"), self._news:
             while self._newest.number <= after:
                 self._news.wait(ASK_AFTER_S)
                 if self._newest.number <= after and not told:
@@ -223,8 +224,9 @@ class Member:
 
     def _wait_for(self, true: Callable[[], bool], what: str) -> None:
         deadline = time.monotonic() + self._wait_s
-        while not true():
-            left = deadline - time.monotonic()
-            if left <= 0:
-                raise WorldError(f"{self._name} waited {self._wait_s:g} s until {what}; is it stopped (SIGSTOP)?")
-            self._news.wait(min(left, 1.0))
+        with Waiting():
+            while not true():
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    raise WorldError(f"{self._name} waited {self._wait_s:g} s until {what}; is it stopped (SIGSTOP)?")
+                self._news.wait(min(left, 1.0))

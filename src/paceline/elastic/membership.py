@@ -238,11 +238,16 @@ class Membership:
         if one.standing is Standing.MEMBER and one.in_loop and self.running:
             return self.died(slot, f"left the job {self.where}, while others were training", now, by_code=True)
         if one.standing is Standing.MEMBER or not self.running:
-            one.standing, one.ready, one.grouped = Standing.FINISHED, None, True
+            one.standing, one.ready, one.grouped, one.ended_in = Standing.FINISHED, None, True, self.generation
             return []
         one.attempts += 1
         one.vacate()
         return []
+
+    def is_missed(self, slot: int) -> bool:
+        """Of one that ended well: whether the generation that it belonged to is that of the others still."""
+        one = self.slots[slot]
+        return not self.running or (one.standing is Standing.FINISHED and one.ended_in == self.generation)
 
     def went_as_asked(self, slot: int) -> None:
         """The job was asked to stop, and it did: nobody regroups any more, and only the stop has a deadline."""

@@ -59,6 +59,8 @@ class Slot:
     entered_at: int | None = None
     entered_in: int = 0
     """The generation in which it came to the first step of its loop."""
+    ended_in: int = 0
+    """The generation in which it ended well."""
     facts: Facts = field(default_factory=dict)
     ready: Ready | None = None
     grouped: bool = True

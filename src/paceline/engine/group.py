@@ -22,6 +22,7 @@ from paceline.engine.regrouping import Elastic, Parts
 from paceline.engine.serving import Serving
 from paceline.engine.surroundings import among_members, call_supervisor, connect_workers, open_meeting
 from paceline.errors import ConfigError
+from paceline.world.waiting import WaitWatch
 from paceline.world.world import World
 
 
@@ -32,6 +33,7 @@ class Group:
         config.check_against(self.world)
         self.client = call_supervisor(seat)
         self._opened_store, self.store = open_meeting(seat, self.client, config.timeout_s)
+        self._watch = WaitWatch(self.client, seat.name) if self.store is not None else None
         self.comm: Communicator | None = None
         self.elastic: Elastic | None = None
         self.serving: Serving | None = None
@@ -163,6 +165,8 @@ class Group:
             comm.abandon("the workers have changed")
 
     def close(self) -> None:
+        if self._watch is not None:
+            self._watch.close()
         if self.comm is not None:
             self.comm.close()
         if self.elastic is not None:

@@ -183,7 +183,8 @@ class Preparation:
         return self._training_loader(thing) if training else self._evaluation_loader(thing)
 
     def _evaluation_loader(self, loader: DataLoader[Any]) -> EvaluationLoader:
-        self._compare(loader)
+        if self._group.elastic is None:  # a worker that has joined prepares when the others have done so long ago
+            self._compare(loader)
         self._objects.evaluations.append(
             EvaluationLoader(
                 loader,

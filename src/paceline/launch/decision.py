@@ -38,12 +38,14 @@ from paceline.launch.verdict import (
     Phase,
     Process,
     Raised,
+    Waits,
     count,
     describe,
     has_cause,
     judge,
     numbers,
 )
+from paceline.launch.waits import PATIENCE_S, Told, look_at_waits
 from paceline.world.progress_line import ProgressLine
 from paceline.world.strangers import SeldomSaid
 from paceline.world.summary_table import SummaryTable
@@ -116,6 +118,7 @@ class Coordinator:
             self._latecomers = Latecomers(seat, self.far, self._elastic, self, say)
             if door is not None:
                 self._spawn(self._latecomers.welcome(door))
+        self._spawn(self._watch_waits(PATIENCE_S if seat.elastic is None else seat.elastic.heartbeat_timeout_s))
         for host in guests:
             self.listen_to(host)
 
@@ -156,6 +159,11 @@ class Coordinator:
                 process.memory = MemoryTold(str(body["told"]), Path(body["kills_file"]), int(body["kills"]))
             case "checkpoint":
                 self._checkpoint = str(body["folder"])
+            case "waits":
+                since = self.clock() - float(body["seconds"])
+                process.waits = Waits(str(body["call"]), str(body["place"]), since)
+            case "goes_on":
+                process.waits = None
             case "busy":
                 pass  # that it was heard is all there is to it
             case "progress":
@@ -299,6 +307,17 @@ class Coordinator:
             for line in look.lines:
                 self.announce(line)
                 warned = True
+            if look.outcome is not None:
+                self.decide(look.outcome)
+            await asyncio.sleep(LOOK_EVERY_S)
+
+    async def _watch_waits(self, patience_s: float) -> None:
+        said: set[Told] = set()
+        is_missed = self._elastic.is_missed if self._elastic is not None else lambda process: True
+        while not self.outcome.done():
+            look = look_at_waits(self.processes, self.policy, self.clock(), patience_s, said, is_missed)
+            for line in look.lines:
+                self.announce(line)
             if look.outcome is not None:
                 self.decide(look.outcome)
             await asyncio.sleep(LOOK_EVERY_S)

@@ -147,6 +147,10 @@ class ElasticJob:
     def started(self, slot: int) -> None:
         self.membership.count_anew(slot, self._chief.clock())
 
+    def is_missed(self, process: Process) -> bool:
+        """It has ended, and those who are left have not met since without it."""
+        return self.membership.is_missed(process.rank)
+
     def raised(self, process: Process) -> bool:
         if self.is_leaving(process.rank):
             return True
@@ -182,7 +186,8 @@ class ElasticJob:
         if process.is_server:
             return answered and self._server_exited(process, well=well)
         if self._goes_as_asked(process):
-            process.lost = members.slots[slot].standing is not Standing.MEMBER
+            # A replacement is missed by nobody; one that starts with the others has to be there like them.
+            process.lost = members.running and members.slots[slot].standing is not Standing.MEMBER
             members.went_as_asked(slot)
             return False
         if not answered:

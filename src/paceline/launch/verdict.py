@@ -105,6 +105,19 @@ class MemoryTold:
     kills: int
 
 
+@dataclass(frozen=True)
+class Waits:
+    """A worker waits for others, in a call of the script."""
+
+    call: str
+    place: str
+    """The script's line, if it is known."""
+    since: float
+
+    def __str__(self) -> str:
+        return f"{self.call} ({self.place})" if self.place else self.call
+
+
 @dataclass
 class Process:
     """What the supervisor knows of one worker or server."""
@@ -127,6 +140,7 @@ class Process:
     fenced: bool = False
     """We killed it ourselves, and said why."""
     memory: MemoryTold | None = None
+    waits: Waits | None = None
     ended_at: float | None = None
     heard_at: float = 0.0
     """Its last sign of life: a word, output, or time on a processor."""

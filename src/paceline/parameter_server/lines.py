@@ -23,6 +23,7 @@ from paceline.parameter_server.link import GONE, Channel, Sent, end_of, silence_
 from paceline.parameter_server.server import LAST_PING, keys_of
 from paceline.parameter_server.staleness_stats import StalenessCounter, StalenessStats
 from paceline.parameter_server.wire import Header, Kind, Protocol, text_of, text_payload
+from paceline.world.waiting import Waiting
 
 GOODBYE_S = 5.0
 LAST_WORDS_S = 1.0
@@ -106,7 +107,8 @@ class Lines:
         begun = time.monotonic()
         # A little longer than servers wait for a worker: they can say who it was.
         patience_s = self.timeout_s + silence_s(self.timeout_s) + LAST_WORDS_S
-        self.change.wait_for(lambda: self.failure is not None or true(), timeout=patience_s)
+        with Waiting("the servers"):
+            self.change.wait_for(lambda: self.failure is not None or true(), timeout=patience_s)
         if self.failure is not None:
             raise self._failed()
         if not true():

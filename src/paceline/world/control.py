@@ -15,6 +15,8 @@
 |            | stops_on_request                    | SIGTERM is known to end it after a step, with time to save  |
 | holds      | what                                | a verdict says what went with it: `keys 4…7`                |
 | checkpoint | folder                              | whoever reads why the job failed sees where to resume       |
+| waits      | call, place, seconds                | who waits for one that won't come is told so: `waits`       |
+| goes_on    |                                     | it waits no more                                            |
 
 Unasked, the supervisor says only what an elastic job needs (`elastic.commit`, `elastic.generation`, …): `heard` is
 called with it, on the reading thread.

@@ -1,0 +1,146 @@
+"""Waits for other workers that last: which call of the script waits is told to whoever can say for whom.
+
+    a wait begins              noted: one entry of a dictionary, and nothing else on the way of a step
+    it lasts TELL_AFTER_S      {"kind": "waits", …} to the supervisor, who knows where the others are
+    it lasts PRINT_AFTER_S     a line on stderr, where there is no supervisor (torchrun, SLURM, MPI)
+    it ends                    {"kind": "goes_on"}
+
+The call and the line of the script are read from the stack of the thread that waits, by another one, and only then.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import sysconfig
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
+
+from paceline.errors import WorldError
+from paceline.world.control import ControlClient
+
+LOOK_EVERY_S = 0.5
+TELL_AFTER_S = 1.0
+PRINT_AFTER_S = 5.0
+
+LOOP = "the training loop"
+CALLS = {
+    "Engine.__init__": "Engine()",
+    "Engine.backward": LOOP,
+    "Engine.update": LOOP,
+    "Engine.clip_grad_norm_": LOOP,
+    "PreparedLoader.__iter__": LOOP,
+    "let_optimizer_act_once.<locals>.acts_once_per_step": LOOP,
+    "EvaluationLoader.__iter__": "an evaluation loop",
+}
+"""What a script writes, by the name of the code that it enters there; methods of an Engine are named as they are."""
+
+_noted: dict[int, tuple[str, float]] = {}
+"""By thread: for whom it waits, as far as it knows, and since when."""
+
+
+class Waiting:
+    """`with Waiting("worker 1"):` around whatever waits for others; of nested ones the outermost counts."""
+
+    __slots__ = ("_outer", "_thread", "_whom")
+
+    def __init__(self, whom: str = "the other workers") -> None:
+        self._whom = whom
+
+    def __enter__(self) -> Waiting:
+        self._thread = threading.get_ident()
+        self._outer = _noted.get(self._thread)
+        if self._outer is None:
+            _noted[self._thread] = self._whom, time.monotonic()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._outer is None:
+            _noted.pop(self._thread, None)
+
+    def still_for(self, whom: str) -> None:
+        """It is known better now."""
+        _, since = _noted[self._thread]
+        _noted[self._thread] = whom, since
+
+
+class WaitWatch:
+    """Looks whether the thread that made it waits. Whoever makes one closes it."""
+
+    def __init__(self, client: ControlClient | None, name: str) -> None:
+        self._client, self._name = client, name
+        self._thread = threading.get_ident()
+        self._told_since: float | None = None
+        self._printed: set[tuple[str, str]] = set()
+        self._closed = threading.Event()
+        threading.Thread(target=self._keep, name="paceline-waits", daemon=True).start()
+
+    def close(self) -> None:
+        self._closed.set()
+
+    def _keep(self) -> None:
+        while not self._closed.wait(LOOK_EVERY_S):
+            self._look(time.monotonic())
+
+    def _look(self, now: float) -> None:
+        noted = _noted.get(self._thread)
+        if self._told_since is not None and (noted is None or noted[1] != self._told_since):
+            self._told_since = None
+            self._tell("goes_on")
+        if noted is None or noted[1] == self._told_since:
+            return
+        whom, since = noted
+        if now - since < (PRINT_AFTER_S if self._client is None else TELL_AFTER_S):
+            return
+        call, place = waiting_call(sys._current_frames().get(self._thread))
+        self._told_since = since
+        if self._client is not None:
+            self._tell("waits", call=call, place=place, seconds=now - since)
+        elif call != LOOP and (call, place) not in self._printed:  # a slow step is nothing to tell of
+            self._printed.add((call, place))
+            where = f"{call} ({place})" if place else call
+            said = f"paceline: {self._name} has waited {now - since:.0f} s in {where} for {whom}"
+            print(said, file=sys.stderr, flush=True)
+
+    def _tell(self, kind: str, **fields: str | float) -> None:
+        if self._client is not None:
+            with contextlib.suppress(OSError, WorldError):  # the engine is being closed, or the supervisor is stopped
+                self._client.tell(kind, **fields)
+
+
+def waiting_call(innermost: FrameType | None) -> tuple[str, str]:
+    """What a thread was asked to do by the script, and at which line of it; empty where that can't be told."""
+    inside: list[FrameType] = []
+    for frame in _outwards(innermost):
+        if not frame.f_code.co_filename.startswith(_not_the_script()):
+            place = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+            return _named(list(reversed(inside))), place
+        inside.append(frame)
+    return _named(list(reversed(inside))), ""
+
+
+def _outwards(frame: FrameType | None) -> Iterator[FrameType]:
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def _named(frames: list[FrameType]) -> str:
+    """The outermost of ours that a script knows by name."""
+    names = [frame.f_code.co_qualname for frame in frames]
+    for name in names:
+        if name in CALLS:
+            return CALLS[name]
+        if name.startswith("Engine."):
+            return f"engine.{name.removeprefix('Engine.')}()"
+    return f"{names[0]}()" if names else "a call"
+
+
+def _not_the_script() -> tuple[str, ...]:
+    paths = sysconfig.get_paths()
+    installed = {paths[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")}
+    ours = Path(__file__).parents[1]
+    return (f"{ours}/", "<frozen", *(f"{where}/" for path in installed for where in (path, Path(path).resolve())))
