@@ -20,6 +20,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from paceline.optim.offload import HOST, Offload
+from paceline.optim.piece_state import like
 from paceline.optim.precision import Lowered, lower
 from paceline.sharding.flat_layout import Piece, part_of
 from paceline.strategies.own_pieces import Keep, OwnPieces, in_logical_order, piece_of
@@ -260,12 +261,21 @@ def placed(name: str, value: Any, group: dict[str, Any], device: torch.device, d
 
 
 def load_exactly(optimizer: Optimizer, state: dict[str, Any]) -> None:
-    """`optimizer.load_state_dict`, but for the precision of numbers that belong to a whole parameter."""
+    """`optimizer.load_state_dict`, to the very state that was saved.
+
+    torch casts numbers that belong to a whole parameter to its precision. And what is kept for each element has to lie
+    in memory as the parameter does: fused optimizers walk both by memory.
+    """
     optimizer.load_state_dict(state)
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     for place, saved in state["state"].items():
+        parameter = parameters[place]
         for name, value in saved.items():
-            loaded = optimizer.state[parameters[place]].get(name)
-            both = isinstance(loaded, Tensor) and isinstance(value, Tensor)
-            if both and not value.dim() and loaded.dtype != value.dtype:
-                optimizer.state[parameters[place]][name] = value.detach().to(loaded.device, copy=True)
+            loaded = optimizer.state[parameter].get(name)
+            if not isinstance(loaded, Tensor) or not isinstance(value, Tensor):
+                continue
+            if not value.dim() and loaded.dtype != value.dtype:
+                loaded = value.detach().to(loaded.device, copy=True)
+            if loaded.shape == parameter.shape:
+                loaded = like(parameter, loaded)
+            optimizer.state[parameter][name] = loaded
