@@ -58,7 +58,7 @@ NEVER = 1 << 40
 # -- the job ---------------------------------------------------------------------------------------------------------
 
 
-def train(folder: Path, epochs: int | None, step_s: float) -> None:
+def train(folder: Path, epochs: int | None, step_s: float, width: int) -> None:
     """Until the epoch that the file `ends` tells; or `epochs` of them, writing down the hash after each."""
     import torch
     import torch.nn.functional as F
@@ -85,11 +85,11 @@ def train(folder: Path, epochs: int | None, step_s: float) -> None:
         ends = folder / "ends"
         return epochs or (int(ends.read_text()) if ends.exists() else NEVER)
 
-    with paceline.Engine(device="cpu", bucket_mib=0.001, record_samples=folder / "run") as engine:
+    with paceline.Engine(device="cpu", bucket_mib=width**2 / 2**21, record_samples=folder / "run") as engine:
         publish(folder / f"slot-of-{os.getpid()}", os.environ["PACELINE_RANK"])
         model = nn.Sequential(
-            nn.Linear(16, 40), nn.BatchNorm1d(40), nn.ReLU(), nn.Dropout(0.2), nn.Linear(40, 40), nn.ReLU(),
-            nn.Linear(40, 10),
+            nn.Linear(16, width), nn.BatchNorm1d(width), nn.ReLU(), nn.Dropout(0.2), nn.Linear(width, width), nn.ReLU(),
+            nn.Linear(width, 10),
         )  # fmt: skip
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
         schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 50)
@@ -165,7 +165,8 @@ def storm(strategy: str, backend: str, kills: int, asked: argparse.Namespace, fo
     ledger = folder / "ledger.jsonl"
     flags = ["--workers", str(asked.workers), "--lanes", str(LANES), "--strategy", strategy, "--backend", backend]
     flags += ["--elastic", "--heartbeat-timeout-s", str(HEARTBEAT_TIMEOUT_S), "--ledger", str(ledger)]
-    job = [__file__, "train", "--folder", str(folder), "--step-s", str(asked.step_s)]
+    flags += ["--servers", str(asked.servers)] if asked.servers and strategy == "parameter_server" else []
+    job = [__file__, "train", "--folder", str(folder), "--step-s", str(asked.step_s), "--width", str(asked.width)]
     begun = time.monotonic()
     process = start(["run", *flags, *job], folder / "log", {**os.environ, "TMPDIR": str(temporary)})
     hurt = HurtJob(process.pid, ledger)
@@ -265,10 +266,10 @@ def looked_at(folder: Path, process: subprocess.Popen[bytes], hurt: HurtJob) -> 
     return [*problems, *(f"left behind: {what}" for what in left)]
 
 
-def undisturbed(epochs: int, folder: Path) -> dict[int, str]:
+def undisturbed(epochs: int, width: int, folder: Path) -> dict[int, str]:
     """The hash of one worker after each epoch: that of every strategy, backend and number of workers."""
     folder.mkdir()
-    job = [__file__, "train", "--folder", str(folder), "--epochs", str(epochs)]
+    job = [__file__, "train", "--folder", str(folder), "--epochs", str(epochs), "--width", str(width)]
     process = start(["run", "--workers", "1", "--lanes", str(LANES), *job], folder / "log", dict(os.environ))
     if process.wait(10 * PATIENCE_S) != 0:
         raise SystemExit(f"the job fails undisturbed:\n{(folder / 'log').read_text()[-2000:]}")
@@ -322,6 +323,8 @@ def main() -> None:
     parser.add_argument("--strategies", default=",".join(STRATEGIES))
     parser.add_argument("--backends", default=",".join(BACKENDS))
     parser.add_argument("--workers", type=int, default=4)
+    parser.add_argument("--servers", type=int, default=0, help="of parameter_server; killed as workers are")
+    parser.add_argument("--width", type=int, default=40, help="of the model's layers: 1500 makes messages of megabytes")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--step-s", type=float, default=0.02, help="in every step, beside its work")
     parser.add_argument("--folder", type=Path, help="of the jobs with their logs; by default a temporary one")
@@ -329,7 +332,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     asked = parser.parse_args()
     if asked.verb == "train":
-        train(asked.folder, asked.epochs, asked.step_s if asked.epochs is None else 0.0)
+        train(asked.folder, asked.epochs, asked.step_s if asked.epochs is None else 0.0, asked.width)
         return
     with tempfile.TemporaryDirectory(prefix="storm-") as name:
         folder = Path(name) if asked.folder is None else asked.folder.absolute()
@@ -349,7 +352,7 @@ def all_storms(asked: argparse.Namespace, folder: Path) -> list[Result]:
         result = storm(strategy, backend, kills, asked, folder / f"{strategy}-{backend}")
         print(f"{strategy}, {backend}: {', '.join(map(str, result.kills))} {'; '.join(result.problems)}", flush=True)
         results.append(result)
-    expected = undisturbed(max(result.epoch for result in results) or 1, folder / "undisturbed")
+    expected = undisturbed(max(result.epoch for result in results) or 1, asked.width, folder / "undisturbed")
     for result in results:
         if result.epoch and result.digest != expected[result.epoch]:
             came = result.digest or "none told"
