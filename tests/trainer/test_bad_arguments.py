@@ -77,7 +77,7 @@ values = (
 )  # fmt: skip
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(name=st.sampled_from(sorted(FIELDS)), value=values)
 def test_any_value_is_taken_or_refused_by_an_error_of_ours(name: str, value: Any) -> None:
     try:
@@ -89,7 +89,7 @@ def test_any_value_is_taken_or_refused_by_an_error_of_ours(name: str, value: Any
     assert len(said.splitlines()) <= 1
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(words=st.lists(st.sampled_from([*(f"--{name}" for name in sorted(FIELDS)), "nan", "-1", "", "x", "--", "="])
                       | st.text(max_size=5), max_size=4))  # fmt: skip
 def test_any_command_line_is_taken_or_refused_by_an_error_of_ours(words: list[str]) -> None:
