@@ -173,7 +173,10 @@ class PieceMasters(_Masters):
         return original
 
     def put_before_dealing(self, parameter: Parameter, whole: Tensor) -> None:
-        self._originals[id(parameter)] = whole.detach().to(parameter.device, self.dtype_of(parameter), copy=True)
+        """In memory as the parameter lies, which is how an update walks it."""
+        layout = parameter.shape, parameter.stride()
+        kept = torch.empty_strided(*layout, dtype=self.dtype_of(parameter), device=parameter.device)
+        self._originals[id(parameter)] = kept.copy_(whole.detach())
 
     def dealt(self, parameters: Iterable[Parameter]) -> None:
         """Their owners have them."""
