@@ -66,7 +66,7 @@ class Fit:
         )
 
     def advice(self) -> str:
-        others = [Chosen(entry, entry.config()) for entry in STRATEGIES.values()]
+        others = [Chosen(entry, entry.config()) for _, entry in sorted(STRATEGIES.items())]
         smaller = {s.name: self.held(s) for s in others if s.has_footprint and self.held(s) < self.held(self.chosen)}
         fitting = [f"strategy={name!r} takes {_gib(held)}" for name, held in smaller.items() if held <= self.room]
         if fitting:

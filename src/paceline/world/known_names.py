@@ -30,7 +30,7 @@ class StrategyTraits:
 
 STRATEGIES = {
     "ddp": StrategyTraits(),
-    "fsdp": StrategyTraits(),
+    "fsdp": StrategyTraits(takes_offload=True),
     "hybrid": StrategyTraits(),
     "parameter_server": StrategyTraits(uses_servers=True, takes_low_precision=False),
     "star": StrategyTraits(),
