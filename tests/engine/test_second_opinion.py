@@ -85,7 +85,7 @@ def test_passes_that_never_agree_end_the_job() -> None:
 
 
 def test_it_is_refused_where_lanes_cannot_be_passed_on() -> None:
-    with pytest.raises(ConfigError, match=r"second_opinion=0\): every so many steps"):
+    with pytest.raises(ConfigError, match=r"second_opinion=0: every so many steps"):
         Engine(second_opinion=0)
     with Engine(second_opinion=2, strategy="parameter_server") as engine:
         model = nn.Linear(8, 1)
