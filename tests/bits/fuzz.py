@@ -387,9 +387,8 @@ def _run_leg(case: Case, number: int, folder: str | None, device: str, **extra: 
 
 def _of_errors(errors: list[Result]) -> Outcome:
     cause = next((r for r in errors if not str(r.error).startswith("PeerLostError")), errors[0])
-    refused = str(cause.error).startswith(REFUSALS) and "engine.prepare(" in cause.traceback + "engine.prepare(" * (
-        "config_of" in cause.traceback
-    )
+    at_start = any(place in cause.traceback for place in ("engine.prepare(", "config_of"))
+    refused = at_start and str(cause.error).startswith(REFUSALS)
     return Outcome("refused" if refused else "FAILED", f"{cause.name}: {cause.error}\n{cause.traceback}")
 
 
