@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import logging
 import os
@@ -10,6 +11,7 @@ import random
 import socket
 import threading
 import time
+import warnings
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -21,7 +23,8 @@ import pytest
 from paceline.errors import WorldError
 from paceline.launch import hosts
 from paceline.launch.control_channel import NONSENSE as NONSENSE_RAISED
-from paceline.launch.control_channel import Link
+from paceline.launch.control_channel import ControlServer, Link
+from paceline.launch.decision import Coordinator
 from paceline.launch.hosts import Address, Arrival, Seat, free_port, join
 from paceline.launch.member import Member
 from paceline.launch.output import Screen
@@ -494,3 +497,25 @@ def test_an_elastic_job_is_not_broken_by_a_worker_that_talks_nonsense(seed: int)
         await job.coordinator.close()
 
     asyncio.run(asyncio.wait_for(story(), 10))
+
+
+@pytest.mark.parametrize("turns", range(6))
+def test_a_connection_accepted_while_the_server_closes_is_closed_with_it(tmp_path: Path, turns: int) -> None:
+    """Whichever turn of the event loop it is made in; asyncio warns of a transport that was left."""
+
+    async def whole() -> None:
+        path = tmp_path / "control.sock"
+        seat = Seat(0, 1, 0, 1, 1, LaunchSettings(), "127.0.0.1", "127.0.0.1", 1)
+        server = ControlServer(path, Coordinator(seat, {}, lambda line: None, print), print)
+        await server.start()
+        with socket.socket(socket.AF_UNIX) as connection:
+            connection.connect(str(path))
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            await server.close()
+
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always", ResourceWarning)
+        asyncio.run(whole())
+        gc.collect()
+    assert [str(one.message) for one in warned] == []

@@ -177,12 +177,13 @@ class ControlServer:
 
     async def close(self) -> None:
         if self._server is not None:
-            self._server.close()
+            await stop_accepting(self._server)
         for connection in self._connections:
             connection.hang_up()
         await self._until_gone(set(self._connections), CLOSE_TIMEOUT_S)
         for connection in self._connections:
             connection.abort()
+        await self._until_gone(set(self._connections), CLOSE_TIMEOUT_S)
 
     def push(self, ranks: Sequence[int], kind: str, body: Body) -> None:
         """Say something unasked; nobody hears it where the worker has not said that it listens, or has gone."""
@@ -343,6 +344,18 @@ class _Connection(asyncio.Protocol):
     def abort(self) -> None:
         if self._transport is not None:
             self._transport.abort()
+
+
+async def stop_accepting(server: asyncio.Server) -> None:
+    """Close a server; what it accepted just now has become a connection when this returns, and so can be closed too.
+
+    A server that is closed at once loses such a socket: asyncio refuses to make a transport for a closed server.
+    """
+    for listening in server.sockets:
+        asyncio.get_running_loop().remove_reader(listening.fileno())
+    for _ in range(3):  # turns of the loop that asyncio takes from accepting a socket to `connection_made`
+        await asyncio.sleep(0)
+    server.close()
 
 
 def encoded(message: Body) -> bytes:

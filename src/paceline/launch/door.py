@@ -14,7 +14,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from paceline.errors import LaunchError, WorldError
-from paceline.launch.control_channel import NONSENSE, Body, Link
+from paceline.launch.control_channel import NONSENSE, Body, Link, stop_accepting
 from paceline.launch.hosts import SILENT_PEER_S, Address, Arrival, Guest, Seat, free_port
 from paceline.launch.sealed_link import SealedLink, prove_as_coordinator
 from paceline.world import strangers
@@ -66,7 +66,7 @@ class Door:
     async def close(self) -> None:
         self._closed = True
         if self._server is not None:
-            self._server.close()
+            await stop_accepting(self._server)
         for stranger in self._strangers:
             stranger.abort()
         while not self.later.empty():
