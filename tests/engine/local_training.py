@@ -135,7 +135,7 @@ register(Registered("local_training", LocalTraining, Maker, is_synchronous=lambd
 
 def strategy_of(engine: Engine) -> Strategy:
     assert engine._objects.step is not None
-    found = engine._objects.step.work.strategy()
+    found = engine._objects.step.strategy()
     assert isinstance(found, Strategy)
     return found
 

@@ -26,7 +26,7 @@ from tests.workers import hashes, run_workers
 
 if TYPE_CHECKING:
     from paceline.collectives.communicator import Communicator
-    from paceline.engine.train_step import TrainStep
+    from paceline.engine.step import TrainStep
     from paceline.parameter_server.replay import Replay
 
 

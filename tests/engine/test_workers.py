@@ -249,7 +249,7 @@ def counts_buffers(world: World) -> list[int]:
                 engine.backward(F.mse_loss(model(x), y))
                 optimizer.step()
             assert engine._objects.step is not None
-            held.append(sum(len(sums._views) for sums in engine._objects.step.work.strategy()._buckets.sums))
+            held.append(sum(len(sums._views) for sums in engine._objects.step.strategy()._buckets.sums))
         return held
 
 

@@ -89,7 +89,7 @@ def moments(world: World, **job: Any) -> tuple[list[str], int, list[float]]:
             engine.clip_grad_norm_(1.0)
             optimizer.step()
             losses.append(float(loss.detach()))
-        active: Any = engine._training().work.active
+        active: Any = engine._training().active
         twin = active._parts.twins.of(optimizer)._twin
         kept = [v.device.type for state in twin.state.values() for v in state.values()]
         return sorted(set(kept)), torch.cuda.max_memory_allocated(), losses

@@ -167,7 +167,7 @@ def holds(world: World, **job: Any) -> tuple[int, int, int, int]:
         for (x,) in loader:
             engine.backward(model(x).square().mean())
             optimizer.step()
-        strategy = engine._training().work.active
+        strategy = engine._training().active
         assert isinstance(strategy, Zero2)
         kept = [strategy.kept(p) for p in model.parameters()]
         weights = sum(part.numel() for one in kept if isinstance(one, Slices) for _, part in one.parts)

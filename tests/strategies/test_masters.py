@@ -197,7 +197,7 @@ def holds(world: World, *, strategy: str) -> tuple[int, int, int]:
         for x, y in loader:
             engine.backward(F.mse_loss(model(x), y))
             optimizer.step()
-        active: Any = engine._training().work.active
+        active: Any = engine._training().active
         if strategy == "ddp":
             masters, twin = list(active._masters._masters.values()), optimizer
         else:

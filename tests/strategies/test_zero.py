@@ -139,7 +139,7 @@ def test_a_state_saved_and_loaded_in_the_same_run_repeats_the_run(strategy: str,
 
 
 def active(engine: Engine) -> ShardedStrategy:
-    strategy = engine._training().work.active
+    strategy = engine._training().active
     assert isinstance(strategy, ShardedStrategy)
     return strategy
 

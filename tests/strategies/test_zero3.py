@@ -63,7 +63,7 @@ def data(samples: int = 32) -> TensorDataset:
 
 
 def unit_weights(engine: Engine) -> UnitWeights:
-    strategy = engine._training().work.active
+    strategy = engine._training().active
     assert isinstance(strategy, Zero3)
     return strategy._unit_weights[0]
 

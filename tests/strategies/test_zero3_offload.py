@@ -70,7 +70,7 @@ def looks(world: World, *, precision: str) -> dict[str, Any]:
         for (x,) in loader:
             engine.backward(model(x).square().mean())
             optimizer.step()
-        strategy: Any = engine._training().work.active
+        strategy: Any = engine._training().active
         assert isinstance(strategy, Zero3)
         shards = [part for of_unit in strategy._unit_weights[0]._shards for part in of_unit]
         addresses = {part.untyped_storage().data_ptr() for part in shards}
@@ -123,7 +123,7 @@ def lands(world: World, *, lanes: int) -> tuple[int, int, int, list[int]]:
         in_backward: list[int] = []
         landed: set[int] = set()
         for x in loader:
-            strategy: Any = engine._training().work.active
+            strategy: Any = engine._training().active
             land = strategy._parts.offload.land
             strategy._parts.offload.land = lambda number, total, land=land: (landed.add(number), land(number, total))[1]
             x.requires_grad_().register_hook(lambda _: in_backward.append(len(landed)))
@@ -166,7 +166,7 @@ def trains_on_cuda(world: World, **job: Any) -> tuple[int, list[float], list[str
             losses.append(float(loss.detach()))
             if engine.step == 2:
                 torch.cuda.reset_peak_memory_stats()
-        active: Any = engine._training().work.active
+        active: Any = engine._training().active
         shards = [p for some in getattr(active, "_unit_weights", ()) for unit in some._shards for p in unit]
         return torch.cuda.max_memory_allocated(), losses, sorted({f"{p.device.type} {p.is_pinned()}" for p in shards})
 

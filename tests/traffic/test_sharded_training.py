@@ -56,7 +56,7 @@ def a_step(world: World, *, blocks: int = BLOCKS, low: bool = False, **job: Any)
         for (x,) in loader:
             engine.backward(model(x).square().mean())
             optimizer.step()
-        return engine.traffic, owned_by_all(engine._training().work.strategy(), world.size)
+        return engine.traffic, owned_by_all(engine._training().strategy(), world.size)
 
 
 def owned_by_all(strategy: Strategy, workers: int) -> list[int]:

@@ -10,13 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from paceline.collectives.communicator import Communicator
-from paceline.engine.between_steps import BetweenSteps
 from paceline.engine.config import EngineConfig
 from paceline.engine.evaluation import place_of
 from paceline.engine.group import Group
-from paceline.engine.loop_ends import LoopEnds
 from paceline.engine.preparation import Preparation
-from paceline.engine.prepared_objects import PreparedObjects
+from paceline.engine.prepared import BetweenSteps, PreparedObjects
 from paceline.engine.replicas import plain_name
 from paceline.engine.saved_state import kept_models, kept_schedulers, load_model
 from paceline.engine.saver import Saver
@@ -24,7 +22,7 @@ from paceline.world.world import World
 
 
 class Assembly:
-    """`loop`, `preparation` and `saver` are of the same engine."""
+    """`preparation` and `saver` are of the same engine."""
 
     def __init__(
         self,
@@ -32,12 +30,11 @@ class Assembly:
         group: Group,
         objects: PreparedObjects,
         between: BetweenSteps,
-        loop: LoopEnds,
         preparation: Preparation,
         saver: Saver,
     ) -> None:
         self._config, self._group, self._objects, self._between = config, group, objects, between
-        self._loop, self._preparation, self._saver = loop, preparation, saver
+        self._preparation, self._saver = preparation, saver
         self._apart = False
 
     @property
@@ -62,14 +59,14 @@ class Assembly:
         own, step = self._objects, self._objects.training()
         return {
             "step": step.step,
-            "left_out_steps": step.count.left_out_steps,
-            "loss_scale": None if step.work.loss_scale is None else step.work.loss_scale.state_dict(),
+            "left_out_steps": step.left_out_steps,
+            "loss_scale": None if step.loss_scale is None else step.loss_scale.state_dict(),
             "schedulers": kept_schedulers(own.schedulers),
             "groups": [_groups_of(optimizer) for optimizer in own.optimizers],
             "shared": [give() for give, _ in own.shared],
             "others": [_untrained(model, own.optimizers) for model in own.models],
-            "in loop": self._loop.in_loop,
-            "left early": self._loop.left_early and not self._loop.in_loop,
+            "in loop": own.loader is not None and own.loader.in_loop,
+            "left early": own.loader is not None and own.loader.left_early and not own.loader.in_loop,
         }
 
     @property
@@ -83,9 +80,9 @@ class Assembly:
 
     def put_plain(self, plain: Mapping[str, Any]) -> None:
         own, step = self._objects, self._objects.training()
-        step.count.step, step.count.left_out_steps = plain["step"], plain["left_out_steps"]
-        if step.work.loss_scale is not None:
-            step.work.loss_scale.load_state_dict(plain["loss_scale"])
+        step.step, step.left_out_steps = plain["step"], plain["left_out_steps"]
+        if step.loss_scale is not None:
+            step.loss_scale.load_state_dict(plain["loss_scale"])
         for scheduler, saved in zip(own.schedulers, plain["schedulers"], strict=True):
             scheduler.load_state_dict(saved)
         for optimizer, groups in zip(own.optimizers, plain["groups"], strict=True):
@@ -127,7 +124,7 @@ class Assembly:
             group.comm.abandon("the workers have changed")
         if not self._apart:
             self._apart = True
-            self._objects.training().work.buffers.put_back_lost()
+            self._objects.training().buffers.put_back_lost()
             self._objects.training().strategies.dismantle()
         if group.comm is not None:
             group.comm.close()
@@ -150,11 +147,11 @@ class Assembly:
         self._group.world = self._group.among = world
         strategies = self._preparation.open_strategies()
         self._apart = False
-        self._objects.training().regrouped(comm, strategies)
+        self._objects.training().regrouped(strategies)
 
     def deal_anew(self, world: World, lanes: Sequence[Any] | None, *, joins: bool) -> None:
         own, step, comm = self._objects, self._objects.training(), self._group.comm
-        self._between.boundary.together.compare(comm, joins=joins)
+        self._between.boundary.retryable.compare(comm, joins=joins)
         if own.loader is not None:
             source = own.loader.source
             merged = None if lanes is None else source.merged(lanes)
@@ -162,12 +159,12 @@ class Assembly:
                 source.restore(merged)
             source.redeal(step.rides[world.rank], merged)
             own.loader.record_anew()
-        mine = own.evaluation_count.told(own.evaluations)
+        mine = own.evaluation_count.told(self._group.evaluations)
         told = [mine] if comm is None else comm.gather_json(None if joins else mine)
         told = [word for word in told if word is not None]
         if joins:
             own.evaluation_count.begun = max(begun for begun, _ in told)
-        for loader in own.evaluations:
+        for loader in self._group.evaluations:
             loader.deal_to(world, [place_of(loader.number, word) for word in told])
 
 

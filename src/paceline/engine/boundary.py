@@ -1,7 +1,13 @@
-"""What workers tell each other between two steps: values gathered and combined in rank order.
+"""The step boundary: what workers do together between two steps, values gathered and combined in rank order.
 
 Inside a step workers have different numbers of items, so a collective there would hang: it is refused, with the place
-in the user's code.
+in the user's code. In an elastic job each of these collectives can be tried again, by those that are left, once each:
+
+    worker 0    reduce #1 ✓    barrier #2 …            worker 2 dies, after worker 0 had the result of #1 and before
+    worker 1    reduce #1 …                            worker 1 had it: worker 1 gets it from worker 0, then both do #2
+
+Since no worker begins an operation before all have come to the one before, two workers are never more than one apart. A
+worker joins between two steps, where none is under way.
 """
 
 from __future__ import annotations
@@ -21,8 +27,7 @@ from paceline.collectives.communicator import Communicator
 from paceline.engine.config import counted
 from paceline.engine.evaluation import padded_rows
 from paceline.engine.group import Group
-from paceline.engine.together import Together
-from paceline.engine.train_step import TrainStep
+from paceline.engine.step import TrainStep
 from paceline.errors import ConfigError, GenerationEnded, LoopError, PeerLostError
 
 Operation = Literal["sum", "mean", "max", "min"]
@@ -30,10 +35,9 @@ T = TypeVar("T")
 
 
 class Boundary:
-    def __init__(self, group: Group, start_over: Callable[[], None]) -> None:
-        """`start_over` goes on with other workers, in an elastic job."""
-        self._group, self._start_over = group, start_over
-        self.together = Together()
+    def __init__(self, group: Group) -> None:
+        self._group = group
+        self.retryable = Retryable()
         self._again = True  # what workers are lost in is done again
         self._barriers = itertools.count()
 
@@ -50,7 +54,12 @@ class Boundary:
         if with_servers and self._group.world.servers and store is not None:
             self._meet_in_store(store, f"barrier/{next(self._barriers)}")
         else:
-            self.together.run(lambda: None if self._comm is None else self._comm.barrier(), self._start_over)
+            self.retryable.run(lambda: None if self._comm is None else self._comm.barrier(), self._group.start_over)
+
+    def settle(self, step: TrainStep | None) -> None:
+        """Updates that are under way end, and the model holds the newest weights."""
+        if step is not None and not step.inside_step:
+            self.alike(step.settle)
 
     def alike(self, operation: Callable[[], T]) -> T:
         """What every worker gets by an operation of all of them; done again if one of them is lost in it."""
@@ -61,7 +70,7 @@ class Boundary:
             if self._comm is not None and self._comm.world.elastic is not None:
                 self._comm.barrier()  # who passes it knows that all have got theirs
 
-        self.together.run(run, self._start_over)
+        self.retryable.run(run, self._group.start_over)
         return found[0]
 
     def _meet_in_store(self, store: Store, name: str) -> None:
@@ -84,7 +93,7 @@ class Boundary:
         def tell() -> list[Any]:
             return [value] if self._comm is None else self._comm.gather_json(value)
 
-        return self.together.run(tell, self._start_over)
+        return self.retryable.run(tell, self._group.start_over)
 
     def reduced(self, tensor: Tensor, operation: Operation) -> Tensor:
         if operation not in ("sum", "mean", "max", "min"):
@@ -122,7 +131,7 @@ class Boundary:
             handle.wait()
             return rows.view(self._workers, *tensor.shape)
 
-        return self.together.run(gather, self._start_over) if self._again else gather()
+        return self.retryable.run(gather, self._group.start_over) if self._again else gather()
 
     def in_round(self, operation: Callable[[], T], otherwise: Callable[[], T]) -> T:
         """In the body of an evaluation: where workers are lost its round begins again, and this counts for nothing."""
@@ -131,7 +140,7 @@ class Boundary:
             return operation()
         except GenerationEnded:
             self._again = True
-            self._start_over()
+            self._group.start_over()
             return otherwise()
         finally:
             self._again = True
@@ -153,3 +162,61 @@ def check_boundary(step: TrainStep | None, name: str) -> None:
             f"engine.{name}() at {caller} was called inside step {step.step + 1}: workers have different numbers "
             "of items there, so it would hang; call it when engine.stepped is true, or use engine.mean() for values"
         )
+
+
+class Retryable:
+    """Collectives between two steps, counted: one that no worker has finished is done again."""
+
+    def __init__(self) -> None:
+        self._done = 0
+        self._last: Any = None
+        self._given: Any = None
+        self._has_given = False
+
+    def run(self, operation: Callable[[], T], start_over: Callable[[], None]) -> T:
+        """The operation's result, or that of the others where they had it before the workers changed."""
+        while True:
+            if self._has_given:
+                result: T = self._given
+                self._given, self._has_given = None, False
+            else:
+                try:
+                    result = operation()
+                except GenerationEnded:
+                    start_over()
+                    continue
+            self._done, self._last = self._done + 1, result
+            return result
+
+    def compare(self, comm: Communicator | None, *, joins: bool) -> None:
+        """After a regrouping: who has finished the last operation tells its result to who has not."""
+        self._has_given = False
+        if comm is None:
+            return
+        done: list[int] = comm.gather_json(-1 if joins else self._done)
+        most = max(done)
+        if joins:
+            self._done = most
+        behind = [rank for rank, count in enumerate(done) if 0 <= count < most]
+        if not behind:
+            return
+        result = _broadcast(comm, self._last, root=done.index(most))
+        if comm.rank in behind:
+            self._given, self._has_given = result, True
+
+
+def _broadcast(comm: Communicator, value: Any, *, root: int) -> Any:
+    is_tensor = isinstance(value, Tensor)
+    about: Any = None
+    if comm.rank == root:
+        about = (
+            ["tensor", list(value.shape), str(value.dtype).removeprefix("torch.")] if is_tensor else ["plain", value]
+        )
+    kind, *rest = comm.gather_json(about)[root]
+    if kind == "plain":
+        return rest[0]
+    shape, dtype = rest
+    tensor = value if comm.rank == root else torch.empty(shape, dtype=getattr(torch, dtype))
+    tensor = tensor.contiguous()
+    comm.broadcast(tensor, root=root).wait()
+    return tensor

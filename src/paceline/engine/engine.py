@@ -11,11 +11,11 @@
 The objects are the user's own, with hooks: no wrapper. The rules of the loop are told in docs/concepts/loop.md; where
 each part of an engine lives:
 
-    arguments      what it was given becomes its config        between_steps   what all workers do together
+    arguments      what it was given becomes its config        boundary        what workers do together between steps
     group          the other workers, and how to reach them    saver           checkpoints
     preparation    `prepare`: the user's objects               regrouping      an elastic job's workers change,
-    loop_ends      the loop begins and ends                    assembly        and what changes with them
-    train_step     inside a step
+    loop           the loop over items, and what it retries    assembly        and what changes with them
+    step           a step, from lanes to an update
 """
 
 from __future__ import annotations
@@ -38,24 +38,21 @@ from paceline.elastic.told_hash import tell_hash
 from paceline.engine import activation_checkpointing as recomputing
 from paceline.engine.arguments import config_of
 from paceline.engine.assembly import Assembly
-from paceline.engine.between_steps import BetweenSteps
 from paceline.engine.boundary import Operation, check_boundary
 from paceline.engine.checkpoints import Checkpoints, WhenBusy
 from paceline.engine.group import Group
-from paceline.engine.loop_ends import LoopEnds
+from paceline.engine.loop import PreparedLoader
 from paceline.engine.one_line_errors import show_our_errors_in_one_line
 from paceline.engine.preparation import Preparation
-from paceline.engine.prepared_loader import PreparedLoader
-from paceline.engine.prepared_objects import PreparedObjects
+from paceline.engine.prepared import BetweenSteps, PreparedObjects
 from paceline.engine.progress import Bar, Progress
 from paceline.engine.saver import Saver
 from paceline.engine.second_opinion import SecondOpinion
-from paceline.engine.step_so_far import Timing
+from paceline.engine.step import Timing, TrainStep
 from paceline.engine.stop_signals import StoppedOnRequest, StopSignals
 from paceline.engine.surroundings import (
     find_device,
 )
-from paceline.engine.train_step import TrainStep
 from paceline.errors import LoopError
 from paceline.optim.loss_scale import LossScale, OnNonFinite
 from paceline.optim.offload import OffloadName
@@ -143,9 +140,9 @@ class Engine:
         self._saver = Saver(config, self._between.surroundings, self._between.job_state)
         group.on_change = self._saver.workers_changed
         parts = (config, group, self._objects, self._between)
-        self._loop = LoopEnds(*parts, self._stops, record_folder if self._replay is None else None)
-        self._preparation = Preparation(*parts, self._loop, self._stops, opinion, self._replay)
-        group.connect(Assembly(*parts, self._loop, self._preparation, self._saver))
+        recorded = record_folder if self._replay is None else None
+        self._preparation = Preparation(*parts, self._stops, opinion, self._replay, recorded)
+        group.connect(Assembly(*parts, self._preparation, self._saver))
 
     @property
     def world(self) -> World:
@@ -197,7 +194,7 @@ class Engine:
 
     @property
     def means(self) -> dict[str, float]:
-        return self._training().work.means
+        return self._training().means
 
     @property
     def step(self) -> int:
@@ -217,18 +214,18 @@ class Engine:
 
     @property
     def timing(self) -> Timing:
-        return self._training().work.timing
+        return self._training().timing
 
     @property
     def loss_scale(self) -> float:
         """What losses are multiplied by in backward, now: 1 unless the model computes in fp16."""
-        scale = self._training().work.loss_scale
+        scale = self._training().loss_scale
         return 1.0 if scale is None else scale.value
 
     @property
     def traffic(self) -> Traffic:
         """What this worker sent and received in its last step, by peer and operation."""
-        return self._training().work.traffic
+        return self._training().traffic
 
     def stop(self) -> None:
         """End the loop of all workers after the same step: this one, or the next if this one has acted already."""
@@ -309,8 +306,9 @@ class Engine:
         """`sha256:…` of parameters and persistent buffers; raises if the workers don't agree."""
         check_boundary(self._objects.step, "weights_hash")
         agreed = self._between.agreed_hash()
-        for tell in self._loop.listeners:
-            tell(self.step, lambda: agreed)
+        if self._objects.step is not None:
+            for listener in self._objects.step.strategies.loop_end_listeners:
+                listener(self.step, lambda: agreed)
         tell_hash(self._group.seat.rank, agreed)
         return agreed
 
@@ -361,9 +359,10 @@ class Engine:
         atexit.unregister(self.close)
         self._stops.close()
         group = self._group
-        if self._loop.in_loop and group.comm is not None:
+        loader = self._objects.loader
+        if loader is not None and loader.in_loop and group.comm is not None:
             if group.elastic is None:
-                self._loop.say_left()
+                loader.say_left()
             else:
                 group.comm.abandon("this worker leaves in the middle of its loop")  # the others go on without it
         self._saver.finish()

@@ -10,7 +10,7 @@ store     where processes meet by names; comm is how tensors and words go betwee
 from __future__ import annotations
 
 from collections.abc import Callable, Set
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch._C._distributed_c10d import PrefixStore, Store
@@ -18,12 +18,19 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from paceline.collectives.communicator import Communicator
 from paceline.elastic.member import Generation, Member
 from paceline.engine.config import EngineConfig
+from paceline.engine.evaluation import EvaluationLoader
 from paceline.engine.regrouping import Elastic, Parts
 from paceline.engine.serving import Serving
 from paceline.engine.surroundings import among_members, call_supervisor, connect_workers, open_meeting
 from paceline.errors import ConfigError
 from paceline.world.waiting import WaitWatch
 from paceline.world.world import World
+
+
+class RunningLoop(Protocol):
+    """The training loop, while it is iterated."""
+
+    def start_over(self) -> None: ...
 
 
 class Group:
@@ -38,6 +45,8 @@ class Group:
         self.elastic: Elastic | None = None
         self.serving: Serving | None = None
         self.lost: Set[int] = frozenset()  # as the strategy knows them
+        self.evaluations: list[EvaluationLoader] = []  # whose batches are dealt to these workers
+        self.loop: RunningLoop | None = None
         self.on_change: Callable[[], None] = lambda: None  # besides what waits in `comm`
 
     @property
@@ -105,14 +114,25 @@ class Group:
         self._watch_changes(self.comm)
         return self.comm
 
-    def go_on_without(self, lost: Set[int]) -> str:
-        """Where the strategy goes on without a worker, so does everything that workers do together; names of them."""
+    def go_on_without_the_lost(self) -> None:
+        """Where an asynchronous strategy goes on without a worker, so does everything that workers do together."""
+        lost = self.lost
         if len(lost) == self.world.size - self.among.size or self.comm is None or self.store is None:
-            return ""
+            return
         self.among = self.world.without(lost)
         named = ", ".join(map(str, sorted(lost)))
         self.comm.reconnect(self.among, PrefixStore(f"without/{named}", self.store))
-        return named
+        for loader in self.evaluations:
+            loader.deal_to(self.among)
+        plural, whose = ("s", "their") if len(lost) > 1 else ("", "its")
+        self.print(f"paceline: going on without worker{plural} {named}; samples left in {whose} lanes are not seen")
+
+    def start_over(self) -> None:
+        """Go on with the workers that there are now; a training loop that runs hands its items out again."""
+        if self.loop is not None:
+            self.loop.start_over()
+        else:
+            self.elastic_parts().start_over()
 
     # -- generations of an elastic job -------------------------------------------------------------------------------
 

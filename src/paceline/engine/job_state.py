@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from paceline.checkpoint.load import Checkpoint, whole_tree
 from paceline.checkpoint.manifest import MANIFEST
-from paceline.engine.prepared_loader import PreparedLoader
+from paceline.engine.loop import PreparedLoader
 from paceline.engine.saved_state import (
     check_fits,
     check_same_job,
@@ -28,7 +28,7 @@ from paceline.engine.saved_state import (
     load_model,
     load_one,
 )
-from paceline.engine.train_step import TrainStep
+from paceline.engine.step import TrainStep
 from paceline.errors import CheckpointError
 from paceline.world.determinism import mix, seed_everything
 
@@ -56,8 +56,8 @@ class JobState:
                 "job": dict(self.facts),
                 "kinds": [type(optimizer).__name__ for optimizer in self.optimizers],
                 "step": step.step,
-                "left_out_steps": step.count.left_out_steps,
-                "loss_scale": None if step.work.loss_scale is None else step.work.loss_scale.state_dict(),
+                "left_out_steps": step.left_out_steps,
+                "loss_scale": None if step.loss_scale is None else step.loss_scale.state_dict(),
                 "data": data,
                 "schedulers": kept_schedulers(self.schedulers),
                 "extra": extra,
@@ -73,9 +73,9 @@ class JobState:
         if self.loader is not None and tree["data"] is not None:
             place = partial(self.loader.load_state_dict, changed=changed)
             load_one(folder, "place in the data", place, whole_tree(tree["data"]))
-        step.count.step, step.count.left_out_steps = tree["step"], tree["left_out_steps"]
-        if step.work.loss_scale is not None and tree["loss_scale"] is not None:
-            load_one(folder, "loss scale", step.work.loss_scale.load_state_dict, tree["loss_scale"])
+        step.step, step.left_out_steps = tree["step"], tree["left_out_steps"]
+        if step.loss_scale is not None and tree["loss_scale"] is not None:
+            load_one(folder, "loss scale", step.loss_scale.load_state_dict, tree["loss_scale"])
         self.put_back_weights(checkpoint)
         for optimizer, saved in zip(self.optimizers, tree["optimizers"], strict=True):
             load_one(folder, "optimizer", partial(step.load, optimizer), saved)

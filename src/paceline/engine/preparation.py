@@ -8,6 +8,7 @@ DataLoader   ─► beside an optimizer: work items of this worker's lanes; by i
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -16,25 +17,22 @@ from torch.utils.data import DataLoader
 
 from paceline.data.work_source import Deal, WorkSource
 from paceline.engine import activation_checkpointing as recomputing
-from paceline.engine.acting_once import is_scheduler, let_optimizer_act_once, let_scheduler_follow
-from paceline.engine.between_steps import BetweenSteps
 from paceline.engine.config import EngineConfig, counted
 from paceline.engine.evaluation import EvaluationLoader
 from paceline.engine.group import Group
-from paceline.engine.loop_ends import LoopEnds
+from paceline.engine.loop import PreparedLoader, is_scheduler, let_optimizer_act_once, let_scheduler_follow
 from paceline.engine.memory_check import check_memory
-from paceline.engine.prepared_loader import PreparedLoader
-from paceline.engine.prepared_objects import PreparedObjects
+from paceline.engine.prepared import BetweenSteps, PreparedObjects
 from paceline.engine.process_facts import facts_of_process
 from paceline.engine.replaying_source import ReplayingSource
 from paceline.engine.replicas import check_belong_together, check_same_models, parameter_names
 from paceline.engine.saved_state import chosen_by_script, job_facts
 from paceline.engine.seal import Seal
-from paceline.engine.second_opinion import SecondOpinion, check_second_opinion
+from paceline.engine.second_opinion import ComparedPasses, SecondOpinion, check_second_opinion
 from paceline.engine.sources import as_loader, check_same_data, facts_of_data, make_source
+from paceline.engine.step import CommitsAtOnce, OnePass, TrainStep
 from paceline.engine.stop_signals import StopSignals
 from paceline.engine.strategy_table import StrategyTable
-from paceline.engine.train_step import TrainStep
 from paceline.errors import ConfigError
 from paceline.optim.precision import Precision
 from paceline.parameter_server.replay import Replay
@@ -49,13 +47,13 @@ class Preparation:
         group: Group,
         objects: PreparedObjects,
         between: BetweenSteps,
-        loop: LoopEnds,
         stops: StopSignals,
         opinion: SecondOpinion | None,
         replay: Replay | None,
+        record_folder: Path | None,
     ) -> None:
         self._config, self._group, self._objects, self._between = config, group, objects, between
-        self._loop, self._stops, self._opinion, self._replay = loop, stops, opinion, replay
+        self._stops, self._opinion, self._replay, self._record_folder = stops, opinion, replay, record_folder
 
     def prepare(self, objects: tuple[Any, ...]) -> tuple[Any, ...]:
         training = any(isinstance(thing, Optimizer) for thing in objects)
@@ -111,14 +109,11 @@ class Preparation:
             group.world = group.serving.next_world("")
         strategies = self.open_strategies()
         trained = (own.models, own.optimizers, own.schedulers)
-        own.step = TrainStep(config, group.comm, *trained, strategies, self._stops, self._opinion)
-        own.step.on_settled = self._between.go_on_without_the_lost
-        if group.elastic is None:  # otherwise READY has said it
-            own.step.on_step = self._loop.tell_step
-        own.step.lost = group.lost
+        passes = OnePass() if self._opinion is None else ComparedPasses(self._opinion, strategies.rides)
+        commitment = group.elastic or CommitsAtOnce()
+        own.step = TrainStep(config, group, *trained, strategies, self._stops, commitment, passes)
         if group.elastic is not None and self._opinion is not None:
             group.elastic.seal = Seal(group.world.name)
-        own.step.commit_with(group.elastic)
         for optimizer in own.optimizers:
             let_optimizer_act_once(optimizer, own.step)
         for scheduler in own.schedulers:
@@ -138,7 +133,7 @@ class Preparation:
     def open_strategies(self) -> StrategyTable:
         """For the workers that there are now."""
         job = self.job()
-        self._loop.listeners, self._group.lost = job.at_loop_end, job.lost
+        self._group.lost = job.lost
         return StrategyTable(self._config.strategy, job)
 
     def job(self) -> Job:
@@ -185,7 +180,7 @@ class Preparation:
     def _evaluation_loader(self, loader: DataLoader[Any]) -> EvaluationLoader:
         if self._group.elastic is None:  # a worker that has joined prepares when the others have done so long ago
             self._compare(loader)
-        self._objects.evaluations.append(
+        self._group.evaluations.append(
             EvaluationLoader(
                 loader,
                 self._group.among,
@@ -197,10 +192,10 @@ class Preparation:
                 count=self._objects.evaluation_count,
             )
         )
-        return self._objects.evaluations[-1]
+        return self._group.evaluations[-1]
 
     def _training_loader(self, loader: DataLoader[Any]) -> PreparedLoader:
-        step, config, group, loop = self._objects.training(), self._config, self._group, self._loop
+        step, config, group = self._objects.training(), self._config, self._group
         deal = Deal(
             config.lanes,
             config.accumulate,
@@ -214,16 +209,7 @@ class Preparation:
         if self._opinion is not None:
             check_second_opinion(config, source)
         self._objects.loader = PreparedLoader(
-            source,
-            step,
-            group.device,
-            on_enter=loop.enter,
-            on_leave=loop.leave,
-            attempt=loop.attempt,
-            start_record=lambda attempt: loop.start_record(source, attempt),
-            deal=self.deal_lanes,
-            elastic=group.elastic,
-            join=loop.join,
+            source, step, config, group, self._between.boundary, self._stops, self._record_folder
         )
         group.print(self._described(source))
         return self._objects.loader
@@ -236,16 +222,11 @@ class Preparation:
         settings = job_facts(self._config, {}, self._group.device)
         check_same_data(self._between.boundary.told(facts_of_data(loader) | chosen_by_script(settings)))
 
-    def deal_lanes(self, source: WorkSource) -> None:
-        """The lanes that this worker has now, from the committed place on."""
-        step = self._objects.training()
-        source.redeal(step.rides[self._group.world.rank])
-
     def _replayed(self, source: WorkSource, step: TrainStep) -> WorkSource:
         if self._replay is None:
             return source
         replaying = ReplayingSource(source, self._replay, step)
-        step.on_step = replaying.acted
+        step.replayed = replaying
         return replaying
 
     def _described(self, source: WorkSource) -> str:

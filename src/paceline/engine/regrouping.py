@@ -126,6 +126,8 @@ class Elastic:
 
     # -- committing --------------------------------------------------------------------------------------------------
 
+    at_once = False
+
     @property
     def before_update(self) -> bool:
         return self._parts.replicated

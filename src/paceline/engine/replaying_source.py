@@ -15,7 +15,7 @@ from typing import Any
 from paceline.data.loader import ShardedLoader
 from paceline.data.sharded_sampler import WorkItem
 from paceline.data.work_source import WorkSource
-from paceline.engine.train_step import TrainStep
+from paceline.engine.step import TrainStep
 from paceline.errors import ConfigError
 from paceline.parameter_server.replay import Replay
 
@@ -48,10 +48,10 @@ class ReplayingSource:
                     if self._last_round is not None and round > self._last_round:
                         break
                     self._replay.hand_out()
-                    step.count.step, furthest = round, max(furthest, round + 1)
+                    step.step, furthest = round, max(furthest, round + 1)
                 yield item, batch
         finally:
-            step.count.step = furthest
+            step.step = furthest
             if self._furthest is not None:
                 source.commit(self._furthest)
 
@@ -62,7 +62,7 @@ class ReplayingSource:
         """Right after the optimizer did."""
         if not self._replay.ends_round:
             self._step.stepped = False
-            self._step.count.step = self._replay.turn.item.round
+            self._step.step = self._replay.turn.item.round
 
     def commit(self, item: WorkItem) -> None:
         """The place in the data moves at the end of the loop, when all lanes have come that far."""

@@ -18,11 +18,6 @@ from torch.optim import Optimizer
 from paceline.collectives.communicator import Communicator
 from paceline.errors import ConfigError, ReplicaError
 
-# Elements of the weights looked at per step; a drift is found within parameters / WATCHED steps.
-WATCHED = 1 << 16
-# Where a difference can be mended, by redoing the step without the worker that has it, more is looked at: 0.3 ms.
-PARTS_AT_ONCE = 32
-
 Whole = Callable[[Tensor], Tensor]  # all of a parameter or buffer, of which the model may hold a part
 
 
@@ -134,61 +129,3 @@ def _short_hash(tensor: Tensor) -> str:
     if tensor.is_meta:
         return "no values yet"
     return hashlib.sha256(tensor_bytes(tensor)).hexdigest()[:16]
-
-
-class WeightsWatch:
-    """The rotating check: every call looks at the next WATCHED elements of the parameters."""
-
-    def __init__(self, named: Sequence[tuple[str, Tensor]]) -> None:
-        self._parts = [
-            (name, tensor, low, min(low + WATCHED, tensor.numel()))
-            for name, tensor in named
-            for low in range(0, tensor.numel(), WATCHED)
-            if tensor.is_contiguous() and tensor.element_size() in (2, 4, 8)
-        ]
-
-    def check(self, step: int) -> int:
-        if not self._parts:
-            return 0
-        return int(self._sum(step % len(self._parts)).item())
-
-    def _sum(self, number: int) -> Tensor:
-        _, tensor, low, high = self._parts[number]
-        part = tensor.detach().view(-1)[low:high]
-        size = part.element_size()
-        if part.numel() * size % 8 == 0 and part.storage_offset() * size % 8 == 0:
-            return part.view(torch.int64).sum()  # twice as fast as sums that are widened
-        return part.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[size]).sum(dtype=torch.int64)
-
-    def check_many(self, step: int) -> int:
-        """Of as much as a step may cost: all of a small model, and of a large one the next parts in turn."""
-        turns = range(min(len(self._parts), PARTS_AT_ONCE))
-        if not turns:
-            return 0
-        sums = torch.stack([self._sum((step * PARTS_AT_ONCE + turn) % len(self._parts)) for turn in turns])
-        total = 0
-        for one in sums.tolist():
-            total = (31 * total + one) % (1 << 62)
-        return total
-
-    def compare(self, step: int, checks: Sequence[int]) -> None:
-        if len(set(checks)) <= 1:
-            return
-        name, _, low, high = self._parts[step % len(self._parts)]
-        common = max(set(checks), key=checks.count)
-        odd = [rank for rank, check in enumerate(checks) if check != common]
-        raise ReplicaError(
-            f"before step {step + 1} the weights have drifted apart: {name!r} elements {low:,} to {high:,} differ on "
-            f"worker {', '.join(map(str, odd))} from the others; something changed them outside the optimizer, "
-            "or the workers' hardware or libraries differ (`paceline doctor` on each host)"
-        )
-
-
-def flip_a_bit(wanted: str | None, named: Sequence[tuple[str, Tensor]]) -> None:
-    """What a cosmic ray would do to a tensor, by default the first."""
-    for name, tensor in named:
-        if wanted in (None, name):
-            first = tensor.detach().view(-1).view(torch.uint8)[2:3]
-            first ^= 1 << 6
-            return
-    raise ConfigError(f"no tensor {wanted!r} in which a bit could be flipped; there are {[name for name, _ in named]}")

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from paceline.engine.replicas import WeightsWatch
+from paceline.engine.vote import WeightsWatch
 from paceline.errors import ReplicaError
 
 

@@ -17,8 +17,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from paceline.data.work_source import WorkSource
-from paceline.engine.ballot import LaneReport
 from paceline.engine.config import EngineConfig
+from paceline.engine.step import OnePass
+from paceline.engine.vote import LaneReport
 from paceline.errors import ConfigError, ReplicaError
 from paceline.strategies.registry import Rides
 from paceline.strategies.strategy import Strategy
@@ -72,35 +73,30 @@ class SecondOpinion:
         return Verdict(again=False, wrong=tuple(dict.fromkeys(wrong)))
 
 
-class Passes:
-    """The passes of a step, and whose lanes are whose in them; `opinion` None: there is one pass."""
+class ComparedPasses(OnePass):
+    """The passes of a step, and whose lanes are whose in them."""
 
-    def __init__(self, opinion: SecondOpinion | None, rides: Rides) -> None:
+    def __init__(self, opinion: SecondOpinion, rides: Rides) -> None:
         self.opinion = opinion
         self._rides = rides  # of the workers when no lane is passed on
-        self.again = False  # the step is to be done once more, by the same workers
+        self.again = False
 
     def regrouped(self, rides: Rides) -> None:
         self._rides = rides
 
     def forget(self) -> None:
-        if self.opinion is not None:
-            self.opinion.forget()
+        self.opinion.forget()
 
     def are_on(self, rides: Rides) -> bool:
-        """Some lanes are with others for a pass."""
         return rides != self._rides
 
     def next_rides(self) -> Rides:
-        """The lanes go to other workers for one pass; after the step they are where they were."""
-        assert self.opinion is not None
         self.again = False
         turn = self.opinion.rotation % len(self._rides)
         return (*self._rides[turn:], *self._rides[:turn])
 
     def watch(self, active: Strategy, round: int) -> bool:
-        """Whether the lanes of the step that begins are hashed."""
-        if self.opinion is None or not hasattr(active, "watch_lanes"):
+        if not hasattr(active, "watch_lanes"):
             return False
         watched = self.opinion.due(round)
         active.watch_lanes(watched)
@@ -110,7 +106,6 @@ class Passes:
         self, reports: Sequence[LaneReport], holders: Sequence[Sequence[int]], step: int, rank: int | None
     ) -> bool:
         """Compare the lanes' gradients with what other workers have made of them, if they have; None is alone."""
-        assert self.opinion is not None
         verdict = self.opinion.hear({report.lane: report.check for report in reports}, holders, step)
         for worker, lane in verdict.wrong:
             text = f"worker {worker} computed lane {lane} of step {step} otherwise than two other passes did"

@@ -13,7 +13,7 @@ from paceline.data.loader import ShardedLoader
 from paceline.data.streams import Counts, StreamLoader
 from paceline.data.work_source import Deal, WorkSource
 from paceline.engine.config import EngineConfig
-from paceline.engine.train_step import TrainStep
+from paceline.engine.step import TrainStep
 from paceline.errors import ConfigError, ReplicaError
 
 _UNKNOWN = -1

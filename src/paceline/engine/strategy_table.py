@@ -24,6 +24,7 @@ class StrategyTable:
 
     def __init__(self, chosen: Chosen, job: Job) -> None:
         self._all = list(job.optimizers)
+        self.loop_end_listeners, self.lost = job.at_loop_end, job.lost
         self._leave_once_a_step = chosen.entry.rides is neighbouring_lanes
         self._maker = chosen.entry.open(chosen.config, job)
         self.rides: Rides = getattr(self._maker, "rides", None) or chosen.rides(job.lanes, job.world.size)

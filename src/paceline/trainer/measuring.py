@@ -82,6 +82,6 @@ class Measurements:
 
     def _let_go(self, loader: Any) -> None:
         """A dataset that was given to one call is not kept alive by the Engine."""
-        known = self._trainer.engine._objects.evaluations
+        known = self._trainer.engine._group.evaluations
         if loader in known and not any(loader is kept for _, kept in self._kept):
             known.remove(loader)

@@ -1,37 +1,68 @@
-"""What all workers do together between two steps: settle, tell, combine, compare, hand over the state.
+"""What the user has handed to `engine.prepare`, what was made to go with it, and what all workers do with it together.
 
-Whoever calls it has seen to it that no step is under way (`check_boundary`). In an elastic job each of these is done
-again by those who are left, if a worker is lost in it.
+Whoever calls `BetweenSteps` has seen to it that no step is under way (`check_boundary`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
+from paceline.engine.activation_checkpointing import Recomputed
 from paceline.engine.boundary import Boundary, Operation
 from paceline.engine.config import EngineConfig
-from paceline.engine.evaluation import EvaluationLoader, no_rows
+from paceline.engine.evaluation import EvaluationCount, EvaluationLoader, no_rows
 from paceline.engine.group import Group
 from paceline.engine.job_state import JobState
-from paceline.engine.prepared_objects import PreparedObjects
-from paceline.engine.replicas import named_state
+from paceline.engine.loop import PreparedLoader
+from paceline.engine.replicas import named_state, weights_hash
 from paceline.engine.saved_state import job_facts
 from paceline.engine.saver import Surroundings
-from paceline.errors import ReplicaError
+from paceline.engine.step import TrainStep
+from paceline.errors import LoopError, ReplicaError
+
+
+@dataclass
+class PreparedObjects:
+    models: list[nn.Module] = field(default_factory=list)
+    optimizers: list[Optimizer] = field(default_factory=list)
+    schedulers: list[Any] = field(default_factory=list)
+    step: TrainStep | None = None  # with the first optimizer
+    loader: PreparedLoader | None = None  # that trains
+    evaluation_count: EvaluationCount = field(default_factory=EvaluationCount)
+    recomputed: Recomputed | None = None
+    shared: list[tuple[Callable[[], Any], Callable[[Any], None]]] = field(default_factory=list)  # with joiners
+
+    def training(self) -> TrainStep:
+        if self.step is None:
+            raise LoopError("nothing to train yet: give a model and an optimizer to engine.prepare() first")
+        return self.step
+
+    def whole(self, weights: Tensor) -> Tensor:
+        """Of a parameter or buffer, whatever part of it this worker has."""
+        return weights.detach() if self.step is None else self.step.strategies.whole(weights)
+
+    def hash(self) -> str:
+        return weights_hash(self.models) if self.step is None else weights_hash(self.models, self.whole)
+
+    def close(self) -> None:
+        for part in (self.loader, self.step, self.recomputed):
+            if part is not None:
+                part.close()
 
 
 class BetweenSteps:
     def __init__(self, config: EngineConfig, group: Group, objects: PreparedObjects) -> None:
         self._config, self._group, self._objects = config, group, objects
-        self.boundary = Boundary(group, start_over=self._start_over)
+        self.boundary = Boundary(group)
 
     def settle(self) -> None:
         """Updates that are under way end, and the model holds the newest weights."""
-        step = self._objects.step
-        if step is not None and not step.inside_step:
-            self.boundary.alike(step.settle)
+        self.boundary.settle(self._objects.step)
 
     def reduce(self, tensor: Tensor, operation: Operation) -> Tensor:
         evaluation = self._evaluation_round()
@@ -56,7 +87,7 @@ class BetweenSteps:
         return self.boundary.in_round(gather, lambda: no_rows(values))
 
     def _evaluation_round(self) -> EvaluationLoader | None:
-        return next((loader for loader in self._objects.evaluations if loader.real_rows is not None), None)
+        return next((loader for loader in self._group.evaluations if loader.real_rows is not None), None)
 
     def end_evaluation(self) -> None:
         """None leaves an evaluation that another has to run a round of again."""
@@ -94,25 +125,3 @@ class BetweenSteps:
     def job_facts(self) -> dict[str, Any]:
         loader = self._objects.loader
         return job_facts(self._config, {} if loader is None else loader.source.facts(), self._group.device)
-
-    # -- fewer workers -----------------------------------------------------------------------------------------------
-
-    def _start_over(self) -> None:
-        """Workers were lost in something that all do together between two steps."""
-        loader = self._objects.loader
-        if loader is not None and loader.in_loop:
-            loader.start_over()
-        else:
-            self._group.elastic_parts().start_over()
-
-    def go_on_without_the_lost(self) -> None:
-        """Those that an asynchronous strategy has lost, in what workers do together."""
-        lost = self._group.lost
-        if not (named := self._group.go_on_without(lost)):
-            return
-        for loader in self._objects.evaluations:
-            loader.deal_to(self._group.among)
-        plural, whose = ("s", "their") if len(lost) > 1 else ("", "its")
-        self._group.print(
-            f"paceline: going on without worker{plural} {named}; samples left in {whose} lanes are not seen"
-        )

@@ -13,7 +13,7 @@ import torch
 from torch._C._distributed_c10d import FileStore, PrefixStore
 
 from paceline.collectives.communicator import Communicator
-from paceline.engine.together import Together
+from paceline.engine.boundary import Retryable
 from paceline.errors import GenerationEnded
 from paceline.world.world import Elasticity, World
 from tests.workers import run_workers
@@ -22,7 +22,7 @@ CPU = torch.device("cpu")
 
 
 def test_an_operation_in_which_workers_are_lost_is_done_again() -> None:
-    together, calls = Together(), []
+    together, calls = Retryable(), []
 
     def operation() -> str:
         calls.append(1)
@@ -49,7 +49,7 @@ def two_apart(world: World, *, folder: str, result: Any) -> Any:
         os.kill(os.getpid(), signal.SIGKILL)
     first.abandon("worker 2 died")
     second = connected("second", replace(elastic, size=2, local_size=2))
-    together, asked = Together(), []
+    together, asked = Retryable(), []
 
     def operation() -> Any:
         asked.append(1)

@@ -5,38 +5,42 @@ The table of all rules is docs/concepts/loop.md.
 
 from __future__ import annotations
 
-import enum
 import math
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from paceline.data.sharded_sampler import WorkItem
-from paceline.engine.ballot import LaneReport
-from paceline.engine.step_so_far import ItemSoFar
+from paceline.engine.vote import LaneReport
 from paceline.errors import LoopError, NonFiniteLossError
 from paceline.input_file import one_line
 from paceline.optim.loss_scale import OnNonFinite
 
 
-class Phase(enum.Enum):
-    """Where the loop is between two updates."""
+class ItemFacts(Protocol):
+    """What has happened with the item that the loop has."""
 
-    BETWEEN_STEPS = "between steps"
-    ITEM = "an item is out, no backward yet"
-    RAN = "the item's backward is done, others of the step follow"
-    COLLECTED = "the step's gradient is in .grad, no optimizer has acted"
-    APPLIED = "an optimizer has acted"
-    LOST = "the workers have changed before the step counted: the loop gets its items again"
+    @property
+    def step_called(self) -> bool: ...
+
+    @property
+    def ran_last(self) -> bool:
+        """Its last backward is done."""
+        ...
+
+    @property
+    def failed(self) -> bool:
+        """A backward of it raised."""
+        ...
 
 
-def item_of_backward(item: WorkItem | None, phase: Phase, loss: Tensor, so_far: ItemSoFar, step: int) -> WorkItem:
+def item_of_backward(item: WorkItem | None, loss: Tensor, so_far: ItemFacts, step: int) -> WorkItem:
     """The item that a backward is for."""
-    if item is None or phase is Phase.BETWEEN_STEPS:
+    if item is None:
         raise LoopError("engine.backward() needs an item: call it inside `for batch in loader` of a prepared loader")
     check_backward_held(item, so_far, step)
     if so_far.step_called:
@@ -54,7 +58,7 @@ def item_of_backward(item: WorkItem | None, phase: Phase, loss: Tensor, so_far: 
     return item
 
 
-def check_backward_held(item: WorkItem, so_far: ItemSoFar, step: int) -> None:
+def check_backward_held(item: WorkItem, so_far: ItemFacts, step: int) -> None:
     if so_far.failed:
         raise LoopError(
             f"engine.backward() ended with an exception in lane {item.lane} of step {step + 1}, which the loop caught: "
@@ -75,9 +79,9 @@ def weight_of_backward(item: WorkItem, given: Any) -> float:
     return weight
 
 
-def check_step_applied(phase: Phase, step: int) -> None:
+def check_step_applied(step: int, *, waits_for_update: bool) -> None:
     """Before the next item."""
-    if phase is Phase.COLLECTED:
+    if waits_for_update:
         raise LoopError(
             f"step {step + 1} has its gradient but no optimizer.step() was called before the next batch; call "
             "step() after every backward: it acts once per step. To accumulate k micro-batches, use "
@@ -85,7 +89,7 @@ def check_step_applied(phase: Phase, step: int) -> None:
         )
 
 
-def check_step_whole(so_far: ItemSoFar, step: int, *, in_update: bool) -> None:
+def check_step_whole(so_far: ItemFacts, step: int, *, in_update: bool) -> None:
     """Exceptions that the loop caught where nothing can be taken back any more."""
     if in_update or (so_far.failed and so_far.ran_last):
         raise LoopError(
@@ -112,7 +116,7 @@ def check_one_optimizer(optimizers: int) -> None:
         )
 
 
-def check_backward_came_first(item: WorkItem, so_far: ItemSoFar, step: int, *, held: bool) -> None:
+def check_backward_came_first(item: WorkItem, so_far: ItemFacts, step: int, *, held: bool) -> None:
     """`optimizer.step()` in an item without its last backward; `held`: there was one with last=False."""
     check_backward_held(item, so_far, step)
     raise LoopError(
@@ -121,11 +125,11 @@ def check_backward_came_first(item: WorkItem, so_far: ItemSoFar, step: int, *, h
     )
 
 
-def item_of_mean(item: WorkItem | None, phase: Phase, name: str) -> WorkItem:
-    """The item that a value is collected for."""
-    if item is None or phase is Phase.BETWEEN_STEPS:
+def item_of_mean(item: WorkItem | None, name: str, *, sent: bool) -> WorkItem:
+    """The item that a value is collected for; `sent`: the step's means have left."""
+    if item is None:
         raise LoopError(f"engine.mean({name!r}) collects values inside the training loop; there is no item now")
-    if phase in (Phase.COLLECTED, Phase.APPLIED):
+    if sent:
         raise LoopError(f"engine.mean({name!r}) comes too late: call it before engine.backward(), which sends it")
     return item
 
@@ -170,3 +174,35 @@ def check_gradients_untouched(versions: Sequence[tuple[Parameter, int]], name_of
                 "engine.backward() and optimizer.step(); torch's clip_grad_norm_ and edits of .grad see only some "
                 "items of a step. Use engine.clip_grad_norm_(max_norm)"
             )
+
+
+class ParameterPlaces:
+    """Where parameters stand in their modules: one that is replaced after `prepare` would be used and never trained.
+
+    optimizer ──► parameter ◄── module.weight             prepare
+    optimizer ──► parameter     module.weight ──► other   after load_state_dict(…, assign=True), model.layer.weight = …
+    """
+
+    def __init__(
+        self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer], name_of: Callable[[Parameter], str]
+    ) -> None:
+        """Where all stand that are trained."""
+        trained = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
+        self._name_of = name_of
+        self._places = [
+            (module, key, parameter)
+            for model in models
+            for module in model.modules()
+            for key, parameter in module._parameters.items()
+            if parameter is not None and id(parameter) in trained
+        ]
+
+    def check(self) -> None:
+        """One that has gone elsewhere, as under a parametrization, is none of our business."""
+        for module, key, parameter in self._places:
+            if module._parameters.get(key, parameter) is not parameter:
+                raise LoopError(
+                    f"another parameter stands where {self._name_of(parameter)!r} was in engine.prepare(), as after "
+                    "load_state_dict(…, assign=True): the model would use it, and the optimizer train the old one. "
+                    "Load without assign, or replace parameters before engine.prepare()"
+                )

@@ -1,0 +1,420 @@
+"""The training loop: `for batch in loader` runs once per work item of this worker, and retries what is lost.
+
+    enter     was any worker asked to stop? the same data order? an elastic job may admit joining workers
+    ┌► next item ─► begin_item ─► the body ─► … last item of the step: the place in the data moves on
+    │     └─ the step was lost, or the workers have changed: recover, and hand the items out again        `_recovers`
+    └──────
+    leave     settle, tell the launcher; early (`break`, an exception): a note for those who wait for this worker
+
+The place in the data moves when a step counts, so a state saved between two steps continues with the very next sample,
+on any number of workers. What does not count when the workers change is handed out again, to those that there are then.
+`_recovers` is the one place where a step is tried again; the recovery itself is told in elastic/recovery.py.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+from paceline.data.prefetch import Prefetch
+from paceline.data.sample_record import MicroBatch, RecordHeader, SampleRecord, next_attempt
+from paceline.data.sharded_sampler import WorkItem
+from paceline.data.work_source import WorkSource
+from paceline.elastic.fault_injection import fault_point
+from paceline.engine.boundary import Boundary
+from paceline.engine.config import EngineConfig
+from paceline.engine.group import Group
+from paceline.engine.process_facts import facts_of_process
+from paceline.engine.replicas import weights_hash
+from paceline.engine.saved_state import job_facts
+from paceline.engine.sources import check_same_order
+from paceline.engine.step import TrainStep
+from paceline.engine.stop_signals import StopSignals
+from paceline.errors import GenerationEnded, LoopError
+from paceline.world.determinism import mix, seed_everything
+
+
+class PreparedLoader:
+    """Iterating it is one epoch, or what is left of one after a resume; the epoch advances by itself."""
+
+    def __init__(
+        self,
+        source: WorkSource,
+        step: TrainStep,
+        config: EngineConfig,
+        group: Group,
+        boundary: Boundary,
+        stops: StopSignals,
+        record_folder: Path | None,
+    ) -> None:
+        """`record_folder`: of the samples used, if they are to be on record."""
+        self.source = source
+        self._step, self._config, self._group, self._boundary, self._stops = step, config, group, boundary, stops
+        self._items: Prefetch | None = None
+        self._waited_s = 0.0  # before this step
+        self._step_items: list[tuple[WorkItem, Any]] = []
+        self.in_loop = self.left_early = False
+        self._record_folder = record_folder
+        self._record: SampleRecord | None = None
+        self._handed_out: list[WorkItem] = []  # of the step that is under way, for the record
+
+    @property
+    def dataset(self) -> Any:
+        return self.source.dataset
+
+    @property
+    def epoch(self) -> int:
+        if not self._group.admitted:  # it is the job's, and a loop over what is left of it follows
+            self._join(any_loop=True)
+        return self.source.epoch
+
+    @property
+    def position(self) -> int:
+        """Samples of this epoch that committed steps have used."""
+        return self.source.position
+
+    def __len__(self) -> int:
+        """Micro-batches per lane and epoch, the same at any number of workers; the last step counts in full."""
+        if self.source.steps is None:
+            raise TypeError(f"a {type(self.dataset).__name__} without __len__ gives a loader without length")
+        return self.source.steps * self._step.accumulate
+
+    # -- the loop ----------------------------------------------------------------------------------------------------
+
+    def __iter__(self) -> Iterator[Any]:
+        step = self._step
+        if self._items is not None:
+            raise LoopError("the training loader is already being iterated; a second loop over it would mix two epochs")
+        if step.broken:
+            raise LoopError(f"{step.broken}, so it can't start another; end a loop early with engine.stop()")
+        if not self._enter():
+            return
+        early = True
+        self._open_record()
+        self._fetch()
+        self._group.loop = self
+        try:
+            while (pair := self._next_pair()) is not None:
+                item, batch = pair
+                step.begin_item(item)
+                if self._recovers():
+                    continue
+                self._note_wait(item)
+                self._step_items = [(item, batch)]
+                self._hand_out(item)
+                yield batch
+                if self._recovers():
+                    continue
+                if step.item is not None and step.item.last_of_step:
+                    self._commit(step.item)
+                if step.item is None:
+                    if step.stop_agreed:
+                        break
+                    self._recovers(between_steps=True)
+            early = self._group.elastic is not None and self._group.elastic.left_early
+        except GeneratorExit:  # a break, a return or an exception in the body
+            whole = not step.inside_step and step.broken is None
+            if step.item is not None and step.item.last_of_step and whole:
+                self._commit(step.item)  # a `break` after the step acted is a clean end: the step counts
+            raise
+        finally:
+            self._group.loop = None
+            self._drop_items()
+            self._leave(early)
+
+    def _next_pair(self) -> tuple[WorkItem, Any] | None:
+        """The next item; None when the epoch is over, for the workers that there are now."""
+        while True:
+            assert self._items is not None
+            if self._group.elastic is not None and self._group.elastic.loop_is_over:
+                self._group.elastic.loop_is_over = False
+                return None
+            fault_point("data", self._step.step + 1)
+            try:
+                return next(self._items)
+            except StopIteration:
+                if not self._recovers(between_steps=True):
+                    return None
+            except GenerationEnded:
+                self._step.lose()
+                self._recovers()
+
+    def _recovers(self, *, between_steps: bool = False) -> bool:
+        """Whether the step was lost, or between two steps the workers have changed: then the next item is another."""
+        step, elastic = self._step, self._group.elastic
+        if step.passes.again or (between_steps and step.passes.are_on(step.rides)):
+            self._pass_lanes_on()
+            return True
+        if step.is_lost or (between_steps and elastic is not None and elastic.changed):
+            self.start_over()
+            return True
+        return False
+
+    def start_over(self) -> None:
+        """With the workers that there are now, from the first item that does not count."""
+        if (item := self._step.item_done()) is not None:
+            self._commit(item)  # it counts, and the body has not given it back yet
+        self._handed_out.clear()
+        self._group.elastic_parts().start_over()
+        self._fetch()
+
+    def _pass_lanes_on(self) -> None:
+        """The step once more with other lanes for every worker, or the next one with those that it had."""
+        self._handed_out.clear()
+        self._step.pass_lanes_on()
+        self.source.redeal(self._step.rides[self._group.world.rank])
+        self._fetch()
+
+    def _fetch(self) -> None:
+        """Items from the committed place on, for the lanes that this worker has now."""
+        self._drop_items()
+        self._waited_s = 0.0
+        self._items = Prefetch(self.source.items(), self._group.device, ahead=self.source.fetches_ahead)
+
+    def _drop_items(self) -> None:
+        if self._items is not None:
+            self._items.close()
+            self._items = None
+
+    def _note_wait(self, item: WorkItem) -> None:
+        assert self._items is not None
+        self._step.timing.waited_for_data_s = self._items.waited_s - self._waited_s
+        if item.last_of_step:
+            self._waited_s = self._items.waited_s
+
+    def _commit(self, item: WorkItem) -> None:
+        """The step is done: its samples are used."""
+        step, elastic = self._step, self._group.elastic
+        step.end_item()
+        if step.is_lost:
+            return
+        self.write_record()
+        in_updates, step.update = step.in_updates, 0
+        self.source.commit(item)
+        if in_updates and elastic is not None:
+            elastic.ends_updates(step.rounds)
+
+    # -- engine.update -----------------------------------------------------------------------------------------------
+
+    def run_update(self, optimizer: Optimizer, loss_fn: Callable[[Any], Any]) -> None:
+        """`engine.update`: all items of the step that is under way, for an update by `optimizer`; until it counts."""
+        step = self._step
+        step.retract_item()
+        while True:
+            for item, batch in self._rest_of_step():
+                step.begin_item(item, optimizers=[optimizer])
+                if step.is_lost:
+                    break
+                result = loss_fn(batch)
+                loss, weight = result if isinstance(result, tuple) else (result, None)
+                step.backward(loss, weight, last=True)
+            step.finish_update(optimizer)
+            if not step.is_lost:
+                return
+            self._recovers()
+            pair = self._next_pair()
+            assert pair is not None
+            self._step_items = [pair]
+            self._hand_out(pair[0])
+
+    def _rest_of_step(self) -> list[tuple[WorkItem, Any]]:
+        """All items of the current step, fetching those not handed out yet."""
+        assert self._items is not None
+        while not self._step_items[-1][0].last_of_step:
+            self._step_items.append(next(self._items))
+            self._hand_out(self._step_items[-1][0])
+        return self._step_items
+
+    # -- its ends ----------------------------------------------------------------------------------------------------
+
+    def _enter(self) -> bool:
+        """Whether there is a loop to run: all workers agree on that."""
+        group, boundary = self._group, self._boundary
+        if self.in_loop:  # it has joined the others in front of it
+            return True
+        if group.elastic is not None:
+            group.elastic.loop += 1
+            if not group.elastic.admitted:
+                return self._join(any_loop=False)
+        if group.comm is not None:
+            group.comm.take_back_note()
+        if not self._stops.enter_loop(boundary.told):
+            return False
+        self.in_loop = True
+        if self.source.digest is not None:
+            check_same_order(boundary.told(self.source.digest))
+        self._tell_phase("training")
+        if group.elastic is not None:
+            group.elastic.enter(self._step.rounds, self._facts())
+        return True
+
+    def _join(self, *, any_loop: bool) -> bool:
+        """A worker that comes later, in front of its loop; False: the others are past it."""
+        if not self._group.elastic_parts().join(self._facts(), any_loop=any_loop):
+            return False
+        self.in_loop = True
+        self._tell_phase("training")
+        return True
+
+    def _leave(self, early: bool) -> None:
+        self.in_loop = False
+        step, elastic = self._step, self._group.elastic
+        if elastic is not None:
+            self.left_early, elastic.left_early = early, False
+            if elastic.changed and not step.inside_step:
+                elastic.start_over()  # a worker joins after the last step: it leaves the loop as well
+            elastic.member.leave(elastic.loop)
+        if early:
+            step.forget_untouched()
+            if step.inside_step:
+                step.broken = f"this worker left its training loop inside step {step.step + 1}"
+            self.say_left()
+        else:
+            self._end_together()
+        if not (early and step.inside_step):
+            self._tell_phase("idle")
+
+    def _end_together(self) -> None:
+        step = self._step
+        if step.stops_alone:
+            self.say_left()
+        self._boundary.settle(step)
+        if step.never_agrees:  # inside the loop a signal was this worker's own affair
+            self._stops.end_loop(self._boundary.told)
+        for listener in step.strategies.loop_end_listeners:
+            listener(step.step, lambda: weights_hash(step.models, step.strategies.whole))
+        step.stopped()
+        seed_everything(mix(self._config.seed, "after the loop", step.step))
+
+    def say_left(self) -> None:
+        """To those who may wait for this worker in a step."""
+        if self._group.comm is None:
+            return
+        step = self._step
+        where = f"inside step {step.step + 1}" if step.inside_step else f"after step {step.step}"
+        self._group.comm.leave_note(f"it left its training loop {where}", votes=step.votes)
+
+    def _tell_phase(self, name: str) -> None:
+        """What the launcher names when this worker fails: the step it is in, or the last one after the loop."""
+        self._group.tell("phase", name=name)
+        self._group.tell("step", step=self._step.step + self.in_loop)
+
+    def _facts(self) -> dict[str, str | int]:
+        """What has to be the same in all workers."""
+        config = self._config
+        facts = job_facts(config, self.source.facts(), self._group.device)
+        more = {"threads": config.threads, "strategy": str(config.strategy), "backend": config.backend}
+        return facts_of_process({**facts, **more})
+
+    # -- its state ---------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """The place in the data, counting a step that has acted but whose item the loop has not given back yet.
+
+        With a stream, each worker's state holds the places of its own lanes.
+        """
+        item = self._step.item
+        acted = item is not None and item.last_of_step and not self._step.inside_step
+        if acted:
+            self.write_record()  # before the state is: what a job resumed from must be on record
+        return self.source.state_after(item if acted else None)
+
+    def load_state_dict(self, state: Mapping[str, Any], *, changed: frozenset[str] = frozenset()) -> None:
+        """Go on from `state_dict()`; `changed` names what is accepted to be different from when it was made."""
+        if self._items is not None:
+            raise LoopError("the training loader is being iterated; load its state before or after the loop")
+        self.source.restore(state, changed=changed)
+        if self._record is not None:
+            self._record.close()
+            self._record = None
+
+    def close(self) -> None:
+        self.source.close()
+        if self._record is not None:
+            self._record.close()
+
+    # -- the sample log ----------------------------------------------------------------------------------------------
+
+    def _open_record(self) -> None:
+        self._handed_out.clear()
+        if self._record is not None:
+            if not (header := self.source.record_header())["stream"]:
+                self._record.begin_epoch(header["epoch"], header["samples"], header["samples_per_epoch"])
+        elif self._record_folder is not None:
+            attempt = int(max(self._boundary.told(next_attempt(self._record_folder))))
+            if self._record is None:  # else the workers have changed meanwhile, and it is that of those who are left
+                self._record = self._start_record(self._record_folder, attempt)
+
+    def record_anew(self) -> None:
+        """The workers have changed: their record is another, from the committed place on."""
+        if self._record is not None:
+            self._record.close()
+        if self._record_folder is not None:
+            attempt, comm = next_attempt(self._record_folder), self._group.comm
+            attempt = attempt if comm is None else int(max(comm.gather_json(attempt)))
+            self._record = self._start_record(self._record_folder, attempt)
+
+    def _start_record(self, folder: Path, attempt: int) -> SampleRecord:
+        world, about = self._group.world, self.source.record_header()
+        header = RecordHeader(worker=world.rank, workers=world.size, lanes=self._config.lanes, **about)
+        return SampleRecord.start(folder, attempt, header)
+
+    def _hand_out(self, item: WorkItem) -> None:
+        if self._record is not None and not item.shadow:
+            self._handed_out.append(item)
+
+    def write_record(self) -> None:
+        if self._record is None:
+            return
+        for item in self._handed_out:
+            self._record.add(
+                MicroBatch(
+                    step=self._step.step + (not self._step.stepped),
+                    epoch=item.epoch,
+                    epoch_step=item.step,
+                    lane=item.lane,
+                    micro_batch=item.micro_batch,
+                    position=item.position,
+                    ids=item.sample_ids or None,
+                    count=None if item.sample_ids else item.samples,
+                    used=(item.lane, item.micro_batch) not in self._step.now.left_out,
+                )
+            )
+        self._handed_out.clear()
+        self._record.commit()
+
+
+# -- the optimizer and scheduler of the body ---------------------------------------------------------------------------
+
+
+def let_optimizer_act_once(optimizer: Optimizer, step: TrainStep) -> None:
+    """Its `step()` acts once per step of the job, not once per item."""
+    original = optimizer.step
+    step.adopt(optimizer, original)
+
+    def acts_once_per_step(self: Optimizer, closure: Any = None) -> Any:
+        return step.optimizer_step(self, closure)
+
+    # A scheduler made before prepare() has wrapped step() already and warns when the mark of that is gone.
+    if getattr(original, "_wrapped_by_lr_sched", False):
+        acts_once_per_step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+    # A bound method, because a scheduler made later looks at `step.__func__`.
+    optimizer.step = types.MethodType(acts_once_per_step, optimizer)  # type: ignore[method-assign]
+
+
+def let_scheduler_follow(scheduler: Any, step: TrainStep) -> None:
+    original = scheduler.step
+
+    def acts_with_the_optimizer(self: Any, *args: Any, **options: Any) -> Any:
+        return original(*args, **options) if step.scheduler_acts(self) else None
+
+    scheduler.step = types.MethodType(acts_with_the_optimizer, scheduler)
+
+
+def is_scheduler(thing: Any) -> bool:
+    return isinstance(thing, LRScheduler | ReduceLROnPlateau)

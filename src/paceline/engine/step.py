@@ -1,0 +1,849 @@
+"""A training step, from the lanes of a global batch to one update.
+
+    plan lanes ─► run items ─► exchange ─► vote ─► commit ─► update
+
+    the loop's body         what happens in the step                                                phase afterwards
+    for batch in loader     begin_item: plan lanes (with the first item), buffers, random stream    ITEM
+    engine.backward(loss)   backward: gradients join their lane's sum; full buckets leave           RAN
+                            … on this worker's last item, collect: vote, then the exchange ends     COLLECTED
+    optimizer.step()        act: commit, update                                                     APPLIED
+    (the next batch)        end_item                                                                BETWEEN_STEPS
+
+The body runs once per item, so `step()` and `zero_grad()` between two items find `.grad` empty and do nothing: the sums
+of the lanes are out of their reach. After the last backward `.grad` holds the gradient of the global batch, under
+strategies that keep it here; who runs the update is the strategy's affair.
+
+In an elastic job a step counts when the coordinator commits it. Until then it can be *lost*: the group of workers is
+over. The step only takes note of that (`_or_lost`) and forgets what it did; calls of the body do nothing more, and the
+loop, which is the one to retry, hands the items out again (`loop.py`).
+
+A *round* is a step of the job's data, from 1; a step that all workers leave out (a loss that is not finite) is a round
+but no step. An *update* (0, 1, …) is one of several in a step, where the body calls `engine.update` per optimizer.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence, Set
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+from paceline.collectives.byte_count import Traffic
+from paceline.data.sharded_sampler import WorkItem
+from paceline.elastic.fault_injection import begin_step, fault_point, flips_due
+from paceline.engine import rules
+from paceline.engine.config import EngineConfig
+from paceline.engine.group import Group
+from paceline.engine.lane_buffers import LaneBuffers
+from paceline.engine.stop_signals import StopSignals
+from paceline.engine.strategy_table import StrategyTable, drop_gradients_of_others
+from paceline.engine.vote import (
+    LaneReport,
+    StepVote,
+    Voting,
+    any_used,
+    flip_a_bit,
+    lanes_in_order,
+    means_over,
+    name_key,
+)
+from paceline.errors import GenerationEnded, LoopError
+from paceline.optim.loss_scale import MovingScale
+from paceline.strategies.registry import Rides
+from paceline.strategies.strategy import Agreement, ItemPlace, Strategy, Tally
+from paceline.world.determinism import mix, seed_everything
+
+
+class Phase(enum.Enum):
+    """Where the loop is between two updates."""
+
+    BETWEEN_STEPS = "between steps"
+    ITEM = "the loop has an item, without its last backward"
+    RAN = "the item's backward is done, others of the step follow"
+    COLLECTED = "the step's gradient is there, no optimizer has acted"
+    APPLIED = "an optimizer has acted"
+    LOST = "the workers have changed before the step counted: the loop gets its items again"
+
+
+MOVES: dict[Phase, tuple[Phase, ...]] = {
+    Phase.BETWEEN_STEPS: (Phase.ITEM,),
+    Phase.ITEM: (Phase.RAN, Phase.BETWEEN_STEPS),  # back again: it was only looked at, or is for `engine.update`
+    Phase.RAN: (Phase.ITEM, Phase.COLLECTED),
+    Phase.COLLECTED: (Phase.APPLIED,),
+    Phase.APPLIED: (Phase.APPLIED, Phase.BETWEEN_STEPS),  # by several optimizers, one after another
+    Phase.LOST: (),
+}
+"""Besides these, a group that is over leads from anywhere to LOST, and a new group to BETWEEN_STEPS."""
+
+
+@dataclass
+class Timing:
+    """Seconds of the last step."""
+
+    backward_s: float = 0.0
+    exposed_s: float = 0.0  # from the end of the last backward until the gradient was there
+    left_during_backward: int = 0  # buckets
+    waited_for_data_s: float = 0.0
+
+
+@dataclass
+class ItemState:
+    """What has happened with the item that the loop has."""
+
+    step_called: bool = False
+    ran_last: bool = False
+    forward_done: bool = False  # its buffers are taken
+    before: LaneReport | None = None  # its lane's report before the first backward, until the last one is done
+    failed: bool = False  # a backward raised
+
+    @property
+    def has_run(self) -> bool:
+        """Some backward, or a part of one."""
+        return self.ran_last or self.failed or self.before is not None
+
+    def add(self, report: LaneReport, item: WorkItem, loss: float, weight: float, *, last: bool) -> None:
+        """What a backward of the item adds to its lane's report."""
+        if self.before is None:
+            self.before = replace(report)
+        if last:
+            report.weight += weight
+            report.samples += item.samples
+        if report.finite:
+            report.loss, report.finite = loss, math.isfinite(loss)
+
+    def take_back(self, report: LaneReport) -> None:
+        """The item counts as empty: its lane reports nothing about it. Means stay, as for an item without backward."""
+        if self.before is not None:
+            report.weight, report.samples, report.left_out = (
+                self.before.weight, self.before.samples, self.before.left_out
+            )  # fmt: skip
+            report.loss, report.finite = self.before.loss, self.before.finite
+            self.before = None
+
+
+@dataclass
+class StepState:
+    """All that a step knows until it ends."""
+
+    phase: Phase = Phase.BETWEEN_STEPS
+    item: WorkItem | None = None
+    of_item: ItemState = field(default_factory=ItemState)
+    agreement: Agreement = Agreement.NOW
+    lowest: int = 0  # lane that has samples
+    owner: int = 0  # the worker that computes it
+    in_step: bool = True  # what workers send before their last backward is in the same order everywhere
+    holders: Sequence[Sequence[int]] = ()  # of its lanes, by worker
+    reports: dict[int, LaneReport] = field(default_factory=dict)
+    left_out: set[tuple[int, int]] = field(default_factory=set)  # (lane, micro-batch) that had no backward
+    learning_rates: list[float] | None = None
+    gradient_versions: list[tuple[Parameter, int]] = field(default_factory=list)
+    acted: set[int] = field(default_factory=set)  # optimizers
+    empty: bool = False  # all workers leave it out: Σ weight was 0, or the loss was not finite and is skipped
+    overflowed: bool = False  # the scaled gradient was not finite: no worker applies it
+    check: int = 0  # of what all workers must have alike
+    watched: bool = False  # its lanes' gradients are hashed, to be computed again by other workers
+    committed: bool = True  # it counts, whatever happens to workers from now on
+    counted: bool = False
+    traffic_before: Traffic = field(default_factory=Traffic)
+    was_asked_to_stop: bool = False  # before this step
+    loss_scale: dict[str, Any] | None = None  # likewise
+
+    def move(self, to: Phase) -> None:
+        assert to in MOVES[self.phase], f"a step can't go from {self.phase.name} to {to.name}"
+        self.phase = to
+
+    def report(self, lane: int) -> LaneReport:
+        return self.reports.setdefault(lane, LaneReport(lane))
+
+    def place(self, item: WorkItem) -> ItemPlace:
+        if item.shadow:
+            return ItemPlace(item.lane, item.last_of_lane, item.last_of_step, shadow=True)
+        report = self.reports[item.lane]
+        so_far = report.weight, report.left_out, report.samples
+        return ItemPlace(item.lane, item.last_of_lane, item.last_of_step, False, *so_far)
+
+
+class Commitment(Protocol):
+    """What decides whether a step counts."""
+
+    @property
+    def at_once(self) -> bool:
+        """A step counts when it has acted: nothing is lost with a worker but the job."""
+        ...
+
+    @property
+    def before_update(self) -> bool:
+        """Every worker can make the update alone: it is made when the step counts. Otherwise it can be undone."""
+        ...
+
+    def commits(self, step: int, update: int, *, check: int) -> bool:
+        """False: the workers have changed, and the step is to be done again."""
+        ...
+
+    def check_part(self, step: int) -> None:
+        """That this worker's part of the state is what the last update left."""
+        ...
+
+    @property
+    def part(self) -> Sequence[Tensor]:
+        """Those tensors of it that are watched."""
+        ...
+
+
+class CommitsAtOnce:
+    """The commitment of a job that is not elastic."""
+
+    at_once = before_update = True
+    part: Sequence[Tensor] = ()
+
+    def commits(self, step: int, update: int, *, check: int) -> bool:
+        return True
+
+    def check_part(self, step: int) -> None: ...
+
+
+class OnePass:
+    """How often a step's lanes are computed: once. `second_opinion` has those that are computed by two workers."""
+
+    again = False  # the step is to be done once more, by the same workers
+
+    def regrouped(self, rides: Rides) -> None: ...
+
+    def forget(self) -> None: ...
+
+    def are_on(self, rides: Rides) -> bool:
+        """Some lanes are with other workers for a pass."""
+        return False
+
+    def next_rides(self) -> Rides:
+        """Which worker has which lanes in the next pass."""
+        raise NotImplementedError
+
+    def watch(self, active: Strategy, round: int) -> bool:
+        """Whether the lanes of the step that begins are hashed."""
+        return False
+
+    def wants_another(
+        self, reports: Sequence[LaneReport], holders: Sequence[Sequence[int]], step: int, rank: int | None
+    ) -> bool:
+        return False
+
+
+class ReplayedSteps(Protocol):
+    """The one point at which a replay touches a step: it runs rounds in the order of a log."""
+
+    def acted(self) -> None: ...
+
+
+class TrainStep:
+    """One for the life of an engine; `now` is the step that is under way, or the last one."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        group: Group,
+        models: Sequence[nn.Module],
+        optimizers: Sequence[Optimizer],
+        schedulers: Sequence[Any],
+        strategies: StrategyTable,
+        stops: StopSignals,
+        commitment: Commitment,
+        passes: OnePass,
+    ) -> None:
+        self._config, self._group, self._stops = config, group, stops
+        self.models, self._optimizers, self._schedulers = models, optimizers, schedulers
+        self.strategies, self.commitment, self.passes = strategies, commitment, passes
+        self.active: Strategy | None = None
+        self.loss_scale = None if config.loss_scale is None else MovingScale(config.loss_scale)
+        self.buffers = LaneBuffers(models)
+        self.voting = self._new_voting()
+        self._places = rules.ParameterPlaces(models, optimizers, strategies.name_of)
+        self._original_steps: dict[int, Callable[..., Any]] = {}
+        self.now = StepState()
+        self.step = self.left_out_steps = 0
+        self.update = 0
+        self._rounds_before = 0  # the step that is under way
+        self.stepped = False
+        self._updating = self._in_body = False
+        self._stepped_in_body: set[int] = set()  # schedulers
+        self._clip: float | None = None
+        self._norm = math.nan
+        self._mean_names: dict[int, str] = {}
+        self.means: dict[str, float] = {}
+        self.stop_wanted = self.stop_agreed = False
+        self.broken: str | None = None
+        self.replayed: ReplayedSteps | None = None
+        self.timing = Timing()
+        self._ended: float | None = None  # the last backward
+        self.traffic = Traffic()  # of the last step
+
+    # -- where it is -------------------------------------------------------------------------------------------------
+
+    @property
+    def phase(self) -> Phase:
+        return self.now.phase
+
+    @property
+    def item(self) -> WorkItem | None:
+        return self.now.item
+
+    @property
+    def inside_step(self) -> bool:
+        return self.phase in (Phase.ITEM, Phase.RAN, Phase.COLLECTED)
+
+    @property
+    def is_lost(self) -> bool:
+        """The step has to be done again, by the workers that there are now."""
+        return self.phase is Phase.LOST
+
+    @property
+    def rounds(self) -> int:
+        return self.step + self.left_out_steps
+
+    @property
+    def round(self) -> int:
+        """Of the step that is under way, from 1."""
+        return self._rounds_before + 1
+
+    @property
+    def accumulate(self) -> int:
+        return self._config.accumulate
+
+    @property
+    def in_updates(self) -> bool:
+        """The loop's body runs once per step, and calls `engine.update`."""
+        return self._updating or self.update > 0
+
+    @property
+    def rides(self) -> Rides:
+        """The lanes of every worker."""
+        return self.strategies.rides
+
+    @property
+    def stops_alone(self) -> bool:
+        """The loop ends by this worker's own wish; others may wait for it in a later round."""
+        return self.stop_agreed and self.now.agreement is Agreement.LATER
+
+    @property
+    def never_agrees(self) -> bool:
+        """As far as the last step tells: each worker goes at its own pace to the end."""
+        return self.now.agreement is Agreement.NEVER
+
+    def item_done(self) -> WorkItem | None:
+        """The item with which the step ends that the loop is in, if it has got so far."""
+        item = self.now.item
+        done = item is not None and item.last_of_step and self.phase in (Phase.COLLECTED, Phase.APPLIED)
+        return item if done else None
+
+    @property
+    def votes(self) -> int:
+        """That this worker took part in."""
+        return self.voting.votes
+
+    def strategy(self) -> Strategy:
+        assert self.active is not None
+        return self.active
+
+    # -- plan lanes --------------------------------------------------------------------------------------------------
+
+    def begin_item(self, item: WorkItem, *, optimizers: Sequence[Optimizer] | None = None) -> None:
+        """Hand out `item`; `optimizers`: for an update by these alone, by `engine.update`."""
+        if optimizers is None or not self._updating:
+            self.end_item()
+        with self._or_lost():
+            if item.first_of_step and not self.is_lost:
+                self._plan_lanes(item, optimizers or self._optimizers)
+        if self.is_lost:
+            return
+        self.now.move(Phase.ITEM)
+        self.now.item, self.now.of_item = item, ItemState()
+        self._updating = optimizers is not None
+        self._in_body, self.stepped = True, False
+        if item.shadow:
+            self.buffers.start_shadow()
+        elif item.first_of_lane:
+            self.buffers.start_lane(item.lane)
+        fault_point("forward", self.round)
+        place = (item.epoch, item.step, item.lane, item.micro_batch, self.update)
+        seed_everything(mix(self._config.seed, "model", *place))
+
+    def _plan_lanes(self, item: WorkItem, optimizers: Sequence[Optimizer]) -> None:
+        """The step begins, for an update by `optimizers`: who computes which of its lanes, and from which state."""
+        self._places.check()
+        active, remade = self.strategies.of(optimizers)
+        self.active = active
+        if self.update == 0:
+            self._rounds_before = self.rounds
+        before, plan, lowest = self._rounds_before, self.strategies.plan(item.present), item.present[0]
+        self.now = StepState(
+            agreement=active.agreement(before),
+            lowest=lowest,
+            owner=next(worker for worker, lanes in enumerate(plan.holders) if lowest in lanes),
+            in_step=self.strategies.in_step(plan),
+            holders=plan.holders,
+            traffic_before=self._traffic_so_far(),
+            was_asked_to_stop=self._stops.agreed,
+            loss_scale=None if self.loss_scale is None else self.loss_scale.state_dict(),
+            committed=self.commitment.at_once,
+        )
+        begin_step(self.round)
+        for fault in flips_due(self.round):
+            self._flip_a_bit(fault.tensor, active)
+        self.now.watched = self.passes.watch(active, before)
+        active.start_step(before, plan)
+        self.buffers.start_step()
+        if remade or not self.voting.watching:
+            self.voting.watch([(self.strategies.name_of(p), p) for p in active.replicas])
+
+    # -- run items ---------------------------------------------------------------------------------------------------
+
+    def backward(self, loss: Tensor, weight: float | Tensor | None, *, last: bool) -> None:
+        """`engine.backward`; with this worker's last item the step gets its gradient."""
+        if self.is_lost:
+            return
+        now = self.now
+        item = rules.item_of_backward(self._item_of_body(), loss, now.of_item, self.step)
+        weight = rules.weight_of_backward(item, weight)
+        with self._or_lost():
+            try:
+                if self._group.comm is not None and self._group.comm.is_over:
+                    raise GenerationEnded("the workers have changed")  # forward may have had zeros for weights
+                self._run_backward(item, loss, weight, last=last)
+                if last:
+                    self._ran(item)
+            except BaseException:
+                now.of_item.failed = True  # if the loop catches it
+                raise
+
+    def _run_backward(self, item: WorkItem, loss: Tensor, weight: float, *, last: bool) -> None:
+        now, of_item, active = self.now, self.now.of_item, self.strategy()
+        if not item.shadow:
+            of_item.add(now.report(item.lane), item, float(loss.detach()), weight, last=last)
+        if last:
+            self._finish_forward(item)
+        place = now.place(item)
+        started = time.perf_counter()
+        active.start_backward(place, last=last)
+        fault_point("backward", self.round)
+        # The gradient is Σ w·∇loss / Σ w. Dividing by the step's samples before backward keeps small precisions in
+        # range, and where w counts samples it is the whole scaling: no second pass over the gradient.
+        torch.autograd.backward(loss, torch.full_like(loss, weight / item.step_samples * self._scale))
+        self._ended = time.perf_counter()
+        self.timing.backward_s = self._ended - started
+        if last:
+            of_item.ran_last, of_item.before = True, None
+            active.finish_backward(place)
+            drop_gradients_of_others(active, self._optimizers)
+
+    def _finish_forward(self, item: WorkItem) -> None:
+        """The item's forward is done: its lane's buffers are what it leaves, and may travel while backward runs."""
+        now, agreement = self.now, self.now.agreement
+        if now.of_item.forward_done:
+            return
+        now.of_item.forward_done = True
+        if item.last_of_lane and not item.shadow:
+            keep = agreement is Agreement.NOW and item.lane == now.lowest
+            if agreement is Agreement.NEVER:
+                keep = not self._leaves_lane_out(now.reports[item.lane])
+            self.buffers.finish_lane(item.lane, keep=keep)
+        if item.last_of_step and agreement is Agreement.NOW and now.in_step:
+            self.buffers.send_ahead(self._group.comm, now.owner, now.lowest)
+
+    def _leaves_lane_out(self, report: LaneReport) -> bool:
+        """Where workers never agree, a gradient may be applied as soon as it leaves: a loss is judged before that."""
+        why = "the lane is left out of the step"
+        report.left_out = rules.must_leave_out([report], self._config.on_nonfinite, self.step, why, 7)
+        if report.left_out:
+            report.weight = 0.0
+        return report.left_out
+
+    def add_mean(self, name: str, value: Tensor | float, weight: float | None) -> None:
+        if self.is_lost:
+            return
+        sent = self.phase in (Phase.COLLECTED, Phase.APPLIED)
+        item = rules.item_of_mean(self._item_of_body(), name, sent=sent)
+        if not item.shadow:
+            key = name_key(name)
+            self._mean_names[key] = name
+            weight = float(item.samples) if weight is None else float(weight)
+            self.now.report(item.lane).add_mean(key, float(value), weight)
+
+    def _ran(self, item: WorkItem) -> None:
+        """The item's part of the step is done; with the last item's the step has its gradient."""
+        self.now.move(Phase.RAN)
+        if not item.last_of_step:
+            return
+        if self._collect(item):
+            self.now.move(Phase.COLLECTED)
+        else:  # another pass of its lanes is wanted
+            self.now = StepState(Phase.LOST, item)
+            self._in_body = self._updating = False
+
+    # -- exchange, vote ----------------------------------------------------------------------------------------------
+
+    def _collect(self, item: WorkItem) -> bool:
+        """Vote, then let the strategy end the exchange: the step's gradient is there. False: another pass is wanted.
+
+        In a round whose workers don't agree there is one vote, this worker's own: means and a wish to stop are its
+        affair.
+        """
+        active, now = self.strategy(), self.now
+        self.commitment.check_part(self.round)
+        vote = self._vote(active)
+        fault_point("exchange", self.round)
+        votes = self.voting.cast(vote) if now.agreement is Agreement.NOW else [vote]
+        reports, flags = lanes_in_order(votes), any_used(votes)
+        used, changed = flags[: len(active.parameters)], flags[len(active.parameters) :]
+        tally = self._tally(item, reports, used)
+        active.collect(tally)
+        rank = None if self._group.comm is None else self._group.comm.rank
+        if now.watched and self.passes.wants_another(reports, now.holders, self.step + 1, rank):
+            self.buffers.put_back()
+            active.end_step()
+            return False
+        self._judge(active, tally)
+        self._finish_buffers(changed)
+        self.means |= means_over(reports, self._mean_names)
+        self.stop_agreed = self._stops.hear([one.stop for one in votes])
+        now.check, now.gradient_versions = vote.check, rules.gradient_versions(active.parameters)
+        self.timing.left_during_backward = active.left_during_backward
+        self.traffic = self._traffic_so_far() - now.traffic_before
+        if self._ended is not None:
+            self.timing.exposed_s = time.perf_counter() - self._ended
+        return True
+
+    def _vote(self, active: Strategy) -> StepVote:
+        now = self.now
+        if now.watched:
+            for lane, check in (getattr(active, "lane_checks", None) or {}).items():
+                now.reports[lane].check = check
+        return StepVote(
+            step=self.step,
+            update=self.update,
+            stop=self._stops.vote(wanted=self.stop_wanted, later=now.agreement is Agreement.LATER),
+            check=self.voting.check(self.step) if now.agreement is Agreement.NOW else 0,
+            used=(*active.used(), *self.buffers.changed(now.lowest)),
+            lanes=tuple(now.reports.values()),
+        )
+
+    def _tally(self, item: WorkItem, reports: Sequence[LaneReport], used: Sequence[bool]) -> Tally:
+        why, agreement = "the step is skipped", self.now.agreement
+        left_out = agreement is not Agreement.NEVER and rules.must_leave_out(
+            reports, self._config.on_nonfinite, self.step, why, 7
+        )
+        weights = tuple((report.lane, report.weight) for report in reports)
+        agreed = agreement is Agreement.NOW
+        return Tally(agreed, weights, item.step_samples, used, self._scale, left_out=left_out)
+
+    def _judge(self, active: Strategy, tally: Tally) -> None:
+        """Whether there is anything to apply."""
+        now = self.now
+        if tally.agreed and tally.weight == 0:
+            warnings.warn(f"step {self.step + 1} is skipped: the weights of all its micro-batches are 0", stacklevel=6)
+        if self.loss_scale is not None and not tally.empty:
+            now.overflowed = self.loss_scale.drops(active.keeps_finite(), self._config.on_nonfinite, self.step)
+        now.empty = tally.empty or now.overflowed
+
+    def _finish_buffers(self, changed: Sequence[bool]) -> None:
+        now = self.now
+        if now.agreement is Agreement.NEVER:
+            self.buffers.go_apart()
+        elif now.empty or now.agreement is Agreement.LATER:
+            self.buffers.put_back()
+        else:
+            self.buffers.finish_step(self._group.comm, now.owner, now.lowest, changed)
+
+    def clip(self, max_norm: float) -> float:
+        """Clip the summed gradient by its global norm; before the step's last item there is nothing to clip yet."""
+        self._clip = max_norm
+        if self.phase is Phase.ITEM:
+            raise LoopError("engine.clip_grad_norm_() belongs between engine.backward() and optimizer.step()")
+        with self._or_lost():
+            if self.now.overflowed:
+                self._norm = math.inf
+            elif self.phase is Phase.COLLECTED:
+                active = self.strategy()
+                self._norm = active.clip(max_norm)
+                self.now.gradient_versions = rules.gradient_versions(active.parameters)
+        return self._norm
+
+    # -- commit, update ----------------------------------------------------------------------------------------------
+
+    def optimizer_step(self, optimizer: Optimizer, closure: Any) -> Any:
+        """The prepared optimizer's `step()`: acts when the step's gradient is there, and only then."""
+        if self.is_lost:
+            return None
+        now = self.now
+        rules.check_no_closure(closure)
+        if not self.commitment.before_update:
+            rules.check_one_optimizer(len(self._optimizers))
+        now.of_item.step_called = True
+        if self.phase is Phase.ITEM and now.item is not None:
+            rules.check_backward_came_first(now.item, now.of_item, self.step, held=bool(now.reports))
+        self._check_learning_rates()
+        if self.phase not in (Phase.COLLECTED, Phase.APPLIED):
+            return None
+        if id(optimizer) in now.acted:
+            raise LoopError(f"optimizer.step() was called twice in step {self.step + 1}")
+        if self.phase is Phase.COLLECTED:
+            rules.check_gradients_untouched(now.gradient_versions, self.strategies.name_of)
+        return self._act(optimizer)
+
+    def _act(self, optimizer: Optimizer) -> Any:
+        if self.is_lost:
+            return None
+        result = None
+        with self._or_lost():
+            try:
+                result = self._update_with(optimizer)
+            except GenerationEnded:
+                raise
+            except BaseException as error:
+                # No worker may count a step of which this one has half an update.
+                if not self.commitment.at_once:
+                    self.broken = f"the update of step {self.step + 1} ended with {type(error).__name__} on this worker"
+                raise
+        return result
+
+    def _update_with(self, optimizer: Optimizer) -> Any:
+        """Commit, then update; or where updates can be undone, commit when the step's last one has been made."""
+        now = self.now
+        if self.phase is Phase.COLLECTED and (now.empty or self.commitment.before_update):
+            self._commit()
+        now.acted.add(id(optimizer))
+        now.move(Phase.APPLIED)
+        result = None
+        if not now.empty:
+            fault_point("apply", self.round)
+            result = self.strategy().apply(optimizer, self._original_steps[id(optimizer)])
+            self.traffic = self._traffic_so_far() - now.traffic_before
+            if len(now.acted) == len(self._optimizers) or self._updating:
+                self._commit()
+        if now.committed:
+            self._count()
+        return result
+
+    def _commit(self) -> None:
+        """From here on the step is one of the job's, whatever happens to workers."""
+        now = self.now
+        if now.committed:
+            return
+        fault_point("ready", self.round)
+        if not self.commitment.commits(self.round, self.update, check=now.check):
+            raise GenerationEnded(f"the workers changed before step {self.round} was committed")
+        now.committed = True
+        fault_point("after_commit", self.round)
+
+    def _count(self) -> None:
+        """What the step did stays."""
+        now = self.now
+        if now.counted:
+            return
+        now.counted = True
+        self.buffers.step_counts()
+        if now.empty:
+            self.left_out_steps += self.update == 0
+            return
+        self.step += self.update == 0
+        self.voting.updated(self.step)
+        self.stepped = True
+        if self.replayed is not None:
+            self.replayed.acted()
+        elif self.commitment.at_once:  # otherwise READY has said it
+            self._group.tell("step", step=self.step + 1)
+        # What the user draws between steps must not depend on how many items this worker ran.
+        seed_everything(mix(self._config.seed, "between", self.step, self.update))
+
+    def end_item(self) -> None:
+        """The loop asks for more: end what the last item left."""
+        rules.check_step_applied(self.step, waits_for_update=self.phase is Phase.COLLECTED)
+        self._check_step_whole()
+        with self._or_lost(unless_counted=True):
+            if self.phase is Phase.ITEM:
+                self._skip_item()
+            if self.phase is Phase.APPLIED and self.broken is None:
+                self._commit()
+                self._count()
+                self.strategy().end_step()
+                self._between_steps()
+
+    def _skip_item(self) -> None:
+        """The body left the item without a backward: it counts as empty."""
+        now, item, active = self.now, self.now.item, self.strategy()
+        assert item is not None
+        self._ended = None
+        if not item.shadow:
+            now.of_item.take_back(now.report(item.lane))
+            now.left_out.add((item.lane, item.micro_batch))
+        self._finish_forward(item)
+        active.skip(now.place(item))
+        if not item.shadow:
+            why = "had an exception in" if now.of_item.failed else "was left without"
+            text = f"lane {item.lane} of step {self.step + 1} {why} engine.backward(); it counts as empty"
+            warnings.warn(text, stacklevel=5)
+        drop_gradients_of_others(active, self._optimizers)
+        self._ran(item)
+        if self.phase is Phase.COLLECTED:
+            self._act_as_usual()
+
+    def _act_as_usual(self) -> None:
+        """The body skipped the step's last item and won't call step() in it: do what it does on other items."""
+        if self._clip is not None:
+            self.clip(self._clip)
+        for optimizer in self._optimizers:
+            self._act(optimizer)
+        for scheduler in self._schedulers:
+            if id(scheduler) in self._stepped_in_body:  # not one that is stepped once an epoch
+                scheduler.step()
+
+    def scheduler_acts(self, scheduler: Any) -> bool:
+        """A prepared scheduler follows the optimizer: it acts only when that did."""
+        acted = self.phase is Phase.APPLIED and self.stepped
+        if acted and self._in_body:
+            self._stepped_in_body.add(id(scheduler))
+        return self.phase is Phase.BETWEEN_STEPS or acted
+
+    def adopt(self, optimizer: Optimizer, original: Callable[..., Any]) -> None:
+        self._original_steps[id(optimizer)] = original
+
+    # -- engine.update: several updates of the same items ------------------------------------------------------------
+
+    def retract_item(self) -> None:
+        """`engine.update` runs the items itself: take back the one that the loop was given."""
+        if self.phase is Phase.APPLIED:
+            return
+        self._check_step_whole()
+        if self.phase is not Phase.ITEM or self.now.of_item.has_run:
+            raise LoopError("engine.update() and engine.backward() can't be mixed in one item; use one form per loop")
+        self.now.move(Phase.BETWEEN_STEPS)
+
+    def finish_update(self, optimizer: Optimizer) -> None:
+        """The end of `engine.update`: act, then be ready for another optimizer on the same items."""
+        with self._or_lost():
+            if self.phase is Phase.ITEM:
+                self._skip_item()
+        if self.is_lost:
+            return
+        self._check_learning_rates()
+        self._act(optimizer)
+        self.update += not self.is_lost
+        self._updating = False
+
+    # -- a step that is lost, and other workers ----------------------------------------------------------------------
+
+    @contextmanager
+    def _or_lost(self, *, unless_counted: bool = False) -> Iterator[None]:
+        """The one place where a step meets the end of its group: it takes note, and the loop retries."""
+        try:
+            yield
+        except GenerationEnded:
+            if unless_counted and self.now.counted:
+                self._between_steps()  # it counts; the others regroup
+            else:
+                self.lose()
+
+    def lose(self) -> None:
+        """As if the step had not begun, but for weights that the recovery puts right."""
+        was, item = self.now, self.now.item
+        self.now = StepState(Phase.LOST, item)
+        self.stepped = self._in_body = self._updating = self.stop_agreed = False
+        if not was.counted:  # otherwise the group ended between two steps, and there is nothing to take back
+            self._stops.agreed = was.was_asked_to_stop
+            if self.loss_scale is not None and was.loss_scale is not None:
+                self.loss_scale.load_state_dict(was.loss_scale)
+        self.passes.forget()
+        self.buffers.forget_step()
+
+    def regrouped(self, strategies: StrategyTable) -> None:
+        """There are other workers, and the state is that of the last step that counts."""
+        self.strategies, self.active = strategies, None
+        self.passes.regrouped(strategies.rides)
+        self.voting = self._new_voting()
+        self.buffers.meet_others()
+        self._places = rules.ParameterPlaces(self.models, self._optimizers, strategies.name_of)
+        self._between_steps()
+
+    def pass_lanes_on(self) -> None:
+        """The lanes go to other workers for one pass; after the step they are where they were."""
+        self.strategies.rides = self.passes.next_rides()
+        if self.is_lost:
+            self._between_steps()
+
+    # -- between steps, and the end of a loop ------------------------------------------------------------------------
+
+    def stop(self) -> None:
+        self.stop_wanted = True
+
+    def stopped(self) -> None:
+        """The loop has ended as wanted; another one may begin."""
+        self.stop_wanted = self.stop_agreed = False
+
+    def forget_untouched(self) -> None:
+        """The loop was left with an item of which nothing has run, as to look at a batch: no harm is done."""
+        item = self.now.item
+        if self.phase is Phase.ITEM and item is not None and item.first_of_step and not self.now.reports:
+            self._between_steps()
+
+    def settle(self) -> None:
+        """All workers stand between two steps: what is under way ends, and models and buffers are alike everywhere."""
+        if self.inside_step:
+            return
+        self.strategies.settle()
+        self._group.go_on_without_the_lost()
+        lost: Set[int] = self._group.lost
+        left = [lanes for worker, lanes in enumerate(self.rides) if worker not in lost]
+        lowest = min(lane for lanes in left for lane in lanes)
+        owner = next(place for place, lanes in enumerate(left) if lowest in lanes)
+        self.buffers.settle(self._group.comm, owner=owner, lowest=lowest)
+
+    def load(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
+        self.strategies.load(optimizer, state, round=self.rounds)
+
+    def close(self) -> None:
+        self.strategies.close()
+
+    # -- parts -------------------------------------------------------------------------------------------------------
+
+    def _item_of_body(self) -> WorkItem | None:
+        return None if self.phase is Phase.BETWEEN_STEPS else self.now.item
+
+    def _between_steps(self) -> None:
+        self.now.phase, self.now.item, self._in_body = Phase.BETWEEN_STEPS, None, False
+
+    def _check_step_whole(self) -> None:
+        in_update = self._updating and self.phase in (Phase.ITEM, Phase.RAN)
+        rules.check_step_whole(self.now.of_item, self.step, in_update=in_update)
+
+    def _check_learning_rates(self) -> None:
+        rates = rules.learning_rates(self._optimizers)
+        if self.now.learning_rates is None:
+            self.now.learning_rates = rates
+        rules.check_learning_rates(self.now.learning_rates, rates, self.step)
+
+    def _new_voting(self) -> Voting:
+        return Voting(self._group.comm, self.rides, raises=self.commitment.at_once)
+
+    def _flip_a_bit(self, wanted: str | None, active: Strategy) -> None:
+        """An injected fault: in a parameter, or where this worker has no whole ones in its part of the state."""
+        part = () if active.replicas else self.commitment.part
+        named = [("", tensor) for tensor in part] or [(self.strategies.name_of(p), p) for p in active.parameters]
+        flip_a_bit(wanted, named)
+
+    def _traffic_so_far(self) -> Traffic:
+        if self._group.comm is not None:
+            return self._group.comm.traffic
+        with_servers: Traffic | None = getattr(self.active, "traffic", None)
+        return with_servers or Traffic()
+
+    @property
+    def _scale(self) -> float:
+        return 1.0 if self.loss_scale is None else self.loss_scale.value
