@@ -6,17 +6,12 @@ import gc
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
-from torch import Tensor, nn
-
 from paceline.collectives.communicator import Communicator
 from paceline.engine.config import EngineConfig
 from paceline.engine.evaluation import place_of
 from paceline.engine.group import Group
 from paceline.engine.preparation import Preparation
 from paceline.engine.prepared import BetweenSteps, PreparedObjects
-from paceline.engine.replicas import plain_name
-from paceline.engine.saved_state import kept_models, kept_schedulers, load_model
 from paceline.engine.saver import Saver
 from paceline.world.world import World
 
@@ -49,58 +44,23 @@ class Assembly:
     # -- the state -------------------------------------------------------------------------------------------------
 
     def tensors(self) -> dict[str, Any]:
-        own, step = self._objects, self._objects.training()
-        return {
-            "models": kept_models(own.models, step.strategies.kept),
-            "optimizers": [_without_groups(step.strategies.kept_state(optimizer)) for optimizer in own.optimizers],
-        }
+        return self._between.job_state().tensors()
 
     def plain(self) -> dict[str, Any]:
-        own, step = self._objects, self._objects.training()
-        return {
-            "step": step.step,
-            "left_out_steps": step.left_out_steps,
-            "loss_scale": None if step.loss_scale is None else step.loss_scale.state_dict(),
-            "schedulers": kept_schedulers(own.schedulers),
-            "groups": [_groups_of(optimizer) for optimizer in own.optimizers],
-            "shared": [give() for give, _ in own.shared],
-            "others": [_untrained(model, own.optimizers) for model in own.models],
-            "in loop": own.loader is not None and own.loader.in_loop,
-            "left early": own.loader is not None and own.loader.left_early and not own.loader.in_loop,
-        }
+        return self._between.job_state().plain()
 
     @property
     def between_updates(self) -> bool:
         return self._objects.training().in_updates
 
     def place(self, *, step_done: bool) -> Any:
-        loader = self._objects.loader
-        item = self._objects.training().item_done() if step_done else None
-        return None if loader is None else loader.source.state_after(item)
+        return self._between.job_state().place(step_done=step_done)
 
     def put_plain(self, plain: Mapping[str, Any]) -> None:
-        own, step = self._objects, self._objects.training()
-        step.step, step.left_out_steps = plain["step"], plain["left_out_steps"]
-        if step.loss_scale is not None:
-            step.loss_scale.load_state_dict(plain["loss_scale"])
-        for scheduler, saved in zip(own.schedulers, plain["schedulers"], strict=True):
-            scheduler.load_state_dict(saved)
-        for optimizer, groups in zip(own.optimizers, plain["groups"], strict=True):
-            for group, settings in zip(optimizer.param_groups, groups, strict=True):
-                group.update({name: value for name, value in settings.items() if name != "params"})
-
-        for (_, take), told in zip(own.shared, plain["shared"], strict=True):
-            take(told)
+        self._between.job_state().put_plain(plain)
 
     def put_tensors(self, tensors: Mapping[str, Any], plain: Mapping[str, Any] | None) -> None:
-        """What is not trained every worker has, as the body left it after the step; who joins is told."""
-        own, step = self._objects, self._objects.training()
-        for number, (model, saved) in enumerate(zip(own.models, tensors["models"], strict=True)):
-            others = _untrained(model, own.optimizers)
-            known = others if plain is None else plain["others"][number]
-            load_model(model, step.strategies.put, {**saved, **{name: known[name] for name in others}})
-        for optimizer, saved in zip(own.optimizers, tensors["optimizers"], strict=True):
-            step.load(optimizer, {**saved, "param_groups": _groups_of(optimizer)})
+        self._between.job_state().put_tensors(tensors, plain)
 
     def record(self) -> None:
         """Before the step counts: a worker that dies right after that has written it. If it doesn't count, it is void.
@@ -166,24 +126,3 @@ class Assembly:
             own.evaluation_count.begun = max(begun for begun, _ in told)
         for loader in self._group.evaluations:
             loader.deal_to(world, [place_of(loader.number, word) for word in told])
-
-
-def _untrained(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, Any]:
-    """Buffers, and weights that no optimizer holds."""
-    trained = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
-    return {
-        plain_name(name): value.detach().clone() if isinstance(value, Tensor) else value
-        for name, value in model.state_dict(keep_vars=True).items()
-        if id(value) not in trained
-    }
-
-
-def _without_groups(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings of groups are plain, and in step with the schedulers: every worker has them."""
-    return {name: value for name, value in state.items() if name != "param_groups"}
-
-
-def _groups_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """As in its state_dict, which a sharded strategy guards: parameters by number."""
-    number = {id(p): n for n, p in enumerate(p for group in optimizer.param_groups for p in group["params"])}
-    return [{**group, "params": [number[id(p)] for p in group["params"]]} for group in optimizer.param_groups]

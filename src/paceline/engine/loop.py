@@ -28,10 +28,9 @@ from paceline.data.work_source import WorkSource
 from paceline.elastic.fault_injection import fault_point
 from paceline.engine.boundary import Boundary
 from paceline.engine.config import EngineConfig
+from paceline.engine.facts import facts_of_process, job_facts
 from paceline.engine.group import Group
-from paceline.engine.process_facts import facts_of_process
 from paceline.engine.replicas import weights_hash
-from paceline.engine.saved_state import job_facts
 from paceline.engine.sources import check_same_order
 from paceline.engine.step import TrainStep
 from paceline.engine.stop_signals import StopSignals

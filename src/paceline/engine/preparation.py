@@ -19,14 +19,13 @@ from paceline.data.work_source import Deal, WorkSource
 from paceline.engine import activation_checkpointing as recomputing
 from paceline.engine.config import EngineConfig, counted
 from paceline.engine.evaluation import EvaluationLoader
+from paceline.engine.facts import chosen_by_script, facts_of_process, job_facts
 from paceline.engine.group import Group
 from paceline.engine.loop import PreparedLoader, is_scheduler, let_optimizer_act_once, let_scheduler_follow
 from paceline.engine.memory_check import check_memory
 from paceline.engine.prepared import BetweenSteps, PreparedObjects
-from paceline.engine.process_facts import facts_of_process
 from paceline.engine.replaying_source import ReplayingSource
 from paceline.engine.replicas import check_belong_together, check_same_models, parameter_names
-from paceline.engine.saved_state import chosen_by_script, job_facts
 from paceline.engine.seal import Seal
 from paceline.engine.second_opinion import ComparedPasses, SecondOpinion, check_second_opinion
 from paceline.engine.sources import as_loader, check_same_data, facts_of_data, make_source

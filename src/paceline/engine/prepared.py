@@ -16,12 +16,12 @@ from paceline.engine.activation_checkpointing import Recomputed
 from paceline.engine.boundary import Boundary, Operation
 from paceline.engine.config import EngineConfig
 from paceline.engine.evaluation import EvaluationCount, EvaluationLoader, no_rows
+from paceline.engine.facts import job_facts
 from paceline.engine.group import Group
-from paceline.engine.job_state import JobState
 from paceline.engine.loop import PreparedLoader
 from paceline.engine.replicas import named_state, weights_hash
-from paceline.engine.saved_state import job_facts
 from paceline.engine.saver import Surroundings
+from paceline.engine.state import JobState
 from paceline.engine.step import TrainStep
 from paceline.errors import LoopError, ReplicaError
 
@@ -120,7 +120,7 @@ class BetweenSteps:
     def job_state(self) -> JobState:
         objects, step = self._objects, self._objects.training()
         trained = (objects.models, objects.optimizers, objects.schedulers)
-        return JobState(*trained, step, objects.loader, self.job_facts(), self._config.seed)
+        return JobState(*trained, step, objects.loader, objects.shared, self.job_facts, self._config.seed)
 
     def job_facts(self) -> dict[str, Any]:
         loader = self._objects.loader

@@ -29,7 +29,7 @@ from paceline.checkpoint.retention import all_checkpoints, remove_leftovers
 from paceline.checkpoint.save import Portion, Room, complete, give_up, portion_of, write_portion
 from paceline.elastic.fault_injection import fault_point
 from paceline.engine.config import EngineConfig
-from paceline.engine.job_state import JobState, check_whole
+from paceline.engine.state import JobState, check_whole
 from paceline.errors import CheckpointError
 from paceline.input_file import cause_of
 from paceline.sharding.flat_layout import BLOCK

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.engine import process_facts
+from paceline.engine import facts as process_facts
 
 
 def test_modules_of_an_environment_that_is_reached_by_a_link_are_installed_ones(

@@ -1,0 +1,295 @@
+"""The state of a job, described once: checkpoints, the in-memory checkpoint and joining workers all read it here.
+
+    entry                         every worker has            checkpoint    in-memory checkpoint    joining worker
+    models, optimizers            its part, or all of it      x             x                       from the copy
+    `_plain_entries`: step, …     all of it                   x             (survivors have it)     from a survivor
+    place in the data             of its lanes                x             x, of streams           from a survivor
+    settings of groups, buffers   all of it                   x             (survivors have it)     from a survivor
+    extra                         what the script gives       x
+    shared                        `engine.share_with_joiners`                                       from a survivor
+
+A new thing with a state is one more line in `_plain_entries`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from paceline.checkpoint.load import Checkpoint, whole_tree
+from paceline.checkpoint.manifest import MANIFEST
+from paceline.engine.facts import check_same_job
+from paceline.engine.loop import PreparedLoader
+from paceline.engine.replicas import plain_name
+from paceline.engine.step import TrainStep
+from paceline.errors import CheckpointError
+from paceline.input_file import cause_of
+from paceline.sharding.slices import Slices
+from paceline.world.determinism import mix, seed_everything
+
+Kept = Callable[[Tensor], Tensor | Slices]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """Plain values that every worker has alike."""
+
+    name: str
+    get: Callable[[], Any]
+    put: Callable[[Any], None]
+
+
+@dataclass(frozen=True)
+class JobState:
+    models: Sequence[nn.Module]
+    optimizers: Sequence[Optimizer]
+    schedulers: Sequence[Any]
+    step: TrainStep
+    loader: PreparedLoader | None
+    shared: Sequence[tuple[Callable[[], Any], Callable[[Any], None]]]
+    facts: Callable[[], Mapping[str, Any]]  # a call: the in-memory checkpoint of every step does without
+    seed: int
+
+    def _plain_entries(self) -> list[Entry]:
+        step, schedulers = self.step, self.schedulers
+
+        def put_step(number: int) -> None:
+            step.step = number
+
+        def put_left_out(number: int) -> None:
+            step.left_out_steps = number
+
+        def put_scale(scale: dict[str, Any] | None) -> None:
+            if step.loss_scale is not None and scale is not None:
+                step.loss_scale.load_state_dict(scale)
+
+        def put_schedulers(states: Sequence[dict[str, Any]]) -> None:
+            for scheduler, saved in zip(schedulers, states, strict=True):
+                scheduler.load_state_dict(saved)
+
+        return [
+            Entry("step", lambda: step.step, put_step),
+            Entry("left_out_steps", lambda: step.left_out_steps, put_left_out),
+            Entry("loss_scale", lambda: step.loss_scale and step.loss_scale.state_dict(), put_scale),
+            Entry("schedulers", lambda: [_scheduler_state(scheduler) for scheduler in schedulers], put_schedulers),
+        ]
+
+    # -- a checkpoint ------------------------------------------------------------------------------------------------
+
+    def collected(self, told: Callable[[Any], list[Any]], *, is_main: bool, extra: Any = None) -> dict[str, Any]:
+        """This worker's tree; all workers call it. What is not tensors comes from the main one."""
+        step, loader = self.step, self.loader
+        data = None if loader is None else loader.source.merged(told(loader.state_dict()))
+        tree: dict[str, Any] = {
+            "models": _kept_models(self.models, step.strategies.kept),
+            "optimizers": [step.strategies.kept_state(optimizer) for optimizer in self.optimizers],
+        }
+        if is_main:
+            tree |= {
+                "job": dict(self.facts()),
+                "kinds": [type(optimizer).__name__ for optimizer in self.optimizers],
+                "data": data,
+                "extra": extra,
+            }
+            tree |= {entry.name: entry.get() for entry in self._plain_entries()}
+        return tree
+
+    def put_back(self, checkpoint: Checkpoint, accept: Sequence[str]) -> None:
+        """All workers do so; nothing is changed unless all of it fits. A damaged file is found when it is read."""
+        tree, folder, step = checkpoint.tree, checkpoint.folder, self.step
+        changed = check_same_job(folder, tree["job"], self.facts(), accept)
+        prepared = {"models": self.models, "optimizers": self.optimizers, "schedulers": self.schedulers}
+        _check_fits(folder, tree, prepared)
+        if self.loader is not None and tree["data"] is not None:
+            place = partial(self.loader.load_state_dict, changed=changed)
+            _load_one(folder, "place in the data", place, whole_tree(tree["data"]))
+        for entry in self._plain_entries():  # first: strategies load their optimizers for the step that comes next
+            _load_one(folder, entry.name.replace("_", " "), entry.put, whole_tree(tree[entry.name]))
+        self.put_back_weights(checkpoint)
+        for optimizer, saved in zip(self.optimizers, tree["optimizers"], strict=True):
+            _load_one(folder, "optimizer", partial(step.load, optimizer), saved)
+        seed_everything(mix(self.seed, "between", step.step, 0))
+
+    def put_back_weights(self, checkpoint: Checkpoint) -> None:
+        _check_fits(checkpoint.folder, checkpoint.tree, {"models": self.models, "optimizers": self.optimizers})
+        for model, saved in zip(self.models, checkpoint.tree["models"], strict=True):
+            _load_one(checkpoint.folder, "model", partial(_load_model, model, self.step.strategies.put), saved)
+
+    # -- the in-memory checkpoint, and joining workers ---------------------------------------------------------------
+
+    def tensors(self) -> dict[str, Any]:
+        """This worker's part. Settings of groups are plain, and in step with the schedulers: every worker has them."""
+        strategies = self.step.strategies
+        states = [strategies.kept_state(optimizer) for optimizer in self.optimizers]
+        return {
+            "models": _kept_models(self.models, strategies.kept),
+            "optimizers": [
+                {name: value for name, value in state.items() if name != "param_groups"} for state in states
+            ],
+        }
+
+    def put_tensors(self, tensors: Mapping[str, Any], plain: Mapping[str, Any] | None) -> None:
+        """What is not trained every worker has, as the body left it; one that joins gets it in `plain`."""
+        for number, (model, saved) in enumerate(zip(self.models, tensors["models"], strict=True)):
+            others = _untrained(model, self.optimizers)
+            known = others if plain is None else plain["others"][number]
+            _load_model(model, self.step.strategies.put, {**saved, **{name: known[name] for name in others}})
+        for optimizer, saved in zip(self.optimizers, tensors["optimizers"], strict=True):
+            self.step.load(optimizer, {**saved, "param_groups": _groups_of(optimizer)})
+
+    def plain(self) -> dict[str, Any]:
+        """What every worker has, for those that join."""
+        loader = self.loader
+        return {
+            **{entry.name: entry.get() for entry in self._plain_entries()},
+            "groups": [_groups_of(optimizer) for optimizer in self.optimizers],
+            "shared": [give() for give, _ in self.shared],
+            "others": [_untrained(model, self.optimizers) for model in self.models],
+            "in loop": loader is not None and loader.in_loop,
+            "left early": loader is not None and loader.left_early and not loader.in_loop,
+        }
+
+    def put_plain(self, plain: Mapping[str, Any]) -> None:
+        for entry in self._plain_entries():
+            entry.put(plain[entry.name])
+        for optimizer, groups in zip(self.optimizers, plain["groups"], strict=True):
+            for group, settings in zip(optimizer.param_groups, groups, strict=True):
+                group.update({name: value for name, value in settings.items() if name != "params"})
+        for (_, take), given in zip(self.shared, plain["shared"], strict=True):
+            take(given)
+
+    def place(self, *, step_done: bool) -> Any:
+        """In the data: when the step that the loop is in is done, or as it begins."""
+        item = self.step.item_done() if step_done else None
+        return None if self.loader is None else self.loader.source.state_after(item)
+
+
+def _scheduler_state(scheduler: Any) -> dict[str, Any]:
+    """state_dict() is the scheduler's __dict__, in which prepare() put a step() of ours."""
+    return {key: value for key, value in scheduler.state_dict().items() if key != "step"}
+
+
+def _kept_models(models: Sequence[nn.Module], kept: Kept) -> list[dict[str, Any]]:
+    """The models' states as this worker can save them; tied weights are one object."""
+    known: dict[int, Any] = {}
+
+    def once(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        if id(value) not in known:
+            known[id(value)] = kept(value)
+        return known[id(value)]
+
+    return [
+        {plain_name(name): once(value) for name, value in model.state_dict(keep_vars=True).items()} for model in models
+    ]
+
+
+def _untrained(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, Any]:
+    """Buffers, and weights that no optimizer holds."""
+    trained = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
+    return {
+        plain_name(name): value.detach().clone() if isinstance(value, Tensor) else value
+        for name, value in model.state_dict(keep_vars=True).items()
+        if id(value) not in trained
+    }
+
+
+def _groups_of(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """As in its state_dict, which a sharded strategy guards: parameters by number."""
+    number = {id(p): n for n, p in enumerate(p for group in optimizer.param_groups for p in group["params"])}
+    return [{**group, "params": [number[id(p)] for p in group["params"]]} for group in optimizer.param_groups]
+
+
+_PARTS = {
+    "job": dict, "step": int, "left_out_steps": int, "models": list, "optimizers": list, "schedulers": list,
+    "loss_scale": dict | None, "data": dict | None, "extra": object,
+}  # fmt: skip
+"""Of every checkpoint that was ever written; what came later may be missing in one."""
+
+
+def check_whole(checkpoint: Checkpoint) -> None:
+    """That a checkpoint is of a job at all: its parts are there, each of its kind. Whose job it is is asked later."""
+    tree = checkpoint.tree
+    wrong = [name for name, kind in _PARTS.items() if not isinstance(tree.get(name, _PARTS), kind)]
+    if not wrong:
+        wrong += ["models"] * any(not isinstance(model, dict) for model in tree["models"])
+        wrong += ["optimizers"] * any(not _is_optimizer(state) for state in tree["optimizers"])
+        wrong += ["schedulers"] * any(not isinstance(state, dict) for state in tree["schedulers"])
+        wrong += [name for name in ("step", "left_out_steps") if tree[name] < 0]
+    if wrong:
+        raise CheckpointError(
+            f"{checkpoint.folder}/{MANIFEST} is not of a job: its {wrong[0]!r} is missing, or no such thing"
+        )
+
+
+def _is_optimizer(state: Any) -> bool:
+    groups = state.get("param_groups") if isinstance(state, dict) else None
+    return (
+        isinstance(groups, list)
+        and isinstance(state.get("state"), dict)
+        and all(isinstance(group, dict) and isinstance(group.get("params"), list) for group in groups)
+    )
+
+
+def _check_fits(folder: Path, tree: Mapping[str, Any], prepared: Mapping[str, Sequence[Any]]) -> None:
+    """That the state is one of these objects; before anything is loaded."""
+    for kind, things in prepared.items():
+        if len(tree[kind]) != len(things):
+            raise CheckpointError(f"{folder} holds {len(tree[kind])} {kind}, this job prepared {len(things)}")
+    for saved, model in zip(tree["models"], prepared["models"], strict=True):
+        mine = {plain_name(name): value for name, value in model.state_dict(keep_vars=True).items()}
+        missing, unknown = sorted(mine.keys() - saved.keys()), sorted(saved.keys() - mine.keys())
+        told = [f"it has no {name!r}" for name in missing[:1]] + [f"the model has no {name!r}" for name in unknown[:1]]
+        for name in [name for name in mine if name in saved]:
+            if (
+                isinstance(mine[name], Tensor)
+                and not name.endswith("_extra_state")
+                and (there := getattr(saved[name], "shape", None)) != mine[name].shape
+            ):
+                what = f"a {type(saved[name]).__name__}" if there is None else str(tuple(there))
+                told.append(f"{name!r} is {what} there and {tuple(mine[name].shape)} here")
+        if told:
+            more = len(missing) + len(unknown) - 2
+            rest = f" and {more} more names" if more > 0 else ""
+            raise CheckpointError(f"the checkpoint in {folder} is of another model: {'; '.join(told[:3])}{rest}")
+    for kind, optimizer in zip(tree.get("kinds", ()), prepared["optimizers"], strict=False):
+        if kind != type(optimizer).__name__:
+            raise CheckpointError(
+                f"the checkpoint in {folder} is of another optimizer: {kind} there, {type(optimizer).__name__} here"
+            )
+    for saved, optimizer in zip(tree["optimizers"], prepared["optimizers"], strict=True):
+        theirs = [len(group["params"]) for group in saved["param_groups"]]
+        ours = [len(group["params"]) for group in optimizer.param_groups]
+        if theirs != ours:
+            raise CheckpointError(
+                f"the checkpoint in {folder} is of another optimizer: its groups have {theirs} parameters, here {ours}"
+            )
+
+
+def _load_model(model: nn.Module, put: Callable[[Tensor, Tensor], None], state: Mapping[str, Any]) -> None:
+    """One tensor after another: all of them together may not fit into memory."""
+    done: set[int] = set()
+    others: dict[str, Any] = {}
+    for name, value in model.state_dict(keep_vars=True).items():
+        saved = state[plain_name(name)]
+        if not isinstance(value, Tensor) or name.endswith("_extra_state"):  # get_extra_state() may return a tensor
+            others[name] = whole_tree(saved)
+        elif id(value) not in done:
+            done.add(id(value))
+            put(value, whole_tree(saved))
+    if others:
+        model.load_state_dict(others, strict=False)
+
+
+def _load_one(folder: Path, kind: str, load: Callable[[Any], object], state: Any) -> None:
+    try:
+        load(state)
+    except (RuntimeError, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+        raise CheckpointError(f"the {kind} in {folder} does not fit this job's: {cause_of(error)}") from error
