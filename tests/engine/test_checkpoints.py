@@ -269,7 +269,7 @@ def test_a_disk_that_fills_up_during_the_save_leaves_the_one_before(
                 checkpoints.wait()
                 if step == 1:
                     (small_disk / "other").write_bytes(b"x" * _free(small_disk))
-                    monkeypatch.setattr("paceline.engine.saver.shutil.disk_usage", lambda _: _Plenty)
+                    monkeypatch.setattr("paceline.engine.checkpoints.shutil.disk_usage", lambda _: _Plenty)
         assert engine.step == 2
     (warning,) = [str(w.message) for w in seen]
     assert "checkpoint-2 could not be saved: No space left on device (this worker's part has" in warning
@@ -422,7 +422,7 @@ def test_an_extra_that_cannot_be_saved_is_a_warning_of_the_main_worker_and_all_g
 
 
 def loads_at_once(world: World, *, folder: str) -> str:
-    from paceline.engine import saver
+    from paceline.engine import checkpoints as saver
 
     original = saver.complete
 

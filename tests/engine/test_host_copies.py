@@ -15,8 +15,8 @@ from paceline.checkpoint.load import whole_tree
 from paceline.elastic.member import Member
 from paceline.elastic.state_number import numbered
 from paceline.elastic.vault import Vault, steps_of
+from paceline.engine.group import among_members
 from paceline.engine.host_copies import HostCopies, on_hosts
-from paceline.engine.surroundings import among_members
 from paceline.errors import GenerationEnded, PeerLostError, StateLostError
 from paceline.sharding.slices import Slices
 from paceline.world.world import ControlSocket, Elasticity, World

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from paceline import Engine, World
 from paceline.collectives.communicator import Communicator
-from paceline.engine.surroundings import find_device
+from paceline.engine.config import find_device
 from paceline.errors import ConfigError, PeerLostError
 from paceline.strategies.registry import Job, Registered, register
 from paceline.world.world import TcpRendezvous

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from paceline.elastic.decisions import Rules
-from paceline.engine.surroundings import check_backend, default_backend
+from paceline.engine.config import check_backend, default_backend
 from paceline.errors import ConfigError, LaunchError, WorldError
 from paceline.launch import latecomers
 from paceline.launch.control_channel import Body

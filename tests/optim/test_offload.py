@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from paceline import Engine, World
-from paceline.engine import arguments
+from paceline.engine import config as arguments
 from paceline.errors import ConfigError
 from paceline.optim.offload import Offload, check_offload
 from tests.bits.programs import gan, gpt, wide

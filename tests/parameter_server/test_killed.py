@@ -27,7 +27,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from paceline.collectives.communicator import Communicator
-from paceline.engine import surroundings
+from paceline.engine import group as surroundings
 from paceline.engine.engine import Engine
 from paceline.parameter_server.application_log import RecordedRun, read_log
 from paceline.parameter_server.clock import parse_clock

@@ -7,12 +7,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from paceline.collectives.communicator import Communicator
+from paceline.engine.checkpoints import Saver
 from paceline.engine.config import EngineConfig
 from paceline.engine.evaluation import place_of
 from paceline.engine.group import Group
-from paceline.engine.preparation import Preparation
-from paceline.engine.prepared import BetweenSteps, PreparedObjects
-from paceline.engine.saver import Saver
+from paceline.engine.prepare import BetweenSteps, Preparation, PreparedObjects
 from paceline.world.world import World
 
 

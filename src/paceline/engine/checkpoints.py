@@ -9,23 +9,50 @@
     checkpoints.close()
 
 A save that fails is a warning, and the training goes on: what is lost is a point to go back to. All workers call all of
-these, at a step boundary.
+these, at a step boundary. The `Saver` is their way into a checkpoint and out of it, one save after another:
+
+    training thread, all workers     collect ── agree (space, name) ── snapshot? ──┐
+    here or in the background        each writes its portion; the main worker seals and publishes
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
+import platform
+import secrets
+import shutil
+import time
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from paceline.checkpoint.retention import all_checkpoints, best_checkpoint, checkpoint_name, prune, set_aside
-from paceline.engine.saver import Saver, Surroundings
+import torch
+
+from paceline import __version__
+from paceline.checkpoint.async_writer import AsyncWriter
+from paceline.checkpoint.checksum import best_checksum
+from paceline.checkpoint.load import Checkpoint, whole_tree
+from paceline.checkpoint.manifest import COMPLETE, read_seal, size_text
+from paceline.checkpoint.retention import (
+    all_checkpoints,
+    best_checkpoint,
+    checkpoint_name,
+    prune,
+    remove_leftovers,
+    set_aside,
+)
+from paceline.checkpoint.save import Portion, Room, complete, give_up, portion_of, write_portion
+from paceline.elastic.fault_injection import fault_point
+from paceline.engine.config import EngineConfig
+from paceline.engine.state import JobState, check_whole
 from paceline.errors import CheckpointError
-from paceline.input_file import one_line
+from paceline.input_file import cause_of, one_line
+from paceline.sharding.flat_layout import BLOCK
 from paceline.world.checked_values import one_word, switch, whole_number
+from paceline.world.control import ControlClient
 from paceline.world.world import World
 
 WhenBusy = Literal["wait", "drop"]
@@ -206,3 +233,233 @@ class Checkpoints:
         newest = next((path.name for path in all_checkpoints(self.folder)), None)
         left = "there is none before it" if newest is None else f"the newest is {newest}"
         warnings.warn(f"{text}. The training goes on; {left}", stacklevel=3)
+
+
+Told = Callable[[Any], list[Any]]
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """Of a save: the worker among those that are left, and how it speaks to the others."""
+
+    world: World
+    told: Told
+    client: ControlClient | None
+
+
+@dataclass(frozen=True)
+class Save:
+    """One save under way, on one worker."""
+
+    folder: Path
+    partial: Path
+    portion: Portion
+    about: dict[str, Any]
+    checksum: str
+    is_main: bool
+    timeout_s: float
+    step: int
+
+    def write(self) -> None:
+        try:
+            fault_point("write", self.step)
+            write_portion(self.partial, self.portion, self.checksum)
+            if self.is_main:
+                workers = self.portion.workers
+                complete(self.partial, self.folder, workers, self.about, self.checksum, self.timeout_s)
+        except Exception as error:
+            plain = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
+            reason = getattr(error, "strerror", None) or plain
+            if self.is_main:
+                shutil.rmtree(self.partial, ignore_errors=True)
+            else:
+                give_up(self.partial, self.portion, reason)
+            needed = f" (this worker's part has {size_text(self.portion.bytes)})" if isinstance(error, OSError) else ""
+            raise CheckpointError(f"{self.folder} could not be saved: {reason}{needed}") from error
+
+
+class Saver:
+    def __init__(self, config: EngineConfig, around: Callable[[], Surroundings], state: Callable[[], JobState]) -> None:
+        self._config, self._around, self._state = config, around, state
+        self._writer, self._room = AsyncWriter(), Room()
+        self._under_way: Save | None = None
+
+    def save(self, folder: Path, extra: Any = None, about: dict[str, Any] | None = None) -> None:
+        """Save, and come back when it is whole on the disk; raises on every worker if it can't be.
+
+        If workers are lost meanwhile, those that are left save again.
+        """
+        while True:
+            world = self._around().world
+            try:
+                return self._save_once(folder, extra, about)
+            except CheckpointError:
+                if self._around().world is world:
+                    raise
+
+    def _save_once(self, folder: Path, extra: Any, about: dict[str, Any] | None) -> None:
+        self._all_done()
+        save = self._begun(folder, extra, about or {})
+        fault_point("snapshot", save.step)
+        failure: str | None = None
+        try:
+            save.write()
+            self._tell_launcher(save)
+        except CheckpointError as error:
+            failure = str(error)
+        failures = [text for text in self._around().told(failure) if text is not None]
+        if failures:
+            raise CheckpointError(failures[0])
+
+    def start(
+        self, folder: Path, extra: Any, about: dict[str, Any], afterwards: Callable[[], None], *, drop: bool
+    ) -> bool:
+        """Take a snapshot and write it in the background; False: it is dropped, for the one before is not written."""
+        busy = any(self._around().told(self._writer.busy))
+        if busy and drop:
+            return False
+        self._all_done()
+        save = self._begun(folder, extra, about)
+        fault_point("snapshot", save.step)
+        copied = Save(**{**vars(save), "portion": save.portion.copied(self._room)})
+
+        def work() -> None:
+            copied.write()
+            self._tell_launcher(copied)
+            if copied.is_main:
+                afterwards()
+
+        self._writer.start(work)
+        return True
+
+    def workers_changed(self) -> None:
+        """Whoever waits for a lost worker's part of a save need not. Any thread may say so."""
+        save = self._under_way
+        if save is not None:
+            with contextlib.suppress(OSError):  # it is whole by now, or nobody has begun
+                (save.partial / f"{save.portion.file}.failed: a worker was lost").mkdir()
+
+    def finish(self) -> None:
+        """Wait for the save under way."""
+        self._writer.wait(self._config.timeout_s)
+
+    @property
+    def busy(self) -> bool:
+        return self._writer.busy
+
+    def _all_done(self) -> None:
+        """The save before this one has ended on all workers: its snapshot may still be read otherwise."""
+        self.finish()
+        late = [rank for rank, busy in enumerate(self._around().told(self._writer.busy)) if busy]
+        if late:
+            waited = f"{self._config.timeout_s:g} s"
+            raise CheckpointError(f"worker {late[0]} has not written the save before in {waited}; this one is left out")
+
+    @property
+    def has_failed(self) -> bool:
+        return self._writer.has_failed
+
+    def take_failure(self) -> str | None:
+        return self._writer.take_failure()
+
+    def load(self, folder: Path, accept: Sequence[str] = ()) -> Any:
+        """Put a checkpoint's state back on all workers; what was saved as `extra`."""
+        self._all_done()
+        checkpoint = self.opened(folder)
+        self._state().put_back(checkpoint, accept)
+        return whole_tree(checkpoint.tree["extra"])
+
+    def load_weights(self, folder: Path) -> None:
+        self._all_done()
+        self._state().put_back_weights(self.opened(folder))
+
+    def opened(self, folder: Path) -> Checkpoint:
+        """The same checkpoint on all workers."""
+        checkpoint: Checkpoint | None = None
+        seal = failure = ""
+        try:
+            if not (folder / COMPLETE).exists() and (inside := all_checkpoints(folder)):
+                failure = f"{folder} is a folder of checkpoints; give one of them, the newest is {inside[0]}"
+            else:
+                checkpoint, seal = Checkpoint.open(folder), read_seal(folder).decode(errors="replace")
+                check_whole(checkpoint)
+        except (CheckpointError, OSError) as error:
+            failure = str(error)
+        seals, failures = zip(*self._around().told([seal, failure]), strict=True)
+        if any(failures) or checkpoint is None:
+            raise CheckpointError(next(text for text in failures if text))
+        if len(set(seals)) > 1:
+            raise CheckpointError(f"the workers see different checkpoints in {folder}; the folder must be a shared one")
+        return checkpoint
+
+    def wrong_in(self, folder: Path) -> list[str]:
+        """What is wrong with a checkpoint; each worker reads some of its files."""
+        around = self._around()
+        try:
+            checkpoint = Checkpoint.open(folder)
+            mine = sorted(checkpoint.manifest.files)[around.world.rank :: around.world.size]
+            check_whole(checkpoint)
+            wrong = checkpoint.verify(mine)
+        except CheckpointError as error:
+            wrong = [str(error)]
+        except Exception as error:  # whatever it is that can't be read: the others wait for this worker's word
+            wrong = [f"{folder} can't be read: {type(error).__name__}: {cause_of(error)}"]
+        return [line for lines in around.told(wrong) for line in lines]
+
+    def _begun(self, folder: Path, extra: Any, about: dict[str, Any]) -> Save:
+        around, state = self._around(), self._state()
+        world, is_main = around.world, around.world.is_main
+        portion, failure = None, None
+        tree = state.collected(around.told, is_main=is_main, extra=extra)
+        try:
+            portion = portion_of(tree, world.rank, world.size)
+        except CheckpointError as error:
+            failure = f"{folder} could not be saved: {error}"
+        said = around.told([0 if portion is None else portion.bytes, secrets.token_hex(4), best_checksum(), failure])
+        if portion is None or any(row[3] for row in said):
+            raise CheckpointError(next(row[3] for row in said if row[3]))
+        needed, attempt = sum(row[0] for row in said), said[0][1]
+        checksum = said[0][2] if len({row[2] for row in said}) == 1 else "sha256"
+        partial = folder.with_name(f".{folder.name}.{attempt}.partial")
+        failure = self._made_ready(folder, needed) if is_main else None
+        for text in around.told(failure):
+            if text is not None:
+                raise CheckpointError(text)
+        if around.world is not self._around().world:
+            raise CheckpointError(f"{folder} could not be saved: a worker was lost")
+        whole = self._about(state, world) | about if is_main else {}
+        timeout_s, step = self._config.timeout_s, state.step.step
+        self._under_way = save = Save(folder, partial, portion, whole, checksum, is_main, timeout_s, step)
+        return save
+
+    def _made_ready(self, folder: Path, needed: int) -> str | None:
+        """The main worker clears the way; what stands in it."""
+        try:
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            remove_leftovers(folder.parent, folder.name)
+            free = shutil.disk_usage(folder.parent).free
+        except OSError as error:
+            return f"{folder} could not be saved: {error.strerror}"
+        if free < needed:
+            return f"{folder} could not be saved: it needs {size_text(needed)}, and {size_text(free)} are free"
+        return None
+
+    def _about(self, state: JobState, world: World) -> dict[str, Any]:
+        config = self._config
+        return {
+            "step": state.step.step,
+            "saved at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+            "strategy": str(config.strategy),
+            "workers": world.size,
+            "lanes": config.lanes,
+            "seed": config.seed,
+            "precision": str(config.precision),
+            "block": BLOCK,
+            "parameters": sum(p.numel() for model in state.models for p in model.parameters()),
+            "versions": {"paceline": __version__, "torch": str(torch.__version__), "python": platform.python_version()},
+        }
+
+    def _tell_launcher(self, save: Save) -> None:
+        client = self._around().client
+        if save.is_main and client is not None:
+            client.tell("checkpoint", folder=str(save.folder))

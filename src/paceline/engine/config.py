@@ -1,19 +1,29 @@
-"""What an Engine is told, checked at birth."""
+"""What an Engine is told, checked at birth: by its script, by the launcher's flags, and by the machine it finds.
+
+The script and the launcher may each say what the other leaves open; where both speak they must agree (`one_of`). What
+neither says has a default. Only that of lanes depends on the number of workers, at the start of the job, and is for
+life.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+import torch
+
 from paceline.collectives.choice import check_algorithm
 from paceline.collectives.gradient_exchange import Reduction
+from paceline.engine import activation_checkpointing as recomputing
 from paceline.engine.activation_checkpointing import ActivationCheckpointing
 from paceline.errors import ConfigError
-from paceline.optim.loss_scale import LossScale, OnNonFinite
-from paceline.optim.offload import OffloadName
-from paceline.optim.precision import Precision
-from paceline.strategies.registry import STRATEGIES, Chosen
+from paceline.input_file import one_line
+from paceline.optim.loss_scale import LossScale, OnNonFinite, loss_scale_of
+from paceline.optim.offload import OffloadName, check_offload
+from paceline.optim.precision import Precision, precision_of
+from paceline.strategies.registry import STRATEGIES, Chosen, choose
 from paceline.world.checked_values import number, one_word, seconds, switch, whole_number
+from paceline.world.determinism import default_threads
 from paceline.world.known_names import BACKENDS, MOST_LANES, MOST_THREADS, SEEDS
 from paceline.world.world import World
 
@@ -122,3 +132,122 @@ def one_of(name: str, in_script: _T | None, by_launcher: _T | None) -> _T | None
 
 def counted(number: int, noun: str) -> str:
     return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+DEFAULT_SEED = 0
+
+
+def _or(given: Any, otherwise: Any) -> Any:
+    """Not what Python's `or` does: 0 and an empty text are values, which somebody has to refuse."""
+    return otherwise if given is None else given
+
+
+def config_of(
+    seat: World,
+    device: torch.device,
+    *,
+    lanes: int | None,
+    seed: int | None,
+    strategy: str | object | None,
+    backend: str | None,
+    threads: int | None,
+    precision: str | Precision | None,
+    loss_scale: LossScale | float | None,
+    offload: OffloadName | None,
+    activation_checkpointing: recomputing.Wanted,
+    **as_given: Any,
+) -> EngineConfig:
+    """`as_given`: what no flag speaks of."""
+    told = seat.settings
+    for check, given in ((check_lanes, lanes), (check_threads, threads), (check_seed, seed)):
+        if given is not None:
+            check(given)
+    strategy = _or(one_of("strategy", strategy, told.strategy), "ddp")
+    precision = precision_of(_or(one_of("precision", precision, told.precision), "fp32"))
+    offload = one_of("offload", offload, told.offload)  # type: ignore[arg-type]
+    flag: recomputing.Wanted = told.activation_checkpointing
+    again = one_of("activation_checkpointing", activation_checkpointing, flag)
+    lanes = one_of("lanes", lanes, told.lanes) or seat.size
+    backend = _or(_or(backend, told.backend), default_backend(seat, device))
+    check_backend(seat, one_word("backend", backend, BACKENDS))
+    config = EngineConfig(
+        lanes=lanes,
+        seed=one_of("seed", seed, told.seed) if (seed, told.seed) != (None, None) else DEFAULT_SEED,  # type: ignore[arg-type]
+        strategy=choose(strategy),
+        backend=backend,
+        threads=one_of("threads", threads, told.threads) or default_threads(lanes),
+        activation_checkpointing=recomputing.parse(again),
+        precision=precision,
+        loss_scale=loss_scale_of(loss_scale, precision),
+        offload=offload,
+        **as_given,
+    )
+    able = [entry.name for entry in STRATEGIES.values() if entry.takes_offload]
+    check_offload(offload, device, config.strategy.name, able)
+    return config
+
+
+def find_device(world: World, wanted: str | torch.device | None) -> torch.device:
+    if world.is_server:  # its weights are in the host's memory, wherever the workers compute
+        return torch.device("cpu")
+    if wanted is not None:
+        return _numbered(_device_of(wanted), world.local_rank)
+    if not torch.accelerator.is_available():
+        return torch.device("cpu")
+    kind = torch.accelerator.current_accelerator()
+    assert kind is not None
+    count = torch.accelerator.device_count()
+    if world.local_size > count:
+        raise ConfigError(
+            f"{world.local_size} workers on this host but {count} {kind.type} device(s); "
+            f"start with --workers {count}, let them share with Engine(device='{kind.type}'), or train on the CPU with "
+            "Engine(device='cpu')"
+        )
+    device = torch.device(kind.type, world.local_rank)
+    torch.accelerator.set_device_index(world.local_rank)
+    return device
+
+
+def _device_of(wanted: str | torch.device) -> torch.device:
+    try:
+        if not isinstance(wanted, str | torch.device):
+            raise TypeError(f"it is a {type(wanted).__name__}")
+        return torch.device(wanted)
+    except (RuntimeError, TypeError, ValueError) as error:
+        shown, cause = one_line(repr(wanted), 60), one_line(str(error).split("\n")[0], 120)
+        raise ConfigError(f"device={shown} is no device ({cause}); give a name such as 'cpu' or 'cuda:0'") from error
+
+
+def _numbered(device: torch.device, local_rank: int) -> torch.device:
+    """With the number of the device that "cuda" means for this worker: memory there has it too, and is compared."""
+    if device.type == "cpu" or ":" in str(device):
+        return device
+    count = torch.accelerator.device_count()
+    number = local_rank % count if count else 0
+    if count:
+        torch.accelerator.set_device_index(number)
+    return torch.device(device.type, number)
+
+
+def default_backend(world: World, device: torch.device) -> str:
+    """Shared memory between the workers of one host; otherwise what the field uses.
+
+    NCCL has no way between two workers on one GPU.
+    """
+    if device.type == "cuda":
+        return "nccl" if world.local_size <= torch.cuda.device_count() else "gloo"
+    on_one = world.local_size == world.size and not _across_hosts(world)
+    return "paceline" if device.type == "cpu" and on_one else "gloo"
+
+
+def check_backend(world: World, backend: str) -> None:
+    """All groups that the job will ever have use the same one."""
+    if backend == "paceline" and _across_hosts(world):
+        raise ConfigError(
+            "backend 'paceline' joins the workers of one host, and this job is on several, or open to further ones "
+            "(--coordinator with --max-workers); use gloo"
+        )
+
+
+def _across_hosts(world: World) -> bool:
+    return world.elastic is not None and world.elastic.across_hosts

@@ -36,23 +36,21 @@ from paceline.collectives.gradient_exchange import Reduction
 from paceline.elastic.fault_injection import arm
 from paceline.elastic.told_hash import tell_hash
 from paceline.engine import activation_checkpointing as recomputing
-from paceline.engine.arguments import config_of
 from paceline.engine.assembly import Assembly
 from paceline.engine.boundary import Operation, check_boundary
-from paceline.engine.checkpoints import Checkpoints, WhenBusy
+from paceline.engine.checkpoints import Checkpoints, Saver, WhenBusy
+from paceline.engine.config import (
+    config_of,
+    find_device,
+)
 from paceline.engine.group import Group
 from paceline.engine.loop import PreparedLoader
 from paceline.engine.one_line_errors import show_our_errors_in_one_line
-from paceline.engine.preparation import Preparation
-from paceline.engine.prepared import BetweenSteps, PreparedObjects
+from paceline.engine.prepare import BetweenSteps, Preparation, PreparedObjects
 from paceline.engine.progress import Bar, Progress
-from paceline.engine.saver import Saver
 from paceline.engine.second_opinion import SecondOpinion
 from paceline.engine.step import Timing, TrainStep
 from paceline.engine.stop_signals import StoppedOnRequest, StopSignals
-from paceline.engine.surroundings import (
-    find_device,
-)
 from paceline.errors import LoopError
 from paceline.optim.loss_scale import LossScale, OnNonFinite
 from paceline.optim.offload import OffloadName

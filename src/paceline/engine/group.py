@@ -9,7 +9,9 @@ store     where processes meet by names; comm is how tensors and words go betwee
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Set
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
@@ -19,12 +21,14 @@ from paceline.collectives.communicator import Communicator
 from paceline.elastic.member import Generation, Member
 from paceline.engine.config import EngineConfig
 from paceline.engine.evaluation import EvaluationLoader
+from paceline.engine.host_copies import on_hosts
 from paceline.engine.regrouping import Elastic, Parts
-from paceline.engine.serving import Serving
-from paceline.engine.surroundings import among_members, call_supervisor, connect_workers, open_meeting
+from paceline.engine.serving import Serving, server_among
 from paceline.errors import ConfigError
+from paceline.world.control import ControlClient
+from paceline.world.rendezvous_store import open_store
 from paceline.world.waiting import WaitWatch
-from paceline.world.world import World
+from paceline.world.world import ControlSocket, World
 
 
 class RunningLoop(Protocol):
@@ -193,3 +197,66 @@ class Group:
             self.elastic.close()
         if self.client is not None:
             self.client.close()
+
+
+_engines = itertools.count()
+
+
+def call_supervisor(world: World) -> ControlClient | None:
+    if not isinstance(world.rendezvous, ControlSocket):
+        return None
+    return ControlClient.connect(world.rendezvous.path, world.rank)
+
+
+def open_meeting(world: World, client: ControlClient | None, timeout_s: float) -> tuple[Store | None, Store | None]:
+    """The store of all processes, to be kept as long as what is built on it, and this engine's place in it."""
+    if world.size + world.servers == 1 and world.elastic is None:
+        return None, None
+    store = open_store(world, client, timeout_s)
+    # Several engines in one process meet in several places; all processes make theirs in the same order.
+    return store, PrefixStore(f"paceline/{next(_engines)}", store)
+
+
+def connect_workers(
+    world: World, store: Store | None, *, backend: str, device: torch.device, timeout_s: float
+) -> Communicator | None:
+    if store is None or world.size == 1 or world.is_server:
+        return None
+    if backend == "nccl":
+        _check_own_devices(world, store, device)
+    if world.elastic is not None:  # keys by which nobody waits any more when the workers have changed
+        store = PrefixStore("elastic/1", store)
+    return Communicator.connect(world, store, backend=backend, device=device, timeout_s=timeout_s)
+
+
+def _check_own_devices(world: World, store: Store, device: torch.device) -> None:
+    """NCCL finds out that two workers share a GPU in the first collective, and says "invalid usage"."""
+    store.set(f"device/{world.rank}", f"{device} of host {world.host_rank}")
+    places = [store.get(f"device/{rank}").decode() for rank in range(world.size)]
+    for rank, place in enumerate(places):
+        if place in places[:rank]:
+            raise ConfigError(
+                f"workers {places.index(place)} and {rank} both use {place}, and NCCL needs a device for each worker; "
+                "leave device out to give each its own, or let them share with Engine(backend='gloo')"
+            )
+
+
+def alone(seat: World) -> World:
+    """A worker that joins a job prepares as if there were no other."""
+    return replace(seat, rank=0, size=1, local_rank=0, local_size=1, host_rank=0, hosts=1, servers=0)
+
+
+def among_members(seat: World) -> World:
+    """A process's place as it begins: among all, or those of the hosts that are left; a worker that joins is alone."""
+    if seat.elastic is None:
+        return seat
+    if seat.elastic.joins and not seat.is_server:
+        return alone(seat)
+    members = seat.elastic.members
+    if not members:
+        return seat
+    if seat.is_server:
+        return server_among(seat, len(members), seat.servers, seat.server_index)
+    rank = [slot for slot, _ in members].index(seat.rank)
+    world = replace(alone(seat), rank=rank, size=len(members), servers=seat.servers)
+    return on_hosts(world, [host for _, host in members])

@@ -14,13 +14,13 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 from torch._C._distributed_c10d import Store
 
 from paceline.collectives.communicator import Communicator
 from paceline.elastic.fault_injection import fault_point
 from paceline.elastic.member import Generation, Member
-from paceline.engine.surroundings import server_among
 from paceline.errors import WorldError
 from paceline.parameter_server.joint import await_workers
 from paceline.world.world import World
@@ -80,3 +80,10 @@ class Serving:
                 continue
             abandon(generation.why)
             return
+
+
+def server_among(seat: World, workers: int, servers: int, index: int) -> World:
+    """The place of a server process beside so many workers; they count as on its host, unless tensors go over TCP."""
+    rank = workers + index
+    place = {"rank": rank, "size": workers, "local_rank": rank, "local_size": workers, "servers": servers}
+    return replace(seat, **place, host_rank=0, hosts=1)  # type: ignore[arg-type]

@@ -22,9 +22,8 @@ from typing import Any
 
 import torch
 
-from paceline.engine.config import LARGEST_BUCKET_MIB, MOST_ACCUMULATED
+from paceline.engine.config import LARGEST_BUCKET_MIB, MOST_ACCUMULATED, find_device
 from paceline.engine.one_line_errors import show_our_errors_in_one_line
-from paceline.engine.surroundings import find_device
 from paceline.errors import ConfigError
 from paceline.strategies.registry import STRATEGIES
 from paceline.trainer import argument_sources, old_spellings

@@ -4,39 +4,153 @@ model        ─► on its device, the same weights everywhere
 optimizer    ─► with the models: a strategy, a TrainStep; its `step()` acts once per step
 scheduler    ─► follows the optimizer
 DataLoader   ─► beside an optimizer: work items of this worker's lanes; by itself: an evaluation loader
+
+`PreparedObjects` are what was handed over, `BetweenSteps` is what all workers do with it together at a step boundary.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from paceline.data.work_source import Deal, WorkSource
 from paceline.engine import activation_checkpointing as recomputing
+from paceline.engine.activation_checkpointing import Recomputed
+from paceline.engine.boundary import Boundary, Operation
+from paceline.engine.checkpoints import Surroundings
 from paceline.engine.config import EngineConfig, counted
-from paceline.engine.evaluation import EvaluationLoader
+from paceline.engine.evaluation import EvaluationCount, EvaluationLoader, no_rows
 from paceline.engine.facts import chosen_by_script, facts_of_process, job_facts
 from paceline.engine.group import Group
 from paceline.engine.loop import PreparedLoader, is_scheduler, let_optimizer_act_once, let_scheduler_follow
 from paceline.engine.memory_check import check_memory
-from paceline.engine.prepared import BetweenSteps, PreparedObjects
 from paceline.engine.replaying_source import ReplayingSource
-from paceline.engine.replicas import check_belong_together, check_same_models, parameter_names
+from paceline.engine.replicas import (
+    check_belong_together,
+    check_same_models,
+    named_state,
+    parameter_names,
+    weights_hash,
+)
 from paceline.engine.seal import Seal
 from paceline.engine.second_opinion import ComparedPasses, SecondOpinion, check_second_opinion
 from paceline.engine.sources import as_loader, check_same_data, facts_of_data, make_source
+from paceline.engine.state import JobState
 from paceline.engine.step import CommitsAtOnce, OnePass, TrainStep
 from paceline.engine.stop_signals import StopSignals
 from paceline.engine.strategy_table import StrategyTable
-from paceline.errors import ConfigError
+from paceline.errors import ConfigError, LoopError, ReplicaError
 from paceline.optim.precision import Precision
 from paceline.parameter_server.replay import Replay
 from paceline.strategies.meta_weights import check_states, fill, is_on_meta, module_names, moved
 from paceline.strategies.registry import Job
+
+
+@dataclass
+class PreparedObjects:
+    models: list[nn.Module] = field(default_factory=list)
+    optimizers: list[Optimizer] = field(default_factory=list)
+    schedulers: list[Any] = field(default_factory=list)
+    step: TrainStep | None = None  # with the first optimizer
+    loader: PreparedLoader | None = None  # that trains
+    evaluation_count: EvaluationCount = field(default_factory=EvaluationCount)
+    recomputed: Recomputed | None = None
+    shared: list[tuple[Callable[[], Any], Callable[[Any], None]]] = field(default_factory=list)  # with joiners
+
+    def training(self) -> TrainStep:
+        if self.step is None:
+            raise LoopError("nothing to train yet: give a model and an optimizer to engine.prepare() first")
+        return self.step
+
+    def whole(self, weights: Tensor) -> Tensor:
+        """Of a parameter or buffer, whatever part of it this worker has."""
+        return weights.detach() if self.step is None else self.step.strategies.whole(weights)
+
+    def hash(self) -> str:
+        return weights_hash(self.models) if self.step is None else weights_hash(self.models, self.whole)
+
+    def close(self) -> None:
+        for part in (self.loader, self.step, self.recomputed):
+            if part is not None:
+                part.close()
+
+
+class BetweenSteps:
+    def __init__(self, config: EngineConfig, group: Group, objects: PreparedObjects) -> None:
+        self._config, self._group, self._objects = config, group, objects
+        self.boundary = Boundary(group)
+
+    def settle(self) -> None:
+        """Updates that are under way end, and the model holds the newest weights."""
+        self.boundary.settle(self._objects.step)
+
+    def reduce(self, tensor: Tensor, operation: Operation) -> Tensor:
+        evaluation = self._evaluation_round()
+        if evaluation is None:
+            return self.boundary.reduced(tensor, operation)
+        return self.boundary.in_round(
+            lambda: tensor.detach() if evaluation.void else self.boundary.reduced(tensor, operation), tensor.detach
+        )
+
+    def gather_rows(self, values: Any) -> Any:
+        evaluation = self._evaluation_round()
+        if evaluation is None:
+            return self.boundary.gathered_rows(values, None)
+
+        def gather() -> Any:
+            if evaluation.void:
+                return no_rows(values)
+            rows = self.boundary.gathered_rows(values, evaluation.real_rows)
+            evaluation.confirmed()
+            return rows
+
+        return self.boundary.in_round(gather, lambda: no_rows(values))
+
+    def _evaluation_round(self) -> EvaluationLoader | None:
+        return next((loader for loader in self._group.evaluations if loader.real_rows is not None), None)
+
+    def end_evaluation(self) -> None:
+        """None leaves an evaluation that another has to run a round of again."""
+        if self._group.elastic is not None:
+            self.boundary.barrier()
+
+    def agreed_hash(self) -> str:
+        self.settle()
+        mine = self.boundary.alike(self._objects.hash)
+        hashes = self.boundary.told(mine)
+        if len(set(hashes)) > 1:
+            raise ReplicaError(f"the workers' weights differ: {dict(enumerate(hashes))}")
+        return mine
+
+    def whole_state(self) -> dict[str, Tensor]:
+        self.settle()
+        objects = self._objects
+
+        def everything() -> dict[str, Tensor]:
+            named = named_state(objects.models)
+            return {name: objects.whole(value).to("cpu", copy=True) for name, value in named.items()}
+
+        return self.boundary.alike(everything)
+
+    # -- for those who save ------------------------------------------------------------------------------------------
+
+    def surroundings(self) -> Surroundings:
+        return Surroundings(self._group.among, self.boundary.told, self._group.client)
+
+    def job_state(self) -> JobState:
+        objects, step = self._objects, self._objects.training()
+        trained = (objects.models, objects.optimizers, objects.schedulers)
+        return JobState(*trained, step, objects.loader, objects.shared, self.job_facts, self._config.seed)
+
+    def job_facts(self) -> dict[str, Any]:
+        loader = self._objects.loader
+        return job_facts(self._config, {} if loader is None else loader.source.facts(), self._group.device)
 
 
 class Preparation:
