@@ -6,7 +6,7 @@ import gc
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from paceline.collectives.communicator import Communicator
+from paceline.collectives.communicator import Communicator, SingleWorker
 from paceline.engine.checkpoints import Saver
 from paceline.engine.config import EngineConfig
 from paceline.engine.evaluation import place_of
@@ -79,18 +79,17 @@ class Assembly:
         group = self._group
         if lost:
             self._saver.workers_changed()
-        if group.comm is not None:
-            group.comm.abandon("the workers have changed")
+        group.comm.abandon("the workers have changed")
         if not self._apart:
             self._apart = True
             self._objects.training().buffers.put_back_lost()
             self._objects.training().strategies.dismantle()
-        if group.comm is not None:
+        if group.comm.size > 1:
             group.comm.close()
-            group.comm = None
+            group.comm = SingleWorker()
             gc.collect()  # the parts of a group hold each other, and some 17 MB of shared memory
 
-    def connect(self, world: World) -> Communicator | None:
+    def connect(self, world: World) -> Communicator:
         return self._group.meet(world)
 
     def more(self) -> bool:
@@ -102,7 +101,7 @@ class Assembly:
             return loader.source.steps_left != 0
         return steps is None or step.item.step + 1 < steps
 
-    def assemble(self, world: World, comm: Communicator | None) -> None:
+    def assemble(self, world: World) -> None:
         self._group.world = self._group.among = world
         strategies = self._preparation.open_strategies()
         self._apart = False
@@ -119,7 +118,7 @@ class Assembly:
             source.redeal(step.rides[world.rank], merged)
             own.loader.record_anew()
         mine = own.evaluation_count.told(self._group.evaluations)
-        told = [mine] if comm is None else comm.gather_json(None if joins else mine)
+        told = comm.gather_json(None if joins else mine)
         told = [word for word in told if word is not None]
         if joins:
             own.evaluation_count.begun = max(begun for begun, _ in told)

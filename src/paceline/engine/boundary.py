@@ -42,19 +42,15 @@ class Boundary:
         self._barriers = itertools.count()
 
     @property
-    def _comm(self) -> Communicator | None:
+    def _comm(self) -> Communicator:
         return self._group.comm
-
-    @property
-    def _workers(self) -> int:
-        return self._comm.size if self._comm is not None else 1
 
     def barrier(self, *, with_servers: bool = False) -> None:
         store = self._group.store
         if with_servers and self._group.world.servers and store is not None:
             self._meet_in_store(store, f"barrier/{next(self._barriers)}")
         else:
-            self.retryable.run(lambda: None if self._comm is None else self._comm.barrier(), self._group.start_over)
+            self.retryable.run(lambda: self._comm.barrier(), self._group.start_over)
 
     def settle(self, step: TrainStep | None) -> None:
         """Updates that are under way end, and the model holds the newest weights."""
@@ -67,7 +63,7 @@ class Boundary:
 
         def run() -> None:
             found[:] = [operation()]
-            if self._comm is not None and self._comm.world.elastic is not None:
+            if self._comm.world.elastic is not None:
                 self._comm.barrier()  # who passes it knows that all have got theirs
 
         self.retryable.run(run, self._group.start_over)
@@ -89,11 +85,7 @@ class Boundary:
 
     def told(self, value: Any) -> list[Any]:
         """What every worker says, in rank order."""
-
-        def tell() -> list[Any]:
-            return [value] if self._comm is None else self._comm.gather_json(value)
-
-        return self.retryable.run(tell, self._group.start_over)
+        return self.retryable.run(lambda: self._comm.gather_json(value), self._group.start_over)
 
     def reduced(self, tensor: Tensor, operation: Operation) -> Tensor:
         if operation not in ("sum", "mean", "max", "min"):
@@ -116,20 +108,16 @@ class Boundary:
             return type(values)(self.gathered_rows(value, real) for value in values)
         value = torch.as_tensor(values, device=self._group.device).detach()
         value = value.reshape(1) if value.dim() == 0 else value
-        if self._comm is None:
-            return value if real is None or real else value[:0]
         lengths = self._gathered(torch.tensor([value.shape[0]], device=self._group.device)).view(-1).tolist()
         rows = self._gathered(padded_rows(value, max(lengths)))
-        parts = [rows[rank][: lengths[rank]] for rank in (range(self._workers) if real is None else real)]
+        parts = [rows[rank][: lengths[rank]] for rank in (range(self._comm.size) if real is None else real)]
         return torch.cat(parts) if parts else value[:0]
 
     def _gathered(self, tensor: Tensor) -> Tensor:
         def gather() -> Tensor:
-            if self._comm is None:
-                return tensor.unsqueeze(0)
             rows, handle = self._comm.all_gather(tensor)
             handle.wait()
-            return rows.view(self._workers, *tensor.shape)
+            return rows.view(self._comm.size, *tensor.shape)
 
         return self.retryable.run(gather, self._group.start_over) if self._again else gather()
 
@@ -188,11 +176,9 @@ class Retryable:
             self._done, self._last = self._done + 1, result
             return result
 
-    def compare(self, comm: Communicator | None, *, joins: bool) -> None:
+    def compare(self, comm: Communicator, *, joins: bool) -> None:
         """After a regrouping: who has finished the last operation tells its result to who has not."""
         self._has_given = False
-        if comm is None:
-            return
         done: list[int] = comm.gather_json(-1 if joins else self._done)
         most = max(done)
         if joins:

@@ -358,7 +358,7 @@ class Engine:
         self._stops.close()
         group = self._group
         loader = self._objects.loader
-        if loader is not None and loader.in_loop and group.comm is not None:
+        if loader is not None and loader.in_loop:
             if group.elastic is None:
                 loader.say_left()
             else:

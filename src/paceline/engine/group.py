@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import torch
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from paceline.collectives.communicator import Communicator
+from paceline.collectives.communicator import Communicator, SingleWorker
 from paceline.elastic.member import Generation, Member
 from paceline.engine.config import EngineConfig
 from paceline.engine.evaluation import EvaluationLoader
@@ -45,7 +45,7 @@ class Group:
         self.client = call_supervisor(seat)
         self._opened_store, self.store = open_meeting(seat, self.client, config.timeout_s)
         self._watch = WaitWatch(self.client, seat.name) if self.store is not None else None
-        self.comm: Communicator | None = None
+        self.comm: Communicator = SingleWorker()
         self.elastic: Elastic | None = None
         self.serving: Serving | None = None
         self.lost: Set[int] = frozenset()  # as the strategy knows them
@@ -84,7 +84,7 @@ class Group:
         self.comm = connect_workers(
             self.world, self.store, backend=self._config.backend, device=self.device, timeout_s=self.timeout_s
         )
-        if self.elastic is not None and self.comm is not None:
+        if self.elastic is not None:
             self._watch_changes(self.comm)
 
     def _join_elastic_job(self, parts: Parts) -> None:
@@ -106,10 +106,10 @@ class Group:
         else:
             self.elastic = Elastic(member, seat, parts, self.print)
 
-    def meet(self, world: World) -> Communicator | None:
+    def meet(self, world: World) -> Communicator:
         """The workers of a new generation."""
         if world.size == 1:
-            return None
+            return self.comm
         place = self.store_of_generation()
         assert place is not None
         self.comm = Communicator.connect(
@@ -121,7 +121,7 @@ class Group:
     def go_on_without_the_lost(self) -> None:
         """Where an asynchronous strategy goes on without a worker, so does everything that workers do together."""
         lost = self.lost
-        if len(lost) == self.world.size - self.among.size or self.comm is None or self.store is None:
+        if len(lost) == self.world.size - self.among.size or self.store is None:
             return
         self.among = self.world.without(lost)
         named = ", ".join(map(str, sorted(lost)))
@@ -191,8 +191,7 @@ class Group:
     def close(self) -> None:
         if self._watch is not None:
             self._watch.close()
-        if self.comm is not None:
-            self.comm.close()
+        self.comm.close()
         if self.elastic is not None:
             self.elastic.close()
         if self.client is not None:
@@ -219,9 +218,9 @@ def open_meeting(world: World, client: ControlClient | None, timeout_s: float) -
 
 def connect_workers(
     world: World, store: Store | None, *, backend: str, device: torch.device, timeout_s: float
-) -> Communicator | None:
+) -> Communicator:
     if store is None or world.size == 1 or world.is_server:
-        return None
+        return SingleWorker()
     if backend == "nccl":
         _check_own_devices(world, store, device)
     if world.elastic is not None:  # keys by which nobody waits any more when the workers have changed

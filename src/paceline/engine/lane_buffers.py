@@ -88,19 +88,19 @@ class LaneBuffers:
 
     # -- a step that agrees ------------------------------------------------------------------------------------------
 
-    def send_ahead(self, comm: Communicator | None, owner: int, lowest: int) -> None:
+    def send_ahead(self, comm: Communicator, owner: int, lowest: int) -> None:
         """Before the worker's last backward: send the buffers that changed in earlier steps while it runs."""
-        if comm is not None and self._moving:
+        if comm.size > 1 and self._moving:
             self._ahead = self._broadcast(comm, owner, self._moving, self._left.get(lowest, self._live))
 
-    def finish_step(self, comm: Communicator | None, owner: int, lowest: int, changed: Sequence[bool]) -> None:
+    def finish_step(self, comm: Communicator, owner: int, lowest: int, changed: Sequence[bool]) -> None:
         """Every worker takes over what the lowest lane left; `owner` is the worker that rode it."""
         if not self._live:
             return
         mine = self._left.get(lowest, self._live)
         moved = [number for number, is_changed in enumerate(changed) if is_changed]
         final = list(self._at_start)
-        if comm is None:
+        if comm.size == 1:
             for number in moved:
                 final[number] = mine[number]
         else:
@@ -155,12 +155,12 @@ class LaneBuffers:
         self._apart = (self._apart or {}) | self._left
         self._note_versions()
 
-    def settle(self, comm: Communicator | None, owner: int, lowest: int = 0) -> None:
+    def settle(self, comm: Communicator, owner: int, lowest: int = 0) -> None:
         """At a boundary of all workers: the model holds the lowest lane's. `owner` rides it."""
         if self._apart is None or not self._live:
             return
         final = self._apart.get(lowest, self._at_start)
-        if comm is not None:
+        if comm.size > 1:
             sent = self._broadcast(comm, owner, range(len(self._live)), final)
             final = [value for _, value in sent.received()]
         self._copy(final, self._live)

@@ -240,8 +240,7 @@ class PreparedLoader:
             group.elastic.loop += 1
             if not group.elastic.admitted:
                 return self._join(any_loop=False)
-        if group.comm is not None:
-            group.comm.take_back_note()
+        group.comm.take_back_note()
         if not self._stops.enter_loop(boundary.told):
             return False
         self.in_loop = True
@@ -292,8 +291,6 @@ class PreparedLoader:
 
     def say_left(self) -> None:
         """To those who may wait for this worker in a step."""
-        if self._group.comm is None:
-            return
         step = self._step
         where = f"inside step {step.step + 1}" if step.inside_step else f"after step {step.step}"
         self._group.comm.leave_note(f"it left its training loop {where}", votes=step.votes)
@@ -354,8 +351,7 @@ class PreparedLoader:
         if self._record is not None:
             self._record.close()
         if self._record_folder is not None:
-            attempt, comm = next_attempt(self._record_folder), self._group.comm
-            attempt = attempt if comm is None else int(max(comm.gather_json(attempt)))
+            attempt = int(max(self._group.comm.gather_json(next_attempt(self._record_folder))))
             self._record = self._start_record(self._record_folder, attempt)
 
     def _start_record(self, folder: Path, attempt: int) -> SampleRecord:

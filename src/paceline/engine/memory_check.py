@@ -78,7 +78,7 @@ class Fit:
 def check_memory(
     config: EngineConfig,
     world: World,
-    comm: Communicator | None,
+    comm: Communicator,
     device: torch.device,
     optimizers: Sequence[Optimizer],
     client: ControlClient | None,
@@ -88,7 +88,7 @@ def check_memory(
     refused = None
     if fit is not None and not fit.fits:
         refused = f"strategy={config.strategy.name!r} does not fit: {fit.told()}. Instead: {fit.advice()}"
-    everyone = [refused] if comm is None else comm.gather_json(refused)
+    everyone = comm.gather_json(refused)
     if text := next((text for text in everyone if text is not None), None):
         raise ConfigError(text)
     if fit is not None and client is not None and fit.limit.kills_file is not None:
@@ -99,19 +99,19 @@ def check_memory(
 def _fit(
     config: EngineConfig,
     world: World,
-    comm: Communicator | None,
+    comm: Communicator,
     device: torch.device,
     optimizers: Sequence[Optimizer],
 ) -> Fit | None:
     limit = _limit_of(device)
     whom = None if limit is None else f"{world.host_rank} {limit.shared_by}"  # host names need not be unique
-    sharers = 1 if comm is None else comm.gather_json(whom).count(whom)  # all workers take part, whatever they find
+    sharers = comm.gather_json(whom).count(whom)  # all workers take part, whatever they find
     model = _model(optimizers)
     if limit is None or model is None or not config.strategy.has_footprint:
         return None
     if device.type != "cpu":
         sharers = 1
-    shares_memory = comm is not None and comm.backend == "paceline"
+    shares_memory = comm.backend == "paceline"
     per_host = world.size if shares_memory else 1
     on_host = world.size if world.size % world.local_size else world.local_size  # hosts that are not even: nobody's
     return Fit(config.strategy, model, limit, sharers, world.size, config.lanes, config.accumulate, per_host, on_host)

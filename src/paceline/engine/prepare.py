@@ -253,7 +253,7 @@ class Preparation:
         config, group, own = self._config, self._group, self._objects
         return Job(
             world=group.world,
-            comm=group.comm,
+            comm=group.comm if group.comm.size > 1 else None,
             store=group.store_of_generation(),
             client=group.client,
             device=group.device,
@@ -330,7 +330,7 @@ class Preparation:
     def _compare(self, loader: DataLoader[Any]) -> None:
         """Whether every worker was given the same; found by what it leads to, the difference has cost an epoch."""
         step = self._objects.step
-        if self._group.comm is None or (step is not None and step.inside_step):
+        if step is not None and step.inside_step:
             return
         settings = job_facts(self._config, {}, self._group.device)
         check_same_data(self._between.boundary.told(facts_of_data(loader) | chosen_by_script(settings)))

@@ -87,9 +87,9 @@ class Parts(Protocol):
         """
         ...
 
-    def connect(self, world: World) -> Communicator | None: ...
+    def connect(self, world: World) -> Communicator: ...
 
-    def assemble(self, world: World, comm: Communicator | None) -> None:
+    def assemble(self, world: World) -> None:
         """Open the strategies for these workers."""
         ...
 
@@ -262,13 +262,13 @@ class Elastic:
         parts.dismantle(lost=not generation.has_all_of(self.member.now))
         comm = parts.connect(world)
         if self._copies is not None:
-            offers = [self._copies.offer()] if comm is None else comm.gather_json(self._copies.offer())
+            offers = comm.gather_json(self._copies.offer())
             world = on_hosts(world, [host for host, _, _ in offers])
             self._meet(offers)
         plain = self._agree(comm, generation, parted) if generation.joining else None
         if joins and plain is not None:
             parts.put_plain(plain)
-        parts.assemble(world, comm)
+        parts.assemble(world)
         state = self._read() if joins or parts.takes_places or not parts.replicated else None
         if state is not None and (joins or not parts.replicated):
             parts.put_tensors(state.tree, plain if joins else None)
@@ -280,8 +280,7 @@ class Elastic:
         elif joins and plain is not None:
             places = [plain["place"]]
         parts.deal_anew(world, places, joins=joins)
-        if comm is not None:
-            comm.barrier()
+        comm.barrier()
         self.admitted = True
         if joins and plain is not None:
             self.loop_is_over, self.left_early = not plain["in loop"], plain["left early"]
@@ -297,10 +296,9 @@ class Elastic:
         return number, staying
 
     def _agree(
-        self, comm: Communicator | None, generation: Generation, parted: tuple[int, tuple[int, ...]] | None
+        self, comm: Communicator, generation: Generation, parted: tuple[int, tuple[int, ...]] | None
     ) -> dict[str, Any]:
         """What the first of those who stay knows, told to those who join."""
-        assert comm is not None
         mine: Any = None
         leaves: dict[str, Any] = {}
         if self.member.slot == generation.staying[0]:

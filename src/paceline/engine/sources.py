@@ -39,7 +39,7 @@ def as_loader(thing: Any, config: EngineConfig, *, shuffle: bool) -> Any:
 def make_source(
     loader: DataLoader[Any],
     deal: Deal,
-    comm: Callable[[], Communicator | None],
+    comm: Callable[[], Communicator],
     step: TrainStep,
 ) -> WorkSource:
     """`comm` gives the current group: it is another after workers came or went."""
@@ -48,7 +48,7 @@ def make_source(
 
     def agreed(mine: Counts, check: int) -> Counts:
         current = comm()
-        return mine if current is None else _agreed(mine, check, deal, current, step)
+        return mine if current.size == 1 else _agreed(mine, check, deal, current, step)
 
     return StreamLoader(loader, deal, agreed)
 

@@ -233,7 +233,7 @@ class OnePass:
         return False
 
     def wants_another(
-        self, reports: Sequence[LaneReport], holders: Sequence[Sequence[int]], step: int, rank: int | None
+        self, reports: Sequence[LaneReport], holders: Sequence[Sequence[int]], step: int, rank: int
     ) -> bool:
         return False
 
@@ -415,7 +415,7 @@ class TrainStep:
         weight = rules.weight_of_backward(item, weight)
         with self._or_lost():
             try:
-                if self._group.comm is not None and self._group.comm.is_over:
+                if self._group.comm.is_over:
                     raise GenerationEnded("the workers have changed")  # forward may have had zeros for weights
                 self._run_backward(item, loss, weight, last=last)
                 if last:
@@ -505,8 +505,7 @@ class TrainStep:
         used, changed = flags[: len(active.parameters)], flags[len(active.parameters) :]
         tally = self._tally(item, reports, used)
         active.collect(tally)
-        rank = None if self._group.comm is None else self._group.comm.rank
-        if now.watched and self.passes.wants_another(reports, now.holders, self.step + 1, rank):
+        if now.watched and self.passes.wants_another(reports, now.holders, self.step + 1, self._group.comm.rank):
             self.buffers.put_back()
             active.end_step()
             return False
@@ -839,7 +838,7 @@ class TrainStep:
         flip_a_bit(wanted, named)
 
     def _traffic_so_far(self) -> Traffic:
-        if self._group.comm is not None:
+        if self._group.comm.size > 1:
             return self._group.comm.traffic
         with_servers: Traffic | None = getattr(self.active, "traffic", None)
         return with_servers or Traffic()

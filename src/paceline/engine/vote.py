@@ -137,7 +137,7 @@ def _used_bytes(parameters: int) -> int:
 class Voting:
     """Every worker hears every vote, with two checks: all are in the same step, and have the same weights."""
 
-    def __init__(self, comm: Communicator | None, rides: Rides, *, raises: bool = True) -> None:
+    def __init__(self, comm: Communicator, rides: Rides, *, raises: bool = True) -> None:
         """`raises`: weights that differ end the job here; otherwise the coordinator of an elastic job decides."""
         self._comm, self._raises = comm, raises
         self._most_lanes = max(len(ride) for ride in rides)
@@ -155,13 +155,13 @@ class Voting:
 
     def check(self, step: int) -> int:
         """This worker's sum over the part of the weights whose turn it is."""
-        if self._comm is None or self._watch is None:
+        if self._comm.size == 1 or self._watch is None:
             return 0
         return self._watch.check(step) if self._raises else self._watch.check_many(step)
 
     def updated(self, step: int) -> None:
         """The weights are those that `step` begins with. Of two workers, one can be found out only by itself."""
-        if not self._raises and self._watch is not None and self._comm is not None and self._comm.size == 2:
+        if not self._raises and self._watch is not None and self._comm.size == 2:
             self._after_update = step, self._watch.check_many(step)
 
     def _find_out_oneself(self, vote: StepVote, votes: Sequence[StepVote]) -> None:
@@ -176,7 +176,7 @@ class Voting:
 
     def cast(self, vote: StepVote) -> list[StepVote]:
         """The votes of all workers, in rank order."""
-        if self._comm is None:
+        if self._comm.size == 1:
             return [vote]
         rows, handle = self._comm.all_gather(pack(vote, self._most_lanes))
         handle.wait_for_vote(self.votes)

@@ -65,7 +65,6 @@ def share_weights(engine: Engine, model: nn.Module) -> None:
     told = engine._between.boundary.told([form, weights_hash([model])])
     if len({said[1] for said in told}) == 1 or any(said[0] != form for said in told):
         return  # alike, or so different that prepare() will say in what
-    assert engine._group.comm is not None
     for value in state.values():
         whole = value.detach().contiguous()
         engine._group.comm.broadcast(whole, root=0).wait()
