@@ -111,7 +111,7 @@ def _recomputed(arguments: TrainingArguments) -> Any:
     if options.pop("use_reentrant", False):
         raise ConfigError("gradient_checkpointing_kwargs: use_reentrant=True is not there; leave it out, or say False")
     if options:
-        raise ConfigError(f"gradient_checkpointing_kwargs: {', '.join(options)} is not honoured here; leave it out")
+        raise ConfigError(f"gradient_checkpointing_kwargs: {', '.join(options)} is not supported; leave it out")
     if not (arguments.gradient_checkpointing or arguments.choice.recompute):
         return None
     return "blocks" if every == 1 else int(every)

@@ -23,7 +23,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from paceline.errors import ConfigError
-from paceline.trainer.choices import IntervalStrategy, SaveStrategy
+from paceline.trainer.argument_fields import IntervalStrategy, SaveStrategy
 from paceline.trainer.trainer_state import TrainerControl, TrainerState
 from paceline.trainer.training_arguments import TrainingArguments
 
@@ -133,7 +133,7 @@ class CallbackHandler:
         methods = (getattr(callback, event, None) for callback in self.callbacks)
         return any(method and not method.__qualname__.startswith("TrainerCallback.") for method in methods)
 
-    # -- what they carry over a resume -------------------------------------------------------------------------------
+    # -- what they carry over a resume --------------------------------------------------------------------------------
 
     def states(self) -> dict[str, list[Any]]:
         """The states of callbacks that have one, by class name."""

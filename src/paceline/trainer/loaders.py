@@ -19,7 +19,7 @@ from paceline.data.global_order import GlobalOrder, Shuffled
 from paceline.data.length_grouped import LengthGroupedSampler
 from paceline.data.sharded_sampler import BatchPlan
 from paceline.errors import ConfigError
-from paceline.trainer.choices import Sampling
+from paceline.trainer.argument_fields import Sampling
 from paceline.trainer.collating import Collator
 from paceline.trainer.training_arguments import TrainingArguments
 

@@ -16,8 +16,8 @@ from torch.optim import Optimizer
 
 from paceline.errors import ConfigError
 from paceline.input_file import cause_of
-from paceline.trainer.choices import OptimizerNames
-from paceline.trainer.field_values import optimizer_options
+from paceline.trainer.argument_fields import OptimizerNames
+from paceline.trainer.argument_parsing import optimizer_options
 from paceline.trainer.training_arguments import TrainingArguments
 
 _NEVER_DECAYS = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.|_)norm(?:$|\.)", re.IGNORECASE)

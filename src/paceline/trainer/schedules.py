@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 
 from paceline.errors import ConfigError
-from paceline.trainer.choices import SchedulerType, chosen
+from paceline.trainer.argument_fields import SchedulerType, chosen
 
 Scheduler = LambdaLR | ReduceLROnPlateau
 
@@ -77,7 +77,7 @@ def _check_kwargs(
             )
 
 
-# -- factors -----------------------------------------------------------------------------------------------------------
+# -- factors ---------------------------------------------------------------------------------------------------------
 
 
 def _rising(step: int, warmup: int) -> float:

@@ -26,6 +26,7 @@ from torch.utils.data import DataLoader
 from paceline.engine.engine import Engine
 from paceline.errors import ConfigError
 from paceline.trainer import run_folder
+from paceline.trainer.argument_parsing import check_names
 from paceline.trainer.best_model import judged
 from paceline.trainer.building import build_engine, check_may_begin_anew, share_weights, start_seed
 from paceline.trainer.callbacks import (
@@ -34,7 +35,6 @@ from paceline.trainer.callbacks import (
     PrinterCallback,
 )
 from paceline.trainer.collating import Collator, KnownColumns, default_collator, known_columns
-from paceline.trainer.field_values import check_names
 from paceline.trainer.loaders import check_not_empty, eval_loader, train_loader
 from paceline.trainer.losses import LossFunction, LossRule, predictions_of
 from paceline.trainer.measuring import Measurements
@@ -144,7 +144,7 @@ class Trainer:
         for name, dataset in _named(self.eval_dataset).items():
             check_not_empty(dataset, f"eval_dataset{name and f'[{name!r}]'}")
 
-    # -- training ----------------------------------------------------------------------------------------------------
+    # -- training -----------------------------------------------------------------------------------------------------
 
     def train(
         self,
@@ -226,7 +226,7 @@ class Trainer:
         kind = str(self.args.include_num_input_tokens_seen)
         return count_tokens(batch, self.main_input_name, padding=kind == "all")
 
-    # -- what is made of the arguments -------------------------------------------------------------------------------
+    # -- what is made of the arguments --------------------------------------------------------------------------------
 
     def get_train_dataloader(self) -> DataLoader[Any]:
         data = self.train_dataset
@@ -271,7 +271,7 @@ class Trainer:
         collator.check(dataset)
         return collator
 
-    # -- measuring ---------------------------------------------------------------------------------------------------
+    # -- measuring ----------------------------------------------------------------------------------------------------
 
     def evaluate(
         self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
@@ -333,7 +333,7 @@ class Trainer:
     def main_input_name(self) -> str:
         return str(getattr(self.model, "main_input_name", "input_ids"))
 
-    # -- saving and telling ------------------------------------------------------------------------------------------
+    # -- saving and telling -------------------------------------------------------------------------------------------
 
     def save_model(self, output_dir: str | Path | None = None) -> None:
         """Weights as one safetensors file, with config and tokenizer where there are some; all workers call it."""

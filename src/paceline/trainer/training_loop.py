@@ -26,7 +26,7 @@ from paceline.checkpoint.retention import all_checkpoints, checkpoint_name
 from paceline.errors import CheckpointError, ConfigError
 from paceline.input_file import cause_of
 from paceline.trainer import run_folder
-from paceline.trainer.choices import IntervalStrategy, SaveStrategy
+from paceline.trainer.argument_fields import IntervalStrategy, SaveStrategy
 from paceline.trainer.losses import takes
 from paceline.trainer.reporting import costs_of, make_meters
 from paceline.trainer.run_plan import RunPlan, plan_run, resumed
@@ -85,7 +85,7 @@ class TrainingLoop:
         self.meters = make_meters(self.engine, self.plan.max_steps - self.began_at_step)
         trainer.reports.attach(self.engine, self.meters)
 
-    # -- before the first step ---------------------------------------------------------------------------------------
+    # -- before the first step ----------------------------------------------------------------------------------------
 
     def _prepared(self) -> tuple[Any, RunPlan]:
         trainer, engine = self.trainer, self.engine
@@ -159,7 +159,7 @@ class TrainingLoop:
             self.trainer.callback_handler.restore(callbacks)
         return saved
 
-    # -- the loop ----------------------------------------------------------------------------------------------------
+    # -- the loop -----------------------------------------------------------------------------------------------------
 
     def run(self) -> TrainOutput:
         trainer = self.trainer
@@ -271,7 +271,7 @@ class TrainingLoop:
             raise ConfigError("a callback set should_epoch_stop, but a stream has no epochs to end; stop the training")
         self.loader.load_state_dict({**place, "epoch": place["epoch"] + 1, "position": 0, "start": 0, "digest": None})
 
-    # -- log, evaluate, save -----------------------------------------------------------------------------------------
+    # -- log, evaluate, save ------------------------------------------------------------------------------------------
 
     def _act(self) -> None:
         """What control asks for, in this order: what is saved knows what was logged and measured."""
@@ -318,7 +318,7 @@ class TrainingLoop:
             "plan": self.plan.saved(),
         }
 
-    # -- the end -----------------------------------------------------------------------------------------------------
+    # -- the end ------------------------------------------------------------------------------------------------------
 
     def _finish(self, began: float) -> TrainOutput:
         trainer, state, engine = self.trainer, self.trainer.state, self.engine
@@ -347,7 +347,7 @@ class TrainingLoop:
             self.engine.print(f"paceline: ends with the best weights, of {best.name}")
             self.checkpoints.load_weights(best)
 
-    # -- parts -------------------------------------------------------------------------------------------------------
+    # -- parts --------------------------------------------------------------------------------------------------------
 
     def _tell(self, event: str, **more: Any) -> None:
         self.trainer.call_event(event, **more)
