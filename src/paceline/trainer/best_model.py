@@ -6,8 +6,7 @@ import math
 from collections.abc import Mapping
 
 from paceline.errors import ConfigError
-from paceline.trainer.callbacks import full_metric_name
-from paceline.trainer.trainer_state import TrainerState
+from paceline.trainer.callbacks import TrainerState, full_metric_name
 from paceline.trainer.training_arguments import TrainingArguments
 
 

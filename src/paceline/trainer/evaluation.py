@@ -21,7 +21,7 @@ from torch import Tensor
 
 from paceline.engine.engine import Engine
 from paceline.errors import ConfigError
-from paceline.trainer.collating import batch_size_of
+from paceline.trainer.dataloaders import batch_size_of
 from paceline.trainer.nested import as_array, joined, mapped, padded_to
 from paceline.trainer.training_arguments import TrainingArguments
 

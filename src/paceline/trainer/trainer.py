@@ -33,16 +33,23 @@ from paceline.trainer.callbacks import (
     CallbackHandler,
     DefaultFlowCallback,
     PrinterCallback,
+    TrainerControl,
+    TrainerState,
 )
-from paceline.trainer.collating import Collator, KnownColumns, default_collator, known_columns
-from paceline.trainer.loaders import check_not_empty, eval_loader, train_loader
+from paceline.trainer.dataloaders import (
+    Collator,
+    KnownColumns,
+    check_not_empty,
+    count_tokens,
+    default_collator,
+    eval_loader,
+    known_columns,
+    train_loader,
+)
 from paceline.trainer.losses import LossFunction, LossRule, predictions_of
 from paceline.trainer.measuring import Measurements
-from paceline.trainer.optimizers import make_optimizer
+from paceline.trainer.optimization import Scheduler, get_scheduler, make_optimizer
 from paceline.trainer.reporting import ReportCallback
-from paceline.trainer.schedules import Scheduler, get_scheduler
-from paceline.trainer.tokens import count_tokens
-from paceline.trainer.trainer_state import TrainerControl, TrainerState
 from paceline.trainer.training_arguments import TrainingArguments
 from paceline.trainer.training_loop import TrainingLoop, TrainOutput
 from paceline.world.determinism import seed_everything

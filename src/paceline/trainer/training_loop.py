@@ -27,11 +27,11 @@ from paceline.errors import CheckpointError, ConfigError
 from paceline.input_file import cause_of
 from paceline.trainer import run_folder
 from paceline.trainer.argument_fields import IntervalStrategy, SaveStrategy
+from paceline.trainer.callbacks import TrainerState
 from paceline.trainer.losses import takes
+from paceline.trainer.optimization import reach
 from paceline.trainer.reporting import costs_of, make_meters
 from paceline.trainer.run_plan import RunPlan, plan_run, resumed
-from paceline.trainer.schedules import reach
-from paceline.trainer.trainer_state import TrainerState
 
 if TYPE_CHECKING:
     from paceline.trainer.trainer import Trainer
