@@ -12,8 +12,8 @@
     on_train_end
 
 Each gets `(args, state, control, model=…, optimizer=…, …)`, as in transformers; objects made for its Trainer run here.
-`TrainerState` says where training is, and what a callback sets in `TrainerControl` is what training does next; both have
-the fields of transformers' classes. A callback runs on every worker, and what it sets has to follow from what all
+`TrainerState` says where training is, and what a callback sets in `TrainerControl` is what training does next; both
+have the fields of transformers' classes. A callback runs on every worker, and what it sets has to follow from what all
 workers see alike, as steps and metrics are.
 """
 

@@ -28,7 +28,6 @@ from paceline.errors import ConfigError
 from paceline.trainer import run_folder
 from paceline.trainer.argument_parsing import check_names
 from paceline.trainer.best_model import judged
-from paceline.trainer.building import build_engine, check_may_begin_anew, share_weights, start_seed
 from paceline.trainer.callbacks import (
     CallbackHandler,
     DefaultFlowCallback,
@@ -46,8 +45,9 @@ from paceline.trainer.dataloaders import (
     known_columns,
     train_loader,
 )
+from paceline.trainer.engine_setup import build_engine, check_may_begin_anew, share_weights, start_seed
+from paceline.trainer.evaluation import Evaluator
 from paceline.trainer.losses import LossFunction, LossRule, predictions_of
-from paceline.trainer.measuring import Measurements
 from paceline.trainer.optimization import Scheduler, get_scheduler, make_optimizer
 from paceline.trainer.reporting import ReportCallback
 from paceline.trainer.training_arguments import TrainingArguments
@@ -116,7 +116,7 @@ class Trainer:
         self._made_by_us = optimizers == (None, None)
         self._ignored_keys: list[str] | None = None
         self._check_given()
-        self.measurements = Measurements(self)
+        self._evaluator = Evaluator(self)
         self.is_in_train = self.has_trained = False
         self.state = TrainerState(
             is_local_process_zero=self.is_local_process_zero(), is_world_process_zero=self.is_world_process_zero()
@@ -205,7 +205,7 @@ class Trainer:
         if self._engine is not None:
             check_may_begin_anew(self._engine, self._made_by_us or not self.has_trained)
             self._engine.close()
-            self.measurements.forget()
+            self._evaluator.forget_loaders()
             if self._made_by_us:
                 self.optimizer = self.lr_scheduler = None
             if self.model_init is not None:
@@ -295,7 +295,7 @@ class Trainer:
             return found
         loss_only = self.compute_metrics is None or self.args.prediction_loss_only
         make = self.get_eval_dataloader
-        output = self.measurements.of(dataset, make, metric_key_prefix, ignore_keys, loss_only=loss_only)
+        output = self._evaluator.measure(dataset, make, metric_key_prefix, ignore_keys, loss_only=loss_only)
         self.log(dict(output.metrics))
         self.call_event("on_evaluate", metrics=output.metrics)
         return output.metrics
@@ -305,7 +305,7 @@ class Trainer:
     ) -> PredictionOutput:
         """Predictions for every sample, in the dataset's order; where there are labels, metrics too."""
         make, loss_only = self.get_test_dataloader, self.args.prediction_loss_only
-        output = self.measurements.of(test_dataset, make, metric_key_prefix, ignore_keys, loss_only=loss_only)
+        output = self._evaluator.measure(test_dataset, make, metric_key_prefix, ignore_keys, loss_only=loss_only)
         self.call_event("on_predict", metrics=output.metrics)
         return PredictionOutput(output.predictions, output.label_ids, output.metrics)
 
