@@ -20,14 +20,12 @@ from typing import Any, NamedTuple, cast
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import DataLoader
 
 from paceline.engine.engine import Engine
 from paceline.errors import ConfigError
 from paceline.trainer import run_folder
 from paceline.trainer.argument_parsing import check_names
-from paceline.trainer.best_model import judged
 from paceline.trainer.callbacks import (
     CallbackHandler,
     DefaultFlowCallback,
@@ -114,7 +112,6 @@ class Trainer:
         self.optimizer: Any
         self.optimizer, self.lr_scheduler = optimizers
         self._made_by_us = optimizers == (None, None)
-        self._ignored_keys: list[str] | None = None
         self._check_given()
         self._evaluator = Evaluator(self)
         self.is_in_train = self.has_trained = False
@@ -169,11 +166,10 @@ class Trainer:
             raise ConfigError("the Trainer has no train_dataset to train on")
         resume = run_folder.where_to_begin(self.args, resume_from_checkpoint or self.args.resume_from_checkpoint)
         self._make_engine(resume)
-        self._ignored_keys = ignore_keys_for_eval
         self.is_in_train = self.has_trained = True
         try:
             share_weights(self.engine, self.model)
-            loop = TrainingLoop(self, resume, accept)
+            loop = TrainingLoop(self, resume, accept, ignore_keys_for_eval)
             self.engine.print(self.args.described())
             run_folder.begin(self.args, self.engine, fresh=not resume)
             self._watch_signals()
@@ -325,16 +321,6 @@ class Trainer:
             config = getattr(model, "config", None)
             ignore_keys = getattr(config, "keys_to_ignore_at_inference", ["past_key_values"])
         return loss, predictions_of(outputs, ignore_keys), called.labels
-
-    def evaluate_for_the_loop(self, *, counts: bool = True) -> tuple[float | None, bool]:
-        """Evaluate inside training: the metric that decides which model is best, and whether this one is."""
-        metrics = self.evaluate(ignore_keys=self._ignored_keys)
-        if not counts:  # a model that is not trained yet is nobody's best, and no plateau
-            return None, False
-        value, is_best = judged(metrics, self.args, self.state)
-        if isinstance(self.lr_scheduler, ReduceLROnPlateau):
-            self.lr_scheduler.step(cast("float", value))
-        return value, is_best
 
     @property
     def main_input_name(self) -> str:
