@@ -38,12 +38,15 @@ from paceline.trainer import run_folder
 from paceline.trainer.argument_fields import IntervalStrategy, SaveStrategy
 from paceline.trainer.callbacks import TrainerState, full_metric_name
 from paceline.trainer.losses import takes
+from paceline.trainer.meters import Meters, PeakMemory, model_flops, peak_flops
 from paceline.trainer.optimization import reach
-from paceline.trainer.reporting import costs_of, make_meters
 from paceline.trainer.training_arguments import TrainingArguments
 
 if TYPE_CHECKING:
     from paceline.trainer.trainer import Trainer
+
+
+WORTH_MEASURING = 100  # steps; a shorter run is not kept waiting for the speed of its processor
 
 
 class TrainOutput(NamedTuple):
@@ -67,7 +70,7 @@ class Losses:
         self.steps_since_log += 1
         self.steps += 1
 
-    def taken(self) -> float:
+    def mean_since_log(self) -> float:
         mean = self.since_log / max(1, self.steps_since_log)
         self.since_log, self.steps_since_log = 0.0, 0
         return mean
@@ -130,7 +133,7 @@ class TrainingLoop:
         self._ignore_keys = ignore_keys_for_eval
         self.losses = Losses()
         self._takes_count = takes(trainer.compute_loss, "num_items_in_batch")
-        self._costs = costs_of(trainer.model)
+        flops = model_flops(trainer.model)
         self.norm: float | None = None
         self.rate = 0.0
         self.saved_step = self.evaluated_step = -1
@@ -143,7 +146,7 @@ class TrainingLoop:
         self._resume(resume, accept)
         self.engine.share_with_joiners(self._extra, self._join)
         self._paused = True  # something else than training came before the next step
-        self.meters = make_meters(self.engine, self.plan.max_steps - self.began_at_step)
+        self.meters = self._meters(flops)
         trainer.reports.attach(self.engine, self.meters)
 
     # -- before the first step ----------------------------------------------------------------------------------------
@@ -219,6 +222,14 @@ class TrainingLoop:
         if self.args.restore_callback_states_from_checkpoint:
             self.trainer.callback_handler.restore(callbacks)
         return saved
+
+    def _meters(self, flops: float) -> Meters:
+        """The peak of a CPU is measured, by all workers at once: they share a host's cores."""
+        device, steps = self.engine.device, self.plan.max_steps - self.began_at_step
+        peak = None
+        if device.type != "cpu" or steps >= WORTH_MEASURING:
+            peak = peak_flops(device, self.engine.config.precision.dtype)
+        return Meters(self.engine.world.size, flops, peak, PeakMemory(device))
 
     # -- the loop -----------------------------------------------------------------------------------------------------
 
@@ -309,7 +320,6 @@ class TrainingLoop:
         tokens = round(engine.means["tokens"] * item.step_samples)
         state.num_input_tokens_seen += tokens
         waited = engine.timing.waited_for_data_s
-        self.meters.flops = self._costs[tokens > 0]
         self.meters.step(samples=item.step_samples, tokens=tokens, waited_s=waited, loss=engine.means["loss"])
         every = self.args.torch_empty_cache_steps
         if every and engine.step % every == 0 and engine.device.type == "cuda":
@@ -350,9 +360,9 @@ class TrainingLoop:
         trainer = self.trainer
         control, state = trainer.control, trainer.state
         if control.should_log and self.losses.steps_since_log:
-            logs = {"loss": self.losses.taken(), "learning_rate": self.rate}
+            logs = {"loss": self.losses.mean_since_log(), "learning_rate": self.rate}
             norm = {} if self.norm is None else {"grad_norm": self.norm}
-            trainer.log({**logs, **norm, **self.meters.taken()})
+            trainer.log({**logs, **norm, **self.meters.since_last_log()})
         score: float | None = None
         self._paused = self._paused or control.should_evaluate or control.should_save
         if control.should_evaluate:
