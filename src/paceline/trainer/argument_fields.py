@@ -281,7 +281,7 @@ class UnsupportedFields:
     hub_revision: str | None = setting(None, _HUB)
     ignore_data_skip: bool = setting(False, "resuming costs nothing: the place in the data is one number")
     accelerator_config: dict[str, Any] | str | None = setting(
-        None, "there is no Accelerate below; the Engine deals the data"
+        None, "there is no Accelerate below; the Engine assigns samples"
     )
     parallelism_config: Any = setting(None, "data parallel only; strategy= says how")
     ddp_find_unused_parameters: bool | None = setting(None, "unused parameters are found by themselves")

@@ -222,9 +222,9 @@ def converted(name: str, value: Any, kind: Any) -> Any:
             return _as(name, value, one)
         except ValueError:
             continue
-    told = " or ".join(_told(one) for one in alternatives)
+    expected = " or ".join(_described(one) for one in alternatives)
     shown = one_line(repr(value), 60)
-    raise ConfigError(f"{name}={shown}: expected {told}, got {type(value).__name__}")
+    raise ConfigError(f"{name}={shown}: expected {expected}, got {type(value).__name__}")
 
 
 def optimizer_options(text: str | None) -> dict[str, Any]:
@@ -311,8 +311,8 @@ def _mapping(name: str, value: Any) -> dict[str, Any]:
     try:
         found = parse_json(value if value.lstrip().startswith("{") else read_input(value, LARGEST_FILE))
     except (OSError, ValueError) as error:
-        said = f"{name}={one_line(value, 60)!r}"
-        raise ConfigError(f"{said}: expected JSON in braces, or a JSON file: {cause_of(error)}") from error
+        shown = f"{name}={one_line(value, 60)!r}"
+        raise ConfigError(f"{shown}: expected JSON in braces, or a JSON file: {cause_of(error)}") from error
     if not isinstance(found, dict):
         raise ConfigError(f"{name}={value!r}: expected a JSON object, got {type(found).__name__}")
     return found
@@ -322,7 +322,7 @@ def _alternatives(kind: Any) -> tuple[Any, ...]:
     return typing.get_args(kind) if typing.get_origin(kind) in (Union, types.UnionType) else (kind,)
 
 
-def _told(kind: Any) -> str:
+def _described(kind: Any) -> str:
     words = {
         int: "a whole number",
         float: "a finite number",

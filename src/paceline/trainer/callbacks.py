@@ -276,8 +276,8 @@ class EarlyStoppingCallback(TrainerCallback, ExportableState):
         if self.early_stopping_patience_counter >= self.early_stopping_patience:
             if state.is_world_process_zero and not control.should_training_stop:
                 name, count = args.metric_for_best_model, self.early_stopping_patience_counter
-                told = f"{name} has not become better than {best:g} in the last {count} evaluations"
-                print(f"paceline: training ends early after step {state.global_step:,}: {told}", flush=True)
+                why = f"{name} has not become better than {best:g} in the last {count} evaluations"
+                print(f"paceline: training ends early after step {state.global_step:,}: {why}", flush=True)
             control.should_training_stop = True
 
     def state(self) -> dict[str, Any]:

@@ -5,9 +5,16 @@
     trainer.evaluate()
     trainer.save_model()
 
-It composes: the Engine trains (`training_loop.py`), checkpoints and callbacks are told when, `losses.py` makes a loss
-of what the model returns, `evaluation.py` measures. The same script runs alone, under `paceline run --workers N`,
-torchrun, SLURM or MPI.
+| what                                     | where                                                   |
+|------------------------------------------|---------------------------------------------------------|
+| the Engine that the arguments describe   | `engine_setup.py`                                       |
+| the loop: items, steps, epochs, saving   | `training_loop.py`; callbacks at each moment            |
+| a loss of what the model returns         | `losses.py`, through `compute_loss`                     |
+| evaluation and prediction                | `evaluation.py`, through `prediction_step`              |
+| loaders, optimizer, schedule             | `dataloaders.py`, `optimization.py`                     |
+| files of the run, reports                | `run_folder.py`, `reporting.py`, `integrations/`        |
+
+The same script runs alone, under `paceline run --workers N`, torchrun, SLURM or MPI.
 """
 
 from __future__ import annotations
@@ -43,7 +50,7 @@ from paceline.trainer.dataloaders import (
     known_columns,
     train_loader,
 )
-from paceline.trainer.engine_setup import build_engine, check_may_begin_anew, share_weights, start_seed
+from paceline.trainer.engine_setup import build_engine, check_can_be_replaced, share_weights, start_seed
 from paceline.trainer.evaluation import Evaluator
 from paceline.trainer.losses import LossFunction, LossRule, predictions_of
 from paceline.trainer.optimization import Scheduler, get_scheduler, make_optimizer
@@ -199,7 +206,7 @@ class Trainer:
         if self._engine is not None and not self.has_trained and lanes in (None, self._engine.config.lanes):
             return
         if self._engine is not None:
-            check_may_begin_anew(self._engine, self._made_by_us or not self.has_trained)
+            check_can_be_replaced(self._engine, self._made_by_us or not self.has_trained)
             self._engine.close()
             self._evaluator.forget_loaders()
             if self._made_by_us:

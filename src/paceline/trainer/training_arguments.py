@@ -349,11 +349,11 @@ class TrainingArguments(UnsupportedFields, SupportedFields, metaclass=_Spelled):
         defaults = SupportedFields()
         for item in fields(SupportedFields):
             value = _plain(getattr(self, item.name))
-            told = f"{item.name}={json.dumps(value)}"
-            (same if item.name in _FOLLOWS or value == _plain(getattr(defaults, item.name)) else changed).append(told)
+            is_default = item.name in _FOLLOWS or value == _plain(getattr(defaults, item.name))
+            (same if is_default else changed).append(f"{item.name}={json.dumps(value)}")
         others = textwrap.wrap(", ".join(same), 92, break_long_words=False, break_on_hyphens=False)
         return "\n".join(
-            ["training arguments:", *(f"  * {told}" for told in changed), *(f"    {line}" for line in others)]
+            ["training arguments:", *(f"  * {line}" for line in changed), *(f"    {line}" for line in others)]
         )
 
 
@@ -417,25 +417,25 @@ _REPORTS = frozenset({"steps_per_print", "wall_clock_breakdown", "train_batch_si
 
 def choose_strategy(arguments: Any) -> StrategyChoice:
     """What `strategy`, `fsdp` and `deepspeed` say together."""
-    said = {"strategy": StrategyChoice(arguments.strategy)} if arguments.strategy is not None else {}
+    choices = {"strategy": StrategyChoice(arguments.strategy)} if arguments.strategy is not None else {}
     if arguments.fsdp:
-        said["fsdp"] = _of_fsdp(str(arguments.fsdp), arguments.fsdp_config or {})
+        choices["fsdp"] = _of_fsdp(str(arguments.fsdp), arguments.fsdp_config or {})
     elif arguments.fsdp_config:
         raise ConfigError("fsdp_config is given, but fsdp is not; add fsdp='full_shard', or leave the config out")
     if arguments.deepspeed is not None:
-        said["deepspeed"] = _of_deepspeed(arguments.deepspeed, arguments)
-    if len({choice.strategy for choice in said.values()}) > 1:
-        told = ", ".join(f"{name} says {choice.strategy}" for name, choice in said.items())
-        raise ConfigError(f"the arguments contradict each other about the strategy: {told}; give one of them")
-    offloads = {choice.offload for choice in said.values() if choice.offload} | {arguments.offload} - {None}
+        choices["deepspeed"] = _of_deepspeed(arguments.deepspeed, arguments)
+    if len({choice.strategy for choice in choices.values()}) > 1:
+        each = ", ".join(f"{name} says {choice.strategy}" for name, choice in choices.items())
+        raise ConfigError(f"the arguments contradict each other about the strategy: {each}; give one of them")
+    offloads = {choice.offload for choice in choices.values() if choice.offload} | {arguments.offload} - {None}
     if len(offloads) > 1:
         raise ConfigError(
             f"the arguments contradict each other about offload: {', '.join(sorted(offloads))}; say it once"
         )
     return StrategyChoice(
-        strategy=next((choice.strategy for choice in said.values()), None),
+        strategy=next((choice.strategy for choice in choices.values()), None),
         offload=next(iter(offloads), None),
-        recompute=any(choice.recompute for choice in said.values()),
+        recompute=any(choice.recompute for choice in choices.values()),
     )
 
 

@@ -409,7 +409,7 @@ class TrainingLoop:
             score = None if score is None or math.isnan(score) else score
             greater = True if score is None else bool(self.args.greater_is_better)
             if self.checkpoints.save(self._extra(), score=score, greater_is_better=greater) is None:
-                return  # a warning has said why; training goes on
+                return  # a warning says why; training goes on
         self.saved_step = state.global_step
         if trainer.callback_handler.listens("on_save"):
             self.checkpoints.wait()  # a callback may want to look at it
