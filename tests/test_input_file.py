@@ -20,10 +20,10 @@ from paceline.errors import CheckpointError, ConfigError, DataError, PacelineErr
 from paceline.input_file import cause_of, one_line, open_output, parse_json, read_json, read_short
 from paceline.parameter_server.application_log import read_log
 from paceline.trainer import TrainingArguments
+from paceline.trainer.callbacks import TrainerState
 from paceline.trainer.integrations import json_lines
 from paceline.trainer.integrations.reporter import known_id
 from paceline.trainer.run_folder import recorded_lanes
-from paceline.trainer.trainer_state import TrainerState
 from tests.damage import INSTEAD, NESTED
 
 pytestmark = pytest.mark.timeout(30)

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 
 from paceline.errors import ConfigError, PacelineError
 from paceline.trainer import TrainingArguments
-from paceline.trainer.honoured_fields import HonouredFields
+from paceline.trainer.argument_fields import SupportedFields
 from tests.trainer.jobs import make_trainer
 
-FIELDS = {item.name: item for item in dataclasses.fields(HonouredFields)}
+FIELDS = {item.name: item for item in dataclasses.fields(SupportedFields)}
 NUMBERS = [name for name, item in FIELDS.items() if str(item.type).startswith(("int", "float"))]
 MAY_BE_TINY_OR_LARGE = {"max_steps": -1}
 NOT_FINITE = [math.nan, math.inf, -math.inf, "nan", "inf", "-inf", "NaN", "1e999", "9" * 400, 10**400, 1e308 * 10]

@@ -9,8 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from paceline.trainer.meters import Meters, PeakMemory, Stretch
-from paceline.trainer.peak_flops import ModelFlops, PeakFlops, gpu_peak, measured_peak, model_flops, peak_flops
+from paceline.trainer.meters import Meters, PeakFlops, PeakMemory, Stretch, gpu_peak, measured_peak, model_flops
 
 
 class Clock:
@@ -28,7 +27,7 @@ def test_rates_are_those_since_the_last_log() -> None:
     for seconds in (2.0, 2.0):
         clock.now += seconds
         meters.step(samples=8, tokens=400, waited_s=0.5)
-    assert meters.taken() == {
+    assert meters.since_last_log() == {
         "samples_per_second": 4.0,
         "step_time_s": 2.0,
         "data_wait_s": 0.5,
@@ -36,8 +35,8 @@ def test_rates_are_those_since_the_last_log() -> None:
     }
     clock.now += 1.0
     meters.step(samples=8)
-    assert meters.taken() == {"samples_per_second": 8.0, "step_time_s": 1.0, "data_wait_s": 0.0}
-    assert meters.taken() == {}
+    assert meters.since_last_log() == {"samples_per_second": 8.0, "step_time_s": 1.0, "data_wait_s": 0.0}
+    assert meters.since_last_log() == {}
     assert meters.whole == Stretch(steps=3, samples=24, tokens=800, seconds=5.0, waited_s=1.0)
 
 
@@ -52,7 +51,7 @@ def test_an_evaluation_slows_no_meter_down() -> None:
     meters.restart()
     clock.now += 1.0
     meters.step(samples=4)
-    assert meters.taken()["samples_per_second"] == 4.0
+    assert meters.since_last_log()["samples_per_second"] == 4.0
 
 
 def test_a_loss_that_is_not_finite_is_shown_as_it_is() -> None:
@@ -63,30 +62,29 @@ def test_a_loss_that_is_not_finite_is_shown_as_it_is() -> None:
     assert math.isnan(meters.last_loss)
 
 
-@pytest.mark.parametrize(("unit", "mfu"), [("token", 0.5), ("sample", 0.005)])
-def test_mfu_is_what_the_model_did_over_what_all_workers_could(unit: str, mfu: float) -> None:
+@pytest.mark.parametrize(("tokens", "mfu"), [(100, 0.5), (0, 0.005)])
+def test_mfu_is_what_the_model_did_over_what_all_workers_could(tokens: int, mfu: float) -> None:
     clock = Clock()
-    flops, peak = ModelFlops(6e6, unit, "6 × 1,000,000 parameters"), PeakFlops(6e8, "as given")
-    meters = Meters(workers=2, flops=flops, peak=peak, memory=lambda: 3 * 2**29, clock=clock)
+    meters = Meters(2, 6e6, PeakFlops(6e8, "measured"), memory=lambda: 3 * 2**29, clock=clock)
     meters.restart()
     clock.now += 1.0
-    meters.step(samples=1, tokens=100)
-    told = meters.taken()
-    assert told["mfu"] == pytest.approx(mfu)
-    assert told["peak_memory_gib"] == 1.5
-    assert meters.mfu_basis == (
-        f"6 MFLOP per {unit} (6 × 1,000,000 parameters) over 2 × 600 MFLOP/s per worker (as given)"
-    )
+    meters.step(samples=1, tokens=tokens)
+    logged = meters.since_last_log()
+    assert logged["mfu"] == pytest.approx(mfu)
+    assert logged["peak_memory_gib"] == 1.5
 
 
-def test_there_is_no_mfu_without_tokens_to_count_or_a_peak() -> None:
+def test_there_is_no_mfu_without_a_peak_or_anything_done() -> None:
     clock = Clock()
-    meters = Meters(flops=ModelFlops(1.0, "token", ""), peak=PeakFlops(1.0, ""), clock=clock)
+    meters = Meters(flops_per_unit=1.0, clock=clock)
     meters.restart()
     clock.now += 1.0
     meters.step(samples=1)
-    assert "mfu" not in meters.taken()
-    assert Meters(flops=ModelFlops(1.0, "token", "")).mfu_basis is None
+    assert "mfu" not in meters.since_last_log()
+    meters.peak = PeakFlops(1.0, "")
+    clock.now += 1.0
+    meters.step(samples=0)
+    assert "mfu" not in meters.since_last_log()
 
 
 @pytest.mark.parametrize(
@@ -113,15 +111,10 @@ def test_an_unknown_gpu_has_no_peak() -> None:
     assert gpu_peak("NVIDIA RTX A4000") is None
 
 
-def test_what_the_user_gives_wins() -> None:
-    assert peak_flops(torch.device("cpu"), given=5.0) == PeakFlops(5.0, "as given")
-    assert model_flops(nn.Linear(2, 2), per_token=7.0) == ModelFlops(7.0, "token", "as given")
-
-
 def test_parameters_that_are_not_trained_do_not_count() -> None:
     model = nn.Sequential(nn.Linear(9, 10), nn.Linear(10, 1))
     model[0].requires_grad_(False)
-    assert model_flops(model, counts_tokens=False) == ModelFlops(66.0, "sample", "6 × 11 parameters")
+    assert model_flops(model) == 66.0
 
 
 def test_a_cpu_is_measured_without_drawing_random_numbers() -> None:

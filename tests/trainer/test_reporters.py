@@ -17,12 +17,11 @@ from typing import Any
 import pytest
 
 from paceline.errors import ConfigError
-from paceline.trainer.integrations import choice
-from paceline.trainer.integrations.choice import Reporters, choose
-from paceline.trainer.integrations.json_lines import FILE_NAME, JsonLines, rows
+from paceline.trainer import integrations
+from paceline.trainer.integrations import Reporters, choose
+from paceline.trainer.integrations.json_lines import FILE_NAME, JsonLines, WrittenByAnother, rows
 from paceline.trainer.integrations.prometheus import Prometheus
 from paceline.trainer.integrations.reporter import RunInfo, in_section
-from paceline.trainer.integrations.taking_over import Written
 from paceline.trainer.integrations.tensorboard import FOLDER, TensorBoard
 
 
@@ -115,7 +114,7 @@ def test_every_line_is_there_once_wherever_the_two_workers_were(
     run: RunInfo, by_the_lost: list[tuple[int, str]], by_the_next: list[tuple[int, str]]
 ) -> None:
     write(run, history(*by_the_lost))
-    written = Written(run.folder, history(*by_the_next))
+    written = WrittenByAnother(run.folder, history(*by_the_next))
     still_to_come = history(*[line for line in (TRAIN_10, EVAL_10, TRAIN_20) if line not in by_the_next])
     late = [row for row in still_to_come if not written.has(row["step"], {k: row[k] for k in row if k != "step"})]
     write(run, [{"step": step, **values} for step, values in written.missing] + late)
@@ -125,7 +124,7 @@ def test_every_line_is_there_once_wherever_the_two_workers_were(
 
 def test_a_run_that_was_moved_is_not_told_again_what_it_had_logged_before(run: RunInfo) -> None:
     write(replace(run, resumed_at=10), history((20, "loss")))
-    assert Written(run.folder, history((10, "loss"), (20, "loss"))).missing == []
+    assert WrittenByAnother(run.folder, history((10, "loss"), (20, "loss"))).missing == []
 
 
 def test_who_takes_over_goes_on_in_the_files_and_says_so(run: RunInfo) -> None:
@@ -135,7 +134,7 @@ def test_who_takes_over_goes_on_in_the_files_and_says_so(run: RunInfo) -> None:
     before.log(2, {"loss": 2.0})
     with (run.folder / FILE_NAME).open("a") as file:
         file.write('{"step": 3, "lo')  # killed here
-    written = Written(run.folder, history((1, "loss"), (2, "loss"), (3, "loss")))
+    written = WrittenByAnother(run.folder, history((1, "loss"), (2, "loss"), (3, "loss")))
     after = choose("tensorboard")
     after.start(replace(run, resumed_at=written.last_step, taken_over=written.last_lines))
     for step, values in written.missing:
@@ -170,7 +169,7 @@ def test_json_lines_are_always_there_and_only_on_the_main_worker(run: RunInfo) -
 
 
 def test_all_means_those_that_are_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(choice, "_is_installed", lambda module: module in ("tensorboard", "prometheus_client"))
+    monkeypatch.setattr(integrations, "_is_installed", lambda module: module in ("tensorboard", "prometheus_client"))
     assert choose("all").names == ["json lines", "tensorboard", "prometheus"]
 
 

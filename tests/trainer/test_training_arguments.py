@@ -12,8 +12,7 @@ import pytest
 
 from paceline import TrainingArguments
 from paceline.errors import ConfigError
-from paceline.trainer.honoured_fields import HonouredFields
-from paceline.trainer.refused_fields import RefusedFields
+from paceline.trainer.argument_fields import SupportedFields, UnsupportedFields
 
 
 def test_an_unknown_name_is_answered_with_the_nearest() -> None:
@@ -49,11 +48,11 @@ def test_arguments_that_are_gone_say_what_is_instead() -> None:
         TrainingArguments(logging_dir="x")
 
 
-@pytest.mark.parametrize("name", [item.name for item in dataclasses.fields(RefusedFields)])
+@pytest.mark.parametrize("name", [item.name for item in dataclasses.fields(UnsupportedFields)])
 def test_every_field_that_is_not_honoured_is_refused_when_set(name: str) -> None:
-    default = RefusedFields.__dataclass_fields__[name].default
+    default = UnsupportedFields.__dataclass_fields__[name].default
     other = {bool: lambda: not default, str: lambda: "other"}.get(type(default), lambda: _other(name))()
-    with pytest.raises(ConfigError, match=f"{name}=.* is not honoured here: .+"):
+    with pytest.raises(ConfigError, match=f"{name}=.* is not supported: .+"):
         TrainingArguments(**{name: other})
 
 
@@ -78,7 +77,7 @@ def test_every_field_says_in_a_line_what_it_is_for() -> None:
         ({"strategy": "zero2", "fsdp": "full_shard"}, "strategy says zero2, fsdp says fsdp; give one of them"),
         ({"fsdp": "no_shard", "deepspeed": {"zero_optimization": {"stage": 3}}}, "fsdp says ddp, deepspeed says zero3"),
         ({"deepspeed": {"zero_optimization": {"stage": 4}}}, "stage is 4; choose 0, 1, 2 or 3"),
-        ({"deepspeed": {"optimizer": {}}}, "deepspeed: 'optimizer' is not honoured here"),
+        ({"deepspeed": {"optimizer": {}}}, "deepspeed: 'optimizer' is not supported"),
         ({"deepspeed": {"gradient_clipping": 2.0}}, "gradient_clipping is 2.0, but max_grad_norm=1.0; say it once"),
         ({"save_strategy": "best"}, "save_strategy='best' looks at evaluations; set eval_strategy"),
         ({"load_best_model_at_end": True}, "eval_strategy is 'no' and save_strategy 'steps'; make them the same"),
@@ -137,9 +136,9 @@ def test_every_field_is_a_flag_in_both_spellings_and_a_yaml_key(tmp_path: Path) 
         flag = name.replace("_", "-")
         for argv in ([f"--{flag}", text[name]], [f"--{name}={text[name]}"]):
             assert getattr(TrainingArguments.from_command_line(argv), name) == value
-    for item in dataclasses.fields(HonouredFields):
+    for item in dataclasses.fields(SupportedFields):
         file = tmp_path / f"{item.name}.yaml"
-        default = getattr(HonouredFields(), item.name)
+        default = getattr(SupportedFields(), item.name)
         file.write_text(f"{item.name}: {_yaml(default)}\n")
         assert getattr(TrainingArguments.from_yaml(file), item.name) == getattr(TrainingArguments(), item.name)
 

@@ -13,8 +13,8 @@ from torch import Tensor
 transformers = pytest.importorskip("transformers")
 
 from paceline import Trainer, TrainingArguments  # noqa: E402
-from paceline.trainer.choices import SchedulerType  # noqa: E402
-from paceline.trainer.schedules import get_scheduler  # noqa: E402
+from paceline.trainer.argument_fields import SchedulerType  # noqa: E402
+from paceline.trainer.optimization import get_scheduler  # noqa: E402
 from paceline.world.world import World  # noqa: E402
 from tests.trainer.jobs import make_trainer  # noqa: E402
 from tests.workers import hashes, run_workers  # noqa: E402

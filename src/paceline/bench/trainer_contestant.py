@@ -19,7 +19,7 @@ from paceline.bench.race import THREADS_PER_WORKER, TRAINER, EngineTiming, Race
 from paceline.bench.workloads import LEARNING_RATE, ReadyBatches, Workload, adamw, as_it_is
 from paceline.engine.engine import Engine
 from paceline.trainer import Trainer, TrainerCallback, TrainingArguments
-from paceline.trainer.choices import Sampling, SaveStrategy, SchedulerType
+from paceline.trainer.argument_fields import Sampling, SaveStrategy, SchedulerType
 from paceline.world.world import World
 
 CLIP_AT = 1.0

@@ -2,19 +2,25 @@
 
 `paceline --help` reads every verb's signature, so a verb's file imports what is heavy (torch above all) inside its
 function.
+
+What no option of any verb can mean is refused here, before the verb is called: a number that is not finite, below zero
+or beyond 64 bits, and an empty text. A verb checks only what is its own: which numbers make sense.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib
+import math
 import os
 import sys
+import typing
+from collections.abc import Callable
 from typing import Any
 
 import typer
 from typer.core import TyperGroup
 
-from paceline.cli.plain_values import checked
 from paceline.errors import ConfigError, PacelineError, WorldError
 from paceline.input_file import one_line
 
@@ -29,6 +35,9 @@ VERBS = {
 }
 
 LONGEST_PATH = 200
+BEYOND = 2**63
+UNTOUCHED = ("arguments", "job")
+"""Words of another command line: whatever they are, they are passed on."""
 
 
 class Verbs(TyperGroup):
@@ -43,10 +52,10 @@ class Verbs(TyperGroup):
         module = importlib.import_module(VERBS[cmd_name])
         if isinstance(getattr(module, "app", None), typer.Typer):  # a verb with verbs of its own
             for command in module.app.registered_commands:
-                command.callback = checked(command.callback)
+                command.callback = _checked(command.callback)
             return typer.main.get_command(module.app)
         app = typer.Typer(add_completion=False, rich_markup_mode=None)
-        app.command(name=cmd_name, **getattr(module, "COMMAND", {}))(checked(getattr(module, cmd_name)))
+        app.command(name=cmd_name, **getattr(module, "COMMAND", {}))(_checked(getattr(module, cmd_name)))
         return typer.main.get_command(app)
 
 
@@ -59,6 +68,46 @@ app = typer.Typer(
 @app.callback()
 def paceline() -> None:
     """Data-parallel training for PyTorch: the same bits on any number of workers."""
+
+
+def _checked(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, with its arguments looked at before it is called."""
+    if getattr(function, "checks_values", False):
+        return function
+
+    @functools.wraps(function)
+    def call(**values: Any) -> Any:
+        for name, value in values.items():
+            for one in value if isinstance(value, list) else [value]:
+                if name not in UNTOUCHED and (wrong := _wrong_with(one)) is not None:
+                    raise ConfigError(f"{_option(function, name)} {one_line(str(one))!r}: {wrong}")
+        return function(**values)
+
+    call.checks_values = True  # type: ignore[attr-defined]
+    return call
+
+
+def _wrong_with(value: Any) -> str | None:
+    if isinstance(value, bool):
+        return None
+    if isinstance(value, int | float):
+        if not math.isfinite(value):
+            return "it must be a finite number"
+        if value < 0:
+            return "it must not be below 0"
+        return "it is too large a number" if value >= BEYOND else None
+    return "it is empty" if value == "" else None
+
+
+def _option(function: Callable[..., Any], name: str) -> str:
+    """As it is written on the command line."""
+    hint = typing.get_type_hints(function, include_extras=True).get(name)
+    for about in getattr(hint, "__metadata__", ()):
+        if written := [word for word in getattr(about, "param_decls", None) or () if word.startswith("--")]:
+            return str(written[0])
+        if type(about).__name__ == "ArgumentInfo":
+            return str(about.metavar or name.upper())
+    return f"--{name.replace('_', '-')}"
 
 
 def _check_folder() -> None:
@@ -75,7 +124,8 @@ def main() -> None:
     """One line for whatever a person or their machine can put right; a traceback is a fault of ours."""
     try:
         _check_folder()
-        if sys.argv[1:2] not in (["run"], ["chaos"]) and "" in sys.argv[1:]:  # those pass words on to scripts
+        # Path("") is the current folder, so an empty path is seen in the words alone; run and chaos pass words on.
+        if sys.argv[1:2] not in (["run"], ["chaos"]) and "" in sys.argv[1:]:
             raise ConfigError("a word of the command line is empty (a variable of the shell that is not set?)")
         app(prog_name="paceline")
     except PacelineError as error:

@@ -36,101 +36,130 @@ PATIENCE_S = 5.0
 """For a secret that comes through a pipe, as from --secret-file <(…) of a shell."""
 
 
+# -- the flags ---------------------------------------------------------------------------------------------------------
+
+ScriptName = Annotated[str, typer.Argument(help="script.py, or with -m a module", show_default=False)]
+Arguments = Annotated[list[str] | None, typer.Argument(help="passed to the script untouched")]
+Workers = Annotated[
+    str | None,
+    typer.Option(
+        "--workers", "--nproc-per-node", "--nproc_per_node",
+        help="workers on this host, or auto: one per accelerator [default: 1]", show_default=False,
+    ),
+]  # fmt: skip
+Servers = Annotated[
+    str | None,
+    typer.Option(
+        help="servers for strategy='parameter_server', on the first host [default: 0, worker 0 doubles as one]",
+        show_default=False,
+    ),
+]
+Lanes = Annotated[
+    int | None, typer.Option(min=1, help="logical workers, fixed for the life of the job [default: the workers]")
+]
+Threads = Annotated[int | None, typer.Option(min=1, help="threads per worker [default: cores // lanes, at least 1]")]
+Backend = Annotated[str | None, typer.Option(help="how tensors travel, such as gloo or nccl")]
+Seed = Annotated[int | None, typer.Option(min=0, help="seed of the job")]
+StrategyName = Annotated[
+    str | None, typer.Option(help="how the work is shared: ddp, zero1, zero2, zero3, fsdp, hybrid, star, …")
+]
+Precision = Annotated[str | None, typer.Option(help="what the model computes in: fp32, bf16 or fp16")]
+Recomputed = Annotated[
+    str | None,
+    typer.Option(help="what backward computes again: blocks, k for every k-th, or classes; +matmuls keeps those"),
+]
+Offload = Annotated[str | None, typer.Option(help="what a GPU leaves to the host: optimizer, parameters")]
+KeepMemory = Annotated[
+    bool,
+    typer.Option(
+        help="let workers keep memory that they free for the next step instead of giving it back to the system"
+    ),
+]
+GraceSeconds = Annotated[
+    float,
+    typer.Option(help="how long workers have to save and end after SIGTERM or Ctrl-C, before they are killed"),
+]
+IsModule = Annotated[bool, typer.Option("-m", "--module", help="run a module, as python -m does")]
+Elastic = Annotated[
+    bool, typer.Option("--elastic", help="go on when workers die, with the same bits; and replace them")
+]
+MinWorkers = Annotated[
+    int | None, typer.Option(help="elastic: end when fewer are left [default: 1]", show_default=False)
+]
+MaxWorkers = Annotated[
+    int | None,
+    typer.Option(
+        help="elastic: at most so many, with those of hosts that come later [default: those of the start]",
+        show_default=False,
+    ),
+]
+RestartWorkers = Annotated[
+    bool | None,
+    typer.Option(
+        "--restart-workers/--no-restart-workers",
+        help="elastic: start a fresh process for a worker that died [default: on]", show_default=False,
+    ),
+]  # fmt: skip
+HeartbeatTimeout = Annotated[
+    float, typer.Option(help="elastic: a worker that is silent for so long is killed and replaced")
+]
+StepTimeout = Annotated[
+    float, typer.Option(help="elastic: likewise one that the others have waited for so long in a step")
+]
+Copies = Annotated[int, typer.Option(help="elastic: of sharded state, on different hosts")]
+StepLog = Annotated[Path | None, typer.Option(help="elastic: write each committed step to this file, as JSON lines")]
+HostCount = Annotated[
+    str | None,
+    typer.Option("--hosts", "--nnodes", help="hosts that the job starts with; one `paceline run` on each [default: 1]"),
+]
+HostRank = Annotated[
+    int | None, typer.Option("--host-rank", "--node-rank", "--node_rank", min=0, help="which host this is, from 0")
+]
+Coordinator = Annotated[
+    str | None, typer.Option(help="ADDRESS:PORT of host 0, where the hosts meet", show_default=False)
+]
+SecretFile = Annotated[
+    Path | None, typer.Option(help="what all hosts of the job know (or PACELINE_SECRET in the environment)")
+]
+MeetTimeout = Annotated[float, typer.Option(help="how long to wait for the other hosts")]
+MasterAddress = Annotated[str | None, typer.Option("--master-addr", "--master_addr", hidden=True)]
+MasterPort = Annotated[int | None, typer.Option("--master-port", "--master_port", hidden=True)]
+Standalone = Annotated[bool, typer.Option("--standalone", hidden=True)]
+
+
 def run(
-    script: Annotated[str, typer.Argument(help="script.py, or with -m a module", show_default=False)],
-    arguments: Annotated[list[str] | None, typer.Argument(help="passed to the script untouched")] = None,
-    workers: Annotated[
-        str | None,
-        typer.Option(
-            "--workers", "--nproc-per-node", "--nproc_per_node",
-            help="workers on this host, or auto: one per accelerator [default: 1]", show_default=False,
-        ),
-    ] = None,
-    servers: Annotated[
-        str | None,
-        typer.Option(
-            help="servers for strategy='parameter_server', on the first host [default: 0, worker 0 doubles as one]",
-            show_default=False,
-        ),
-    ] = None,
-    lanes: Annotated[
-        int | None, typer.Option(min=1, help="logical workers, fixed for the life of the job [default: the workers]")
-    ] = None,
-    threads: Annotated[
-        int | None, typer.Option(min=1, help="threads per worker [default: cores // lanes, at least 1]")
-    ] = None,
-    backend: Annotated[str | None, typer.Option(help="how tensors travel, such as gloo or nccl")] = None,
-    seed: Annotated[int | None, typer.Option(min=0, help="seed of the job")] = None,
-    strategy: Annotated[
-        str | None, typer.Option(help="how the work is shared: ddp, zero1, zero2, zero3, fsdp, hybrid, star, …")
-    ] = None,
-    precision: Annotated[str | None, typer.Option(help="what the model computes in: fp32, bf16 or fp16")] = None,
-    activation_checkpointing: Annotated[
-        str | None,
-        typer.Option(help="what backward computes again: blocks, k for every k-th, or classes; +matmuls keeps those"),
-    ] = None,
-    offload: Annotated[str | None, typer.Option(help="what a GPU leaves to the host: optimizer, parameters")] = None,
-    keep_memory: Annotated[
-        bool,
-        typer.Option(
-            help="let workers keep memory that they free for the next step instead of giving it back to the system"
-        ),
-    ] = True,
-    grace_s: Annotated[
-        float,
-        typer.Option(help="how long workers have to save and end after SIGTERM or Ctrl-C, before they are killed"),
-    ] = GRACE_S,
-    module: Annotated[bool, typer.Option("-m", "--module", help="run a module, as python -m does")] = False,
-    elastic: Annotated[
-        bool, typer.Option("--elastic", help="go on when workers die, with the same bits; and replace them")
-    ] = False,
-    min_workers: Annotated[
-        int | None, typer.Option(help="elastic: end when fewer are left [default: 1]", show_default=False)
-    ] = None,
-    max_workers: Annotated[
-        int | None,
-        typer.Option(
-            help="elastic: at most so many, with those of hosts that come later [default: those of the start]",
-            show_default=False,
-        ),
-    ] = None,
-    restart_workers: Annotated[
-        bool | None,
-        typer.Option(
-            "--restart-workers/--no-restart-workers",
-            help="elastic: start a fresh process for a worker that died [default: on]", show_default=False,
-        ),
-    ] = None,
-    heartbeat_timeout_s: Annotated[
-        float, typer.Option(help="elastic: a worker that is silent for so long is killed and replaced")
-    ] = Rules.heartbeat_timeout_s,
-    step_timeout_s: Annotated[
-        float, typer.Option(help="elastic: likewise one that the others have waited for so long in a step")
-    ] = Rules.step_timeout_s,
-    copies: Annotated[int, typer.Option(help="elastic: of sharded state, on different hosts")] = Rules.copies,
-    ledger: Annotated[
-        Path | None, typer.Option(help="elastic: write each committed step to this file, as JSON lines")
-    ] = None,
-    hosts: Annotated[
-        str | None,
-        typer.Option(
-            "--hosts", "--nnodes", help="hosts that the job starts with; one `paceline run` on each [default: 1]"
-        ),
-    ] = None,
-    host_rank: Annotated[
-        int | None, typer.Option("--host-rank", "--node-rank", "--node_rank", min=0, help="which host this is, from 0")
-    ] = None,
-    coordinator: Annotated[
-        str | None, typer.Option(help="ADDRESS:PORT of host 0, where the hosts meet", show_default=False)
-    ] = None,
-    secret_file: Annotated[
-        Path | None, typer.Option(help="what all hosts of the job know (or PACELINE_SECRET in the environment)")
-    ] = None,
-    meet_timeout_s: Annotated[float, typer.Option(help="how long to wait for the other hosts")] = 300.0,
-    master_addr: Annotated[str | None, typer.Option("--master-addr", "--master_addr", hidden=True)] = None,
-    master_port: Annotated[int | None, typer.Option("--master-port", "--master_port", hidden=True)] = None,
-    standalone: Annotated[bool, typer.Option("--standalone", hidden=True)] = False,
-) -> None:  # fmt: skip
+    script: ScriptName,
+    arguments: Arguments = None,
+    workers: Workers = None,
+    servers: Servers = None,
+    lanes: Lanes = None,
+    threads: Threads = None,
+    backend: Backend = None,
+    seed: Seed = None,
+    strategy: StrategyName = None,
+    precision: Precision = None,
+    activation_checkpointing: Recomputed = None,
+    offload: Offload = None,
+    keep_memory: KeepMemory = True,
+    grace_s: GraceSeconds = GRACE_S,
+    module: IsModule = False,
+    elastic: Elastic = False,
+    min_workers: MinWorkers = None,
+    max_workers: MaxWorkers = None,
+    restart_workers: RestartWorkers = None,
+    heartbeat_timeout_s: HeartbeatTimeout = Rules.heartbeat_timeout_s,
+    step_timeout_s: StepTimeout = Rules.step_timeout_s,
+    copies: Copies = Rules.copies,
+    ledger: StepLog = None,
+    hosts: HostCount = None,
+    host_rank: HostRank = None,
+    coordinator: Coordinator = None,
+    secret_file: SecretFile = None,
+    meet_timeout_s: MeetTimeout = 300.0,
+    master_addr: MasterAddress = None,
+    master_port: MasterPort = None,
+    standalone: Standalone = False,
+) -> None:
     """Start workers that train together: paceline run --workers 4 train.py --epochs 3
 
     torchrun's names are accepted too: --nproc-per-node, --nnodes, --node-rank, --master-addr, --master-port,
@@ -138,7 +167,6 @@ def run(
     1 a worker or server failed or hung, 2 wrong usage, 3 could not meet, 4 fewer than --min-workers left or the
     state lost once too often, 75 stopped on request, 128+n killed by signal n, 130 Ctrl-C, 143 SIGTERM.
     """
-    is_elastic = elastic or min_workers is not None or max_workers is not None or bool(restart_workers)
     rules = Rules(
         min_workers=1 if min_workers is None else min_workers,
         max_workers=max_workers,
@@ -147,15 +175,12 @@ def run(
         step_timeout_s=step_timeout_s,
         copies=copies,
     )
+    is_elastic = elastic or min_workers is not None or max_workers is not None or bool(restart_workers)
     known = None if standalone else environment.launch_defaults()
-    worker_count = _worker_count(workers if workers is not None else (known.workers if known is not None else None))
-    host_count: int | None = _host_count(hosts) if hosts is not None else (known.hosts if known is not None else 1)
-    if hosts is None and host_count == 1 and host_rank:
-        host_count = None  # a job that has its hosts already, or whose first host knows how many there are
-    may_grow = max_workers is not None and max_workers > worker_count
-    stays_open = coordinator is not None and may_grow
-    if host_count == 1 and may_grow:
-        _check_growth(f"--max-workers {max_workers} with --workers {worker_count}", _server_count(servers), stays_open)
+    worker_count = _worker_count(workers, known)
+    host_count = _host_count(hosts, host_rank, known)
+    server_count = _server_count(servers)
+    is_alone = host_count == 1 and not _may_grow(max_workers, worker_count, server_count, coordinator)
     try:
         environment.check_settings()  # what the shell says of the job, which workers would find out each by itself
         settings = LaunchSettings(lanes, threads, backend, seed, strategy, precision, activation_checkpointing, offload)
@@ -164,14 +189,14 @@ def run(
     job = Job(
         script=_find(script, arguments or [], module),
         workers=worker_count,
-        servers=_server_count(servers),
+        servers=server_count,
         settings=settings,
         keep_memory=keep_memory,
         grace_s=grace_s,
         elastic=rules if is_elastic else None,
         ledger=ledger,
         hosts=None
-        if host_count == 1 and not stays_open
+        if is_alone
         else Hosts(
             count=host_count,
             rank=0 if host_count == 1 else _host_rank(host_rank, known),
@@ -184,6 +209,9 @@ def run(
     raise typer.Exit(asyncio.run(supervise(job)))
 
 
+# -- from their values to a job ----------------------------------------------------------------------------------------
+
+
 def _check_host(job: Job) -> None:
     over_gloo = job.hosts is not None or job.settings.backend == "gloo"
     threads = THREADS_EACH + (default_threads(job.settings, job.workers) or 1) - 1
@@ -192,8 +220,12 @@ def _check_host(job: Job) -> None:
     check_host(job.workers + job.servers, f"--workers {job.workers}{beside}", threads_each=threads)
 
 
-def _check_growth(asked: str, servers: int, stays_open: bool) -> None:
-    if not stays_open:
+def _may_grow(max_workers: int | None, workers: int, servers: int, coordinator: str | None) -> bool:
+    """Whether workers of further hosts may join; an error where --max-workers asks for it and they could not."""
+    if max_workers is None or max_workers <= workers:
+        return False
+    asked = f"--max-workers {max_workers} with --workers {workers}"
+    if coordinator is None:
         raise LaunchError(
             f"{asked}: further workers come with further hosts, which have to find this one: give --coordinator "
             "ADDRESS:PORT and --secret-file, or start with all workers"
@@ -203,6 +235,7 @@ def _check_growth(asked: str, servers: int, stays_open: bool) -> None:
             f"{asked} and --servers {servers}: no further workers can join a job with server processes; start with "
             "all workers"
         )
+    return True
 
 
 def _find(target: str, arguments: Sequence[str], is_module: bool) -> Script:
@@ -227,12 +260,13 @@ def _find(target: str, arguments: Sequence[str], is_module: bool) -> Script:
     return Script(target, tuple(arguments), is_module)
 
 
-def _worker_count(asked: str | int | None) -> int:
-    if asked is None:
+def _worker_count(asked: str | None, known: LaunchDefaults | None) -> int:
+    wanted: str | int | None = asked if asked is not None or known is None else known.workers
+    if wanted is None:
         return 1
-    if asked == "auto":
+    if wanted == "auto":
         return max(1, _accelerators())
-    return _count(asked, "--workers", "is neither a number nor auto")
+    return _count(wanted, "--workers", "is neither a number nor auto")
 
 
 def _server_count(asked: str | None) -> int:
@@ -256,7 +290,11 @@ def _accelerators() -> int:
     return len(list(Path("/dev").glob("nvidia[0-9]*"))) if visible is None else len(visible)
 
 
-def _host_count(text: str) -> int:
+def _host_count(text: str | None, host_rank: int | None, known: LaunchDefaults | None) -> int | None:
+    """None for a host that joins a job which has its hosts already, or whose first host knows how many there are."""
+    if text is None:
+        found = known.hosts if known is not None else 1
+        return None if found == 1 and host_rank else found
     fewest, colon, most = text.partition(":")
     if colon and fewest != most:
         raise LaunchError(f"--hosts {text}: a changing number of hosts is not supported; give the number that the job "

@@ -12,11 +12,12 @@ if TYPE_CHECKING:
         ExportableState,
         PrinterCallback,
         TrainerCallback,
+        TrainerControl,
+        TrainerState,
     )
     from paceline.trainer.evaluation import EvalPrediction
-    from paceline.trainer.schedules import get_scheduler
+    from paceline.trainer.optimization import get_scheduler
     from paceline.trainer.trainer import PredictionOutput, Trainer
-    from paceline.trainer.trainer_state import TrainerControl, TrainerState
     from paceline.trainer.training_arguments import TrainingArguments
     from paceline.trainer.training_loop import TrainOutput
 
@@ -46,10 +47,10 @@ _HOMES = {
     "TrainOutput": "training_loop",
     "Trainer": "trainer",
     "TrainerCallback": "callbacks",
-    "TrainerControl": "trainer_state",
-    "TrainerState": "trainer_state",
+    "TrainerControl": "callbacks",
+    "TrainerState": "callbacks",
     "TrainingArguments": "training_arguments",
-    "get_scheduler": "schedules",
+    "get_scheduler": "optimization",
 }
 
 

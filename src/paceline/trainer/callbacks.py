@@ -12,38 +12,26 @@
     on_train_end
 
 Each gets `(args, state, control, model=…, optimizer=…, …)`, as in transformers; objects made for its Trainer run here.
-A callback decides on every worker for itself: what it sets in `control` has to follow from what all workers see alike,
-as steps and metrics are.
+`TrainerState` says where training is, and what a callback sets in `TrainerControl` is what training does next; both
+have the fields of transformers' classes. A callback runs on every worker, and what it sets has to follow from what all
+workers see alike, as steps and metrics are.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import json
+import math
 import warnings
 from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
-from paceline.errors import ConfigError
-from paceline.trainer.choices import IntervalStrategy, SaveStrategy
-from paceline.trainer.trainer_state import TrainerControl, TrainerState
+from paceline.errors import CheckpointError, ConfigError
+from paceline.input_file import cause_of, read_json
+from paceline.trainer.argument_fields import IntervalStrategy, SaveStrategy
 from paceline.trainer.training_arguments import TrainingArguments
-
-EVENTS = (
-    "on_init_end",
-    "on_train_begin",
-    "on_train_end",
-    "on_epoch_begin",
-    "on_epoch_end",
-    "on_step_begin",
-    "on_pre_optimizer_step",
-    "on_optimizer_step",
-    "on_substep_end",
-    "on_step_end",
-    "on_evaluate",
-    "on_predict",
-    "on_save",
-    "on_log",
-    "on_prediction_step",
-)
 
 _TAKEN_BACK = {
     "on_train_begin": ("should_training_stop",),
@@ -53,6 +41,69 @@ _TAKEN_BACK = {
     "on_save": ("should_save",),
     "on_log": ("should_log",),
 }
+
+
+@dataclass
+class TrainerState:
+    """Where training is. A step is one update of the weights."""
+
+    epoch: float = 0
+    global_step: int = 0
+    max_steps: int = 0
+    logging_steps: int = 500
+    eval_steps: int = 500
+    save_steps: int = 500
+    train_batch_size: int | None = None
+    num_train_epochs: int = 0
+    num_input_tokens_seen: int = 0
+    total_flos: float = 0
+    log_history: list[dict[str, Any]] = field(default_factory=list)
+    best_metric: float | None = None
+    best_global_step: int | None = None
+    best_model_checkpoint: str | None = None
+    is_local_process_zero: bool = True
+    is_world_process_zero: bool = True
+    is_hyper_param_search: bool = False
+    trial_name: str | None = None
+    trial_params: dict[str, Any] | None = None
+    stateful_callbacks: dict[str, Any] = field(default_factory=dict)
+
+    def compute_steps(self, args: TrainingArguments, max_steps: int) -> None:
+        """Every how many steps; a number below 1 is a part of all steps."""
+        for kind in ("logging", "eval", "save"):
+            steps = getattr(args, f"{kind}_steps")
+            if steps is not None:
+                setattr(self, f"{kind}_steps", math.ceil(max_steps * steps) if steps < 1 else int(steps))
+
+    def to_dict(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+    def save_to_json(self, json_path: str | Path) -> None:
+        Path(json_path).write_text(json.dumps(self.to_dict(), indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+    @classmethod
+    def from_dict(cls, saved: dict[str, Any]) -> TrainerState:
+        """Fields that a newer version may have saved are left."""
+        known = {item.name for item in dataclasses.fields(cls)}
+        return cls(**{name: value for name, value in saved.items() if name in known})
+
+    @classmethod
+    def load_from_json(cls, json_path: str | Path) -> TrainerState:
+        try:
+            return cls.from_dict(read_json(json_path))
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"{json_path} can't be read: {cause_of(error)}") from error
+
+
+@dataclass
+class TrainerControl:
+    """What shall happen next; a callback sets it, and returns it or not."""
+
+    should_training_stop: bool = False
+    should_epoch_stop: bool = False
+    should_save: bool = False
+    should_evaluate: bool = False
+    should_log: bool = False
 
 
 class TrainerCallback:
@@ -133,7 +184,7 @@ class CallbackHandler:
         methods = (getattr(callback, event, None) for callback in self.callbacks)
         return any(method and not method.__qualname__.startswith("TrainerCallback.") for method in methods)
 
-    # -- what they carry over a resume -------------------------------------------------------------------------------
+    # -- what they carry over a resume --------------------------------------------------------------------------------
 
     def states(self) -> dict[str, list[Any]]:
         """The states of callbacks that have one, by class name."""
@@ -225,8 +276,8 @@ class EarlyStoppingCallback(TrainerCallback, ExportableState):
         if self.early_stopping_patience_counter >= self.early_stopping_patience:
             if state.is_world_process_zero and not control.should_training_stop:
                 name, count = args.metric_for_best_model, self.early_stopping_patience_counter
-                told = f"{name} has not become better than {best:g} in the last {count} evaluations"
-                print(f"paceline: training ends early after step {state.global_step:,}: {told}", flush=True)
+                why = f"{name} has not become better than {best:g} in the last {count} evaluations"
+                print(f"paceline: training ends early after step {state.global_step:,}: {why}", flush=True)
             control.should_training_stop = True
 
     def state(self) -> dict[str, Any]:

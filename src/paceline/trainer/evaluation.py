@@ -12,20 +12,24 @@ with -100.
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
+from torch.utils.data import DataLoader
 
-from paceline.engine.engine import Engine
 from paceline.errors import ConfigError
-from paceline.trainer.collating import batch_size_of
-from paceline.trainer.nested import as_array, joined, mapped, padded_to
-from paceline.trainer.training_arguments import TrainingArguments
+from paceline.trainer.dataloaders import batch_size_of
+from paceline.trainer.engine_setup import share_weights
 
-Step = tuple[Tensor | None, Any, Any]  # loss, predictions, labels
+if TYPE_CHECKING:
+    from paceline.trainer.trainer import Trainer
+
+PADDING = -100
 
 
 class EvalPrediction:
@@ -49,116 +53,152 @@ class EvaluationOutput(NamedTuple):
     num_samples: int
 
 
-@dataclass
-class _Kept:
-    """Rows gathered so far: on the device until they are moved to the host."""
+class Evaluator:
+    """Measures the Trainer's model, as it is now, over a dataset."""
 
-    here: list[Any] = field(default_factory=list)
-    on_host: list[Any] = field(default_factory=list)
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+        self._kept: list[tuple[Any, Any]] = []  # the Trainer's own eval datasets, each with its prepared loader
 
-    def add(self, rows: Any) -> None:
-        if rows is not None:
-            self.here.append(rows)
+    def forget_loaders(self) -> None:
+        """They belong to an Engine that is gone."""
+        self._kept.clear()
 
-    def to_host(self) -> None:
-        self.on_host += [mapped(as_array, rows) for rows in self.here]
-        self.here.clear()
+    def measure(
+        self,
+        dataset: Any,
+        make: Callable[[Any], DataLoader[Any]],
+        prefix: str,
+        ignore_keys: list[str] | None,
+        *,
+        loss_only: bool,
+    ) -> EvaluationOutput:
+        """The loop over `dataset` with the model in evaluation mode, and how long it took."""
+        trainer, began = self._trainer, time.perf_counter()
+        model, was_training = trainer.model, trainer.model.training
+        loader = self._prepared(dataset, make)
+        trainer.callback_handler.objects["eval_dataloader"] = loader
+        model.eval()
+        try:
+            output = self._loop(loader, prefix, ignore_keys, loss_only)
+        finally:
+            model.train(was_training)
+            self._let_go(loader)
+        seconds = time.perf_counter() - began
+        rounds = math.ceil(output.num_samples / (trainer.args.eval_batch_size * trainer.args.world_size))
+        output.metrics[f"{prefix}_runtime"] = round(seconds, 4)
+        output.metrics[f"{prefix}_samples_per_second"] = round(output.num_samples / seconds, 3)
+        output.metrics[f"{prefix}_steps_per_second"] = round(rounds / seconds, 3)
+        return output
 
-    def all(self) -> Any:
-        self.to_host()
-        return joined(self.on_host) if self.on_host else None
+    # -- loaders ------------------------------------------------------------------------------------------------------
 
+    def _prepared(self, dataset: Any, make: Callable[[Any], DataLoader[Any]]) -> Any:
+        """The dataset's loader. A model that `prepare` has not seen is shared, and put on its device."""
+        trainer = self._trainer
+        if not trainer.has_trained:
+            trainer.model.to(trainer.engine.device)
+        is_evaluation = make == trainer.get_eval_dataloader
+        for known, loader in self._kept if is_evaluation else ():
+            if known is dataset:
+                return loader
+        if not trainer.has_trained:
+            share_weights(trainer.engine, trainer.model)
+        loader = trainer.engine.prepare(make(dataset))
+        given = trainer.eval_dataset
+        own = given.values() if isinstance(given, dict) else [given]
+        if is_evaluation and any(dataset is one for one in own):
+            self._kept.append((dataset, loader))
+        return loader
 
-@dataclass(frozen=True)
-class Evaluation:
-    """How this job evaluates."""
+    def _let_go(self, loader: Any) -> None:
+        """A dataset that was given to one call is not kept alive by the Engine."""
+        known = self._trainer.engine._group.evaluations
+        if loader in known and not any(loader is kept for _, kept in self._kept):
+            known.remove(loader)
 
-    engine: Engine
-    arguments: TrainingArguments
-    step: Callable[[Any, bool], Step]  # of a batch, and whether the loss alone is wanted
-    weight: Callable[[Any], float | None]  # how many labels of a batch count; none: its loss does not
-    main_input: str = "input_ids"
-    compute_metrics: Callable[..., Mapping[str, Any]] | None = None
-    preprocess: Callable[[Any, Any], Any] | None = None
-    after_round: Callable[[], None] = lambda: None
+    # -- the loop: transformers' evaluation_loop ----------------------------------------------------------------------
 
-    def run(self, loader: Any, prefix: str, *, loss_only: bool) -> EvaluationOutput:
-        kept = {name: _Kept() for name in ("predictions", "labels", "inputs")}
+    def _loop(self, loader: Any, prefix: str, ignore_keys: list[str] | None, loss_only: bool) -> EvaluationOutput:
+        trainer, args = self._trainer, self._trainer.args
+        kept: dict[str, list[Any]] = {"predictions": [], "labels": [], "inputs": []}  # a tree of rows for each round
         tally: list[list[float]] = []  # of each batch: loss, weight, samples
         by_round: Mapping[str, Any] | None = None
         for number, batch in enumerate(loader):
             before = len(tally)
-            rows = self._round(batch, loss_only, tally)
-            if self.arguments.batch_eval_metrics and not loss_only:
-                by_round = self._metrics(rows, _losses(tally[before:]), compute_result=number + 1 == len(loader))
+            rows = self._round(batch, ignore_keys, loss_only, tally)
+            if args.batch_eval_metrics and not loss_only:
+                by_round = self._metrics(rows, tally[before:], compute_result=number + 1 == len(loader))
             else:
-                for name, part in rows.items():
-                    kept[name].add(part)
-            if (number + 1) % (self.arguments.eval_accumulation_steps or math.inf) == 0:
-                for part in kept.values():
-                    part.to_host()
-            self.after_round()
+                for name, tree in rows.items():
+                    kept[name].append(tree)
+            if (steps := args.eval_accumulation_steps) is not None and (number + 1) % steps == 0:
+                for trees in kept.values():
+                    trees[-steps:] = [map_tree(to_numpy, tree) for tree in trees[-steps:]]
+            trainer.call_event("on_prediction_step")
         if not tally:
             raise ConfigError(f"the {prefix} dataset is empty: there is nothing to evaluate")
-        found = {name: part.all() for name, part in kept.items()}
-        metrics = by_round if by_round is not None else self._metrics(found, _losses(tally))
+        found = {name: concat_trees(trees) if trees else None for name, trees in kept.items()}
+        metrics = by_round if by_round is not None else self._metrics(found, tally)
         named = {f"{prefix}_loss": _mean(tally)} if not math.isnan(tally[0][1]) else {}
         for name, value in metrics.items():
-            named[name if name.startswith(f"{prefix}_") else f"{prefix}_{name}"] = _plain(value)
-        return EvaluationOutput(found["predictions"], found["labels"], named, int(sum(row[2] for row in tally)))
+            full = name if name.startswith(f"{prefix}_") else f"{prefix}_{name}"
+            named[full] = value.tolist() if hasattr(value, "tolist") else value  # plain, as JSON has it
+        samples = int(sum(samples for *_, samples in tally))
+        return EvaluationOutput(found["predictions"], found["labels"], named, samples)
 
-    def _round(self, batch: Any, loss_only: bool, tally: list[list[float]]) -> dict[str, Any]:
-        """This round's rows of all workers."""
+    def _round(
+        self, batch: Any, ignore_keys: list[str] | None, loss_only: bool, tally: list[list[float]]
+    ) -> dict[str, Any]:
+        """This round's rows of all workers, those that there are."""
+        trainer, engine = self._trainer, self._trainer.engine
         with torch.no_grad():
-            loss, predictions, labels = self.step(batch, loss_only)
+            loss, predictions, labels = trainer.prediction_step(trainer.model, batch, loss_only, ignore_keys)
         samples = float(batch_size_of(batch))
-        weight = 0.0 if self.weight(batch) == 0 else samples
+        weight = 0.0 if trainer.weight_of(batch) == 0 else samples  # without a label its loss does not count
         row = [math.nan, math.nan, samples] if loss is None else [float(loss), weight, samples]
-        tally += self.engine.gather_for_metrics(torch.tensor([row], dtype=torch.float64)).tolist()
+        tally += engine.gather_for_metrics(torch.tensor([row], dtype=torch.float64)).tolist()
         if loss_only:
-            return {"predictions": None, "labels": None, "inputs": None}
-        labels = self._equally_long(labels)
-        predictions = self._equally_long(predictions)
-        if self.preprocess is not None and predictions is not None:
-            predictions = self.preprocess(predictions, labels)
-        wants_inputs = "inputs" in self.arguments.include_for_metrics
-        inputs = self._equally_long(self._input_of(batch)) if wants_inputs else None
-        found = {"predictions": predictions, "labels": labels, "inputs": inputs}
-        return {name: None if tree is None else mapped(self._gathered, tree) for name, tree in found.items()}
-
-    def _gathered(self, tensor: Any) -> Any:
-        return self.engine.gather_for_metrics(tensor)
+            return {}
+        labels, predictions = self._equally_long(labels), self._equally_long(predictions)
+        if trainer.preprocess_logits_for_metrics is not None and predictions is not None:
+            predictions = trainer.preprocess_logits_for_metrics(predictions, labels)
+        found = {"predictions": predictions, "labels": labels}
+        if "inputs" in trainer.args.include_for_metrics:
+            found["inputs"] = self._equally_long(self._main_input(batch))
+        return {name: map_tree(engine.gather_for_metrics, tree) for name, tree in found.items() if tree is not None}
 
     def _equally_long(self, tree: Any) -> Any:
         """Workers' batches may be padded to different lengths; rows that are gathered have one."""
-        if tree is None or self.engine.world.size == 1:
+        engine = self._trainer.engine
+        if tree is None or engine.world.size == 1:
             return tree
 
         def padded(tensor: Any) -> Any:
             if not isinstance(tensor, Tensor) or tensor.dim() < 2:
                 return tensor
             shape = torch.tensor(tensor.shape, device=tensor.device)
-            return padded_to(tensor, self.engine.reduce(shape, "max").tolist())
+            return pad_to(tensor, engine.reduce(shape, "max").tolist())
 
-        return mapped(padded, tree)
+        return map_tree(padded, tree)
 
-    def _input_of(self, batch: Any) -> Any:
+    def _main_input(self, batch: Any) -> Any:
         if isinstance(batch, Mapping):
-            return batch.get(self.main_input)
+            return batch.get(self._trainer.main_input_name)
         return batch[0] if isinstance(batch, list | tuple) else batch
 
-    def _metrics(self, rows: Mapping[str, Any], losses: Any, **more: Any) -> Mapping[str, Any]:
-        if self.compute_metrics is None or rows["predictions"] is None or rows["labels"] is None:
+    def _metrics(self, rows: Mapping[str, Any], tally: list[list[float]], **more: Any) -> Mapping[str, Any]:
+        compute_metrics = self._trainer.compute_metrics
+        predictions, labels = rows.get("predictions"), rows.get("labels")
+        if compute_metrics is None or predictions is None or labels is None:
             return {}
-        wanted = losses if "loss" in self.arguments.include_for_metrics else None
-        prediction = EvalPrediction(rows["predictions"], rows["labels"], rows["inputs"], wanted)
-        found = self.compute_metrics(prediction, **more)
+        losses = None
+        if "loss" in self._trainer.args.include_for_metrics:  # one per sample: that of its batch
+            losses = np.array([loss for loss, _, samples in tally for _ in range(int(samples))], dtype=np.float32)
+        found: Mapping[str, Any] | None = compute_metrics(
+            EvalPrediction(predictions, labels, rows.get("inputs"), losses), **more
+        )
         return found or {}
-
-
-def _losses(tally: Sequence[Sequence[float]]) -> Any:
-    """One loss per sample: that of its batch."""
-    return as_array(torch.tensor([loss for loss, _, samples in tally for _ in range(int(samples))]))
 
 
 def _mean(tally: Sequence[Sequence[float]]) -> float:
@@ -167,6 +207,54 @@ def _mean(tally: Sequence[Sequence[float]]) -> float:
     return sum(loss * weight for loss, weight in counted) / total if total else math.nan
 
 
-def _plain(value: Any) -> Any:
-    """Numbers and lists, as JSON has them."""
-    return value.tolist() if hasattr(value, "tolist") else value
+# -- trees of tensors and arrays -------------------------------------------------------------------------------------
+
+
+def map_tree(change: Callable[[Any], Any], tree: Any) -> Any:
+    """The tree with every leaf changed."""
+    if isinstance(tree, Mapping):
+        return {name: map_tree(change, part) for name, part in tree.items()}
+    if isinstance(tree, list | tuple):
+        return tuple(map_tree(change, part) for part in tree)
+    return change(tree)
+
+
+def concat_trees(parts: Sequence[Any]) -> Any:
+    """Trees of the same form, with the rows of their leaves one after another, as arrays."""
+    first = parts[0]
+    if isinstance(first, Mapping):
+        return {name: concat_trees([part[name] for part in parts]) for name in first}
+    if isinstance(first, list | tuple):
+        return tuple(concat_trees([part[place] for part in parts]) for place in range(len(first)))
+    return _concat_rows([to_numpy(part) for part in parts])
+
+
+def to_numpy(leaf: Tensor | NDArray[Any]) -> NDArray[Any]:
+    if not isinstance(leaf, Tensor):
+        return leaf
+    leaf = leaf.detach().cpu()
+    array: NDArray[Any] = (leaf.float() if leaf.dtype in (torch.bfloat16, torch.float16) else leaf).numpy()
+    return array
+
+
+def pad_to(tensor: Tensor, shape: Sequence[int]) -> Tensor:
+    """The tensor at the start of a larger one; the rows stay as many as they are."""
+    shape = (tensor.shape[0], *shape[1:])
+    if tuple(tensor.shape) == tuple(shape):
+        return tensor
+    out = tensor.new_full(shape, PADDING)
+    out[tuple(slice(0, size) for size in tensor.shape)] = tensor
+    return out
+
+
+def _concat_rows(arrays: Sequence[NDArray[Any]]) -> NDArray[Any]:
+    shapes = {array.shape[1:] for array in arrays}
+    if len(shapes) == 1:
+        return np.concatenate(arrays)
+    longest = tuple(max(sizes) for sizes in zip(*shapes, strict=True))
+    out = np.full((sum(len(array) for array in arrays), *longest), PADDING, dtype=arrays[0].dtype)
+    row = 0
+    for array in arrays:
+        out[(slice(row, row + len(array)), *(slice(0, size) for size in array.shape[1:]))] = array
+        row += len(array)
+    return out

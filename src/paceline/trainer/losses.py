@@ -168,7 +168,7 @@ def first_logits(outputs: Any) -> Tensor:
     first = found[0] if isinstance(found, tuple) else found
     if not isinstance(first, Tensor):
         raise ConfigError(
-            f"label_smoothing_factor needs the model's logits, but it returned {_told(outputs)}; return them, or "
+            f"label_smoothing_factor needs the model's logits, but it returned {_described(outputs)}; return them, or "
             "smooth the labels in compute_loss_func"
         )
     return first
@@ -209,12 +209,12 @@ def takes(function: Callable[..., Any], name: str) -> bool:
 def _no_loss(model: nn.Module, outputs: Any, batch: Any) -> str:
     given = f"the keys {', '.join(map(str, batch))}" if isinstance(batch, Mapping) else f"a {type(batch).__name__}"
     return (
-        f"{type(model).__name__} returned {_told(outputs)}, in which there is no loss; it was given {given}. Return a "
-        "loss, or something with .loss, or give the Trainer a compute_loss_func(outputs, labels)"
+        f"{type(model).__name__} returned {_described(outputs)}, in which there is no loss; it was given {given}. "
+        "Return a loss, or something with .loss, or give the Trainer a compute_loss_func(outputs, labels)"
     )
 
 
-def _told(outputs: Any) -> str:
+def _described(outputs: Any) -> str:
     if isinstance(outputs, Tensor):
         return f"a tensor of shape {tuple(outputs.shape)}"
     if isinstance(outputs, Mapping):

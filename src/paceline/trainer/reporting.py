@@ -8,13 +8,14 @@
 
 It is the first callback of a Trainer. Reporters and the line belong to the main worker; the others are silent. Where an
 elastic job loses that one, the next main worker takes over: the line goes on, and so do the reports, with what the lost
-one had not written yet (`integrations/taking_over.py`).
+one had not written yet (`WrittenByAnother` in `integrations/json_lines.py`).
 """
 
 from __future__ import annotations
 
 import time
 import warnings
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,28 +26,25 @@ from paceline.checkpoint.retention import all_checkpoints
 from paceline.engine.engine import Engine
 from paceline.engine.progress import Bar
 from paceline.trainer.callbacks import TrainerCallback, full_metric_name
-from paceline.trainer.integrations import json_lines
-from paceline.trainer.integrations.choice import Reporters, choose
+from paceline.trainer.integrations import Reporters, choose, json_lines
+from paceline.trainer.integrations.json_lines import WrittenByAnother
 from paceline.trainer.integrations.reporter import RunInfo
-from paceline.trainer.integrations.taking_over import Written
-from paceline.trainer.meters import Meters, PeakMemory
-from paceline.trainer.peak_flops import ModelFlops, model_flops, peak_flops
-from paceline.trainer.summary import Best, RunSummary
+from paceline.trainer.meters import Meters
 from paceline.trainer.training_arguments import TrainingArguments
+from paceline.world.progress_line import duration
 
-SHOWN = {"loss": "loss", "learning_rate": "lr", "eval_loss": "eval loss"}
-WORTH_MEASURING = 100  # steps; a shorter run is not kept waiting for the speed of its processor
+SHOWN = {"learning_rate": "lr", "eval_loss": "eval loss"}
 
 
 class ReportCallback(TrainerCallback):
     def __init__(self, arguments: TrainingArguments) -> None:
-        choose(arguments.report_to)  # a name that is wrong is said now, not when training starts
+        choose(arguments.report_to)  # a wrong name is an error now, not when training starts
         self._engine: Engine | None = None
-        self._meters: Meters | None = None
-        self._reporters: Reporters | None = None
+        self._meters = Meters()
+        self._reporters: Reporters | None = None  # while training
         self._run = RunInfo("", Path(arguments.output_dir))
         self._is_reporting = False
-        self._written: Written | None = None  # by the worker that this one has taken over from
+        self._written: WrittenByAnother | None = None
         self._ended: Path | None = None  # the folder of a run that was reported, and has ended
         self._bar: Bar | None = None
         self._began = 0.0
@@ -76,7 +74,7 @@ class ReportCallback(TrainerCallback):
         engine = self._engine
         if self._reporters is None or self._is_reporting or engine is None or not engine.is_main_process:
             return False
-        written = Written(self._run.folder, state.log_history)
+        written = WrittenByAnother(self._run.folder, state.log_history)
         self._is_reporting, self._written = True, written
         self._reporters = choose(args.report_to)
         lines, at = written.last_lines, written.last_step
@@ -88,7 +86,7 @@ class ReportCallback(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
         self._take_over(args, state)
-        if self._bar is not None and self._meters is not None and self._engine is not None:
+        if self._bar is not None and self._engine is not None:
             loss = self._meters.last_loss
             shown = {} if loss is None else {"loss": loss}
             self._bar.show(**shown, epoch=f"{state.epoch:.2f}")  # always as wide: a line that jumps is hard to read
@@ -103,12 +101,12 @@ class ReportCallback(TrainerCallback):
         elif self._ended is not None and self._engine is not None and self._engine.is_main_process:
             self._add_line(self._ended, state.global_step, values)
         if self._bar is not None:
-            told = {SHOWN[name]: value for name, value in values.items() if name in SHOWN and name != "loss"}
+            shown = {label: values[name] for name, label in SHOWN.items() if name in values}
             best = full_metric_name(args.metric_for_best_model or "loss")
             if best in values and best not in SHOWN:  # what the run is judged by, in the place of the loss
-                told.pop("eval loss", None)
-                told[best.replace("_", " ")] = values[best]
-            self._bar.show(**told)
+                shown.pop("eval loss", None)
+                shown[best.replace("_", " ")] = values[best]
+            self._bar.show(**shown)
 
     def _add_line(self, folder: Path, step: int, values: dict[str, float]) -> None:
         try:
@@ -120,12 +118,24 @@ class ReportCallback(TrainerCallback):
             )
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
-        shows = self._engine is not None and self._meters is not None and not args.disable_tqdm
-        summary = self._summary(args, state) if shows else None  # all meet for it: who is lost by then is known
+        engine = self._engine
+        assert engine is not None
+        rows: list[tuple[str, str]] = []
+        if not args.disable_tqdm:
+            best = None
+            if state.best_metric is not None:
+                best = (args.metric_for_best_model, state.best_metric, state.best_global_step or 0)
+            rows = summary_rows(
+                self._meters,
+                seconds=time.monotonic() - self._began,
+                best=best,
+                checkpoints=all_checkpoints(Path(args.output_dir)),
+                weights_hash=engine.weights_hash(),  # a collective: a worker that is lost by then is known to be
+            )
         self._take_over(args, state)
         self.close(ok=True)
-        if self._engine is not None and summary is not None:
-            self._engine.show_table(f"{args.run_name} has ended", summary.rows())
+        if rows:
+            engine.show_table(f"{args.run_name} has ended", rows)
 
     def close(self, *, ok: bool) -> None:
         """However training ends."""
@@ -137,38 +147,6 @@ class ReportCallback(TrainerCallback):
             self._ended = self._run.folder if writes else None
             self._reporters.close(ok=ok)
             self._reporters = None
-
-    def _summary(self, args: Any, state: Any) -> RunSummary:
-        assert self._engine is not None
-        assert self._meters is not None
-        kept = all_checkpoints(Path(args.output_dir))
-        best = None
-        if state.best_metric is not None:
-            best = Best(args.metric_for_best_model, state.best_metric, state.best_global_step or 0)
-        return RunSummary(
-            self._meters,
-            seconds=time.monotonic() - self._began,
-            best=best,
-            checkpoints=len(kept),
-            last_checkpoint=kept[0] if kept else None,
-            weights_hash=self._engine.weights_hash(),
-        )
-
-
-def costs_of(model: Any) -> dict[bool, ModelFlops]:
-    """What a token costs (True), and a sample: which of them counts is known after the first batch.
-
-    Asked before `prepare`, while the model has all its parameters.
-    """
-    return {counts_tokens: model_flops(model, counts_tokens=counts_tokens) for counts_tokens in (True, False)}
-
-
-def make_meters(engine: Engine, steps: int) -> Meters:
-    """All workers call it, since they share a host's cores: a processor's peak is measured."""
-    device, peak = engine.device, None
-    if device.type != "cpu" or steps >= WORTH_MEASURING:
-        peak = peak_flops(device, dtype=engine.config.precision.dtype)
-    return Meters(workers=engine.world.size, peak=peak, memory=PeakMemory(device))
 
 
 def _world_of(engine: Engine) -> dict[str, Any]:
@@ -182,3 +160,55 @@ def _world_of(engine: Engine) -> dict[str, Any]:
         "precision": str(config.precision),
         "torch": torch.__version__,
     }
+
+
+def summary_rows(
+    meters: Meters,
+    *,
+    seconds: float,
+    best: tuple[str, float, int] | None = None,
+    checkpoints: Sequence[Path] = (),
+    weights_hash: str = "",
+) -> list[tuple[str, str]]:
+    """The end of a run in a dozen rows: what it did, how fast, how well, and what it left behind.
+
+        │ steps       │ 700 · 44,800 samples                                         │
+        │ time        │ 1:23, of it in steps 1:10                                    │
+        │ speed       │ 640 samples/s · 100 ms a step, 2 % of it waiting for data    │
+        │ MFU         │ 38.2 % of 2 × 61.4 GFLOP/s per worker (measured, …)          │
+        │ …           │                                                              │
+
+    `seconds` go from the first line to the last, with evaluations and saving. `best` is a metric's name, its value and
+    the step that had it. A row without a value is left out.
+    """
+    whole = meters.whole
+    tokens = f" · {whole.tokens:,} tokens" if whole.tokens else ""
+    in_steps = duration(whole.seconds)
+    mfu, peak = meters.mfu(whole), meters.peak
+    rows = [
+        ("steps", f"{whole.steps:,} · {whole.samples:,} samples{tokens}"),
+        ("time", in_steps if seconds - whole.seconds < 1 else f"{duration(seconds)}, of it in steps {in_steps}"),
+        ("speed", _speed(meters)),
+        ("MFU", "" if mfu is None or peak is None else f"{100 * mfu:.3g} % of {meters.workers} × {peak.text}"),
+        ("peak memory", "" if meters.memory is None else f"{_bytes(meters.memory())} on this worker"),
+        ("loss", "" if meters.last_loss is None else f"{meters.last_loss:.5g} in the last step"),
+        ("best", "" if best is None else f"{best[0]} {best[1]:.5g} at step {best[2]:,}"),
+        ("checkpoints", f"{len(checkpoints):,} kept, the last is {checkpoints[0]}" if checkpoints else ""),
+        ("weights", weights_hash),
+    ]
+    return [(name, value) for name, value in rows if value]
+
+
+def _speed(meters: Meters) -> str:
+    whole = meters.whole
+    if not whole.steps or whole.seconds <= 0:
+        return ""
+    rates = {"samples": whole.samples / whole.seconds, "tokens": whole.tokens / whole.seconds}
+    parts = [f"{rate:,.0f} {name}/s" if rate >= 100 else f"{rate:.3g} {name}/s" for name, rate in rates.items() if rate]
+    step_s = whole.seconds / whole.steps
+    step = f"{step_s:.3g} s" if step_s >= 1 else f"{1000 * step_s:.3g} ms"
+    return " · ".join([*parts, f"{step} a step, {whole.waited_s / whole.seconds:.0%} of it waiting for data"])
+
+
+def _bytes(count: int) -> str:
+    return f"{count / 2**30:.3g} GiB" if count >= 2**30 else f"{count / 2**20:.0f} MiB"

@@ -1,8 +1,8 @@
 """The folder of a run: which arguments it was started with, its checkpoints, its weights.
 
 runs/digits/
-  training_arguments.json      what it was told, and what followed from it: lanes, threads, strategy
-  checkpoint-100/ …            to go on from
+  training_arguments.json      as given, and what followed from them: lanes, threads, strategy
+  checkpoint-100/ …            to resume from
   model.safetensors            written by save_model
   trainer_state.json           written by save_state
 """
@@ -33,60 +33,45 @@ ARGUMENTS = "training_arguments.json"
 WEIGHTS = "model.safetensors"
 
 
-def wanted_checkpoint(resume: bool | str | Path | None) -> bool | Path:
-    """The one that is named, True for the newest, False for none; a flag says it as a text."""
-    if isinstance(resume, bool) or resume is None or str(resume).lower() in ("true", "false", ""):
-        return str(resume).lower() == "true"
-    return Path(resume)
-
-
-def where_to_begin(arguments: TrainingArguments, asked: bool | str | Path | None) -> bool | Path:
+def where_to_begin(arguments: TrainingArguments, resume: bool | str | Path | None) -> bool | Path:
     """At a checkpoint: the one that is named, True for the newest, False for none: at step 0.
 
-    An elastic job that lost everything and starts anew goes on from what it has saved itself.
+    An elastic job that lost all its workers and was restarted resumes from what it has saved itself. A run that starts
+    at step 0 doesn't write over another one.
     """
-    wanted = wanted_checkpoint(asked)
+    is_switch = isinstance(resume, bool) or resume is None or str(resume).lower() in ("true", "false", "")
+    wanted = str(resume).lower() == "true" if is_switch else Path(str(resume))  # a flag is a text
     elastic = arguments.world.elastic
     if wanted or (elastic is not None and elastic.joins):
         return wanted
-    if elastic is not None and elastic.begins_again:
-        return bool(all_checkpoints(Path(arguments.output_dir)))
-    check_is_free(arguments)
-    return False
-
-
-def check_is_free(arguments: TrainingArguments) -> None:
-    """A run that starts at step 0 doesn't write over another one."""
     found = all_checkpoints(Path(arguments.output_dir))
+    if elastic is not None and elastic.begins_again:
+        return bool(found)
     if found and not arguments.overwrite_output_dir:
         raise ConfigError(
             f"{arguments.output_dir} has {counted(len(found), 'checkpoint')} of another run, the newest is "
             f"{found[0].name}: train(resume_from_checkpoint=True) goes on from it; choose another output_dir, or set "
             "overwrite_output_dir=True to remove them"
         )
+    return False
 
 
 def begin(arguments: TrainingArguments, engine: Engine, *, fresh: bool) -> None:
-    """Everything was checked: store what the run was told. Checkpoints of an earlier run go, where that was allowed."""
+    """Everything was checked: store the arguments, and remove checkpoints of an earlier run where that was allowed."""
     if engine.is_main_process:
         for path in all_checkpoints(Path(arguments.output_dir)) if fresh else ():
             remove_folder(path)
-        write_arguments(arguments, engine)
+        config = engine.config
+        resolved = {
+            "lanes": config.lanes,
+            "threads": config.threads,
+            "strategy": str(config.strategy),
+            "workers": engine.world.size,
+            "device": engine.device.type,
+        }
+        text = json.dumps({"arguments": arguments.to_dict(), "resolved": resolved}, indent=2)
+        _publish(Path(arguments.output_dir) / ARGUMENTS, text + "\n")
     engine.barrier()
-
-
-def write_arguments(arguments: TrainingArguments, engine: Engine) -> None:
-    """Store what the run was told."""
-    config = engine.config
-    followed = {
-        "lanes": config.lanes,
-        "threads": config.threads,
-        "strategy": str(config.strategy),
-        "workers": engine.world.size,
-        "device": engine.device.type,
-    }
-    text = json.dumps({"arguments": arguments.to_dict(), "resolved": followed}, indent=2)
-    _publish(Path(arguments.output_dir) / ARGUMENTS, text + "\n")
 
 
 def write_json(arguments: TrainingArguments, name: str, values: Mapping[str, Any]) -> None:
@@ -101,7 +86,7 @@ def read_json(arguments: TrainingArguments, name: str) -> dict[str, Any]:
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as error:
-        warnings.warn(f"{path} can't be read, so it begins anew: {input_file.cause_of(error)}", stacklevel=3)
+        warnings.warn(f"{path} can't be read, so a new one is written: {input_file.cause_of(error)}", stacklevel=3)
         return {}
 
 

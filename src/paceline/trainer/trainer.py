@@ -5,9 +5,16 @@
     trainer.evaluate()
     trainer.save_model()
 
-It composes: the Engine trains (`training_loop.py`), checkpoints and callbacks are told when, `losses.py` makes a loss
-of what the model returns, `evaluation.py` measures. The same script runs alone, under `paceline run --workers N`,
-torchrun, SLURM or MPI.
+| what                                     | where                                                   |
+|------------------------------------------|---------------------------------------------------------|
+| the Engine that the arguments describe   | `engine_setup.py`                                       |
+| the loop: items, steps, epochs, saving   | `training_loop.py`; callbacks at each moment            |
+| a loss of what the model returns         | `losses.py`, through `compute_loss`                     |
+| evaluation and prediction                | `evaluation.py`, through `prediction_step`              |
+| loaders, optimizer, schedule             | `dataloaders.py`, `optimization.py`                     |
+| files of the run, reports                | `run_folder.py`, `reporting.py`, `integrations/`        |
+
+The same script runs alone, under `paceline run --workers N`, torchrun, SLURM or MPI.
 """
 
 from __future__ import annotations
@@ -20,29 +27,34 @@ from typing import Any, NamedTuple, cast
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import DataLoader
 
 from paceline.engine.engine import Engine
 from paceline.errors import ConfigError
 from paceline.trainer import run_folder
-from paceline.trainer.best_model import judged
-from paceline.trainer.building import build_engine, check_may_begin_anew, share_weights, start_seed
+from paceline.trainer.argument_parsing import check_names
 from paceline.trainer.callbacks import (
     CallbackHandler,
     DefaultFlowCallback,
     PrinterCallback,
+    TrainerControl,
+    TrainerState,
 )
-from paceline.trainer.collating import Collator, KnownColumns, default_collator, known_columns
-from paceline.trainer.field_values import check_names
-from paceline.trainer.loaders import check_not_empty, eval_loader, train_loader
+from paceline.trainer.dataloaders import (
+    Collator,
+    KnownColumns,
+    check_not_empty,
+    count_tokens,
+    default_collator,
+    eval_loader,
+    known_columns,
+    train_loader,
+)
+from paceline.trainer.engine_setup import build_engine, check_can_be_replaced, share_weights, start_seed
+from paceline.trainer.evaluation import Evaluator
 from paceline.trainer.losses import LossFunction, LossRule, predictions_of
-from paceline.trainer.measuring import Measurements
-from paceline.trainer.optimizers import make_optimizer
+from paceline.trainer.optimization import Scheduler, get_scheduler, make_optimizer
 from paceline.trainer.reporting import ReportCallback
-from paceline.trainer.schedules import Scheduler, get_scheduler
-from paceline.trainer.tokens import count_tokens
-from paceline.trainer.trainer_state import TrainerControl, TrainerState
 from paceline.trainer.training_arguments import TrainingArguments
 from paceline.trainer.training_loop import TrainingLoop, TrainOutput
 from paceline.world.determinism import seed_everything
@@ -107,9 +119,8 @@ class Trainer:
         self.optimizer: Any
         self.optimizer, self.lr_scheduler = optimizers
         self._made_by_us = optimizers == (None, None)
-        self._ignored_keys: list[str] | None = None
         self._check_given()
-        self.measurements = Measurements(self)
+        self._evaluator = Evaluator(self)
         self.is_in_train = self.has_trained = False
         self.state = TrainerState(
             is_local_process_zero=self.is_local_process_zero(), is_world_process_zero=self.is_world_process_zero()
@@ -144,7 +155,7 @@ class Trainer:
         for name, dataset in _named(self.eval_dataset).items():
             check_not_empty(dataset, f"eval_dataset{name and f'[{name!r}]'}")
 
-    # -- training ----------------------------------------------------------------------------------------------------
+    # -- training -----------------------------------------------------------------------------------------------------
 
     def train(
         self,
@@ -162,11 +173,10 @@ class Trainer:
             raise ConfigError("the Trainer has no train_dataset to train on")
         resume = run_folder.where_to_begin(self.args, resume_from_checkpoint or self.args.resume_from_checkpoint)
         self._make_engine(resume)
-        self._ignored_keys = ignore_keys_for_eval
         self.is_in_train = self.has_trained = True
         try:
             share_weights(self.engine, self.model)
-            loop = TrainingLoop(self, resume, accept)
+            loop = TrainingLoop(self, resume, accept, ignore_keys_for_eval)
             self.engine.print(self.args.described())
             run_folder.begin(self.args, self.engine, fresh=not resume)
             self._watch_signals()
@@ -196,9 +206,9 @@ class Trainer:
         if self._engine is not None and not self.has_trained and lanes in (None, self._engine.config.lanes):
             return
         if self._engine is not None:
-            check_may_begin_anew(self._engine, self._made_by_us or not self.has_trained)
+            check_can_be_replaced(self._engine, self._made_by_us or not self.has_trained)
             self._engine.close()
-            self.measurements.forget()
+            self._evaluator.forget_loaders()
             if self._made_by_us:
                 self.optimizer = self.lr_scheduler = None
             if self.model_init is not None:
@@ -226,7 +236,7 @@ class Trainer:
         kind = str(self.args.include_num_input_tokens_seen)
         return count_tokens(batch, self.main_input_name, padding=kind == "all")
 
-    # -- what is made of the arguments -------------------------------------------------------------------------------
+    # -- what is made of the arguments --------------------------------------------------------------------------------
 
     def get_train_dataloader(self) -> DataLoader[Any]:
         data = self.train_dataset
@@ -271,7 +281,7 @@ class Trainer:
         collator.check(dataset)
         return collator
 
-    # -- measuring ---------------------------------------------------------------------------------------------------
+    # -- measuring ----------------------------------------------------------------------------------------------------
 
     def evaluate(
         self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
@@ -288,7 +298,7 @@ class Trainer:
             return found
         loss_only = self.compute_metrics is None or self.args.prediction_loss_only
         make = self.get_eval_dataloader
-        output = self.measurements.of(dataset, make, metric_key_prefix, ignore_keys, loss_only=loss_only)
+        output = self._evaluator.measure(dataset, make, metric_key_prefix, ignore_keys, loss_only=loss_only)
         self.log(dict(output.metrics))
         self.call_event("on_evaluate", metrics=output.metrics)
         return output.metrics
@@ -298,7 +308,7 @@ class Trainer:
     ) -> PredictionOutput:
         """Predictions for every sample, in the dataset's order; where there are labels, metrics too."""
         make, loss_only = self.get_test_dataloader, self.args.prediction_loss_only
-        output = self.measurements.of(test_dataset, make, metric_key_prefix, ignore_keys, loss_only=loss_only)
+        output = self._evaluator.measure(test_dataset, make, metric_key_prefix, ignore_keys, loss_only=loss_only)
         self.call_event("on_predict", metrics=output.metrics)
         return PredictionOutput(output.predictions, output.label_ids, output.metrics)
 
@@ -319,21 +329,11 @@ class Trainer:
             ignore_keys = getattr(config, "keys_to_ignore_at_inference", ["past_key_values"])
         return loss, predictions_of(outputs, ignore_keys), called.labels
 
-    def evaluate_for_the_loop(self, *, counts: bool = True) -> tuple[float | None, bool]:
-        """Evaluate inside training: the metric that decides which model is best, and whether this one is."""
-        metrics = self.evaluate(ignore_keys=self._ignored_keys)
-        if not counts:  # a model that is not trained yet is nobody's best, and no plateau
-            return None, False
-        value, is_best = judged(metrics, self.args, self.state)
-        if isinstance(self.lr_scheduler, ReduceLROnPlateau):
-            self.lr_scheduler.step(cast("float", value))
-        return value, is_best
-
     @property
     def main_input_name(self) -> str:
         return str(getattr(self.model, "main_input_name", "input_ids"))
 
-    # -- saving and telling ------------------------------------------------------------------------------------------
+    # -- saving and telling -------------------------------------------------------------------------------------------
 
     def save_model(self, output_dir: str | Path | None = None) -> None:
         """Weights as one safetensors file, with config and tokenizer where there are some; all workers call it."""

@@ -3,7 +3,20 @@
     arguments = TrainingArguments("runs/digits", num_train_epochs=5, eval_strategy="epoch")
     arguments = TrainingArguments.from_command_line()        # every field is a flag; --config file.yaml
 
-Every field either does something or is refused when it is set (`honoured_fields.py`, `refused_fields.py`).
+Every field either does something or is refused when it is set (`argument_fields.py`); `argument_parsing.py` converts
+values. What `strategy`, `fsdp` and `deepspeed` say becomes one choice:
+
+| argument                                          | strategy            |
+|---------------------------------------------------|---------------------|
+| strategy="…"                                      | that one            |
+| fsdp="full_shard" (also True)                     | fsdp                |
+| fsdp="shard_grad_op"                              | zero2               |
+| fsdp="hybrid_shard"                               | hybrid              |
+| fsdp="no_shard"                                   | ddp                 |
+| deepspeed={"zero_optimization": {"stage": s}}     | ddp, zero1, zero2, zero3 for s = 0, 1, 2, 3 |
+| none of them                                      | ddp                 |
+
+Two that say different things are an error, and so is a part of a config that has no meaning here.
 """
 
 from __future__ import annotations
@@ -13,7 +26,7 @@ import json
 import logging
 import math
 import textwrap
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from datetime import timedelta
@@ -26,12 +39,18 @@ from paceline.engine.config import LARGEST_BUCKET_MIB, MOST_ACCUMULATED, find_de
 from paceline.engine.one_line_errors import show_our_errors_in_one_line
 from paceline.errors import ConfigError
 from paceline.strategies.registry import STRATEGIES
-from paceline.trainer import argument_sources, old_spellings
-from paceline.trainer.choices import DistributedType, IntervalStrategy, ParallelMode, SaveStrategy, SchedulerType
-from paceline.trainer.field_values import check_names, converted, field_types, optimizer_options
-from paceline.trainer.honoured_fields import HonouredFields
-from paceline.trainer.refused_fields import RefusedFields, check_refused
-from paceline.trainer.strategy_choice import Choice, choose_strategy
+from paceline.trainer import argument_parsing
+from paceline.trainer.argument_fields import (
+    DistributedType,
+    IntervalStrategy,
+    ParallelMode,
+    SaveStrategy,
+    SchedulerType,
+    SupportedFields,
+    UnsupportedFields,
+    check_unsupported,
+)
+from paceline.trainer.argument_parsing import check_names, converted, field_types, optimizer_options, todays_names
 from paceline.world.checked_values import LONGEST_WAIT_S, number, one_word, path_of, whole_number
 from paceline.world.environment import read_world
 from paceline.world.known_names import BACKENDS, MOST_LANES, MOST_THREADS, OFFLOADS, SEEDS
@@ -71,12 +90,19 @@ _WORDS: dict[str, Iterable[str]] = {
 }
 
 
+@dataclass(frozen=True)
+class StrategyChoice:
+    strategy: str | None = None  # None: what the launcher says, or ddp
+    offload: str | None = None
+    recompute: bool = False  # activations
+
+
 class _Spelled(type):
     """Old names are taken as today's, and wrong ones are answered with the nearest."""
 
     def __call__(cls, *positional: Any, **named: Any) -> Any:
         show_our_errors_in_one_line()
-        named = old_spellings.todays(named)
+        named = todays_names(named)
         check_names(named, getattr(cls, "__dataclass_fields__", {}), "TrainingArguments")
         try:
             return super().__call__(*positional, **named)
@@ -85,13 +111,13 @@ class _Spelled(type):
 
 
 @dataclass
-class TrainingArguments(RefusedFields, HonouredFields, metaclass=_Spelled):
-    """The fields are those of `HonouredFields`; docs/concepts/trainer.md has a table of all."""
+class TrainingArguments(UnsupportedFields, SupportedFields, metaclass=_Spelled):
+    """The fields are those of `SupportedFields`; docs/concepts/trainer.md has a table of all."""
 
     def __post_init__(self) -> None:
         for name, kind in field_types(type(self)).items():
             setattr(self, name, converted(name, getattr(self, name), kind))
-        check_refused(self)
+        check_unsupported(self)
         self._world: World | None = None
         try:
             self.output_dir = str(path_of("output_dir", self.output_dir).expanduser())
@@ -101,21 +127,21 @@ class TrainingArguments(RefusedFields, HonouredFields, metaclass=_Spelled):
         self._check_numbers()
         self._check_strategies()
         self._check_best_model()
-        self.choice: Choice = choose_strategy(self)
+        self.choice: StrategyChoice = choose_strategy(self)
 
     @classmethod
     def from_command_line(cls, argv: Sequence[str] | None = None) -> Any:
         """From flags and `--config file.yaml`; a flag goes before the file."""
         show_our_errors_in_one_line()
-        return cls(**argument_sources.from_command_line(cls, argv))
+        return cls(**argument_parsing.from_command_line(cls, argv))
 
     @classmethod
     def from_yaml(cls, path: str | Path, **more: Any) -> Any:
         """From a file with a key for each field; `more` goes before the file."""
         show_our_errors_in_one_line()
-        return cls(**(argument_sources.from_yaml(cls, path) | more))
+        return cls(**(argument_parsing.from_yaml(cls, path) | more))
 
-    # -- what is derived and checked ---------------------------------------------------------------------------------
+    # -- what is derived and checked ----------------------------------------------------------------------------------
 
     def _derive(self) -> None:
         if self.report_to == ["none"]:
@@ -221,7 +247,7 @@ class TrainingArguments(RefusedFields, HonouredFields, metaclass=_Spelled):
                 f"{self.save_steps} is no multiple of eval_steps={self.eval_steps}"
             )
 
-    # -- who and where -----------------------------------------------------------------------------------------------
+    # -- who and where ------------------------------------------------------------------------------------------------
 
     @property
     def world(self) -> World:
@@ -301,7 +327,7 @@ class TrainingArguments(RefusedFields, HonouredFields, metaclass=_Spelled):
             return int(self.warmup_steps)
         return math.ceil(num_training_steps * self.warmup_steps)
 
-    # -- as text -----------------------------------------------------------------------------------------------------
+    # -- as text ------------------------------------------------------------------------------------------------------
 
     def to_dict(self) -> dict[str, Any]:
         """Every field, as JSON has it."""
@@ -319,16 +345,155 @@ class TrainingArguments(RefusedFields, HonouredFields, metaclass=_Spelled):
         """All honoured fields: those that were changed one per line, then the others."""
         changed: list[str] = []
         same: list[str] = []
-        defaults = HonouredFields()
-        for item in fields(HonouredFields):
+        defaults = SupportedFields()
+        for item in fields(SupportedFields):
             value = _plain(getattr(self, item.name))
-            told = f"{item.name}={json.dumps(value)}"
-            (same if item.name in _FOLLOWS or value == _plain(getattr(defaults, item.name)) else changed).append(told)
+            is_default = item.name in _FOLLOWS or value == _plain(getattr(defaults, item.name))
+            (same if is_default else changed).append(f"{item.name}={json.dumps(value)}")
         others = textwrap.wrap(", ".join(same), 92, break_long_words=False, break_on_hyphens=False)
         return "\n".join(
-            ["training arguments:", *(f"  * {told}" for told in changed), *(f"    {line}" for line in others)]
+            ["training arguments:", *(f"  * {line}" for line in changed), *(f"    {line}" for line in others)]
         )
 
 
 def _plain(value: Any) -> Any:
     return str(value) if isinstance(value, str) else value
+
+
+# -- the strategy ----------------------------------------------------------------------------------------------------
+
+_FSDP = {
+    "full_shard": "fsdp",
+    "true": "fsdp",
+    "shard_grad_op": "zero2",
+    "hybrid_shard": "hybrid",
+    "no_shard": "ddp",
+}
+_UNITS = ("auto_wrap",)  # units are found by themselves
+_STAGES = {0: "ddp", 1: "zero1", 2: "zero2", 3: "zero3"}
+
+# Parts of DeepSpeed's config that say how fast, not what: sizes and overlaps of its own communication.
+_TUNING = frozenset(
+    {
+        "allgather_bucket_size",
+        "allgather_partitions",
+        "contiguous_gradients",
+        "overlap_comm",
+        "reduce_bucket_size",
+        "reduce_scatter",
+        "round_robin_gradients",
+        "stage",
+        "stage3_gather_16bit_weights_on_model_save",
+        "stage3_max_live_parameters",
+        "stage3_max_reuse_distance",
+        "stage3_param_persistence_threshold",
+        "stage3_prefetch_bucket_size",
+        "sub_group_size",
+    }
+)
+_FSDP_TUNING = frozenset(
+    {
+        "auto_wrap_policy",
+        "backward_prefetch",
+        "cpu_ram_efficient_loading",
+        "forward_prefetch",
+        "limit_all_gathers",
+        "min_num_params",
+        "state_dict_type",
+        "sync_module_states",
+        "transformer_layer_cls_to_wrap",
+        "use_orig_params",
+        "version",
+    }
+)
+_SAYS_AGAIN = {
+    "train_micro_batch_size_per_gpu": "per_device_train_batch_size",
+    "gradient_accumulation_steps": "gradient_accumulation_steps",
+    "gradient_clipping": "max_grad_norm",
+}
+_REPORTS = frozenset({"steps_per_print", "wall_clock_breakdown", "train_batch_size"})
+
+
+def choose_strategy(arguments: Any) -> StrategyChoice:
+    """What `strategy`, `fsdp` and `deepspeed` say together."""
+    choices = {"strategy": StrategyChoice(arguments.strategy)} if arguments.strategy is not None else {}
+    if arguments.fsdp:
+        choices["fsdp"] = _of_fsdp(str(arguments.fsdp), arguments.fsdp_config or {})
+    elif arguments.fsdp_config:
+        raise ConfigError("fsdp_config is given, but fsdp is not; add fsdp='full_shard', or leave the config out")
+    if arguments.deepspeed is not None:
+        choices["deepspeed"] = _of_deepspeed(arguments.deepspeed, arguments)
+    if len({choice.strategy for choice in choices.values()}) > 1:
+        each = ", ".join(f"{name} says {choice.strategy}" for name, choice in choices.items())
+        raise ConfigError(f"the arguments contradict each other about the strategy: {each}; give one of them")
+    offloads = {choice.offload for choice in choices.values() if choice.offload} | {arguments.offload} - {None}
+    if len(offloads) > 1:
+        raise ConfigError(
+            f"the arguments contradict each other about offload: {', '.join(sorted(offloads))}; say it once"
+        )
+    return StrategyChoice(
+        strategy=next((choice.strategy for choice in choices.values()), None),
+        offload=next(iter(offloads), None),
+        recompute=any(choice.recompute for choice in choices.values()),
+    )
+
+
+def _of_fsdp(text: str, config: Mapping[str, Any]) -> StrategyChoice:
+    words = text.lower().replace(",", " ").split()
+    if "offload" in words or config.get("cpu_offload"):
+        raise ConfigError(
+            f"fsdp={text!r} with offload: weights stay on the device; use strategy='zero3' with offload='parameters'"
+        )
+    known = [word for word in words if word in _FSDP]
+    unknown = [word for word in words if word not in _FSDP and word not in _UNITS]
+    if unknown or len(known) != 1:
+        raise ConfigError(
+            f"fsdp={text!r} is not known here; choose one of {', '.join(_FSDP)}, perhaps with {', '.join(_UNITS)}"
+        )
+    settings = {name.removeprefix("fsdp_"): value for name, value in config.items()}
+    strategy, recompute = _FSDP[known[0]], bool(settings.pop("activation_checkpointing", False))
+    if strategy == "fsdp" and settings.pop("reshard_after_forward", True) is False:
+        strategy = "zero2"
+    if left := sorted(set(settings) - _FSDP_TUNING - {"cpu_offload"}):
+        raise ConfigError(f"fsdp_config: {', '.join(left)} has no meaning here; leave it out")
+    return StrategyChoice(strategy, recompute=recompute)
+
+
+def _of_deepspeed(config: Mapping[str, Any], arguments: Any) -> StrategyChoice:
+    zero = dict(config.get("zero_optimization", {}))
+    stage = zero.get("stage", 0)
+    if stage not in _STAGES:
+        raise ConfigError(f"deepspeed: zero_optimization.stage is {stage!r}; choose 0, 1, 2 or 3")
+    offload = None
+    if (device := zero.pop("offload_optimizer", {}).get("device", "none")) not in ("none", None):
+        if device != "cpu":
+            raise ConfigError(f"deepspeed: offload_optimizer to {device!r} is not there; choose cpu or none")
+        offload = "optimizer"
+    if (device := zero.pop("offload_param", {}).get("device", "none")) not in ("none", None):
+        if device != "cpu" or offload is None:
+            raise ConfigError("deepspeed: offload_param works to the cpu, together with offload_optimizer")
+        offload = "parameters"
+    if left := sorted(set(zero) - _TUNING):
+        raise ConfigError(f"deepspeed: zero_optimization.{left[0]} has no meaning here; leave it out")
+    for name, value in config.items():
+        _check_part(name, value, arguments)
+    return StrategyChoice(_STAGES[stage], offload)
+
+
+def _check_part(name: str, value: Any, arguments: Any) -> None:
+    """A part of DeepSpeed's config that TrainingArguments has too: it may only say the same, or auto."""
+    if name == "zero_optimization" or name in _REPORTS or value == "auto":
+        return
+    if name in ("bf16", "fp16"):
+        wanted = value.get("enabled", False)
+        if wanted != "auto" and bool(wanted) != getattr(arguments, name):
+            raise ConfigError(
+                f"deepspeed: {name}.enabled is {wanted}, but {name}={getattr(arguments, name)}; say it once"
+            )
+        return
+    if name in _SAYS_AGAIN:
+        ours = getattr(arguments, _SAYS_AGAIN[name])
+        if value != ours:
+            raise ConfigError(f"deepspeed: {name} is {value}, but {_SAYS_AGAIN[name]}={ours}; say it once")
+        return
+    raise ConfigError(f"deepspeed: {name!r} is not supported; leave it out, and give the Trainer its own argument")

@@ -1,21 +1,30 @@
 """The training loop that the Trainer runs: the Engine's loop, with a callback at every moment.
 
     while there are steps to do:
-        for batch in loader:                       items, as docs/concepts/loop.md tells
+        for batch in loader:                       work items, as docs/concepts/loop.md tells
             loss ─► backward ─► clip ─► step
             when the step has acted:  log? evaluate? save?
         the epoch has ended:          log? evaluate? save?
 
 What is saved besides the Engine's state goes into the checkpoint's `extra`: TrainerState, the callbacks' states, and
-the losses since the last log, so that a run that goes on logs what a run that was never stopped would have.
+the losses since the last log, so that a resumed run logs what a run that was never stopped would have.
+
+How long a run is (`RunPlan`) follows from the data and the arguments:
+
+    num_train_epochs=3, 40 samples            steps
+    batch size 4 throughout                   10 + 10 + 10
+    batch size 8 from step 15 on              10 + 5 + 3 + 5         shift: 23 - 3 · 5
+
+A run counted in epochs that is resumed with another batch size has as many steps as its data still gives.
 """
 
 from __future__ import annotations
 
 import math
+import sys
 import time
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -26,15 +35,18 @@ from paceline.checkpoint.retention import all_checkpoints, checkpoint_name
 from paceline.errors import CheckpointError, ConfigError
 from paceline.input_file import cause_of
 from paceline.trainer import run_folder
-from paceline.trainer.choices import IntervalStrategy, SaveStrategy
+from paceline.trainer.argument_fields import IntervalStrategy, SaveStrategy
+from paceline.trainer.callbacks import TrainerState, full_metric_name
 from paceline.trainer.losses import takes
-from paceline.trainer.reporting import costs_of, make_meters
-from paceline.trainer.run_plan import RunPlan, plan_run, resumed
-from paceline.trainer.schedules import reach
-from paceline.trainer.trainer_state import TrainerState
+from paceline.trainer.meters import Meters, PeakMemory, model_flops, peak_flops
+from paceline.trainer.optimization import reach
+from paceline.trainer.training_arguments import TrainingArguments
 
 if TYPE_CHECKING:
     from paceline.trainer.trainer import Trainer
+
+
+WORTH_MEASURING = 100  # steps; a shorter run is not kept waiting for the speed of its processor
 
 
 class TrainOutput(NamedTuple):
@@ -58,18 +70,70 @@ class Losses:
         self.steps_since_log += 1
         self.steps += 1
 
-    def taken(self) -> float:
+    def mean_since_log(self) -> float:
         mean = self.since_log / max(1, self.steps_since_log)
         self.since_log, self.steps_since_log = 0.0, 0
         return mean
 
 
+@dataclass(frozen=True)
+class RunPlan:
+    max_steps: int
+    epochs: int
+    samples_per_step: int
+    steps_per_epoch: int | None = None
+    shift: int = 0  # steps beyond those of the epochs: steps were made with another batch size
+
+    def saved(self) -> dict[str, int]:
+        """What a checkpoint has to say of it."""
+        return {"samples_per_step": self.samples_per_step, "shift": self.shift}
+
+
+def plan_run(loader: Any, arguments: TrainingArguments, lanes: int) -> RunPlan:
+    """`loader` is a prepared one: its length is the same at any number of workers."""
+    per_epoch = loader.source.steps
+    samples = arguments.per_device_train_batch_size * arguments.gradient_accumulation_steps * lanes
+    if per_epoch == 0:
+        raise ConfigError(
+            f"an epoch has no step: the {len(loader.dataset):,} samples don't fill a global batch of {samples}, and "
+            "dataloader_drop_last drops what is left; give more samples or smaller batches"
+        )
+    if arguments.max_steps > 0:
+        epochs = sys.maxsize if per_epoch is None else math.ceil(arguments.max_steps / per_epoch)
+        return RunPlan(arguments.max_steps, epochs, samples, per_epoch)
+    if per_epoch is None:
+        raise ConfigError("a stream without a length has no epochs to count; set max_steps")
+    epochs = math.ceil(arguments.num_train_epochs)
+    return RunPlan(math.ceil(arguments.num_train_epochs * per_epoch), epochs, samples, per_epoch)
+
+
+def resumed_plan(
+    plan: RunPlan, saved: Mapping[str, int], loader: Any, arguments: TrainingArguments, step: int
+) -> RunPlan:
+    """The plan of a run that is resumed: `loader` stands where the checkpoint says, after `step` steps."""
+    if arguments.max_steps > 0 or plan.steps_per_epoch is None:
+        return plan
+    shift = saved.get("shift", 0)
+    if saved.get("samples_per_step", plan.samples_per_step) != plan.samples_per_step:
+        whole = math.ceil((arguments.num_train_epochs - loader.epoch) * plan.steps_per_epoch)
+        left = max(0, whole - plan.steps_per_epoch + loader.source.steps_left)
+        shift = step + left - plan.max_steps
+    return replace(plan, max_steps=plan.max_steps + shift, shift=shift)
+
+
 class TrainingLoop:
-    def __init__(self, trainer: Trainer, resume: bool | Path, accept: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        trainer: Trainer,
+        resume: bool | Path,
+        accept: Sequence[str] = (),
+        ignore_keys_for_eval: list[str] | None = None,
+    ) -> None:
         self.trainer, self.args, self.engine = trainer, trainer.args, trainer.engine
+        self._ignore_keys = ignore_keys_for_eval
         self.losses = Losses()
         self._takes_count = takes(trainer.compute_loss, "num_items_in_batch")
-        self._costs = costs_of(trainer.model)
+        flops = model_flops(trainer.model)
         self.norm: float | None = None
         self.rate = 0.0
         self.saved_step = self.evaluated_step = -1
@@ -80,12 +144,12 @@ class TrainingLoop:
         self.loader, self.plan = self._prepared()
         self.began_at_step = 0
         self._resume(resume, accept)
-        self.engine.share_with_joiners(self._extra, self._take_over)
+        self.engine.share_with_joiners(self._extra, self._join)
         self._paused = True  # something else than training came before the next step
-        self.meters = make_meters(self.engine, self.plan.max_steps - self.began_at_step)
+        self.meters = self._meters(flops)
         trainer.reports.attach(self.engine, self.meters)
 
-    # -- before the first step ---------------------------------------------------------------------------------------
+    # -- before the first step ----------------------------------------------------------------------------------------
 
     def _prepared(self) -> tuple[Any, RunPlan]:
         trainer, engine = self.trainer, self.engine
@@ -116,7 +180,7 @@ class TrainingLoop:
         extra = self.checkpoints.resume(which, accept=accept) if which else None
         if extra is not None:
             state = self._restored(extra, state)
-            self._go_on_as(extra)
+            self._resume_plan(extra)
         elif which and not (self.args.world.elastic is not None and self.args.world.elastic.joins):
             folder = Path(self.args.output_dir)
             if bad := all_checkpoints(folder):
@@ -128,16 +192,16 @@ class TrainingLoop:
         state.global_step = self.began_at_step = self.engine.step
         self.trainer.state = state
 
-    def _go_on_as(self, extra: dict[str, Any]) -> None:
-        """To the end that the run has been given, which may not be that of one that begins now."""
-        self.plan = resumed(self.plan, extra.get("plan", {}), self.loader, self.args, self.engine.step)
+    def _resume_plan(self, extra: dict[str, Any]) -> None:
+        """To the end that the run was given, which may not be that of one that begins now."""
+        self.plan = resumed_plan(self.plan, extra.get("plan", {}), self.loader, self.args, self.engine.step)
         if self.plan.shift:
             reach(self.trainer.lr_scheduler, self.plan.max_steps)
 
-    def _take_over(self, extra: dict[str, Any]) -> None:
-        """This worker joins an elastic job: it goes on where the others are."""
+    def _join(self, extra: dict[str, Any]) -> None:
+        """This worker joins an elastic job: it continues from the step of the others."""
         state = self._restored(extra, self.trainer.state)
-        self._go_on_as(extra)
+        self._resume_plan(extra)
         state.max_steps, state.num_train_epochs = self.plan.max_steps, self.plan.epochs
         self.trainer.state = state
         self.began_at_step = self.engine.step
@@ -159,19 +223,27 @@ class TrainingLoop:
             self.trainer.callback_handler.restore(callbacks)
         return saved
 
-    # -- the loop ----------------------------------------------------------------------------------------------------
+    def _meters(self, flops: float) -> Meters:
+        """The peak of a CPU is measured, by all workers at once: they share a host's cores."""
+        device, steps = self.engine.device, self.plan.max_steps - self.began_at_step
+        peak = None
+        if device.type != "cpu" or steps >= WORTH_MEASURING:
+            peak = peak_flops(device, self.engine.config.precision.dtype)
+        return Meters(self.engine.world.size, flops, peak, PeakMemory(device))
+
+    # -- the loop -----------------------------------------------------------------------------------------------------
 
     def run(self) -> TrainOutput:
         trainer = self.trainer
         began = time.perf_counter()
         trainer.model.train()
-        self._tell("on_train_begin")
+        self._event("on_train_begin")
         if self.args.eval_on_start and self.engine.step == 0:
-            trainer.evaluate_for_the_loop(counts=False)
+            trainer.evaluate(ignore_keys=self._ignore_keys)  # of an untrained model: neither the best, nor a plateau
         if self.epoch_ends:  # the checkpoint was saved by its last step, before what happens at its end
             self._end_epoch()
-        while self._goes_on():
-            self._tell("on_epoch_begin")
+        while self._has_steps_left():
+            self._event("on_epoch_begin")
             self._paused = True
             before = self.loader.epoch
             for batch in self.loader:
@@ -186,7 +258,7 @@ class TrainingLoop:
         self._end_epochs()
         return self._finish(began)
 
-    def _goes_on(self) -> bool:
+    def _has_steps_left(self) -> bool:
         if self.trainer.control.should_training_stop or self.engine.stop_requested:
             return False
         by_epochs = self.args.max_steps <= 0
@@ -198,35 +270,45 @@ class TrainingLoop:
         return (control.should_epoch_stop or control.should_training_stop) and self.engine.step < self.plan.max_steps
 
     def _item(self, batch: Any) -> None:
-        trainer, engine, args = self.trainer, self.engine, self.args
+        """One work item: forward and backward; after the last one of a step, the update."""
+        engine, args = self.engine, self.args
         item = engine._training().item
         assert item is not None
         if item.first_of_step:
             if self._paused:
                 self.meters.restart()
                 self._paused = False
-            self._tell("on_step_begin")
+            self._event("on_step_begin")
         if engine.step + 1 >= self.plan.max_steps:
             engine.stop()
+        self._forward_and_backward(batch, item.samples)
+        norm = engine.clip_grad_norm_(args.max_grad_norm) if args.max_grad_norm > 0 else None
+        if not item.last_of_step:
+            self._event("on_substep_end")
+            return
+        self._update(norm)
+        if engine.stepped:
+            self._end_step(item)
+
+    def _forward_and_backward(self, batch: Any, samples: int) -> None:
+        """What transformers' training_step does."""
+        trainer, engine = self.trainer, self.engine
         weight = trainer.weight_of(batch)
         count: dict[str, Any] = {"num_items_in_batch": weight} if self._takes_count else {}
         loss = trainer.compute_loss(trainer.model, batch, **count)
         engine.mean("loss", loss, weight=weight)
-        engine.mean("tokens", trainer.count_tokens(batch) / max(1, item.samples))
+        engine.mean("tokens", trainer.count_tokens(batch) / max(1, samples))
         engine.backward(loss, weight=weight)
-        norm = engine.clip_grad_norm_(args.max_grad_norm) if args.max_grad_norm > 0 else None
-        if not item.last_of_step:
-            self._tell("on_substep_end")
-            return
-        self._tell("on_pre_optimizer_step")
-        self.norm, self.rate = norm, self._learning_rate()
+
+    def _update(self, norm: float | None) -> None:
+        trainer = self.trainer
+        self._event("on_pre_optimizer_step")
+        self.norm, self.rate = norm, float(trainer.optimizer.param_groups[0]["lr"])
         trainer.optimizer.step()
-        self._tell("on_optimizer_step")
+        self._event("on_optimizer_step")
         if not isinstance(trainer.lr_scheduler, ReduceLROnPlateau):
             trainer.lr_scheduler.step()
         trainer.optimizer.zero_grad()
-        if engine.stepped:
-            self._end_step(item)
 
     def _end_step(self, item: Any) -> None:
         state, engine = self.trainer.state, self.engine
@@ -238,19 +320,19 @@ class TrainingLoop:
         tokens = round(engine.means["tokens"] * item.step_samples)
         state.num_input_tokens_seen += tokens
         waited = engine.timing.waited_for_data_s
-        self.meters.flops = self._costs[tokens > 0]
         self.meters.step(samples=item.step_samples, tokens=tokens, waited_s=waited, loss=engine.means["loss"])
-        if self.args.torch_empty_cache_steps and engine.step % self.args.torch_empty_cache_steps == 0:
-            _empty_cache(engine.device)
-        self._tell("on_step_end")
+        every = self.args.torch_empty_cache_steps
+        if every and engine.step % every == 0 and engine.device.type == "cuda":
+            torch.cuda.empty_cache()
+        self._event("on_step_end")
         if engine.stop_requested:
             self.trainer.control.should_save = True
-        self._act()
+        self._log_evaluate_save()
 
     def _end_epoch(self) -> None:
         self.epoch_ends = False
-        self._tell("on_epoch_end")
-        self._act()
+        self._event("on_epoch_end")
+        self._log_evaluate_save()
 
     def _end_epochs(self) -> None:
         """A run counted in epochs that has skipped steps ends without a last step: what that one does is done now."""
@@ -262,7 +344,7 @@ class TrainingLoop:
         by_steps = args.eval_strategy == IntervalStrategy.STEPS and args.eval_delay <= step
         control.should_evaluate = by_steps and self.evaluated_step != step
         control.should_save = args.save_strategy == SaveStrategy.STEPS
-        self._act()
+        self._log_evaluate_save()
 
     def _skip_rest_of_epoch(self) -> None:
         """A callback set should_epoch_stop: the next epoch begins."""
@@ -271,25 +353,49 @@ class TrainingLoop:
             raise ConfigError("a callback set should_epoch_stop, but a stream has no epochs to end; stop the training")
         self.loader.load_state_dict({**place, "epoch": place["epoch"] + 1, "position": 0, "start": 0, "digest": None})
 
-    # -- log, evaluate, save -----------------------------------------------------------------------------------------
+    # -- log, evaluate, save ------------------------------------------------------------------------------------------
 
-    def _act(self) -> None:
+    def _log_evaluate_save(self) -> None:
         """What control asks for, in this order: what is saved knows what was logged and measured."""
         trainer = self.trainer
         control, state = trainer.control, trainer.state
         if control.should_log and self.losses.steps_since_log:
-            logs = {"loss": self.losses.taken(), "learning_rate": self.rate}
+            logs = {"loss": self.losses.mean_since_log(), "learning_rate": self.rate}
             norm = {} if self.norm is None else {"grad_norm": self.norm}
-            trainer.log({**logs, **norm, **self.meters.taken()})
+            trainer.log({**logs, **norm, **self.meters.since_last_log()})
         score: float | None = None
         self._paused = self._paused or control.should_evaluate or control.should_save
         if control.should_evaluate:
-            score, is_best = trainer.evaluate_for_the_loop()
+            score, is_best = self._evaluate()
             self.evaluated_step = state.global_step
             if self.args.save_strategy is SaveStrategy.BEST and not self.engine.stop_requested:
                 trainer.control.should_save = is_best
         if trainer.control.should_save and self.saved_step != state.global_step:
             self._save(score)
+
+    def _evaluate(self) -> tuple[float | None, bool]:
+        """The metric that decides which model is best, and whether this one is; where none is, None."""
+        trainer, args, state = self.trainer, self.args, self.trainer.state
+        metrics = trainer.evaluate(ignore_keys=self._ignore_keys)
+        plateau = trainer.lr_scheduler if isinstance(trainer.lr_scheduler, ReduceLROnPlateau) else None
+        if args.metric_for_best_model is None:
+            if plateau is not None:
+                raise ConfigError("a ReduceLROnPlateau scheduler looks at a metric: set metric_for_best_model")
+            return None, False
+        name = full_metric_name(args.metric_for_best_model)
+        if name not in metrics:
+            raise ConfigError(
+                f"metric_for_best_model={args.metric_for_best_model!r}: there is no {name!r} among the metrics "
+                f"{', '.join(sorted(metrics))}"
+            )
+        value, best = float(metrics[name]), state.best_metric
+        better = best is None or (value > best if args.greater_is_better else value < best)
+        is_best = better and not math.isnan(value)
+        if is_best:
+            state.best_metric, state.best_global_step = value, state.global_step
+        if plateau is not None:
+            plateau.step(value)
+        return value, is_best
 
     def _save(self, score: float | None) -> None:
         trainer, state = self.trainer, self.trainer.state
@@ -303,11 +409,11 @@ class TrainingLoop:
             score = None if score is None or math.isnan(score) else score
             greater = True if score is None else bool(self.args.greater_is_better)
             if self.checkpoints.save(self._extra(), score=score, greater_is_better=greater) is None:
-                return  # a warning has said why; training goes on
+                return  # a warning says why; training goes on
         self.saved_step = state.global_step
         if trainer.callback_handler.listens("on_save"):
             self.checkpoints.wait()  # a callback may want to look at it
-        self._tell("on_save")
+        self._event("on_save")
 
     def _extra(self) -> dict[str, Any]:
         return {
@@ -318,7 +424,7 @@ class TrainingLoop:
             "plan": self.plan.saved(),
         }
 
-    # -- the end -----------------------------------------------------------------------------------------------------
+    # -- the end ------------------------------------------------------------------------------------------------------
 
     def _finish(self, began: float) -> TrainOutput:
         trainer, state, engine = self.trainer, self.trainer.state, self.engine
@@ -337,7 +443,7 @@ class TrainingLoop:
         trainer.log(metrics)
         if self.args.load_best_model_at_end:
             self._load_best()
-        self._tell("on_train_end")
+        self._event("on_train_end")
         return TrainOutput(state.global_step, metrics["train_loss"], metrics)
 
     def _load_best(self) -> None:
@@ -347,9 +453,9 @@ class TrainingLoop:
             self.engine.print(f"paceline: ends with the best weights, of {best.name}")
             self.checkpoints.load_weights(best)
 
-    # -- parts -------------------------------------------------------------------------------------------------------
+    # -- parts --------------------------------------------------------------------------------------------------------
 
-    def _tell(self, event: str, **more: Any) -> None:
+    def _event(self, event: str, **more: Any) -> None:
         self.trainer.call_event(event, **more)
 
     def _epoch_after(self, item: Any) -> float:
@@ -359,11 +465,3 @@ class TrainingLoop:
             return self.engine.step / self.plan.max_steps
         done = min(plan.step_range(item.step)[1], plan.samples_per_epoch)
         return float(item.epoch + done / plan.samples_per_epoch)
-
-    def _learning_rate(self) -> float:
-        return float(self.trainer.optimizer.param_groups[0]["lr"])
-
-
-def _empty_cache(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.empty_cache()

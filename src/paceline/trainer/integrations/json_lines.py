@@ -19,12 +19,13 @@ import json
 import math
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
 from paceline.input_file import open_input, open_output, parse_json
-from paceline.trainer.integrations.reporter import RunInfo
+from paceline.trainer.integrations.reporter import Logged, RunInfo
 
 FILE_NAME = "metrics.jsonl"
 
@@ -67,7 +68,7 @@ class JsonLines:
             return
         first = next(iter(line))
         whole = {first: line[first], "time": round(self._clock(), 3), **line}
-        self._file.write(json.dumps(_sayable(whole), allow_nan=False, ensure_ascii=False) + "\n")
+        self._file.write(json.dumps(_as_json(whole), allow_nan=False, ensure_ascii=False) + "\n")
         self._file.flush()
 
 
@@ -94,6 +95,49 @@ def rows(path: Path) -> list[dict[str, Any]]:
                 continue
             counting.append(line)
     return counting
+
+
+class WrittenByAnother:
+    """The worker that reports is lost, and this one goes on: what the file lacks, and what it has already.
+
+        the lost one wrote       step 10    step 20                              or    10   20   20 eval
+        this one has logged      step 10    step 20    20 eval    step 30              10   20
+        so it writes                                   20 eval    step 30              nothing, and leaves out `20 eval`
+
+    Every worker logs the same lines in the same order, so the file and a worker's own history differ at their ends
+    alone. A line is known by its step and its first name.
+    """
+
+    def __init__(self, folder: Path, history: Iterable[Mapping[str, Any]]) -> None:
+        path = folder / FILE_NAME
+        there = [_logged(row) for row in rows(path)] if path.exists() else []
+        ours = [_logged(row) for row in history]
+        self.last_step: int = there[-1][0] if there else 0
+        self.last_lines = [line for line in there if line[0] == self.last_step]
+        self._ahead = Counter(map(_key, there))
+        self.missing: list[Logged] = []
+        """In the order they were logged; they are at the end of the history."""
+        for line in ours:
+            if not self.has(*line) and line[0] >= self.last_step:
+                self.missing.append(line)
+
+    def has(self, step: int, values: Mapping[str, float]) -> bool:
+        """Whether the lost worker wrote this line; each is asked for once."""
+        key = _key((step, values))
+        found = self._ahead[key] > 0
+        self._ahead[key] -= found
+        return found
+
+
+def _logged(row: Mapping[str, Any]) -> Logged:
+    values = {name: value for name, value in row.items() if isinstance(value, int | float)}
+    step = int(values.pop("step"))
+    values.pop("time", None)
+    return step, values
+
+
+def _key(line: Logged) -> tuple[int, str]:
+    return line[0], next(iter(line[1]), "")
 
 
 def _lines(path: Path) -> Iterator[dict[str, Any]]:
@@ -123,14 +167,14 @@ def _take_cut_line(path: Path) -> str:
     return data[whole:].decode(errors="replace")
 
 
-def _sayable(value: Any) -> Any:
-    """What JSON can say: non-finite numbers by their names, paths, enums and tensors as text."""
+def _as_json(value: Any) -> Any:
+    """Non-finite numbers by their names, paths, enums and tensors as text."""
     if isinstance(value, float):
         return value if math.isfinite(value) else ("NaN" if math.isnan(value) else f"{'-' * (value < 0)}Infinity")
     if value is None or isinstance(value, bool | int | str):
         return value
     if isinstance(value, Mapping):
-        return {str(key): _sayable(item) for key, item in value.items()}
+        return {str(key): _as_json(item) for key, item in value.items()}
     if isinstance(value, list | tuple | set | frozenset):
-        return [_sayable(item) for item in value]
+        return [_as_json(item) for item in value]
     return str(value)

@@ -4,7 +4,7 @@
     paceline_step{run="mnist"} 120               or written to a file for node_exporter's textfile collector
 
 `report_to="prometheus"` serves on the port above, `"prometheus:9500"` on that one, and `"prometheus:/var/lib/x.prom"`
-writes that file. The port is on loopback: whoever scrapes from elsewhere puts a proxy with a lock in front.
+writes that file. The port is on loopback: to scrape from elsewhere, put a proxy with authentication in front.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@
     log(step, values)     numbers by name, as they come; NaN and infinity are values like others
     close(ok)             once, at the end; not ok: by an exception
 
-Which ones a run has is chosen in `choice.py`; JSON lines are always among them.
+Which ones a run has is chosen in `__init__.py`; JSON lines are always among them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Logged: TypeAlias = tuple[int, Mapping[str, float]]
 
 @dataclass(frozen=True)
 class RunInfo:
-    """What is known of a run before its first step. `config` and `world` hold what JSON can say."""
+    """What is known of a run before its first step. `config` and `world` hold values of JSON."""
 
     name: str
     folder: Path

@@ -51,7 +51,7 @@ def build_engine(arguments: TrainingArguments, *, lanes: int | None = None) -> E
         record_samples=arguments.output_dir if arguments.record_samples else None,
         timeout_s=float(arguments.ddp_timeout),
     )
-    engine.print(_told_devices(arguments), end="")
+    engine.print(_unused_devices(arguments), end="")
     return engine
 
 
@@ -62,8 +62,8 @@ def share_weights(engine: Engine, model: nn.Module) -> None:
     model.to(engine.device)
     state = named_state([model])
     form = [[name, str(value.dtype), list(value.shape)] for name, value in state.items()]
-    told = engine._between.boundary.told([form, weights_hash([model])])
-    if len({said[1] for said in told}) == 1 or any(said[0] != form for said in told):
+    gathered = engine._between.boundary.told([form, weights_hash([model])])
+    if len({theirs[1] for theirs in gathered}) == 1 or any(theirs[0] != form for theirs in gathered):
         return  # alike, or so different that prepare() will say in what
     for value in state.values():
         whole = value.detach().contiguous()
@@ -78,14 +78,14 @@ def start_seed(arguments: TrainingArguments) -> int:
 
 
 def _seed(arguments: TrainingArguments) -> int:
-    """Where it only has its default, the launcher may say another: `paceline run --seed 7`."""
-    told = arguments.world.settings.seed
-    return told if told is not None and arguments.seed == DEFAULT_SEED else arguments.seed
+    """Where it only has its default, the launcher may give another: `paceline run --seed 7`."""
+    of_launcher = arguments.world.settings.seed
+    return of_launcher if of_launcher is not None and arguments.seed == DEFAULT_SEED else arguments.seed
 
 
-def check_may_begin_anew(engine: Engine, optimizer_may_go: bool) -> None:
+def check_can_be_replaced(engine: Engine, optimizer_may_go: bool) -> None:
     """Raise where this Engine can't be followed by another one in the same process."""
-    meeting, strategy = engine.world.rendezvous, engine.config.strategy.name
+    rendezvous, strategy = engine.world.rendezvous, engine.config.strategy.name
     if not optimizer_may_go:
         raise ConfigError(
             "train() was called again, but the optimizer given to the Trainer belongs to the first training; make a "
@@ -96,7 +96,7 @@ def check_may_begin_anew(engine: Engine, optimizer_may_go: bool) -> None:
             f"train() was called again, but under strategy={strategy!r} the weights lie in parts on the workers; "
             "save_model(), and make a new Trainer"
         )
-    if engine.world.size > 1 and isinstance(meeting, TcpRendezvous) and not meeting.served_by_agent:
+    if engine.world.size > 1 and isinstance(rendezvous, TcpRendezvous) and not rendezvous.served_by_agent:
         raise ConfigError(
             "train() needs another Engine than the one that is there, but these workers can meet only once; train "
             "first and evaluate then, one training in each start of the script, or start it with `paceline run`"
@@ -110,7 +110,7 @@ def _recomputed(arguments: TrainingArguments) -> Any:
     if options.pop("use_reentrant", False):
         raise ConfigError("gradient_checkpointing_kwargs: use_reentrant=True is not there; leave it out, or say False")
     if options:
-        raise ConfigError(f"gradient_checkpointing_kwargs: {', '.join(options)} is not honoured here; leave it out")
+        raise ConfigError(f"gradient_checkpointing_kwargs: {', '.join(options)} is not supported; leave it out")
     if not (arguments.gradient_checkpointing or arguments.choice.recompute):
         return None
     return "blocks" if every == 1 else int(every)
@@ -124,11 +124,10 @@ def _allow_tf32(arguments: TrainingArguments) -> None:
     torch.set_float32_matmul_precision("high" if arguments.tf32 else "highest")
 
 
-def _told_devices(arguments: TrainingArguments) -> str:
+def _unused_devices(arguments: TrainingArguments) -> str:
     """One process drives one device: say how to use the others."""
     if arguments.use_cpu or arguments.world.size > 1 or not torch.accelerator.is_available():
         return ""
-    count = torch.accelerator.device_count()
-    if count < 2:
+    if (count := torch.accelerator.device_count()) < 2:
         return ""
     return f"paceline: {count} devices here, this process uses one; `paceline run --workers {count} …` uses all\n"

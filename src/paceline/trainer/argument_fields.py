@@ -1,15 +1,101 @@
-"""The fields of TrainingArguments that do something here, with transformers' names, meanings and defaults.
+"""The fields of TrainingArguments, with transformers' names, meanings and defaults: those that are supported, and those
+that are not.
 
-A default that is not transformers' is marked in its help; the last group is paceline's own. `refused_fields.py` has the
-others.
+A default that is not transformers' is marked in its help; the last supported group is paceline's own. Nothing is
+ignored in silence: an unsupported field that is set is an error that says why. It keeps transformers' default, so that
+callbacks may read it.
 """
 
 from __future__ import annotations
 
+import enum
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
-from paceline.trainer.choices import IntervalStrategy, OptimizerNames, Sampling, SaveStrategy, SchedulerType
+from paceline.errors import ConfigError
+
+# -- the values that a field may have, by name ------------------------------------------------------------------------
+
+_E = TypeVar("_E", bound=enum.StrEnum)
+
+
+class IntervalStrategy(enum.StrEnum):
+    """When to log or evaluate."""
+
+    NO = "no"
+    STEPS = "steps"
+    EPOCH = "epoch"
+
+
+class SaveStrategy(enum.StrEnum):
+    """When to save."""
+
+    NO = "no"
+    STEPS = "steps"
+    EPOCH = "epoch"
+    BEST = "best"
+
+
+class SchedulerType(enum.StrEnum):
+    """How the learning rate moves; `optimization.py` has the curves."""
+
+    LINEAR = "linear"
+    COSINE = "cosine"
+    COSINE_WITH_RESTARTS = "cosine_with_restarts"
+    POLYNOMIAL = "polynomial"
+    CONSTANT = "constant"
+    CONSTANT_WITH_WARMUP = "constant_with_warmup"
+    INVERSE_SQRT = "inverse_sqrt"
+    REDUCE_ON_PLATEAU = "reduce_lr_on_plateau"
+    COSINE_WITH_MIN_LR = "cosine_with_min_lr"
+    COSINE_WARMUP_WITH_MIN_LR = "cosine_warmup_with_min_lr"
+    WARMUP_STABLE_DECAY = "warmup_stable_decay"
+
+
+class OptimizerNames(enum.StrEnum):
+    """Optimizers by name; `optimization.py` makes them."""
+
+    ADAMW_TORCH = "adamw_torch"
+    ADAMW_TORCH_FUSED = "adamw_torch_fused"
+    SGD = "sgd"
+    ADAGRAD = "adagrad"
+    RMSPROP = "rmsprop"
+
+
+class Sampling(enum.StrEnum):
+    """The order of the training samples."""
+
+    RANDOM = "random"
+    SEQUENTIAL = "sequential"
+    GROUP_BY_LENGTH = "group_by_length"
+
+
+class ParallelMode(enum.Enum):
+    """One process drives one device here: either it is alone, or it is one of several."""
+
+    NOT_PARALLEL = "not_parallel"
+    DISTRIBUTED = "distributed"
+
+
+class DistributedType(enum.StrEnum):
+    """What the devices of a job are."""
+
+    NO = "NO"
+    MULTI_CPU = "MULTI_CPU"
+    MULTI_GPU = "MULTI_GPU"
+
+
+def chosen(kind: type[_E], value: object, name: str) -> _E:
+    """The member that `value` names; an enum of transformers will do."""
+    text = value.value if isinstance(value, enum.Enum) else value
+    try:
+        return kind(str(text))
+    except ValueError:
+        known = ", ".join(member.value for member in kind)
+        raise ConfigError(f"{name}={text!r} is not known here; choose one of {known}") from None
+
+
+# -- supported -------------------------------------------------------------------------------------------------------
 
 
 def setting(default: Any, help: str) -> Any:
@@ -146,7 +232,68 @@ class _Ours:
 
 
 @dataclass
-class HonouredFields(
+class SupportedFields(
     _Ours, _Workers, _Data, _Checkpoints, _Evaluation, _Logging, _Precision, _Optimization, _WhatIsTrained
 ):
     """All of them; `output_dir` is the first."""
+
+
+# -- unsupported -----------------------------------------------------------------------------------------------------
+
+_HUB = "nothing is uploaded from a training run; use huggingface_hub on the saved folder"
+_LOG_LEVELS = "paceline prints, it does not log; warnings are Python's own"
+_TRACKIO = "there is no trackio report; report_to knows tensorboard, wandb, mlflow, prometheus"
+_DDP = "gradients are summed by paceline, not by DistributedDataParallel"
+_FULL_EVAL = "evaluation computes in the precision of training; use bf16 or fp16"
+
+
+@dataclass
+class UnsupportedFields:
+    optim_target_modules: list[str] | None = setting(None, "GaLore and APOLLO are not here; give optimizers=")
+    bf16_full_eval: bool = setting(False, _FULL_EVAL)
+    fp16_full_eval: bool = setting(False, _FULL_EVAL)
+    use_liger_kernel: bool = setting(False, "patch the model before you give it to the Trainer")
+    liger_kernel_config: dict[str, Any] | str | None = setting(
+        None, "patch the model before you give it to the Trainer"
+    )
+    neftune_noise_alpha: float | None = setting(None, "register a forward hook on the embedding that adds the noise")
+    auto_find_batch_size: bool = setting(
+        False, "the batch size is part of the job, for life; `paceline doctor` tells what fits"
+    )
+    logging_nan_inf_filter: bool = setting(
+        False, "a loss that is NaN or infinite is never smoothed away; on_nonfinite says what happens"
+    )
+    log_level: str = setting("passive", _LOG_LEVELS)
+    log_level_replica: str = setting("warning", _LOG_LEVELS)
+    project: str = setting("huggingface", _TRACKIO)
+    trackio_space_id: str | None = setting(None, _TRACKIO)
+    trackio_bucket_id: str | None = setting(None, _TRACKIO)
+    trackio_static_space_id: str | None = setting(None, _TRACKIO)
+    eval_do_concat_batches: bool = setting(True, "the cut into batches would depend on the number of workers")
+    eval_use_gather_object: bool = setting(False, "objects would travel by pickle; return tensors")
+    save_on_each_node: bool = setting(False, "a checkpoint is one folder that all hosts see")
+    push_to_hub: bool = setting(False, _HUB)
+    hub_token: str | None = setting(None, _HUB)
+    hub_private_repo: bool | None = setting(None, _HUB)
+    hub_model_id: str | None = setting(None, _HUB)
+    hub_strategy: str = setting("every_save", _HUB)
+    hub_always_push: bool = setting(False, _HUB)
+    hub_revision: str | None = setting(None, _HUB)
+    ignore_data_skip: bool = setting(False, "resuming costs nothing: the place in the data is one number")
+    accelerator_config: dict[str, Any] | str | None = setting(
+        None, "there is no Accelerate below; the Engine assigns samples"
+    )
+    parallelism_config: Any = setting(None, "data parallel only; strategy= says how")
+    ddp_find_unused_parameters: bool | None = setting(None, "unused parameters are found by themselves")
+    ddp_broadcast_buffers: bool | None = setting(None, "buffers are those of the lowest lane, on every worker")
+    ddp_static_graph: bool | None = setting(None, _DDP)
+    debug: str = setting("", "a NaN is found by on_nonfinite, at the step and lane where it is")
+    skip_memory_metrics: bool = setting(True, "peak memory is in every log line already")
+
+
+def check_unsupported(arguments: UnsupportedFields) -> None:
+    """Raise for the first field that is set to something."""
+    for name, known in UnsupportedFields.__dataclass_fields__.items():
+        value = getattr(arguments, name)
+        if value != known.default:
+            raise ConfigError(f"{name}={value!r} is not supported: {known.metadata['help']}")

@@ -5,29 +5,27 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
-from paceline.trainer.meters import Meters, Stretch
-from paceline.trainer.peak_flops import ModelFlops, PeakFlops
-from paceline.trainer.summary import Best, RunSummary
+from paceline.trainer.meters import Meters, PeakFlops, Stretch
+from paceline.trainer.reporting import summary_rows
 
 
 def test_a_summary_tells_what_how_fast_how_well_and_what_is_left() -> None:
     meters = Meters(
         workers=2,
-        flops=ModelFlops(6e6, "token", "6 × 1,000,000 parameters"),
+        flops_per_unit=6e6,
         peak=PeakFlops(64e9, "measured"),
         memory=lambda: 5 * 2**28,
         whole=Stretch(steps=700, samples=44_800, tokens=1_433_600, seconds=70.0, waited_s=1.4),
         last_loss=0.29314159,
     )
-    summary = RunSummary(
+    rows = summary_rows(
         meters,
         seconds=83.0,
-        best=Best("eval_accuracy", 0.9733, 600),
-        checkpoints=7,
-        last_checkpoint=Path("runs/x/checkpoint-700"),
+        best=("eval_accuracy", 0.9733, 600),
+        checkpoints=[Path(f"runs/x/checkpoint-{step}") for step in range(700, 0, -100)],
         weights_hash="sha256:00ff",
     )
-    assert summary.rows() == [
+    assert rows == [
         ("steps", "700 · 44,800 samples · 1,433,600 tokens"),
         ("time", "1:23, of it in steps 1:10"),
         ("speed", "640 samples/s · 20,480 tokens/s · 100 ms a step, 2% of it waiting for data"),
@@ -41,6 +39,6 @@ def test_a_summary_tells_what_how_fast_how_well_and_what_is_left() -> None:
 
 
 def test_a_run_without_a_step_has_no_speed_and_a_loss_of_nan_is_shown() -> None:
-    assert RunSummary(Meters()).rows() == [("steps", "0 · 0 samples"), ("time", "0:00")]
-    rows = dict(RunSummary(Meters(last_loss=math.nan)).rows())
+    assert summary_rows(Meters(), seconds=0.0) == [("steps", "0 · 0 samples"), ("time", "0:00")]
+    rows = dict(summary_rows(Meters(last_loss=math.nan), seconds=0.0))
     assert rows["loss"] == "nan in the last step"
