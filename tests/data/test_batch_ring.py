@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
-from paceline.data import item_fetching
+from paceline.data import fetching
 from paceline.data.batch_ring import SLOT_BYTES, BatchMemory, BatchRing, Packed, Shelf
 from paceline.data.loader import ShardedLoader
 from paceline.data.work_source import Deal
@@ -135,7 +135,7 @@ def test_a_batch_has_the_values_types_and_strides_that_it_had(name: str, memory:
 def test_batches_of_any_kind_in_any_order_come_through_loader_processes(
     receiver: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(item_fetching, "WORTH_A_THREAD_S", 0.0 if receiver else 60.0)
+    monkeypatch.setattr(fetching, "WORTH_A_THREAD_S", 0.0 if receiver else 60.0)
     names = list(TREES) * 2
     with_numbers = Made(lambda index: index, samples=len(names))
     loader = dealt(with_numbers, num_workers=2, batch_size=1, collate_fn=lambda samples: TREES[names[samples[0]]])

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from paceline.data.sample_record import RecordHeader, SampleRecord, next_attempt
+from paceline.data.sample_log import LogHeader, SampleLog, next_attempt
 from paceline.data.work_source import WorkSource
 from paceline.engine.between_steps import BetweenSteps
 from paceline.engine.config import EngineConfig
@@ -130,10 +130,10 @@ class LoopEnds:
         more = {"threads": config.threads, "strategy": str(config.strategy), "backend": config.backend}
         return facts_of_process({**self._between.job_facts(), **more})
 
-    # -- the record of samples ---------------------------------------------------------------------------------------
+    # -- the sample log ---------------------------------------------------------------------------------------
 
     def attempt(self, regrouping: bool) -> int | None:
-        """The number of the record of samples that all workers begin now."""
+        """The number of the sample log that all workers begin now."""
         if self._record_folder is None:
             return None
         number = next_attempt(self._record_folder)
@@ -141,8 +141,8 @@ class LoopEnds:
             return int(max(self._between.boundary.told(number)))
         return number if self._group.comm is None else int(max(self._group.comm.gather_json(number)))
 
-    def start_record(self, source: WorkSource, attempt: int) -> SampleRecord:
+    def start_record(self, source: WorkSource, attempt: int) -> SampleLog:
         assert self._record_folder is not None
         world = self._group.world
-        header = RecordHeader(worker=world.rank, workers=world.size, lanes=self._config.lanes, **source.record_header())
-        return SampleRecord.start(self._record_folder, attempt, header)
+        header = LogHeader(worker=world.rank, workers=world.size, lanes=self._config.lanes, **source.record_header())
+        return SampleLog.start(self._record_folder, attempt, header)

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from paceline.data.prefetch import Prefetch
-from paceline.data.sample_record import MicroBatch, SampleRecord
+from paceline.data.fetching import Prefetch
+from paceline.data.sample_log import MicroBatch, SampleLog
 from paceline.data.sharded_sampler import WorkItem
 from paceline.data.work_source import WorkSource
 from paceline.elastic.fault_injection import fault_point
@@ -35,7 +35,7 @@ class PreparedLoader:
         on_enter: Callable[[], bool],
         on_leave: Callable[[bool], None],
         attempt: Callable[[bool], int | None] = lambda regrouping: None,
-        start_record: Callable[[int], SampleRecord] | None = None,
+        start_record: Callable[[int], SampleLog] | None = None,
         deal: Callable[[WorkSource], None] = lambda source: None,
         elastic: Elastic | None = None,
         join: Callable[[bool], bool] = lambda any_loop: True,
@@ -51,7 +51,7 @@ class PreparedLoader:
         self._step_items: list[tuple[WorkItem, Any]] = []
         self._handed_out: list[WorkItem] = []
         self._attempt, self._start_record = attempt, start_record
-        self._record: SampleRecord | None = None
+        self._record: SampleLog | None = None
 
     @property
     def dataset(self) -> Any:
@@ -251,7 +251,7 @@ class PreparedLoader:
         if in_updates and self._elastic is not None:
             self._elastic.ends_updates(self._train_step.count.rounds)
 
-    # -- the ledger of samples ---------------------------------------------------------------------------------------
+    # -- the sample log ---------------------------------------------------------------------------------------
 
     def _open_record(self) -> None:
         self._handed_out.clear()
@@ -268,7 +268,7 @@ class PreparedLoader:
             self._record.close()
         self._record = self._record_of(self._attempt(True))
 
-    def _record_of(self, attempt: int | None) -> SampleRecord | None:
+    def _record_of(self, attempt: int | None) -> SampleLog | None:
         return None if attempt is None or self._start_record is None else self._start_record(attempt)
 
     def _hand_out(self, item: WorkItem) -> None:
