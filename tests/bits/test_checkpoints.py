@@ -10,8 +10,7 @@ import pytest
 import torch.nn.functional as F
 
 from paceline import Engine, World
-from paceline.checkpoint.differences import differences
-from paceline.checkpoint.load import Checkpoint
+from paceline.checkpoint.load import Checkpoint, differences
 from paceline.strategies.registry import Chosen, synchronous_strategies
 from tests.bits.programs import tied_and_scheduled
 from tests.workers import hashes, run_workers

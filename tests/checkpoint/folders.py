@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from paceline.checkpoint.checksum import best_checksum
 from paceline.checkpoint.load import Checkpoint, whole_tree
 from paceline.checkpoint.save import complete, portion_of, write_portion
+from paceline.checkpoint.tensor_file import best_checksum
 
 
 def state(value: float, elements: int = 100) -> dict[str, Any]:

@@ -11,9 +11,9 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from paceline.cli.data import app
-from paceline.data.sample_record import file_name
+from paceline.data.sample_log import file_name
 from paceline.errors import ConfigError
-from tests.data.recorded_runs import RecordedRun, lines_of, write_lines
+from tests.data.logged_runs import RecordedRun, lines_of, write_lines
 
 
 def asked(*arguments: str | Path) -> Result:
@@ -134,7 +134,7 @@ def test_wrong_usage_exits_with_2_and_one_line(tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert done.stdout == ""
-    assert done.stderr.startswith(f"paceline: there is no record of samples in {tmp_path / 'nowhere'}: ")
+    assert done.stderr.startswith(f"paceline: there is no sample log in {tmp_path / 'nowhere'}: ")
     assert len(done.stderr.splitlines()) == 1
     assert asked().exit_code == 2
     assert asked(tmp_path, "--list", "-1").exit_code == 2

@@ -18,11 +18,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.data.audit import audit
-from paceline.data.ledger.report import Report, Where
-from paceline.data.sample_record import MicroBatch, RecordHeader, SampleRecord, file_name
+from paceline.data.audit import Report, Where, audit
+from paceline.data.sample_log import LogHeader, MicroBatch, SampleLog, file_name
 from paceline.errors import ConfigError
-from tests.data.recorded_runs import RecordedRun, cut_last_line, lines_of, write_lines
+from tests.data.logged_runs import RecordedRun, cut_last_line, lines_of, write_lines
 
 Line = tuple[Path, int]
 
@@ -164,7 +163,7 @@ def test_an_attempt_without_steps_changes_nothing(tmp_path: Path) -> None:
 
 
 def test_reading_a_record_needs_no_torch() -> None:
-    ask = "import sys, paceline.data.audit, paceline.data.sample_record; sys.exit('torch' in sys.modules)"
+    ask = "import sys, paceline.data.audit, paceline.data.sample_log; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", ask], check=False).returncode == 0
 
 
@@ -322,7 +321,7 @@ def test_a_skip_between_attempts_is_named_and_lost(chance: random.Random, skip: 
         number = run.attempt(1, steps=2, skip=skip)
         report = audit(run.folder)
         skipped = lines_of(run.folder / "samples" / file_name(number, 0))[0]
-        text = f"attempt {number} begins at epoch {skipped['epoch']}, position {skipped['position']:,}, but the record"
+        text = f"attempt {number} begins at epoch {skipped['epoch']}, position {skipped['position']:,}, but the log"
         assert any(text in problem for problem in report.problems), show(report)
         assert report.repeated == 0
         assert report.lost > 0
@@ -344,7 +343,7 @@ def test_a_whole_epoch_that_was_skipped_is_lost(tmp_path: Path) -> None:
     run.attempt(workers=2, steps=3, skip=4)
     report = audit(tmp_path)
     assert report.verdict == "40 lost, 0 repeated"
-    assert "epochs 1 to 2 have no line in the record" in report.problems
+    assert "epochs 1 to 2 have no line in the log" in report.problems
     assert [(epoch.first, epoch.last, epoch.lost) for epoch in report.epochs] == [
         (0, 0, 0),
         (1, 2, 40),
@@ -509,9 +508,7 @@ def test_another_version_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "samples" / file_name(1, 0)
     header, *lines = lines_of(path)
     write_lines(path, [{**header, "version": 2}, *lines])
-    with pytest.raises(
-        ConfigError, match=r"worker-00000.jsonl is version 2 of the record of samples; this paceline reads"
-    ):
+    with pytest.raises(ConfigError, match=r"worker-00000.jsonl is version 2 of the sample log; this paceline reads"):
         audit(tmp_path)
 
 
@@ -520,7 +517,7 @@ def test_a_folder_without_a_record_says_how_one_is_made(tmp_path: Path, exists: 
     folder = tmp_path / "run"
     if exists:
         (folder / "samples").mkdir(parents=True)
-    text = rf"no record of samples in {folder}: .* started with --record-samples or Engine\(record_samples=…\)"
+    text = rf"no sample log in {folder}: .* started with --record-samples or Engine\(record_samples=…\)"
     with pytest.raises(ConfigError, match=text):
         audit(folder)
 
@@ -536,8 +533,8 @@ def test_a_record_of_empty_files_is_refused(tmp_path: Path) -> None:
 
 
 def test_with_replacement_positions_are_proved_and_ids_are_not(tmp_path: Path) -> None:
-    header = RecordHeader(worker=0, workers=1, lanes=1, epoch=0, samples=8, samples_per_epoch=8)
-    record = SampleRecord.start(tmp_path, 1, header)
+    header = LogHeader(worker=0, workers=1, lanes=1, epoch=0, samples=8, samples_per_epoch=8)
+    record = SampleLog.start(tmp_path, 1, header)
     for step in range(4):
         record.add(MicroBatch(step + 1, 0, step, 0, 0, 2 * step, ids=[7, 70]))
         record.commit()
@@ -555,8 +552,8 @@ def streamed(folder: Path, number: int, workers: int, places: dict[int, int], st
     for worker in range(workers):
         lanes = [lane for lane in places if workers == 1 or lane == worker]
         own = {lane: places[lane] for lane in lanes}
-        header = RecordHeader(worker=worker, workers=workers, lanes=2, epoch=0, stream=True, lane_positions=own)
-        record = SampleRecord.start(folder, number, header)
+        header = LogHeader(worker=worker, workers=workers, lanes=2, epoch=0, stream=True, lane_positions=own)
+        record = SampleLog.start(folder, number, header)
         for step in range(first_step, first_step + steps):
             for lane in lanes:
                 size = 3 - lane
@@ -595,12 +592,12 @@ def test_a_lane_of_a_stream_that_begins_behind_its_record_is_named(tmp_path: Pat
     report = audit(tmp_path)
     assert report.verdict == "2 lost, 0 repeated"
     assert report.problems == (
-        "attempt 2 begins at epoch 0, position 14 of lane 1, but the record before it ends at epoch 0, position 12",
+        "attempt 2 begins at epoch 0, position 14 of lane 1, but the log before it ends at epoch 0, position 12",
     )
 
 
 def test_a_stream_and_a_dataset_in_one_record_are_a_problem(tmp_path: Path) -> None:
     streamed(tmp_path, 1, workers=1, places={0: 0, 1: 0}, steps=2)
-    header = RecordHeader(worker=0, workers=1, lanes=2, epoch=0, samples=8, samples_per_epoch=8)
-    SampleRecord.start(tmp_path, 2, replace(header, epoch=0)).close()
+    header = LogHeader(worker=0, workers=1, lanes=2, epoch=0, samples=8, samples_per_epoch=8)
+    SampleLog.start(tmp_path, 2, replace(header, epoch=0)).close()
     assert "some attempts trained on a stream and some did not" in audit(tmp_path).problems[0]

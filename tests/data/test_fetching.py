@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, Subset
 
 from paceline import Engine
-from paceline.data import item_fetching
+from paceline.data import fetching
 from paceline.data.global_order import Shuffled, scrambled
 from paceline.data.loader import ShardedLoader
 from paceline.data.sharded_sampler import WorkItem
@@ -388,7 +388,7 @@ def leaves_at_17(code: int) -> Callable[[int], int]:
 def test_a_loader_process_that_dies_is_named_with_its_sample(
     make: Callable[[int], int], how: str, persistent: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(item_fetching, "LOOK_AFTER_THEM_S", 0.1)
+    monkeypatch.setattr(fetching, "LOOK_AFTER_THEM_S", 0.1)
     loader = dealt(Samples(make), num_workers=2, persistent_workers=persistent)
     with pytest.raises(DataError, match=rf"^loader process [01] \(pid \d+\) died at sample 17: {how}"):
         list(loader.items())
@@ -477,7 +477,7 @@ def test_torch_still_raises_for_processes_that_are_not_ours() -> None:
 def test_batches_taken_over_while_the_body_runs_are_the_same_in_the_same_order(
     persistent: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(item_fetching, "WORTH_A_THREAD_S", 0.0)
+    monkeypatch.setattr(fetching, "WORTH_A_THREAD_S", 0.0)
     loader = dealt(Samples(noisy), batch_size=3, num_workers=2, persistent_workers=persistent)
     for stop_after in (2, 100, 5):
         items = in_epoch(loader, 1)
@@ -495,7 +495,7 @@ def test_batches_taken_over_while_the_body_runs_are_the_same_in_the_same_order(
 def test_what_goes_wrong_while_the_body_runs_is_told_by_the_loop(
     make: Callable[[int], int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(item_fetching, "WORTH_A_THREAD_S", 0.0)
+    monkeypatch.setattr(fetching, "WORTH_A_THREAD_S", 0.0)
     loader = dealt(Samples(make), batch_size=1, num_workers=1)
     order = Shuffled(SAMPLES, SEED, 0).samples_at(range(SAMPLES))
     handed = []
@@ -561,7 +561,10 @@ def test_a_loop_left_by_an_error_leaves_no_process_while_the_error_is_at_hand() 
     items = loader.items()
     next(items)
     try:
-        items.throw(ZeroDivisionError)  # type: ignore[attr-defined]
+        try:
+            raise ZeroDivisionError  # in the loop's body
+        finally:
+            items.close()  # type: ignore[attr-defined]
     except ZeroDivisionError:
         assert sys.exc_info()[2] is not None
         assert not loader_processes()

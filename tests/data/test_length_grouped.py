@@ -25,9 +25,10 @@ from paceline.data.length_grouped import (
     Lengths,
     deal,
 )
-from paceline.data.sharded_sampler import BatchPlan, rides
+from paceline.data.sharded_sampler import BatchPlan
 from paceline.errors import ConfigError
 from paceline.world.lanes import neighbouring_lanes
+from tests.data.logged_runs import assigned
 
 Case = tuple[Lengths, BatchPlan, int]  # with the window
 
@@ -96,7 +97,7 @@ def test_a_lane_has_the_same_samples_whoever_rides_it(case: Case, workers: int) 
         for ride in neighbouring_lanes(cut.lanes, workers):
             order = LengthGrouped(lengths, 5, 2, cut, window)
             for step in range(cut.steps):
-                for lane, micro_batch, positions, shadow in rides(cut, step, ride):
+                for lane, micro_batch, positions, shadow in assigned(cut, step, ride):
                     if not shadow:
                         found[step, lane, micro_batch] = order.samples_at(positions)
         return found

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
-from paceline.data import prefetch as prefetch_module
+from paceline.data import fetching as prefetch_module
+from paceline.data.fetching import Prefetch, to_device
 from paceline.data.global_order import Sequential
-from paceline.data.prefetch import Prefetch, to_device
 from paceline.data.sharded_sampler import BatchPlan, WorkItem, work_items
 from paceline.errors import DataError
 

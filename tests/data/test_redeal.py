@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, Dataset, SubsetRandomSampler
 
-from paceline.data import item_fetching
+from paceline.data import fetching
 from paceline.data.loader import ShardedLoader
 from paceline.data.work_source import Deal
 from tests.data.crews import Change, Crew, Pairs, changes, of_a_step
@@ -89,7 +89,7 @@ PROCESSES = [
 def test_loader_processes_hand_out_the_same_after_a_change(
     options: dict[str, Any], ahead: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(item_fetching, "WORTH_A_THREAD_S", 0.0 if ahead else 60.0)
+    monkeypatch.setattr(fetching, "WORTH_A_THREAD_S", 0.0 if ahead else 60.0)
     history = (
         Change(step=1, handed=2, lost=frozenset({1})),
         Change(step=2, handed=0, joining=1),

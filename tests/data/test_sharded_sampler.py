@@ -6,9 +6,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.data.sharded_sampler import BatchPlan, rides
+from paceline.data.sharded_sampler import BatchPlan, ItemKey, assigned_items
 from paceline.errors import ConfigError
-from paceline.world.lanes import neighbouring_lanes
+from paceline.world.lanes import neighbouring_lanes, strided_lanes
+from tests.data.logged_runs import assigned
 
 
 @st.composite
@@ -83,7 +84,7 @@ def test_lower_lanes_and_first_micro_batches_are_filled_first(plan: BatchPlan) -
 @given(plans(), st.integers(1, 10))
 def test_the_workers_together_ride_every_micro_batch_once(plan: BatchPlan, workers: int) -> None:
     step = plan.steps - 1
-    ridden = [item for ride in neighbouring_lanes(plan.lanes, workers) for item in rides(plan, step, ride)]
+    ridden = [item for ride in neighbouring_lanes(plan.lanes, workers) for item in assigned(plan, step, ride)]
     real = [(lane, number, positions) for lane, number, positions, shadow in ridden if not shadow]
     cut = plan.micro_batches(step)
     assert real == [(lane, number, positions) for lane in cut for number, positions in enumerate(cut[lane])]
@@ -94,8 +95,26 @@ def test_the_workers_together_ride_every_micro_batch_once(plan: BatchPlan, worke
 def test_a_worker_without_samples_gets_one_shadow_and_no_other_worker_gets_any(plan: BatchPlan, workers: int) -> None:
     cut = plan.micro_batches(plan.steps - 1)
     for ride in neighbouring_lanes(plan.lanes, workers):
-        shadows = [item for item in rides(plan, plan.steps - 1, ride) if item[3]]
+        shadows = [item for item in assigned(plan, plan.steps - 1, ride) if item[3]]
         assert shadows == ([] if set(ride) & set(cut) else [(0, 0, cut[0][0], True)])
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.dictionaries(st.integers(0, 8), st.integers(1, 3), min_size=1),
+    st.integers(1, 9),
+    st.sampled_from([strided_lanes, neighbouring_lanes]),
+)
+def test_every_micro_batch_is_run_once_and_no_worker_has_nothing_to_run(counts, workers, lanes_of) -> None:  # type: ignore[no-untyped-def]
+    items = [assigned_items(counts, lanes) for lanes in lanes_of(9, workers)]
+    real = [(item.lane, item.micro_batch) for mine in items for item in mine if not item.shadow]
+    assert sorted(real) == sorted((lane, number) for lane, count in counts.items() for number in range(count))
+    assert all(mine for mine in items)
+    assert all(mine[-1].last_of_lane for mine in items)
+
+
+def test_a_worker_without_samples_runs_the_lowest_lanes_first_micro_batch() -> None:
+    assert assigned_items({1: 2, 3: 1}, (0, 2)) == [ItemKey(1, 0, shadow=True, last_of_lane=True)]
 
 
 @pytest.mark.parametrize("drop_last", [False, True])

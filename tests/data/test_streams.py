@@ -21,7 +21,7 @@ from paceline.data.stream_reading import Stream, splits_itself
 from paceline.data.streams import Counts, StreamLoader
 from paceline.data.work_source import Deal
 from paceline.errors import ConfigError, DataError
-from paceline.world.lanes import neighbouring_lanes
+from paceline.world.lanes import neighbouring_lanes, strided_lanes
 
 Handed = dict[tuple[int, int, int], Any]  # (step, lane, micro-batch) -> batch
 
@@ -501,3 +501,26 @@ def test_another_batch_size_in_the_middle_of_an_epoch_is_refused() -> None:
     loader = StreamLoader(DataLoader(Resumable(50), batch_size=5), Deal(4, 1, (0, 1, 2, 3), 3), lambda mine, _: mine)
     with pytest.raises(DataError, match="in the middle of epoch 0 can't go on with another batch size"):
         loader.restore(job.state, changed=frozenset({"batch size"}))
+
+
+class FewNumbers(IterableDataset[torch.Tensor]):
+    def __iter__(self):  # type: ignore[no-untyped-def]
+        return iter(torch.arange(18.0))
+
+
+def test_a_stream_hands_out_shadows_that_are_copies() -> None:
+    """16 samples are two micro-batches for each of four lanes; the 2 left make one, of lane 0."""
+    seen, shadows = [], 0
+    for worker, ride in enumerate(strided_lanes(4, 3)):
+        deal = Deal(4, 2, ride, seed=0)
+        loader = StreamLoader(DataLoader(FewNumbers(), batch_size=2), deal, lambda mine, _: mine)
+        for item, batch in loader.items():
+            if item.shadow:
+                shadows += 1
+                assert worker > 0
+                batch.fill_(-1)
+            else:
+                seen += batch.tolist()
+        loader.close()
+    assert sorted(seen) == list(range(18))
+    assert shadows == 2

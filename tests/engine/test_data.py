@@ -414,7 +414,7 @@ def test_the_loader_s_own_state_goes_on_in_the_middle_of_an_epoch() -> None:
         assert torch.equal(torch.cat(again), torch.cat(batches[8:]))
 
 
-# -- the ledger of samples ---------------------------------------------------------------------------------------------
+# -- the sample log ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", ["shuffled", "batch sampler", "stream", "whole stream"])

@@ -26,8 +26,7 @@ from typing import Any
 
 import psutil
 
-from paceline.data.audit import audit
-from paceline.data.ledger.report import Report
+from paceline.data.audit import Report, audit
 from paceline.elastic.ledger import Row, read_ledger
 from paceline.elastic.random_faults import HurtJob
 from paceline.launch.worker_main import STACK_SIGNAL

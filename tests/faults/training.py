@@ -61,7 +61,7 @@ def main() -> None:
     parser.add_argument("--loader-processes", type=int, default=0)
     parser.add_argument("--save-every", type=int, default=0, help="steps between checkpoints; 0: none")
     parser.add_argument("--step-s", type=float, default=0.0, help="how long a step takes at least")
-    parser.add_argument("--run-dir", type=Path, default=Path("run"), help="of checkpoints and the record of samples")
+    parser.add_argument("--run-dir", type=Path, default=Path("run"), help="of checkpoints and the sample log")
     parser.add_argument("--sums-on-servers", action="store_true", help="parameter_server whose servers only add")
     parser.add_argument("--second-opinion", type=int, help="steps from one to the next whose lanes are computed twice")
     parser.add_argument("--await-joiner", help="SLOT-INCARNATION: the others don't end before it stands at the loop")

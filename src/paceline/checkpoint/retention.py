@@ -39,6 +39,18 @@ def _entries(folder: Path) -> list[Path]:
         raise CheckpointError(f"{folder} can't be read: {cause_of(error)}") from error
 
 
+def newest_in(folder: Path) -> Path:
+    """The checkpoint itself, or the newest complete one of a run's folder."""
+    if (folder / COMPLETE).exists():
+        return folder
+    found = all_checkpoints(folder)
+    complete = [path for path in found if (path / COMPLETE).exists()]
+    if complete:
+        return complete[0]
+    what = f"{len(found)} checkpoints, none of them complete" if found else "no checkpoint"
+    raise CheckpointError(f"{folder} has {what}")
+
+
 def best_checkpoint(folder: Path) -> Path | None:
     """The one with the best score; of equal ones the oldest."""
     scored: list[tuple[float, int, Path]] = []

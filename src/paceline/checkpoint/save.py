@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import contextlib
 import json
+import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -217,3 +218,48 @@ def _size(folder: Path) -> int:
         with contextlib.suppress(FileNotFoundError):
             sizes.append(path.stat().st_size)
     return sum(sizes)
+
+
+class AsyncWriter:
+    """A save in the background: the training goes on while a thread writes what it was given, one save at a time.
+
+    training   ── snapshot ── step ── step ── step ── step ──
+    writer                └── write ── flush ── publish ──┘
+    """
+
+    def __init__(self) -> None:
+        self._thread: threading.Thread | None = None
+        self._failure: str | None = None
+
+    @property
+    def busy(self) -> bool:
+        return self._thread is not None and self._thread.is_alive()
+
+    def start(self, work: Callable[[], None]) -> None:
+        """Only when it is not busy."""
+        assert not self.busy, "one save at a time"
+
+        def run() -> None:
+            try:
+                work()
+            except CheckpointError as error:
+                self._failure = str(error)
+            except Exception as error:
+                self._failure = f"{type(error).__name__}: {error}"
+
+        self._thread = threading.Thread(target=run, name="paceline checkpoint", daemon=True)
+        self._thread.start()
+
+    def wait(self, timeout_s: float) -> None:
+        """Until it is done, or so long; then it is still `busy`."""
+        if self._thread is not None:
+            self._thread.join(timeout_s)
+
+    @property
+    def has_failed(self) -> bool:
+        return self._failure is not None
+
+    def take_failure(self) -> str | None:
+        """What went wrong since the last call."""
+        failure, self._failure = self._failure, None
+        return failure

@@ -5,21 +5,26 @@
 Any safetensors reader opens it. We write it ourselves because every tensor's checksum is taken on its way to the disk,
 and nothing is gathered into one piece of memory before. The checksum of the file is that of its header and of its
 tensors' checksums, which covers every byte without reading any twice.
+
+    xxh3_128   26 GB/s on one core: next to nothing beside writing
+    sha256     1.6 GB/s, where xxhash is not installed
+
+A checkpoint says which one it has. Both find every flipped bit; they are no signature, and don't protect from people.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from paceline.checkpoint.checksum import digest_of, new_digest
 from paceline.checkpoint.disk import CHUNK, write_file
 from paceline.errors import CheckpointError
 from paceline.input_file import LARGEST, cause_of, open_input, parse_json
@@ -31,6 +36,42 @@ CODES = {
     torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
 }  # fmt: skip
 DTYPES = {code: dtype for dtype, code in CODES.items()}
+
+
+class Digest(Protocol):
+    def update(self, data: Any, /) -> None: ...
+
+    def hexdigest(self) -> str: ...
+
+
+def best_checksum() -> str:
+    """The name of the quickest that is installed."""
+    try:
+        import xxhash  # noqa: F401
+    except ImportError:
+        return "sha256"
+    return "xxh3_128"
+
+
+def new_digest(name: str) -> Digest:
+    if name == "sha256":
+        return hashlib.sha256()
+    if name != "xxh3_128":
+        raise CheckpointError(f"this checkpoint has {name!r} checksums, which this version does not know")
+    try:
+        import xxhash
+    except ImportError as error:
+        raise CheckpointError(
+            "this checkpoint has checksums of xxhash, which is not installed: pip install xxhash"
+        ) from error
+    return xxhash.xxh3_128()
+
+
+def digest_of(name: str, *pieces: Any) -> str:
+    digest = new_digest(name)
+    for piece in pieces:
+        digest.update(piece)
+    return digest.hexdigest()
 
 
 @dataclass(frozen=True)
@@ -53,11 +94,9 @@ def as_bytes(tensor: Tensor) -> memoryview:
     return flat.view(torch.uint8).numpy().data
 
 
-def write_tensors(
-    path: Path, tensors: Sequence[tuple[str, Tensor]], checksum: str, about: dict[str, str] | None = None
-) -> WrittenFile:
+def write_tensors(path: Path, tensors: Sequence[tuple[str, Tensor]], checksum: str) -> WrittenFile:
     """Write tensors under their names, one after another, and flush."""
-    table: dict[str, Any] = {"__metadata__": about or {"format": "pt"}}
+    table: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, tensor in tensors:
         start, end = end, end + tensor.numel() * tensor.element_size()

@@ -13,12 +13,10 @@ from typing import Any
 
 from torch import Tensor
 
-from paceline.checkpoint.checksum import best_checksum
 from paceline.checkpoint.disk import flush_folder, rename
 from paceline.checkpoint.load import Checkpoint, whole_tree
-from paceline.checkpoint.manifest import COMPLETE
-from paceline.checkpoint.retention import all_checkpoints
-from paceline.checkpoint.tensor_file import write_tensors
+from paceline.checkpoint.retention import newest_in
+from paceline.checkpoint.tensor_file import best_checksum, write_tensors
 from paceline.errors import CheckpointError
 from paceline.input_file import cause_of, open_input
 
@@ -39,18 +37,6 @@ def write_weights(path: Path, weights: Mapping[str, Tensor]) -> int:
     except OSError as error:
         raise CheckpointError(f"{path} could not be written: {cause_of(error)}") from error
     return file.bytes
-
-
-def newest_in(folder: Path) -> Path:
-    """The checkpoint itself, or the newest complete one of a run's folder."""
-    if (folder / COMPLETE).exists():
-        return folder
-    found = all_checkpoints(folder)
-    complete = [path for path in found if (path / COMPLETE).exists()]
-    if complete:
-        return complete[0]
-    what = f"{len(found)} checkpoints, none of them complete" if found else "no checkpoint"
-    raise CheckpointError(f"{folder} has {what}")
 
 
 def weights_of(checkpoint: Checkpoint, model: int = 0) -> dict[str, Tensor]:

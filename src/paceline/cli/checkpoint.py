@@ -131,7 +131,7 @@ def diff(
     limit: Annotated[int, typer.Option(min=0, help="differences to print")] = 20,
 ) -> None:
     """In what two checkpoints differ, bit by bit; 0 if in nothing, 1 otherwise."""
-    from paceline.checkpoint.differences import differences
+    from paceline.checkpoint.load import differences
     from paceline.checkpoint.weights_file import read_weights
 
     trees: list[Any]
@@ -152,6 +152,6 @@ def diff(
 
 def _opened(path: Path) -> Checkpoint:
     from paceline.checkpoint.load import Checkpoint
-    from paceline.checkpoint.weights_file import newest_in
+    from paceline.checkpoint.retention import newest_in
 
     return Checkpoint.open(newest_in(path))

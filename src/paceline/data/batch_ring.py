@@ -4,12 +4,12 @@
     loader process 1   batch ──► │ slot 4 │ slot 5 │ slot 6 │ slot 7 │ ──┴──► torch's queue ──► fresh arrays
 
 torch makes a file for each tensor and hands that over: a connection, a mapping, and new pages every time. A copy out of
-memory that is in use already, into memory that was, is quicker. Large arrays of numpy, which would be pickled into a
-pipe, go the same way. A batch with more tensors than a slot holds, or one that is not plain (a subclass, on a GPU, a
-view of much more than it shows), travels as torch sends it. The memory is anonymous, so that nothing can stay behind,
-whoever is killed; pages of it exist from when they are written.
+memory that is in use already, into memory that malloc has at hand, is quicker. Large arrays of numpy, which would be
+pickled into a pipe, go the same way. A batch with more tensors than a slot holds, or one that is not plain (a subclass,
+on a GPU, a view of much more than it shows), travels as torch sends it. The memory is anonymous, so that nothing can
+stay behind, whichever process is killed; pages of it exist from when they are written.
 
-A process uses its slots in turn, and nobody tells it when one has been read. With P = prefetch_factor and N processes:
+A process uses its slots in turn, and is not told when one has been read. With P = prefetch_factor and N processes:
 
     torch lets P·N tasks be on their way, in order; task t is for process t mod N            P of each process
     before it hands out the batch of task t, it puts task t + P·N, for the same process      P + 1
@@ -29,7 +29,6 @@ import io
 import itertools
 import os
 import pickle
-import sys
 import weakref
 from multiprocessing.reduction import ForkingPickler
 from typing import Any, NamedTuple
@@ -80,7 +79,6 @@ class BatchMemory:
         key = next(_keys)
         self.address = RingAddress(f"/proc/{os.getpid()}/fd/{descriptor}", size, slots, key)
         self._storage: Any = _mapped(self.address)
-        self.shelf = Shelf()
         _memories[key] = self
 
     def at(self, slot: int) -> int:
@@ -89,32 +87,7 @@ class BatchMemory:
     def close(self) -> None:
         self._close_descriptor()
         _memories.pop(self.address.key, None)
-        self._storage, self.shelf = None, Shelf()
-
-
-class Shelf:
-    """Memory of tensors that were handed out, for others as soon as nobody looks into it; new pages cost more than the
-    copy does. The tensors hold the buffer, so its references tell."""
-
-    MOST = 8
-    WORTH_IT = 64 << 10  # malloc itself has less at hand
-
-    def __init__(self) -> None:
-        self._buffers: list[np.ndarray[Any, Any]] = []
-
-    def tensor(self, size: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """As torch.empty would make it."""
-        if size < self.WORTH_IT:
-            return torch.empty(shape, dtype=dtype, device="cpu")
-        return torch.frombuffer(self._free(size), dtype=dtype, count=size // dtype.itemsize).resize_(shape)
-
-    def _free(self, size: int) -> np.ndarray[Any, Any]:
-        for place, references in enumerate(map(sys.getrefcount, self._buffers)):
-            if references == _ONLY_OURS and size <= self._buffers[place].nbytes <= 2 * size:
-                return self._buffers[place]
-        fresh = torch.empty(size + size // 4, dtype=torch.uint8, device="cpu").numpy()  # the next may be longer
-        self._buffers = [*self._buffers[-self.MOST + 1 :], fresh]
-        return fresh
+        self._storage = None
 
 
 class Packed:
@@ -132,7 +105,7 @@ class Packed:
         """What the loader process packed, in memory of its own."""
         memory = _memories[self._key]
         address = memory.at(self._slot)
-        batch = _Unpickler(self._data, _Emptying(address, memory.shelf, pinned=pinned)).load()
+        batch = _Unpickler(self._data, _Emptying(address, pinned=pinned)).load()
         found = _number_at(address).value
         if found != self._count:
             raise DataError(
@@ -249,10 +222,10 @@ class _Unpickler(pickle.Unpickler):
 
 
 class _Emptying:
-    """One slot as its arrays are made anew, in memory of the shelf, or tensors in pinned memory."""
+    """One slot as its arrays are made anew, tensors in pinned memory where that is wanted."""
 
-    def __init__(self, address: int, shelf: Shelf, *, pinned: bool) -> None:
-        self._address, self._shelf, self._pinned = address, shelf, pinned
+    def __init__(self, address: int, *, pinned: bool) -> None:
+        self._address, self._pinned = address, pinned
         self._made: dict[int, Tensor] = {}
 
     def tensor(
@@ -268,18 +241,15 @@ class _Emptying:
         return tensor.set_(holds_it.untyped_storage(), offset, shape, strides)
 
     def _fresh(self, place: int, size: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        if self._pinned:
-            tensor = torch.empty(shape, dtype=dtype, device="cpu", pin_memory=True)
-        else:
-            tensor = self._shelf.tensor(size, shape, dtype)
+        tensor = torch.empty(shape, dtype=dtype, device="cpu", pin_memory=self._pinned)
         ctypes.memmove(tensor.data_ptr(), self._address + place, size)
         self._made[place] = tensor
         return tensor
 
     def array(self, place: int, size: int, dtype: str, shape: tuple[int, ...]) -> np.ndarray[Any, Any]:
-        fresh: np.ndarray[Any, Any] = self._shelf.tensor(size, (size,), torch.uint8).numpy()
+        fresh: np.ndarray[Any, Any] = np.empty(shape, dtype)
         ctypes.memmove(fresh.ctypes.data, self._address + place, size)
-        return fresh.view(dtype).reshape(shape)
+        return fresh
 
 
 def _tensor(*put: Any) -> Tensor:
@@ -297,7 +267,6 @@ def _mapped(address: RingAddress) -> Any:
     return torch.UntypedStorage.from_file(address.path, True, address.size)
 
 
-_ONLY_OURS = next(map(sys.getrefcount, [object()]))
 _number_at = ctypes.c_int64.from_address
 _keys = itertools.count()
 _memories: weakref.WeakValueDictionary[int, BatchMemory] = weakref.WeakValueDictionary()

@@ -41,7 +41,7 @@ class DistributedSampler(TorchDistributedSampler[int]):
         seed: int = 0,
         drop_last: bool = False,
     ) -> None:
-        num_replicas, rank = _place(num_replicas, rank)
+        num_replicas, rank = _place(type(self).__name__, num_replicas, rank)
         self._samples = _length_of(dataset)
         self._started: int | None = None  # the epoch of the latest iteration; None: `epoch` was set and not yet used
         super().__init__(cast("Dataset[Any]", dataset), num_replicas, rank, shuffle, seed, drop_last)
@@ -53,11 +53,14 @@ class DistributedSampler(TorchDistributedSampler[int]):
 
     # A generator, because a DataLoader with loader processes calls iter() twice and uses one of the two.
     def __iter__(self) -> Iterator[int]:
-        order = self._next_order()
+        order = self._order_of(self._next_epoch())
         for position in range(self.rank, self.total_size, self.num_replicas):
             yield order.sample_at(position % self._samples)
 
-    def _next_order(self) -> GlobalOrder:
+    def _order_of(self, epoch: int) -> GlobalOrder:
+        return Shuffled(self._samples, self.seed, epoch) if self.shuffle else Sequential(self._samples)
+
+    def _next_epoch(self) -> int:
         if (now := _length_of(self.dataset)) != self._samples:
             raise ConfigError(
                 f"rank {self.rank}: the dataset had {self._samples:,} samples when its DistributedSampler was made and "
@@ -66,29 +69,26 @@ class DistributedSampler(TorchDistributedSampler[int]):
         if self._started == self.epoch:
             self.epoch += 1
         self._started = self.epoch
-        return Shuffled(self._samples, self.seed, self.epoch) if self.shuffle else Sequential(self._samples)
+        return self.epoch
 
 
-def _place(num_replicas: int | None, rank: int | None) -> tuple[int, int]:
+def _place(owner: str, num_replicas: int | None, rank: int | None) -> tuple[int, int]:
     if num_replicas is None or rank is None:
         world = read_world()
-        if _grouped() and (dist.get_world_size(), dist.get_rank()) != (world.size, world.rank):
+        grouped = dist.is_available() and dist.is_initialized()
+        if grouped and (dist.get_world_size(), dist.get_rank()) != (world.size, world.rank):
             raise ConfigError(
-                f"DistributedSampler: the launcher ({world.source}) says rank {world.rank} of {world.size}, the "
+                f"{owner}: the launcher ({world.source}) says rank {world.rank} of {world.size}, the "
                 f"process group says rank {dist.get_rank()} of {dist.get_world_size()}; pass num_replicas= and rank="
             )
         num_replicas = world.size if num_replicas is None else num_replicas
         rank = world.rank if rank is None else rank
     if not 0 <= rank < num_replicas:
         raise ConfigError(
-            f"DistributedSampler: there is no rank {rank} among num_replicas={num_replicas}; "
+            f"{owner}: there is no rank {rank} among num_replicas={num_replicas}; "
             "ranks count from 0 to num_replicas - 1"
         )
     return num_replicas, rank
-
-
-def _grouped() -> bool:
-    return dist.is_available() and dist.is_initialized()
 
 
 def _length_of(dataset: Any) -> int:

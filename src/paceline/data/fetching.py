@@ -1,37 +1,58 @@
-"""Fetching one work item: its samples, each under its own random state, then the collate function.
+"""Fetching: from a work item to its batch on the device.
 
-    (seed, epoch, position) ──► random, numpy, torch ──► dataset[id]      the same values wherever the sample is fetched
+    (seed, epoch, position) ──► random, numpy, torch ──► dataset[id] ──► collate_fn        in this or a loader process
+    work items ──► (epoch, position, ids) ──► torch's DataLoader ──► batch ──► copied to the device
+                   └────────────── remembered in order ────────────────┘      (item, batch) to the loop
 
-Seeding costs more than fetching from a simple dataset does, so only libraries that the dataset draws from are seeded
-before each sample. Which these are is observed: an item begins with the others in a known state, and if one of them has
-moved on at the end, the item is fetched again.
+Each sample is fetched under a random state of its own, so that it has the same values wherever that happens. Seeding
+costs more than fetching from a simple dataset does, so only libraries that the dataset draws from are seeded before
+each sample. Which these are is observed: an item begins with the others in a known state, and if one of them has moved
+on at the end, the item is fetched again.
 
-This runs in the worker itself or in a loader process. There, `loader_watch` keeps a slot that says which sample the
-process is at.
+A loader process that fails hands over its error as a text; one that dies or hangs is named with the sample it was at
+(`loader_watch`). Processes end with the loop, or stay for the next one (`persistent_workers`). They also stay where a
+loop goes on with other lanes: what is still on its way is dropped before they are asked anew.
 """
 
 from __future__ import annotations
 
+import copy
 import random
+import threading
+import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
+from queue import SimpleQueue
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 import torch.utils.data._utils.worker as torch_worker
-from torch.utils.data import Dataset, default_collate, get_worker_info
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, default_collate, get_worker_info
 
-from paceline.data.batch_ring import BatchRing, RingAddress
+from paceline.data.batch_ring import BatchMemory, BatchRing, Packed, RingAddress
 from paceline.data.global_order import scrambled
-from paceline.data.loader_watch import COLLATING, HANDING_OVER, Slot, Slots
+from paceline.data.loader_watch import COLLATING, HANDING_OVER, LoaderWatch, Slot, Slots, timed_out
+from paceline.data.sharded_sampler import WorkItem
+from paceline.data.work_source import Deal
 from paceline.errors import DataError
 from paceline.world.determinism import mix, seed_everything
+
+LOOK_AFTER_THEM_S = 0.25
+WORTH_A_THREAD_S = 2e-3  # a body that takes less leaves the thread nothing to save
+_NO_MORE = object()
+
+Pair = tuple[WorkItem, Any]
 
 # What fetching has to know of a work item: epoch, position, sample ids. It travels to a loader process, which plain
 # tuples do faster.
 Wanted = tuple[int, int, tuple[int, ...]]
+
+# -- one item: its samples, then the collate function ------------------------------------------------------------------
 
 
 class Failure:
@@ -222,3 +243,355 @@ def _names(ids: Sequence[int]) -> str:
         return f"sample {ids[0]}"
     shown = ", ".join(str(sample) for sample in ids[:8])
     return f"the samples {shown}, … ({len(ids)} in all)" if len(ids) > 8 else f"the samples {shown}"
+
+
+# -- items in order, from this process or from loader processes --------------------------------------------------------
+
+
+class ItemFetcher:
+    """Fetches work items as the user's DataLoader `source` would: its dataset, collate_fn and loader processes."""
+
+    def __init__(self, source: DataLoader[Any], deal: Deal) -> None:
+        self._source, self._deal = source, deal
+        self._timeout_s = source.timeout or deal.timeout_s
+        self._watch = LoaderWatch(source.num_workers) if source.num_workers > 0 else None
+        self._memory = BatchMemory(source.num_workers, source.prefetch_factor or 1) if self._watch is not None else None
+        slots = self._watch.slots if self._watch is not None else None
+        rings = self._memory.address if self._memory is not None else None
+        self._dataset = ItemDataset(source.dataset, source.collate_fn, deal.seed, slots, rings)
+        self._asked = _Asked()
+        self._generator = _generator_of(deal)
+        self._loader = self._make_loader()
+        self._fetched: Any = None
+        self._receiver: BatchReceiver | None = None
+        self._leaving, self._stay = False, source.persistent_workers
+
+    def ride(self, lanes: tuple[int, ...]) -> None:
+        """These lanes from now on; processes that run already keep the seed of the ones before."""
+        if lanes == self._deal.ride:
+            return
+        self._deal = replace(self._deal, ride=lanes)
+        self._generator = _generator_of(self._deal)
+        if self._fetched is None:
+            self._loader = self._make_loader()
+
+    @contextmanager
+    def staying(self) -> Iterator[None]:
+        """What `of` gave is closed, and other items are asked for next: processes stay for them."""
+        self._stay = True
+        try:
+            yield
+        finally:
+            self._stay = self._source.persistent_workers
+
+    def of(self, items: Iterator[WorkItem]) -> Generator[tuple[WorkItem, Any]]:
+        clean = False
+        try:
+            self._drop_what_is_on_its_way()
+            self._asked.begin(items)
+            self._fetched = self._begin()
+            body_s = 0.0
+            while (batch := self._next()) is not _NO_MORE:
+                if isinstance(batch, Failure):
+                    raise DataError(batch.text)
+                if body_s > WORTH_A_THREAD_S:
+                    self._receive_ahead()
+                began = time.perf_counter()
+                yield self._asked.taken(), batch
+                body_s = time.perf_counter() - began
+            clean = True
+        except GeneratorExit:
+            clean = True
+            raise
+        finally:
+            self._stop_receiving()
+            if not (clean and self._stay):
+                self._end_processes()
+
+    def close(self) -> None:
+        """End the loader processes."""
+        self._stop_receiving()
+        self._end_processes()
+        if self._watch is not None:
+            self._watch.close()
+        if self._memory is not None:
+            self._memory.close()
+
+    # -- batches -----------------------------------------------------------------------------------------------------
+
+    def _next(self) -> Any:
+        if self._receiver is not None and self._receiver.asked:
+            return self._receiver.next()
+        return self._awaited()
+
+    def _awaited(self) -> Any:
+        """The next batch. torch gives up now and then, so that a process that died or hangs is missed."""
+        if self._watch is None:
+            return next(self._fetched, _NO_MORE)
+        deadline = time.monotonic() + self._timeout_s
+        while True:
+            try:
+                batch = next(self._fetched, _NO_MORE)
+                return batch.batch() if type(batch) is Packed else batch
+            except RuntimeError as error:
+                if dead := self._watch.obituaries(self._watch.processes):
+                    raise DataError(dead) from error
+                if not timed_out(error) or self._leaving:
+                    raise
+                if time.monotonic() >= deadline:
+                    what = f"the loader processes gave no batch for {self._timeout_s:g} s"
+                    raise DataError(self._watch.delayed(what)) from error
+
+    def _receive_ahead(self) -> None:
+        if self._watch is None or self._source.pin_memory:
+            return
+        if self._receiver is None:
+            self._receiver = BatchReceiver(self._awaited)
+        self._receiver.ask()
+
+    def _stop_receiving(self) -> None:
+        if self._receiver is not None:
+            self._leaving = True
+            self._receiver.stop()
+            self._receiver, self._leaving = None, False
+
+    # -- processes ---------------------------------------------------------------------------------------------------
+
+    def _begin(self) -> Iterator[Any]:
+        if self._watch is None:
+            return iter(self._loader) if self._source.pin_memory else map(self._dataset.__getitem__, self._asked)
+        with self._watch.starting():
+            try:
+                fetched: Any = iter(self._loader)
+            except RuntimeError as error:  # one of the processes that stayed has not answered in time
+                if dead := self._watch.obituaries(self._watch.processes):
+                    raise DataError(dead) from error
+                self._end_processes()
+                fetched = iter(self._loader)
+            self._watch.processes = fetched._workers
+        return fetched  # type: ignore[no-any-return]
+
+    def _drop_what_is_on_its_way(self) -> None:
+        if self._fetched is not None:
+            self._asked.begin(iter(()))
+            while self._awaited() is not _NO_MORE:
+                pass
+
+    def _end_processes(self) -> None:
+        shutdown = getattr(self._fetched, "_shutdown_workers", None)
+        self._fetched = None
+        if shutdown is None or self._watch is None:
+            return
+        shutdown()
+        for process in self._watch.processes:  # torch asks one that hangs to terminate, and leaves it at that
+            process.kill()
+            process.join()
+        self._watch.processes = ()
+        self._loader = self._make_loader()  # that one would hand out the ended ones again
+
+    def _make_loader(self) -> DataLoader[Any]:
+        source = self._source
+        options: dict[str, Any] = {}
+        if self._watch is not None:
+            options = {
+                "prefetch_factor": source.prefetch_factor,
+                "multiprocessing_context": source.multiprocessing_context,
+                "worker_init_fn": self._watch.started(source.worker_init_fn),
+                "persistent_workers": True,  # when they end is decided here
+                "timeout": min(LOOK_AFTER_THEM_S, self._timeout_s),
+            }
+        return DataLoader(
+            self._dataset,
+            batch_size=None,
+            sampler=self._asked,
+            collate_fn=as_it_is,
+            num_workers=source.num_workers,
+            pin_memory=source.pin_memory,
+            generator=self._generator,
+            **options,
+        )
+
+
+class _Asked:
+    """The sampler behind torch's DataLoader: hands it what is wanted, and remembers the items in that order."""
+
+    def __init__(self) -> None:
+        self._items: Iterator[WorkItem] = iter(())
+        self._out: deque[WorkItem] = deque()
+
+    def begin(self, items: Iterator[WorkItem]) -> None:
+        self._items = items
+        self._out.clear()
+
+    def __iter__(self) -> Iterator[Wanted]:
+        items = self._items
+        for item in items:
+            if items is not self._items:  # another loop has begun
+                return
+            self._out.append(item)
+            yield item.epoch, item.position, item.sample_ids
+
+    def taken(self) -> WorkItem:
+        return self._out.popleft()
+
+
+def _generator_of(deal: Deal) -> torch.Generator:
+    """Seeds loader processes, so that what the user makes there from torch's seed differs from worker to worker.
+
+    No sample's value depends on it: those are seeded each for itself.
+    """
+    generator = torch.Generator()
+    generator.manual_seed(mix(deal.seed, "loader processes", *deal.ride))
+    return generator
+
+
+def as_it_is(batch: Any) -> Any:
+    return batch
+
+
+class BatchReceiver:
+    """A thread that takes the next batch over from the loader processes while the loop works on this one.
+
+        loop       step on batch 1 ▓▓▓▓▓▓▓▓▓▓▓   step on batch 2 ▓▓▓▓▓▓▓▓▓▓▓
+        thread      batch 2 ▒▒                    batch 3 ▒▒                    handing over memory takes about 1 ms
+
+    torch has such a thread only where it pins memory. `ask()` has the thread call `take`; `next()` is what it gave, or
+    raises what it raised.
+    """
+
+    def __init__(self, take: Callable[[], Any]) -> None:
+        self._take = take
+        self._asks: SimpleQueue[bool] = SimpleQueue()
+        self._taken: SimpleQueue[tuple[Any, BaseException | None]] = SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="paceline-batch-receiver", daemon=True)
+        self._thread.start()
+        self.asked = False
+
+    def ask(self) -> None:
+        self.asked = True
+        self._asks.put(True)
+
+    def next(self) -> Any:
+        batch, error = self._taken.get()
+        self.asked = False
+        if error is not None:
+            raise error
+        return batch
+
+    def stop(self) -> None:
+        """Returns when the thread has ended, which a `take` in progress delays."""
+        self._asks.put(False)
+        if threading.current_thread() is not self._thread:  # the garbage collector runs anywhere
+            self._thread.join()
+
+    def _run(self) -> None:
+        while self._asks.get():
+            try:
+                self._taken.put((self._take(), None))
+            except BaseException as error:
+                self._taken.put((None, error))
+
+
+# -- to the device ahead of use ----------------------------------------------------------------------------------------
+
+
+class Prefetch:
+    """Iterates (item, batch on the device); `waited_s` is the time spent on waiting for data so far.
+
+        copy stream       batch 1 ▓▓   batch 2 ▓▓   batch 3 ▓▓
+        compute stream            step on batch 1 ▓▓▓▓▓▓  step on batch 2 ▓▓▓▓▓▓
+
+    Looking ahead is worth it where loader processes prepare batches meanwhile; without them the next batch would have
+    to be made before this one is handed out. On the CPU there is nowhere to copy to.
+    """
+
+    def __init__(self, items: Iterator[Pair], device: torch.device, *, ahead: bool) -> None:
+        self._items, self._device = items, device
+        self._copies = torch.Stream(device=device) if ahead and device.type != "cpu" else None
+        self._next: Pair | Exception | None = None
+        self.waited_s = 0.0
+
+    def __iter__(self) -> Prefetch:
+        return self
+
+    def __next__(self) -> Pair:
+        found = self._next if self._next is not None else self._fetched()
+        self._next = None
+        if isinstance(found, Exception):
+            raise found
+        item, batch = found
+        if self._copies is not None:
+            current = torch.accelerator.current_stream(self._device)
+            current.wait_stream(self._copies)
+            _used_on(batch, current)
+            self._next = self._fetched()
+        return item, to_device(batch, self._device)
+
+    def close(self) -> None:
+        self._next = None
+        close = getattr(self._items, "close", None)
+        if close is not None:
+            close()
+
+    def _fetched(self) -> Pair | Exception:
+        """The next pair, or what came in its place: a failure ahead must not keep this batch from being used."""
+        began = time.perf_counter()
+        try:
+            item, batch = next(self._items)
+        except Exception as error:
+            return error
+        finally:
+            self.waited_s += time.perf_counter() - began
+        if self._copies is None:
+            return item, batch
+        with self._copies:
+            return item, to_device(batch, self._device, seen_through=True)
+
+
+def to_device(batch: Any, device: torch.device, *, seen_through: bool = False) -> Any:
+    """The batch with its tensors on the device.
+
+    With `seen_through`, only what `_used_on` finds: other objects are moved when they are handed out.
+    """
+    if device.type == "cpu":
+        return batch
+    if isinstance(batch, Tensor):
+        return batch.to(device, non_blocking=True)
+    if callable(getattr(batch, "to", None)):  # a transformers BatchEncoding, a PackedSequence, a graph
+        return batch if seen_through and not isinstance(batch, Mapping | list | tuple) else _asked_to(batch, device)
+    if isinstance(batch, Mapping):
+        moved = {key: to_device(value, device, seen_through=seen_through) for key, value in batch.items()}
+        return moved if type(batch) is dict else _like(batch, moved)
+    if isinstance(batch, list | tuple):
+        values = [to_device(value, device, seen_through=seen_through) for value in batch]
+        return type(batch)(*values) if hasattr(batch, "_fields") else type(batch)(values)
+    return batch
+
+
+def _asked_to(batch: Any, device: torch.device) -> Any:
+    try:
+        return batch.to(device, non_blocking=True)
+    except TypeError:
+        return batch.to(device)
+
+
+def _like(batch: Mapping[Any, Any], moved: dict[Any, Any]) -> Any:
+    """A mapping of the user's own type keeps what else it holds."""
+    copied: Any = copy.copy(batch)
+    if not hasattr(copied, "update"):
+        return moved
+    copied.update(moved)
+    return copied
+
+
+def _used_on(batch: Any, stream: torch.Stream) -> None:
+    """The allocator must not reuse a copied tensor's memory before the compute stream is done with it."""
+    if isinstance(batch, Tensor):
+        if batch.device.type != "cpu":  # a PackedSequence keeps its lengths there
+            batch.record_stream(stream)
+    elif isinstance(batch, Mapping):
+        for value in batch.values():
+            _used_on(value, stream)
+    elif isinstance(batch, list | tuple):
+        for value in batch:
+            _used_on(value, stream)

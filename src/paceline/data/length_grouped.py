@@ -19,7 +19,6 @@ All of it is a function of (lengths, seed, epoch, cut): the number of workers ap
 from __future__ import annotations
 
 import hashlib
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeAlias, cast
 
@@ -28,13 +27,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import Dataset, Sampler
-from torch.utils.data.distributed import DistributedSampler
 
-from paceline.data.global_order import GlobalOrder, Shuffled
+from paceline.data.distributed_sampler import DistributedSampler
+from paceline.data.global_order import GlobalOrder, Listed, Shuffled
 from paceline.data.sharded_sampler import BatchPlan
 from paceline.errors import ConfigError
 from paceline.world.determinism import mix
-from paceline.world.environment import read_world
 
 Lengths: TypeAlias = NDArray[np.int64]
 GivenLengths: TypeAlias = Sequence[int] | NDArray[Any] | Tensor
@@ -201,15 +199,14 @@ class LengthGroupedSampler(Sampler[int]):
         return LengthGrouped(self.lengths[: cut.samples], seed, epoch, cut)
 
 
-class DistributedLengthGroupedSampler(DistributedSampler[int]):
+class DistributedLengthGroupedSampler(DistributedSampler):
     """transformers' sampler of this name, for a loop of one's own; `Engine.prepare` takes `LengthGroupedSampler`.
 
-    The indices are those of transformers' for the same seed and epoch. Two things differ: an iteration that
-    starts after another has the epoch after it unless `set_epoch` says another, and `num_replicas` and `rank` are by
-    default what the launcher said, not what a process group says.
+    The indices are those of transformers' for the same seed and epoch; what differs is what paceline's
+    `DistributedSampler` does differently from torch's: the epoch moves on by itself, and `num_replicas` and `rank` are
+    by default what the launcher said.
     """
 
-    # Not calling torch's __init__: it asks for a dataset, and lengths are enough here.
     def __init__(
         self,
         batch_size: int,
@@ -223,35 +220,17 @@ class DistributedLengthGroupedSampler(DistributedSampler[int]):
     ) -> None:
         _check_batch_size(batch_size)
         self.batch_size = batch_size
-        self.num_replicas, self.rank = _place(num_replicas, rank)
-        self.seed, self.epoch, self.drop_last, self.shuffle = seed, 0, drop_last, True
         self.lengths = known_lengths(dataset, lengths, model_input_name)
-        share = len(self.lengths) / self.num_replicas
-        self.num_samples = math.floor(share) if drop_last else math.ceil(share)
+        super().__init__(self.lengths, num_replicas, rank, seed=seed, drop_last=drop_last)
         if self.num_samples == 0:
             raise ConfigError(
                 f"{len(self.lengths)} samples can't be shared by {self.num_replicas} replicas with drop_last: each "
                 "would get none; use drop_last=False"
             )
-        self.total_size = self.num_samples * self.num_replicas
-        self._started: int | None = None  # the epoch of the latest iteration; None: `epoch` was set and not yet used
 
-    def __len__(self) -> int:
-        return self.num_samples
-
-    def set_epoch(self, epoch: int) -> None:
-        self.epoch = epoch
-        self._started = None
-
-    # A generator: a DataLoader may call iter() twice and use one of the two.
-    def __iter__(self) -> Iterator[int]:
-        if self._started == self.epoch:
-            self.epoch += 1
-        self._started = self.epoch
-        generator = torch.Generator().manual_seed(self.seed + self.epoch)
-        indices = mega_batched(self.lengths, self.batch_size, generator)
-        completed = np.resize(indices, self.total_size)  # repeats the beginning, or cuts the end off
-        yield from completed[self.rank :: self.num_replicas].tolist()
+    def _order_of(self, epoch: int) -> GlobalOrder:
+        generator = torch.Generator().manual_seed(self.seed + epoch)
+        return Listed(tuple(mega_batched(self.lengths, self.batch_size, generator).tolist()))
 
 
 def mega_batched(lengths: Lengths, batch_size: int, generator: torch.Generator | None) -> NDArray[np.int64]:
@@ -266,19 +245,6 @@ def mega_batched(lengths: Lengths, batch_size: int, generator: torch.Generator |
     longest = int(np.argmax(lengths[grouped[::size]])) * size
     grouped[[0, longest]] = grouped[[longest, 0]]
     return grouped
-
-
-def _place(num_replicas: int | None, rank: int | None) -> tuple[int, int]:
-    if num_replicas is None or rank is None:
-        world = read_world()
-        num_replicas = world.size if num_replicas is None else num_replicas
-        rank = world.rank if rank is None else rank
-    if not 0 <= rank < num_replicas:
-        raise ConfigError(
-            f"DistributedLengthGroupedSampler: there is no rank {rank} among num_replicas={num_replicas}; "
-            "ranks count from 0 to num_replicas - 1"
-        )
-    return num_replicas, rank
 
 
 def _check_batch_size(batch_size: int) -> None:

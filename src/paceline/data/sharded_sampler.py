@@ -10,8 +10,13 @@ A *cut* says which positions of the epoch's order a micro-batch holds; the order
                    micro-batches as can hold it, of equal length
     ListedPlan     micro-batches as a batch sampler gave them, of any length
 
-Nobody gets a sample twice and a lane that gets nothing is *absent* from the step. All of it is a function of the step's
-number: the number of workers appears nowhere.
+No lane gets a sample of another, and a lane that gets nothing is *absent* from the step. All of it is a function of the
+step's number: the number of workers appears nowhere.
+
+A worker's *work items* of a step are the micro-batches of its lanes, lane by lane. In a short last step all lanes of a
+worker may be absent. It then gets a *shadow*: the first micro-batch of the lowest lane once more, of which loss,
+gradient and buffers are dropped. Its loop body runs all the same, so that a collective that the user placed there meets
+every worker.
 """
 
 from __future__ import annotations
@@ -27,7 +32,6 @@ import numpy.typing as npt
 from torch.utils.data import Sampler
 
 from paceline.data.global_order import GlobalOrder, Sequential, Shuffled
-from paceline.data.slots import Slot, slots_of
 from paceline.errors import ConfigError, DataError
 from paceline.world.lanes import neighbouring_lanes
 
@@ -206,86 +210,76 @@ def _in_lanes(parts: Sequence[range], lanes: int) -> dict[int, list[range]]:
     return {lane: list(parts[lane::lanes]) for lane in range(min(lanes, len(parts)))}
 
 
-def rides(plan: Cut, step: int, lanes: tuple[int, ...]) -> Iterator[tuple[int, int, range, bool]]:
-    """This worker's micro-batches of a step as (lane, micro-batch, positions, shadow), lane by lane."""
-    for slot, positions in _rides_of(plan.micro_batches(step), lanes):
-        yield slot.lane, slot.micro_batch, positions, slot.shadow
+class ItemKey(NamedTuple):
+    """Which micro-batch of a step a work item is."""
+
+    lane: int
+    micro_batch: int
+    shadow: bool
+    last_of_lane: bool
 
 
-def _rides_of(cut: Mapping[int, list[range]], lanes: tuple[int, ...]) -> list[tuple[Slot, range]]:
-    slots = slots_of({lane: len(micro_batches) for lane, micro_batches in cut.items()}, lanes)
-    return [(slot, cut[slot.lane][slot.micro_batch]) for slot in slots]
+def assigned_items(counts: Mapping[int, int], lanes: Sequence[int]) -> list[ItemKey]:
+    """What a worker with these lanes does in a step of `counts` micro-batches per present lane, lane by lane."""
+    mine = [
+        ItemKey(lane, number, shadow=False, last_of_lane=number + 1 == counts[lane])
+        for lane in lanes
+        for number in range(counts.get(lane, 0))
+    ]
+    return mine or [ItemKey(min(counts), 0, shadow=True, last_of_lane=True)]
 
 
 def work_items(
-    plan: Cut,
-    order: GlobalOrder,
-    ride: tuple[int, ...],
-    *,
-    epoch: int,
-    first_step: int,
+    plan: Cut, order: GlobalOrder, lanes: tuple[int, ...], *, epoch: int, first_step: int
 ) -> Iterator[WorkItem]:
-    """What a worker that rides these lanes does in an epoch, from `first_step` on."""
-    for step, present, mine, ids in _with_ids(plan, order, ride, first_step):
-        low, high = plan.step_range(step)
-        for number, (slot, positions) in enumerate(mine):
-            yield WorkItem(
-                epoch=epoch,
-                step=step,
-                lane=slot.lane,
-                micro_batch=slot.micro_batch,
-                position=positions.start,
-                samples=len(positions),
-                sample_ids=tuple(ids[number]),
-                present=present,
-                step_samples=high - low,
-                first_of_step=number == 0,
-                first_of_lane=slot.micro_batch == 0,
-                last_of_lane=slot.last_of_lane,
-                last_of_step=number + 1 == len(mine),
-                shadow=slot.shadow,
-            )
-
-
-def lane_items(plan: Cut, order: GlobalOrder, rides: Iterable[tuple[int, int]], *, epoch: int) -> Iterator[WorkItem]:
-    """The micro-batches of (step, lane) after (step, lane), each as if it were a step of its own: for replay."""
-    for step, lane in rides:
-        cut, (low, high) = plan.micro_batches(step), plan.step_range(step)
-        if lane not in cut:
-            raise DataError(f"step {step} of epoch {epoch} has no samples for lane {lane}; the data have changed")
-        ids = samples_in(order, cut[lane])
-        for number, positions in enumerate(cut[lane]):
-            first, last = number == 0, number + 1 == len(cut[lane])
-            yield WorkItem(
-                epoch=epoch,
-                step=step,
-                lane=lane,
-                micro_batch=number,
-                position=positions.start,
-                samples=len(positions),
-                sample_ids=tuple(ids[number]),
-                present=tuple(cut),
-                step_samples=high - low,
-                first_of_step=first,
-                first_of_lane=first,
-                last_of_lane=last,
-                last_of_step=last,
-            )
-
-
-def _with_ids(
-    plan: Cut, order: GlobalOrder, ride: tuple[int, ...], first_step: int
-) -> Iterator[tuple[int, tuple[int, ...], list[tuple[Slot, range]], list[list[int]]]]:
-    """Each step with the lanes present, its rides and their ids, looked up for a few steps first, then many at once."""
+    """What a worker with these lanes does in an epoch, from `first_step` on."""
     steps = range(first_step, plan.steps)
     together = FEW_STEPS
     while steps:
-        cuts = [plan.micro_batches(step) for step in steps[:together]]
-        mine = [_rides_of(cut, ride) for cut in cuts]
-        ids = iter(samples_in(order, [positions for some in mine for _, positions in some]))
-        for step, cut, some in zip(steps, cuts, mine, strict=False):
-            yield step, tuple(cut), some, [next(ids) for _ in some]
+        yield from _items_of(plan, order, [(step, lanes) for step in steps[:together]], epoch)
         steps, together = steps[together:], MANY_STEPS
+
+
+def lane_items(plan: Cut, order: GlobalOrder, turns: Iterable[tuple[int, int]], *, epoch: int) -> Iterator[WorkItem]:
+    """The micro-batches of (step, lane) after (step, lane), each as if it were a step of its own: for replay."""
+    for step, lane in turns:
+        if lane not in plan.micro_batches(step):
+            raise DataError(f"step {step} of epoch {epoch} has no samples for lane {lane}; the data have changed")
+        yield from _items_of(plan, order, [(step, (lane,))], epoch)
+
+
+def _items_of(
+    plan: Cut, order: GlobalOrder, steps: Sequence[tuple[int, tuple[int, ...]]], epoch: int
+) -> Iterator[WorkItem]:
+    """The items of some steps, each with its lanes; the ids of all of them are looked up at once."""
+    cuts = [plan.micro_batches(step) for step, _ in steps]
+    keys = [
+        assigned_items({lane: len(ranges) for lane, ranges in cut.items()}, lanes)
+        for cut, (_, lanes) in zip(cuts, steps, strict=True)
+    ]
+    positions = [cut[key.lane][key.micro_batch] for cut, mine in zip(cuts, keys, strict=True) for key in mine]
+    looked_up = zip(positions, samples_in(order, positions), strict=True)
+    for (step, _), cut, mine in zip(steps, cuts, keys, strict=True):
+        low, high = plan.step_range(step)
+        present = tuple(cut)
+        for number, key in enumerate(mine):
+            at, ids = next(looked_up)
+            yield WorkItem(
+                epoch=epoch,
+                step=step,
+                lane=key.lane,
+                micro_batch=key.micro_batch,
+                position=at.start,
+                samples=len(at),
+                sample_ids=tuple(ids),
+                present=present,
+                step_samples=high - low,
+                first_of_step=number == 0,
+                first_of_lane=key.micro_batch == 0,
+                last_of_lane=key.last_of_lane,
+                last_of_step=number + 1 == len(mine),
+                shadow=key.shadow,
+            )
 
 
 def samples_in(order: GlobalOrder, ranges: Sequence[range]) -> list[list[int]]:

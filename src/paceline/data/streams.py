@@ -22,13 +22,17 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
-from paceline.data.epochs import batch_size_of
-from paceline.data.loader import refuse_what_cannot_be_dealt
-from paceline.data.loops import Loops
-from paceline.data.part_fetching import Fetcher
-from paceline.data.sharded_sampler import WorkItem
-from paceline.data.slots import slots_of
-from paceline.data.stream_reading import WHOLE, Request, StreamReader, StreamShape, shards_of, splits_itself
+from paceline.data.loader import Loops, batch_size_of, refuse_what_cannot_be_dealt
+from paceline.data.sharded_sampler import WorkItem, assigned_items
+from paceline.data.stream_reading import (
+    WHOLE,
+    PartFetcher,
+    Request,
+    StreamReader,
+    StreamShape,
+    shards_of,
+    splits_itself,
+)
 from paceline.data.work_source import Deal
 from paceline.errors import ConfigError, DataError
 
@@ -247,14 +251,14 @@ class StreamLoader:
     ) -> Iterator[tuple[WorkItem, Any]]:
         after = self._fetched[2]
         total = sum(sum(counts[lane]) for lane in present)
-        slots = slots_of({lane: len(counts[lane]) for lane in present}, self._deal.ride)
-        for number, slot in enumerate(slots):
-            lane, place = slot.lane, slot.micro_batch
+        keys = assigned_items({lane: len(counts[lane]) for lane in present}, self._deal.ride)
+        for number, key in enumerate(keys):
+            lane, place = key.lane, key.micro_batch
             if lane in self._deal.ride:
                 samples, batch = mine[lane][place]
             else:
                 samples, batch = self._shadow_batch(mine, lane)
-            if slot.shadow:  # the real one may follow, and the body may write into what it is given
+            if key.shadow:  # the real one may follow, and the body may write into what it is given
                 batch = copy.deepcopy(batch)
             before = after[lane].samples - sum(counts[lane][place:]) if lane in after else 0
             self._last = [samples, batch]
@@ -271,9 +275,9 @@ class StreamLoader:
                     step_samples=total,
                     first_of_step=number == 0,
                     first_of_lane=place == 0,
-                    last_of_lane=slot.last_of_lane,
-                    last_of_step=number + 1 == len(slots),
-                    shadow=slot.shadow,
+                    last_of_lane=key.last_of_lane,
+                    last_of_step=number + 1 == len(keys),
+                    shadow=key.shadow,
                 ),
                 batch,
             )
@@ -342,11 +346,11 @@ class StreamLoader:
         shards = shards_of(self.dataset)
         return wanted if shards is None else max(1, min(wanted, shards // self._deal.lanes))
 
-    def _make_fetchers(self) -> list[Fetcher]:
+    def _make_fetchers(self) -> list[PartFetcher]:
         mine = self._parts_of_ride() if self.splits else [WHOLE]
         count = min(len(mine), max(1, self._source.num_workers))
         groups = [mine[number::count] for number in range(count)]
-        return [Fetcher(self._source, self._reader(), parts, self._deal.timeout_s) for parts in groups]
+        return [PartFetcher(self._source, self._reader(), parts, self._deal.timeout_s) for parts in groups]
 
     def _reader(self) -> StreamReader:
         return StreamReader(self.dataset, self._source.collate_fn, self._shape)
@@ -354,7 +358,7 @@ class StreamLoader:
     def _parts_of_ride(self) -> list[int]:
         return [lane * self.readers + number for lane in self._deal.ride for number in range(self.readers)]
 
-    def _fetcher_of(self, part: int) -> Fetcher:
+    def _fetcher_of(self, part: int) -> PartFetcher:
         return next(fetcher for fetcher in self._fetchers if part in fetcher.parts)
 
     def _warn_of_reading_again(self) -> None:

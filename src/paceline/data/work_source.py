@@ -91,7 +91,7 @@ class WorkSource(Protocol):
         ...
 
     def record_header(self) -> dict[str, Any]:
-        """What the ledger of samples says about this place: fields of a `RecordHeader`."""
+        """What the sample log says about this place: fields of a `LogHeader`."""
         ...
 
     def described(self) -> tuple[str, str]:

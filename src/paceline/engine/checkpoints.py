@@ -32,8 +32,6 @@ from typing import Any, Literal
 import torch
 
 from paceline import __version__
-from paceline.checkpoint.async_writer import AsyncWriter
-from paceline.checkpoint.checksum import best_checksum
 from paceline.checkpoint.load import Checkpoint, whole_tree
 from paceline.checkpoint.manifest import COMPLETE, read_seal, size_text
 from paceline.checkpoint.retention import (
@@ -44,7 +42,8 @@ from paceline.checkpoint.retention import (
     remove_leftovers,
     set_aside,
 )
-from paceline.checkpoint.save import Portion, Room, complete, give_up, portion_of, write_portion
+from paceline.checkpoint.save import AsyncWriter, Portion, Room, complete, give_up, portion_of, write_portion
+from paceline.checkpoint.tensor_file import best_checksum
 from paceline.elastic.fault_injection import fault_point
 from paceline.engine.config import EngineConfig
 from paceline.engine.state import JobState, check_whole

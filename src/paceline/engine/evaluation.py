@@ -37,9 +37,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, SequentialSampler
 
-from paceline.data.epochs import is_plain_shuffle
-from paceline.data.loader import refuse_what_cannot_be_dealt
-from paceline.data.prefetch import to_device
+from paceline.data.fetching import to_device
+from paceline.data.loader import is_plain_shuffle, refuse_what_cannot_be_dealt
 from paceline.errors import ConfigError
 from paceline.world.determinism import drawing_from, mix, seed_everything
 from paceline.world.world import World

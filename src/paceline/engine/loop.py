@@ -21,8 +21,8 @@ from typing import Any
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from paceline.data.prefetch import Prefetch
-from paceline.data.sample_record import MicroBatch, RecordHeader, SampleRecord, next_attempt
+from paceline.data.fetching import Prefetch
+from paceline.data.sample_log import LogHeader, MicroBatch, SampleLog, next_attempt
 from paceline.data.sharded_sampler import WorkItem
 from paceline.data.work_source import WorkSource
 from paceline.elastic.fault_injection import fault_point
@@ -59,7 +59,7 @@ class PreparedLoader:
         self._step_items: list[tuple[WorkItem, Any]] = []
         self.in_loop = self.left_early = False
         self._record_folder = record_folder
-        self._record: SampleRecord | None = None
+        self._record: SampleLog | None = None
         self._handed_out: list[WorkItem] = []  # of the step that is under way, for the record
 
     @property
@@ -354,10 +354,10 @@ class PreparedLoader:
             attempt = int(max(self._group.comm.gather_json(next_attempt(self._record_folder))))
             self._record = self._start_record(self._record_folder, attempt)
 
-    def _start_record(self, folder: Path, attempt: int) -> SampleRecord:
+    def _start_record(self, folder: Path, attempt: int) -> SampleLog:
         world, about = self._group.world, self.source.record_header()
-        header = RecordHeader(worker=world.rank, workers=world.size, lanes=self._config.lanes, **about)
-        return SampleRecord.start(folder, attempt, header)
+        header = LogHeader(worker=world.rank, workers=world.size, lanes=self._config.lanes, **about)
+        return SampleLog.start(folder, attempt, header)
 
     def _hand_out(self, item: WorkItem) -> None:
         if self._record is not None and not item.shadow:

@@ -17,7 +17,7 @@ from itertools import islice
 
 import numpy as np
 
-from paceline.data.ledger.reader import Entries, Ints
+from paceline.data.sample_log import Entries, Ints
 
 BLOCK_ROWS = 1 << 15
 

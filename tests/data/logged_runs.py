@@ -9,11 +9,18 @@ from pathlib import Path
 from typing import Any
 
 from paceline.data.global_order import Shuffled
-from paceline.data.sample_record import MicroBatch, RecordHeader, SampleRecord, file_name, next_attempt
-from paceline.data.sharded_sampler import BatchPlan, rides
+from paceline.data.sample_log import LogHeader, MicroBatch, SampleLog, file_name, next_attempt
+from paceline.data.sharded_sampler import BatchPlan, assigned_items
 from paceline.world.lanes import neighbouring_lanes
 
 Used = Callable[[MicroBatch], bool]
+
+
+def assigned(plan: BatchPlan, step: int, lanes: tuple[int, ...]) -> Iterator[tuple[int, int, range, bool]]:
+    """The micro-batches of a step of a worker with these lanes, as (lane, micro-batch, positions, shadow)."""
+    cut = plan.micro_batches(step)
+    for key in assigned_items({lane: len(ranges) for lane, ranges in cut.items()}, lanes):
+        yield key.lane, key.micro_batch, cut[key.lane][key.micro_batch], key.shadow
 
 
 @dataclass(frozen=True)
@@ -81,7 +88,7 @@ class RecordedRun:
         return number
 
     def _take_step(
-        self, record: SampleRecord, place: Place, worker: int, workers: int, used: Used, *, commit: bool
+        self, record: SampleLog, place: Place, worker: int, workers: int, used: Used, *, commit: bool
     ) -> bool:
         """Whether the worker had anything to write."""
         plan = self.plan(place)
@@ -93,9 +100,9 @@ class RecordedRun:
             record.commit()
         return bool(entries)
 
-    def _start(self, number: int, place: Place, worker: int, workers: int) -> SampleRecord:
+    def _start(self, number: int, place: Place, worker: int, workers: int) -> SampleLog:
         plan = self.plan(place)
-        header = RecordHeader(
+        header = LogHeader(
             worker=worker,
             workers=workers,
             lanes=self._lanes,
@@ -105,12 +112,12 @@ class RecordedRun:
             samples_per_epoch=plan.samples_per_epoch,
             each_id_once=True,
         )
-        return SampleRecord.start(self.folder, number, header)
+        return SampleLog.start(self.folder, number, header)
 
     def _entries(self, place: Place, ride: tuple[int, ...]) -> Iterator[MicroBatch]:
         plan, order = self.plan(place), Shuffled(self.samples, 0, place.epoch)
         step = plan.step_at(place.position)
-        for lane, number, positions, shadow in rides(plan, step, ride):
+        for lane, number, positions, shadow in assigned(plan, step, ride):
             if not shadow:
                 ids = order.samples_at(positions)
                 yield MicroBatch(place.step + 1, place.epoch, step, lane, number, positions.start, ids)
