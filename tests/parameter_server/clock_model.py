@@ -17,9 +17,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from paceline.parameter_server.bounded_delay import BoundedDelay
-from paceline.parameter_server.bounded_staleness import BoundedStaleness
-from paceline.parameter_server.clock import Clock, WeightsInHand
+from paceline.parameter_server.clock import BoundedDelay, BoundedStaleness, Clock, WeightsInHand
 from paceline.world.lanes import neighbouring_lanes
 
 Fact = tuple[str, int, int]  # ("push", round, lane), or ("said", round, worker): which lanes it had in the round

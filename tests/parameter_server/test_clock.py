@@ -11,9 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.errors import ConfigError, ReplicaError
-from paceline.parameter_server.bounded_delay import BoundedDelay
-from paceline.parameter_server.bounded_staleness import BoundedStaleness
-from paceline.parameter_server.clock import Clock, PullRequest, WeightsInHand, parse_clock
+from paceline.parameter_server.clock import (
+    BoundedDelay,
+    BoundedStaleness,
+    Clock,
+    PullRequest,
+    WeightsInHand,
+    parse_clock,
+)
 
 BOUNDS = st.integers(0, 50)
 CLOCKS = st.one_of(
@@ -250,7 +255,7 @@ def test_weights_newer_than_those_of_the_group_are_an_error() -> None:
 
 
 def test_clocks_come_without_torch() -> None:
-    modules = ["clock", "application_log", "replay_order", "staleness_stats"]
+    modules = ["clock", "update_log", "replay_order", "staleness_stats"]
     script = "import sys\n" + "".join(f"import paceline.parameter_server.{name}\n" for name in modules)
     done = subprocess.run([sys.executable, "-c", script + "sys.exit('torch' in sys.modules)"], check=False, timeout=60)
     assert done.returncode == 0

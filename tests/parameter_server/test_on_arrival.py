@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from paceline.parameter_server.application_log import Applied
-from paceline.parameter_server.bounded_staleness import BoundedStaleness
+from paceline.parameter_server.clock import BoundedStaleness
+from paceline.parameter_server.staleness_policy import Treatment
 from paceline.parameter_server.staleness_stats import StalenessCounter
-from paceline.parameter_server.treatment import Treatment
+from paceline.parameter_server.update_log import Applied
 from paceline.parameter_server.wire import ALL, Kind, WireError, lanes_payload
 from tests.parameter_server.core_jobs import (
     Job,

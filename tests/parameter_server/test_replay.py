@@ -19,11 +19,11 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from paceline import Engine, World
-from paceline.parameter_server.application_log import FOLDER, RecordedRun, read_log
 from paceline.parameter_server.clock import parse_clock
 from paceline.parameter_server.replay import replay_of
-from paceline.parameter_server.treatment import Treatment
-from paceline.strategies.parameter_server import ParameterServer
+from paceline.parameter_server.staleness_policy import Treatment
+from paceline.parameter_server.update_log import FOLDER, RecordedRun, read_log
+from paceline.strategies.server import ParameterServer
 from paceline.world.world import LaunchSettings
 from tests.workers import Result, run_workers
 

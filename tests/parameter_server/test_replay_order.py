@@ -14,12 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.errors import CheckpointError
-from paceline.parameter_server.application_log import ApplicationLog, Applied, JobFacts, Read, RecordedRun, read_log
-from paceline.parameter_server.bounded_delay import BoundedDelay
-from paceline.parameter_server.bounded_staleness import BoundedStaleness
-from paceline.parameter_server.clock import Clock
+from paceline.parameter_server.clock import BoundedDelay, BoundedStaleness, Clock
 from paceline.parameter_server.replay_order import Item, ReplayOrder, replay_order
-from paceline.parameter_server.treatment import Outcome
+from paceline.parameter_server.staleness_policy import Outcome
+from paceline.parameter_server.update_log import ApplicationLog, Applied, JobFacts, Read, RecordedRun, read_log
 from tests.parameter_server.clock_model import CHOICES, CLOCKS, Miniature, Shape, shapes
 
 SETTINGS = ({"lr": 0.1},)

@@ -14,12 +14,10 @@ from torch.nn import Parameter
 
 from paceline.errors import ReplicaError
 from paceline.optim.group_settings import GroupSettings
-from paceline.parameter_server.application_log import Applied
-from paceline.parameter_server.bounded_delay import BoundedDelay
-from paceline.parameter_server.bounded_staleness import BoundedStaleness
-from paceline.parameter_server.clock import Clock
-from paceline.parameter_server.held_key import HeldKey, hold_keys
+from paceline.parameter_server.clock import BoundedDelay, BoundedStaleness, Clock
+from paceline.parameter_server.server_key import HeldKey, hold_keys
 from paceline.parameter_server.staleness_stats import StalenessCounter
+from paceline.parameter_server.update_log import Applied
 from paceline.parameter_server.wire import Close, Kind, WireError, lanes_payload
 from paceline.sharding.flat_layout import BLOCK
 from tests.parameter_server.core_jobs import (

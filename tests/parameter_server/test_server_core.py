@@ -11,11 +11,9 @@ import torch
 from torch import Tensor
 
 from paceline.errors import CheckpointError, ConfigError
-from paceline.parameter_server.bounded_delay import BoundedDelay
-from paceline.parameter_server.bounded_staleness import BoundedStaleness
-from paceline.parameter_server.clock import Clock
-from paceline.parameter_server.key_state import pack_states, states_of_keys, unpack_states, whole_states
+from paceline.parameter_server.clock import BoundedDelay, BoundedStaleness, Clock
 from paceline.parameter_server.server_core import Reply
+from paceline.parameter_server.server_key import pack_states, states_of_keys, unpack_states, whole_states
 from paceline.parameter_server.wire import LOADS_STATE, LOADS_WEIGHTS, Header, Kind, WireError, text_of
 from tests.parameter_server.core_jobs import (
     Job,

@@ -9,7 +9,7 @@ import pytest
 
 from paceline.errors import ConfigError
 from paceline.parameter_server.clock import parse_clock
-from paceline.strategies.parameter_server import ParameterServer
+from paceline.strategies.server import ParameterServer
 from tests.bits.programs import PROGRAMS
 from tests.workers import hashes, run_workers
 

@@ -17,17 +17,16 @@ from torch.nn import Parameter
 
 from paceline.collectives.byte_count import Traffic
 from paceline.optim.group_settings import GroupSettings
-from paceline.parameter_server.bounded_staleness import BoundedStaleness
+from paceline.parameter_server.channel import LocalChannel
 from paceline.parameter_server.client import Client
+from paceline.parameter_server.clock import BoundedStaleness
 from paceline.parameter_server.key_ranges import Key
-from paceline.parameter_server.link import LocalChannel
 from paceline.parameter_server.round_by_round import Mode
 from paceline.parameter_server.server import Server
-from paceline.parameter_server.treatment import Treatment
+from paceline.parameter_server.staleness_policy import Treatment
 from paceline.parameter_server.wire import Close
 from paceline.strategies.registry import Job
-from paceline.strategies.server_parts import Parts, Plan
-from paceline.strategies.server_space import plan_spaces
+from paceline.strategies.server.assembly import Parts, Plan, plan_spaces
 from paceline.world.world import World
 
 PARTS = 24

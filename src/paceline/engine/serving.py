@@ -22,7 +22,7 @@ from paceline.elastic.fault_injection import fault_point
 from paceline.elastic.member import Generation, Member
 from paceline.engine.surroundings import server_among
 from paceline.errors import WorldError
-from paceline.parameter_server.joint import await_workers
+from paceline.parameter_server.handshake import await_workers
 from paceline.world.world import World
 
 LOOK_EVERY_S = 0.1

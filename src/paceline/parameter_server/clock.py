@@ -24,8 +24,6 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from paceline.errors import ConfigError, ReplicaError
-from paceline.parameter_server.bounded_delay import BoundedDelay
-from paceline.parameter_server.bounded_staleness import BoundedStaleness
 
 
 class Clock(Protocol):
@@ -177,3 +175,98 @@ class WeightsInHand:
                     f"up to round {read.complete}; a server went on without this worker, or the job was resumed "
                     f"inside a group of {self._clock}: resume from a step at which a group starts"
                 )
+
+
+OPENS = 100  # measured: docs/concepts/parameter_server.md, "The demo GPT"
+
+
+@dataclass(frozen=True)
+class BoundedStaleness:
+    """A worker may start round c when the updates of all lanes for rounds up to c-s-1 are in the weights it reads.
+
+    With `see_own_updates` its own pushes of all earlier rounds must be in them too; every round then begins with a
+    round trip to the servers. Updates of rounds before `from_round` are waited for whatever the bound: by default the
+    first 100 where there is one.
+    """
+
+    steps: int | float = 0
+    see_own_updates: bool = False
+    from_round: int | None = None  # a number from birth on
+
+    def __post_init__(self) -> None:
+        whole = isinstance(self.steps, int) and not isinstance(self.steps, bool) and self.steps >= 0
+        if not (whole or self.steps == math.inf):
+            raise ConfigError(
+                f"BoundedStaleness(steps={self.steps!r}): the bound is a whole number of rounds, from 0 (synchronous), "
+                "or math.inf (asynchronous)"
+            )
+        if self.from_round is None:
+            object.__setattr__(self, "from_round", OPENS if self._waits_a_little else 0)
+        if not isinstance(self.from_round, int) or isinstance(self.from_round, bool) or self.from_round < 0:
+            raise ConfigError(
+                f"BoundedStaleness(from_round={self.from_round!r}): the window opens in a round, from 0 (at once)"
+            )
+
+    @property
+    def synchronous(self) -> bool:
+        return self.steps == 0
+
+    @property
+    def deterministic(self) -> bool:
+        return self.synchronous
+
+    def needs(self, round: int) -> int:
+        bound = -1 if self.steps == math.inf else round - int(self.steps) - 1
+        return max(-1, bound, min(round, self.opens) - 1)
+
+    def pulls_before(self, round: int) -> bool:
+        return True
+
+    def __str__(self) -> str:
+        own = ",own" if self.see_own_updates else ""
+        opens = f",from={self.opens}" if self.opens or self._waits_a_little else ""
+        return f"s={self.steps}{own}{opens}"
+
+    @property
+    def opens(self) -> int:
+        """The first round that need not read all updates before it."""
+        return self.from_round or 0
+
+    @property
+    def _waits_a_little(self) -> bool:
+        return 1 <= self.steps < math.inf
+
+
+@dataclass(frozen=True)
+class BoundedDelay:
+    """Round c reads the weights after all rounds before its group, and no others."""
+
+    rounds: int
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.rounds, int) or isinstance(self.rounds, bool) or self.rounds < 0:
+            raise ConfigError(
+                f"BoundedDelay(rounds={self.rounds!r}): the delay is a whole number of rounds, from 0 (synchronous); "
+                "to run without a bound use BoundedStaleness(steps=math.inf)"
+            )
+
+    @property
+    def synchronous(self) -> bool:
+        return self.rounds == 0
+
+    @property
+    def deterministic(self) -> bool:
+        return True
+
+    @property
+    def see_own_updates(self) -> bool:
+        return False
+
+    def needs(self, round: int) -> int:
+        return round // (self.rounds + 1) * (self.rounds + 1) - 1
+
+    def pulls_before(self, round: int) -> bool:
+        return round % (self.rounds + 1) == 0
+
+    def __str__(self) -> str:
+        return f"d={self.rounds}"

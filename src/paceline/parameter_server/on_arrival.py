@@ -18,10 +18,10 @@ from functools import partial
 from torch import Tensor
 
 from paceline.optim.group_settings import GroupSettings
-from paceline.parameter_server.applications import Applications
-from paceline.parameter_server.held_key import HeldKey
-from paceline.parameter_server.key_rounds import Recycle
-from paceline.parameter_server.treatment import Outcome, Treatment, corrected_momentum, delay_in_rounds
+from paceline.parameter_server.round_by_round import Recycle
+from paceline.parameter_server.server_key import HeldKey
+from paceline.parameter_server.staleness_policy import Outcome, Treatment, corrected_momentum, delay_in_rounds
+from paceline.parameter_server.update_log import Applications
 from paceline.parameter_server.wire import Close, Header, WireError
 
 

@@ -16,8 +16,8 @@ from functools import lru_cache
 from pathlib import Path
 
 from paceline.errors import CheckpointError, ReplicaError
-from paceline.parameter_server.application_log import RecordedRun, read_log
 from paceline.parameter_server.replay_order import Turn, replay_order
+from paceline.parameter_server.update_log import RecordedRun, read_log
 
 Difference = Callable[[], str | None]
 WHY = (

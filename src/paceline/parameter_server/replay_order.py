@@ -26,7 +26,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from paceline.errors import CheckpointError
-from paceline.parameter_server.application_log import Applied, RecordedRun
+from paceline.parameter_server.update_log import Applied, RecordedRun
 
 KeyVersion = tuple[int, int]
 

@@ -24,11 +24,11 @@ from torch import Tensor
 from paceline.elastic.fault_injection import fault_point
 from paceline.errors import GenerationEnded, PeerLostError
 from paceline.optim.piece_state import State
+from paceline.parameter_server.channel import GONE, Channel, end_of, silence_s
 from paceline.parameter_server.key_ranges import KeyTable
-from paceline.parameter_server.link import GONE, Channel, end_of, silence_s
-from paceline.parameter_server.run_log import RunLog
 from paceline.parameter_server.server_core import Reply, ServerCore
 from paceline.parameter_server.staleness_stats import StalenessCounter, StalenessStats
+from paceline.parameter_server.update_log import RunLog
 from paceline.parameter_server.wire import Header, Kind, Protocol, text_of
 
 LAST_PING = 2**62  # as its round: nothing comes after it

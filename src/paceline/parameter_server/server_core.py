@@ -11,7 +11,7 @@ not need any more goes to `recycle`, for the next push to be received in.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -20,16 +20,13 @@ from torch import Tensor
 from paceline.errors import ConfigError
 from paceline.optim.group_settings import GroupSettings
 from paceline.optim.piece_state import State
-from paceline.parameter_server.applications import Applications, Log
 from paceline.parameter_server.clock import Clock
-from paceline.parameter_server.held_key import HeldKey
-from paceline.parameter_server.key_rounds import Recycle
-from paceline.parameter_server.key_state import pack_states, unpack_states
 from paceline.parameter_server.on_arrival import OnArrival
-from paceline.parameter_server.round_by_round import Mode, RoundByRound
+from paceline.parameter_server.round_by_round import Mode, Recycle, RoundByRound
+from paceline.parameter_server.server_key import HeldKey, pack_states, unpack_states
+from paceline.parameter_server.staleness_policy import Treatment
 from paceline.parameter_server.staleness_stats import StalenessCounter
-from paceline.parameter_server.treatment import Treatment
-from paceline.parameter_server.waiting_pulls import WaitingPulls
+from paceline.parameter_server.update_log import Applications, Log
 from paceline.parameter_server.wire import (
     ALL,
     AS_THEY_ARE,
@@ -83,7 +80,7 @@ class ServerCore:
         self._keys = [key.number for key in self._table.of_server(server)]
         self._held, self._mode, self._recycle = held, mode, recycle
         self._stats = stats or StalenessCounter(len(self._keys))
-        applications = Applications(server, settings, log, self._stats)
+        applications = Applications(server, settings.by_group, log, self._stats)
         self._rounds: RoundByRound | None = None  # where the clock is deterministic
         self._applying: RoundByRound | OnArrival
         if clock.deterministic:
@@ -368,3 +365,27 @@ class ServerCore:
             weight=weight,
             flags=flags,
         )
+
+
+class WaitingPulls:
+    def __init__(self, keys: Iterable[int]) -> None:
+        self._asked: dict[int, dict[tuple[int, Kind], Header]] = {key: {} for key in keys}
+
+    def add(self, key: int, header: Header) -> None:
+        self._asked[key][header.sender, header.kind] = header
+
+    def take(self, key: int, complete: int) -> list[Header]:
+        """Those that a key with all updates up to round `complete` answers, in the order they came."""
+        ready = [header for header in self._asked[key].values() if header.complete <= complete]
+        for header in ready:
+            del self._asked[key][header.sender, header.kind]
+        return ready
+
+    def forget(self, worker: int) -> None:
+        """It will not read an answer."""
+        for asked in self._asked.values():
+            for place in [place for place in asked if place[0] == worker]:
+                del asked[place]
+
+    def __len__(self) -> int:
+        return sum(len(asked) for asked in self._asked.values())

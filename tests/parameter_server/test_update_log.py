@@ -19,7 +19,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.errors import CheckpointError, ConfigError
-from paceline.parameter_server.application_log import (
+from paceline.parameter_server.staleness_policy import Outcome
+from paceline.parameter_server.update_log import (
     ApplicationLog,
     Applied,
     JobFacts,
@@ -28,7 +29,6 @@ from paceline.parameter_server.application_log import (
     next_attempt,
     read_log,
 )
-from paceline.parameter_server.treatment import Outcome
 
 JOB = JobFacts(workers=1, servers=1, lanes=2, keys=2, clock="s=2", facts={"command": ["train.py", "--lr", "0.1"]})
 READ = Read(worker=0, round=0, lanes=(0, 1), versions={0: 0, 1: 0})
@@ -134,7 +134,7 @@ def test_settings_that_change_under_the_hands_of_the_log_are_written_again(tmp_p
 def test_a_killed_process_loses_no_line(tmp_path: Path) -> None:
     script = (
         "import os, sys; from pathlib import Path\n"
-        "from paceline.parameter_server.application_log import ApplicationLog, JobFacts, Read\n"
+        "from paceline.parameter_server.update_log import ApplicationLog, JobFacts, Read\n"
         "log = ApplicationLog.start(Path(sys.argv[1]), 1, 'worker', 0, JobFacts(1, 1, 1, 1, 's=inf'))\n"
         "for round in range(3):\n"
         "    log.read(Read(0, round, (0,), {0: round}))\n"

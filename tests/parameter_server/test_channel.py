@@ -16,7 +16,7 @@ from torch._C._distributed_c10d import PrefixStore
 from paceline import World
 from paceline.collectives.communicator import Communicator
 from paceline.errors import PeerLostError
-from paceline.parameter_server.link import GroupChannel, Rooms, local_channels, silence_s
+from paceline.parameter_server.channel import GroupChannel, Rooms, local_channels, silence_s
 from paceline.parameter_server.wire import FIELDS, Header, Kind, WireError
 from paceline.world.rendezvous_store import open_store
 from tests.workers import run_workers

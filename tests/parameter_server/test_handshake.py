@@ -9,7 +9,7 @@ import pytest
 from torch._C._distributed_c10d import HashStore
 
 from paceline.errors import PeerLostError
-from paceline.parameter_server.meeting_point import MeetingPoint
+from paceline.parameter_server.handshake import MeetingPoint
 
 
 def points(workers: int, timeout_s: float = 10.0) -> list[MeetingPoint]:

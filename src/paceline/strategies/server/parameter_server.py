@@ -24,22 +24,18 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from paceline.errors import ConfigError, LoopError, PacelineError
-from paceline.parameter_server.bounded_staleness import BoundedStaleness
+from paceline.parameter_server.channel import LocalChannel
 from paceline.parameter_server.client import Client
-from paceline.parameter_server.clock import Clock
-from paceline.parameter_server.link import LocalChannel
+from paceline.parameter_server.clock import BoundedStaleness, Clock
 from paceline.parameter_server.round_by_round import Mode
 from paceline.parameter_server.server import Server
+from paceline.parameter_server.staleness_policy import Treatment
 from paceline.parameter_server.staleness_stats import StalenessStats, sum_of
-from paceline.parameter_server.treatment import Treatment
-from paceline.strategies.pushed_rounds import PushedRounds
 from paceline.strategies.registry import Job, Maker, Registered, register
-from paceline.strategies.replayed import ReplayedMaker
-from paceline.strategies.server_parts import Parts, Plan, serve
+from paceline.strategies.server.assembly import Parts, Plan, serve
+from paceline.strategies.server.replay import ReplayedMaker
+from paceline.strategies.server.rounds import PushedRounds, SumsOnServers, UpdatesOnArrival, UpdatesOnServers
 from paceline.strategies.strategy import Strategy
-from paceline.strategies.sums_on_servers import SumsOnServers
-from paceline.strategies.updates_on_arrival import UpdatesOnArrival
-from paceline.strategies.updates_on_servers import UpdatesOnServers
 from paceline.world.checked_values import number, path_of
 
 LAST_WORDS_S = 3.0  # that the main worker waits for what others have counted

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from paceline.errors import GenerationEnded, PeerLostError
-from paceline.parameter_server.bounded_delay import BoundedDelay
-from paceline.parameter_server.bounded_staleness import BoundedStaleness
+from paceline.parameter_server.clock import BoundedDelay, BoundedStaleness
 from paceline.parameter_server.key_ranges import Key
 from paceline.parameter_server.server import keys_of
 from paceline.parameter_server.wire import WireError

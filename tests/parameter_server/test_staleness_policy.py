@@ -9,7 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.errors import ConfigError
-from paceline.parameter_server.treatment import Outcome, Treatment, corrected_momentum, delay_in_rounds, lr_factor
+from paceline.parameter_server.staleness_policy import (
+    Outcome,
+    Treatment,
+    corrected_momentum,
+    delay_in_rounds,
+    lr_factor,
+)
 
 ALL = Treatment(learning_rate="divide by delay", momentum="corrected", drop_beyond=4)
 DELAYS = st.integers(0, 1000)

@@ -20,18 +20,22 @@ a last line that has none, is of a run that was cut, which can be replayed up to
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
+import sys
 import threading
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
-from paceline.errors import CheckpointError, ConfigError
+from paceline.errors import CheckpointError, ConfigError, LoopError
 from paceline.input_file import cause_of, parse_json, read_input
-from paceline.parameter_server.treatment import Outcome
+from paceline.parameter_server.staleness_policy import Outcome
+from paceline.parameter_server.staleness_stats import StalenessCounter
 
 FOLDER = "parameter_server"
 VERSION = 1
@@ -403,3 +407,115 @@ def _write_all(descriptor: int, text: bytes) -> None:
     except OSError:
         os.ftruncate(descriptor, before)
         raise
+
+
+class RunLog:
+    def __init__(self, folder: Path, attempt: int, role: Role, number: int, job: JobFacts) -> None:
+        self._folder, self._attempt, self._role, self._number, self._job = folder, attempt, role, number, job
+        self._log: ApplicationLog | None = None
+        self._lock = threading.Lock()
+
+    def begin(self, round: int) -> None:
+        """The first round of this start of the job; others that follow are no news."""
+        with self._lock:
+            if self._log is None:
+                job = replace(self._job, first_round=round)
+                self._log = ApplicationLog.start(self._folder, self._attempt, self._role, self._number, job)
+
+    def read(self, record: Read) -> None:
+        self._begun().read(record)
+
+    def applied(self, record: Applied) -> None:
+        self._begun().applied(record)
+
+    def loop_ended(self, rounds: int, weights: Callable[[], str]) -> None:
+        if self._log is not None:
+            self._log.loop_ended(LoopEnd(rounds, weights()))
+
+    def check_not_begun(self) -> None:
+        if self._log is not None:
+            raise LoopError(
+                "engine.load_state() after the first round of a run that is being recorded: what follows could not be "
+                "replayed; load the state before the loop, or start a new run"
+            )
+
+    def end(self, *, well: bool) -> None:
+        """A run that did not end well has a log without an end."""
+        with self._lock:
+            if self._log is not None:
+                self._log.finish() if well else self._log.close()
+                self._log = None
+
+    def _begun(self) -> ApplicationLog:
+        assert self._log is not None, "a round is opened before anything of it is recorded"
+        return self._log
+
+
+def facts_of(engine: Mapping[str, Any]) -> dict[str, Any]:
+    return {"script": started_script(), "engine": dict(engine)}
+
+
+def started_script() -> dict[str, Any]:
+    """How this process was started, so that it can be started again."""
+    main = sys.modules["__main__"]
+    spec = getattr(main, "__spec__", None)
+    return {
+        "target": sys.argv[0] if spec is None else spec.name.removesuffix(".__main__"),
+        "arguments": sys.argv[1:],
+        "is_module": spec is not None,
+        "folder": os.getcwd(),
+        "digest": script_digest(getattr(main, "__file__", None)),
+    }
+
+
+def script_digest(file: str | None) -> str | None:
+    try:
+        return None if file is None else hashlib.sha256(Path(file).read_bytes()).hexdigest()
+    except OSError:
+        return None
+
+
+Log = Callable[[Applied], None]
+
+
+class Applications:
+    def __init__(
+        self,
+        server: int,
+        by_group: Callable[[Sequence[float]], Settings],
+        log: Log | None,
+        stats: StalenessCounter,
+    ) -> None:
+        """`by_group` names the settings that messages carry as numbers."""
+        self._server, self._by_group, self._log = server, by_group, log
+        self._order: Counter[int] = Counter()
+        self._named: tuple[Sequence[float], Settings] = ((), ())
+        self.stats = stats
+
+    def tell(
+        self,
+        key: int,
+        round: int,
+        values: Sequence[float],
+        outcome: Outcome,
+        *,
+        lane: int | None = None,
+        worker: int | None = None,
+        incarnation: int = 0,
+        check: Callable[[], int] | None = None,
+    ) -> None:
+        """A push of one lane, or (neither lane nor worker) the sum of all lanes of a round.
+
+        `check` sums up the bits of what it made: a replay that differs finds out where it begins to.
+        """
+        if outcome.dropped:
+            self.stats.dropped(outcome.delay)
+        else:
+            self.stats.applied(outcome.delay)
+        if self._log is not None:
+            if values != self._named[0] or not self._named[1]:
+                self._named = values, self._by_group(values)
+            order, named = self._order[key], self._named[1]
+            made = None if check is None or outcome.dropped else check()
+            self._log(Applied(self._server, key, order, round, lane, worker, named, outcome, incarnation, made))
+        self._order[key] += 1

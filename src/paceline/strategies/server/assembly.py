@@ -9,31 +9,34 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
+from torch.optim import Optimizer
 
 from paceline.collectives.communicator import Communicator
 from paceline.errors import ConfigError, PacelineError
+from paceline.optim.group_settings import GroupSettings
 from paceline.optim.range_optimizer import check_elementwise
-from paceline.parameter_server import joint
-from paceline.parameter_server.application_log import JobFacts, Role, next_attempt
+from paceline.parameter_server import handshake
+from paceline.parameter_server.channel import GONE, Channel, GroupChannel, LocalChannel, Rooms, local_channels
+from paceline.parameter_server.client import Lines
 from paceline.parameter_server.clock import Clock
-from paceline.parameter_server.held_key import hold_keys
-from paceline.parameter_server.lines import Lines
-from paceline.parameter_server.link import GONE, Channel, GroupChannel, LocalChannel, Rooms, local_channels
-from paceline.parameter_server.meeting_point import MeetingPoint
-from paceline.parameter_server.recorded_job import facts_of
+from paceline.parameter_server.handshake import MeetingPoint
+from paceline.parameter_server.key_ranges import KeyTable, plan_keys
 from paceline.parameter_server.round_by_round import Mode
-from paceline.parameter_server.run_log import RunLog
 from paceline.parameter_server.server import GRACE_S, CoreMaker, Server, is_last, keys_of
 from paceline.parameter_server.server_core import ServerCore
+from paceline.parameter_server.server_key import hold_keys
+from paceline.parameter_server.staleness_policy import Treatment
 from paceline.parameter_server.staleness_stats import StalenessCounter, StalenessStats
-from paceline.parameter_server.treatment import Treatment
+from paceline.parameter_server.update_log import JobFacts, Role, RunLog, facts_of, next_attempt
 from paceline.parameter_server.wire import (
     HEADER_TO_SERVER,
     HEADER_TO_WORKER,
@@ -41,9 +44,12 @@ from paceline.parameter_server.wire import (
     PAYLOAD_TO_WORKER,
     Header,
     Kind,
+    Protocol,
 )
+from paceline.sharding.bucket import Bucket, GradientSpec, plan_buckets
+from paceline.sharding.flat_layout import FlatLayout
+from paceline.strategies.gradient_buckets import expected_order
 from paceline.strategies.registry import Job
-from paceline.strategies.server_space import Space, check_of, plan_spaces
 
 _TO_SERVER = (HEADER_TO_SERVER, PAYLOAD_TO_SERVER)
 _TO_WORKER = (HEADER_TO_WORKER, PAYLOAD_TO_WORKER)
@@ -93,7 +99,7 @@ class Parts:
                 check_elementwise(optimizer, "cpu")
         self.rooms = Rooms()
         self.meeting = MeetingPoint(job.store, world.rank, world.size, job.timeout_s)
-        self.comm = joint.connect(world, job.store, workers_use=job.backend, timeout_s=job.timeout_s)
+        self.comm = handshake.connect(world, job.store, workers_use=job.backend, timeout_s=job.timeout_s)
         try:
             self._end_with_the_generation()
             told = self._agree()
@@ -128,14 +134,14 @@ class Parts:
         if self.job.generation == 1:  # later a schedule has changed them, which runs where the loop does
             facts["settings"] = list(space.settings.by_group(space.settings.read()))
         own = {
-            "weights": joint.weights_digest(space.parameters),
+            "weights": handshake.weights_digest(space.parameters),
             "device": self.job.device.type,
             "recorded": facts_of(self.job.facts),
             "attempt": 0 if plan.record is None else next_attempt(plan.record),
         }
-        told = joint.check_same_job(self.comm, self.job.world, space.table.layout, facts, own)
+        told = handshake.check_same_job(self.comm, self.job.world, space.table.layout, facts, own)
         if self.comm is not None and len({one["weights"] for one in told}) > 1:
-            joint.take_over_weights(self.comm, space.parameters)
+            handshake.take_over_weights(self.comm, space.parameters)
         return told
 
     def _share_memory(self, *, on_host: bool) -> Memory:
@@ -143,9 +149,9 @@ class Parts:
         sizes = [(bucket.elements, bucket.dtype) for bucket in space.buckets]
         shows_weights = clock.deterministic and self.plan.on_host
         return Memory(
-            gradients=joint.shared_gradients(self.comm, sizes) if clock.synchronous and on_host else None,
-            weights=joint.shared_keys(self.comm, space.table, sums=False) if shows_weights else None,
-            sums=joint.shared_keys(self.comm, space.table, sums=True) if clock.synchronous and aggregates else None,
+            gradients=handshake.shared_gradients(self.comm, sizes) if clock.synchronous and on_host else None,
+            weights=handshake.shared_keys(self.comm, space.table, sums=False) if shows_weights else None,
+            sums=handshake.shared_keys(self.comm, space.table, sums=True) if clock.synchronous and aggregates else None,
         )
 
     def log_of(self, role: Role, number: int) -> RunLog | None:
@@ -316,3 +322,70 @@ def _serve_group(plan: Plan, job: Job) -> str | None:
             raise
         return str(error)
     return None
+
+
+@dataclass(frozen=True)
+class Space:
+    named: tuple[tuple[str, Parameter], ...]
+    optimizers: tuple[Optimizer, ...]
+    settings: GroupSettings  # which there are is known from here on: a schedule made later adds its own notes to groups
+    buckets: tuple[Bucket, ...]
+    protocol: Protocol
+
+    @property
+    def table(self) -> KeyTable:
+        return self.protocol.table
+
+    @cached_property
+    def parameters(self) -> list[Parameter]:
+        return [parameter for _, parameter in self.named]
+
+    def is_of(self, optimizers: Sequence[Optimizer]) -> bool:
+        return [id(one) for one in self.optimizers] == [id(one) for one in optimizers]
+
+
+def plan_spaces(
+    optimizers: Sequence[Optimizer],
+    names: Mapping[int, str],
+    *,
+    workers: int,
+    servers: int,
+    lanes: int,
+    bucket_bytes: int,
+    key_bytes: int | None,
+) -> list[Space]:
+    """All optimizers together first; then, where there are several, each of them."""
+    spaces: list[Space] = []
+    for together in (tuple(optimizers), *([(one,) for one in optimizers] if len(optimizers) > 1 else [])):
+        named = tuple(_trained(together, names))
+        if not named and spaces:
+            continue
+        _check_one_device(named)
+        layout = FlatLayout.of(named)
+        # Where gradients are is no part of the plan: a server has them in the host's memory.
+        specs = [GradientSpec(tuple(p.shape), p.dtype, torch.device("cpu")) for _, p in named]
+        buckets = plan_buckets(specs, expected_order(len(specs)), bucket_bytes, aligned=False)
+        table = plan_keys(layout, buckets, servers=servers, key_bytes=key_bytes)
+        spaces.append(Space(named, together, GroupSettings(together), buckets, Protocol(table, workers, lanes)))
+    return spaces
+
+
+def _trained(optimizers: Sequence[Optimizer], names: Mapping[int, str]) -> Iterator[tuple[str, Parameter]]:
+    unique = {id(p): p for o in optimizers for group in o.param_groups for p in group["params"] if p.requires_grad}
+    for place, (number, parameter) in enumerate(unique.items()):
+        yield names.get(number, f"unnamed {place}"), parameter
+
+
+def _check_one_device(named: Sequence[tuple[str, Parameter]]) -> None:
+    by_device = {parameter.device: name for name, parameter in reversed(named)}
+    if len(by_device) > 1:
+        (first, one), (second, other), *_ = by_device.items()
+        raise ConfigError(
+            f"strategy='parameter_server': {one!r} is on {first} but {other!r} on {second}; put the model on one device"
+        )
+
+
+def check_of(spaces: Sequence[Space], header: Header, *, server: int) -> None:
+    """A header against the space it names; one that names none is refused with the reason."""
+    space = next((space for space in spaces if space.table.digest == header.digest), spaces[0])
+    space.protocol.check(header, server=server)
