@@ -85,8 +85,9 @@ class OffByOne:
 
 
 class OneKeyIsEnough(WeightsInHand):
-    def may_start(self, round: int) -> bool:
-        return len(self.lacking(round)) < len(self._newest)
+    def lacking(self, round: int) -> tuple[int, ...]:
+        lacking = super().lacking(round)
+        return lacking if len(lacking) == len(self._newest) else ()
 
     def start(self, round: int) -> dict[int, int]:
         self._read = dict(self._newest)

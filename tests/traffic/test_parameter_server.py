@@ -20,7 +20,7 @@ from paceline.collectives.traffic_theory import Moved
 from paceline.parameter_server import handshake
 from paceline.parameter_server.wire import FIELDS
 from paceline.strategies.server import ParameterServer
-from paceline.strategies.server.assembly import plan_spaces
+from paceline.strategies.server.space import plan_spaces
 from paceline.world.world import TcpRendezvous
 from tests.workers import free_port, run_workers
 

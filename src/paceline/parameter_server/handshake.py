@@ -1,19 +1,26 @@
-"""The joint group: workers and servers meet once, make sure that they mean the same job, and share memory.
+"""The handshake: workers and servers form one group, make sure that they mean the same job, and share memory.
 
 facts of every process ─► all alike?  no: one line that names the process and the difference, on all of them
 weights of every process ─► the servers' are worker 0's, whatever their own script made of them
 memory that all can see ─► gradients lie where a worker made them, weights where a server updates them
+
+Later, workers of an asynchronous job wait for each other at step boundaries, also when some of them are lost. A group's
+collectives need all of its members; keys in the store of the job do not, and servers write there which worker is lost.
+
+    barrier/4/0  barrier/4/2      workers 0 and 2 have come to barrier 4
+    gone/1                        worker 1 was lost, or has said goodbye: no worker waits for it
+    stats/server 0                what a process counted, for the one that tells it at the end
 """
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
-import itertools
 import json
 import time
 from collections.abc import Mapping, Sequence, Set
 from datetime import timedelta
+from itertools import accumulate, count
 from typing import Any
 
 import torch
@@ -22,11 +29,12 @@ from torch._C._distributed_c10d import PrefixStore, Store
 
 from paceline.collectives.communicator import Communicator
 from paceline.errors import PeerLostError, ReplicaError, WorldError
-from paceline.parameter_server.key_ranges import Key, KeyTable
+from paceline.parameter_server.key_ranges import KeyTable
 from paceline.sharding.flat_layout import FlatLayout
 from paceline.world.world import World
 
 _ALIGNED = 64
+_ARRIVED = "parameter_server/here"
 
 
 def connect(world: World, store: Store | None, *, workers_use: str, timeout_s: float) -> Communicator | None:
@@ -37,23 +45,19 @@ def connect(world: World, store: Store | None, *, workers_use: str, timeout_s: f
     backend = "gloo" if workers_use == "gloo" or joint.local_size < joint.size else "paceline"
     place = PrefixStore("parameter_server", store)
     if world.elastic is not None and world.servers:
-        _gather(joint, store, timeout_s)
+        _arrive(joint, store, timeout_s)
     return Communicator.connect(joint, place, backend=backend, device=torch.device("cpu"), timeout_s=timeout_s)
 
 
-def _gather(joint: World, store: Store, timeout_s: float) -> None:
-    """All come to one place first: in an elastic job building a group waits for nobody."""
-    store.set(_here(joint.rank), "")
-    store.wait([_here(rank) for rank in range(joint.size)], timedelta(seconds=timeout_s))
+def _arrive(joint: World, store: Store, timeout_s: float) -> None:
+    """All ranks arrive first: in an elastic job building a group waits for no rank."""
+    store.set(f"{_ARRIVED}/{joint.rank}", "")
+    await_ranks(store, joint.size, timeout_s)
 
 
-def await_workers(store: Store, workers: int, timeout_s: float) -> None:
-    """Until so many, the first of all ranks, have come there; for a server that still serves another group of them."""
-    store.wait([_here(rank) for rank in range(workers)], timedelta(seconds=timeout_s))
-
-
-def _here(rank: int) -> str:
-    return f"parameter_server/here/{rank}"
+def await_ranks(store: Store, ranks: int, timeout_s: float) -> None:
+    """Until the first so many ranks have arrived; a server of the group before waits so for the workers of the next."""
+    store.wait([f"{_ARRIVED}/{rank}" for rank in range(ranks)], timedelta(seconds=timeout_s))
 
 
 # -- the same job ------------------------------------------------------------------------------------------------------
@@ -82,7 +86,8 @@ def check_same_job(
 
 
 def _name_parameter(comm: Communicator, world: World, layout: FlatLayout) -> None:
-    rows = [f"{name} {tuple(shape)} {dtype}" for name, shape, dtype in zip(*_columns(layout), strict=True)]
+    columns: tuple[Sequence[Any], ...] = layout.names, layout.shapes, layout.dtypes
+    rows = [f"{name} {tuple(shape)} {dtype}" for name, shape, dtype in zip(*columns, strict=True)]
     tables: list[list[str]] = comm.gather_json(rows)
     for rank, theirs in enumerate(tables):
         if theirs != tables[0]:
@@ -93,10 +98,6 @@ def _name_parameter(comm: Communicator, world: World, layout: FlatLayout) -> Non
             raise ReplicaError(
                 f"the models differ: {name_of(world, rank)} has {what}; build the same model in every process"
             )
-
-
-def _columns(layout: FlatLayout) -> tuple[Sequence[Any], ...]:
-    return layout.names, layout.shapes, layout.dtypes
 
 
 def weights_digest(parameters: Sequence[Tensor]) -> str:
@@ -123,7 +124,7 @@ def name_of(world: World, rank: int) -> str:
 
 
 def shared_gradients(comm: Communicator | None, sizes: Sequence[tuple[int, torch.dtype]]) -> list[Tensor] | None:
-    """This process's room for the gradient of each bucket; None: nobody else could look into it."""
+    """This process's room for the gradient of each bucket; None: no other process could look into it."""
     if comm is None or comm.backend != "paceline":
         return None
     rooms = [comm.shared(elements, dtype) for elements, dtype in sizes]
@@ -134,48 +135,43 @@ def shared_keys(comm: Communicator | None, table: KeyTable, *, sums: bool) -> di
     """This process's room for the weights of each key, or for the sums of their gradients."""
     if comm is None or comm.backend != "paceline":
         return None
-    places: dict[int, int] = {}
-    end = 0
-    for key in table.keys:
-        places[key.number] = end
-        end += -(-key.elements * _dtype(key, sums).itemsize // _ALIGNED) * _ALIGNED
-    memory = comm.shared(end, torch.uint8)
+    dtypes = [key.sum_dtype if sums else key.dtype for key in table.keys]
+    sizes = [key.elements * dtype.itemsize for key, dtype in zip(table.keys, dtypes, strict=True)]
+    starts = list(accumulate((-(-size // _ALIGNED) * _ALIGNED for size in sizes), initial=0))
+    memory = comm.shared(starts.pop(), torch.uint8)
     assert memory is not None
-    return {
-        key.number: memory[start : start + key.elements * _dtype(key, sums).itemsize].view(_dtype(key, sums))
-        for key, start in zip(table.keys, places.values(), strict=True)
-    }
+    places = zip(table.keys, dtypes, sizes, starts, strict=True)
+    return {key.number: memory[start : start + size].view(dtype) for key, dtype, size, start in places}
 
 
-def _dtype(key: Key, sums: bool) -> torch.dtype:
-    return key.sum_dtype if sums else key.dtype
+# -- step boundaries of an asynchronous job ----------------------------------------------------------------------------
 
 
 _NAP_S, _LONGEST_NAP_S = 1e-3, 20e-3
 
 
-class MeetingPoint:
-    """`store` is None where a process is alone."""
+class StoreBarrier:
+    """Waits for the workers that are left; `store` is None where a process is alone."""
 
     def __init__(self, store: Store | None, worker: int, workers: int, timeout_s: float) -> None:
-        self._store = None if store is None else PrefixStore("parameter_server/meetings", store)
+        self._store = None if store is None else PrefixStore("parameter_server/barriers", store)
         self._worker, self._workers, self._timeout_s = worker, workers, timeout_s
-        self._meetings = itertools.count()
+        self._barriers = count()
 
-    def meet(self) -> Set[int]:
+    def wait(self) -> Set[int]:
         """No worker goes on before all that are left have come; those that did not and never will."""
         if self._store is None or self._workers == 1:
             return frozenset()
         try:
-            return self._meet(self._store, f"meeting/{next(self._meetings)}")
+            return self._wait(self._store, f"barrier/{next(self._barriers)}")
         except RuntimeError as error:
             reason = str(error).partition("\n")[0]
             raise PeerLostError(
-                f"worker {self._worker} lost the store in which workers meet, which worker 0 or the launcher serves "
-                f"({reason}); resume from the last saved state"
+                f"worker {self._worker} lost the store in which workers wait for each other, which worker 0 or the "
+                f"launcher serves ({reason}); resume from the last saved state"
             ) from error
 
-    def _meet(self, store: Store, name: str) -> Set[int]:
+    def _wait(self, store: Store, name: str) -> Set[int]:
         store.set(f"{name}/{self._worker}", "")
         missing = [worker for worker in range(self._workers) if worker != self._worker]
         deadline, nap = time.monotonic() + self._timeout_s, _NAP_S
@@ -191,20 +187,20 @@ class MeetingPoint:
             nap = min(_LONGEST_NAP_S, 1.5 * nap)
         return frozenset(missing)
 
-    def say_gone(self, worker: int) -> None:
+    def mark_gone(self, worker: int) -> None:
         if self._store is not None:
             with contextlib.suppress(RuntimeError, WorldError):  # its store may have gone with it
                 self._store.set(f"gone/{worker}", "")
 
     # -- what was counted --------------------------------------------------------------------------------------------
 
-    def leave(self, name: str, value: Any) -> None:
+    def publish(self, name: str, value: Any) -> None:
         if self._store is not None:
             with contextlib.suppress(RuntimeError, WorldError):
                 self._store.set(name, json.dumps(value))
 
-    def found(self, names: list[str], within_s: float) -> dict[str, Any]:
-        """What others have left under these names, as far as it is there in time."""
+    def published(self, names: list[str], within_s: float) -> dict[str, Any]:
+        """What other processes have published under these names, as far as it is there in time."""
         values: dict[str, Any] = {}
         if self._store is None:
             return values

@@ -1,6 +1,13 @@
 """Deterministic clocks: whole rounds are applied, in order, so nothing depends on who was first.
 
+    OPEN   worker 0: lanes 0 1 2     worker 1: lanes 3 4      all there: the tree, and who is left with which roots
+    PUSH   worker 0: roots 0, 2      worker 1: roots 3, 4     nodes, merged "left += right" as soon as both are there
+    CLOSE  worker 0: weights, …      worker 1: weights, …     all there: the scale, and nothing is missing
+
     all workers closed round r ─► scale ─► (clip: norms of all servers ─► coefficient) ─► each key: update, answer pulls
+
+Roots arrive in any order and the canonical sum comes out. A push's tensor becomes a node of the tree without a copy; a
+merge adds in place and hands the right one's memory back.
 
 Keys are finished from the last to the first: keys are numbered as backward finishes gradients, and the next forward
 wants the first layers first. Each is answered as it is done, while the others are still being updated.
@@ -22,178 +29,12 @@ from paceline.optim.gradient_norm import clip_coefficient
 from paceline.optim.group_settings import GroupSettings
 from paceline.parameter_server.clock import Clock
 from paceline.parameter_server.key_ranges import KeyTable
-from paceline.parameter_server.server_key import HeldKey
+from paceline.parameter_server.server_key import ServerKey
 from paceline.parameter_server.staleness_policy import Outcome
-from paceline.parameter_server.update_log import Applications
+from paceline.parameter_server.update_log import UpdateRecorder
 from paceline.parameter_server.wire import Close, Header, WireError
 
 Mode = Literal["update", "aggregate"]
-
-
-@dataclass
-class FinishedSum:
-    """A round's sum of one key, kept until every worker has fetched it (mode aggregate)."""
-
-    total: Tensor
-    used: int
-    wanted_by: set[int] = field(default_factory=set)
-
-
-class RoundByRound:
-    def __init__(
-        self,
-        table: KeyTable,
-        server: int,
-        held: Mapping[int, HeldKey],
-        settings: GroupSettings,
-        applications: Applications,
-        *,
-        clock: Clock,
-        mode: Mode,
-        workers: int,
-        first_round: int,
-        recycle: Recycle,
-    ) -> None:
-        self._table, self._server, self._held, self._settings = table, server, held, settings
-        self._keys = [key.number for key in table.of_server(server)]
-        self._clock, self._mode, self._workers = clock, mode, workers
-        self._applications, self._recycle = applications, recycle
-        self._next = first_round
-        self._rounds: dict[int, Round] = {}
-        self._squares: dict[int, dict[int, list[float]]] = {}  # by round and server
-        self._complete = dict.fromkeys(self._keys, first_round - 1)
-        self.to_tell: list[tuple[int, Tensor]] = []  # (round, squares) for the other servers
-        self.sums: dict[tuple[int, int], FinishedSum] = {}  # by key and round
-        self.norm = float("nan")  # of the last round, where it was clipped
-
-    def complete(self, key: int) -> int:
-        return self._complete[key]
-
-    @property
-    def next_round(self) -> int:
-        return self._next
-
-    def reset(self, key: int, complete: int) -> None:
-        """Go on after round `complete`, from what was loaded."""
-        self._complete[key] = complete
-        self._next = complete + 1
-        self._rounds.clear()
-        self._squares.clear()
-        self.sums.clear()
-
-    # -- what arrives; each says whether it was new ------------------------------------------------------------------
-
-    def open(self, worker: int, round: int, lanes: tuple[int, ...]) -> bool:
-        return round >= self._next and self._round(round).open(worker, lanes)
-
-    def push(self, header: Header, gradient: Tensor) -> bool:
-        new = header.round >= self._next and self._round(header.round).push(
-            header.sender, header.key, header.lane, gradient, header.flags
-        )
-        if not new:
-            self._recycle(gradient)
-        return new
-
-    def close(self, worker: int, round: int, close: Close) -> bool:
-        return round >= self._next and self._round(round).close(worker, close)
-
-    def set(self, worker: int, settings: tuple[float, ...]) -> None:
-        """A round's settings come with its end, not before its pushes."""
-
-    def leave(self, worker: int) -> None:
-        """It needs no more sums; that it took part in all rounds is for the core to see."""
-        for place, found in list(self.sums.items()):
-            found.wanted_by.discard(worker)
-            if not found.wanted_by:
-                del self.sums[place]
-
-    def hear_norms(self, server: int, round: int, squares: Sequence[float]) -> None:
-        if round >= self._next:
-            self._squares.setdefault(round, {})[server] = list(squares)
-
-    def _round(self, number: int) -> Round:
-        if number not in self._rounds:
-            self._rounds[number] = Round(number, self._workers, self._keys, self._recycle)
-        return self._rounds[number]
-
-    def waited_for(self) -> list[tuple[int, list[int]]]:
-        """The rounds under way, each with the workers that have not closed it."""
-        return [(number, found.missing()) for number, found in sorted(self._rounds.items())]
-
-    # -- what can be applied -----------------------------------------------------------------------------------------
-
-    def advance(self, _: Sequence[int] | None = None) -> Iterator[int]:
-        """Apply the rounds that are complete; gives the keys one by one, as they are done."""
-        while self._next in self._rounds and self._rounds[self._next].closed:
-            round = self._rounds[self._next]
-            if round.squares is None:
-                round.check(self._table, self._settings)
-            if not self._norm_is_known(round):
-                return
-            for key in reversed(self._keys):
-                self._finish(round, key)
-                self._complete[key] = round.number
-                yield key
-            del self._rounds[self._next]
-            self._squares.pop(self._next, None)
-            self._next += 1
-
-    def _norm_is_known(self, round: Round) -> bool:
-        """Without clipping there is none to know."""
-        if round.said.max_norm is None or self._mode == "aggregate" or round.empty:
-            self.norm = float("nan")
-            return True
-        if round.squares is None:
-            round.squares = self._own_squares(round)
-            self.to_tell.append((round.number, torch.tensor(round.squares, dtype=torch.float64)))
-        known = self._squares.setdefault(round.number, {})
-        known[self._server] = round.squares
-        if len(known) < self._table.servers:
-            return False
-        self.norm = norm_of(known)
-        return True
-
-    def _own_squares(self, round: Round) -> list[float]:
-        norms: list[Tensor] = []
-        for key, total in round.sums.items():
-            gradient = self._gradient(round, key)
-            total.nodes = {0: gradient}
-            norms += self._held[key].norms(gradient, total.used)
-        if not norms:
-            return []
-        squares: list[float] = torch.cat([norm.to("cpu", torch.float64) for norm in norms]).square_().tolist()
-        return squares
-
-    def _gradient(self, round: Round, key: int) -> Tensor:
-        """The round's gradient of a key, scaled, and in the weights' precision where they are updated here."""
-        total = round.sums[key].total
-        if round.scale != 1.0:
-            total.mul_(round.scale)
-        return self._held[key].as_gradient(total) if self._mode == "update" else total
-
-    def _finish(self, round: Round, key: int) -> None:
-        total = round.sums[key]
-        if not total.nodes:
-            return
-        if self._mode == "aggregate":
-            everybody = set(range(self._workers))
-            used = 0 if round.empty else total.used  # workers then have no gradient, and change nothing either
-            self.sums[key, round.number] = FinishedSum(self._gradient(round, key), used, everybody)
-            return
-        if not round.empty:
-            gradient = total.total if round.squares is not None else self._gradient(round, key)
-            self._clip(round, gradient)
-            self._held[key].update(gradient, total.used, round.said.settings)
-            late = Outcome(delay=round.number - 1 - self._clock.needs(round.number))
-            self._applications.tell(key, round.number, round.said.settings or self._settings.read(), late)
-        self._recycle(total.total)
-
-    def _clip(self, round: Round, gradient: Tensor) -> None:
-        max_norm = round.said.max_norm
-        if max_norm is not None and not self.norm <= max_norm:
-            gradient.mul_(clip_coefficient(self.norm, max_norm))
-
-
 Recycle = Callable[[Tensor], None]
 
 
@@ -363,6 +204,208 @@ class Round:
                 f"round {self.number}: {name} is {mine} on worker 0 but {theirs} on worker {worker}; the update "
                 "happens once, for all: set learning rates alike on every worker"
             )
+
+
+@dataclass
+class FinishedSum:
+    """A round's sum of one key, kept until every worker has fetched it (mode aggregate)."""
+
+    total: Tensor
+    used: int
+    wanted_by: set[int] = field(default_factory=set)
+
+
+class RoundByRound:
+    """Rounds under way, and the updates of those that all workers have closed."""
+
+    def __init__(
+        self,
+        table: KeyTable,
+        server: int,
+        held: Mapping[int, ServerKey],
+        settings: GroupSettings,
+        recorder: UpdateRecorder,
+        *,
+        clock: Clock,
+        mode: Mode,
+        workers: int,
+        recycle: Recycle,
+    ) -> None:
+        self._table, self._server, self._held, self._settings = table, server, held, settings
+        self._keys = [key.number for key in table.of_server(server)]
+        self._clock, self._mode, self._workers = clock, mode, workers
+        self._recorder, self._recycle = recorder, recycle
+        self._next = 0
+        self._rounds: dict[int, Round] = {}
+        self._squares: dict[int, dict[int, list[float]]] = {}  # by round and server
+        self._complete = dict.fromkeys(self._keys, -1)
+        self._to_tell: list[tuple[int, Tensor]] = []  # (round, squares) for the other servers
+        self.sums: dict[tuple[int, int], FinishedSum] = {}  # by key and round, until all workers have fetched them
+        self.norm = math.nan  # of the last round, where it was clipped
+
+    def complete(self, key: int) -> int:
+        return self._complete[key]
+
+    def needs_all_workers(self, round: int) -> bool:
+        """A round that was applied before needs none: a worker says again what it said."""
+        return round >= self._next
+
+    def reset(self, key: int, complete: int) -> None:
+        """Go on after round `complete`, from what was loaded."""
+        self._complete[key] = complete
+        self._next = complete + 1
+        self._rounds.clear()
+        self._squares.clear()
+        self.sums.clear()
+
+    # -- what arrives; each says whether it was new ------------------------------------------------------------------
+
+    def open(self, worker: int, round: int, lanes: tuple[int, ...]) -> bool:
+        return round >= self._next and self._round(round).open(worker, lanes)
+
+    def push(self, header: Header, gradient: Tensor) -> bool:
+        new = header.round >= self._next and self._round(header.round).push(
+            header.sender, header.key, header.lane, gradient, header.flags
+        )
+        if not new:
+            self._recycle(gradient)
+        return new
+
+    def close(self, worker: int, round: int, close: Close) -> bool:
+        return round >= self._next and self._round(round).close(worker, close)
+
+    def set(self, worker: int, settings: tuple[float, ...]) -> None:
+        """A round's settings come with its end, not before its pushes."""
+
+    def leave(self, worker: int) -> str | None:
+        """It said goodbye and needs no more sums; why the job fails, where it has not taken part in a round."""
+        for place, found in list(self.sums.items()):
+            self._fetched(worker, place, found)
+        left = self._not_closed_by(worker)
+        if not left:
+            return None
+        return (
+            f"worker {worker} said goodbye in round {left[0]}, which others are waiting for; all workers must take "
+            "the same number of steps"
+        )
+
+    def lose(self, worker: int) -> str:
+        left = self._not_closed_by(worker)
+        where = f" in round {left[0]}, before it had pushed all of it" if left else " between two rounds"
+        return (
+            f"worker {worker} was lost{where}; a round needs the gradients of all workers, so training stops here: "
+            "resume from the last saved state"
+        )
+
+    def _not_closed_by(self, worker: int) -> list[int]:
+        """The rounds under way that wait for it."""
+        return [number for number, found in sorted(self._rounds.items()) if worker in found.missing()]
+
+    def hear_norms(self, server: int, round: int, squares: Sequence[float]) -> None:
+        if round >= self._next:
+            self._squares.setdefault(round, {})[server] = list(squares)
+
+    def _round(self, number: int) -> Round:
+        if number not in self._rounds:
+            self._rounds[number] = Round(number, self._workers, self._keys, self._recycle)
+        return self._rounds[number]
+
+    # -- what is pulled ----------------------------------------------------------------------------------------------
+
+    def weights_for(self, pull: Header, held: ServerKey) -> Tensor:
+        """The live ones where they can be sent: a key is updated only after all workers have used what they pulled."""
+        return held.weights if held.weights.device.type == "cpu" else held.copy()
+
+    def sum_for(self, worker: int, key: int, round: int) -> FinishedSum | None:
+        """A worker fetches the sum of a round once; None: it has, or there is none."""
+        found = self.sums.get((key, round))
+        if found is None or worker not in found.wanted_by:
+            return None
+        self._fetched(worker, (key, round), found)
+        return found
+
+    def _fetched(self, worker: int, place: tuple[int, int], found: FinishedSum) -> None:
+        found.wanted_by.discard(worker)
+        if not found.wanted_by:
+            del self.sums[place]
+
+    def norms_to_tell(self) -> Iterator[tuple[int, Tensor]]:
+        """(round, squares) that the other servers have to hear."""
+        told, self._to_tell = self._to_tell, []
+        yield from told
+
+    # -- what can be applied -----------------------------------------------------------------------------------------
+
+    def advance(self, _: Sequence[int] | None = None) -> Iterator[int]:
+        """Apply the rounds that are complete; gives the keys one by one, as they are done."""
+        while self._next in self._rounds and self._rounds[self._next].closed:
+            round = self._rounds[self._next]
+            if round.squares is None:
+                round.check(self._table, self._settings)
+            if not self._norm_is_known(round):
+                return
+            for key in reversed(self._keys):
+                self._finish(round, key)
+                self._complete[key] = round.number
+                yield key
+            del self._rounds[self._next]
+            self._squares.pop(self._next, None)
+            self._next += 1
+
+    def _norm_is_known(self, round: Round) -> bool:
+        """Without clipping there is none to know."""
+        if round.said.max_norm is None or self._mode == "aggregate" or round.empty:
+            self.norm = math.nan
+            return True
+        if round.squares is None:
+            round.squares = self._own_squares(round)
+            self._to_tell.append((round.number, torch.tensor(round.squares, dtype=torch.float64)))
+        known = self._squares.setdefault(round.number, {})
+        known[self._server] = round.squares
+        if len(known) < self._table.servers:
+            return False
+        self.norm = norm_of(known)
+        return True
+
+    def _own_squares(self, round: Round) -> list[float]:
+        norms: list[Tensor] = []
+        for key, total in round.sums.items():
+            gradient = self._gradient(round, key)
+            total.nodes = {0: gradient}
+            norms += self._held[key].norms(gradient, total.used)
+        if not norms:
+            return []
+        squares: list[float] = torch.cat([norm.to("cpu", torch.float64) for norm in norms]).square_().tolist()
+        return squares
+
+    def _gradient(self, round: Round, key: int) -> Tensor:
+        """The round's gradient of a key, scaled, and in the weights' precision where they are updated here."""
+        total = round.sums[key].total
+        if round.scale != 1.0:
+            total.mul_(round.scale)
+        return self._held[key].as_gradient(total) if self._mode == "update" else total
+
+    def _finish(self, round: Round, key: int) -> None:
+        total = round.sums[key]
+        if not total.nodes:
+            return
+        if self._mode == "aggregate":
+            everybody = set(range(self._workers))
+            used = 0 if round.empty else total.used  # workers then have no gradient, and change nothing either
+            self.sums[key, round.number] = FinishedSum(self._gradient(round, key), used, everybody)
+            return
+        if not round.empty:
+            gradient = total.total if round.squares is not None else self._gradient(round, key)
+            self._clip(round, gradient)
+            self._held[key].update(gradient, total.used, round.said.settings)
+            late = Outcome(delay=round.number - 1 - self._clock.needs(round.number))
+            self._recorder.tell(key, round.number, round.said.settings or self._settings.read(), late)
+        self._recycle(total.total)
+
+    def _clip(self, round: Round, gradient: Tensor) -> None:
+        max_norm = round.said.max_norm
+        if max_norm is not None and not self.norm <= max_norm:
+            gradient.mul_(clip_coefficient(self.norm, max_norm))
 
 
 def norm_of(squares: Mapping[int, list[float]]) -> float:

@@ -5,6 +5,27 @@
     twins     AdamW(pieces of its groups), one for each of the user's optimizers that has pieces here
 
 Each key has twins of its own: keys are updated one at a time, and a step should not have to look at all the others.
+
+Looking ahead: an asynchronous server answers with the weights as they will be when the gradient of them comes back.
+
+    version      5    6    7    8                       read at 5, the gradient comes back at 8: a delay of 3 updates
+    weights      ●────●────●────●────●
+                 └─ ─ ─ ─ ─ ─ ─ ─ ─ ─○   5 + reach × (what update 5 changed),   reach = μ + μ² + μ³ + μ⁴
+
+With momentum μ the next update repeats μ times the last one, whatever gradient comes, so most of the way is known in
+advance; without momentum nothing is, and nothing is looked ahead. How far: over the delay that this worker's pushes
+have had lately, in updates, and the update that its gradient will be part of. That is Nesterov's momentum with a delay
+(for late gradients see SpecTrain, Chen et al. 2018, and DANA, Hakimi et al. 2019); pushes that are not late see the
+weights as they are, as in synchronous training. All of it follows from the updates of the key up to the version that is
+read, so a replay finds the same bits.
+
+The optimizer state of keys, on the wire and as that of whole parameters:
+
+    key 0: [state of each piece] ┐                              ┌ weight: {"step": 7, "exp_avg": (6, 4096)}
+    key 1: [state of each piece] ┴── whole_states / of_keys ──► ┴ bias:   {"step": 7, "exp_avg": (6,)}
+
+    one key's, as bytes: 8 for the length of the head │ head, JSON: the tree, and of each tensor its type, shape and
+                         place │ tensors, aligned
 """
 
 from __future__ import annotations
@@ -31,6 +52,53 @@ from paceline.parameter_server.key_ranges import Key, KeyTable
 from paceline.sharding.flat_layout import Piece
 from paceline.sharding.slices import Slices
 
+SMOOTHING = 1 / 8  # of a worker's delays: about its last eight pushes count
+_ALIGN = 64
+_LENGTH = 8  # bytes that say how long the head is
+
+
+class LookAhead:
+    """Of one key: what the last update changed, and how late each worker's pushes come."""
+
+    def __init__(self, change: Tensor | None = None, delays: Mapping[int, float] | None = None, momentum: float = 0):
+        self._change, self._momentum = change, momentum
+        self._delays = dict(delays or {})
+
+    def came_back(self, worker: int, updates: int) -> None:
+        """A push of the worker arrives so many updates after its weights were read."""
+        before = self._delays.get(worker, float(updates))
+        self._delays[worker] = before + (updates - before) * SMOOTHING
+
+    def before(self, weights: Tensor) -> None:
+        """They are about to be updated."""
+        self._change = weights.clone() if self._change is None else self._change.copy_(weights)
+
+    def after(self, weights: Tensor, momentum: float | None) -> None:
+        assert self._change is not None
+        torch.sub(weights, self._change, out=self._change)
+        self._momentum = momentum or 0.0
+
+    def forget(self) -> None:
+        """Other weights were loaded."""
+        self._change = None
+        self._delays.clear()
+
+    def reach(self, worker: int) -> float:
+        """How many times the last change is to be added: μ + μ² + … over the delay and one more."""
+        delay, momentum = self._delays.get(worker, 0.0), self._momentum
+        if not 0 < momentum < 1:
+            return 0.0
+        kept: float = momentum ** (delay + 1)
+        return min(1.0, delay) * momentum * (1 - kept) / (1 - momentum)
+
+    def seen_by(self, worker: int, weights: Tensor) -> Tensor:
+        """What the worker reads; a tensor of its own."""
+        reach = self.reach(worker)
+        return weights.clone() if self._change is None or reach == 0 else weights.add(self._change, alpha=reach)
+
+    def copy(self) -> LookAhead:
+        return LookAhead(None if self._change is None else self._change.clone(), self._delays, self._momentum)
+
 
 def hold_keys(
     keys: Sequence[Key],
@@ -41,16 +109,16 @@ def hold_keys(
     homes: Mapping[int, Tensor] | None = None,
     *,
     look_ahead: bool = False,
-) -> dict[int, HeldKey]:
+) -> dict[int, ServerKey]:
     """A server's keys by number, spread over its devices by size; a key whose home is given lives there instead."""
     ahead = look_ahead and bool(settings.momentum(settings.read()))
-    held: dict[int, HeldKey] = {}
+    held: dict[int, ServerKey] = {}
     load = [0] * len(devices)
     for key in sorted(keys, key=lambda key: (-key.gradient_bytes, key.number)):
         place = load.index(min(load))
         load[place] += key.gradient_bytes
         home = None if homes is None else homes[key.number]
-        held[key.number] = HeldKey(key, parameters, optimizers, settings, devices[place], home, look_ahead=ahead)
+        held[key.number] = ServerKey(key, parameters, optimizers, settings, devices[place], home, look_ahead=ahead)
     return dict(sorted(held.items()))
 
 
@@ -65,7 +133,7 @@ class Snapshot:
         return self.weights if self.ahead is None else self.ahead.seen_by(worker, self.weights)
 
 
-class HeldKey:
+class ServerKey:
     """`parameters` are the user's, in the order of the layout; they are copied, and never touched again."""
 
     def __init__(
@@ -216,54 +284,7 @@ class HeldKey:
         return value.to(self.weights.device, copy=True) if value.dim() else value.clone()
 
 
-SMOOTHING = 1 / 8  # of a worker's delays: about its last eight pushes count
-
-
-class LookAhead:
-    """Of one key: what the last update changed, and how late each worker's pushes come."""
-
-    def __init__(self, change: Tensor | None = None, delays: Mapping[int, float] | None = None, momentum: float = 0):
-        self._change, self._momentum = change, momentum
-        self._delays = dict(delays or {})
-
-    def came_back(self, worker: int, updates: int) -> None:
-        """A push of the worker arrives so many updates after its weights were read."""
-        before = self._delays.get(worker, float(updates))
-        self._delays[worker] = before + (updates - before) * SMOOTHING
-
-    def before(self, weights: Tensor) -> None:
-        """They are about to be updated."""
-        self._change = weights.clone() if self._change is None else self._change.copy_(weights)
-
-    def after(self, weights: Tensor, momentum: float | None) -> None:
-        assert self._change is not None
-        torch.sub(weights, self._change, out=self._change)
-        self._momentum = momentum or 0.0
-
-    def forget(self) -> None:
-        """Other weights were loaded."""
-        self._change = None
-        self._delays.clear()
-
-    def reach(self, worker: int) -> float:
-        """How many times the last change is to be added: μ + μ² + … over the delay and one more."""
-        delay, momentum = self._delays.get(worker, 0.0), self._momentum
-        if not 0 < momentum < 1:
-            return 0.0
-        kept: float = momentum ** (delay + 1)
-        return min(1.0, delay) * momentum * (1 - kept) / (1 - momentum)
-
-    def seen_by(self, worker: int, weights: Tensor) -> Tensor:
-        """What the worker reads; a tensor of its own."""
-        reach = self.reach(worker)
-        return weights.clone() if self._change is None or reach == 0 else weights.add(self._change, alpha=reach)
-
-    def copy(self) -> LookAhead:
-        return LookAhead(None if self._change is None else self._change.clone(), self._delays, self._momentum)
-
-
-_ALIGN = 64
-_LENGTH = 8  # bytes that say how long the head is
+# -- optimizer state ---------------------------------------------------------------------------------------------------
 
 
 def pack_states(states: Sequence[State]) -> Tensor:

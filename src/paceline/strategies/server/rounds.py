@@ -1,10 +1,13 @@
-"""Rounds whose gradients go to servers: what both modes of the parameter server share.
+"""Rounds on a worker of a parameter server: read the weights that the clock allows, push gradients, end the round.
 
-    deterministic clocks   backward ─► roots ─────────────► pushed, bucket by bucket, in the worker's last backward
-    asynchronous clocks    backward ─► a lane's gradient ─► pushed, bucket by bucket, in the lane's last backward
+    class              clock           servers   pushed                 at step()
+    UpdatesOnServers   deterministic   update    roots                  CLOSE ─► servers update ─► weights ─► the model
+    UpdatesOnArrival   asynchronous    update    each lane's gradient   CLOSE; the loop goes on as far as the clock says
+    SumsOnServers      deterministic   add       roots                  CLOSE ─► sums ─► .grad ─► step() as under ddp
 
-A bucket is cut into keys without a copy. Its memory serves the next round when the servers are done with it: as soon as
-it was sent, or, where they read it in shared memory, when the weights of the next round have come.
+Buckets are pushed in the backward that finishes them: the worker's last one, or a lane's last where pushes are updates
+of their own. A bucket is cut into keys without a copy. Its memory serves the next round when the servers are done with
+it: as soon as it was sent, or, where they read it in shared memory, when the weights of the next round have come.
 """
 
 from __future__ import annotations
@@ -32,11 +35,11 @@ from paceline.optim.piece_state import State
 from paceline.parameter_server.channel import Sent
 from paceline.parameter_server.client import Client
 from paceline.parameter_server.clock import Clock
-from paceline.parameter_server.handshake import MeetingPoint
+from paceline.parameter_server.handshake import StoreBarrier
 from paceline.parameter_server.key_ranges import Key
 from paceline.parameter_server.server_key import sliced_states, states_of_keys
 from paceline.parameter_server.staleness_stats import StalenessCounter
-from paceline.parameter_server.update_log import Read, RunLog
+from paceline.parameter_server.update_log import NoLog, Read, UpdateLog
 from paceline.parameter_server.wire import Close
 from paceline.sharding.bucket import plan_buckets
 from paceline.sharding.flat_layout import Piece
@@ -45,11 +48,28 @@ from paceline.strategies.distant_gradient import DistantGradient
 from paceline.strategies.gradient_buckets import GradientBuckets
 from paceline.strategies.masters import load_exactly
 from paceline.strategies.registry import Job
-from paceline.strategies.server.assembly import Space
+from paceline.strategies.server.space import Space
 from paceline.strategies.strategy import Agreement, ItemPlace, Tally, WeightsInTheModel
 
 READS = "weights being read"  # in a saved state
 ROUNDS_UNDER_WAY = 2  # whose pushes may still be on their way; a worker that no clock holds back is held back by this
+
+
+@dataclass(frozen=True)
+class Wiring:
+    """What rounds of one space are built on."""
+
+    space: Space
+    client: Client
+    clock: Clock
+    job: Job
+    stats: StalenessCounter
+    gradients: Sequence[Tensor] | None = None  # shared memory for each bucket's; only a synchronous clock may use it
+    log: UpdateLog | NoLog = field(default_factory=NoLog)
+    group: Communicator | None = None  # of workers and servers
+    barrier: StoreBarrier | None = None  # of asynchronous workers
+    # What was loaded, by optimizer: where there are several, strategies that are made later need it too.
+    loads: dict[int, tuple[dict[str, Any], int]] | None = None
 
 
 @dataclass(frozen=True)
@@ -63,26 +83,13 @@ class _Pushed:
 
 
 class PushedRounds(WeightsInTheModel):
-    """`homes`: memory that servers can see, for the gradient of each bucket; only a synchronous clock may use it."""
+    """What all of them share: a round is opened, buckets are cut into keys and pushed, and the round is closed."""
 
-    def __init__(
-        self,
-        space: Space,
-        client: Client,
-        clock: Clock,
-        job: Job,
-        stats: StalenessCounter,
-        homes: Sequence[Tensor] | None = None,
-        *,
-        log: RunLog | None = None,
-        joint: Communicator | None = None,
-        loads: dict[int, tuple[dict[str, Any], int]] | None = None,
-    ) -> None:
-        """`loads` gets what is loaded, by optimizer: where there are several, others may be made that need it too."""
-        self._space, self._loads = space, loads
+    def __init__(self, wiring: Wiring) -> None:
+        space, clock, job = wiring.space, wiring.clock, wiring.job
+        self._space, self._loads, self._group = space, wiring.loads, wiring.group
         self._optimizers, self._settings = space.optimizers, space.settings
-        self._client, self._clock, self._stats, self._log = client, clock, stats, log
-        self._joint = joint
+        self._client, self._clock, self._stats, self._log = wiring.client, clock, wiring.stats, wiring.log
         self._worker, self._comm, self._all_lanes = job.world.rank, job.comm, job.lanes
         self._elastic = job.world.elastic is not None
         self._buckets = GradientBuckets(
@@ -94,8 +101,8 @@ class PushedRounds(WeightsInTheModel):
             by_lane=not clock.deterministic,
             learns=False,  # keys are slices of buckets, and servers have theirs from the start
         )
-        for sums, home in zip(self._buckets.sums, homes or [], strict=homes is not None):
-            sums.live_in(home)
+        for sums, memory in zip(self._buckets.sums, wiring.gradients or [], strict=wiring.gradients is not None):
+            sums.live_in(memory)
         self.parameters = self._buckets.parameters
         self._weights = ModelWeights(self.parameters)
         self.replicas: Sequence[Parameter] = self.parameters if clock.deterministic else []
@@ -113,7 +120,7 @@ class PushedRounds(WeightsInTheModel):
     @property
     def traffic(self) -> Traffic:
         """To and from servers; with several workers, what they tell each other too."""
-        return Traffic() if self._joint is None else self._joint.traffic
+        return Traffic() if self._group is None else self._group.traffic
 
     @property
     def between_rounds(self) -> bool:
@@ -161,9 +168,8 @@ class PushedRounds(WeightsInTheModel):
         """The round is opened with the first: `engine.update` takes back the start of a step of all optimizers."""
         self._place = place
         if self._closed:
-            if self._log is not None:
-                self._log.begin(self._round)
-                self._log.read(Read(self._worker, self._round, self._lanes, self._client.versions))
+            self._log.begin(self._round)
+            self._log.read(Read(self._worker, self._round, self._lanes, self._client.versions))
             self._client.open(self._round, self._lanes)
             self._closed, self._ever_opened = False, True
             self._begun += 1
@@ -172,7 +178,7 @@ class PushedRounds(WeightsInTheModel):
         return self._buckets.used
 
     def _leave(self, number: int, nodes: dict[int, Tensor]) -> None:
-        for lane, node in reversed(nodes.items()):  # the first lane's is the home, and has to come back last
+        for lane, node in reversed(nodes.items()):  # the first lane's may be shared memory, and has to come back last
             self._push(number, lane, node, self._used_bits(number))
 
     def _push(self, number: int, lane: int, node: Tensor, used: Sequence[int], weight: float = 1.0) -> None:
@@ -258,95 +264,21 @@ class PushedRounds(WeightsInTheModel):
             self._loads[id(optimizer)] = state, round
 
 
-def by_place(optimizer: Optimizer, parameters: Sequence[Parameter], values: Sequence[Any]) -> dict[int, Any]:
-    """What belongs to each parameter, under its place in the optimizer, as a state_dict has it."""
-    found = {id(parameter): value for parameter, value in zip(parameters, values, strict=True)}
-    return {place: found[id(member)] for place, member in enumerate(_members(optimizer)) if id(member) in found}
-
-
-def by_parameter(
-    optimizer: Optimizer, parameters: Sequence[Parameter], values: Mapping[int, Any], otherwise: Sequence[Any]
-) -> list[Any]:
-    """The inverse; a parameter that is not there keeps what it has otherwise."""
-    found = {id(member): values[place] for place, member in enumerate(_members(optimizer)) if place in values}
-    return [found.get(id(parameter), other) for parameter, other in zip(parameters, otherwise, strict=True)]
-
-
-def _members(optimizer: Optimizer) -> list[Parameter]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
-
-
-class ModelWeights:
-    def __init__(self, parameters: Sequence[Parameter]) -> None:
-        self._parameters = parameters
-        self._flat: dict[int, tuple[int, Tensor]] = {}  # by parameter: its address when that was found
-        self._kept: list[Tensor] | None = None
-
-    def put(self, key: Key, weights: Tensor) -> None:
-        device = self._parameters[key.pieces[0].parameter].device
-        with torch.no_grad():
-            targets: list[Tensor] = []
-            parts: list[Tensor] = []
-            for piece, part in zip(key.pieces, key.views(weights.to(device)), strict=True):
-                parameter = self._parameters[piece.parameter]
-                if parameter.is_contiguous():
-                    targets.append(self._flat_of(piece.parameter)[piece.start : piece.stop])
-                    parts.append(part)
-                else:
-                    _put_piece(parameter, piece, part)
-            if targets:
-                torch._foreach_copy_(targets, parts)
-
-    def _flat_of(self, index: int) -> Tensor:
-        parameter = self._parameters[index]
-        address, flat = self._flat.get(index, (0, parameter))
-        if address != parameter.data_ptr():
-            flat = parameter.detach().view(-1)
-            self._flat[index] = parameter.data_ptr(), flat
-        return flat
-
-    # -- a round's weights while others are shown --------------------------------------------------------------------
-
-    def keep(self) -> None:
-        """Remember the weights as they are, unless some are remembered already."""
-        if self._kept is None:
-            self._kept = self.copies()
-
-    def restore(self) -> None:
-        """Put back what was remembered, if anything."""
-        if self._kept is not None:
-            self.put_all(self._kept)
-            self._kept = None
-
-    def copies(self) -> list[Tensor]:
-        return [parameter.detach().clone() for parameter in self._parameters]
-
-    def put_all(self, weights: Sequence[Tensor]) -> None:
-        with torch.no_grad():
-            torch._foreach_copy_(list(self._parameters), list(weights))
-
-    def remember(self, weights: Sequence[Tensor] | None) -> None:
-        """Others than the model holds; None: nothing."""
-        self._kept = None if weights is None else list(weights)
-
-    @property
-    def remembered(self) -> Sequence[Tensor] | None:
-        return self._kept
-
-    def versions(self) -> list[int]:
-        """They change when somebody writes to a parameter."""
-        return [parameter._version for parameter in self._parameters]
-
-
-def _put_piece(parameter: Parameter, piece: Piece, part: Tensor) -> None:
-    flat = parameter.detach().reshape(-1)
-    flat[piece.start : piece.stop] = part
-    parameter.copy_(flat.view(parameter.shape))
+# -- servers update ----------------------------------------------------------------------------------------------------
 
 
 class UpdatesOnServers(PushedRounds):
-    def __init__(self, *parts: Any, **options: Any) -> None:
-        super().__init__(*parts, **options)
+    """Mode "update": weights and optimizer state live on servers; workers push, and read by the clock.
+
+        weights on servers, cached here · gradients pushed · optimizer state on servers
+
+    Under a synchronous clock `step()` returns when the new weights are here, as under any other synchronous strategy.
+    Under others it does not wait: the loop goes on while pushes and weights are on their way, as far as the clock
+    allows.
+    """
+
+    def __init__(self, wiring: Wiring) -> None:
+        super().__init__(wiring)
         self._tally: Tally | None = None
         self._max_norm: float | None = None
         self._waited_s = 0.0
@@ -450,8 +382,7 @@ class UpdatesOnServers(PushedRounds):
         return known
 
     def load(self, optimizer: Optimizer, state: dict[str, Any], *, round: int) -> None:
-        if self._log is not None:
-            self._log.check_not_begun()
+        self._log.check_not_begun()
         state = whole_tree(state)
         reads = self._reads_of(optimizer, state, round)
         optimizer.load_state_dict({**state, "state": {}})  # settings for the next rounds; the rest lives elsewhere
@@ -464,7 +395,7 @@ class UpdatesOnServers(PushedRounds):
 
     def _hand_over(self, round: int, states: Sequence[State] | None) -> None:
         """The servers go on with `round`, from the model's weights and, unless it is None, from these states."""
-        self._client.have_been_heard()
+        self._client.flush()
         self._all_workers_are_here()
         if self._speaks_for_all:
             by_key = None if states is None else states_of_keys(self._client.table, states)
@@ -495,9 +426,24 @@ class _HeldLane:
 
 
 class UpdatesOnArrival(UpdatesOnServers):
-    def __init__(self, *parts: Any, meeting: MeetingPoint | None = None, **options: Any) -> None:
-        super().__init__(*parts, **options)
-        self._meeting = meeting
+    """Asynchronous: every lane's gradient is an update of its own, applied when it reaches the servers.
+
+        lane 0 ─► push ─► update 17 ┐     weights are read between rounds, the newest that have come; the clock says
+        lane 1 ─► push ─► update 19 ┘     which updates must be in them
+
+    A lane's push is its mean gradient (times L times its share of the round's samples, where that is not 1/L), and it
+    is applied with 1/L of the learning rate: a round of L pushes moves the weights as far as one synchronous update. To
+    scale the gradient instead would be the same for SGD, but not for Adam, which takes a step of the same length
+    whatever the gradient's scale, nor for weight decay: both would act L times a round.
+
+    Where the loop weighs micro-batches by tokens each lane's tokens per sample count as typical, since no worker knows
+    those of all. Clipping, too, is each lane's own: its mean gradient is clipped, so its buckets leave when all are
+    there.
+    """
+
+    def __init__(self, wiring: Wiring) -> None:
+        super().__init__(wiring)
+        self._barrier = wiring.barrier
         self._told: Sequence[float] | None = None
         self._used = [False] * len(self.parameters)
         self._held: dict[int, _HeldLane] = {}
@@ -573,8 +519,8 @@ class UpdatesOnArrival(UpdatesOnServers):
     # -- between rounds ----------------------------------------------------------------------------------------------
 
     def settle(self) -> None:
-        """What all workers pushed is in before any of them reads, and nobody pushes before all have read."""
-        self._client.have_been_heard()
+        """What all workers pushed is in before any of them reads, and none pushes before all have read."""
+        self._client.flush()
         self._all_workers_are_here()
         if self._ever_opened:
             self._client.refresh(self._round, self._weights.put)
@@ -583,17 +529,20 @@ class UpdatesOnArrival(UpdatesOnServers):
 
     def _all_workers_are_here(self) -> None:
         """Those that are left."""
-        if self._meeting is not None:
-            self._lost |= self._meeting.meet()
+        if self._barrier is not None:
+            self._lost |= self._barrier.wait()
 
-    def _hand_over(self, *parts: Any) -> None:
-        super()._hand_over(*parts)
+    def _hand_over(self, round: int, states: Sequence[State] | None) -> None:
+        super()._hand_over(round, states)
         self._told = None
 
 
 def _share(place: ItemPlace) -> float:
     """Backward has multiplied by the lane's weight over the round's samples; what makes that its share of them."""
     return place.samples / place.weight
+
+
+# -- servers only add --------------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -607,8 +556,17 @@ class _Waiting:
 
 
 class SumsOnServers(PushedRounds):
-    def __init__(self, *parts: Any, **options: Any) -> None:
-        super().__init__(*parts, **options)
+    """Mode "aggregate": servers only add; every worker holds the weights and updates them itself.
+
+    weights full · gradients pushed · optimizer state full
+
+    synchronous     collect: CLOSE ─► the sum of all workers ─► .grad ─► clip, step(): as under ddp
+    BoundedDelay    the rounds of a group are summed one by one, and applied in order when the group ends:
+                    each with the learning rate and the clipping of its own round
+    """
+
+    def __init__(self, wiring: Wiring) -> None:
+        super().__init__(wiring)
         self._totals: list[Tensor] = []
         self._waiting: list[_Waiting] = []
         self._norm = math.nan
@@ -727,7 +685,7 @@ class SumsOnServers(PushedRounds):
         state = whole_tree(state)
         reads = self._reads_of(optimizer, state, round)
         load_exactly(optimizer, state)
-        self._client.have_been_heard()
+        self._client.flush()
         self._all_workers_are_here()
         if self._speaks_for_all:
             self._client.load(round, None, None)
@@ -735,3 +693,99 @@ class SumsOnServers(PushedRounds):
         self._waiting, self._newest, self._round = [], None, round
         self._weights.remember(reads)
         self._note_load(optimizer, state, round)
+
+
+# -- weights and states of parameters ----------------------------------------------------------------------------------
+
+
+class ModelWeights:
+    """Weights on their way into the model: what a server holds by key is copied into the parameters it is made of.
+
+        key 3 |── ln.weight ──|─ ln.bias ─|── head[0:4096] ──|  ──put──►  ln.weight, ln.bias, the first part of head
+
+    A parameter whose memory is not in logical order has no part that could be written to: it goes through a copy.
+    """
+
+    def __init__(self, parameters: Sequence[Parameter]) -> None:
+        self._parameters = parameters
+        self._flat: dict[int, tuple[int, Tensor]] = {}  # by parameter: its address when that was found
+        self._kept: list[Tensor] | None = None
+
+    def put(self, key: Key, weights: Tensor) -> None:
+        device = self._parameters[key.pieces[0].parameter].device
+        with torch.no_grad():
+            targets: list[Tensor] = []
+            parts: list[Tensor] = []
+            for piece, part in zip(key.pieces, key.views(weights.to(device)), strict=True):
+                parameter = self._parameters[piece.parameter]
+                if parameter.is_contiguous():
+                    targets.append(self._flat_of(piece.parameter)[piece.start : piece.stop])
+                    parts.append(part)
+                else:
+                    _put_piece(parameter, piece, part)
+            if targets:
+                torch._foreach_copy_(targets, parts)
+
+    def _flat_of(self, index: int) -> Tensor:
+        parameter = self._parameters[index]
+        address, flat = self._flat.get(index, (0, parameter))
+        if address != parameter.data_ptr():
+            flat = parameter.detach().view(-1)
+            self._flat[index] = parameter.data_ptr(), flat
+        return flat
+
+    # -- a round's weights while others are shown --------------------------------------------------------------------
+
+    def keep(self) -> None:
+        """Remember the weights as they are, unless some are remembered already."""
+        if self._kept is None:
+            self._kept = self.copies()
+
+    def restore(self) -> None:
+        """Put back what was remembered, if anything."""
+        if self._kept is not None:
+            self.put_all(self._kept)
+            self._kept = None
+
+    def copies(self) -> list[Tensor]:
+        return [parameter.detach().clone() for parameter in self._parameters]
+
+    def put_all(self, weights: Sequence[Tensor]) -> None:
+        with torch.no_grad():
+            torch._foreach_copy_(list(self._parameters), list(weights))
+
+    def remember(self, weights: Sequence[Tensor] | None) -> None:
+        """Others than the model holds; None: nothing."""
+        self._kept = None if weights is None else list(weights)
+
+    @property
+    def remembered(self) -> Sequence[Tensor] | None:
+        return self._kept
+
+    def versions(self) -> list[int]:
+        """They change when a parameter is written to."""
+        return [parameter._version for parameter in self._parameters]
+
+
+def _put_piece(parameter: Parameter, piece: Piece, part: Tensor) -> None:
+    flat = parameter.detach().reshape(-1)
+    flat[piece.start : piece.stop] = part
+    parameter.copy_(flat.view(parameter.shape))
+
+
+def by_place(optimizer: Optimizer, parameters: Sequence[Parameter], values: Sequence[Any]) -> dict[int, Any]:
+    """What belongs to each parameter, under its place in the optimizer, as a state_dict has it."""
+    found = {id(parameter): value for parameter, value in zip(parameters, values, strict=True)}
+    return {place: found[id(member)] for place, member in enumerate(_members(optimizer)) if id(member) in found}
+
+
+def by_parameter(
+    optimizer: Optimizer, parameters: Sequence[Parameter], values: Mapping[int, Any], otherwise: Sequence[Any]
+) -> list[Any]:
+    """The inverse; a parameter that is not there keeps what it has otherwise."""
+    found = {id(member): values[place] for place, member in enumerate(_members(optimizer)) if place in values}
+    return [found.get(id(parameter), other) for parameter, other in zip(parameters, otherwise, strict=True)]
+
+
+def _members(optimizer: Optimizer) -> list[Parameter]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
