@@ -65,9 +65,8 @@ def samples(count: int, seed: int) -> tuple[Tensor, Tensor]:
 
 def train(scenario: str, clock: str, until: str, result: Path) -> None:
     import paceline
-    from paceline.parameter_server.bounded_staleness import BoundedStaleness
-    from paceline.parameter_server.clock import parse_clock
-    from paceline.strategies.parameter_server import ParameterServer
+    from paceline.parameter_server.clock import BoundedStaleness, parse_clock
+    from paceline.strategies.server import ParameterServer
 
     ticks = parse_clock(clock)
     if isinstance(ticks, BoundedStaleness):

@@ -18,7 +18,7 @@ from paceline.data.audit import audit
 from paceline.elastic.ledger import Ledger, Row, read_ledger
 from paceline.errors import CheckpointError, ConfigError, DataError, PacelineError, WorldError
 from paceline.input_file import cause_of, one_line, open_output, parse_json, read_json, read_short
-from paceline.parameter_server.application_log import read_log
+from paceline.parameter_server.update_log import read_log
 from paceline.trainer import TrainingArguments
 from paceline.trainer.callbacks import TrainerState
 from paceline.trainer.integrations import json_lines

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from paceline.strategies.parameter_server import ParameterServer
 from paceline.strategies.registry import Chosen, synchronous_strategies
+from paceline.strategies.server import ParameterServer
 from tests.bits.programs import PROGRAMS, RECOMPUTED, compiled, convnet, gpt, wide
 from tests.workers import hashes, run_workers
 

@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch.utils.data import DataLoader, TensorDataset
 import paceline
-from paceline.parameter_server.bounded_staleness import BoundedStaleness
-from paceline.strategies.parameter_server import ParameterServer
+from paceline.parameter_server.clock import BoundedStaleness
+from paceline.strategies.server import ParameterServer
 
 strategy = ParameterServer(clock=BoundedStaleness(steps=2), record=sys.argv[1])
 engine = paceline.Engine(strategy=strategy, device="cpu", seed=3)

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from paceline import Engine, World
 from paceline.errors import ConfigError, PacelineError
 from paceline.strategies.hybrid import HybridConfig
-from paceline.strategies.parameter_server import ParameterServer
+from paceline.strategies.server import ParameterServer
 
 NONSENSE = [math.nan, math.inf, -math.inf, -1, 10**20, 10**400, 1e300, "", "nonsense", "\0", "-1", [], {}, (), object(),
             b"x", 1 + 2j, True, torch.ones(3), np.ones(3)]  # fmt: skip

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 import paceline
-from paceline.strategies.parameter_server import ParameterServer
+from paceline.strategies.server import ParameterServer
 
 LANES = 8
 ROWS = 4

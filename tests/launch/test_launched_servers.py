@@ -174,7 +174,7 @@ import os, signal, sys, threading
 import torch
 import paceline
 from paceline.parameter_server.clock import parse_clock
-from paceline.strategies.parameter_server import ParameterServer
+from paceline.strategies.server import ParameterServer
 
 clock, victim = sys.argv[1], " ".join(sys.argv[2:])
 engine = paceline.Engine(strategy=ParameterServer(clock=parse_clock(clock)), device="cpu")

@@ -17,9 +17,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from paceline.parameter_server.bounded_delay import BoundedDelay
-from paceline.parameter_server.bounded_staleness import BoundedStaleness
-from paceline.parameter_server.clock import Clock, WeightsInHand
+from paceline.parameter_server.clock import BoundedDelay, BoundedStaleness, Clock, WeightsInHand
 from paceline.world.lanes import neighbouring_lanes
 
 Fact = tuple[str, int, int]  # ("push", round, lane), or ("said", round, worker): which lanes it had in the round
@@ -228,7 +226,7 @@ class Miniature:
                 found.append(("send", number))
                 if worker.round + 1 < self.shape.rounds and not self.clock.see_own_updates:
                     found.append(("ask early", number))
-            elif worker.round < self.shape.rounds and worker.hand.may_start(worker.round):
+            elif worker.round < self.shape.rounds and not worker.hand.lacking(worker.round):
                 found.append(("start", number))
         return found
 
@@ -333,7 +331,7 @@ class Miniature:
 
     def check_blocked(self, number: int) -> None:
         worker = self.workers[number]
-        if worker.computing or worker.round == self.shape.rounds or worker.hand.may_start(worker.round):
+        if worker.computing or worker.round == self.shape.rounds or not worker.hand.lacking(worker.round):
             return
         required = self.required(number)
         assert any(not required <= contents for contents in worker.newest.values()), (

@@ -25,9 +25,9 @@ from paceline.collectives.canonical_sum import SumPlan
 from paceline.optim.gradient_norm import clip_coefficient, global_norm
 from paceline.optim.group_settings import GroupSettings
 from paceline.parameter_server.clock import Clock
-from paceline.parameter_server.held_key import HeldKey, hold_keys
 from paceline.parameter_server.key_ranges import Key, KeyTable, plan_keys
 from paceline.parameter_server.server_core import Reply, ServerCore
+from paceline.parameter_server.server_key import ServerKey, hold_keys
 from paceline.parameter_server.wire import ALL, Close, Header, Kind, Protocol, lanes_payload
 from paceline.sharding.bucket import GradientSpec, plan_buckets
 from paceline.sharding.flat_layout import BLOCK, FlatLayout
@@ -116,7 +116,7 @@ class Job:
         self.table = table_of(start, servers, key_bytes)
         self.protocol = Protocol(self.table, self.workers, self.lanes)
         self.cores: list[ServerCore] = []
-        self.held: list[dict[int, HeldKey]] = []
+        self.held: list[dict[int, ServerKey]] = []
         for server in range(servers):
             parameters = [Parameter(tensor.clone()) for tensor in start]
             optimizer = make(parameters)

@@ -17,19 +17,18 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from paceline.parameter_server.client import Client, Put
+from paceline.parameter_server.channel import Channel, local_channels
+from paceline.parameter_server.client import Client, Put, ServerConnections
 from paceline.parameter_server.clock import Clock
-from paceline.parameter_server.held_key import hold_keys
 from paceline.parameter_server.key_ranges import Key
-from paceline.parameter_server.lines import Lines
-from paceline.parameter_server.link import Channel, local_channels
-from paceline.parameter_server.model_weights import ModelWeights
 from paceline.parameter_server.server import CoreMaker, Server
 from paceline.parameter_server.server_core import ServerCore
+from paceline.parameter_server.server_key import hold_keys
 from paceline.parameter_server.staleness_stats import StalenessCounter
 from paceline.parameter_server.wire import Close
 from paceline.sharding.flat_layout import BLOCK
-from paceline.strategies.server_space import Space, plan_spaces
+from paceline.strategies.server.rounds import ModelWeights
+from paceline.strategies.server.space import Space, plan_spaces
 
 
 def space_of(workers: int, servers: int) -> Space:
@@ -65,7 +64,7 @@ class Cluster:
             maker = CoreMaker(self.space.protocol, lambda server=server, stats=stats: self._core(server, mode, stats))
             self.servers.append(Server(server, [maker], channels, stats, timeout_s=timeout_s))
         self.lines = [
-            Lines(
+            ServerConnections(
                 worker,
                 [ends[worker, workers + server][0] for server in range(servers)],
                 StalenessCounter(),

@@ -11,9 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.errors import ConfigError, ReplicaError
-from paceline.parameter_server.bounded_delay import BoundedDelay
-from paceline.parameter_server.bounded_staleness import BoundedStaleness
-from paceline.parameter_server.clock import Clock, PullRequest, WeightsInHand, parse_clock
+from paceline.parameter_server.clock import (
+    BoundedDelay,
+    BoundedStaleness,
+    Clock,
+    PullRequest,
+    WeightsInHand,
+    parse_clock,
+)
 
 BOUNDS = st.integers(0, 50)
 CLOCKS = st.one_of(
@@ -160,7 +165,7 @@ def test_after_other_weights_were_shown_a_round_starts_only_on_new_ones(clock: C
     hand = WeightsInHand(clock, keys=[0])
     hand.request_for(0)
     hand.forget()
-    assert not hand.may_start(0)
+    assert hand.lacking(0)
     assert hand.request_for(0) == PullRequest(0, -1, (0,))
     assert hand.arrived(0, version=0, complete=-1, round=0)
     assert hand.start(0) == {0: 0}
@@ -168,7 +173,7 @@ def test_after_other_weights_were_shown_a_round_starts_only_on_new_ones(clock: C
 
 def test_a_worker_goes_on_with_old_weights_as_far_as_the_bound_allows() -> None:
     hand = WeightsInHand(BoundedStaleness(2, from_round=0), keys=[0, 1])
-    assert [hand.may_start(round) for round in range(5)] == [True, True, True, False, False]
+    assert [not hand.lacking(round) for round in range(5)] == [True, True, True, False, False]
 
 
 def test_weights_that_came_are_read_from_the_next_start_on() -> None:
@@ -213,21 +218,21 @@ def test_a_worker_that_wants_its_own_updates_waits_for_an_answer_to_what_it_aske
     hand.start(0)
     hand.pushed(0)
     hand.arrived(0, version=2, complete=-1, round=0)
-    assert not hand.may_start(1)
+    assert hand.lacking(1)
     hand.arrived(0, version=2, complete=-1, round=1)
-    assert hand.may_start(1)
+    assert not hand.lacking(1)
 
 
 def test_a_worker_without_samples_in_a_round_does_not_wait_to_see_them() -> None:
     hand = WeightsInHand(BoundedStaleness(math.inf, see_own_updates=True), keys=[0])
     hand.start(0)
-    assert hand.may_start(1)
+    assert not hand.lacking(1)
 
 
 def test_a_job_that_goes_on_from_round_6_has_all_updates_before_it() -> None:
     hand = WeightsInHand(BoundedStaleness(0), keys=[0, 1], first_round=6)
     assert hand.start(6) == {0: 0, 1: 0}
-    assert not hand.may_start(7)
+    assert hand.lacking(7)
 
 
 def test_a_round_that_must_wait_cannot_be_started() -> None:
@@ -250,7 +255,7 @@ def test_weights_newer_than_those_of_the_group_are_an_error() -> None:
 
 
 def test_clocks_come_without_torch() -> None:
-    modules = ["clock", "application_log", "replay_order", "staleness_stats"]
+    modules = ["clock", "update_log", "replay_order", "staleness_stats"]
     script = "import sys\n" + "".join(f"import paceline.parameter_server.{name}\n" for name in modules)
     done = subprocess.run([sys.executable, "-c", script + "sys.exit('torch' in sys.modules)"], check=False, timeout=60)
     assert done.returncode == 0

@@ -11,9 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
 
 from paceline.errors import ReplicaError
-from paceline.parameter_server.bounded_delay import BoundedDelay
-from paceline.parameter_server.bounded_staleness import BoundedStaleness
-from paceline.parameter_server.clock import Clock, WeightsInHand
+from paceline.parameter_server.clock import BoundedDelay, BoundedStaleness, Clock, WeightsInHand
 from tests.parameter_server.clock_model import CHOICES, CLOCKS, Action, Miniature, Shape, shapes
 
 QUICK = settings(
@@ -87,8 +85,9 @@ class OffByOne:
 
 
 class OneKeyIsEnough(WeightsInHand):
-    def may_start(self, round: int) -> bool:
-        return len(self.lacking(round)) < len(self._newest)
+    def lacking(self, round: int) -> tuple[int, ...]:
+        lacking = super().lacking(round)
+        return lacking if len(lacking) == len(self._newest) else ()
 
     def start(self, round: int) -> dict[int, int]:
         self._read = dict(self._newest)

@@ -29,10 +29,10 @@ from torch.utils.data import DataLoader, TensorDataset
 from paceline.collectives.communicator import Communicator
 from paceline.engine import group as surroundings
 from paceline.engine.engine import Engine
-from paceline.parameter_server.application_log import RecordedRun, read_log
 from paceline.parameter_server.clock import parse_clock
 from paceline.parameter_server.replay import replay_of
-from paceline.strategies.parameter_server import ParameterServer
+from paceline.parameter_server.update_log import RecordedRun, read_log
+from paceline.strategies.server import ParameterServer
 from paceline.world.world import LaunchSettings, World
 from tests.workers import Result, run_workers
 

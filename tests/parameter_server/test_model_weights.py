@@ -7,9 +7,9 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from paceline.parameter_server.key_ranges import KeyTable, plan_keys
-from paceline.parameter_server.model_weights import ModelWeights
 from paceline.sharding.bucket import GradientSpec, plan_buckets
 from paceline.sharding.flat_layout import BLOCK, FlatLayout
+from paceline.strategies.server.rounds import ModelWeights
 
 
 def parameters() -> list[Parameter]:

@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from paceline.parameter_server.application_log import Applied
-from paceline.parameter_server.bounded_staleness import BoundedStaleness
+from paceline.parameter_server.clock import BoundedStaleness
+from paceline.parameter_server.staleness_policy import StalenessPolicy
 from paceline.parameter_server.staleness_stats import StalenessCounter
-from paceline.parameter_server.treatment import Treatment
+from paceline.parameter_server.update_log import Applied
 from paceline.parameter_server.wire import ALL, Kind, WireError, lanes_payload
 from tests.parameter_server.core_jobs import (
     Job,
@@ -223,25 +223,12 @@ def test_nobody_waits_for_a_lost_worker_and_what_it_pushed_stays(pushed: bool) -
     assert job.cores[0].complete(0) == 1
 
 
-def test_a_lost_worker_s_late_messages_are_ignored_and_its_next_life_is_not() -> None:
+def test_a_lost_worker_s_late_messages_are_ignored() -> None:
     job = two_workers(ASYNCHRONOUS)
     list(job.cores[0].worker_lost(1))
     for message in (open_of(job, 1, 0, [1]), push_of(job, 1, 0, 1)):
         assert tell(job, message) == []
     assert job.held[0][0].version == 0
-    tell(job, open_of(job, 1, 0, [1], incarnation=1))
-    tell(job, push_of(job, 1, 0, 1, incarnation=1))
-    assert job.held[0][0].version == 1
-
-
-def test_what_one_life_of_a_worker_pushed_is_not_applied_again_for_the_next() -> None:
-    job = two_workers(ASYNCHRONOUS)
-    tell(job, open_of(job, 1, 0, [1]))
-    tell(job, push_of(job, 1, 0, 1))
-    list(job.cores[0].worker_lost(1))
-    tell(job, open_of(job, 1, 0, [1], incarnation=1))
-    tell(job, push_of(job, 1, 0, 1, incarnation=1))
-    assert job.held[0][0].version == 1
 
 
 def test_a_worker_may_leave_before_the_others() -> None:
@@ -250,20 +237,18 @@ def test_a_worker_may_leave_before_the_others() -> None:
     tell(job, push_of(job, 0, 0, 0))
     assert ask(job, Kind.PULL, 0, round=2, complete=0, key=0) == []
     assert [reply.to for reply in ask(job, Kind.BYE, 1)] == [0]
-    assert not job.cores[0].finished
 
 
-def test_when_all_workers_have_left_the_server_is_finished() -> None:
+def test_when_all_workers_have_left_what_they_pushed_is_complete() -> None:
     job = two_workers(ONE)
     for worker in (0, 1):
         tell(job, open_of(job, worker, 0, [worker]))
         tell(job, push_of(job, worker, 0, worker))
         assert ask(job, Kind.BYE, worker) == []
-    assert job.cores[0].finished
     assert job.cores[0].complete(0) == 0
 
 
-# -- settings and treatments -------------------------------------------------------------------------------------------
+# -- settings and policies ---------------------------------------------------------------------------------------------
 
 
 def test_each_worker_s_pushes_are_applied_with_its_own_settings() -> None:
@@ -283,8 +268,8 @@ def test_each_worker_s_pushes_are_applied_with_its_own_settings() -> None:
 def test_a_late_push_is_treated_by_its_delay_and_the_next_is_not() -> None:
     told: list[Applied] = []
     stats = StalenessCounter()
-    treatment = Treatment(learning_rate="divide by delay", drop_beyond=2)
-    job = two_workers(ASYNCHRONOUS, treatment=treatment, log=told.append, stats=stats)
+    policy = StalenessPolicy(learning_rate="divide by delay", drop_beyond=2)
+    job = two_workers(ASYNCHRONOUS, staleness_policy=policy, log=told.append, stats=stats)
     for round in range(4):
         for worker in (0, 1):
             tell(job, open_of(job, worker, round, [worker]))
@@ -307,7 +292,9 @@ def test_momentum_is_corrected_for_a_late_push_and_as_given_for_the_next() -> No
     def heavy(parameters: Sequence[Tensor]) -> torch.optim.Optimizer:
         return torch.optim.SGD(parameters, lr=1.0, momentum=0.75)
 
-    job = Job([torch.zeros(1)], heavy, ASYNCHRONOUS, holders=[[0]], treatment=Treatment(momentum="corrected"))
+    job = Job(
+        [torch.zeros(1)], heavy, ASYNCHRONOUS, holders=[[0]], staleness_policy=StalenessPolicy(momentum="corrected")
+    )
     for round, version in enumerate([0, 0, 2]):
         tell(job, open_of(job, 0, round, [0]))
         header = job.header(Kind.PUSH, 0, round=round, lane=0, key=0, version=version, flags=1)

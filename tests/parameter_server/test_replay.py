@@ -19,11 +19,11 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from paceline import Engine, World
-from paceline.parameter_server.application_log import FOLDER, RecordedRun, read_log
 from paceline.parameter_server.clock import parse_clock
 from paceline.parameter_server.replay import replay_of
-from paceline.parameter_server.treatment import Treatment
-from paceline.strategies.parameter_server import ParameterServer
+from paceline.parameter_server.staleness_policy import StalenessPolicy
+from paceline.parameter_server.update_log import FOLDER, RecordedRun, read_log
+from paceline.strategies.server import ParameterServer
 from paceline.world.world import LaunchSettings
 from tests.workers import Result, run_workers
 
@@ -59,12 +59,12 @@ def train(
     break_at: int | None = None,
     look_every: int | None = None,
     kill: tuple[int, int] | None = None,
-    treatment: Treatment | None = None,
+    policy: StalenessPolicy | None = None,
     **job: Any,
 ) -> tuple[str, list[str]]:
     """The last hash, and those that were looked at inside the loops."""
     settings = ParameterServer(
-        clock=parse_clock(clock), treatment=treatment or Treatment(), key_mib=0.0005, record=record
+        clock=parse_clock(clock), staleness_policy=policy or StalenessPolicy(), key_mib=0.0005, record=record
     )
     pace = random.Random(world.rank)
     seen: list[str] = []
@@ -149,8 +149,8 @@ JOBS: dict[str, tuple[int, int, str, dict[str, Any]]] = {
     "unequal lanes": (2, 1, "s=1,from=0", {"lanes": 5, "optimizer": "momentum", "samples": 100}),
     "sees its own": (3, 2, "s=2,own,from=0", {"lanes": 4}),
     "schedule and clipping": (2, 1, "s=2,from=0", {"lanes": 3, "scheduled": True, "clip": 0.5}),
-    "late steps shrink": (3, 1, "s=4,from=0", {"lanes": 3, "treatment": Treatment("divide by delay", "corrected")}),
-    "late pushes are dropped": (4, 1, "s=inf", {"lanes": 4, "treatment": Treatment(drop_beyond=0)}),
+    "late steps shrink": (3, 1, "s=4,from=0", {"lanes": 3, "policy": StalenessPolicy("divide by delay", "corrected")}),
+    "late pushes are dropped": (4, 1, "s=inf", {"lanes": 4, "policy": StalenessPolicy(drop_beyond=0)}),
     "stops": (2, 1, "s=1,from=0", {"lanes": 4, "epochs": 1, "stop_at": 3}),
     "breaks": (2, 1, "s=1,from=0", {"lanes": 4, "epochs": 1, "break_at": 4}),
     "looks": (3, 1, "s=2,from=3", {"lanes": 3, "look_every": 4}),
@@ -170,7 +170,7 @@ def test_a_recorded_run_is_replayed_bit_for_bit_on_one_process(name: str, tmp_pa
 
 
 def test_the_runs_that_are_replayed_really_read_stale_weights_and_drop_pushes(tmp_path: Path) -> None:
-    job: dict[str, Any] = {"lanes": 4, "treatment": Treatment(drop_beyond=0), "clock": "s=inf"}
+    job: dict[str, Any] = {"lanes": 4, "policy": StalenessPolicy(drop_beyond=0), "clock": "s=inf"}
     recorded(tmp_path, 4, 1, **job)
     run = read_log(tmp_path)
     assert stale_reads(run) > 0

@@ -14,12 +14,11 @@ from torch.nn import Parameter
 
 from paceline.errors import ReplicaError
 from paceline.optim.group_settings import GroupSettings
-from paceline.parameter_server.application_log import Applied
-from paceline.parameter_server.bounded_delay import BoundedDelay
-from paceline.parameter_server.bounded_staleness import BoundedStaleness
-from paceline.parameter_server.clock import Clock
-from paceline.parameter_server.held_key import HeldKey, hold_keys
+from paceline.parameter_server.clock import BoundedDelay, BoundedStaleness, Clock
+from paceline.parameter_server.round_by_round import RoundByRound
+from paceline.parameter_server.server_key import ServerKey, hold_keys
 from paceline.parameter_server.staleness_stats import StalenessCounter
+from paceline.parameter_server.update_log import Applied
 from paceline.parameter_server.wire import Close, Kind, WireError, lanes_payload
 from paceline.sharding.flat_layout import BLOCK
 from tests.parameter_server.core_jobs import (
@@ -117,7 +116,7 @@ def test_several_optimizers_update_their_own_pieces_of_a_key() -> None:
     optimizers = [torch.optim.SGD(parameters[:2], lr=1.0), torch.optim.SGD(parameters[2:], lr=10.0)]
     group_settings = GroupSettings(optimizers)
     for key in table_of(parameters, 1, 1 << 20).keys:
-        held = HeldKey(key, parameters, optimizers, group_settings)
+        held = ServerKey(key, parameters, optimizers, group_settings)
         before = held.copy()
         held.update(torch.ones(key.elements), (1 << len(key.pieces)) - 1, group_settings.read())
         steps = [float((b - a).mean()) for a, b in zip(key.views(held.weights), key.views(before), strict=True)]
@@ -312,13 +311,19 @@ def test_in_a_round_that_is_left_out_no_parameter_has_a_gradient() -> None:
     assert {reply.header.flags for came in job.came for reply in came} == {0}
 
 
+def sums_kept(job: Job) -> int:
+    applying = job.cores[0]._applying
+    assert isinstance(applying, RoundByRound)
+    return len(applying.sums)
+
+
 def test_aggregate_keeps_a_sum_until_every_worker_has_it_and_not_longer() -> None:
     job = Job(model(), sgd, SYNCHRONOUS, holders=[[0], [1]], mode="aggregate")
     job.say_round(0, plain([0, 1]))
     job.say_pulls(0, 0)
     job.deliver_all()
     assert [len(came) for came in job.came] == [len(job.table.keys)] * 2
-    assert job.cores[0].sums_kept == 0
+    assert sums_kept(job) == 0
     job.say(0, 0, job.header(Kind.PULL, 0, round=0, complete=0, key=0))
     with pytest.raises(WireError, match=r"worker 0 asked for the sum of round 0 of key 0 \(.*\), which it has fetched"):
         job.deliver_all()
@@ -329,9 +334,9 @@ def test_aggregate_does_not_keep_a_sum_for_a_worker_that_left() -> None:
     job.say_round(0, plain([0, 1]))
     job.say(0, 0, job.header(Kind.PULL, 0, round=0, complete=0, key=0))
     job.deliver_all()
-    assert job.cores[0].sums_kept == 1
+    assert sums_kept(job) == 1
     ask(job, Kind.BYE, 1)
-    assert job.cores[0].sums_kept == 0
+    assert sums_kept(job) == 0
 
 
 def test_keys_are_spread_over_the_devices_of_a_server_by_size() -> None:

@@ -10,12 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from paceline.errors import CheckpointError, ConfigError
-from paceline.parameter_server.bounded_delay import BoundedDelay
-from paceline.parameter_server.bounded_staleness import BoundedStaleness
-from paceline.parameter_server.clock import Clock
-from paceline.parameter_server.key_state import pack_states, states_of_keys, unpack_states, whole_states
+from paceline.errors import CheckpointError
+from paceline.parameter_server.clock import BoundedDelay, BoundedStaleness, Clock
 from paceline.parameter_server.server_core import Reply
+from paceline.parameter_server.server_key import pack_states, states_of_keys, unpack_states, whole_states
 from paceline.parameter_server.wire import LOADS_STATE, LOADS_WEIGHTS, Header, Kind, WireError, text_of
 from tests.parameter_server.core_jobs import (
     Job,
@@ -166,10 +164,8 @@ def test_the_first_reason_stays() -> None:
 def test_workers_that_left_are_not_told_and_losing_them_is_nothing() -> None:
     job = two_workers(SYNCHRONOUS)
     assert ask(job, Kind.BYE, 0) == []
-    assert not job.cores[0].finished
     assert list(job.cores[0].worker_lost(0)) == []
     assert ask(job, Kind.BYE, 1) == []
-    assert job.cores[0].finished
 
 
 def test_a_worker_that_leaves_early_is_named_to_those_who_go_on() -> None:
@@ -206,10 +202,3 @@ def test_every_message_is_held_against_the_layout() -> None:
 def test_an_error_sent_to_a_server_is_refused() -> None:
     with pytest.raises(WireError, match="worker 0 sent ERROR, which is not for servers"):
         ask(two_workers(ASYNCHRONOUS), Kind.ERROR, 0)
-
-
-def test_aggregate_with_an_asynchronous_clock_is_one_clear_line() -> None:
-    with pytest.raises(
-        ConfigError, match="mode='aggregate' with clock s=2,from=100: pushes that are applied on arrival need"
-    ):
-        Job(model(), sgd, BoundedStaleness(2), holders=[[0]], mode="aggregate")

@@ -105,7 +105,6 @@ def test_numbers_come_back_from_json(stats: StalenessStats) -> None:
 
 @given(STATS)
 def test_anything_can_be_told(stats: StalenessStats) -> None:
-    assert "\n" not in stats.line()
     assert all("\n" not in line for line in stats.lines())
 
 
@@ -113,13 +112,6 @@ def test_json_has_what_a_reader_would_compute() -> None:
     numbers = server().to_json()
     assert numbers["delays"] == {"0": 3, "1": 2, "2": 1, "9": 1}
     assert [numbers[name] for name in ("updates", "updates_per_s", "most_delay", "queue_mean")] == [3, 2, 9, 2]
-
-
-def test_the_line_of_a_run() -> None:
-    assert (server() + worker()).line() == (
-        "3 updates, 1.5/s · staleness 1.86 rounds, at most 9 · waited 1.2 s in 2 of 3 rounds · "
-        "1 duplicates ignored, 1 pushes dropped"
-    )
 
 
 def test_the_lines_at_the_end_of_a_run() -> None:
@@ -134,9 +126,8 @@ def test_the_lines_at_the_end_of_a_run() -> None:
 
 
 def test_what_was_not_counted_is_not_told() -> None:
-    assert worker().line() == "waited 1.2 s in 2 of 3 rounds"
     assert [line.split()[0] for line in worker().lines()] == ["clock", "traffic"]
-    assert (StalenessStats().line(), StalenessStats().lines()) == ("no updates", [])
+    assert StalenessStats().lines() == []
 
 
 def test_a_long_tail_of_delays_is_told_as_one() -> None:

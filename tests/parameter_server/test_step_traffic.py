@@ -13,7 +13,7 @@ from paceline import Engine, World
 from paceline.collectives import traffic_theory as theory
 from paceline.collectives.byte_count import Traffic
 from paceline.collectives.canonical_sum import sum_plan
-from paceline.strategies.parameter_server import ParameterServer
+from paceline.strategies.server import ParameterServer
 from tests.workers import run_workers
 
 LANES = 4

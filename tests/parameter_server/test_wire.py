@@ -55,7 +55,6 @@ headers = st.builds(
     kind=st.sampled_from(Kind),
     sender=st.integers(0, 9),
     digest=st.integers(0, 2**63 - 1),
-    incarnation=st.integers(0, 2**62),
     round=st.integers(0, 2**62),
     lane=st.integers(0, 2**31),
     key=st.integers(-1, 2**31),
@@ -81,14 +80,6 @@ def test_a_weight_keeps_its_bits(weight: float) -> None:
     assert math.copysign(1, unpack(pack(push(weight=weight)), 1).weight) == math.copysign(1, weight)
     assert unpack(pack(push(weight=weight)), 1).weight == weight
     assert math.isnan(unpack(pack(push(weight=math.nan)), 1).weight)
-
-
-def test_a_header_has_room_for_its_payload() -> None:
-    header = Header(Kind.WEIGHTS, 2, 0).holding(torch.zeros(5, dtype=torch.bfloat16))
-    room = header.room()
-    assert room is not None
-    assert (room.shape, room.dtype) == ((5,), torch.bfloat16)
-    assert Header(Kind.PING, 0, 0).room() is None
 
 
 # -- what is refused ---------------------------------------------------------------------------------------------------
@@ -151,7 +142,6 @@ def test_what_fits_is_let_through() -> None:
         (push(flags=2), "whose flags is 0x2, expected 0 to 0x1"),
         (push(weight=math.nan), "whose weight is nan, expected a number, 0 or more"),
         (push(weight=-1.0), "whose weight is -1.0, expected a number"),
-        (push(incarnation=-1), "whose incarnation is -1, expected 0 or more"),
         (push(version=-1), "whose version is -1, expected 0 or more"),
         (push(complete=-2), "whose complete is -2, expected -1 or more"),
         (push(sender=2), "server 0 sent PUSH of round 3 whose kind is PUSH, expected one that server 0 may send"),

@@ -17,7 +17,7 @@ from torch._C._distributed_c10d import FileStore, PrefixStore
 
 from paceline.errors import GenerationEnded
 from paceline.parameter_server.clock import parse_clock
-from paceline.strategies.parameter_server import ParameterServer
+from paceline.strategies.server import ParameterServer
 from paceline.world.world import World
 from tests.parameter_server.elastic_training import (
     WAIT_S,

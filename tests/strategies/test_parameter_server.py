@@ -9,7 +9,7 @@ import pytest
 
 from paceline.errors import ConfigError
 from paceline.parameter_server.clock import parse_clock
-from paceline.strategies.parameter_server import ParameterServer
+from paceline.strategies.server import ParameterServer
 from tests.bits.programs import PROGRAMS
 from tests.workers import hashes, run_workers
 
@@ -125,3 +125,10 @@ def test_a_gpu_that_a_server_does_not_see_is_named_before_training() -> None:
     results = run_workers(PROGRAMS["gpt"], 1, servers=1, strategy=ParameterServer(server_devices=("cuda:63",)))
     assert "server 0 is to hold keys on cuda:63, but sees" in str(results[1].error), results
     assert all(str(result.error).split(":")[0] in ("ConfigError", "PeerLostError") for result in results), results
+
+
+def test_aggregate_with_an_asynchronous_clock_is_one_clear_line() -> None:
+    with pytest.raises(
+        ConfigError, match=r"\(mode='aggregate'\) with clock s=2,from=100: pushes that are applied on arrival need"
+    ):
+        ParameterServer(clock=parse_clock("s=2"), mode="aggregate")

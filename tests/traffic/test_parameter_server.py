@@ -17,10 +17,10 @@ from paceline.collectives.byte_count import Traffic
 from paceline.collectives.canonical_sum import sum_plan
 from paceline.collectives.communicator import Communicator
 from paceline.collectives.traffic_theory import Moved
-from paceline.parameter_server import joint
+from paceline.parameter_server import handshake
 from paceline.parameter_server.wire import FIELDS
-from paceline.strategies.parameter_server import ParameterServer
-from paceline.strategies.server_space import plan_spaces
+from paceline.strategies.server import ParameterServer
+from paceline.strategies.server.space import plan_spaces
 from paceline.world.world import TcpRendezvous
 from tests.workers import free_port, run_workers
 
@@ -58,14 +58,14 @@ def trains_in_both_modes(world: World, *, ports: list[int], **options: Any) -> d
 def train(world: World, mode: Mode, *, lanes: int, backend: str, dtype: torch.dtype) -> Counted | None:
     """What this process sent and received in all steps; None: it is alone."""
     groups: list[Communicator | None] = []
-    connect = joint.connect
-    joint.connect = lambda *args, **options: groups.append(connect(*args, **options)) or groups[-1]  # type: ignore[func-returns-value]
+    connect = handshake.connect
+    handshake.connect = lambda *args, **options: groups.append(connect(*args, **options)) or groups[-1]  # type: ignore[func-returns-value]
     try:
         _train(world, ParameterServer(mode=mode), lanes, backend, dtype)
     except SystemExit:  # a server's way out of `prepare`
         assert world.is_server
     finally:
-        joint.connect = connect
+        handshake.connect = connect
     (comm,) = groups
     return None if comm is None else counted(comm.traffic, mode)
 

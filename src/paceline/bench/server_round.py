@@ -17,17 +17,15 @@ from torch.nn import Parameter
 
 from paceline.collectives.byte_count import Traffic
 from paceline.optim.group_settings import GroupSettings
-from paceline.parameter_server.bounded_staleness import BoundedStaleness
+from paceline.parameter_server.channel import LocalChannel
 from paceline.parameter_server.client import Client
 from paceline.parameter_server.key_ranges import Key
-from paceline.parameter_server.link import LocalChannel
 from paceline.parameter_server.round_by_round import Mode
 from paceline.parameter_server.server import Server
-from paceline.parameter_server.treatment import Treatment
 from paceline.parameter_server.wire import Close
 from paceline.strategies.registry import Job
-from paceline.strategies.server_parts import Parts, Plan
-from paceline.strategies.server_space import plan_spaces
+from paceline.strategies.server.parameter_server import Assembly, ParameterServer
+from paceline.strategies.server.space import plan_spaces
 from paceline.world.world import World
 
 PARTS = 24
@@ -61,16 +59,18 @@ class ServerJob:
             timeout_s=timeout_s,
         )
         self._mode: Mode = mode
-        self._parts = Parts(Plan(BoundedStaleness(), mode, Treatment(), _key_bytes(elements)), job)
+        self._assembly = Assembly(ParameterServer(mode=mode, key_mib=_key_bytes(elements) / 2**20), job)
         self._server: Server | None = None
         if world.is_server:
             return
         inside: LocalChannel | None = None
         if not world.servers and world.is_main:
-            self._server, inside = self._parts.server_inside()
-        self._lines = self._parts.lines(inside)
-        space = self._parts.spaces[0]
-        self._client = Client(self._lines, space.protocol, self._parts.plan.clock, recycle=self._parts.rooms.take_back)
+            self._server, inside = self._assembly.server_inside()
+        self._connections = self._assembly.connections(inside)
+        space = self._assembly.spaces[0]
+        self._client = Client(
+            self._connections, space.protocol, self._assembly.config.clock, recycle=self._assembly.buffers.give_back
+        )
         self._settings = GroupSettings(space.optimizers)
         self._gradients = [torch.full((bucket.elements,), float(world.rank + 1)) for bucket in space.buckets]
         self._read = [torch.zeros(bucket.elements) for bucket in space.buckets]
@@ -79,10 +79,10 @@ class ServerJob:
     @property
     def traffic(self) -> Traffic:
         """What this process has sent and received so far, worker and server in it together."""
-        return Traffic() if self._parts.comm is None else self._parts.comm.traffic
+        return Traffic() if self._assembly.comm is None else self._assembly.comm.traffic
 
     def serve(self) -> None:
-        self._parts.serve()
+        self._assembly.serve()
 
     # -- a worker ----------------------------------------------------------------------------------------------------
 
@@ -116,10 +116,10 @@ class ServerJob:
         key.of_bucket(self._read[key.bucket]).copy_(values)
 
     def close(self) -> None:
-        self._lines.close()
+        self._connections.close()
         if self._server is not None:
             self._server.join()
-        self._parts.close()
+        self._assembly.close()
 
 
 def held_by_servers(elements: int, servers: int) -> list[int]:

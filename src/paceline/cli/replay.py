@@ -25,8 +25,8 @@ def replay(
     1 they are not, or the script does something else now, 2 there is no log that could be replayed.
     """
     from paceline.launch.worker_main import Script, run_script
-    from paceline.parameter_server.application_log import read_log
     from paceline.parameter_server.replay import replay_of
+    from paceline.parameter_server.update_log import read_log
     from paceline.world import environment
 
     folder = run.absolute()
@@ -84,7 +84,7 @@ def _enter_folder(script: Mapping[str, Any]) -> None:
 
 def _changes(script: Mapping[str, Any]) -> str:
     """What explains a difference best."""
-    from paceline.parameter_server.recorded_job import script_digest
+    from paceline.parameter_server.update_log import script_digest
 
     if script["is_module"] or script_digest(script["target"]) == script.get("digest"):
         return ""

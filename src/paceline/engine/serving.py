@@ -22,7 +22,7 @@ from paceline.collectives.communicator import Communicator
 from paceline.elastic.fault_injection import fault_point
 from paceline.elastic.member import Generation, Member
 from paceline.errors import WorldError
-from paceline.parameter_server.joint import await_workers
+from paceline.parameter_server.handshake import await_ranks
 from paceline.world.world import World
 
 LOOK_EVERY_S = 0.1
@@ -74,7 +74,7 @@ class Serving:
         """Between two steps the workers may still want something of this group: a state to save."""
         while not self._member.is_newer_than(generation.number):
             try:
-                await_workers(self._store_of(generation.number), len(generation.members), self._timeout_s)
+                await_ranks(self._store_of(generation.number), len(generation.members), self._timeout_s)
             except (RuntimeError, WorldError):  # they take their time, or there is a newer generation
                 time.sleep(LOOK_EVERY_S)
                 continue

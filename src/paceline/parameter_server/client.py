@@ -3,65 +3,264 @@
     the loop's thread    open(round) ─► push(key) … ─► close(round) ─► start(round+1): waits, puts
                            │              │  ask(round+1)    │                ▲
     servers                ▼              ▼       ▼          ▼                │
-    a thread per server (`Lines`)                     WEIGHTS of a key ─► what has arrived
+    a thread per server                              WEIGHTS of a key ─► what has arrived
+
+    Client of space 0 ─┐                      ┌══ server 0     a client for each set of parameters that are updated
+    Client of space 1 ─┴─ ServerConnections ══┴══ server 1     together; messages name their space by its digest
 
 Only `start`, `newest` and `refresh` hand weights out, so nothing changes under a forward that runs.
+
+A server that is lost fails every wait, with what it held and what to do. In an elastic job the group may be over
+instead: then every wait says `GenerationEnded`, and the connections of another group are made.
 """
 
 from __future__ import annotations
 
+import contextlib
+import itertools
+import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from paceline.errors import PeerLostError
+from paceline.errors import GenerationEnded, PacelineError, PeerLostError
 from paceline.optim.piece_state import State
+from paceline.parameter_server.channel import GONE, Channel, Sent, end_of, keepalive_s
 from paceline.parameter_server.clock import Clock, PullRequest, WeightsInHand
 from paceline.parameter_server.key_ranges import Key
-from paceline.parameter_server.key_state import pack_states, unpack_states
-from paceline.parameter_server.lines import Lines
-from paceline.parameter_server.link import Sent
 from paceline.parameter_server.server import Server
+from paceline.parameter_server.server_key import pack_states, unpack_states
+from paceline.parameter_server.staleness_stats import StalenessCounter, StalenessStats
 from paceline.parameter_server.wire import (
     ALL,
     AS_THEY_ARE,
+    LAST_PING,
     LOADS_STATE,
     LOADS_WEIGHTS,
     Close,
     Header,
     Kind,
     Protocol,
+    is_last,
     lanes_payload,
+    text_of,
+    text_payload,
 )
+from paceline.world.waiting import Waiting
 
 Put = Callable[[Key, Tensor], None]  # weights or a sum of a key, to be copied at once
+
+GOODBYE_S = 5.0
+LAST_WORDS_S = 1.0
+EXPLANATION_S = 5.0  # that a server has to say who was lost; it notices when the workers do
+
+
+class ServerConnections:
+    """One thread hears each server, and one says now and then that the worker is there."""
+
+    def __init__(
+        self,
+        worker: int,
+        channels: Sequence[Channel],
+        stats: StalenessCounter,
+        *,
+        timeout_s: float,
+        elastic: bool = False,
+    ) -> None:
+        """`channels` lead to the servers, in their order. `elastic`: one that fails is replaced, the job goes on."""
+        self.worker, self.timeout_s, self.stats = worker, timeout_s, stats
+        self._elastic = elastic
+        self._channels = channels
+        self._clients: dict[int, Client] = {}  # by the digest of their space
+        self.change = threading.Condition()
+        self.failure: str | None = None
+        self._over = False  # the failure is that the workers have changed: the job goes on
+        self._all_fail = False  # with it: it is not this worker's own affair
+        self._pings = itertools.count(1)
+        self._answered = [0] * len(channels)  # pings, by server
+        self._silent = threading.Event()
+        self._begun_s = time.monotonic()
+        self._threads: list[threading.Thread] = []
+
+    def add(self, client: Client) -> None:
+        self._clients[client.protocol.table.digest] = client
+        if self._threads:
+            return
+        for server in range(len(self._channels)):
+            name = f"paceline-worker-hears-server-{server}"
+            self._threads.append(threading.Thread(target=self._listen, args=(server,), name=name, daemon=True))
+        self._threads.append(threading.Thread(target=self._keep_alive, name="paceline-worker-pings", daemon=True))
+        for thread in self._threads:
+            thread.start()
+
+    def stats_so_far(self) -> StalenessStats:
+        return self.stats.stats(time.monotonic() - self._begun_s)
+
+    # -- sending -----------------------------------------------------------------------------------------------------
+
+    def send(self, server: int, header: Header, payload: Tensor | None = None) -> Sent:
+        if payload is not None:
+            header = header.holding(payload)
+            self.stats.sent(f"server {server}", payload.nbytes)
+        try:
+            return self._channels[server].send(header, payload)
+        except PeerLostError as error:
+            self._lose(server, str(error))
+            raise self._failed() from error
+
+    def explained(self, error: PeerLostError) -> PeerLostError:
+        """What the thread that listens to the lost server says, which knows who that is."""
+        return PeerLostError(self._failure_within(LAST_WORDS_S) or str(error))
+
+    def explain_loss(self) -> str | None:
+        """Workers that exchange something among themselves see a connection close; the servers know whose it was."""
+        return self._failure_within(EXPLANATION_S)
+
+    def _failure_within(self, seconds: float) -> str | None:
+        with self.change:
+            self.change.wait_for(lambda: self.failure is not None, timeout=seconds)
+        return self.failure
+
+    def wait_until(self, true: Callable[[], bool], what: str) -> float:
+        """The seconds it took."""
+        with self.change:
+            if self.failure is None and true():
+                return 0.0
+            begun = time.monotonic()
+            # A little longer than servers wait for a worker: they can say who it was.
+            patience_s = self.timeout_s + keepalive_s(self.timeout_s) + LAST_WORDS_S
+            with Waiting("the servers"):
+                self.change.wait_for(lambda: self.failure is not None or true(), timeout=patience_s)
+            if self.failure is not None:
+                raise self._failed()
+            if not true():
+                raise PeerLostError(f"worker {self.worker} waited {self.timeout_s:g} s for {what}, which did not come")
+            return time.monotonic() - begun
+
+    def _failed(self) -> PacelineError:
+        return GenerationEnded(self.failure) if self._over else PeerLostError(self.failure)
+
+    def flush(self) -> None:
+        """Wait until the servers have dealt with everything that this worker said."""
+        number = next(self._pings)
+        self._ping(number)
+        self.wait_until(lambda: min(self._answered) >= number, "a sign of life of the servers")
+
+    def _ping(self, number: int) -> None:
+        digest = next(iter(self._clients))
+        for server in range(len(self._channels)):
+            self.send(server, Header(Kind.PING, sender=self.worker, digest=digest, round=number))
+
+    def _keep_alive(self) -> None:
+        """Servers wait for a worker no longer than the timeout, and it for them: an idle one sends pings."""
+        while not self._silent.wait(keepalive_s(self.timeout_s)):
+            with contextlib.suppress(*GONE):
+                self._ping(next(self._pings))
+
+    # -- receiving ---------------------------------------------------------------------------------------------------
+
+    def _listen(self, server: int) -> None:
+        try:
+            while self._hear(server, *self._channels[server].receive()):
+                pass
+        except PeerLostError as error:
+            self._lose(server, str(error))
+        except GenerationEnded as error:
+            self._end(str(error))
+        except Exception as error:
+            with self.change:
+                self.failure = self.failure or f"{type(error).__name__}: {error}"
+                self.change.notify_all()
+
+    def _hear(self, server: int, header: Header, payload: Tensor | None) -> bool:
+        """Whether more will come."""
+        if payload is not None:
+            self.stats.received(f"server {server}", payload.nbytes)
+        with self.change:
+            if header.kind is Kind.ERROR:
+                self._over = self._over or (self._elastic and self.failure is None)
+                self.failure, self._all_fail = self.failure or text_of(payload), True
+            elif header.kind is Kind.PING:
+                self._answered[server] = max(self._answered[server], header.round)
+            else:
+                self._clients[header.digest].heard(header, payload)
+            self.change.notify_all()
+        return not is_last(header, from_server=True)
+
+    def _lose(self, server: int, why: str) -> None:
+        held = next(iter(self._clients.values())).table.held_by(server)
+        with self.change:
+            self.failure = self.failure or (
+                f"server {server}, which held {held}, was lost ({end_of(why)}); what it had learned is gone: resume "
+                "from the last saved state"
+            )
+            self._all_fail = True
+            self.change.notify_all()
+
+    def _end(self, why: str) -> None:
+        with self.change:
+            if self.failure is None:
+                self.failure, self._over = why, True
+            self.change.notify_all()
+
+    # -- the end -----------------------------------------------------------------------------------------------------
+
+    def abandon(self, why: str) -> None:
+        """The group is over: every wait ends, nothing is sent, and no thread is left."""
+        self._silent.set()
+        self._end(why)
+        for channel in self._channels:
+            channel.abandon(why)
+        for thread in self._threads:
+            thread.join(GOODBYE_S)
+
+    def close(self) -> None:
+        """Say goodbye to all servers, and why where others fail too: a server may not have heard of it yet."""
+        self._silent.set()
+        if not self._threads:
+            return
+        if self._over:
+            self.abandon(str(self.failure))
+            return
+        digest = next(iter(self._clients))
+        for server in range(len(self._channels)):
+            with contextlib.suppress(*GONE):
+                if self.failure is not None and self._all_fail:
+                    why = text_payload(self.failure)
+                    self.send(server, Header(Kind.ERROR, sender=self.worker, digest=digest), why).wait()
+                self.send(server, Header(Kind.PING, sender=self.worker, digest=digest, round=LAST_PING)).wait()
+                self.send(server, Header(Kind.BYE, sender=self.worker, digest=digest)).wait()
+        for thread in self._threads:
+            thread.join(GOODBYE_S)
 
 
 class Client:
     def __init__(
         self,
-        lines: Lines,
+        connections: ServerConnections,
         protocol: Protocol,
         clock: Clock,
         *,
         recycle: Callable[[Tensor], None] = lambda payload: None,
-        near: Server | None = None,
+        local_server: Server | None = None,
     ) -> None:
-        """`near`: the one server, where it is in this process and its clock is deterministic."""
-        self._near = near
-        self._lines, self.protocol, self._clock, self._recycle = lines, protocol, clock, recycle
+        """`local_server`: the one server, where it is in this process and its clock is deterministic."""
+        self._local_server = local_server
+        self._connections, self.protocol, self._clock, self._recycle = connections, protocol, clock, recycle
         self.table = protocol.table
-        self._digest = self.table.digest
+        self._worker, self._digest = connections.worker, self.table.digest
         self._hand = WeightsInHand(clock, range(len(self.table.keys)))
-        self._arrived: dict[int, Tensor] = {}  # weights that nobody has put yet, by key
+        self._arrived: dict[int, Tensor] = {}  # weights that were not put yet, by key
         self._newest: dict[int, Tensor] | None = None  # at a boundary: weights by key, whatever the clock says
         self._sums: dict[tuple[int, int], tuple[Header, Tensor]] = {}  # by (round, key)
         self._states: dict[int, Tensor | None] = {}
         self._loads = 0
         self.versions: Mapping[int, int] = dict.fromkeys(range(len(self.table.keys)), 0)  # of the weights being read
         self.norm = float("nan")  # of the last round's gradient, where the servers found it
-        lines.add(self)
+        connections.add(self)
 
     # -- one round ---------------------------------------------------------------------------------------------------
 
@@ -74,50 +273,49 @@ class Client:
 
     def push(self, key: Key, gradient: Tensor, *, round: int, lane: int, used: int, weight: float = 1.0) -> Sent:
         version = 0 if self._clock.deterministic else self.versions[key.number]
-        header = self._header(Kind.PUSH, round, key.number, lane=lane, version=version, flags=used, weight=weight)
-        return self._lines.send(key.server, header.holding(gradient), gradient)
+        about = {"round": round, "lane": lane, "key": key.number, "version": version, "flags": used}
+        return self._connections.send(key.server, self._header(Kind.PUSH, weight=weight, **about), gradient)
 
     def close(self, round: int, close: Close) -> None:
         self._tell_all(Kind.CLOSE, round, close.packed())
-        with self._lines.change:
+        with self._connections.change:
             self._hand.pushed(round)
 
     def wait_for(self, sent: Sent) -> None:
         try:
             sent.wait()
         except PeerLostError as error:
-            raise self._lines.explained(error) from error
+            raise self._connections.explained(error) from error
 
     # -- weights -----------------------------------------------------------------------------------------------------
 
     def ask(self, round: int) -> None:
         """For the weights that `round` needs, unless they are there or on their way."""
-        with self._lines.change:
+        with self._connections.change:
             request = self._hand.request_for(round)
         if request is not None:
             self._pull(request)
 
     def start(self, round: int, put: Put) -> float:
         """Wait until `round` may start, and put the weights it reads; the seconds that were waited."""
-        with self._lines.change:
+        with self._connections.change:
             ask = bool(self._hand.lacking(round))
         if ask:
             self.ask(round)
         waited = 0.0
-        with self._lines.change:
+        with self._connections.change:
             while lacking := set(self._hand.lacking(round)):
                 here = self._take_arrived()
                 if not here:
                     fewer = lambda: bool(self._arrived) or set(self._hand.lacking(round)) != lacking  # noqa: E731
-                    waited += self._lines.wait_until(
-                        fewer, f"the weights that round {round} needs{self._whose(lacking)}"
-                    )
+                    what = f"the weights that round {round} needs{self._whose(lacking)}"
+                    waited += self._connections.wait_until(fewer, what)
                     continue
-                self._lines.change.release()
+                self._connections.change.release()
                 try:
                     self._put(here, put)
                 finally:
-                    self._lines.change.acquire()
+                    self._connections.change.acquire()
             self.versions = self._hand.start(round)
             here = self._take_arrived()
         self._put(here, put)
@@ -128,32 +326,32 @@ class Client:
         self._put(self._as_they_are(round, round - 1), put)
 
     def refresh(self, round: int, put: Put) -> None:
-        """Put the weights as the servers have them now, while everybody stands still; rounds read others."""
+        """Put the weights as the servers have them now, while all workers stand still; rounds read others."""
         self._put(self._as_they_are(round, -1), put)
-        with self._lines.change:
+        with self._connections.change:
             self._hand.forget()
             self._arrived.clear()
 
     def _as_they_are(self, round: int, complete: int) -> Mapping[int, Tensor]:
-        with self._lines.change:
+        with self._connections.change:
             self._newest = {}
-        self._pull(PullRequest(round, complete, tuple(range(len(self.table.keys)))), flags=AS_THEY_ARE)
-        with self._lines.change:
             found = self._newest
-            self._lines.wait_until(lambda: len(found) == len(self.table.keys), f"the weights before round {round}")
-            self._newest = None
+        self._pull(PullRequest(round, complete, tuple(range(len(self.table.keys)))), flags=AS_THEY_ARE)
+        what = f"the weights before round {round}"
+        self._connections.wait_until(lambda: len(found) == len(self.table.keys), what)
+        self._newest = None
         return found
 
-    def have_been_heard(self) -> None:
-        self._lines.have_been_heard()
+    def flush(self) -> None:
+        self._connections.flush()
 
     def sums(self, round: int, put: Put) -> dict[int, int]:
         """Fetch and put the sum of each key; which of its pieces were used, by key."""
         self._pull(PullRequest(round, round, tuple(range(len(self.table.keys)))))
         used: dict[int, int] = {}
         while len(used) < len(self.table.keys):
-            with self._lines.change:
-                self._lines.wait_until(lambda: bool(self._sums), f"the sums of round {round}")
+            self._connections.wait_until(lambda: bool(self._sums), f"the sums of round {round}")
+            with self._connections.change:
                 here, self._sums = self._sums, {}
             for (_, number), (header, total) in here.items():
                 put(self.table.keys[number], total)
@@ -174,7 +372,7 @@ class Client:
         servers = sorted({self.table.keys[number].server for number in keys})
         return f" from server{'s' if len(servers) > 1 else ''} {', '.join(map(str, servers))}"
 
-    # -- what arrives, with the lines' lock held ---------------------------------------------------------------------
+    # -- what arrives, with the connections' lock held ---------------------------------------------------------------
 
     def heard(self, header: Header, payload: Tensor | None) -> None:
         if header.kind is Kind.WEIGHTS and payload is not None:
@@ -206,17 +404,17 @@ class Client:
     def states(self, round: int) -> dict[int, list[State]]:
         """What the optimizers keep for the pieces of each key, with all updates before `round`.
 
-        Where the server is near they are its own tensors, which change when this worker closes another round.
+        Of a server in this process they are its own tensors, which change when this worker closes another round.
         """
-        here = None if self._near is None else self._near.states(self._digest, round)
+        here = None if self._local_server is None else self._local_server.states(self._digest, round)
         if here is not None:
             return here
         self._states.clear()
         for key in self.table.keys:
-            header = self._header(Kind.STATE, round, key.number, complete=round - 1)
-            self._lines.send(key.server, header)
-        with self._lines.change:
-            self._lines.wait_until(lambda: len(self._states) == len(self.table.keys), "the optimizer's state")
+            self._connections.send(
+                key.server, self._header(Kind.STATE, round=round, key=key.number, complete=round - 1)
+            )
+        self._connections.wait_until(lambda: len(self._states) == len(self.table.keys), "the optimizer's state")
         return {number: [] if packed is None else unpack_states(packed) for number, packed in self._states.items()}
 
     def load(
@@ -232,56 +430,32 @@ class Client:
             if states is not None:
                 payloads.append((LOADS_STATE, pack_states(states[key.number])))
             for flags, payload in payloads:
-                header = self._header(Kind.LOAD, round, key.number, complete=round - 1, flags=flags)
-                self._lines.send(key.server, header if payload is None else header.holding(payload), payload)
+                header = self._header(Kind.LOAD, round=round, key=key.number, complete=round - 1, flags=flags)
+                self._connections.send(key.server, header, payload)
                 expected += 1
-        with self._lines.change:
-            self._lines.wait_until(lambda: self._loads == expected, "the servers to load the saved state")
+        self._connections.wait_until(lambda: self._loads == expected, "the servers to load the saved state")
 
     def begin_at(self, round: int) -> None:
         """The weights at hand are those that `round` reads, and have been loaded."""
         first = self._clock.needs(round) + 1 if self._clock.deterministic else round
-        with self._lines.change:
+        with self._connections.change:
             self._hand = WeightsInHand(self._clock, range(len(self.table.keys)), first_round=first)
             self._arrived.clear()
         self.versions = dict.fromkeys(range(len(self.table.keys)), 0)
 
-    # -- parts -------------------------------------------------------------------------------------------------------
+    # -- messages ----------------------------------------------------------------------------------------------------
 
     def _pull(self, request: PullRequest, *, flags: int = 0) -> None:
         wanted = set(request.keys)
+        about = {"round": request.round, "complete": request.complete, "flags": flags}
         for server in range(self.table.servers):
             keys = [key.number for key in self.table.of_server(server)]
             for number in [ALL] if wanted.issuperset(keys) else [key for key in keys if key in wanted]:
-                asked = self._header(Kind.PULL, request.round, number, complete=request.complete, flags=flags)
-                self._lines.send(server, asked)
+                self._connections.send(server, self._header(Kind.PULL, key=number, **about))
 
     def _tell_all(self, kind: Kind, round: int, payload: Tensor | None) -> None:
-        header = self._header(kind, round, ALL)
         for server in range(self.table.servers):
-            self._lines.send(server, header if payload is None else header.holding(payload), payload)
+            self._connections.send(server, self._header(kind, round=round), payload)
 
-    def _header(
-        self,
-        kind: Kind,
-        round: int,
-        key: int,
-        *,
-        lane: int = 0,
-        version: int = 0,
-        complete: int = -1,
-        flags: int = 0,
-        weight: float = 1.0,
-    ) -> Header:
-        return Header(
-            kind=kind,
-            sender=self._lines.worker,
-            digest=self._digest,
-            round=round,
-            lane=lane,
-            key=key,
-            version=version,
-            complete=complete,
-            weight=weight,
-            flags=flags,
-        )
+    def _header(self, kind: Kind, **about: Any) -> Header:
+        return Header(kind, self._worker, self._digest, **about)

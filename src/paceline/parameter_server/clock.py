@@ -1,8 +1,22 @@
 """The clock says how old the weights may be that a worker computes with; `WeightsInHand` is how a worker obeys it.
 
-    round                         0    1    2    3    4    5
-    needs, s=1,from=0            -1   -1    0    1    2    3      the last round whose updates, of all lanes, must be in
-    needs, d=1                   -1   -1    1    1    3    3      the weights read in this round; -1: none need be
+Bounded staleness: a window of s rounds slides with each worker, and what is older must be in the weights it reads.
+
+    s = 2, a worker about to start round 5
+
+    round    0   1   2 │ 3   4 │ 5
+             must be in│ may be│        needs(5) = 5 - 2 - 1 = 2
+                       │missing│
+
+    s = 0    synchronous: every round reads all updates before it, so rounds are summed canonically
+    s ≥ 1    each push is applied on arrival; no worker is more than s rounds ahead of the slowest
+    s = ∞    asynchronous: no worker waits
+
+Bounded delay: groups of d+1 rounds run on the same weights, and the next group waits for all of their updates.
+
+    d = 1     rounds   8   9 │ 10  11 │ 12  13
+              read       w   │   w'   │   w''       w'' = w' + updates of 10 and 11
+              needs    7   7 │  9   9 │ 11  11
 
 A worker knows three states of each key's weights: those it reads, those that came since and wait for a round to start,
 and those it asked for. Between rounds it looks at the newest that came: when they are new enough for all keys it goes
@@ -12,7 +26,7 @@ on, also while an answer is still on the way.
                                                                              lanes of a round see the same weights
 
 `tests/parameter_server/test_clock_model.py` tries this file with random schedules: no read misses an update that the
-bound requires, nobody waits for one that it does not, and all workers always come to their end.
+bound requires, no worker waits for one that it does not, and all workers always come to their end.
 """
 
 from __future__ import annotations
@@ -24,8 +38,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from paceline.errors import ConfigError, ReplicaError
-from paceline.parameter_server.bounded_delay import BoundedDelay
-from paceline.parameter_server.bounded_staleness import BoundedStaleness
+
+OPENS = 100  # measured: docs/concepts/parameter_server.md, "The demo GPT"
 
 
 class Clock(Protocol):
@@ -55,6 +69,105 @@ class Clock(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class BoundedStaleness:
+    """A worker may start round c when the updates of all lanes for rounds up to c-s-1 are in the weights it reads.
+
+    With `see_own_updates` its own pushes of all earlier rounds must be in them too; every round then begins with a
+    round trip to the servers.
+
+    Early rounds move the weights furthest, and there staleness costs most: in the demo GPT all of what s = 2 loses. So
+    updates of rounds before `from_round` are waited for whatever the bound: by default the first 100 where there is
+    one, and none where s = ∞ asks not to wait.
+    """
+
+    steps: int | float = 0
+    see_own_updates: bool = False
+    from_round: int | None = None  # a number from birth on
+
+    def __post_init__(self) -> None:
+        whole = isinstance(self.steps, int) and not isinstance(self.steps, bool) and self.steps >= 0
+        if not (whole or self.steps == math.inf):
+            raise ConfigError(
+                f"BoundedStaleness(steps={self.steps!r}): the bound is a whole number of rounds, from 0 (synchronous), "
+                "or math.inf (asynchronous)"
+            )
+        if self.from_round is None:
+            object.__setattr__(self, "from_round", OPENS if self._waits_a_little else 0)
+        if not isinstance(self.from_round, int) or isinstance(self.from_round, bool) or self.from_round < 0:
+            raise ConfigError(
+                f"BoundedStaleness(from_round={self.from_round!r}): the window opens in a round, from 0 (at once)"
+            )
+
+    @property
+    def synchronous(self) -> bool:
+        return self.steps == 0
+
+    @property
+    def deterministic(self) -> bool:
+        return self.synchronous
+
+    def needs(self, round: int) -> int:
+        bound = -1 if self.steps == math.inf else round - int(self.steps) - 1
+        return max(-1, bound, min(round, self.opens) - 1)
+
+    def pulls_before(self, round: int) -> bool:
+        return True
+
+    def __str__(self) -> str:
+        own = ",own" if self.see_own_updates else ""
+        opens = f",from={self.opens}" if self.opens or self._waits_a_little else ""
+        return f"s={self.steps}{own}{opens}"
+
+    @property
+    def opens(self) -> int:
+        """The first round that need not read all updates before it."""
+        return self.from_round or 0
+
+    @property
+    def _waits_a_little(self) -> bool:
+        return 1 <= self.steps < math.inf
+
+
+@dataclass(frozen=True)
+class BoundedDelay:
+    """Round c reads the weights after all rounds before its group, and no others.
+
+    All lanes of a round are summed canonically and rounds are applied in order, so nothing depends on who was first: a
+    run has one hash for any number of workers. d = 0 is synchronous.
+    """
+
+    rounds: int
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.rounds, int) or isinstance(self.rounds, bool) or self.rounds < 0:
+            raise ConfigError(
+                f"BoundedDelay(rounds={self.rounds!r}): the delay is a whole number of rounds, from 0 (synchronous); "
+                "to run without a bound use BoundedStaleness(steps=math.inf)"
+            )
+
+    @property
+    def synchronous(self) -> bool:
+        return self.rounds == 0
+
+    @property
+    def deterministic(self) -> bool:
+        return True
+
+    @property
+    def see_own_updates(self) -> bool:
+        return False
+
+    def needs(self, round: int) -> int:
+        return round // (self.rounds + 1) * (self.rounds + 1) - 1
+
+    def pulls_before(self, round: int) -> bool:
+        return round % (self.rounds + 1) == 0
+
+    def __str__(self) -> str:
+        return f"d={self.rounds}"
+
+
 def parse_clock(text: str) -> Clock:
     """The clock of a command line: s=2, s=inf, s=2,own, s=2,from=0 or d=1; `str(clock)` writes one that it reads."""
     found = re.fullmatch(r"s=(\d+|inf)(,own)?(?:,from=(\d+))?|d=(\d+)", text.strip())
@@ -69,6 +182,9 @@ def parse_clock(text: str) -> Clock:
     steps = math.inf if found[1] == "inf" else int(found[1])
     opens = {} if found[3] is None else {"from_round": int(found[3])}
     return BoundedStaleness(steps, see_own_updates=found[2] is not None, **opens)
+
+
+# -- a worker's weights ------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -139,9 +255,6 @@ class WeightsInHand:
             for key, there in self._newest.items()
             if there.complete < least or not self._has_own_updates(there.asked_before)
         )
-
-    def may_start(self, round: int) -> bool:
-        return not self.lacking(round)
 
     def start(self, round: int) -> dict[int, int]:
         """Read the newest weights from now on; their versions, by key."""

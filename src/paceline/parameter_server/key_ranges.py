@@ -107,6 +107,18 @@ class KeyTable:
         ends = pieces[:1] if len(pieces) == 1 else (pieces[0], pieces[-1])
         return f"key {number} ({' … '.join(self._piece_name(piece) for piece in ends)})"
 
+    def held_by(self, server: int) -> str:
+        """What a server holds, for people: `keys 0–3, 7 (head.weight … embedding.weight)`."""
+        numbers = [key.number for key in self.of_server(server)]
+        ends = [place for place, (low, high) in enumerate(pairwise(numbers)) if high != low + 1]
+        runs, first = [], 0
+        for last in [*ends, len(numbers) - 1]:
+            runs.append(f"{numbers[first]}–{numbers[last]}" if last > first else f"{numbers[first]}")
+            first = last + 1
+        pieces = [piece for number in (numbers[0], numbers[-1]) for piece in self.keys[number].pieces]
+        names = dict.fromkeys(self.layout.names[piece.parameter] for piece in (pieces[0], pieces[-1]))
+        return f"key{'s' if len(numbers) > 1 else ''} {', '.join(runs)} ({' … '.join(names)})"
+
     def _piece_name(self, piece: Piece) -> str:
         name = self.layout.names[piece.parameter]
         whole = piece.elements == self.layout.sizes[piece.parameter]

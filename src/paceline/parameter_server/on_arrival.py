@@ -6,11 +6,12 @@
 
 A round is complete for a key when every worker that is still there has opened it, and all lanes that it opened it with
 are in. Channels keep their order, so what a worker has not pushed when it closes the round will never come (a lane that
-was skipped). A worker that is lost takes what it has not pushed with it: nobody waits for that.
+was skipped). A worker that is lost takes what it has not pushed with it: no worker waits for that.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -18,11 +19,11 @@ from functools import partial
 from torch import Tensor
 
 from paceline.optim.group_settings import GroupSettings
-from paceline.parameter_server.applications import Applications
-from paceline.parameter_server.held_key import HeldKey
-from paceline.parameter_server.key_rounds import Recycle
-from paceline.parameter_server.treatment import Outcome, Treatment, corrected_momentum, delay_in_rounds
-from paceline.parameter_server.wire import Close, Header, WireError
+from paceline.parameter_server.round_by_round import FinishedSum, Recycle
+from paceline.parameter_server.server_key import ServerKey
+from paceline.parameter_server.staleness_policy import Outcome, StalenessPolicy, corrected_momentum, delay_in_rounds
+from paceline.parameter_server.update_log import UpdateRecorder
+from paceline.parameter_server.wire import AS_THEY_ARE, Close, Header, WireError
 
 
 @dataclass
@@ -36,22 +37,23 @@ class _Worker:
 
 
 class OnArrival:
+    """The same questions as `RoundByRound` answers, for pushes that are updates of their own."""
+
     def __init__(
         self,
-        held: Mapping[int, HeldKey],
+        held: Mapping[int, ServerKey],
         settings: GroupSettings,
-        applications: Applications,
+        recorder: UpdateRecorder,
         *,
-        treatment: Treatment,
+        staleness_policy: StalenessPolicy,
         workers: int,
         lanes: int,
-        first_round: int,
         recycle: Recycle,
     ) -> None:
-        self._held, self._settings, self._applications = held, settings, applications
-        self._treatment, self._lanes, self._recycle = treatment, lanes, recycle
+        self._held, self._settings, self._recorder = held, settings, recorder
+        self._policy, self._lanes, self._recycle = staleness_policy, lanes, recycle
         self._workers = {worker: _Worker() for worker in range(workers)}
-        self._complete = dict.fromkeys(held, first_round - 1)
+        self._complete = dict.fromkeys(held, -1)
         self._in: dict[int, set[tuple[int, int]]] = {key: set() for key in held}  # (round, lane) after `complete`
 
     def complete(self, key: int) -> int:
@@ -68,7 +70,7 @@ class OnArrival:
     # -- what arrives; each says whether it was new ------------------------------------------------------------------
 
     def open(self, worker: int, round: int, lanes: tuple[int, ...]) -> bool:
-        said = self._workers.setdefault(worker, _Worker())
+        said = self._workers[worker]
         if round <= said.opened:
             return False
         said.opened, said.lanes[round] = round, lanes
@@ -76,7 +78,7 @@ class OnArrival:
 
     def set(self, worker: int, settings: tuple[float, ...]) -> None:
         self._settings.check(settings)
-        self._workers.setdefault(worker, _Worker()).settings = settings
+        self._workers[worker].settings = settings
 
     def push(self, header: Header, gradient: Tensor) -> bool:
         """Apply it, unless it was applied before."""
@@ -102,25 +104,48 @@ class OnArrival:
         said.closed = round
         return True
 
-    def leave(self, worker: int) -> None:
-        """It said goodbye, or is lost: what it has not pushed will not come."""
+    def leave(self, worker: int) -> str | None:
+        """It said goodbye, or is lost: what it has not pushed will not come, and the others go on."""
         self._workers.pop(worker, None)
+        return None
+
+    lose = leave
 
     def _apply(self, header: Header, gradient: Tensor, values: tuple[float, ...]) -> None:
         held = self._held[header.key]
         delay = delay_in_rounds(held.version, header.version, self._lanes)
         updates = held.version - header.version
-        outcome = self._treatment.of(delay, self._settings.momentum(values), updates)
+        outcome = self._policy.of(delay, self._settings.momentum(values), updates)
         if not outcome.dropped:
             held.came_back(header.sender, header.version)
             apply_push(held, gradient, header.weight, header.flags, values, outcome)
-        self._applications.tell(
+        self._recorder.tell(
             *(header.key, header.round, values, outcome),
             lane=header.lane,
             worker=header.sender,
-            incarnation=header.incarnation,
             check=held.check,
         )
+
+    # -- what is pulled ----------------------------------------------------------------------------------------------
+
+    def weights_for(self, pull: Header, held: ServerKey) -> Tensor:
+        """A copy: a push may update the key while these weights are still being sent."""
+        return held.copy() if pull.flags & AS_THEY_ARE else held.seen_by(pull.sender)
+
+    # -- what only rounds that are summed have -----------------------------------------------------------------------
+
+    norm = math.nan  # each lane's gradient is clipped on its worker
+
+    def needs_all_workers(self, round: int) -> bool:
+        return False
+
+    def sum_for(self, worker: int, key: int, round: int) -> FinishedSum | None:
+        return None
+
+    def hear_norms(self, server: int, round: int, squares: Sequence[float]) -> None: ...
+
+    def norms_to_tell(self) -> Iterator[tuple[int, Tensor]]:
+        return iter(())
 
     # -- how far a key is --------------------------------------------------------------------------------------------
 
@@ -148,9 +173,9 @@ class OnArrival:
 
 
 def apply_push(
-    held: HeldKey, gradient: Tensor, weight: float, used: int, values: tuple[float, ...], outcome: Outcome
+    held: ServerKey, gradient: Tensor, weight: float, used: int, values: tuple[float, ...], outcome: Outcome
 ) -> None:
-    """One update as the treatment wants it; replay does the same, with the outcome that the log has."""
+    """One update as the staleness policy wants it; replay does the same, with the outcome that the log has."""
     if weight != 1.0:
         gradient.mul_(weight)
     corrected = None if outcome.momentum is None else partial(corrected_momentum, delay=outcome.updates)

@@ -16,10 +16,9 @@ from functools import lru_cache
 from pathlib import Path
 
 from paceline.errors import CheckpointError, ReplicaError
-from paceline.parameter_server.application_log import RecordedRun, read_log
 from paceline.parameter_server.replay_order import Turn, replay_order
+from paceline.parameter_server.update_log import RecordedRun, read_log
 
-Difference = Callable[[], str | None]
 WHY = (
     "the script, its data, torch or the hardware have changed, or the script depends on something else than its lane "
     "and round, such as the time or its rank"
@@ -32,7 +31,7 @@ class Replay:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.run: RecordedRun = read_log(folder)
-        self.turns: Sequence[Turn] = replay_order(self.run).turns
+        self.turns: Sequence[Turn] = replay_order(self.run)
         self._last_of_round = {turn.item.round: number for number, turn in enumerate(self.turns)}
         self._handed_out = 0
         self.done = 0  # turns that were computed and applied

@@ -26,7 +26,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from paceline.errors import CheckpointError
-from paceline.parameter_server.application_log import Applied, RecordedRun
+from paceline.parameter_server.update_log import Applied, RecordedRun
 
 KeyVersion = tuple[int, int]
 
@@ -38,7 +38,6 @@ class Item:
     round: int
     lane: int
     worker: int
-    incarnation: int
 
     def __str__(self) -> str:
         return f"round {self.round}, lane {self.lane} of worker {self.worker}"
@@ -70,15 +69,7 @@ class Turn:
     applications: tuple[Application, ...]
 
 
-@dataclass(frozen=True)
-class ReplayOrder:
-    turns: tuple[Turn, ...]
-    versions: Mapping[int, int]  # of every key, in the end
-    most_copies: int  # of one key's old weights, kept at once
-    most_gradients: int  # of one item and key, kept at once
-
-
-def replay_order(run: RecordedRun) -> ReplayOrder:
+def replay_order(run: RecordedRun) -> tuple[Turn, ...]:
     """The order for this log; CheckpointError when there is none. Pushes that were dropped are applied nowhere."""
     reads = _reads_by_item(run)
     updates = _updates_by_key(run, reads)
@@ -110,9 +101,8 @@ class _Planner:
                 self._waiting[place].append(item)
         self._wanted_by: dict[Item, list[int]] = {}  # the keys that can't go on without it
         self._ready: list[Item] = []  # those wanted that can be computed
-        self._copies = self._most_copies = self._gradients = self._most_gradients = 0
 
-    def plan(self) -> ReplayOrder:
+    def plan(self) -> tuple[Turn, ...]:
         for key in self._updates:
             self._go_on(key)
         turns = []
@@ -120,7 +110,7 @@ class _Planner:
             turns.append(self._turn(heapq.heappop(self._ready)))
         if any(self._place[key] < len(queue) for key, queue in self._updates.items()):
             raise CheckpointError(f"the log has no order: {self._circle()}; lines are missing, or of another run")
-        return ReplayOrder(tuple(turns), dict(self._version), self._most_copies, self._most_gradients)
+        return tuple(turns)
 
     def _turn(self, item: Item) -> Turn:
         self._computed.add(item)
@@ -131,9 +121,6 @@ class _Planner:
             for key, version in reads.items()
             if not self._readers[key, version] and version < self._version[key]
         )
-        self._copies -= len(forget)
-        self._gradients += len(self._keys_of[item])
-        self._most_gradients = max(self._most_gradients, self._gradients)
         applications = tuple(step for key in self._wanted_by.pop(item) for step in self._go_on(key))
         return Turn(item, reads, tuple(self._keys_of[item]), forget, applications)
 
@@ -163,9 +150,6 @@ class _Planner:
         old = self._version[key]
         keep_old = self._readers[key, old] > 0
         self._version[key] = old + 1
-        self._gradients -= len(update.items)
-        self._copies += keep_old
-        self._most_copies = max(self._most_copies, self._copies)
         for item in self._waiting.pop((key, old + 1), ()):
             self._missing[item] -= 1
             if not self._missing[item] and item in self._wanted_by:
@@ -197,7 +181,7 @@ def _reads_by_item(run: RecordedRun) -> dict[Item, Mapping[int, int]]:
     reads: dict[Item, Mapping[int, int]] = {}
     for read in run.reads:
         for lane in read.lanes:
-            item = Item(read.round, lane, read.worker, read.incarnation)
+            item = Item(read.round, lane, read.worker)
             if item in reads:
                 raise CheckpointError(f"the log of worker {read.worker} has {item} twice; lines are of another run")
             reads[item] = read.versions
@@ -205,26 +189,26 @@ def _reads_by_item(run: RecordedRun) -> dict[Item, Mapping[int, int]]:
 
 
 def _updates_by_key(run: RecordedRun, reads: Mapping[Item, object]) -> dict[int, list[Update]]:
-    rounds: dict[tuple[int, int], list[Item]] = defaultdict(list)
+    rounds: dict[int, list[Item]] = defaultdict(list)
     for item in reads:
-        rounds[item.round, item.incarnation].append(item)
+        rounds[item.round].append(item)
     updates: dict[int, list[Update]] = {}
     for key, records in run.applied.items():
         updates[key] = []
-        seen: dict[tuple[int, int, int | None], int] = {}
+        seen: dict[tuple[int, int | None], int] = {}
         for record in records:
             where = f"server {record.server}, key {key}, application {record.order}"
             whose = f"round {record.round}" + ("" if record.lane is None else f", lane {record.lane}")
-            first = seen.setdefault((record.incarnation, record.round, record.lane), record.order)
+            first = seen.setdefault((record.round, record.lane), record.order)
             if first != record.order:
                 raise CheckpointError(
                     f"{where}: the gradient of {whose} was there already as application {first}; "
                     "it may be applied once: the log is of two runs, or the server has a fault"
                 )
             if record.lane is None or record.worker is None:
-                items = tuple(sorted(rounds[record.round, record.incarnation]))
+                items = tuple(sorted(rounds[record.round]))
             else:
-                item = Item(record.round, record.lane, record.worker, record.incarnation)
+                item = Item(record.round, record.lane, record.worker)
                 items = (item,) if item in reads else ()
             if not items:
                 raise CheckpointError(

@@ -1,6 +1,13 @@
 """Deterministic clocks: whole rounds are applied, in order, so nothing depends on who was first.
 
+    OPEN   worker 0: lanes 0 1 2     worker 1: lanes 3 4      all there: the tree, and who is left with which roots
+    PUSH   worker 0: roots 0, 2      worker 1: roots 3, 4     nodes, merged "left += right" as soon as both are there
+    CLOSE  worker 0: weights, …      worker 1: weights, …     all there: the scale, and nothing is missing
+
     all workers closed round r ─► scale ─► (clip: norms of all servers ─► coefficient) ─► each key: update, answer pulls
+
+Roots arrive in any order and the canonical sum comes out. A push's tensor becomes a node of the tree without a copy; a
+merge adds in place and hands the right one's memory back.
 
 Keys are finished from the last to the first: keys are numbered as backward finishes gradients, and the next forward
 wants the first layers first. Each is answered as it is done, while the others are still being updated.
@@ -8,24 +15,195 @@ wants the first layers first. Each is answered as it is done, while the others a
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
 from torch import Tensor
 
+from paceline.collectives.canonical_sum import Merge, SumPlan
+from paceline.errors import ReplicaError
 from paceline.optim.gradient_norm import clip_coefficient
 from paceline.optim.group_settings import GroupSettings
-from paceline.parameter_server.applications import Applications
 from paceline.parameter_server.clock import Clock
-from paceline.parameter_server.held_key import HeldKey
 from paceline.parameter_server.key_ranges import KeyTable
-from paceline.parameter_server.key_rounds import Recycle, Round, norm_of
-from paceline.parameter_server.treatment import Outcome
-from paceline.parameter_server.wire import Close, Header
+from paceline.parameter_server.server_key import ServerKey
+from paceline.parameter_server.staleness_policy import Outcome
+from paceline.parameter_server.update_log import UpdateRecorder
+from paceline.parameter_server.wire import Close, Header, WireError
 
 Mode = Literal["update", "aggregate"]
+Recycle = Callable[[Tensor], None]
+
+
+class KeySum:
+    """The sum of one key in one round, on its way."""
+
+    def __init__(self) -> None:
+        self.nodes: dict[int, Tensor] = {}
+        self.used = 0
+        self._arrived: set[int] = set()
+        self._to_merge: list[Merge] | None = None
+
+    def has(self, lane: int) -> bool:
+        return lane in self._arrived
+
+    def add(self, lane: int, gradient: Tensor, used: int) -> None:
+        self._arrived.add(lane)
+        self.nodes[lane] = gradient
+        self.used |= used
+
+    def merge(self, plan: SumPlan, recycle: Recycle) -> None:
+        """Perform the merges whose two nodes are finished; others wait, and what builds on them."""
+        waiting: list[Merge] = []
+        unfinished: set[int] = set()
+        for merge in plan.between_workers if self._to_merge is None else self._to_merge:
+            pair = {merge.left, merge.right}
+            if pair <= self.nodes.keys() and not pair & unfinished:
+                right = self.nodes.pop(merge.right)
+                self.nodes[merge.left].add_(right)
+                recycle(right)
+            else:
+                waiting.append(merge)
+                unfinished |= pair
+        self._to_merge = waiting
+
+    @property
+    def total(self) -> Tensor:
+        (total,) = self.nodes.values()
+        return total
+
+
+class Round:
+    """What the workers have said of one round."""
+
+    def __init__(self, number: int, workers: int, keys: Iterable[int], recycle: Recycle) -> None:
+        self.number = number
+        self._workers = workers
+        self._recycle = recycle
+        self._lanes: dict[int, tuple[int, ...]] = {}
+        self._closes: dict[int, Close] = {}
+        self._plan: SumPlan | None = None
+        self.sums = {key: KeySum() for key in keys}
+        self.squares: list[float] | None = None  # of the block norms here, once known
+
+    # -- what arrives ------------------------------------------------------------------------------------------------
+
+    def open(self, worker: int, lanes: tuple[int, ...]) -> bool:
+        """False: it was said before."""
+        before = self._lanes.get(worker)
+        if before is not None and before != lanes:
+            raise WireError(f"worker {worker} opened round {self.number} with lanes {before} and now with {lanes}")
+        for other, theirs in self._lanes.items():
+            both = sorted(set(theirs) & set(lanes)) if other != worker else []
+            if both:
+                raise ReplicaError(
+                    f"lanes {both} of round {self.number} are ridden by worker {other} and by worker {worker}; "
+                    "their loaders deal lanes differently"
+                )
+        self._lanes[worker] = lanes
+        if before is None and len(self._lanes) == self._workers:
+            holders = tuple(self._lanes[rank] for rank in range(self._workers))
+            self._plan = SumPlan(tuple(sorted(lane for held in holders for lane in held)), holders)
+            for total in self.sums.values():
+                total.merge(self._plan, self._recycle)
+        return before is None
+
+    def push(self, worker: int, key: int, lane: int, gradient: Tensor, used: int) -> bool:
+        """False: it is here already."""
+        total = self.sums[key]
+        if total.has(lane):
+            return False
+        if lane not in self._lanes.get(worker, ()):
+            raise WireError(
+                f"worker {worker} pushed lane {lane} of round {self.number}, but opened the round with lanes "
+                f"{list(self._lanes.get(worker, ()))}"
+            )
+        total.add(lane, gradient, used)
+        if self._plan is not None:
+            total.merge(self._plan, self._recycle)
+        return True
+
+    def close(self, worker: int, close: Close) -> bool:
+        """False: it was said before."""
+        if worker in self._closes:
+            return False
+        lanes = tuple(sorted(lane for lane, _ in close.lanes))
+        if lanes != tuple(sorted(self._lanes.get(worker, ()))):
+            raise WireError(
+                f"worker {worker} closed round {self.number} with lanes {list(lanes)}, but opened it with "
+                f"{sorted(self._lanes.get(worker, ()))}"
+            )
+        self._closes[worker] = close
+        return True
+
+    # -- when all is there -------------------------------------------------------------------------------------------
+
+    @property
+    def closed(self) -> bool:
+        return len(self._closes) == self._workers
+
+    def missing(self) -> list[int]:
+        """The workers that have not closed it."""
+        return [worker for worker in range(self._workers) if worker not in self._closes]
+
+    @property
+    def said(self) -> Close:
+        """What all workers say alike (not their lanes)."""
+        return self._closes[0]
+
+    @property
+    def empty(self) -> bool:
+        """It changes nothing. One worker's word is enough: inside a group others don't hear of its loss."""
+        return any(close.skip for close in self._closes.values()) or self.weight == 0
+
+    @property
+    def weight(self) -> float:
+        return math.fsum(weight for close in self._closes.values() for _, weight in close.lanes)
+
+    @property
+    def scale(self) -> float:
+        return self.said.samples / self.weight if self.weight > 0 else 0.0
+
+    def check(self, table: KeyTable, settings: GroupSettings) -> None:
+        """All workers closed it: nothing is missing, and they agree."""
+        assert self._plan is not None
+        for worker in range(self._workers):
+            for lane in self._plan.roots(worker):
+                for key, total in self.sums.items():
+                    if not total.has(lane):
+                        raise WireError(
+                            f"worker {worker} closed round {self.number} without a push of its root {lane} for "
+                            f"{table.name(key)}"
+                        )
+        for key, total in self.sums.items():
+            if len(total.nodes) != bool(self._plan.present):
+                raise WireError(
+                    f"round {self.number}, {table.name(key)}: sums of lanes {sorted(total.nodes)} are left over; "
+                    f"workers push their roots, which are {[self._plan.roots(w) for w in range(self._workers)]}"
+                )
+        for worker, close in self._closes.items():
+            self._check_agrees(worker, close, settings)
+
+    def _check_agrees(self, worker: int, close: Close, settings: GroupSettings) -> None:
+        for name in ("samples", "max_norm"):
+            mine, theirs = getattr(self.said, name), getattr(close, name)
+            if mine != theirs:
+                raise ReplicaError(
+                    f"round {self.number}: {name} is {mine} on worker 0 but {theirs} on worker {worker}; "
+                    "their loops took different turns"
+                )
+        if close.settings:
+            settings.check(close.settings)
+        different = settings.difference(self.said.settings, close.settings) if close.settings else None
+        if different is not None or len(close.settings) != len(self.said.settings):
+            name, mine, theirs = different or ("the number of settings", len(self.said.settings), len(close.settings))
+            raise ReplicaError(
+                f"round {self.number}: {name} is {mine} on worker 0 but {theirs} on worker {worker}; the update "
+                "happens once, for all: set learning rates alike on every worker"
+            )
 
 
 @dataclass
@@ -38,38 +216,39 @@ class FinishedSum:
 
 
 class RoundByRound:
+    """Rounds under way, and the updates of those that all workers have closed."""
+
     def __init__(
         self,
         table: KeyTable,
         server: int,
-        held: Mapping[int, HeldKey],
+        held: Mapping[int, ServerKey],
         settings: GroupSettings,
-        applications: Applications,
+        recorder: UpdateRecorder,
         *,
         clock: Clock,
         mode: Mode,
         workers: int,
-        first_round: int,
         recycle: Recycle,
     ) -> None:
         self._table, self._server, self._held, self._settings = table, server, held, settings
         self._keys = [key.number for key in table.of_server(server)]
         self._clock, self._mode, self._workers = clock, mode, workers
-        self._applications, self._recycle = applications, recycle
-        self._next = first_round
+        self._recorder, self._recycle = recorder, recycle
+        self._next = 0
         self._rounds: dict[int, Round] = {}
         self._squares: dict[int, dict[int, list[float]]] = {}  # by round and server
-        self._complete = dict.fromkeys(self._keys, first_round - 1)
-        self.to_tell: list[tuple[int, Tensor]] = []  # (round, squares) for the other servers
-        self.sums: dict[tuple[int, int], FinishedSum] = {}  # by key and round
-        self.norm = float("nan")  # of the last round, where it was clipped
+        self._complete = dict.fromkeys(self._keys, -1)
+        self._to_tell: list[tuple[int, Tensor]] = []  # (round, squares) for the other servers
+        self.sums: dict[tuple[int, int], FinishedSum] = {}  # by key and round, until all workers have fetched them
+        self.norm = math.nan  # of the last round, where it was clipped
 
     def complete(self, key: int) -> int:
         return self._complete[key]
 
-    @property
-    def next_round(self) -> int:
-        return self._next
+    def needs_all_workers(self, round: int) -> bool:
+        """A round that was applied before needs none: a worker says again what it said."""
+        return round >= self._next
 
     def reset(self, key: int, complete: int) -> None:
         """Go on after round `complete`, from what was loaded."""
@@ -98,12 +277,29 @@ class RoundByRound:
     def set(self, worker: int, settings: tuple[float, ...]) -> None:
         """A round's settings come with its end, not before its pushes."""
 
-    def leave(self, worker: int) -> None:
-        """It needs no more sums; that it took part in all rounds is for the core to see."""
+    def leave(self, worker: int) -> str | None:
+        """It said goodbye and needs no more sums; why the job fails, where it has not taken part in a round."""
         for place, found in list(self.sums.items()):
-            found.wanted_by.discard(worker)
-            if not found.wanted_by:
-                del self.sums[place]
+            self._fetched(worker, place, found)
+        left = self._not_closed_by(worker)
+        if not left:
+            return None
+        return (
+            f"worker {worker} said goodbye in round {left[0]}, which others are waiting for; all workers must take "
+            "the same number of steps"
+        )
+
+    def lose(self, worker: int) -> str:
+        left = self._not_closed_by(worker)
+        where = f" in round {left[0]}, before it had pushed all of it" if left else " between two rounds"
+        return (
+            f"worker {worker} was lost{where}; a round needs the gradients of all workers, so training stops here: "
+            "resume from the last saved state"
+        )
+
+    def _not_closed_by(self, worker: int) -> list[int]:
+        """The rounds under way that wait for it."""
+        return [number for number, found in sorted(self._rounds.items()) if worker in found.missing()]
 
     def hear_norms(self, server: int, round: int, squares: Sequence[float]) -> None:
         if round >= self._next:
@@ -114,9 +310,29 @@ class RoundByRound:
             self._rounds[number] = Round(number, self._workers, self._keys, self._recycle)
         return self._rounds[number]
 
-    def waited_for(self) -> list[tuple[int, list[int]]]:
-        """The rounds under way, each with the workers that have not closed it."""
-        return [(number, found.missing()) for number, found in sorted(self._rounds.items())]
+    # -- what is pulled ----------------------------------------------------------------------------------------------
+
+    def weights_for(self, pull: Header, held: ServerKey) -> Tensor:
+        """The live ones where they can be sent: a key is updated only after all workers have used what they pulled."""
+        return held.weights if held.weights.device.type == "cpu" else held.copy()
+
+    def sum_for(self, worker: int, key: int, round: int) -> FinishedSum | None:
+        """A worker fetches the sum of a round once; None: it has, or there is none."""
+        found = self.sums.get((key, round))
+        if found is None or worker not in found.wanted_by:
+            return None
+        self._fetched(worker, (key, round), found)
+        return found
+
+    def _fetched(self, worker: int, place: tuple[int, int], found: FinishedSum) -> None:
+        found.wanted_by.discard(worker)
+        if not found.wanted_by:
+            del self.sums[place]
+
+    def norms_to_tell(self) -> Iterator[tuple[int, Tensor]]:
+        """(round, squares) that the other servers have to hear."""
+        told, self._to_tell = self._to_tell, []
+        yield from told
 
     # -- what can be applied -----------------------------------------------------------------------------------------
 
@@ -139,11 +355,11 @@ class RoundByRound:
     def _norm_is_known(self, round: Round) -> bool:
         """Without clipping there is none to know."""
         if round.said.max_norm is None or self._mode == "aggregate" or round.empty:
-            self.norm = float("nan")
+            self.norm = math.nan
             return True
         if round.squares is None:
             round.squares = self._own_squares(round)
-            self.to_tell.append((round.number, torch.tensor(round.squares, dtype=torch.float64)))
+            self._to_tell.append((round.number, torch.tensor(round.squares, dtype=torch.float64)))
         known = self._squares.setdefault(round.number, {})
         known[self._server] = round.squares
         if len(known) < self._table.servers:
@@ -183,10 +399,18 @@ class RoundByRound:
             self._clip(round, gradient)
             self._held[key].update(gradient, total.used, round.said.settings)
             late = Outcome(delay=round.number - 1 - self._clock.needs(round.number))
-            self._applications.tell(key, round.number, round.said.settings or self._settings.read(), late)
+            self._recorder.tell(key, round.number, round.said.settings or self._settings.read(), late)
         self._recycle(total.total)
 
     def _clip(self, round: Round, gradient: Tensor) -> None:
         max_norm = round.said.max_norm
         if max_norm is not None and not self.norm <= max_norm:
             gradient.mul_(clip_coefficient(self.norm, max_norm))
+
+
+def norm_of(squares: Mapping[int, list[float]]) -> float:
+    """The global norm from the squares of all servers' block norms; the same bits in any order of servers."""
+    flat = [square for part in squares.values() for square in part]
+    if not all(map(math.isfinite, flat)):
+        return math.nan if any(map(math.isnan, flat)) else math.inf
+    return math.sqrt(math.fsum(flat))

@@ -1,6 +1,6 @@
 """A server at work: one thread for each worker hears it, and the core decides, one message at a time.
 
-    worker 0 ══ thread ─┐             ┌─► replies to whoever waited for what this message brought
+    worker 0 ══ thread ─┐             ┌─► replies to the workers that waited for what this brought
     worker 1 ══ thread ─┼─ lock ─ core┤
     server 1 ══ thread ─┘             └─► log, statistics
 
@@ -16,7 +16,6 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
-from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -24,14 +23,12 @@ from torch import Tensor
 from paceline.elastic.fault_injection import fault_point
 from paceline.errors import GenerationEnded, PeerLostError
 from paceline.optim.piece_state import State
-from paceline.parameter_server.key_ranges import KeyTable
-from paceline.parameter_server.link import GONE, Channel, end_of, silence_s
-from paceline.parameter_server.run_log import RunLog
+from paceline.parameter_server.channel import GONE, Channel, end_of, keepalive_s
 from paceline.parameter_server.server_core import Reply, ServerCore
 from paceline.parameter_server.staleness_stats import StalenessCounter, StalenessStats
-from paceline.parameter_server.wire import Header, Kind, Protocol, text_of
+from paceline.parameter_server.update_log import NoLog, UpdateLog
+from paceline.parameter_server.wire import LAST_PING, Header, Kind, Protocol, is_last, text_of
 
-LAST_PING = 2**62  # as its round: nothing comes after it
 GRACE_S = 5.0
 
 
@@ -54,7 +51,7 @@ class Server:
         timeout_s: float,
         grace_s: float = GRACE_S,
         on_leave: Callable[[int, StalenessStats], None] = lambda worker, stats: None,
-        log: RunLog | None = None,
+        log: UpdateLog | NoLog | None = None,
         sum_homes: Mapping[int, Tensor] | None = None,
     ) -> None:
         """`channels` lead to all workers and to the other servers.
@@ -66,7 +63,7 @@ class Server:
         self._protocol = next(iter(self._makers.values())).protocol
         self._server, self._rank = server, self._protocol.workers + server
         self._channels, self._stats, self._timeout_s, self._grace_s = channels, stats, timeout_s, grace_s
-        self._on_leave, self._log = on_leave, log
+        self._on_leave, self._log = on_leave, log or NoLog()
         self._sum_homes, self._home_holds = sum_homes or {}, dict[int, int]()
         self._cores: dict[int, ServerCore] = {}
         self._gone: dict[int, Header | None] = {}  # workers that left, with their goodbye if they said any
@@ -106,8 +103,7 @@ class Server:
                 self._channels[rank].send(self._ping_of(LAST_PING)).wait()
         if isinstance(self._error, GenerationEnded):
             self._join_threads()
-        if self._log is not None:
-            self._log.end(well=self._error is None)
+        self._log.end(well=self._error is None)
         if self._error is not None:
             raise self._error
 
@@ -115,8 +111,7 @@ class Server:
         """The group is over: nothing is said to anybody, and no thread is left, nor an update under way."""
         self._end(GenerationEnded(why))
         self._join_threads()
-        if self._log is not None:
-            self._log.end(well=False)
+        self._log.end(well=False)
 
     def _end(self, error: GenerationEnded) -> None:
         self._silent.set()
@@ -168,24 +163,21 @@ class Server:
         with self._lock:
             self._arrived -= 1
             self._last_s = time.monotonic()
-            if header.kind is Kind.PING and header.round == LAST_PING and peer >= self._protocol.workers:
-                return False
+            from_server = peer >= self._protocol.workers
             if header.kind is Kind.BYE:
                 self._leave(peer, header)
-                return False
-            if header.kind is Kind.PING and self._error is None:  # whatever space it names, nothing is made for it
-                if peer < self._protocol.workers:
-                    self._send([Reply(peer, self._ping_of(header.round, header.digest))])
-                return True
-            if header.kind is Kind.ERROR:
+            elif header.kind is Kind.ERROR:
                 self._fail(PeerLostError(text_of(payload)))
-                return True
-            if header.kind is Kind.OPEN and self._log is not None:
-                self._log.begin(header.round)
-            self._send(self._core(header).handle(header, payload))
-            if header.kind is Kind.PUSH:
-                fault_point("serve", header.round + 1)
-        return True
+            elif header.kind is Kind.PING and (from_server or self._error is None):
+                if not from_server:  # answered here: no core is made for the space it names
+                    self._send([Reply(peer, self._ping_of(header.round, header.digest))])
+            else:
+                if header.kind is Kind.OPEN:
+                    self._log.begin(header.round)
+                self._send(self._core(header).handle(header, payload))
+                if header.kind is Kind.PUSH:
+                    fault_point("serve", header.round + 1)
+        return not is_last(header, from_server=from_server)
 
     def _count(self, header: Header, payload: Tensor | None) -> None:
         self._arrived += 1  # not exact between threads, and need not be
@@ -196,7 +188,7 @@ class Server:
     def _lose(self, peer: int, why: str) -> None:
         with self._lock:
             if peer >= self._protocol.workers:
-                held = keys_of(self._protocol.table, peer - self._protocol.workers)
+                held = self._protocol.table.held_by(peer - self._protocol.workers)
                 lost = f"{self._protocol.name(peer)}, which held {held}, was lost ({end_of(why)})"
                 self._fail(PeerLostError(f"{lost}; what it had learned is gone: resume from the last saved state"))
                 return
@@ -265,7 +257,7 @@ class Server:
         return [rank for rank in self._channels if rank >= self._protocol.workers]
 
     def _ping(self) -> None:
-        while not self._silent.wait(silence_s(self._timeout_s)):
+        while not self._silent.wait(keepalive_s(self._timeout_s)):
             for rank in self._others:
                 with contextlib.suppress(*GONE):
                     self._channels[rank].send(self._ping_of(0)).wait()
@@ -274,25 +266,5 @@ class Server:
         return Header(Kind.PING, sender=self._rank, digest=digest or self._protocol.table.digest, round=round)
 
 
-def is_last(header: Header, *, from_server: bool) -> bool:
-    """Whether nothing comes after it: a worker says goodbye, a server fails or ends its pings."""
-    if not from_server:
-        return header.kind is Kind.BYE
-    return header.kind is Kind.ERROR or (header.kind, header.round) == (Kind.PING, LAST_PING)
-
-
 def _departure(core: ServerCore, digest: int, worker: int, goodbye: Header | None) -> Iterable[Reply]:
     return core.worker_lost(worker) if goodbye is None else core.handle(replace(goodbye, digest=digest))
-
-
-def keys_of(table: KeyTable, server: int) -> str:
-    """What a server holds, for people: `keys 0–3, 7 (head.weight … embedding.weight)`."""
-    numbers = [key.number for key in table.of_server(server)]
-    ends = [place for place, (low, high) in enumerate(pairwise(numbers)) if high != low + 1]
-    runs, first = [], 0
-    for last in [*ends, len(numbers) - 1]:
-        runs.append(f"{numbers[first]}–{numbers[last]}" if last > first else f"{numbers[first]}")
-        first = last + 1
-    pieces = [piece for number in (numbers[0], numbers[-1]) for piece in table.keys[number].pieces]
-    names = dict.fromkeys(table.layout.names[piece.parameter] for piece in (pieces[0], pieces[-1]))
-    return f"key{'s' if len(numbers) > 1 else ''} {', '.join(runs)} ({' … '.join(names)})"

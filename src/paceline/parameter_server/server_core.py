@@ -11,28 +11,24 @@ not need any more goes to `recycle`, for the next push to be received in.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from paceline.errors import ConfigError
 from paceline.optim.group_settings import GroupSettings
 from paceline.optim.piece_state import State
-from paceline.parameter_server.applications import Applications, Log
 from paceline.parameter_server.clock import Clock
-from paceline.parameter_server.held_key import HeldKey
-from paceline.parameter_server.key_rounds import Recycle
-from paceline.parameter_server.key_state import pack_states, unpack_states
 from paceline.parameter_server.on_arrival import OnArrival
-from paceline.parameter_server.round_by_round import Mode, RoundByRound
+from paceline.parameter_server.round_by_round import Mode, Recycle, RoundByRound
+from paceline.parameter_server.server_key import ServerKey, pack_states, unpack_states
+from paceline.parameter_server.staleness_policy import StalenessPolicy
 from paceline.parameter_server.staleness_stats import StalenessCounter
-from paceline.parameter_server.treatment import Treatment
-from paceline.parameter_server.waiting_pulls import WaitingPulls
+from paceline.parameter_server.update_log import Applied, UpdateRecorder
 from paceline.parameter_server.wire import (
     ALL,
-    AS_THEY_ARE,
     LOADS_STATE,
     LOADS_WEIGHTS,
     Close,
@@ -53,61 +49,48 @@ class Reply:
     payload: Tensor | None = None
 
 
-Handler = Callable[[Header, Tensor | None], Iterator[Reply]]
-
-
 class ServerCore:
     def __init__(
         self,
         protocol: Protocol,
         server: int,
-        held: Mapping[int, HeldKey],
+        held: Mapping[int, ServerKey],
         settings: GroupSettings,
         clock: Clock,
         *,
         mode: Mode = "update",
-        treatment: Treatment | None = None,
-        first_round: int = 0,
+        staleness_policy: StalenessPolicy | None = None,
         recycle: Recycle = lambda _: None,
-        log: Log | None = None,
+        log: Callable[[Applied], None] | None = None,
         stats: StalenessCounter | None = None,
     ) -> None:
-        """`held`: the server's keys, none in mode aggregate. `log` hears of an update before anybody sees it."""
-        if mode == "aggregate" and not clock.deterministic:
-            raise ConfigError(
-                f"mode='aggregate' with clock {clock}: pushes that are applied on arrival need an optimizer on the "
-                "server; use mode='update', or a clock whose rounds are summed (s=0, d=N)"
-            )
+        """`held`: the server's keys, none in mode aggregate. `log` hears of an update before its effect can be seen."""
         self._protocol, self._table, self._server = protocol, protocol.table, server
         self._rank = protocol.workers + server
         self._keys = [key.number for key in self._table.of_server(server)]
         self._held, self._mode, self._recycle = held, mode, recycle
         self._stats = stats or StalenessCounter(len(self._keys))
-        applications = Applications(server, settings, log, self._stats)
-        self._rounds: RoundByRound | None = None  # where the clock is deterministic
+        recorder = UpdateRecorder(server, settings.by_group, log, self._stats)
         self._applying: RoundByRound | OnArrival
         if clock.deterministic:
-            self._applying = self._rounds = RoundByRound(
-                *(self._table, server, held, settings, applications),
+            self._applying = RoundByRound(
+                *(self._table, server, held, settings, recorder),
                 clock=clock,
                 mode=mode,
                 workers=protocol.workers,
-                first_round=first_round,
                 recycle=recycle,
             )
         else:
             self._applying = OnArrival(
-                *(held, settings, applications),
-                treatment=treatment or Treatment(),
+                *(held, settings, recorder),
+                staleness_policy=staleness_policy or StalenessPolicy(),
                 workers=protocol.workers,
                 lanes=protocol.lanes,
-                first_round=first_round,
                 recycle=recycle,
             )
         self._here = set(range(protocol.workers))
-        self._incarnations = dict.fromkeys(self._here, 0)
         self._waiting = WaitingPulls(self._keys)
-        self._handlers: dict[Kind, Handler] = {
+        self._handlers: dict[Kind, Callable[[Header, Tensor | None], Iterator[Reply]]] = {
             Kind.OPEN: self._on_open,
             Kind.SETTINGS: self._on_settings,
             Kind.PUSH: self._on_push,
@@ -127,10 +110,11 @@ class ServerCore:
         """One message. Nothing happens unless the replies are asked for."""
         self._protocol.check(header, server=self._server)
         if header.sender < self._protocol.workers:
-            if header.incarnation < self._incarnations[header.sender]:
-                self._ignore(payload)  # from a life of the worker that is over
+            if header.sender not in self._here:
+                self._stats.duplicate()
+                if payload is not None:
+                    self._recycle(payload)
                 return
-            self._incarnations[header.sender] = header.incarnation
             if self.failure is not None and header.kind is not Kind.BYE:
                 if header.kind is not Kind.PUSH:
                     yield self._error(header.sender, self.failure)
@@ -142,17 +126,9 @@ class ServerCore:
 
     def worker_lost(self, worker: int) -> Iterator[Reply]:
         """Its connection is gone without a goodbye."""
-        if worker not in self._here:
-            return
-        self._forget(worker)
-        if self._rounds is None:
-            self._applying.leave(worker)
-            yield from self._advance()
-            return
-        yield from self.fail(
-            f"worker {worker} was lost{self._where(worker)}; a round needs the gradients of all workers, so training "
-            "stops here: resume from the last saved state"
-        )
+        if worker in self._here:
+            self._forget(worker)
+            yield from self._fail_or_advance(self._applying.lose(worker))
 
     def fail(self, text: str) -> Iterator[Reply]:
         """Tell every worker, now and whenever one comes; the first reason stays."""
@@ -161,33 +137,31 @@ class ServerCore:
             yield self._error(worker, self.failure)
 
     @property
-    def finished(self) -> bool:
-        """All workers have left."""
-        return not self._here
-
-    @property
     def waiting(self) -> int:
         """Pulls that wait for their round."""
         return len(self._waiting)
-
-    @property
-    def sums_kept(self) -> int:
-        """Sums that some worker has not fetched yet (mode aggregate)."""
-        return 0 if self._rounds is None else len(self._rounds.sums)
 
     def complete(self, key: int) -> int:
         """The last round such that this key has all updates up to it."""
         return self._applying.complete(key)
 
+    def states(self, round: int) -> dict[int, list[State]] | None:
+        """The states of all keys, not copied; None: not all of them have the updates before `round`."""
+        if any(self.complete(key) < round - 1 for key in self._keys):
+            return None
+        return {key: self._held[key].states() for key in self._keys}
+
     # -- rounds ------------------------------------------------------------------------------------------------------
 
     def _on_open(self, header: Header, payload: Tensor | None) -> Iterator[Reply]:
         lanes = () if payload is None else tuple(payload.tolist())
-        self._check_lanes(header, lanes)
+        if len(set(lanes)) < len(lanes) or not all(0 <= lane < self._protocol.lanes for lane in lanes):
+            raise WireError(
+                f"worker {header.sender} sent OPEN of round {header.round} whose lanes are {list(lanes)}, expected "
+                f"different ones of 0 to {self._protocol.lanes - 1}"
+            )
         gone = sorted(set(range(self._protocol.workers)) - self._here)
-        if self._rounds is None:
-            self._here.add(header.sender)
-        elif gone and header.round >= self._rounds.next_round:
+        if gone and self._applying.needs_all_workers(header.round):
             yield from self.fail(
                 f"worker {gone[0]} said goodbye but worker {header.sender} starts round {header.round}; all workers "
                 "must take the same number of steps"
@@ -195,32 +169,21 @@ class ServerCore:
             return
         yield from self._advance(self._applying.open(header.sender, header.round, lanes))
 
-    def _check_lanes(self, header: Header, lanes: tuple[int, ...]) -> None:
-        if len(set(lanes)) < len(lanes) or not all(0 <= lane < self._protocol.lanes for lane in lanes):
-            raise WireError(
-                f"worker {header.sender} sent OPEN of round {header.round} whose lanes are {list(lanes)}, expected "
-                f"different ones of 0 to {self._protocol.lanes - 1}"
-            )
-
     def _on_settings(self, header: Header, payload: Tensor | None) -> Iterator[Reply]:
         self._applying.set(header.sender, () if payload is None else tuple(payload.tolist()))
         yield from ()
 
     def _on_push(self, header: Header, payload: Tensor | None) -> Iterator[Reply]:
         assert payload is not None  # its elements are those of the key
-        if header.sender not in self._here:
-            self._ignore(payload)
-            return
         yield from self._advance(self._applying.push(header, payload), [header.key])
 
     def _on_close(self, header: Header, payload: Tensor | None) -> Iterator[Reply]:
         yield from self._advance(self._applying.close(header.sender, header.round, Close.unpacked(payload)))
 
     def _on_norms(self, header: Header, payload: Tensor | None) -> Iterator[Reply]:
-        if self._rounds is not None:
-            squares = [] if payload is None else payload.tolist()
-            self._rounds.hear_norms(header.sender - self._protocol.workers, header.round, squares)
-            yield from self._advance()
+        squares = [] if payload is None else payload.tolist()
+        self._applying.hear_norms(header.sender - self._protocol.workers, header.round, squares)
+        yield from self._advance()
 
     def _advance(self, new: bool = True, among: Sequence[int] | None = None) -> Iterator[Reply]:
         """After something new about these keys: apply what can be applied, and answer what waited for it."""
@@ -229,22 +192,15 @@ class ServerCore:
             return
         for key in self._applying.advance(among):
             yield from self._answers(key)
-        if self._rounds is not None:
-            yield from self._norms_to_tell(self._rounds)
-
-    def _norms_to_tell(self, rounds: RoundByRound) -> Iterator[Reply]:
-        for round, squares in rounds.to_tell:
+        for round, squares in self._applying.norms_to_tell():
             header = self._header(Kind.NORMS, round=round).holding(squares)
             for server in range(self._table.servers):
                 if server != self._server:
                     yield Reply(self._protocol.workers + server, header, squares if squares.numel() else None)
-        rounds.to_tell.clear()
 
     # -- pulls -------------------------------------------------------------------------------------------------------
 
     def _on_pull(self, header: Header, _: Tensor | None) -> Iterator[Reply]:
-        if header.sender not in self._here:
-            return
         for key in reversed(self._keys) if header.key == ALL else [header.key]:
             self._waiting.add(key, header)
             yield from self._answers(key)
@@ -259,45 +215,26 @@ class ServerCore:
                 yield self._weights(asked, key)
 
     def _weights(self, pull: Header, key: int) -> Reply:
-        held = self._held[key]
-        # A deterministic clock updates a key only after every worker has received and used what it pulled; an
-        # asynchronous one may update it while these weights are still being sent.
-        live = self._rounds is not None and held.weights.device.type == "cpu"
-        if live:
-            payload = held.weights
-        else:
-            payload = held.copy() if pull.flags & AS_THEY_ARE else held.seen_by(pull.sender)
-        norm = self._rounds.norm if self._rounds is not None else float("nan")
-        header = self._header(
-            Kind.WEIGHTS, round=pull.round, key=key, weight=norm, flags=pull.flags, incarnation=pull.incarnation
-        )
+        payload = self._applying.weights_for(pull, self._held[key])
+        norm = self._applying.norm
+        header = self._header(Kind.WEIGHTS, round=pull.round, key=key, weight=norm, flags=pull.flags)
         return Reply(pull.sender, header.holding(payload), payload)
 
     def _sum(self, pull: Header, key: int) -> Reply:
-        assert self._rounds is not None
-        found = self._rounds.sums.get((key, pull.round))
-        if found is None or pull.sender not in found.wanted_by:
+        found = self._applying.sum_for(pull.sender, key, pull.round)
+        if found is None:
             raise WireError(
                 f"worker {pull.sender} asked for the sum of round {pull.round} of {self._table.name(key)}, which it "
                 "has fetched before or which had no gradients"
             )
-        found.wanted_by.discard(pull.sender)
-        if not found.wanted_by:
-            del self._rounds.sums[key, pull.round]
-        header = self._header(Kind.SUM, round=pull.round, key=key, flags=found.used, incarnation=pull.incarnation)
+        header = self._header(Kind.SUM, round=pull.round, key=key, flags=found.used)
         return Reply(pull.sender, header.holding(found.total), found.total)
 
     # -- saving and resuming -----------------------------------------------------------------------------------------
 
-    def states(self, round: int) -> dict[int, list[State]] | None:
-        """The states of all keys, not copied; None: not all of them have the updates before `round`."""
-        if any(self.complete(key) < round - 1 for key in self._keys):
-            return None
-        return {key: self._held[key].states() for key in self._keys}
-
     def _state(self, asked: Header, key: int) -> Reply:
         payload = pack_states(self._held[key].states()) if key in self._held else torch.empty(0, dtype=torch.uint8)
-        header = self._header(Kind.STATE, round=asked.round, key=key, incarnation=asked.incarnation)
+        header = self._header(Kind.STATE, round=asked.round, key=key)
         return Reply(asked.sender, header.holding(payload), payload if payload.numel() else None)
 
     def _on_load(self, header: Header, payload: Tensor | None) -> Iterator[Reply]:
@@ -308,63 +245,60 @@ class ServerCore:
             elif header.flags == LOADS_STATE:
                 held.load_states(unpack_states(payload))
         self._applying.reset(header.key, header.complete)
-        answer = self._header(Kind.LOAD, round=header.round, key=header.key, incarnation=header.incarnation)
-        yield Reply(header.sender, answer)
+        yield Reply(header.sender, self._header(Kind.LOAD, round=header.round, key=header.key))
 
     # -- coming and going --------------------------------------------------------------------------------------------
 
     def _on_ping(self, header: Header, _: Tensor | None) -> Iterator[Reply]:
         if header.sender < self._protocol.workers:
-            yield Reply(header.sender, self._header(Kind.PING, round=header.round, incarnation=header.incarnation))
+            yield Reply(header.sender, self._header(Kind.PING, round=header.round))
 
     def _on_bye(self, header: Header, _: Tensor | None) -> Iterator[Reply]:
-        if header.sender not in self._here:
-            return
         self._forget(header.sender)
-        self._applying.leave(header.sender)
-        if self._rounds is None:
-            yield from self._advance()
-        else:
-            left = [number for number, missing in self._rounds.waited_for() if header.sender in missing]
-            if left:
-                yield from self.fail(
-                    f"worker {header.sender} said goodbye in round {left[0]}, which others are waiting for; all "
-                    "workers must take the same number of steps"
-                )
+        yield from self._fail_or_advance(self._applying.leave(header.sender))
 
     def _forget(self, worker: int) -> None:
-        """Its life is over; another one would have a higher incarnation."""
         self._here.discard(worker)
-        self._incarnations[worker] += 1
         self._waiting.forget(worker)
 
-    def _where(self, worker: int) -> str:
-        assert self._rounds is not None
-        rounds = [number for number, missing in self._rounds.waited_for() if worker in missing]
-        return f" in round {rounds[0]}, before it had pushed all of it" if rounds else " between two rounds"
-
-    def _ignore(self, payload: Tensor | None) -> None:
-        self._stats.duplicate()
-        if payload is not None:
-            self._recycle(payload)
+    def _fail_or_advance(self, failure: str | None) -> Iterator[Reply]:
+        yield from self._advance() if failure is None else self.fail(failure)
 
     def _error(self, worker: int, text: str) -> Reply:
         payload = text_payload(text)
         return Reply(worker, self._header(Kind.ERROR).holding(payload), payload)
 
-    def _header(
-        self, kind: Kind, *, round: int = 0, key: int = ALL, weight: float = 1.0, flags: int = 0, incarnation: int = 0
-    ) -> Header:
-        held = self._held.get(key)
-        return Header(
-            kind=kind,
-            sender=self._rank,
-            digest=self._table.digest,
-            incarnation=incarnation,
-            round=round,
-            key=key,
-            version=0 if held is None else held.version,
-            complete=-1 if key == ALL else self.complete(key),
-            weight=weight,
-            flags=flags,
-        )
+    def _header(self, kind: Kind, *, key: int = ALL, **fields: Any) -> Header:
+        """With the key's version and how complete it is."""
+        version = self._held[key].version if key in self._held else 0
+        complete = -1 if key == ALL else self.complete(key)
+        return Header(kind, self._rank, self._table.digest, key=key, version=version, complete=complete, **fields)
+
+
+class WaitingPulls:
+    """Pulls that wait: a worker asks once, and is answered when its key has the updates of all rounds that it needs.
+
+    A later question about the same key takes the place of an earlier one that still waits: no worker reads that answer.
+    """
+
+    def __init__(self, keys: Iterable[int]) -> None:
+        self._asked: dict[int, dict[tuple[int, Kind], Header]] = {key: {} for key in keys}
+
+    def add(self, key: int, header: Header) -> None:
+        self._asked[key][header.sender, header.kind] = header
+
+    def take(self, key: int, complete: int) -> list[Header]:
+        """Those that a key with all updates up to round `complete` answers, in the order they came."""
+        ready = [header for header in self._asked[key].values() if header.complete <= complete]
+        for header in ready:
+            del self._asked[key][header.sender, header.kind]
+        return ready
+
+    def forget(self, worker: int) -> None:
+        """It will not read an answer."""
+        for asked in self._asked.values():
+            for place in [place for place in asked if place[0] == worker]:
+                del asked[place]
+
+    def __len__(self) -> int:
+        return sum(len(asked) for asked in self._asked.values())

@@ -1,13 +1,11 @@
 """What was seen on the way: how stale pushes were, how long workers waited, what moved, and what was not applied.
 
     server     updates, their delays, duplicates, dropped, queue  ─┐
-    worker     rounds, seconds waited at the clock                 ├─► sum ─► a line, a few lines, JSON
+    worker     rounds, seconds waited at the clock                 ├─► sum ─► a few lines, JSON
     both       bytes to and from each peer                        ─┘
 
-    12,040 updates, 96.1/s · staleness 0.43 rounds, at most 2 · waited 1.3 s in 12 of 3,010 rounds
-
 An update is counted for each key and told for the whole model: N updates of each of K keys are N updates. Nothing here
-reads a clock: whoever waited says for how long.
+reads a clock: a caller that waited says for how long.
 """
 
 from __future__ import annotations
@@ -73,20 +71,9 @@ class StalenessStats:
 
     # -- told ----------------------------------------------------------------------------------------------------------
 
-    def line(self) -> str:
-        said = []
-        if self.keys:
-            said.append(f"{self.updates:,.0f} updates, {self.updates_per_s:,.1f}/s")
-        if self.delays:
-            said.append(f"staleness {self.mean_delay:.2f} rounds, at most {self.most_delay}")
-        if self.rounds:
-            said.append(f"waited {self.waited_s:,.1f} s in {self.waits:,} of {self.rounds:,} rounds")
-        if self._ignored:
-            said.append(f"{self.duplicates:,} duplicates ignored, {self.dropped:,} pushes dropped")
-        return " · ".join(said) or "no updates"
-
     def lines(self) -> list[str]:
         """For the end of a run."""
+        ignored = self.duplicates + self.dropped
         rows = [
             ("updates", self.keys, f"{self.updates:,.0f} of the whole model, {self.updates_per_s:,.1f}/s"),
             (
@@ -96,14 +83,10 @@ class StalenessStats:
             ),
             ("clock", self.rounds, f"waited {self.waited_s:,.1f} s in {self.waits:,} of {self.rounds:,} rounds"),
             ("queue", self.queue_looks, f"{self.queue_mean:.1f} messages on average, at most {self.queue_most:,}"),
-            ("ignored", self._ignored, f"{self.duplicates:,} duplicates, {self.dropped:,} pushes dropped"),
+            ("ignored", ignored, f"{self.duplicates:,} duplicates, {self.dropped:,} pushes dropped"),
             ("traffic", self.sent_bytes or self.received_bytes, self._traffic()),
         ]
         return [f"{name:<11}{text}" for name, counted, text in rows if counted]
-
-    @property
-    def _ignored(self) -> int:
-        return self.duplicates + self.dropped
 
     def _bins(self) -> str:
         pushes = sum(self.delays.values())
@@ -174,7 +157,7 @@ class StalenessCounter:
             self._waited_s += waited_s
 
     def queued(self, length: int) -> None:
-        """Messages that had arrived and were not handled yet, when somebody looked."""
+        """Messages that had arrived and were not handled yet, when the server looked."""
         with self._lock:
             self._counts["queue_total"] += length
             self._counts["queue_looks"] += 1

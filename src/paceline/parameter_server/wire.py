@@ -1,6 +1,6 @@
 """The wire: one header of sixteen integers per message, then at most one tensor. Nothing is pickled.
 
-    magic format kind incarnation │ sender round lane key │ version complete elements dtype │ weight flags digest –
+    magic format kind – │ sender round lane key │ version complete elements dtype │ weight flags digest place
 
     worker ─► server (tags 0, 1)                              server ─► worker (tags 2, 3)
     OPEN      which lanes I have in this round                WEIGHTS   of a key, with version and complete
@@ -45,6 +45,7 @@ ALL = -1  # in `key`: all keys of the server
 HEADER_TO_SERVER, PAYLOAD_TO_SERVER, HEADER_TO_WORKER, PAYLOAD_TO_WORKER = range(4)
 LOADS_WEIGHTS, LOADS_STATE = 1, 2  # flags of LOAD
 AS_THEY_ARE = 1  # a flag of PULL, and of WEIGHTS that answer it: not looked ahead
+LAST_PING = 2**62  # as its round: nothing comes after it
 MOST_TEXT = 1 << 16
 MOST_SETTINGS = 1 << 16
 MOST_STATE = 1 << 34
@@ -77,7 +78,6 @@ class Header:
     kind: Kind
     sender: int
     digest: int
-    incarnation: int = 0
     round: int = 0
     lane: int = 0
     key: int = ALL
@@ -92,15 +92,18 @@ class Header:
         """This header for a payload."""
         return replace(self, elements=payload.numel(), dtype=payload.dtype)
 
-    def room(self) -> Tensor | None:
-        """Memory for the payload that follows this header; None: there is none."""
-        return torch.empty(self.elements, dtype=self.dtype) if self.elements else None
+
+def is_last(header: Header, *, from_server: bool) -> bool:
+    """Whether nothing comes after it: a worker says goodbye, a server fails or ends its pings."""
+    if not from_server:
+        return header.kind is Kind.BYE
+    return header.kind is Kind.ERROR or (header.kind, header.round) == (Kind.PING, LAST_PING)
 
 
 def pack(header: Header) -> Tensor:
     (weight,) = struct.unpack("<q", struct.pack("<d", header.weight))
     fields = [
-        *(MAGIC, FORMAT, header.kind, header.incarnation),
+        *(MAGIC, FORMAT, header.kind, 0),
         *(header.sender, header.round, header.lane, header.key),
         *(header.version, header.complete, header.elements, DTYPES.index(header.dtype)),
         *(weight, header.flags, header.digest, 0),
@@ -116,7 +119,7 @@ def unpack(packed: Tensor, sender: int) -> Header:
             raise WireError(f"rank {sender} sent a header whose {field} is {found}, expected {expected}; {_OTHER}")
 
     expect("length", FIELDS, packed.numel(), packed.numel() == FIELDS and packed.dtype == torch.int64)
-    magic, version, kind, incarnation, named, round, lane, key, *rest = packed.tolist()
+    magic, version, kind, _, named, round, lane, key, *rest = packed.tolist()
     updates, complete, elements, dtype, weight, flags, digest, _ = rest
     expect("magic number", hex(MAGIC), hex(magic), magic == MAGIC)
     expect("format", FORMAT, version, version == FORMAT)
@@ -128,7 +131,6 @@ def unpack(packed: Tensor, sender: int) -> Header:
         kind=Kind(kind),
         sender=sender,
         digest=digest,
-        incarnation=incarnation,
         round=round,
         lane=lane,
         key=key,
@@ -162,7 +164,6 @@ class Protocol:
             header, "kind", f"one that {self.name(header.sender)} may send", header.kind.name, header.kind in kinds
         )
         self._expect(header, "layout digest", self.table.digest, header.digest, header.digest == self.table.digest)
-        self._expect(header, "incarnation", "0 or more", header.incarnation, header.incarnation >= 0)
         self._expect(header, "round", "0 or more", header.round, header.round >= 0)
         self._expect(header, "complete", "-1 or more", header.complete, header.complete >= -1)
         self._expect(header, "version", "0 or more", header.version, header.version >= 0)

@@ -28,7 +28,7 @@ Momentum = Literal["as given", "corrected"]
 
 @dataclass(frozen=True)
 class Outcome:
-    """What the treatment made of one push; the log keeps it, so that replay need not decide again."""
+    """What the policy made of one push; the log keeps it, so that replay need not decide again."""
 
     delay: int = 0
     lr_factor: float = 1.0
@@ -38,13 +38,13 @@ class Outcome:
 
 
 @dataclass(frozen=True)
-class Treatment:
-    """How pushes are treated by their delay; the default applies all of them alike."""
+class StalenessPolicy:
+    """How pushes are applied by their delay; the default applies all of them alike."""
 
     learning_rate: LearningRate = "as given"
     momentum: Momentum = "as given"
     drop_beyond: int | None = None  # rounds; None: nothing is dropped
-    look_ahead: bool = True  # where the optimizer has momentum: see look_ahead.py
+    look_ahead: bool = True  # where the optimizer has momentum: see server_key.py
 
     def __post_init__(self) -> None:
         _check_choice("learning_rate", self.learning_rate, get_args(LearningRate))
@@ -52,7 +52,7 @@ class Treatment:
         bound = self.drop_beyond
         if bound is not None and (not isinstance(bound, int) or isinstance(bound, bool) or bound < 0):
             raise ConfigError(
-                f"Treatment(drop_beyond={bound!r}): pushes are dropped beyond a whole number of rounds, from 0, "
+                f"StalenessPolicy(drop_beyond={bound!r}): pushes are dropped beyond a whole number of rounds, from 0, "
                 "or never (None)"
             )
 
@@ -98,4 +98,4 @@ def delay_in_rounds(version_now: int, version_read: int, updates_per_round: int)
 def _check_choice(name: str, value: object, known: tuple[str, ...]) -> None:
     if value not in known:
         choices = " or ".join(repr(choice) for choice in known)
-        raise ConfigError(f"Treatment({name}={value!r}) is not known; choose {choices}")
+        raise ConfigError(f"StalenessPolicy({name}={value!r}) is not known; choose {choices}")

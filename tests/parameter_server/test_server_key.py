@@ -11,9 +11,8 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from paceline.optim.group_settings import GroupSettings
-from paceline.parameter_server.bounded_staleness import BoundedStaleness
-from paceline.parameter_server.held_key import HeldKey, hold_keys
-from paceline.parameter_server.look_ahead import LookAhead
+from paceline.parameter_server.clock import BoundedStaleness
+from paceline.parameter_server.server_key import LookAhead, ServerKey, hold_keys
 from paceline.parameter_server.wire import AS_THEY_ARE, Kind
 from tests.parameter_server.core_jobs import Job, Make, ask, open_of, push_of, table_of, tell
 
@@ -32,7 +31,7 @@ def plain(parameters: Sequence[Tensor]) -> Optimizer:
     return torch.optim.SGD(parameters, lr=0.1)
 
 
-def held_by(make: Make) -> tuple[HeldKey, list[float]]:
+def held_by(make: Make) -> tuple[ServerKey, list[float]]:
     """A key whose weights have moved three times, with pushes of worker 0 that came two updates late."""
     parameters = [Parameter(torch.randn(7, generator=torch.Generator().manual_seed(0)))]
     optimizer = make(parameters)

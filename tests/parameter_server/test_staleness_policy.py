@@ -9,9 +9,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.errors import ConfigError
-from paceline.parameter_server.treatment import Outcome, Treatment, corrected_momentum, delay_in_rounds, lr_factor
+from paceline.parameter_server.staleness_policy import (
+    Outcome,
+    StalenessPolicy,
+    corrected_momentum,
+    delay_in_rounds,
+    lr_factor,
+)
 
-ALL = Treatment(learning_rate="divide by delay", momentum="corrected", drop_beyond=4)
+ALL = StalenessPolicy(learning_rate="divide by delay", momentum="corrected", drop_beyond=4)
 DELAYS = st.integers(0, 1000)
 
 
@@ -24,7 +30,7 @@ def test_the_table_of_the_file() -> None:
 
 @given(DELAYS, st.floats(0, 1))
 def test_nothing_asked_for_changes_nothing(delay: int, momentum: float) -> None:
-    assert Treatment().of(delay, momentum) == Outcome(delay)
+    assert StalenessPolicy().of(delay, momentum) == Outcome(delay)
 
 
 @given(st.floats(0, 1))
@@ -55,7 +61,7 @@ def test_an_optimizer_without_momentum_has_none_to_correct() -> None:
     assert ALL.of(2, None) == Outcome(2, 0.5, None)
 
 
-def test_a_dropped_push_has_no_other_treatment() -> None:
+def test_nothing_else_happens_to_a_dropped_push() -> None:
     assert ALL.of(5, 0.9) == Outcome(5, dropped=True)
 
 
@@ -71,33 +77,35 @@ def test_the_delay_is_counted_in_rounds_begun(now: int, read: int, lanes: int, d
     [
         (
             {"learning_rate": "halved"},
-            "Treatment(learning_rate='halved') is not known; choose 'as given' or 'divide by delay'",
+            "StalenessPolicy(learning_rate='halved') is not known; choose 'as given' or 'divide by delay'",
         ),
-        ({"momentum": 0.9}, "Treatment(momentum=0.9) is not known; choose 'as given' or 'corrected'"),
+        ({"momentum": 0.9}, "StalenessPolicy(momentum=0.9) is not known; choose 'as given' or 'corrected'"),
         (
             {"drop_beyond": -1},
-            "Treatment(drop_beyond=-1): pushes are dropped beyond a whole number of rounds, from 0, or never (None)",
+            "StalenessPolicy(drop_beyond=-1): pushes are dropped beyond a whole number of rounds, from 0, "
+            "or never (None)",
         ),
         (
             {"drop_beyond": 1.5},
-            "Treatment(drop_beyond=1.5): pushes are dropped beyond a whole number of rounds, from 0, or never (None)",
+            "StalenessPolicy(drop_beyond=1.5): pushes are dropped beyond a whole number of rounds, from 0, "
+            "or never (None)",
         ),
     ],
 )
-def test_what_is_no_treatment_is_refused_in_one_line(options: dict[str, Any], text: str) -> None:
+def test_what_is_no_policy_is_refused_in_one_line(options: dict[str, Any], text: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        Treatment(**options)
+        StalenessPolicy(**options)
     assert str(caught.value) == text
 
 
 @pytest.mark.parametrize(
-    ("treatment", "text"),
+    ("policy", "text"),
     [
-        (Treatment(), "as given"),
-        (Treatment(drop_beyond=1), "dropped beyond 1 round"),
-        (Treatment(look_ahead=False), "weights not looked ahead"),
+        (StalenessPolicy(), "as given"),
+        (StalenessPolicy(drop_beyond=1), "dropped beyond 1 round"),
+        (StalenessPolicy(look_ahead=False), "weights not looked ahead"),
         (ALL, "learning rate divided by the delay, momentum corrected, dropped beyond 4 rounds"),
     ],
 )
-def test_a_treatment_says_what_it_does(treatment: Treatment, text: str) -> None:
-    assert str(treatment) == text
+def test_a_policy_says_what_it_does(policy: StalenessPolicy, text: str) -> None:
+    assert str(policy) == text

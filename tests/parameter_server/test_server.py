@@ -12,10 +12,8 @@ import torch
 from torch import Tensor
 
 from paceline.errors import GenerationEnded, PeerLostError
-from paceline.parameter_server.bounded_delay import BoundedDelay
-from paceline.parameter_server.bounded_staleness import BoundedStaleness
+from paceline.parameter_server.clock import BoundedDelay, BoundedStaleness
 from paceline.parameter_server.key_ranges import Key
-from paceline.parameter_server.server import keys_of
 from paceline.parameter_server.wire import WireError
 from tests.parameter_server.one_process import Cluster, space_of
 
@@ -167,7 +165,7 @@ def test_a_lost_server_is_named_with_what_it_held() -> None:
     cluster = Cluster(workers=1, servers=2, clock=SYNCHRONOUS, timeout_s=0.4)
     cluster.servers[0].start()
     cluster.say_round(0)
-    held = keys_of(cluster.table, 1)
+    held = cluster.table.held_by(1)
     expect_lost(
         cluster, 0, rf"^server 1, which held {held.replace('(', '.').replace(')', '.')}, was lost .*; .* saved state"
     )
@@ -189,7 +187,7 @@ def test_a_worker_that_leaves_in_a_round_is_named_to_those_that_wait() -> None:
     cluster = Cluster(workers=2, clock=SYNCHRONOUS)
     with pytest.raises(PeerLostError, match="said goodbye in round 0"), cluster:
         cluster.say_round(0, workers=[0])
-        cluster.clients[0].have_been_heard()
+        cluster.clients[0].flush()
         cluster.lines[1].close()
         expect_lost(cluster, 0, r"^worker 1 said goodbye in round 0, which others are waiting for")
         cluster.servers[0].fail(PeerLostError("worker 1 said goodbye in round 0"))
@@ -213,15 +211,15 @@ def test_bytes_are_counted_by_peer_on_both_sides() -> None:
 
 def test_what_a_server_holds_is_told_in_runs_of_keys() -> None:
     table = space_of(1, 2).table
-    servers = [keys_of(table, server) for server in range(2)]
+    servers = [table.held_by(server) for server in range(2)]
     assert servers == ["keys 1, 3 (weight)", "keys 0, 2 (bias … weight)"]
     together = replace(table, keys=tuple(replace(key, server=0) for key in table.keys), servers=1)
-    assert keys_of(together, 0) == "keys 0–3 (bias … weight)"
+    assert together.held_by(0) == "keys 0–3 (bias … weight)"
 
 
 def test_a_ping_does_not_make_a_server_hold_anything() -> None:
     with Cluster(workers=1, clock=ASYNCHRONOUS) as cluster:
-        cluster.clients[0].have_been_heard()
+        cluster.clients[0].flush()
         assert not cluster.servers[0]._cores
 
 
@@ -242,7 +240,7 @@ def test_when_the_group_is_over_every_wait_says_so_and_no_thread_is_left() -> No
     for lines in cluster.lines:
         lines.abandon("worker 1 is gone")
     with pytest.raises(GenerationEnded):
-        cluster.clients[0].have_been_heard()
+        cluster.clients[0].flush()
     cluster.servers[1].abandon("worker 1 is gone")
     assert names_of_threads() == before
 
@@ -266,7 +264,7 @@ def test_the_servers_own_states_are_handed_out_once_the_round_is_in() -> None:
         (server,), digest = cluster.servers, cluster.table.digest
         assert server.states(digest, 0) is None  # it holds nothing before it hears of the space
         cluster.say_round(0, workers=[0])
-        cluster.clients[0].have_been_heard()
+        cluster.clients[0].flush()
         assert server.states(digest, 1) is None
         cluster.say_round(0, workers=[1])
         cluster.start(0, 1)

@@ -9,9 +9,17 @@
                                                            {"kind": "apply", "key": 0, "order": 0, "round": 0, …}
                                                            {"kind": "end", "records": 1, …}
 
-A line is written, in one write, before anybody can see its effect: a read before the first push of its round leaves, an
+A line is written, in one write, before its effect can be seen: a read before the first push of its round leaves, an
 application before an answer has the new version. From then on the kernel has it, and killing the process loses none. So
 whatever was read or applied is on file, and `replay_order.py` finds an order in which one process does it all again.
+
+The first line has what a replay needs to start the script again, by worker 0's word: a server may have no accelerator,
+say, and need not know what the workers compute on.
+
+    script      target, arguments, module or not, the folder it ran in, a digest of the file
+    engine      lanes, seed, threads, accumulate, the torch build, …
+    keys        a digest of the key table: another model has another
+    weights     a digest of those that training began with
 
 Floats are written in hexadecimal: replay must have their bits. Settings (learning rates and other numbers of the
 optimizer's groups) are written where they change; an application means those before it. A file without an end, or with
@@ -20,18 +28,22 @@ a last line that has none, is of a run that was cut, which can be replayed up to
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
+import sys
 import threading
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
-from paceline.errors import CheckpointError, ConfigError
+from paceline.errors import CheckpointError, ConfigError, LoopError
 from paceline.input_file import cause_of, parse_json, read_input
-from paceline.parameter_server.treatment import Outcome
+from paceline.parameter_server.staleness_policy import Outcome
+from paceline.parameter_server.staleness_stats import StalenessCounter
 
 FOLDER = "parameter_server"
 VERSION = 1
@@ -65,7 +77,6 @@ class Read:
     round: int
     lanes: tuple[int, ...]
     versions: Mapping[int, int]
-    incarnation: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,10 +88,9 @@ class Applied:
     order: int
     round: int
     lane: int | None  # None: the sum of all lanes of the round
-    worker: int | None  # whose push it was; None: everybody's
+    worker: int | None  # whose push it was; None: all workers'
     settings: Settings
     outcome: Outcome = field(default_factory=Outcome)
-    incarnation: int = 0
     check: int | None = None  # a sum over the bits of the key's new weights
 
 
@@ -100,52 +110,57 @@ class RecordedRun:
     job: JobFacts
     reads: tuple[Read, ...]
     applied: Mapping[int, tuple[Applied, ...]]  # by key, in their order
-    ends: Mapping[str, Mapping[str, Any]]  # the facts given to `finish`, by who: "server 0", "worker 1", …
     cut: tuple[str, ...]  # files without an end
     loops: tuple[LoopEnd, ...] = ()
 
 
-class ApplicationLog:
-    """One worker's or one server's file of one start of the job. Threads may share it."""
+class UpdateLog:
+    """One worker's or one server's file of one start of the job, begun with its first round. Threads may share it."""
 
-    def __init__(self, path: Path, descriptor: int, who: str) -> None:
-        self._path, self._descriptor, self._who = path, descriptor, who
+    def __init__(self, folder: Path, attempt: int, role: Role, number: int, job: JobFacts) -> None:
+        """`folder` is the run folder; all processes pass the same `attempt` and `job`."""
+        self._path, self._who = folder / FOLDER / file_name(attempt, role, number), f"{role} {number}"
+        self._header = {"paceline": "parameter server", "version": VERSION, "attempt": attempt}
+        self._header |= {"role": role, "number": number, **vars(job)}
+        self._attempt = attempt
+        self._descriptor: int | None = None
         self._lock = threading.Lock()
         self._settings: list[dict[str, Any]] | None = None
         self._records = 0
 
-    @classmethod
-    def start(cls, folder: Path, attempt: int, role: Role, number: int, job: JobFacts) -> ApplicationLog:
-        """Open this process's file in the run folder `folder`; all processes pass the same `attempt` and `job`."""
-        path, who = folder / FOLDER / file_name(attempt, role, number), f"{role} {number}"
-        if path.exists():
+    def begin(self, round: int) -> None:
+        """Open the file with the first round of this start of the job; later rounds change nothing."""
+        with self._lock:
+            if self._descriptor is not None:
+                return
+            self._descriptor = self._open()
+            try:
+                self._write(self._header | {"first_round": round})
+            except CheckpointError:
+                self._close()
+                self._path.unlink()
+                raise
+
+    def _open(self) -> int:
+        if self._path.exists():
             raise ConfigError(
-                f"{who}: {path} exists already, so attempt {attempt} was recorded before; another job writes to the "
-                "same run folder, or the processes did not agree on the attempt's number"
+                f"{self._who}: {self._path} exists already, so attempt {self._attempt} was recorded before; another "
+                "job writes to the same run folder, or the processes did not agree on the attempt's number"
             )
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC, 0o644)
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            return os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC, 0o644)
         except OSError as error:
             raise ConfigError(
-                f"{who}: the order of updates can't be recorded in {path.parent}: {error.strerror}; "
+                f"{self._who}: the order of updates can't be recorded in {self._path.parent}: {error.strerror}; "
                 "choose a folder that can be written to, or don't record it"
             ) from error
-        log = cls(path, descriptor, who)
-        place = {"paceline": "parameter server", "version": VERSION, "attempt": attempt, "role": role, "number": number}
-        try:
-            log._write(place | vars(job))
-        except CheckpointError:
-            log.close()
-            path.unlink()
-            raise
-        return log
 
     def read(self, record: Read) -> None:
         """Before the first push of the round leaves."""
-        line = {"kind": "read", "round": record.round, "lanes": record.lanes, "versions": dict(record.versions)}
         with self._lock:
-            self._write(line | {"incarnation": record.incarnation})
+            versions = dict(record.versions)
+            self._write({"kind": "read", "round": record.round, "lanes": record.lanes, "versions": versions})
             self._records += 1
 
     def applied(self, record: Applied) -> None:
@@ -154,7 +169,6 @@ class ApplicationLog:
             "kind": "apply",
             "key": record.key,
             "order": record.order,
-            "incarnation": record.incarnation,
             "round": record.round,
             "lane": record.lane,
             "worker": record.worker,
@@ -172,23 +186,35 @@ class ApplicationLog:
             self._settings = settings
             self._records += 1
 
-    def loop_ended(self, record: LoopEnd) -> None:
+    def loop_ended(self, rounds: int, weights: Callable[[], str]) -> None:
         """One worker says it for all; replay compares."""
-        with self._lock:
-            self._write({"kind": "loop", "rounds": record.rounds, "weights": record.weights})
+        if self._descriptor is not None:
+            line = {"kind": "loop", "rounds": rounds, "weights": weights()}
+            with self._lock:
+                self._write(line)
 
-    def finish(self, facts: Mapping[str, Any] | None = None) -> None:
-        """The run came to its end; `facts` may have what replay should find, such as a hash."""
-        with self._lock:
-            self._write({"kind": "end", "records": self._records, "facts": dict(facts or {})})
-        self.close()
+    def check_not_begun(self) -> None:
+        if self._descriptor is not None:
+            raise LoopError(
+                "engine.load_state() after the first round of a run that is being recorded: what follows could not be "
+                "replayed; load the state before the loop, or start a new run"
+            )
 
-    def close(self) -> None:
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
-        self._descriptor = -1
+    def end(self, *, well: bool) -> None:
+        """A run that did not end well has a log without an end."""
+        with self._lock:
+            if self._descriptor is not None:
+                if well:
+                    self._write({"kind": "end", "records": self._records})
+                self._close()
+
+    def _close(self) -> None:
+        assert self._descriptor is not None
+        os.close(self._descriptor)
+        self._descriptor = None
 
     def _write(self, *lines: Mapping[str, Any]) -> None:
+        assert self._descriptor is not None, "a round is opened before anything of it is recorded"
         text = "".join(json.dumps(line, separators=(",", ":")) + "\n" for line in lines).encode()
         try:
             _write_all(self._descriptor, text)
@@ -197,6 +223,20 @@ class ApplicationLog:
                 f"{self._who}: the order of updates could not be recorded in {self._path}: {error.strerror}; "
                 "make room, then resume from the last saved state"
             ) from error
+
+
+class NoLog:
+    """In place of an `UpdateLog` where the run is not recorded."""
+
+    def begin(self, round: int) -> None: ...
+
+    def read(self, record: Read) -> None: ...
+
+    def loop_ended(self, rounds: int, weights: Callable[[], str]) -> None: ...
+
+    def check_not_begun(self) -> None: ...
+
+    def end(self, *, well: bool) -> None: ...
 
 
 def file_name(attempt: int, role: Role, number: int) -> str:
@@ -213,20 +253,86 @@ def recorded_attempts(folder: Path) -> list[int]:
     return sorted({int(name[1]) for name in names if name})
 
 
+class UpdateRecorder:
+    """Every update of a server's keys is told to the log and counted, before what it made can be seen."""
+
+    def __init__(
+        self,
+        server: int,
+        by_group: Callable[[Sequence[float]], Settings],
+        log: Callable[[Applied], None] | None,
+        stats: StalenessCounter,
+    ) -> None:
+        """`by_group` names the settings that messages carry as numbers."""
+        self._server, self._by_group, self._log = server, by_group, log
+        self._order: Counter[int] = Counter()  # by key
+        self._named: tuple[Sequence[float], Settings] = ((), ())
+        self.stats = stats
+
+    def tell(
+        self,
+        key: int,
+        round: int,
+        values: Sequence[float],
+        outcome: Outcome,
+        *,
+        lane: int | None = None,
+        worker: int | None = None,
+        check: Callable[[], int] | None = None,
+    ) -> None:
+        """A push of one lane, or (neither lane nor worker) the sum of all lanes of a round.
+
+        `check` sums up the bits of what it made: a replay that differs finds out where it begins to.
+        """
+        if outcome.dropped:
+            self.stats.dropped(outcome.delay)
+        else:
+            self.stats.applied(outcome.delay)
+        if self._log is not None:
+            if values != self._named[0] or not self._named[1]:
+                self._named = values, self._by_group(values)
+            order, named = self._order[key], self._named[1]
+            made = None if check is None or outcome.dropped else check()
+            self._log(Applied(self._server, key, order, round, lane, worker, named, outcome, made))
+        self._order[key] += 1
+
+
+# -- how the run was started -------------------------------------------------------------------------------------------
+
+
+def started_script() -> dict[str, Any]:
+    """How this process was started, so that it can be started again."""
+    main = sys.modules["__main__"]
+    spec = getattr(main, "__spec__", None)
+    return {
+        "target": sys.argv[0] if spec is None else spec.name.removesuffix(".__main__"),
+        "arguments": sys.argv[1:],
+        "is_module": spec is not None,
+        "folder": os.getcwd(),
+        "digest": script_digest(getattr(main, "__file__", None)),
+    }
+
+
+def script_digest(file: str | None) -> str | None:
+    try:
+        return None if file is None else hashlib.sha256(Path(file).read_bytes()).hexdigest()
+    except OSError:
+        return None
+
+
 # -- reading it back ---------------------------------------------------------------------------------------------------
 
 
-def read_log(folder: Path, attempt: int | None = None) -> RecordedRun:
-    """The log of a run folder, or of its `parameter_server` folder: of its last start, unless told which."""
+def read_log(folder: Path) -> RecordedRun:
+    """The log of the last start of the job, in a run folder or in its `parameter_server` folder."""
     folder = folder.parent if folder.name == FOLDER else folder
     attempts = recorded_attempts(folder)
-    if not attempts or (attempt is not None and attempt not in attempts):
-        found = f"attempts {attempts}" if attempts else "none"
-        wanted = "no log of a parameter server" if attempt is None else f"no log of attempt {attempt}"
+    if not attempts:
         raise CheckpointError(
-            f"{folder / FOLDER}: {wanted} is here, found {found}; an asynchronous run writes it when recording is on"
+            f"{folder / FOLDER}: no log of a parameter server is here; an asynchronous run writes it when recording "
+            "is on"
         )
-    attempt = attempts[-1] if attempt is None else attempt
+    attempt = attempts[-1]
     paths = sorted((folder / FOLDER).glob(f"attempt-{attempt:04d}-*.jsonl"))
     files = [_LogFile.read(path) for path in paths if FILE_NAME.fullmatch(path.name)]
     job = files[0].job
@@ -245,8 +351,7 @@ def read_log(folder: Path, attempt: int | None = None) -> RecordedRun:
         job,
         tuple(read for file in files for read in file.reads),
         applied,
-        {file.who: file.end for file in files if file.end is not None},
-        tuple(file.path.name for file in files if file.end is None),
+        tuple(file.path.name for file in files if not file.ended),
         tuple(loop for file in files for loop in file.loops),
     )
 
@@ -261,7 +366,7 @@ def _check_files(folder: Path, attempt: int, files: list[_LogFile]) -> None:
                     "these files are of different runs"
                 )
     names = [file_name(attempt, "server", number) for number in range(job.servers)]
-    # A worker that was lost before its first round has left nothing behind, and nobody needs it.
+    # A worker that was lost before its first round has left nothing behind, and replay does not need it.
     pushed = {record.worker for file in files for records in file.applied.values() for record in records}
     needed = [number for number in range(job.workers) if number in pushed or None in pushed]
     names += [file_name(attempt, "worker", number) for number in needed]
@@ -287,7 +392,7 @@ class _LogFile:
         self.reads: list[Read] = []
         self.loops: list[LoopEnd] = []
         self.applied: dict[int, list[Applied]] = {}
-        self.end: Mapping[str, Any] | None = None
+        self.ended = False
         self._settings: Settings | None = None
         self._records = 0
 
@@ -319,7 +424,7 @@ class _LogFile:
 
     def _add(self, row: Mapping[str, Any]) -> None:
         kind = row["kind"]
-        if self.end is not None:
+        if self.ended:
             raise ValueError(f"a line of kind {kind!r} after the end")
         if kind == "settings":
             self._settings = tuple({name: _bits(value) for name, value in group.items()} for group in row["groups"])
@@ -333,7 +438,7 @@ class _LogFile:
         elif kind == "end":
             if row["records"] != self._records:
                 raise ValueError(f"the end counts {row['records']} records, but {self._records} came before it")
-            self.end = dict(row["facts"])
+            self.ended = True
         else:
             raise ValueError(f"a line of kind {kind!r} is not known")
         self._records += kind in ("read", "apply")
@@ -343,7 +448,7 @@ class _LogFile:
         if len(versions) != self.job.keys or sorted(versions) != list(range(self.job.keys)):
             raise ValueError(f"versions of keys {sorted(versions)}, expected all of the {self.job.keys} keys")
         lanes = tuple(_whole({"lane": lane}, "lane", self.job.lanes) for lane in row["lanes"])
-        return Read(self.number, _whole(row, "round"), lanes, versions, _whole(row, "incarnation"))
+        return Read(self.number, _whole(row, "round"), lanes, versions)
 
     def _applied(self, row: Mapping[str, Any]) -> Applied:
         key = _whole(row, "key", self.job.keys)
@@ -364,7 +469,6 @@ class _LogFile:
             None if row["worker"] is None else _whole(row, "worker", self.job.workers),
             self._settings,
             Outcome(_whole(row, "delay"), float.fromhex(row["lr_factor"]), momentum, row["dropped"], row["updates"]),
-            _whole(row, "incarnation"),
             None if row["check"] is None else int(row["check"]),
         )
 

@@ -16,7 +16,7 @@ from torch._C._distributed_c10d import PrefixStore
 from paceline import World
 from paceline.collectives.communicator import Communicator
 from paceline.errors import PeerLostError
-from paceline.parameter_server.link import GroupChannel, Rooms, local_channels, silence_s
+from paceline.parameter_server.channel import BufferPool, GroupChannel, keepalive_s, local_channels
 from paceline.parameter_server.wire import FIELDS, Header, Kind, WireError
 from paceline.world.rendezvous_store import open_store
 from tests.workers import run_workers
@@ -187,8 +187,8 @@ def test_a_peer_that_is_gone_ends_the_wait_for_it(backend: str) -> None:
 
 
 def test_a_process_says_something_well_before_the_timeout_of_those_that_wait_for_it() -> None:
-    assert silence_s(600) == 30
-    assert silence_s(20) == 5
+    assert keepalive_s(600) == 30
+    assert keepalive_s(20) == 5
 
 
 # -- inside a process --------------------------------------------------------------------------------------------------
@@ -211,33 +211,33 @@ def test_inside_a_process_a_wait_ends_too() -> None:
         worker.receive()
 
 
-# -- rooms -------------------------------------------------------------------------------------------------------------
+# -- buffers -----------------------------------------------------------------------------------------------------------
 
 
 def of(elements: int, dtype: torch.dtype = torch.float32) -> Header:
     return header(elements=elements, dtype=dtype)
 
 
-def test_a_room_that_came_back_is_lent_again_for_payloads_of_its_size() -> None:
-    rooms = Rooms()
-    first = rooms.lend(of(10))
+def test_a_buffer_that_came_back_is_taken_again_for_payloads_of_its_size() -> None:
+    buffers = BufferPool()
+    first = buffers.take(of(10))
     address = first.data_ptr()
-    rooms.take_back(first)
-    assert rooms.lend(of(11)).data_ptr() != address
-    assert rooms.lend(of(10, torch.float64)).dtype == torch.float64
-    assert rooms.lend(of(10)).data_ptr() == address
+    buffers.give_back(first)
+    assert buffers.take(of(11)).data_ptr() != address
+    assert buffers.take(of(10, torch.float64)).dtype == torch.float64
+    assert buffers.take(of(10)).data_ptr() == address
 
 
 def test_memory_that_was_not_lent_is_not_taken() -> None:
-    rooms = Rooms()
+    buffers = BufferPool()
     foreign = torch.zeros(10)
-    rooms.take_back(foreign)
-    assert rooms.lend(of(10)).data_ptr() != foreign.data_ptr()
+    buffers.give_back(foreign)
+    assert buffers.take(of(10)).data_ptr() != foreign.data_ptr()
 
 
-def test_a_room_that_is_not_given_back_is_not_kept() -> None:
-    rooms = Rooms()
-    lent: list[Tensor] = [rooms.lend(of(10))]
+def test_a_buffer_that_is_not_given_back_is_not_kept() -> None:
+    buffers = BufferPool()
+    lent: list[Tensor] = [buffers.take(of(10))]
     lent.clear()
     gc.collect()
-    assert len(rooms._lent) == 0
+    assert len(buffers._lent) == 0

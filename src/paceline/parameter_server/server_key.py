@@ -5,12 +5,35 @@
     twins     AdamW(pieces of its groups), one for each of the user's optimizers that has pieces here
 
 Each key has twins of its own: keys are updated one at a time, and a step should not have to look at all the others.
+
+Looking ahead: an asynchronous server answers with the weights as they will be when the gradient of them comes back.
+
+    version      5    6    7    8                       read at 5, the gradient comes back at 8: a delay of 3 updates
+    weights      ●────●────●────●────●
+                 └─ ─ ─ ─ ─ ─ ─ ─ ─ ─○   5 + reach × (what update 5 changed),   reach = μ + μ² + μ³ + μ⁴
+
+With momentum μ the next update repeats μ times the last one, whatever gradient comes, so most of the way is known in
+advance; without momentum nothing is, and nothing is looked ahead. How far: over the delay that this worker's pushes
+have had lately, in updates, and the update that its gradient will be part of. That is Nesterov's momentum with a delay
+(for late gradients see SpecTrain, Chen et al. 2018, and DANA, Hakimi et al. 2019); pushes that are not late see the
+weights as they are, as in synchronous training. All of it follows from the updates of the key up to the version that is
+read, so a replay finds the same bits.
+
+The optimizer state of keys, on the wire and as that of whole parameters:
+
+    key 0: [state of each piece] ┐                              ┌ weight: {"step": 7, "exp_avg": (6, 4096)}
+    key 1: [state of each piece] ┴── whole_states / of_keys ──► ┴ bias:   {"step": 7, "exp_avg": (6,)}
+
+    one key's, as bytes: 8 for the length of the head │ head, JSON: the tree, and of each tensor its type, shape and
+                         place │ tensors, aligned
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import torch
@@ -18,12 +41,63 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
+from paceline.checkpoint.tensor_file import DTYPES, code_of
+from paceline.checkpoint.tree import flatten, unflatten
+from paceline.errors import CheckpointError
 from paceline.optim.gradient_norm import block_norms
 from paceline.optim.group_settings import GroupSettings
-from paceline.optim.piece_state import State, scatter_state
+from paceline.optim.piece_state import State, gather_state, scatter_state
 from paceline.optim.range_optimizer import optimizer_on
-from paceline.parameter_server.key_ranges import Key
-from paceline.parameter_server.look_ahead import LookAhead
+from paceline.parameter_server.key_ranges import Key, KeyTable
+from paceline.sharding.flat_layout import Piece
+from paceline.sharding.slices import Slices
+
+SMOOTHING = 1 / 8  # of a worker's delays: about its last eight pushes count
+_ALIGN = 64
+_LENGTH = 8  # bytes that say how long the head is
+
+
+class LookAhead:
+    """Of one key: what the last update changed, and how late each worker's pushes come."""
+
+    def __init__(self, change: Tensor | None = None, delays: Mapping[int, float] | None = None, momentum: float = 0):
+        self._change, self._momentum = change, momentum
+        self._delays = dict(delays or {})
+
+    def came_back(self, worker: int, updates: int) -> None:
+        """A push of the worker arrives so many updates after its weights were read."""
+        before = self._delays.get(worker, float(updates))
+        self._delays[worker] = before + (updates - before) * SMOOTHING
+
+    def before(self, weights: Tensor) -> None:
+        """They are about to be updated."""
+        self._change = weights.clone() if self._change is None else self._change.copy_(weights)
+
+    def after(self, weights: Tensor, momentum: float | None) -> None:
+        assert self._change is not None
+        torch.sub(weights, self._change, out=self._change)
+        self._momentum = momentum or 0.0
+
+    def forget(self) -> None:
+        """Other weights were loaded."""
+        self._change = None
+        self._delays.clear()
+
+    def reach(self, worker: int) -> float:
+        """How many times the last change is to be added: μ + μ² + … over the delay and one more."""
+        delay, momentum = self._delays.get(worker, 0.0), self._momentum
+        if not 0 < momentum < 1:
+            return 0.0
+        kept: float = momentum ** (delay + 1)
+        return min(1.0, delay) * momentum * (1 - kept) / (1 - momentum)
+
+    def seen_by(self, worker: int, weights: Tensor) -> Tensor:
+        """What the worker reads; a tensor of its own."""
+        reach = self.reach(worker)
+        return weights.clone() if self._change is None or reach == 0 else weights.add(self._change, alpha=reach)
+
+    def copy(self) -> LookAhead:
+        return LookAhead(None if self._change is None else self._change.clone(), self._delays, self._momentum)
 
 
 def hold_keys(
@@ -35,16 +109,16 @@ def hold_keys(
     homes: Mapping[int, Tensor] | None = None,
     *,
     look_ahead: bool = False,
-) -> dict[int, HeldKey]:
+) -> dict[int, ServerKey]:
     """A server's keys by number, spread over its devices by size; a key whose home is given lives there instead."""
     ahead = look_ahead and bool(settings.momentum(settings.read()))
-    held: dict[int, HeldKey] = {}
+    held: dict[int, ServerKey] = {}
     load = [0] * len(devices)
     for key in sorted(keys, key=lambda key: (-key.gradient_bytes, key.number)):
         place = load.index(min(load))
         load[place] += key.gradient_bytes
         home = None if homes is None else homes[key.number]
-        held[key.number] = HeldKey(key, parameters, optimizers, settings, devices[place], home, look_ahead=ahead)
+        held[key.number] = ServerKey(key, parameters, optimizers, settings, devices[place], home, look_ahead=ahead)
     return dict(sorted(held.items()))
 
 
@@ -59,7 +133,7 @@ class Snapshot:
         return self.weights if self.ahead is None else self.ahead.seen_by(worker, self.weights)
 
 
-class HeldKey:
+class ServerKey:
     """`parameters` are the user's, in the order of the layout; they are copied, and never touched again."""
 
     def __init__(
@@ -208,3 +282,103 @@ class HeldKey:
         if not isinstance(value, Tensor):
             return value
         return value.to(self.weights.device, copy=True) if value.dim() else value.clone()
+
+
+# -- optimizer state ---------------------------------------------------------------------------------------------------
+
+
+def pack_states(states: Sequence[State]) -> Tensor:
+    """One copy of each tensor: an elastic job asks for all of it in every round."""
+    tree, leaves = flatten(list(states))
+    rows, parts, end = [], [], 0
+    for path, leaf in leaves.items():
+        assert isinstance(leaf, Tensor)
+        flat = leaf.detach().contiguous().view(-1).view(torch.uint8)
+        rows.append([path, code_of(leaf.dtype, path), list(leaf.shape), end])
+        parts.append((end, flat))
+        end += _aligned(flat.numel())
+    head = json.dumps([tree, rows]).encode()
+    data = _aligned(_LENGTH + len(head))
+    packed = torch.zeros(data + end, dtype=torch.uint8)
+    packed[:_LENGTH].view(torch.int64)[0] = len(head)
+    packed[_LENGTH : _LENGTH + len(head)] = torch.frombuffer(bytearray(head), dtype=torch.uint8)
+    for start, flat in parts:
+        packed[data + start : data + start + flat.numel()].copy_(flat)
+    return packed
+
+
+def unpack_states(packed: Tensor) -> list[State]:
+    """Without a copy: the tensors lie in what was packed."""
+    try:
+        length = int(packed[:_LENGTH].view(torch.int64)[0])
+        tree, rows = json.loads(packed[_LENGTH : _LENGTH + length].numpy().tobytes())
+        data = packed[_aligned(_LENGTH + length) :]
+        tensors = {path: _tensor(data, DTYPES[code], shape, start) for path, code, shape, start in rows}
+        states: list[State] = unflatten(tree, tensors)
+    except (RuntimeError, ValueError, KeyError, TypeError, IndexError) as error:
+        raise CheckpointError(f"a key's optimizer state can't be read: {type(error).__name__}: {error}") from error
+    return states
+
+
+def _tensor(data: Tensor, dtype: torch.dtype, shape: Sequence[int], start: int) -> Tensor:
+    return data[start : start + prod(shape) * dtype.itemsize].view(dtype).view(list(shape))
+
+
+def _aligned(size: int) -> int:
+    return -(-size // _ALIGN) * _ALIGN
+
+
+def whole_states(table: KeyTable, by_key: Mapping[int, Sequence[State]], parameters: Sequence[Tensor]) -> list[State]:
+    """The state of each parameter, from the states of the pieces of all keys."""
+    found = _by_parameter(table, by_key)
+    wholes: list[State] = []
+    for parameter, name, parts in zip(parameters, table.layout.names, found, strict=True):
+        pieces, states = [piece for piece, _ in parts], [state for _, state in parts]
+        wholes.append(gather_state(states, pieces, parameter, name))
+    return wholes
+
+
+def sliced_states(table: KeyTable, by_key: Mapping[int, Sequence[State]], parameters: Sequence[Tensor]) -> list[State]:
+    """The same without a copy: what is kept for each element as slices, which lie where they are."""
+    wholes: list[State] = []
+    for parameter, parts in zip(parameters, _by_parameter(table, by_key), strict=True):
+        pieces, states = [piece for piece, _ in parts], [state for _, state in parts]
+        if any(state.keys() != states[0].keys() for state in states):  # `gather_state` says what is wrong with that
+            return whole_states(table, by_key, parameters)
+        shapes = [() if parameter.dim() == 0 else (piece.elements,) for piece in pieces]
+        whole: State = {}
+        for entry, value in max(states, key=_steps, default={}).items():  # no element, no piece
+            values = [state[entry] for state in states]
+            if all(isinstance(v, Tensor) and v.shape == shape for v, shape in zip(values, shapes, strict=True)):
+                places = [(piece.start, values[place]) for place, piece in enumerate(pieces)]
+                whole[entry] = Slices.of(parameter.shape, value.dtype, places)
+            else:
+                whole[entry] = value
+        wholes.append(whole)
+    return wholes
+
+
+def _steps(state: State) -> float:
+    """An asynchronous run may have dropped late pushes of some pieces: what belongs to the whole is of the others."""
+    return float(state.get("step", 0))
+
+
+def _by_parameter(table: KeyTable, by_key: Mapping[int, Sequence[State]]) -> list[list[tuple[Piece, State]]]:
+    found: list[list[tuple[Piece, State]]] = [[] for _ in table.layout.names]
+    for key in table.keys:
+        for piece, state in zip(key.pieces, by_key[key.number], strict=True):
+            found[piece.parameter].append((piece, state))
+    for parts in found:
+        parts.sort(key=lambda part: part[0].start)
+    return found
+
+
+def states_of_keys(table: KeyTable, wholes: Sequence[State]) -> dict[int, list[State]]:
+    """The states of each key's pieces, from those of the parameters."""
+    shapes = table.layout.shapes
+    return {
+        key.number: [
+            scatter_state(wholes[piece.parameter], shapes[piece.parameter], [piece])[0] for piece in key.pieces
+        ]
+        for key in table.keys
+    }

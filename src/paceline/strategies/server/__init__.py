@@ -1,0 +1,36 @@
+"""The worker's side of the parameter server, as a strategy; the servers themselves are in `paceline.parameter_server`.
+
+parameter_server   what a user chooses, and how workers and servers of a job come together
+space              parameters that are updated together, cut into keys
+rounds             one round on a worker: read weights, push gradients, end the round; three ways to do it
+replay             the asynchronous way again, with servers that follow a log instead of arrivals
+"""
+
+from paceline.parameter_server.clock import BoundedDelay, BoundedStaleness
+from paceline.parameter_server.staleness_policy import StalenessPolicy
+from paceline.strategies.registry import Job, Maker, Registered, register
+from paceline.strategies.server.parameter_server import Assembly, ParameterServer, ParameterServerMaker, serve
+from paceline.strategies.server.replay import ReplayedMaker
+
+__all__ = ["BoundedDelay", "BoundedStaleness", "ParameterServer", "StalenessPolicy"]
+
+
+def _open(config: ParameterServer, job: Job) -> Maker:
+    if job.replay is not None:
+        return ReplayedMaker(config, job, job.replay)
+    if job.world.is_server:
+        serve(config, job)
+        raise SystemExit(0)
+    return ParameterServerMaker(Assembly(config, job))
+
+
+register(
+    Registered(
+        "parameter_server",
+        ParameterServer,
+        _open,
+        is_synchronous=lambda config: config.clock.synchronous,
+        examples=(ParameterServer(mode="aggregate"),),
+        uses_servers=True,
+    )
+)
