@@ -18,12 +18,12 @@ from paceline.engine.config import EngineConfig
 from paceline.engine.replicas import plain_name
 from paceline.errors import CheckpointError
 from paceline.input_file import cause_of
-from paceline.sharding.slices import Slices
+from paceline.sharding.local_shard import LocalShard
 from paceline.world.determinism import fingerprint
 
 SYNCHRONOUS = "synchronous"
 
-Kept = Callable[[Tensor], Tensor | Slices]
+Kept = Callable[[Tensor], Tensor | LocalShard]
 
 
 _MACHINE = "machine "

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from paceline.collectives.canonical_sum import SumPlan
 from paceline.engine.replicas import parameter_names
 from paceline.errors import GenerationEnded
-from paceline.sharding.slices import Slices
+from paceline.sharding.local_shard import LocalShard
 from paceline.strategies.registry import Chosen, Job, Rides
 from paceline.strategies.strategy import Strategy
 from paceline.world.lanes import neighbouring_lanes
@@ -72,7 +72,7 @@ class StrategyTable:
         strategy = self._strategy_of(weights)
         return weights.detach() if strategy is None else strategy.whole(weights)  # type: ignore[arg-type]
 
-    def kept(self, weights: Tensor) -> Tensor | Slices:
+    def kept(self, weights: Tensor) -> Tensor | LocalShard:
         """What this worker can save of a parameter; anything else of a model's state all workers have."""
         strategy = self._strategy_of(weights)
         return weights.detach() if strategy is None else strategy.kept(weights)  # type: ignore[arg-type]

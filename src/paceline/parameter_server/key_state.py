@@ -23,7 +23,7 @@ from paceline.errors import CheckpointError
 from paceline.optim.piece_state import State, gather_state, scatter_state
 from paceline.parameter_server.key_ranges import KeyTable
 from paceline.sharding.flat_layout import Piece
-from paceline.sharding.slices import Slices
+from paceline.sharding.local_shard import LocalShard
 
 _ALIGN = 64
 _LENGTH = 8  # bytes that say how long the head is
@@ -93,7 +93,7 @@ def sliced_states(table: KeyTable, by_key: Mapping[int, Sequence[State]], parame
             values = [state[entry] for state in states]
             if all(isinstance(v, Tensor) and v.shape == shape for v, shape in zip(values, shapes, strict=True)):
                 places = [(piece.start, values[place]) for place, piece in enumerate(pieces)]
-                whole[entry] = Slices.of(parameter.shape, value.dtype, places)
+                whole[entry] = LocalShard.of(parameter.shape, value.dtype, places)
             else:
                 whole[entry] = value
         wholes.append(whole)

@@ -94,7 +94,7 @@ class ParameterServer:
         return Plan(self.clock, self.mode, self.treatment, key_bytes, record, tuple(self.server_devices))
 
 
-class ParameterServerMaker:
+class ParameterServerMaker(Maker):
     """Strategies of one job share their lines to the servers, and the server that worker 0 may be."""
 
     def __init__(self, parts: Parts) -> None:

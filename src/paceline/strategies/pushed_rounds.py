@@ -32,7 +32,7 @@ from paceline.parameter_server.run_log import RunLog
 from paceline.parameter_server.staleness_stats import StalenessCounter
 from paceline.parameter_server.wire import Close
 from paceline.sharding.bucket import plan_buckets
-from paceline.strategies.gradient_buckets import GradientBuckets
+from paceline.strategies.buckets import GradientBuckets
 from paceline.strategies.registry import Job
 from paceline.strategies.server_space import Space
 from paceline.strategies.strategy import Agreement, ItemPlace, Tally, WeightsInTheModel
@@ -81,10 +81,10 @@ class PushedRounds(WeightsInTheModel):
             leave=self._leave,
             overlap=job.overlap,
             by_lane=not clock.deterministic,
-            learns=False,  # keys are slices of buckets, and servers have theirs from the start
+            rebuilds=False,  # keys are slices of buckets, and servers have theirs from the start
         )
         for sums, home in zip(self._buckets.sums, homes or [], strict=homes is not None):
-            sums.live_in(home)
+            sums.use_slot(home)
         self.parameters = self._buckets.parameters
         self._weights = ModelWeights(self.parameters)
         self.replicas: Sequence[Parameter] = self.parameters if clock.deterministic else []

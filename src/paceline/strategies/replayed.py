@@ -17,14 +17,14 @@ from paceline.parameter_server.joint import weights_digest
 from paceline.parameter_server.replay import Replay
 from paceline.parameter_server.replayed_client import ReplayedClient
 from paceline.parameter_server.staleness_stats import StalenessCounter
-from paceline.strategies.registry import Job
+from paceline.strategies.registry import Job, Maker
 from paceline.strategies.server_parts import Plan
 from paceline.strategies.server_space import Space, plan_spaces
 from paceline.strategies.strategy import Strategy
 from paceline.strategies.updates_on_arrival import UpdatesOnArrival
 
 
-class ReplayedMaker:
+class ReplayedMaker(Maker):
     def __init__(self, plan: Plan, job: Job, replay: Replay) -> None:
         self._plan, self._job, self._replay = plan, job, replay
         recorded = replay.run.job

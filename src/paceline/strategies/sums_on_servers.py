@@ -22,8 +22,8 @@ from torch.optim import Optimizer
 from paceline.checkpoint.load import whole_tree
 from paceline.optim.gradient_norm import clip_coefficient, global_norm
 from paceline.parameter_server.key_ranges import Key
-from paceline.sharding.slices import Slices
-from paceline.strategies.masters import load_exactly
+from paceline.sharding.local_shard import LocalShard
+from paceline.strategies.master_weights import load_exactly
 from paceline.strategies.pushed_rounds import PushedRounds
 from paceline.strategies.strategy import Tally
 
@@ -147,7 +147,7 @@ class SumsOnServers(PushedRounds):
             self._weights.keep()
         self._catch_up()
 
-    def kept(self, parameter: Parameter) -> Tensor | Slices:
+    def kept(self, parameter: Parameter) -> Tensor | LocalShard:
         self.settle()  # an elastic job keeps its state right after `apply`, which may have put the update off
         return super().kept(parameter)
 

@@ -21,8 +21,8 @@ from paceline.checkpoint.load import whole_tree
 from paceline.errors import LoopError
 from paceline.optim.piece_state import State
 from paceline.parameter_server.key_state import sliced_states, states_of_keys
-from paceline.sharding.slices import Slices, all_here
-from paceline.strategies.distant_gradient import DistantGradient
+from paceline.sharding.local_shard import LocalShard, all_here
+from paceline.strategies.buckets import GradientPlaceholder
 from paceline.strategies.pushed_rounds import PushedRounds, by_parameter, by_place
 from paceline.strategies.strategy import Tally
 
@@ -35,7 +35,7 @@ class UpdatesOnServers(PushedRounds):
         self._waited_s = 0.0
         self._shown = 0  # the round whose weights the model holds
         self._seen = self._weights.versions()
-        self._distant = [_not_here(name, parameter) for name, parameter in self._space.named]
+        self._placeholders = [_not_here(name, parameter) for name, parameter in self._space.named]
         self._loaded: dict[int, list[State]] = {}
         self._asked: tuple[int, list[State]] = -1, []  # a round, and the optimizer's state before it
 
@@ -65,8 +65,8 @@ class UpdatesOnServers(PushedRounds):
 
     def collect(self, tally: Tally) -> None:
         self._tally, self._max_norm = tally, None
-        for parameter, distant, used in zip(self.parameters, self._distant, tally.used, strict=True):
-            parameter.grad = distant if used and not tally.empty else None
+        for parameter, placeholder, used in zip(self.parameters, self._placeholders, tally.used, strict=True):
+            parameter.grad = placeholder if used and not tally.empty else None
         if tally.empty:
             self._end_round()
 
@@ -103,7 +103,7 @@ class UpdatesOnServers(PushedRounds):
             self._client.newest(self._round, self._weights.put)
             self._shown, self._seen = self._round, self._weights.versions()
 
-    def kept(self, parameter: Parameter) -> Tensor | Slices:
+    def kept(self, parameter: Parameter) -> Tensor | LocalShard:
         self._settle_alone()
         return super().kept(parameter)
 
@@ -159,9 +159,9 @@ class UpdatesOnServers(PushedRounds):
         self._seen = self._weights.versions()
 
 
-def _not_here(name: str, parameter: Parameter) -> DistantGradient:
-    made = DistantGradient.of(parameter, name, "parameter_server")
-    made.told = (
+def _not_here(name: str, parameter: Parameter) -> GradientPlaceholder:
+    made = GradientPlaceholder.of(parameter, name, "parameter_server")
+    made.message = (
         f"the gradient of {name!r} is not here: under strategy='parameter_server' servers add and apply it, and .grad "
         "has none of it. To clip, use engine.clip_grad_norm_(max_norm); to look at gradients, use "
         "ParameterServer(mode='aggregate')"
