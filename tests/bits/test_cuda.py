@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from paceline import Engine, World
-from paceline.strategies.zero3 import Zero3Config
+from paceline.strategies.zero.zero3 import Zero3Config
 from tests.bits.programs import clipped, convnet, gpt, lstm
 from tests.engine.loops import prepared
 from tests.strategies.test_hybrid import on_hosts

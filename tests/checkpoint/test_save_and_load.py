@@ -20,7 +20,7 @@ from paceline.checkpoint.load import Checkpoint
 from paceline.checkpoint.manifest import seal_of
 from paceline.checkpoint.save import Room, portion_of
 from paceline.errors import CheckpointError
-from paceline.sharding.slices import Slices
+from paceline.sharding.local_shard import LocalShard
 from tests.checkpoint.folders import first_weight, read, state, write
 
 
@@ -54,7 +54,7 @@ def test_slices_of_workers_come_back_as_one_tensor(tmp_path: Path) -> None:
 
     def mine(worker: int) -> dict[str, Any]:
         parts = {0: [(0, whole.view(-1)[:70]), (150, whole.view(-1)[150:])], 1: [(70, whole.view(-1)[70:150])], 2: []}
-        return {"w": Slices.of(whole.shape, whole.dtype, parts[worker]), "count": torch.tensor(7.0)}
+        return {"w": LocalShard.of(whole.shape, whole.dtype, parts[worker]), "count": torch.tensor(7.0)}
 
     write(tmp_path / "state", mine, workers=3)
     assert torch.equal(read(tmp_path / "state")["w"], whole)
@@ -63,7 +63,7 @@ def test_slices_of_workers_come_back_as_one_tensor(tmp_path: Path) -> None:
 
 def test_elements_that_nobody_saved_are_an_error_and_not_a_checkpoint(tmp_path: Path) -> None:
     def mine(worker: int) -> dict[str, Any]:
-        return {"w": Slices.of((100,), torch.float32, [(60 * worker, torch.zeros(40))])}
+        return {"w": LocalShard.of((100,), torch.float32, [(60 * worker, torch.zeros(40))])}
 
     with pytest.raises(CheckpointError, match=r"/w has 100 elements, but those from 40 to 60 were saved by nobody"):
         write(tmp_path / "state", mine, workers=2)

@@ -22,7 +22,7 @@ from paceline.elastic import vault
 from paceline.elastic.state_number import LAST_UPDATE, entered, laid_out, numbered, said
 from paceline.elastic.vault import Vault, steps_of, turn_of
 from paceline.errors import CheckpointError
-from paceline.sharding.slices import Slices
+from paceline.sharding.local_shard import LocalShard
 
 Tree = dict[str, Any]
 
@@ -111,7 +111,7 @@ def test_slices_of_n_workers_are_read_by_m_with_other_cuts(tmp_path: Path, write
     def mine(rank: int) -> Tree:
         ends = cuts(writers, 1)
         parts = [(ends[at], whole.view(-1)[ends[at] : ends[at + 1]]) for at in range(rank, 2 * writers, writers)]
-        return {"w": Slices.of(whole.shape, whole.dtype, parts), "step": torch.tensor(4.0)}
+        return {"w": LocalShard.of(whole.shape, whole.dtype, parts), "step": torch.tensor(4.0)}
 
     write(tmp_path, 9, mine, list(range(writers)))
     stored = vault.read(tmp_path, 9, list(range(writers))).tree["w"]
@@ -154,7 +154,7 @@ def test_tensors_of_an_accelerator_are_kept_on_the_host(tmp_path: Path) -> None:
     one = Vault(tmp_path, 0)
     for step in range(1, 5):
         big = big @ big.t() @ big / 1e3  # the copy waits for it
-        part = Slices.of((9000,), torch.bfloat16, [(0, big.view(-1)[:9000].bfloat16())])
+        part = LocalShard.of((9000,), torch.bfloat16, [(0, big.view(-1)[:9000].bfloat16())])
         tree = {
             "big": big,
             "turned": big.t(),
@@ -310,7 +310,7 @@ def test_slots_that_did_not_make_the_step_together_are_refused(tmp_path: Path) -
 
 def test_elements_that_nobody_kept_are_an_error_with_step_and_slots(tmp_path: Path) -> None:
     def mine(rank: int) -> Tree:
-        return {"w": Slices.of((100,), torch.float32, [(60 * rank, torch.zeros(40))])}
+        return {"w": LocalShard.of((100,), torch.float32, [(60 * rank, torch.zeros(40))])}
 
     write(tmp_path, numbered(2), mine, [0, 4])
     expected = r"of step 2 that workers 0 and 4 kept is not whole: /w has 100 elements, but those from 40 to 60 were"

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from paceline.elastic.vault_layout import Gathered, Layout
-from paceline.sharding.slices import Slices
+from paceline.sharding.local_shard import LocalShard
 
 
 def test_the_form_of_a_tree_tells_apart_what_needs_another_layout() -> None:
@@ -20,8 +20,8 @@ def test_the_form_of_a_tree_tells_apart_what_needs_another_layout() -> None:
         {"a": one, "b": torch.zeros(4)},
         {"a": one, "b": [two]},
         {"a": one, "b": (two,)},
-        {"a": one, "b": Slices.of((9,), torch.float32, [(0, two)])},
-        {"a": one, "b": Slices.of((9,), torch.float32, [(3, two)])},
+        {"a": one, "b": LocalShard.of((9,), torch.float32, [(0, two)])},
+        {"a": one, "b": LocalShard.of((9,), torch.float32, [(3, two)])},
         {"a": one, "b": {}},
         {"a": one, "b": 1},
     ]

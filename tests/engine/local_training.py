@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from paceline import Engine
 from paceline.collectives.canonical_sum import SumPlan
 from paceline.sharding.bucket import plan_buckets
-from paceline.strategies.gradient_buckets import GradientBuckets
+from paceline.strategies.buckets import GradientBuckets
 from paceline.strategies.registry import Job, Registered, register
 from paceline.strategies.strategy import Agreement, ItemPlace, Tally, WeightsInTheModel
 
@@ -41,7 +41,7 @@ class Strategy(WeightsInTheModel):
             cut=lambda specs, order: plan_buckets(specs, order, job.bucket_bytes),
             leave=self._left,
             by_lane=True,
-            learns=False,
+            rebuilds=False,
         )
         self.parameters = self._buckets.parameters
         self.replicas = self.parameters if config.watched else []

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from paceline import Engine, World
 from paceline.errors import ConfigError, PacelineError
-from paceline.strategies.hybrid import HybridConfig
+from paceline.strategies.fsdp.hybrid import HybridConfig
 from paceline.strategies.server import ParameterServer
 
 NONSENSE = [math.nan, math.inf, -math.inf, -1, 10**20, 10**400, 1e300, "", "nonsense", "\0", "-1", [], {}, (), object(),

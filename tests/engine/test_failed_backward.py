@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 from paceline import Engine, World
 from paceline.errors import LoopError
 from paceline.strategies.registry import synchronous_strategies
-from paceline.strategies.zero3 import Zero3Config
+from paceline.strategies.zero.zero3 import Zero3Config
 from tests.engine.loops import vectors
 from tests.workers import hashes, run_workers
 

@@ -18,7 +18,7 @@ from paceline.elastic.vault import Vault, steps_of
 from paceline.engine.group import among_members
 from paceline.engine.host_copies import HostCopies, on_hosts
 from paceline.errors import GenerationEnded, PeerLostError, StateLostError
-from paceline.sharding.slices import Slices
+from paceline.sharding.local_shard import LocalShard
 from paceline.world.world import ControlSocket, Elasticity, World
 
 HOSTS = (0, 0, 1, 1, 2)  # by slot
@@ -63,7 +63,7 @@ class Job:
         values = torch.arange(ELEMENTS, dtype=torch.float32) + number
         for rank, slot in enumerate(self.slots):
             stop = ELEMENTS if rank == len(self.slots) - 1 else (rank + 1) * each
-            mine = Slices.of(values.shape, values.dtype, [(rank * each, values[rank * each : stop])])
+            mine = LocalShard.of(values.shape, values.dtype, [(rank * each, values[rank * each : stop])])
             self.vaults[slot].write(number, {"weight": mine}, rank=rank, size=len(self.slots))
             self.copies[slot].keep(number)
 

@@ -14,7 +14,7 @@ from torch import nn
 from paceline import Engine, World
 from paceline.engine import memory_check
 from paceline.launch.verdict import MemoryTold, Process, happened
-from paceline.optim.state_size import state_bytes
+from paceline.optim.range_optimizer import state_bytes
 from paceline.world.memory_limit import MemoryLimit
 from tests.workers import run_workers
 

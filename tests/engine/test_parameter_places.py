@@ -12,7 +12,7 @@ from torch import nn
 
 from paceline import Engine, World
 from paceline.errors import LoopError
-from paceline.strategies.zero3 import Zero3Config
+from paceline.strategies.zero.zero3 import Zero3Config
 from tests.engine.loops import prepared
 from tests.workers import run_workers
 

@@ -90,7 +90,7 @@ def moments(world: World, **job: Any) -> tuple[list[str], int, list[float]]:
             optimizer.step()
             losses.append(float(loss.detach()))
         active: Any = engine._training().active
-        twin = active._parts.twins.of(optimizer)._twin
+        twin = active._parts.optimizers.of(optimizer)._on_pieces
         kept = [v.device.type for state in twin.state.values() for v in state.values()]
         return sorted(set(kept)), torch.cuda.max_memory_allocated(), losses
 

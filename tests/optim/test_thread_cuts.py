@@ -9,7 +9,7 @@ import torch
 from torch.nn import Parameter
 
 from paceline.errors import ConfigError
-from paceline.optim.thread_cuts import SHARED_FROM, check_thread_cuts
+from paceline.optim.range_optimizer import SHARED_FROM, check_thread_cuts
 
 
 @pytest.fixture

@@ -9,9 +9,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.sharding.bucket import ALIGNED, Bucket, GradientSpec, plan_buckets
+from paceline.sharding.bucket import (
+    ALIGNED,
+    Bucket,
+    BucketShards,
+    GradientSpec,
+    OwnedPiece,
+    Shards,
+    cut_buckets,
+    plan_buckets,
+)
 from paceline.sharding.flat_layout import BLOCK, Piece
-from paceline.sharding.shards import BucketShards, OwnedPiece, Shards, cut_buckets
 
 CPU = torch.device("cpu")
 

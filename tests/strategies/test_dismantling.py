@@ -30,15 +30,15 @@ from paceline.engine.replicas import named_state, parameter_names, weights_hash
 from paceline.engine.strategy_table import StrategyTable
 from paceline.errors import GenerationEnded, WorldError
 from paceline.optim.precision import precision_of
-from paceline.sharding.slices import Slices
-from paceline.strategies import shard_pulls
-from paceline.strategies.hybrid import HybridConfig
+from paceline.sharding.local_shard import LocalShard
+from paceline.strategies.fsdp import shard_pulls
+from paceline.strategies.fsdp.hybrid import HybridConfig
+from paceline.strategies.fsdp.unmaterialised import is_unmaterialised
 from paceline.strategies.registry import Job, choose
-from paceline.strategies.released_parameter import is_released
 from paceline.strategies.strategy import ItemPlace, Strategy, Tally
-from paceline.strategies.zero1 import Zero1Config
-from paceline.strategies.zero2 import Zero2Config
-from paceline.strategies.zero3 import Zero3Config
+from paceline.strategies.zero.zero1 import Zero1Config
+from paceline.strategies.zero.zero2 import Zero2Config
+from paceline.strategies.zero.zero3 import Zero3Config
 from paceline.world.world import Elasticity, World
 from tests.workers import hashes, run_workers
 
@@ -217,7 +217,7 @@ def _read(path: Path) -> Any:
 def _whole(trees: Sequence[Any]) -> Any:
     """One tree of whole tensors from those of all workers."""
     first = trees[0]
-    if isinstance(first, Slices):
+    if isinstance(first, LocalShard):
         flat = torch.full((first.elements,), torch.nan, dtype=first.dtype)
         for start, values in (part for tree in trees for part in tree.parts):
             flat[start : start + values.numel()] = values
@@ -279,7 +279,7 @@ def _look_untouched(here: Place) -> None:
     torch.manual_seed(0)
     for (name, parameter), (_, fresh) in zip(here.model.named_parameters(), Model().named_parameters(), strict=True):
         assert type(parameter) is nn.Parameter, name
-        assert not is_released(parameter)
+        assert not is_unmaterialised(parameter)
         assert parameter.shape == fresh.shape, name
         assert parameter.stride() == fresh.stride(), name
         assert parameter.dtype == torch.float32 or not parameter.requires_grad, name

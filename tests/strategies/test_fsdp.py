@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from paceline import Engine, World
-from paceline.sharding.slices import Slices
-from paceline.strategies.fsdp import FsdpConfig
-from paceline.strategies.zero2 import Zero2
+from paceline.sharding.local_shard import LocalShard
+from paceline.strategies.fsdp.fsdp import FsdpConfig
+from paceline.strategies.zero.zero2 import Zero2
 from tests.bits.programs import TiedGpt, clipped, convnet, gpt, wide
 from tests.engine.loops import prepared
 from tests.engine.test_data import trains as trains_on
@@ -170,11 +170,11 @@ def holds(world: World, **job: Any) -> tuple[int, int, int, int]:
         strategy = engine._training().active
         assert isinstance(strategy, Zero2)
         kept = [strategy.kept(p) for p in model.parameters()]
-        weights = sum(part.numel() for one in kept if isinstance(one, Slices) for _, part in one.parts)
-        if strategy._parts.weights is not None:  # once for all workers of the group
+        weights = sum(part.numel() for one in kept if isinstance(one, LocalShard) for _, part in one.parts)
+        if strategy._parts.weights.shared:  # once for all workers of the group
             weights = elements // strategy._parts.workers
         gradients = sum(total.numel() for total in strategy._sums)
-        return elements, weights, elements_of_state([strategy._parts.twins.of(optimizer)._twin]), gradients
+        return elements, weights, elements_of_state([strategy._parts.optimizers.of(optimizer)._on_pieces]), gradients
 
 
 BLOCKS_DIFFER = 0.1  # shards are whole blocks

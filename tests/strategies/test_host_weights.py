@@ -16,8 +16,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from paceline import Engine, World
 from paceline.errors import ConfigError
-from paceline.strategies.zero1 import Zero1Config
-from paceline.strategies.zero2 import Zero2Config
+from paceline.strategies.zero.zero1 import Zero1Config
+from paceline.strategies.zero.zero2 import Zero2Config
 from tests.bits.programs import wide
 from tests.engine.loops import prepared, vectors
 from tests.workers import hashes, run_workers

@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from paceline import Engine, World
 from paceline.collectives.canonical_sum import SumPlan
 from paceline.errors import ConfigError
-from paceline.sharding.slices import Slices
-from paceline.strategies.hybrid import HybridConfig, groups_of, hybrid_rides, plan_across, say_if_smaller
+from paceline.sharding.local_shard import LocalShard
+from paceline.strategies.fsdp.hybrid import HybridConfig, groups_of, hybrid_rides, plan_across, say_if_smaller
 from paceline.world.topology import Topology
 from paceline.world.world import Elasticity
 from tests.bits.programs import PROGRAMS, tied_and_scheduled
@@ -120,7 +120,7 @@ def parts_kept(world: World) -> list[int]:
     def count(*_: Any) -> None:
         states = strategies.kept_state(optimizer)["state"]
         leaves = [strategies.kept(p) for p in model.parameters()] + [v for s in states.values() for v in s.values()]
-        counts.append(sum(part.numel() for leaf in leaves if isinstance(leaf, Slices) for _, part in leaf.parts))
+        counts.append(sum(part.numel() for leaf in leaves if isinstance(leaf, LocalShard) for _, part in leaf.parts))
 
     optimizer.register_step_post_hook(count)
     for x, y in loader:

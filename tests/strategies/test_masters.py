@@ -202,7 +202,7 @@ def holds(world: World, *, strategy: str) -> tuple[int, int, int]:
             masters, twin = list(active._masters._masters.values()), optimizer
         else:
             assert not active._parts.masters._lowered.originals
-            masters, twin = list(active._pieces.tensors.values()), active._parts.twins.of(optimizer)._twin
+            masters, twin = list(active._pieces.tensors.values()), active._parts.optimizers.of(optimizer)._on_pieces
         kept = [v for state in twin.state.values() for v in state.values() if isinstance(v, Tensor) and v.dim()]
         return sum(p.nbytes for p in model.parameters()), sum(m.nbytes for m in masters), sum(v.nbytes for v in kept)
 

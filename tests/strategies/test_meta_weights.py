@@ -12,10 +12,10 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from paceline import Engine, World
 from paceline.errors import ConfigError
-from paceline.strategies.fsdp import FsdpConfig
-from paceline.strategies.meta_weights import fill, fill_modules, is_on_meta, module_names
-from paceline.strategies.released_parameter import is_released
-from paceline.strategies.zero3 import Zero3Config
+from paceline.strategies.fsdp.fsdp import FsdpConfig
+from paceline.strategies.fsdp.meta_device import fill, fill_modules, is_on_meta, module_names
+from paceline.strategies.fsdp.unmaterialised import is_unmaterialised
+from paceline.strategies.zero.zero3 import Zero3Config
 from tests.bits.programs import TiedGpt
 from tests.workers import hashes, run_workers
 
@@ -158,14 +158,14 @@ def test_training_from_the_meta_device_gives_one_hash(strategy: str, workers: in
 
 def most_filled(world: World) -> tuple[int, int]:
     """The most elements that a worker has filled at a time, and those of the model."""
-    import paceline.strategies.unit_weights as unit_weights
+    import paceline.strategies.fsdp.weights as unit_weights
 
     most = 0
 
     def watched(modules: list[nn.Module], *args: Any, **options: Any) -> None:
         nonlocal most
         fill_modules(modules, *args, **options)
-        whole = [p for p in model.parameters() if not p.is_meta and not is_released(p)]
+        whole = [p for p in model.parameters() if not p.is_meta and not is_unmaterialised(p)]
         most = max(most, sum(p.numel() for p in whole))
 
     unit_weights.fill_modules = watched  # type: ignore[assignment]

@@ -16,7 +16,7 @@ from paceline.strategies import registry
 from paceline.strategies.ddp import DdpConfig
 from paceline.strategies.registry import STRATEGIES, Registered, choose, register, synchronous_strategies
 from paceline.strategies.star import StarConfig
-from paceline.strategies.zero2 import Zero2Config
+from paceline.strategies.zero.zero2 import Zero2Config
 from paceline.world import known_names
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch.nn.functional as F
 
 from paceline import Engine, World
-from paceline.strategies.zero3 import Zero3Config
+from paceline.strategies.zero.zero3 import Zero3Config
 from tests.engine.loops import prepared
 from tests.workers import run_workers
 

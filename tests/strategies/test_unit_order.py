@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from paceline.strategies.unit_order import UnitOrder
+from paceline.strategies.fsdp.weights import UnitOrder
 
 
 def run(order: UnitOrder, forward: list[int]) -> list[int | None]:

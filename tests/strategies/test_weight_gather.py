@@ -8,12 +8,11 @@ from torch.nn import Parameter
 
 from paceline import World
 from paceline.collectives.communicator import Communicator
-from paceline.sharding.bucket import plan_buckets
-from paceline.sharding.flat_layout import BLOCK
-from paceline.sharding.shards import cut_buckets
-from paceline.strategies.gradient_buckets import gradient_specs
-from paceline.strategies.own_pieces import OwnPieces, in_logical_order, piece_of
-from paceline.strategies.weight_gather import WeightGather
+from paceline.sharding.bucket import cut_buckets, plan_buckets
+from paceline.sharding.flat_layout import BLOCK, in_logical_order, piece_of
+from paceline.strategies.buckets import gradient_specs
+from paceline.strategies.zero.sharded_optimizer import LocalPieces
+from paceline.strategies.zero.weights import WeightGather
 from paceline.world.rendezvous_store import open_store
 from tests.workers import run_workers
 
@@ -35,7 +34,7 @@ def gathers(world: World, *, backend: str, by_messages: bool, of: list[int]) -> 
     specs = gradient_specs(parameters)
     uncut = {number for number, parameter in enumerate(parameters) if not in_logical_order(parameter)}
     shards = cut_buckets(plan_buckets(specs, range(len(specs)), 40_000), world.size, uncut)
-    pieces = OwnPieces([(str(number), p) for number, p in enumerate(parameters)], shards, world.rank)
+    pieces = LocalPieces([(str(number), p) for number, p in enumerate(parameters)], shards, world.rank)
     for tensor in pieces.tensors.values():
         tensor.fill_(world.rank)
     WeightGather(comm, parameters, shards, of, by_messages=by_messages).run()

@@ -16,8 +16,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from paceline import Engine, World
 from paceline.errors import ConfigError, LoopError
-from paceline.strategies.sharded_strategy import ShardedStrategy
-from paceline.strategies.zero3 import Zero3Config
+from paceline.strategies.zero.sharded import ShardedStrategy
+from paceline.strategies.zero.zero3 import Zero3Config
 from tests.bits.programs import gpt, tied_and_scheduled, wide
 from tests.engine.loops import prepared
 from tests.workers import hashes, run_workers
@@ -163,7 +163,7 @@ def holds(world: World, *, strategy: str) -> tuple[int, int, int, int]:
             optimizer.step()
         zero = active(engine)
         kept = sum(total.numel() for total in getattr(zero, "_sums", []))
-        mine = elements_of_state([zero._parts.twins.of(optimizer)._twin])
+        mine = elements_of_state([zero._parts.optimizers.of(optimizer)._on_pieces])
         return sum(p.numel() for p in model.parameters()), mine, elements_of_state([optimizer]), kept
 
 

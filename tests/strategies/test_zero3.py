@@ -18,10 +18,10 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from paceline import Engine, World
 from paceline.errors import ConfigError
-from paceline.strategies.released_parameter import is_released
-from paceline.strategies.spare_flats import SpareFlats
-from paceline.strategies.unit_weights import UnitWeights
-from paceline.strategies.zero3 import Zero3, Zero3Config
+from paceline.strategies.fsdp.fsdp import Fsdp
+from paceline.strategies.fsdp.unmaterialised import is_unmaterialised
+from paceline.strategies.fsdp.weights import ShardedWeights
+from paceline.strategies.zero.zero3 import Zero3Config
 from tests.bits.programs import gpt
 from tests.strategies.test_zero import trains
 from tests.workers import hashes, run_workers
@@ -55,17 +55,17 @@ class Watched(nn.Sequential):
             layer.register_forward_hook(lambda *_: self.note())
 
     def note(self) -> None:
-        self.here.append(sum(not is_released(layer.weight) for layer in self))
+        self.here.append(sum(not is_unmaterialised(layer.weight) for layer in self))
 
 
 def data(samples: int = 32) -> TensorDataset:
     return TensorDataset(torch.randn(samples, 64, generator=torch.Generator().manual_seed(1)))
 
 
-def unit_weights(engine: Engine) -> UnitWeights:
+def unit_weights(engine: Engine) -> ShardedWeights:
     strategy = engine._training().active
-    assert isinstance(strategy, Zero3)
-    return strategy._unit_weights[0]
+    assert isinstance(strategy, Fsdp)
+    return strategy._weights[0]
 
 
 def counts_what_is_here(world: World) -> tuple[list[int], list[int], int, list[bool]]:
@@ -73,11 +73,11 @@ def counts_what_is_here(world: World) -> tuple[list[int], list[int], int, list[b
         model = Watched()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         model, optimizer, loader = engine.prepare(model, optimizer, DataLoader(data(), batch_size=4))
-        assert all(is_released(p) for p in model.parameters())
+        assert all(is_unmaterialised(p) for p in model.parameters())
         in_backward: list[int] = []
         for layer in model:
             layer.register_full_backward_hook(
-                lambda *_: in_backward.append(sum(not is_released(layer.weight) for layer in model))
+                lambda *_: in_backward.append(sum(not is_unmaterialised(layer.weight) for layer in model))
             )
         shapes = [model[0].weight.shape == (64, 64), model[0].weight.numel() == 4096, model[0].bias.dim() == 1]
         for (x,) in loader:
@@ -85,7 +85,7 @@ def counts_what_is_here(world: World) -> tuple[list[int], list[int], int, list[b
             optimizer.step()
         own = sum(part.numel() for parts in unit_weights(engine)._shards for part in parts)
         engine.barrier()
-        return model.here, in_backward, own, [*shapes, all(is_released(p) for p in model.parameters())]
+        return model.here, in_backward, own, [*shapes, all(is_unmaterialised(p) for p in model.parameters())]
 
 
 def test_few_units_are_whole_at_once_and_none_between_items() -> None:
@@ -286,22 +286,6 @@ def test_masters_of_shards_give_the_bits_of_one_process_in_bf16_and_go_on_under_
         hashes(run_workers(trains, 2, until=3, folder=folder, strategy=before, precision="bf16"))
         resumed = run_workers(trains, 3, until=6, folder=folder, resume=True, strategy=after, precision="bf16")
         assert hashes(resumed) == straight
-
-
-# -- memory ------------------------------------------------------------------------------------------------------------
-
-
-def test_memory_that_somebody_still_looks_at_is_not_used_again() -> None:
-    spare, like = SpareFlats(), (torch.float32, torch.device("cpu"))
-    first = spare.take(100, *like)
-    address, view = first.data_ptr(), first[3:]
-    spare.give_back(first)
-    del first
-    other = spare.take(100, *like)
-    assert other.data_ptr() != address
-    del view
-    assert spare.take(50, *like).numel() == 50
-    assert spare.take(100, *like).data_ptr() == address
 
 
 # -- weights wherever they are used ------------------------------------------------------------------------------------

@@ -15,9 +15,10 @@ from paceline import Engine, World
 from paceline.engine import config as arguments
 from paceline.errors import ConfigError
 from paceline.optim.offload import HOST, Lift
-from paceline.strategies.released_parameter import is_released
-from paceline.strategies.shard_pulls import NobodyToAsk
-from paceline.strategies.zero3 import Zero3, Zero3Config
+from paceline.strategies.fsdp.fsdp import Fsdp
+from paceline.strategies.fsdp.shard_pulls import NobodyToAsk
+from paceline.strategies.fsdp.unmaterialised import is_unmaterialised
+from paceline.strategies.zero.zero3 import Zero3Config
 from tests.bits.programs import gan, gpt, wide
 from tests.optim.test_offload import offloaded as offload_any
 from tests.strategies.test_meta_weights import trains_from_meta
@@ -71,12 +72,12 @@ def looks(world: World, *, precision: str) -> dict[str, Any]:
             engine.backward(model(x).square().mean())
             optimizer.step()
         strategy: Any = engine._training().active
-        assert isinstance(strategy, Zero3)
-        shards = [part for of_unit in strategy._unit_weights[0]._shards for part in of_unit]
+        assert isinstance(strategy, Fsdp)
+        shards = [part for of_unit in strategy._weights[0]._shards for part in of_unit]
         addresses = {part.untyped_storage().data_ptr() for part in shards}
-        tensors = strategy._parts.twins.of(optimizer).pieces.tensors.values()
+        tensors = strategy._parts.optimizers.of(optimizer).pieces.tensors.values()
         facts = {
-            "released": all(is_released(p) for p in model.parameters()),
+            "released": all(is_unmaterialised(p) for p in model.parameters()),
             "shards": sum(part.numel() for part in shards),
             "in_place": sum(t.untyped_storage().data_ptr() in addresses for t in tensors) == len(tensors),
         }
@@ -167,7 +168,7 @@ def trains_on_cuda(world: World, **job: Any) -> tuple[int, list[float], list[str
             if engine.step == 2:
                 torch.cuda.reset_peak_memory_stats()
         active: Any = engine._training().active
-        shards = [p for some in getattr(active, "_unit_weights", ()) for unit in some._shards for p in unit]
+        shards = [p for some in getattr(active, "_weights", ()) for unit in some._shards for p in unit]
         return torch.cuda.max_memory_allocated(), losses, sorted({f"{p.device.type} {p.is_pinned()}" for p in shards})
 
 

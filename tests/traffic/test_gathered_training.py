@@ -20,8 +20,8 @@ from paceline.collectives.byte_count import Traffic
 from paceline.collectives.direct_all_reduce import CANONICAL_SCATTER
 from paceline.sharding.flat_layout import BLOCK
 from paceline.sharding.footprint import Model as Sizes
-from paceline.strategies.fsdp import FsdpConfig
-from paceline.strategies.hybrid import HybridConfig
+from paceline.strategies.fsdp.fsdp import FsdpConfig
+from paceline.strategies.fsdp.hybrid import HybridConfig
 from paceline.strategies.registry import choose
 from paceline.world.lanes import strided_lanes
 from tests.workers import run_workers

@@ -24,8 +24,8 @@ from paceline.collectives.direct_all_reduce import CANONICAL_SCATTER
 from paceline.collectives.traffic_theory import Moved
 from paceline.sharding.flat_layout import BLOCK
 from paceline.strategies.strategy import Strategy
-from paceline.strategies.zero1 import Zero1Config
-from paceline.strategies.zero2 import Zero2Config
+from paceline.strategies.zero.zero1 import Zero1Config
+from paceline.strategies.zero.zero2 import Zero2Config
 from paceline.world.lanes import strided_lanes
 from tests.workers import run_workers
 

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from paceline.bench.spans import Memory, Spans, joined, union, without
-from paceline.strategies.zero1 import Zero1
+from paceline.strategies.zero.zero1 import Zero1
 
 RESET_PEAK = "5"
 PRESENT = 1 << 63  # of a page's entry in pagemap

@@ -30,7 +30,7 @@ from paceline.collectives.shared_memory.kernels import choose_kernels
 from paceline.errors import CheckpointError
 from paceline.input_file import read_json
 from paceline.sharding.flat_layout import FlatLayout, part_of
-from paceline.sharding.slices import Slices
+from paceline.sharding.local_shard import LocalShard
 
 LOOK_EVERY_S = 0.005
 STUCK_S = 120.0  # without a new byte of any worker: some may be gone
@@ -144,7 +144,7 @@ def portion_of(tree: dict[str, Any], worker: int, workers: int) -> Portion:
         parts.append(PartOfTensor(path, piece.start, part_of(whole[path], piece).view(-1)))
     for path, leaf in leaves.items():
         shapes[path] = leaf.dtype, tuple(leaf.shape)
-        if isinstance(leaf, Slices):
+        if isinstance(leaf, LocalShard):
             parts.extend(PartOfTensor(path, start, values) for start, values in leaf.parts)
     return Portion(worker, workers, encoded, shapes, tuple(parts))
 

@@ -5,8 +5,8 @@
                             "exp_avg": {"$tensor": "/state/int:0/exp_avg"}}}, "betas": {"$tuple": [0.9, 0.95]}}
        + {"/state/int:0/exp_avg": Tensor}
 
-A leaf may also be `Slices`, of which this worker has a part. A tensor that stands at two places, as tied weights do, is
-in the table once. Tensors of a few bytes stay in the tree.
+A leaf may also be a `LocalShard`, of which this worker has a part. A tensor that stands at two places, as tied weights
+do, is in the table once. Tensors of a few bytes stay in the tree.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from torch import Tensor
 
 from paceline.checkpoint.tensor_file import DTYPES, as_bytes, code_of
 from paceline.errors import CheckpointError
-from paceline.sharding.slices import Slices
+from paceline.sharding.local_shard import LocalShard
 
 SMALL = 64  # bytes
 DEEPEST = 100
 """Levels of a tree. States have five or so; what goes on for a thousand would end somewhere in Python's own stack."""
 
-Leaf = Tensor | Slices
+Leaf = Tensor | LocalShard
 
 
 class _Leaves:
@@ -55,7 +55,7 @@ def _encode(tree: Any, path: str, tensors: _Leaves, depth: int = 0) -> Any:
         raise CheckpointError(f"{path.strip('/')[:60]!r}… is nested more than {DEEPEST} deep, which can't be saved")
     if isinstance(tree, Tensor) and tree.numel() * tree.element_size() <= SMALL:
         return {"$small": [code_of(tree.dtype, path), list(tree.shape), as_bytes(tree).hex()]}
-    if isinstance(tree, Tensor | Slices):
+    if isinstance(tree, Tensor | LocalShard):
         return {"$tensor": tensors.path_of(tree, path)}
     if tree is None or isinstance(tree, bool | int | str):
         return tree

@@ -36,7 +36,7 @@ from paceline.elastic.slots import named
 from paceline.elastic.state_number import all_said, said
 from paceline.elastic.vault_layout import ALIGN, Gathered, Layout, with_values
 from paceline.errors import CheckpointError
-from paceline.sharding.slices import Slices
+from paceline.sharding.local_shard import LocalShard
 from paceline.world.owned_folder import open_own_file
 
 MAGIC = 0x7661_756C_7431  # "vault1"
@@ -76,7 +76,7 @@ class Vault:
         file = self._file(turn, layout, len(values))
         sources = layout.sources(found.leaves)
         file.write(step, values, sources)
-        only_here = [isinstance(found.leaves[part.leaf], Slices) for part in layout.parts]
+        only_here = [isinstance(found.leaves[part.leaf], LocalShard) for part in layout.parts]
         self.only_here = list(compress(sources, only_here))
         self._steps[turn] = step
         self._forget_later_than(step, 1 - turn)

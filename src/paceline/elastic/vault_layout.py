@@ -1,12 +1,12 @@
 """What of a job's state a worker keeps in its vault file, and where: decided once, until the state has another form.
 
-    {"lr": 0.1, "weight": Tensor, "exp_avg": Slices}        ──gathered──►   plain    [0.1]
-                                                                            leaves   [Tensor, Slices]
+    {"lr": 0.1, "weight": Tensor, "exp_avg": LocalShard}        ──gathered──►   plain    [0.1]
+                                                                            leaves   [Tensor, LocalShard]
     data   │ weight[1024:2048] │ exp_avg[0:512] │ …         ◄──Layout───    form     keys, shapes, dtypes, starts
 
 | leaf                                 | kept by this worker                                   |
 |--------------------------------------|-------------------------------------------------------|
-| `Slices`                             | the ranges that it has                                |
+| `LocalShard`                             | the ranges that it has                                |
 | tensor, 4096 elements or more        | its share, [rank · n / size, (rank + 1) · n / size)   |
 | tensor, fewer                        | all of it, as every worker does                       |
 | anything else                        | itself, as JSON, anew in every step                   |
@@ -29,7 +29,7 @@ from torch import Tensor
 from paceline.checkpoint.tensor_file import code_of
 from paceline.checkpoint.tree import Leaf, flatten
 from paceline.errors import CheckpointError
-from paceline.sharding.slices import Slices
+from paceline.sharding.local_shard import LocalShard
 
 ALIGN = 64  # bytes between starts of parts, and elements between cuts
 SHARED_FROM = 4096  # elements: below, a share is not worth a cut
@@ -61,7 +61,7 @@ class Gathered:
             self.form.extend((dict, tuple(node)))
             for value in node.values():
                 self._take(value, seen)
-        elif isinstance(node, Tensor | Slices):
+        elif isinstance(node, Tensor | LocalShard):
             self._take_leaf(node, seen)
         elif isinstance(node, list | tuple):
             self.form.extend((list if isinstance(node, list) else tuple, len(node)))
@@ -78,7 +78,7 @@ class Gathered:
             return
         self.leaves.append(leaf)
         self.form.extend((leaf.shape, leaf.dtype))
-        if isinstance(leaf, Slices):
+        if isinstance(leaf, LocalShard):
             self.form.append(tuple((start, values.numel()) for start, values in leaf.parts))
 
     def values(self, tree: Any, own: Any) -> bytes:
@@ -129,7 +129,7 @@ class Layout:
 
     def _add(self, number: int, leaf: Leaf) -> None:
         ranges: list[tuple[int | None, int, int]]
-        if isinstance(leaf, Slices):
+        if isinstance(leaf, LocalShard):
             ranges = [(place, start, start + values.numel()) for place, (start, values) in enumerate(leaf.parts)]
         else:
             ranges = [(None, *_share(leaf.numel(), self.rank, self.size))]
@@ -140,7 +140,7 @@ class Layout:
                 self.data_bytes += -(-part.bytes // ALIGN) * ALIGN
 
     def _described(self, tree: Any, found: Gathered, slot: int) -> dict[str, Any]:
-        stand_ins = [Slices(tuple(leaf.shape), leaf.dtype, ()) for leaf in found.leaves]
+        stand_ins = [LocalShard(tuple(leaf.shape), leaf.dtype, ()) for leaf in found.leaves]
         by_leaf = {id(leaf): stand_in for leaf, stand_in in zip(found.leaves, stand_ins, strict=True)}
         encoded, paths = flatten(_numbered(tree, by_leaf, iter(range(len(found.plain)))))
         ranges: dict[int, list[list[int]]] = {id(stand_in): [] for stand_in in stand_ins}
@@ -166,7 +166,7 @@ class Layout:
         return [self._source(number, part, leaves[part.leaf]) for number, part in enumerate(self.parts)]
 
     def _source(self, number: int, part: Part, leaf: Leaf) -> Tensor:
-        if isinstance(leaf, Slices):
+        if isinstance(leaf, LocalShard):
             return leaf.parts[part.place or 0][1]
         view = self._views.get(number)
         ahead = part.start * part.dtype.itemsize
@@ -188,9 +188,9 @@ def _share(elements: int, rank: int, size: int) -> tuple[int, int]:
     return cut(rank), cut(rank + 1)
 
 
-def _numbered(node: Any, stand_ins: dict[int, Slices], numbers: Any) -> Any:
+def _numbered(node: Any, stand_ins: dict[int, LocalShard], numbers: Any) -> Any:
     """The tree with stand-ins for its leaves, and plain values numbered in the order of `Gathered`."""
-    if isinstance(node, Tensor | Slices):
+    if isinstance(node, Tensor | LocalShard):
         return stand_ins[id(node)]
     if isinstance(node, dict):
         return {key: _numbered(value, stand_ins, numbers) for key, value in node.items()}

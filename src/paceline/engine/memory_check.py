@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from paceline.collectives.communicator import Communicator
 from paceline.engine.config import EngineConfig, counted
 from paceline.errors import ConfigError
-from paceline.optim.state_size import state_bytes
+from paceline.optim.range_optimizer import state_bytes
 from paceline.sharding.footprint import Model
 from paceline.strategies.registry import STRATEGIES, Chosen
 from paceline.world.control import ControlClient

@@ -48,7 +48,7 @@ from paceline.engine.strategy_table import StrategyTable
 from paceline.errors import ConfigError, LoopError, ReplicaError
 from paceline.optim.precision import Precision
 from paceline.parameter_server.replay import Replay
-from paceline.strategies.meta_weights import check_states, fill, is_on_meta, module_names, moved
+from paceline.strategies.fsdp.meta_device import check_states, fill, is_on_meta, module_names, moved
 from paceline.strategies.registry import Job
 
 

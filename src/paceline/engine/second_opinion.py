@@ -96,8 +96,6 @@ class ComparedPasses(OnePass):
         return (*self._rides[turn:], *self._rides[:turn])
 
     def watch(self, active: Strategy, round: int) -> bool:
-        if not hasattr(active, "watch_lanes"):
-            return False
         watched = self.opinion.due(round)
         active.watch_lanes(watched)
         return watched

@@ -30,10 +30,10 @@ from paceline.engine.replicas import plain_name
 from paceline.engine.step import TrainStep
 from paceline.errors import CheckpointError
 from paceline.input_file import cause_of
-from paceline.sharding.slices import Slices
+from paceline.sharding.local_shard import LocalShard
 from paceline.world.determinism import mix, seed_everything
 
-Kept = Callable[[Tensor], Tensor | Slices]
+Kept = Callable[[Tensor], Tensor | LocalShard]
 
 
 @dataclass(frozen=True)

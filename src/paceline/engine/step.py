@@ -523,7 +523,7 @@ class TrainStep:
     def _vote(self, active: Strategy) -> StepVote:
         now = self.now
         if now.watched:
-            for lane, check in (getattr(active, "lane_checks", None) or {}).items():
+            for lane, check in (active.lane_checks or {}).items():
                 now.reports[lane].check = check
         return StepVote(
             step=self.step,
@@ -840,8 +840,7 @@ class TrainStep:
     def _traffic_so_far(self) -> Traffic:
         if self._group.comm.size > 1:
             return self._group.comm.traffic
-        with_servers: Traffic | None = getattr(self.active, "traffic", None)
-        return with_servers or Traffic()
+        return Traffic() if self.active is None else self.active.traffic
 
     @property
     def _scale(self) -> float:

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from paceline.collectives.canonical_sum import SumPlan
 from paceline.engine.replicas import parameter_names
 from paceline.errors import GenerationEnded
-from paceline.sharding.slices import Slices
+from paceline.sharding.local_shard import LocalShard
 from paceline.strategies.registry import Chosen, Job, Rides
 from paceline.strategies.strategy import Strategy
 from paceline.world.lanes import neighbouring_lanes
@@ -27,7 +27,7 @@ class StrategyTable:
         self.loop_end_listeners, self.lost = job.at_loop_end, job.lost
         self._leave_once_a_step = chosen.entry.rides is neighbouring_lanes
         self._maker = chosen.entry.open(chosen.config, job)
-        self.rides: Rides = getattr(self._maker, "rides", None) or chosen.rides(job.lanes, job.world.size)
+        self.rides: Rides = self._maker.rides or chosen.rides(job.lanes, job.world.size)
         self._names = parameter_names(job.models)  # it may have put others in their place
         self._known: dict[tuple[int, ...], Strategy] = {}
         try:
@@ -73,7 +73,7 @@ class StrategyTable:
         strategy = self._strategy_of(weights)
         return weights.detach() if strategy is None else strategy.whole(weights)  # type: ignore[arg-type]
 
-    def kept(self, weights: Tensor) -> Tensor | Slices:
+    def kept(self, weights: Tensor) -> Tensor | LocalShard:
         """What this worker can save of a parameter; anything else of a model's state all workers have."""
         strategy = self._strategy_of(weights)
         return weights.detach() if strategy is None else strategy.kept(weights)  # type: ignore[arg-type]

@@ -15,6 +15,8 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
+from paceline.torch_compat import foreach_norm
+
 BLOCK = 4096
 
 
@@ -56,4 +58,4 @@ def clip_coefficient(norm: float, max_norm: float) -> float:
 def all_finite(gradients: Sequence[Tensor]) -> bool:
     """One number of each tensor is looked at: its largest magnitude, which is NaN if anything in it is."""
     filled = [gradient for gradient in gradients if gradient.numel()]
-    return not filled or bool(torch.stack(torch._foreach_norm(filled, math.inf)).isfinite().all())
+    return not filled or bool(torch.stack(foreach_norm(filled, math.inf)).isfinite().all())

@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from paceline.errors import ConfigError
+from paceline.torch_compat import BATCH_NORMS
 
 Name = Literal["fp32", "bf16", "fp16"]
 DTYPES: dict[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -83,7 +84,7 @@ class Precision:
     @property
     def kept(self) -> tuple[type[nn.Module], ...]:
         """Whose modules compute in fp32. BatchNorm's scale stays with its statistics: torch does not mix them."""
-        statistics = (nn.modules.batchnorm._BatchNorm,) if self.buffers == "fp32" else ()
+        statistics = BATCH_NORMS if self.buffers == "fp32" else ()
         return (*self.keep_fp32, *statistics)
 
     def __str__(self) -> str:

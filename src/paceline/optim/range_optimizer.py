@@ -5,6 +5,14 @@
 
 Most optimizers update each element from that element's own history, so a parameter cut into pieces gets the same bits.
 Whether the user's does is not looked up in a list but tried at the start (`check_elementwise`), on random values.
+
+Threads cut tensors too (`check_thread_cuts`):
+
+    one thread       |·················· vectors ··················|       the last few elements one by one
+    two threads      |······ vectors ······||······ vectors ·······|       … of each half
+
+For most optimizers one by one or as a vector is the same; some (SGD in bf16) round differently. A worker that updates a
+piece has its threads cut at other elements than one that updates the whole, so with several threads those are refused.
 """
 
 from __future__ import annotations
@@ -23,6 +31,7 @@ from torch.optim import Optimizer
 from paceline.errors import ConfigError
 from paceline.optim.piece_state import State, scatter_state
 from paceline.sharding.flat_layout import FlatLayout, joined, part_of
+from paceline.torch_compat import OPTIMIZER_HOOKS
 
 TRIAL_SHAPE = (17, 4099)  # seventeen blocks and a tail: threads share it, and no cut falls at the end of a row
 TRIAL_STEPS = 8  # RAdam changes its rule in the sixth
@@ -31,14 +40,6 @@ PIECES = 3
 # What belongs to one optimizer and not to its twin. `step` is there when the engine or a scheduler has put its own in
 # place of the class's; that one would update the user's parameters.
 _NOT_TAKEN_OVER = ("step", "zero_grad", "param_groups", "state")
-_HOOKS = (
-    "_optimizer_step_pre_hooks",
-    "_optimizer_step_post_hooks",
-    "_optimizer_state_dict_pre_hooks",
-    "_optimizer_state_dict_post_hooks",
-    "_optimizer_load_state_dict_pre_hooks",
-    "_optimizer_load_state_dict_post_hooks",
-)
 
 
 def optimizer_on(
@@ -55,7 +56,7 @@ def optimizer_on(
     for name, value in optimizer.__dict__.items():
         if name not in _NOT_TAKEN_OVER:
             twin.__dict__[name] = _own(value)
-    for name in _HOOKS:
+    for name in OPTIMIZER_HOOKS:
         twin.__dict__[name] = OrderedDict()
     twin.param_groups = [
         {**_settings_of(group), "params": list(pieces)}
@@ -204,3 +205,85 @@ def grown(value: Any, example: Tensor, whole: Tensor) -> Any:
 
 def _same_bits(one: Tensor, other: Tensor) -> bool:
     return torch.equal(one.detach().contiguous().view(torch.uint8), other.detach().contiguous().view(torch.uint8))
+
+
+# -- does it matter how many threads share a tensor? -------------------------------------------------------------------
+
+SHARED_FROM = 32768  # elements: torch lets several threads share a tensor that has more for each
+_LEFT_OVER = 31  # of every thread's part: one less than the longest vector
+_TENSORS, _STEPS = 4, 8
+
+
+def check_thread_cuts(optimizer: Optimizer) -> None:
+    """Raise ConfigError if the update of a tensor depends on how many threads share it; nothing is touched."""
+    threads = torch.get_num_threads()
+    if threads == 1:
+        return
+    for dtype in sorted(_dtypes_that_threads_share(optimizer), key=str):
+        several = _updated(optimizer, dtype, threads)
+        try:
+            torch.set_num_threads(1)
+            alone = _updated(optimizer, dtype, threads)
+        finally:
+            torch.set_num_threads(threads)
+        if not all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(several, alone, strict=True)):
+            raise ConfigError(
+                f"optimizer {type(optimizer).__name__} gives {str(dtype).removeprefix('torch.')} parameters other bits "
+                f"where {threads} threads share a tensor than where one updates it, so the pieces that workers own "
+                "would differ from the whole; start with --threads 1, keep parameters in fp32, or train with "
+                "strategy='ddp'"
+            )
+
+
+def _dtypes_that_threads_share(optimizer: Optimizer) -> set[torch.dtype]:
+    parameters: list[Tensor] = [p for group in optimizer.param_groups for p in group["params"]]
+    return {p.dtype for p in parameters if p.numel() > SHARED_FROM and p.device.type == "cpu"}
+
+
+def _updated(optimizer: Optimizer, dtype: torch.dtype, parts: int) -> list[Tensor]:
+    """Random tensors for each group, after some steps; the same ones whenever it is called."""
+    elements = parts * (SHARED_FROM + _LEFT_OVER)
+    drawn = torch.Generator().manual_seed(0)
+
+    def values() -> Tensor:
+        return torch.randn(elements, generator=drawn).to(dtype)
+
+    groups = [[Parameter(values()) for _ in range(_TENSORS)] for _ in optimizer.param_groups]
+    states: dict[Tensor, State] = {}
+    for theirs, group in zip(optimizer.param_groups, groups, strict=True):
+        example = next((p for p in theirs["params"] if optimizer.state.get(p) and p.dim() and p.numel()), None)
+        if example is not None:
+            kept = optimizer.state[example]
+            states |= {whole: {name: grown(value, example, whole) for name, value in kept.items()} for whole in group}
+    twin = optimizer_on(optimizer, groups, states)
+    for _ in range(_STEPS):
+        for parameter in (p for group in groups for p in group):
+            parameter.grad = values()
+        twin.step()
+    return [parameter.detach() for group in groups for parameter in group]
+
+
+# -- how much state does it keep? --------------------------------------------------------------------------------------
+
+_TRIED = 4096
+
+
+def state_bytes(optimizer: Optimizer) -> float | None:
+    """Bytes per element, over groups by their sizes; None: it does not run on a piece of a parameter."""
+    groups = optimizer.param_groups
+    sizes = [sum(p.numel() for p in group["params"] if p.requires_grad) for group in groups]
+    pieces = [[torch.zeros(_TRIED)] for _ in groups]
+    for (piece,) in pieces:
+        piece.grad = torch.zeros(_TRIED)
+    try:
+        twin = optimizer_on(optimizer, pieces)
+        twin.step()
+    except Exception:  # whatever an optimizer of the user's own raises: it is only a question
+        return None
+    kept = [sum(value.nbytes for value in twin.state[piece].values() if _per_element(value)) for (piece,) in pieces]
+    everything = sum(sizes)
+    return sum(k * size for k, size in zip(kept, sizes, strict=True)) / _TRIED / everything if everything else 0.0
+
+
+def _per_element(value: object) -> bool:
+    return isinstance(value, Tensor) and value.numel() == _TRIED

@@ -50,7 +50,7 @@ from paceline.optim.piece_state import State, gather_state, scatter_state
 from paceline.optim.range_optimizer import optimizer_on
 from paceline.parameter_server.key_ranges import Key, KeyTable
 from paceline.sharding.flat_layout import Piece
-from paceline.sharding.slices import Slices
+from paceline.sharding.local_shard import LocalShard
 
 SMOOTHING = 1 / 8  # of a worker's delays: about its last eight pushes count
 _ALIGN = 64
@@ -351,7 +351,7 @@ def sliced_states(table: KeyTable, by_key: Mapping[int, Sequence[State]], parame
             values = [state[entry] for state in states]
             if all(isinstance(v, Tensor) and v.shape == shape for v, shape in zip(values, shapes, strict=True)):
                 places = [(piece.start, values[place]) for place, piece in enumerate(pieces)]
-                whole[entry] = Slices.of(parameter.shape, value.dtype, places)
+                whole[entry] = LocalShard.of(parameter.shape, value.dtype, places)
             else:
                 whole[entry] = value
         wholes.append(whole)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import hashlib
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
@@ -21,6 +21,7 @@ from math import prod
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 BLOCK = 4096
 
@@ -156,6 +157,9 @@ class FlatLayout:
         return hashlib.sha256(repr([(name, shape, str(dtype)) for name, shape, dtype in rows]).encode()).hexdigest()
 
 
+PieceOf = Callable[[Parameter, Piece], Tensor]  # where the values of a piece are
+
+
 def part_of(tensor: Tensor, piece: Piece) -> Tensor:
     """The piece of a parameter-shaped tensor: a view wherever the tensor's memory is in logical order.
 
@@ -164,6 +168,22 @@ def part_of(tensor: Tensor, piece: Piece) -> Tensor:
     """
     flat = tensor.detach().reshape(-1)[piece.start : piece.stop]
     return flat.view(()) if tensor.dim() == 0 else flat
+
+
+def in_logical_order(parameter: Tensor) -> bool:
+    """Whether memory and elements have the same order, so that a piece is a range of both."""
+    return parameter.is_contiguous()
+
+
+def piece_of(parameter: Parameter, piece: Piece) -> Tensor:
+    return part_of(parameter, piece) if in_logical_order(parameter) else parameter.detach()
+
+
+def extent(tensor: Tensor) -> int:
+    """From the first to the last element in memory, in elements; gaps between them count."""
+    if not tensor.numel():
+        return 0
+    return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 def joined(parts: Sequence[Tensor], shape: tuple[int, ...]) -> Tensor:

@@ -4,7 +4,7 @@
 
 Buckets leave in their fixed order while backward still runs, from the hooks of the worker's last item. How a bucket's
 roots become their sum is the exchange's affair; the star is this strategy with another exchange. Where the model
-computes in low precision its parameters are their fp32 masters from `collect` to `apply`.
+computes in low precision (`LowPrecisionDdp`) its parameters are their fp32 master weights from `collect` to `apply`.
 """
 
 from __future__ import annotations
@@ -25,10 +25,11 @@ from paceline.collectives.communicator import Communicator
 from paceline.collectives.gradient_exchange import GradientExchange
 from paceline.optim.gradient_norm import all_finite, clip_coefficient, global_norm
 from paceline.sharding.bucket import plan_buckets
-from paceline.strategies.gradient_buckets import GradientBuckets, drop_gradients
-from paceline.strategies.masters import WholeMasters, load_exactly
-from paceline.strategies.registry import Job, Registered, register
+from paceline.strategies.buckets import GradientBuckets, drop_gradients
+from paceline.strategies.master_weights import FullMasters, load_exactly
+from paceline.strategies.registry import Job, Maker, Registered, register
 from paceline.strategies.strategy import Agreement, ItemPlace, Tally, WeightsInTheModel
+from paceline.torch_compat import foreach_mul_
 
 
 class Pending(Protocol):
@@ -60,14 +61,10 @@ class Ddp(WeightsInTheModel):
         *,
         bucket_bytes: int,
         overlap: bool = True,
-        masters: WholeMasters | None = None,
         lanes_rounded_to: torch.dtype | None = None,
     ) -> None:
         self._comm = comm
         self._exchange = exchange
-        self._masters = masters
-        if masters is not None:
-            masters.drop_frozen()
         self._buckets = GradientBuckets(
             named,
             comm.rank if comm is not None else 0,
@@ -81,7 +78,7 @@ class Ddp(WeightsInTheModel):
         self._totals: list[Tensor] = []
         self._pending: list[Pending] = []
         self._roots: list[dict[int, Tensor]] = []
-        self._settled_in = False
+        self._has_slots = False
 
     @property
     def left_during_backward(self) -> int:
@@ -94,19 +91,18 @@ class Ddp(WeightsInTheModel):
 
     def start_step(self, round: int, plan: SumPlan) -> None:
         self._plan = plan
-        self._find_homes()
+        if not self._has_slots:
+            self._make_slots()
         self._pending, self._roots = [], []
         self._buckets.start_step(plan)
 
-    def _find_homes(self) -> None:
+    def _make_slots(self) -> None:
         """Once for each set of buckets, when all workers are here."""
-        if self._settled_in:
-            return
-        self._settled_in = True
+        self._has_slots = True
         for number, sums in enumerate(self._buckets.sums):
-            home = self._exchange.home(self._set, number, sums.bucket.elements, sums.bucket.dtype)
-            if home is not None:
-                sums.live_in(home)
+            slot = self._exchange.home(self._set, number, sums.bucket.elements, sums.bucket.dtype)
+            if slot is not None:
+                sums.use_slot(slot)
 
     def start_backward(self, place: ItemPlace, *, last: bool) -> None:
         self._buckets.start_backward(place, last=last)
@@ -123,7 +119,6 @@ class Ddp(WeightsInTheModel):
         self._pending.append(self._exchange.start(self._set, number, self._plan, roots, spare))
 
     def watch_lanes(self, wanted: bool) -> None:
-        """Hash the gradient of every lane of the step that comes, for a second opinion."""
         self._buckets.lane_checks = {} if wanted else None
 
     @property
@@ -136,8 +131,6 @@ class Ddp(WeightsInTheModel):
     def collect(self, tally: Tally) -> None:
         """`.grad` becomes the gradient of the global batch."""
         scale, used = tally.scale, tally.used
-        if self._masters is not None and not tally.empty:
-            self._masters.step_in(self.parameters)
         self._totals = []
         for sums, pending, roots in zip(self._buckets.sums, self._pending, self._roots, strict=True):
             total = pending.wait()
@@ -149,40 +142,32 @@ class Ddp(WeightsInTheModel):
             sums.hand_out(total, [used[member.parameter] for member in sums.bucket.members])
             self._totals.append(total)
         self._pending, self._roots = [], []
-        self._buckets.learn(used, self._comm)
+        self._buckets.plan_rebuild(used, self._comm)
 
     def keeps_finite(self) -> bool:
         """Every worker has the whole sum, so all of them see the same."""
-        finite = all_finite(self._totals)
-        if not finite and self._masters is not None:
-            self._masters.round(self.parameters)
-        return finite
+        return all_finite(self._totals)
 
     def clip(self, max_norm: float) -> float:
         gradients = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
         norm = global_norm(gradients)
         if norm > max_norm or not math.isfinite(norm):
-            torch._foreach_mul_(gradients, clip_coefficient(norm, max_norm))
+            foreach_mul_(gradients, clip_coefficient(norm, max_norm))
         return norm
 
     def apply(self, optimizer: Optimizer, original_step: Callable[[], Any]) -> Any:
-        result = original_step()
-        if self._masters is not None:
-            self._masters.round(p for group in optimizer.param_groups for p in group["params"])
-        return result
+        return original_step()
 
     def end_step(self) -> None:
         """Forget the gradients; the buffers they lived in serve the next step."""
-        if self._masters is not None:
-            self._masters.round(self.parameters)
         for parameter in self.parameters:
             parameter.grad = None
         for sums, total in zip(self._buckets.sums, self._totals, strict=True):
             sums.give_back(total)
         self._totals = []
-        if self._buckets.cut_anew():
+        if self._buckets.rebuild():
             self._set = self._exchange.new_set(old=self._set)
-            self._settled_in = False
+            self._has_slots = False
 
     # -- between steps -----------------------------------------------------------------------------------------------
 
@@ -195,20 +180,47 @@ class Ddp(WeightsInTheModel):
     def load(self, optimizer: Optimizer, state: dict[str, Any], *, round: int) -> None:
         load_exactly(optimizer, whole_tree(state))
 
-    def whole(self, parameter: Parameter) -> Tensor:
-        if self._masters is None or not self._masters.has(parameter):
-            return super().whole(parameter)
-        return self._masters.of_parameter(parameter)
-
-    def put(self, parameter: Parameter, whole: Tensor) -> None:
-        if self._masters is None or not self._masters.has(parameter):
-            super().put(parameter, whole)
-        else:
-            self._masters.put(parameter, whole)
-
     def close(self) -> None:
         self._buckets.close()
         self._totals, self._pending, self._roots = [], [], []
+
+
+class LowPrecisionDdp(Ddp):
+    """Gradients are added, clipped and applied in fp32: a parameter is its master weights until these are rounded."""
+
+    def __init__(self, *given: Any, masters: FullMasters, **options: Any) -> None:
+        masters.drop_frozen()
+        self._masters = masters
+        super().__init__(*given, **options)
+
+    def collect(self, tally: Tally) -> None:
+        if not tally.empty:
+            self._masters.step_in(self.parameters)
+        super().collect(tally)
+
+    def keeps_finite(self) -> bool:
+        finite = super().keeps_finite()
+        if not finite:
+            self._masters.round(self.parameters)
+        return finite
+
+    def apply(self, optimizer: Optimizer, original_step: Callable[[], Any]) -> Any:
+        result = super().apply(optimizer, original_step)
+        self._masters.round(p for group in optimizer.param_groups for p in group["params"])
+        return result
+
+    def end_step(self) -> None:
+        self._masters.round(self.parameters)
+        super().end_step()
+
+    def whole(self, parameter: Parameter) -> Tensor:
+        return self._masters.full(parameter) if self._masters.has(parameter) else super().whole(parameter)
+
+    def put(self, parameter: Parameter, whole: Tensor) -> None:
+        if self._masters.has(parameter):
+            self._masters.load_full(parameter, whole)
+        else:
+            super().put(parameter, whole)
 
 
 # -- how it is chosen --------------------------------------------------------------------------------------------------
@@ -219,35 +231,35 @@ class DdpConfig:
     """Nothing to choose: buckets, overlap and reduction are the Engine's own."""
 
 
-class DdpMaker:
+class DdpMaker(Maker):
     """Strategies of one job share an exchange, and with it the order in which their buckets travel."""
 
     def __init__(self, job: Job, exchange: Exchange, *, overlap: bool) -> None:
         self._job, self._exchange, self._overlap = job, exchange, overlap
-        self._masters = WholeMasters.of(job)
+        self._masters = FullMasters(job)
 
     def make(self, named: Sequence[tuple[str, Parameter]], optimizers: Sequence[Optimizer]) -> Ddp:
         job = self._job
-        return Ddp(
-            named,
-            job.comm,
-            self._exchange,
-            bucket_bytes=job.bucket_bytes,
-            overlap=self._overlap,
-            masters=self._masters,
-            lanes_rounded_to=job.precision.lanes_rounded_to,
+        given = named, job.comm, self._exchange
+        options: dict[str, Any] = {
+            "bucket_bytes": job.bucket_bytes,
+            "overlap": self._overlap,
+            "lanes_rounded_to": job.precision.lanes_rounded_to,
+        }
+        return (
+            LowPrecisionDdp(*given, masters=self._masters, **options)
+            if job.precision.is_low
+            else Ddp(*given, **options)
         )
 
     def close(self) -> None:
-        if self._masters is not None:
-            self._masters.close()
+        self._masters.close()
         self._exchange.close()
 
     def dismantle(self) -> None:
         """Every worker has all there is, so it keeps it."""
         drop_gradients(self._job.optimizers)
-        if self._masters is not None:
-            self._masters.dismantle()
+        self._masters.teardown()
         self._exchange.close()
 
 

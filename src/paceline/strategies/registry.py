@@ -12,11 +12,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
-from torch._C._distributed_c10d import Store
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
@@ -27,6 +26,7 @@ from paceline.optim.precision import Precision
 from paceline.parameter_server.replay import Replay
 from paceline.sharding.footprint import FOOTPRINTS, Footprint, Model, footprint
 from paceline.strategies.strategy import Strategy
+from paceline.torch_compat import Store
 from paceline.world.control import ControlClient
 from paceline.world.lanes import neighbouring_lanes
 from paceline.world.world import World
@@ -68,15 +68,16 @@ class Job:
     next_group: Callable[[str], Job] | None = None  # on a server of an elastic job: when, and why, a group is over
 
 
-class Maker(Protocol):
-    """Makes a strategy for each set of optimizers that act together, and owns what these strategies share.
+class Maker:
+    """Makes a strategy for each set of optimizers that act together, and owns what these strategies share."""
 
-    One that has an attribute `rides` says there who rides which lanes, where that depends on more than their numbers.
-    """
+    rides: Rides | None = None  # the lanes of each worker, where that depends on more than the number of workers
 
-    def make(self, named: Sequence[tuple[str, Parameter]], optimizers: Sequence[Optimizer]) -> Strategy: ...
+    def make(self, named: Sequence[tuple[str, Parameter]], optimizers: Sequence[Optimizer]) -> Strategy:
+        raise NotImplementedError
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        raise NotImplementedError
 
     def dismantle(self) -> None:
         """In place of `close`, when the workers have changed: the group is over, so nothing is said to anybody.
@@ -85,7 +86,7 @@ class Maker(Protocol):
         memory of their own, on the job's device. Their values are what the last step left in them where every worker
         has them whole (ddp), and otherwise anything.
         """
-        ...
+        raise NotImplementedError
 
 
 @dataclass(frozen=True)

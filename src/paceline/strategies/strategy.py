@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Protocol
@@ -33,8 +33,10 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
+from paceline.collectives.byte_count import Traffic
 from paceline.collectives.canonical_sum import SumPlan
-from paceline.sharding.slices import Slices
+from paceline.sharding.local_shard import LocalShard
+from paceline.torch_compat import version_of
 
 
 class Agreement(enum.Enum):
@@ -107,6 +109,20 @@ class Strategy(Protocol):
         """Buckets of this step that left while backward ran."""
         ...
 
+    @property
+    def lane_checks(self) -> Mapping[int, int] | None:
+        """By lane, a sum over the bits of its gradient, of a step in which lanes are watched; None: they are not."""
+        ...
+
+    @property
+    def traffic(self) -> Traffic:
+        """What it has moved so far over groups of its own, beside the workers' communicator."""
+        ...
+
+    def watch_lanes(self, wanted: bool) -> None:
+        """Find `lane_checks` in the step that comes, to compare them with those that another worker finds."""
+        ...
+
     def agreement(self, round: int) -> Agreement:
         """The same on every worker, and known before the round starts."""
         ...
@@ -150,12 +166,12 @@ class Strategy(Protocol):
         """
         ...
 
-    def kept(self, parameter: Parameter) -> Tensor | Slices:
-        """What this worker can save of its newest weights, after `settle`: all, as all workers can, or its slices."""
+    def kept(self, parameter: Parameter) -> Tensor | LocalShard:
+        """What this worker can save of its newest weights, after `settle`: all, as all workers can, or its shard."""
         ...
 
     def kept_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """The same of the optimizer: its state_dict with slices where the state is elsewhere, or without it."""
+        """The same of the optimizer: its state_dict with local shards where the state is sharded, or without it."""
         ...
 
     def load(self, optimizer: Optimizer, state: dict[str, Any], *, round: int) -> None:
@@ -177,9 +193,20 @@ class Strategy(Protocol):
 
 
 class WeightsInTheModel:
-    """What most strategies do about weights: a parameter's own values are all there is."""
+    """The base of all strategies: a parameter's own values are all there is, and nothing is watched."""
 
     frozen: Sequence[Parameter] = ()
+
+    @property
+    def traffic(self) -> Traffic:
+        return Traffic()
+
+    @property
+    def lane_checks(self) -> Mapping[int, int] | None:
+        return None
+
+    def watch_lanes(self, wanted: bool) -> None:
+        """Not for strategies whose lanes can't be computed again by another worker."""
 
     def keeps_finite(self) -> bool:
         raise NotImplementedError("asked only where models compute in low precision, which this strategy does not take")
@@ -187,9 +214,37 @@ class WeightsInTheModel:
     def whole(self, parameter: Parameter) -> Tensor:
         return parameter.detach()
 
-    def kept(self, parameter: Parameter) -> Tensor | Slices:
+    def kept(self, parameter: Parameter) -> Tensor | LocalShard:
         return self.whole(parameter)
 
     def put(self, parameter: Parameter, whole: Tensor) -> None:
         with torch.no_grad():
             parameter.copy_(whole)
+
+
+class WriteWatch:
+    """Sees that something else than its owner wrote to parameters: by version counters, and if wanted by addresses."""
+
+    def __init__(self, *, addresses: bool = False) -> None:
+        self._addresses = addresses
+        self._clean: dict[int, tuple[int, int]] = {}  # by id: version and address when they were last right
+
+    def mark_clean(self, parameters: Iterable[Parameter]) -> None:
+        """What was written so far was meant to be."""
+        for parameter in parameters:
+            self._clean[id(parameter)] = version_of(parameter), parameter.data_ptr() if self._addresses else 0
+
+    def was_written(self, parameter: Parameter) -> bool:
+        """In place; also one that was never marked."""
+        return id(parameter) not in self._clean or self._clean[id(parameter)][0] != version_of(parameter)
+
+    def was_moved(self, parameter: Parameter) -> bool:
+        """Other memory was put in place of its own, as by `parameter.data = …`."""
+        return self._clean[id(parameter)][1] != parameter.data_ptr()
+
+    def first_changed(self, parameters: Iterable[Parameter]) -> Parameter | None:
+        """One that was written or moved."""
+        for parameter in parameters:
+            if (version_of(parameter), parameter.data_ptr()) != self._clean[id(parameter)]:
+                return parameter
+        return None

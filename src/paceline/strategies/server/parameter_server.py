@@ -48,7 +48,7 @@ from paceline.parameter_server.wire import (
     PAYLOAD_TO_WORKER,
     is_last,
 )
-from paceline.strategies.registry import Job
+from paceline.strategies.registry import Job, Maker
 from paceline.strategies.server.rounds import PushedRounds, SumsOnServers, UpdatesOnArrival, UpdatesOnServers, Wiring
 from paceline.strategies.server.space import Space, check_of, plan_spaces
 from paceline.strategies.strategy import Strategy
@@ -361,7 +361,7 @@ class Assembly:
 # -- a worker ----------------------------------------------------------------------------------------------------------
 
 
-class ParameterServerMaker:
+class ParameterServerMaker(Maker):
     """Strategies of one job share their connections to the servers, and the server that worker 0 may be."""
 
     def __init__(self, assembly: Assembly) -> None:

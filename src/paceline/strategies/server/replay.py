@@ -32,7 +32,7 @@ from paceline.parameter_server.server_key import ServerKey, Snapshot, hold_keys
 from paceline.parameter_server.staleness_stats import StalenessCounter
 from paceline.parameter_server.update_log import Applied
 from paceline.parameter_server.wire import Close
-from paceline.strategies.registry import Job
+from paceline.strategies.registry import Job, Maker
 from paceline.strategies.server.parameter_server import ParameterServer
 from paceline.strategies.server.rounds import UpdatesOnArrival, Wiring
 from paceline.strategies.server.space import plan_spaces
@@ -168,7 +168,7 @@ class ReplayedClient(Client):
     def begin_at(self, round: int) -> None: ...
 
 
-class ReplayedMaker:
+class ReplayedMaker(Maker):
     def __init__(self, config: ParameterServer, job: Job, replay: Replay) -> None:
         self._config, self._job, self._replay = config, job, replay
         recorded = replay.run.job

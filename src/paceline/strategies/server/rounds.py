@@ -43,10 +43,9 @@ from paceline.parameter_server.update_log import NoLog, Read, UpdateLog
 from paceline.parameter_server.wire import Close
 from paceline.sharding.bucket import plan_buckets
 from paceline.sharding.flat_layout import Piece
-from paceline.sharding.slices import Slices, all_here
-from paceline.strategies.distant_gradient import DistantGradient
-from paceline.strategies.gradient_buckets import GradientBuckets
-from paceline.strategies.masters import load_exactly
+from paceline.sharding.local_shard import LocalShard, all_here
+from paceline.strategies.buckets import GradientBuckets, GradientPlaceholder
+from paceline.strategies.master_weights import load_exactly
 from paceline.strategies.registry import Job
 from paceline.strategies.server.space import Space
 from paceline.strategies.strategy import Agreement, ItemPlace, Tally, WeightsInTheModel
@@ -99,10 +98,10 @@ class PushedRounds(WeightsInTheModel):
             leave=self._leave,
             overlap=job.overlap,
             by_lane=not clock.deterministic,
-            learns=False,  # keys are slices of buckets, and servers have theirs from the start
+            rebuilds=False,  # keys are slices of buckets, and servers have theirs from the start
         )
         for sums, memory in zip(self._buckets.sums, wiring.gradients or [], strict=wiring.gradients is not None):
-            sums.live_in(memory)
+            sums.use_slot(memory)
         self.parameters = self._buckets.parameters
         self._weights = ModelWeights(self.parameters)
         self.replicas: Sequence[Parameter] = self.parameters if clock.deterministic else []
@@ -284,7 +283,7 @@ class UpdatesOnServers(PushedRounds):
         self._waited_s = 0.0
         self._shown = 0  # the round whose weights the model holds
         self._seen = self._weights.versions()
-        self._distant = [_not_here(name, parameter) for name, parameter in self._space.named]
+        self._placeholders = [_not_here(name, parameter) for name, parameter in self._space.named]
         self._loaded: dict[int, list[State]] = {}
         self._asked: tuple[int, list[State]] = -1, []  # a round, and the optimizer's state before it
 
@@ -314,8 +313,8 @@ class UpdatesOnServers(PushedRounds):
 
     def collect(self, tally: Tally) -> None:
         self._tally, self._max_norm = tally, None
-        for parameter, distant, used in zip(self.parameters, self._distant, tally.used, strict=True):
-            parameter.grad = distant if used and not tally.empty else None
+        for parameter, placeholder, used in zip(self.parameters, self._placeholders, tally.used, strict=True):
+            parameter.grad = placeholder if used and not tally.empty else None
         if tally.empty:
             self._end_round()
 
@@ -352,7 +351,7 @@ class UpdatesOnServers(PushedRounds):
             self._client.newest(self._round, self._weights.put)
             self._shown, self._seen = self._round, self._weights.versions()
 
-    def kept(self, parameter: Parameter) -> Tensor | Slices:
+    def kept(self, parameter: Parameter) -> Tensor | LocalShard:
         self._settle_alone()
         return super().kept(parameter)
 
@@ -407,9 +406,9 @@ class UpdatesOnServers(PushedRounds):
         self._seen = self._weights.versions()
 
 
-def _not_here(name: str, parameter: Parameter) -> DistantGradient:
-    made = DistantGradient.of(parameter, name, "parameter_server")
-    made.told = (
+def _not_here(name: str, parameter: Parameter) -> GradientPlaceholder:
+    made = GradientPlaceholder.of(parameter, name, "parameter_server")
+    made.message = (
         f"the gradient of {name!r} is not here: under strategy='parameter_server' servers add and apply it, and .grad "
         "has none of it. To clip, use engine.clip_grad_norm_(max_norm); to look at gradients, use "
         "ParameterServer(mode='aggregate')"
@@ -673,7 +672,7 @@ class SumsOnServers(PushedRounds):
             self._weights.keep()
         self._catch_up()
 
-    def kept(self, parameter: Parameter) -> Tensor | Slices:
+    def kept(self, parameter: Parameter) -> Tensor | LocalShard:
         self.settle()  # an elastic job keeps its state right after `apply`, which may have put the update off
         return super().kept(parameter)
 

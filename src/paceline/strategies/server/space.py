@@ -24,7 +24,7 @@ from paceline.parameter_server.key_ranges import KeyTable, plan_keys
 from paceline.parameter_server.wire import Header, Protocol
 from paceline.sharding.bucket import Bucket, GradientSpec, plan_buckets
 from paceline.sharding.flat_layout import FlatLayout
-from paceline.strategies.gradient_buckets import expected_order
+from paceline.strategies.buckets import expected_order
 
 
 @dataclass(frozen=True)

@@ -29,20 +29,21 @@ from torch.optim import Optimizer
 from paceline.collectives.canonical_sum import SumPlan
 from paceline.collectives.shipments import Scatter, Shipment, shipments_by_lane
 from paceline.collectives.work import Handle
-from paceline.sharding.rooms import Rooms
-from paceline.strategies.gradient_buckets import Cut
-from paceline.strategies.host_weights import Weights
-from paceline.strategies.own_pieces import OwnPieces
+from paceline.strategies.buckets import BufferPool, Cut
 from paceline.strategies.registry import Job, Registered, register
-from paceline.strategies.sharded_strategy import ShardedParts, ShardedStrategy
 from paceline.strategies.strategy import ItemPlace
+from paceline.strategies.zero.sharded import ShardedMaker, ShardedParts, ShardedStrategy
+from paceline.strategies.zero.sharded_optimizer import LocalPieces
+from paceline.strategies.zero.weights import Weights
 from paceline.world.lanes import strided_lanes
 
 BUCKETS_UNDER_WAY = 2  # as many full ones, in bytes; then backward waits for the first to arrive
 
 
 @dataclass(frozen=True)
-class _Departed:
+class Departed:
+    """A bucket of one lane that is on its way to the owners of its ranges."""
+
     handle: Handle
     bucket: int
     nodes: tuple[Tensor, ...]  # those to give back
@@ -58,13 +59,13 @@ class Zero2(ShardedStrategy):
         *,
         cut: Cut | None = None,
     ) -> None:
-        super().__init__(named, optimizers, parts, by_lane=True, rooms=Rooms(), cut=cut)
+        super().__init__(named, optimizers, parts, by_lane=True, pool=BufferPool(), cut=cut)
         self._set = parts.exchange.new_set()
-        self._under_way: deque[_Departed] = deque()
+        self._under_way: deque[Departed] = deque()
         self._sums: list[Tensor] = []
         self._held: list[dict[int, Tensor]] = []
 
-    def _settle_in(self, pieces: OwnPieces) -> None:
+    def _prepare_sums(self, pieces: LocalPieces) -> None:
         """The only gradients that stay: the sums of the own ranges."""
         self._sums = []  # those of another cut go first
         self._sums = [
@@ -112,7 +113,7 @@ class Zero2(ShardedStrategy):
         self._make_way(size)
         pooled = tuple(nodes.values()) if self._buckets.sums[number].takes_at_once else ()
         handle = self._parts.exchange.start_scatter(self._set, scatter, own)
-        self._under_way.append(_Departed(handle, number, pooled, size))
+        self._under_way.append(Departed(handle, number, pooled, size))
 
     def _make_way(self, wanted: int) -> None:
         """Backward must not run ahead of the exchange by more than a few buckets, or gradients would pile up."""
@@ -120,7 +121,7 @@ class Zero2(ShardedStrategy):
         while self._under_way and sum(departed.bytes for departed in self._under_way) + wanted > most:
             self._arrived(self._under_way.popleft())
 
-    def _arrived(self, departed: _Departed) -> None:
+    def _arrived(self, departed: Departed) -> None:
         departed.handle.wait()
         for node in departed.nodes:
             self._buckets.sums[departed.bucket].give_back(node)
@@ -147,25 +148,15 @@ class Zero2Config:
     weights: Weights | None = None
 
 
-class Zero2Maker:
-    def __init__(self, config: Zero2Config, job: Job) -> None:
-        self._parts = ShardedParts(job, "zero2", config.weights)
-
-    def make(self, named: Sequence[tuple[str, Parameter]], optimizers: Sequence[Optimizer]) -> Zero2:
-        return Zero2(named, optimizers, self._parts)
-
-    def close(self) -> None:
-        self._parts.close()
-
-    def dismantle(self) -> None:
-        self._parts.dismantle()
+def _open(config: Zero2Config, job: Job) -> ShardedMaker:
+    return ShardedMaker(ShardedParts(job, "zero2", config.weights), Zero2)
 
 
 register(
     Registered(
         "zero2",
         Zero2Config,
-        Zero2Maker,
+        _open,
         examples=(Zero2Config(weights="per worker"),),
         takes_low_precision=True,
         takes_offload=True,

@@ -14,11 +14,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
-from torch import Tensor, nn
-from torch._C._distributed_c10d import PrefixStore
+from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
@@ -27,12 +26,13 @@ from paceline.collectives.communicator import Communicator
 from paceline.collectives.gradient_exchange import GradientExchange, PendingSum
 from paceline.collectives.shipments import Shipment, shipments_by_lane
 from paceline.errors import ConfigError
-from paceline.sharding.slices import Slices, others_have_it
-from paceline.sharding.unit import Classes
-from paceline.strategies.own_pieces import OwnPieces
-from paceline.strategies.registry import Job, Registered, Rides, register
-from paceline.strategies.zero2 import Zero2
-from paceline.strategies.zero3 import Zero3, Zero3Config, Zero3Maker
+from paceline.sharding.local_shard import LocalShard, others_have_it
+from paceline.strategies.fsdp.fsdp import Fsdp, Units, open_weights
+from paceline.strategies.registry import Job, Maker, Registered, Rides, register
+from paceline.strategies.strategy import Strategy
+from paceline.strategies.zero.sharded_optimizer import LocalPieces
+from paceline.strategies.zero.zero2 import Zero2
+from paceline.torch_compat import PrefixStore
 from paceline.world.checked_values import whole_number
 from paceline.world.lanes import neighbouring_lanes, strided_lanes
 from paceline.world.topology import Topology
@@ -45,7 +45,7 @@ Groups = tuple[tuple[int, ...], ...]  # the workers that share weights, group by
 class HybridConfig:
     """`units` as for fsdp. `shard_over`: as many neighbouring workers share weights; by default those of a host."""
 
-    units: Classes | type[nn.Module] | str | None = None
+    units: Units = None
     shard_over: int | None = None
 
     def __post_init__(self) -> None:
@@ -113,8 +113,8 @@ class _AcrossGroups(Zero2):
         self._speaks = across.group == 0
         super().__init__(*given)
 
-    def _settle_in(self, pieces: OwnPieces) -> None:
-        super()._settle_in(pieces)
+    def _prepare_sums(self, pieces: LocalPieces) -> None:
+        super()._prepare_sums(pieces)
         self._set_across = self._across.exchange.new_set(old=self._set_across)
 
     def start_step(self, round: int, plan: SumPlan) -> None:
@@ -125,7 +125,7 @@ class _AcrossGroups(Zero2):
         super().settle()
         self._speaks = self._across.group == 0
 
-    def kept(self, parameter: Parameter) -> Tensor | Slices:
+    def kept(self, parameter: Parameter) -> Tensor | LocalShard:
         """The first group speaks for all. In an elastic job's step each does, until it is settled: others may die."""
         mine = super().kept(parameter)
         return mine if self._speaks else others_have_it(mine)
@@ -158,11 +158,13 @@ class HybridInTheModel(_AcrossGroups):
     """Weights are whole on every worker, or once for all workers of a group."""
 
 
-class HybridInShards(_AcrossGroups, Zero3):
+class HybridInShards(_AcrossGroups, Fsdp):
     """Weights are in shards in each group."""
 
 
-class HybridMaker(Zero3Maker):
+class HybridMaker(Maker):
+    """Connects the workers of a group, and the owners of a range across groups; the strategies inside are zero3's."""
+
     def __init__(self, config: HybridConfig, job: Job) -> None:
         rank = 0 if job.comm is None else job.comm.rank  # of those that there are now
         topology = Topology.of([0] if job.comm is None else job.comm.gather_json(job.world.host_rank))
@@ -173,42 +175,41 @@ class HybridMaker(Zero3Maker):
         self.rides = hybrid_rides(job.lanes, groups)
         place = groups[number].index(rank)
         peers = [group[place] for group in groups]
-        self._inside: Communicator | None = None
-        self._across: Across | None = None
+        self._groups: list[Communicator | Across] = []
         try:
             hosts = len(topology.hosts)
-            self._inside = inside = _connected(job, f"group {number}", place, groups[number], hosts, one_host=True)
-            across = _connected(job, f"ranges {place}", number, peers, hosts, one_host=hosts == 1)
-            self._across = Across(groups, number, across)
+            inside = _connected(job, f"group {number}", place, groups[number], hosts, one_host=True)
+            self._groups += [] if inside is None else [inside]
+            across = Across(
+                groups, number, _connected(job, f"ranges {place}", number, peers, hosts, one_host=hosts == 1)
+            )
+            self._groups.insert(0, across)
             store = None if job.store is None else PrefixStore(f"hybrid/inside {number}", job.store)
-            backend = job.backend if inside is None else inside.backend
-            here = replace(job, comm=inside, store=store, backend=backend)
-            super().__init__(Zero3Config(units=config.units), here, "hybrid", everyone=job.comm)
+            here = replace(job, comm=inside, store=store, backend=job.backend if inside is None else inside.backend)
+            self._inside = open_weights(
+                *(here, "hybrid", None, config.units),
+                everyone=job.comm,
+                whole=partial(HybridInTheModel, across=across),
+                sharded=partial(HybridInShards, across=across),
+            )
         except BaseException:
             self._leave_groups()
             raise
 
-    def _in_the_model(self, named: Sequence[tuple[str, Parameter]], optimizers: Sequence[Optimizer]) -> Zero2:
-        assert self._across is not None
-        return HybridInTheModel(named, optimizers, self._parts, across=self._across)
-
-    def _in_shards(self, named: Sequence[tuple[str, Parameter]], optimizers: Sequence[Optimizer]) -> Zero3:
-        assert self._across is not None
-        return HybridInShards(named, optimizers, self._parts, self._unit_weights, across=self._across)
+    def make(self, named: Sequence[tuple[str, Parameter]], optimizers: Sequence[Optimizer]) -> Strategy:
+        return self._inside.make(named, optimizers)
 
     def close(self) -> None:
-        super().close()
+        self._inside.close()
         self._leave_groups()
 
     def dismantle(self) -> None:
-        super().dismantle()
+        self._inside.dismantle()
         self._leave_groups()
 
     def _leave_groups(self) -> None:
-        if self._across is not None:
-            self._across.close()
-        if self._inside is not None:
-            self._inside.close()
+        for group in self._groups:
+            group.close()
 
 
 def say_if_smaller(topology: Topology, size: int, shard_over: int | None) -> None:

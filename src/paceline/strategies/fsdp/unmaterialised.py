@@ -1,10 +1,10 @@
-"""Released parameters: shape, dtype and gradient of a parameter whose weights are elsewhere until somebody asks.
+"""Unmaterialised parameters: shape, dtype and gradient of a parameter whose weights are in shards until they are used.
 
     p.shape, p.numel(), p.grad …     answered as it stands
-    anything that needs values       its owner fetches them first; from then on it is an ordinary parameter
+    anything that needs values       its owner gathers them first; from then on it is an ordinary parameter
     p.mul_(0.9), p.copy_(x) …        LoopError: the change would be lost when the weights are released again
 
-A module's hooks fetch what it needs before it runs. This is for all the rest: a weight used by another module than its
+A module's hooks gather what it needs before it runs. This is for all the rest: a weight used by another module than its
 own, a look at a norm, `state_dict()`. The parameter stays the same object; only its class and its memory change.
 """
 
@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from paceline.errors import LoopError
+from paceline.torch_compat import plain_torch_function
 
 _LOOKS = frozenset({
     "shape", "dtype", "device", "layout", "ndim", "is_leaf", "requires_grad", "grad", "grad_fn", "is_sparse", "is_cuda",
@@ -34,7 +35,7 @@ _LAYOUT = frozenset({"stride", "is_contiguous", "is_non_overlapping_and_dense"})
 
 
 class Owner(Protocol):
-    """Who can bring a released parameter's weights."""
+    """Who can gather a parameter's weights."""
 
     def fetch(self, parameter: Parameter) -> None:
         """Make it an ordinary parameter with all of its weights."""
@@ -42,12 +43,12 @@ class Owner(Protocol):
 
 
 _owners: dict[int, weakref.ref[Owner]] = {}
-_classes: dict[int, type[Parameter]] = {}  # what it is when it is not released
+_classes: dict[int, type[Parameter]] = {}  # what it is when it has weights
 _alive: dict[int, weakref.ref[Parameter]] = {}
 _layouts: dict[int, Tensor] = {}  # without memory: how its own lies
 
 
-class ReleasedParameter(Parameter):
+class UnmaterialisedParameter(Parameter):
     @classmethod
     def __torch_function__(
         cls,
@@ -60,7 +61,7 @@ class ReleasedParameter(Parameter):
         if func.__name__ in _LAYOUT and id(args[0]) in _layouts:
             return func(_layouts[id(args[0])], *args[1:], **kwargs)
         if not _only_looks(func):
-            for parameter in _released((*args, *kwargs.values())):
+            for parameter in _unmaterialised((*args, *kwargs.values())):
                 if id(parameter) not in _owners:  # a copy of one, with weights of its own
                     parameter.__class__ = Parameter
                     continue
@@ -73,7 +74,7 @@ class ReleasedParameter(Parameter):
                         "lost; change weights before engine.prepare(), or with model.load_state_dict() on every worker"
                     )
                 owner.fetch(parameter)
-        with torch._C.DisableTorchFunctionSubclass():
+        with plain_torch_function():
             return func(*args, **kwargs)
 
 
@@ -84,7 +85,7 @@ def engine_is_closed() -> LoopError:
     )
 
 
-def release(parameter: Parameter, owner: Owner) -> None:
+def dematerialise(parameter: Parameter, owner: Owner) -> None:
     """Let its memory go; whoever still has a view of it keeps that."""
     layout = torch.empty_strided(parameter.shape, parameter.stride(), dtype=parameter.dtype, device="meta")
     parameter.data = torch.full((), torch.nan, dtype=parameter.dtype, device=parameter.device).expand(parameter.shape)
@@ -92,10 +93,10 @@ def release(parameter: Parameter, owner: Owner) -> None:
     _layouts[id(parameter)] = layout
     if id(parameter) not in _alive:
         _alive[id(parameter)] = weakref.ref(parameter, partial(_forget, id(parameter)))
-    parameter.__class__ = ReleasedParameter
+    parameter.__class__ = UnmaterialisedParameter
 
 
-def give_back(parameter: Parameter, weights: Tensor) -> None:
+def materialise(parameter: Parameter, weights: Tensor) -> None:
     """Make it an ordinary parameter with these weights."""
     parameter.__class__ = _classes.pop(id(parameter), type(parameter))
     _owners.pop(id(parameter), None)
@@ -103,8 +104,8 @@ def give_back(parameter: Parameter, weights: Tensor) -> None:
     parameter.data = weights
 
 
-def is_released(parameter: Tensor) -> bool:
-    return type(parameter) is ReleasedParameter
+def is_unmaterialised(parameter: Tensor) -> bool:
+    return type(parameter) is UnmaterialisedParameter
 
 
 def _forget(key: int, _: Any) -> None:
@@ -124,9 +125,9 @@ def _writes(func: Callable[..., Any], parameter: Tensor, args: tuple[Any, ...], 
     return (in_place and bool(args) and args[0] is parameter) or kwargs.get("out") is parameter
 
 
-def _released(values: Any) -> Iterator[Parameter]:
+def _unmaterialised(values: Any) -> Iterator[Parameter]:
     for value in values:
         if isinstance(value, list | tuple):
-            yield from _released(value)
-        elif isinstance(value, ReleasedParameter):
+            yield from _unmaterialised(value)
+        elif isinstance(value, UnmaterialisedParameter):
             yield value

@@ -20,10 +20,10 @@ from torch.optim import Optimizer
 from paceline.collectives.canonical_sum import SumPlan
 from paceline.collectives.shipments import Scatter, shipment_of_roots
 from paceline.collectives.work import Handle
-from paceline.strategies.host_weights import Weights
-from paceline.strategies.own_pieces import OwnPieces
 from paceline.strategies.registry import Job, Registered, register
-from paceline.strategies.sharded_strategy import ShardedParts, ShardedStrategy
+from paceline.strategies.zero.sharded import ShardedMaker, ShardedParts, ShardedStrategy
+from paceline.strategies.zero.sharded_optimizer import LocalPieces
+from paceline.strategies.zero.weights import Weights
 
 
 @dataclass(frozen=True)
@@ -44,14 +44,14 @@ class Zero1(ShardedStrategy):
         self._set: int | None = None
         self._departed: list[_Departed] = []
 
-    def _settle_in(self, pieces: OwnPieces) -> None:
+    def _prepare_sums(self, pieces: LocalPieces) -> None:
         """Roots are made where they travel best."""
         exchange = self._parts.exchange
         self._set = exchange.new_set(old=self._set)
         for number, sums in enumerate(self._buckets.sums):
-            home = exchange.home(self._set, number, sums.bucket.elements, sums.bucket.dtype)
-            if home is not None:
-                sums.live_in(home)
+            slot = exchange.home(self._set, number, sums.bucket.elements, sums.bucket.dtype)
+            if slot is not None:
+                sums.use_slot(slot)
 
     @property
     def roots_held(self) -> list[Tensor]:
@@ -105,25 +105,15 @@ class Zero1Config:
     weights: Weights | None = None
 
 
-class Zero1Maker:
-    def __init__(self, config: Zero1Config, job: Job) -> None:
-        self._parts = ShardedParts(job, "zero1", config.weights)
-
-    def make(self, named: Sequence[tuple[str, Parameter]], optimizers: Sequence[Optimizer]) -> Zero1:
-        return Zero1(named, optimizers, self._parts)
-
-    def close(self) -> None:
-        self._parts.close()
-
-    def dismantle(self) -> None:
-        self._parts.dismantle()
+def _open(config: Zero1Config, job: Job) -> ShardedMaker:
+    return ShardedMaker(ShardedParts(job, "zero1", config.weights), Zero1)
 
 
 register(
     Registered(
         "zero1",
         Zero1Config,
-        Zero1Maker,
+        _open,
         examples=(Zero1Config(weights="per worker"),),
         takes_low_precision=True,
         takes_offload=True,

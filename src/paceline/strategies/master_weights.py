@@ -1,18 +1,20 @@
-"""Masters: the fp32 weights behind parameters that compute in low precision, kept where the optimizer updates.
+"""Master weights: the fp32 weights behind parameters that compute in low precision, kept where the optimizer updates.
 
-                     forward, backward     update                                      afterwards
-    ddp, star        bf16 parameter        the parameter *is* its master, in fp32      the master is rounded into it
-    zero1, zero2     bf16 parameter        the own pieces of the master, in fp32       own pieces rounded, then gathered
+                     forward, backward     update                                       afterwards
+    ddp, star        bf16 parameter        the parameter *is* its master, in fp32       the master is rounded into it
+    zero1, zero2     bf16 parameter        this worker's pieces of it, in fp32          they are rounded, then gathered
 
 A master rounds to its parameter. Where it does not, the script has written to the parameter (it loaded weights, or
 clamped them) and the parameter is right there: `take_over` settles it element by element. A parameter that is frozen
 loses its master; when it is trained again it starts from what it computed with.
+
+A job in fp32 has these objects too: no parameter has a master then, and nothing is done.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -21,12 +23,13 @@ from torch.optim import Optimizer
 
 from paceline.optim.offload import HOST, Offload
 from paceline.optim.piece_state import like
-from paceline.optim.precision import Lowered, lower
-from paceline.sharding.flat_layout import Piece, part_of
-from paceline.strategies.own_pieces import Keep, OwnPieces, in_logical_order, piece_of
+from paceline.optim.precision import lower
+from paceline.sharding.flat_layout import Piece, PieceOf, in_logical_order, part_of, piece_of
 from paceline.strategies.registry import Job
+from paceline.strategies.strategy import WriteWatch
+from paceline.torch_compat import foreach_copy_
 
-MASTER = "master"  # among what is kept for a piece, when pieces are dealt anew
+MASTER = "master"  # among what is kept for a piece, when pieces go to other owners
 
 
 def take_over(master: Tensor, parameter: Tensor) -> None:
@@ -35,15 +38,16 @@ def take_over(master: Tensor, parameter: Tensor) -> None:
     master.copy_(torch.where(master.to(low.dtype) == low, master, low.to(master.dtype)))
 
 
-class _Masters:
+class _Masters(WriteWatch):
     """Which parameters have masters, and when they were last right."""
 
-    def __init__(self, lowered: Lowered | None, optimizers: Sequence[Optimizer], home: torch.device | None) -> None:
-        self._lowered = lowered
-        self._originals = {} if lowered is None else lowered.originals
-        self._low = {} if lowered is None else {id(parameter): parameter for parameter in lowered.low}
-        self._versions: dict[int, int] = {}  # of parameters, by id, when they were last rounded
-        self._hooks = [hook for optimizer in optimizers for hook in _load_as_masters(optimizer, self, home)]
+    def __init__(self, job: Job, home: torch.device | None = None) -> None:
+        super().__init__()
+        self._lowered = lowered = lower(job.models, job.precision)
+        self._originals = lowered.originals if lowered else {}
+        self._low = {id(parameter): parameter for parameter in lowered.low} if lowered else {}
+        some = lowered is not None or home is not None
+        self._hooks = [h for o in job.optimizers for h in _load_in_full_precision(o, self, home)] if some else []
 
     def has(self, parameter: Tensor) -> bool:
         return id(parameter) in self._low
@@ -52,13 +56,6 @@ class _Masters:
         """A master is more precise than its parameter if that was lowered for it, and not just elsewhere."""
         return torch.float32 if id(parameter) in self._low else parameter.dtype
 
-    def take_as_right(self, parameters: Iterable[Parameter]) -> None:
-        for parameter in parameters:
-            self._versions[id(parameter)] = parameter._version
-
-    def was_written(self, parameter: Parameter) -> bool:
-        return self._versions.get(id(parameter)) != parameter._version
-
     def close(self) -> None:
         for hook in self._hooks:
             hook.remove()
@@ -66,44 +63,39 @@ class _Masters:
             self._lowered.close()
 
 
-class WholeMasters(_Masters):
+class FullMasters(_Masters):
     """Every worker has all of them."""
 
-    def __init__(self, lowered: Lowered, optimizers: Sequence[Optimizer]) -> None:
-        super().__init__(lowered, optimizers, home=None)
+    def __init__(self, job: Job) -> None:
+        super().__init__(job)
         self._masters = self._originals
         self._rounded: dict[int, Tensor] = {}  # by id: what the parameter holds when it is not its master
-
-    @classmethod
-    def of(cls, job: Job) -> WholeMasters | None:
-        lowered = lower(job.models, job.precision)
-        return None if lowered is None else cls(lowered, job.optimizers)
 
     def drop_frozen(self) -> None:
         for parameter in self._low.values():
             if not parameter.requires_grad:
                 self._masters.pop(id(parameter), None)
 
-    def of_parameter(self, parameter: Parameter) -> Tensor:
+    def full(self, parameter: Parameter) -> Tensor:
         """The newest values, in fp32."""
         if id(parameter) not in self._masters:
             self._masters[id(parameter)] = parameter.detach().float()
         master = self._masters[id(parameter)]
         if id(parameter) not in self._rounded and self.was_written(parameter):
             take_over(master, parameter)
-            self.take_as_right([parameter])
+            self.mark_clean([parameter])
         return master
 
-    def put(self, parameter: Parameter, whole: Tensor) -> None:
+    def load_full(self, parameter: Parameter, whole: Tensor) -> None:
         with torch.no_grad():
-            self.of_parameter(parameter).copy_(whole)
+            self.full(parameter).copy_(whole)
             parameter.copy_(whole)
-        self.take_as_right([parameter])
+        self.mark_clean([parameter])
 
     def step_in(self, parameters: Iterable[Parameter]) -> None:
         """Let the parameters be their masters, until they are `rounded`: gradients and updates are in fp32."""
         for parameter in filter(self.has, parameters):
-            master = self.of_parameter(parameter)
+            master = self.full(parameter)
             if id(parameter) not in self._rounded:
                 self._rounded[id(parameter)] = parameter.data
                 parameter.data = master
@@ -117,13 +109,13 @@ class WholeMasters(_Masters):
                 low.copy_(parameter.data)
                 parameter.grad = None
                 parameter.data = low
-                self.take_as_right([parameter])
+                self.mark_clean([parameter])
 
-    def dismantle(self) -> None:
+    def teardown(self) -> None:
         """Let the parameters be their masters for good. What was frozen has none, and stays as it is."""
         for parameter in self._low.values():
             if parameter.requires_grad or id(parameter) in self._masters:
-                master = parameter.data if id(parameter) in self._rounded else self.of_parameter(parameter)
+                master = parameter.data if id(parameter) in self._rounded else self.full(parameter)
                 parameter.grad = None
                 parameter.data = master
         self._rounded.clear()
@@ -131,27 +123,29 @@ class WholeMasters(_Masters):
         self.close()
 
 
-class PieceMasters(_Masters):
-    """This worker has those of its own pieces; before pieces are dealt for the first time, all that there were.
+class Pieces(Protocol):
+    """This worker's pieces of some parameters, and where their values are."""
+
+    parameters: list[Parameter]
+    tensors: dict[Piece, Tensor]
+
+
+class MasterShards(_Masters):
+    """This worker has those of its own pieces; before pieces are assigned for the first time, all that there were.
 
     With `offload` they are on the host, also those of parameters in fp32.
     """
 
-    def __init__(self, lowered: Lowered | None, optimizers: Sequence[Optimizer], offload: Offload | None) -> None:
-        super().__init__(lowered, optimizers, home=None if offload is None else HOST)
+    def __init__(self, job: Job, offload: Offload | None = None) -> None:
+        super().__init__(job, home=None if offload is None else HOST)
         self._offload = offload
-        self.rounded: Keep = piece_of  # where a master's piece lies rounded: in the model, or wherever its weights are
-
-    @classmethod
-    def of(cls, job: Job, offload: Offload | None = None) -> PieceMasters | None:
-        lowered = lower(job.models, job.precision)
-        return None if lowered is None and offload is None else cls(lowered, job.optimizers, offload)
+        self.rounded: PieceOf = piece_of  # where a piece lies rounded: in the model, or wherever its weights are
 
     def has(self, parameter: Tensor) -> bool:
         return self._offload is not None or super().has(parameter)
 
-    def keep(self, parameter: Parameter, piece: Piece) -> Tensor:
-        """Where the values of a piece are kept; those of a master that has been dealt before come with its state."""
+    def of_piece(self, parameter: Parameter, piece: Piece) -> Tensor:
+        """Where the values of a piece are kept; those of a master that had an owner before come with its state."""
         if not self.has(parameter):
             return piece_of(parameter, piece)
         original, rounded = self._originals.get(id(parameter)), self.rounded(parameter, piece)
@@ -164,39 +158,42 @@ class PieceMasters(_Masters):
             return self._offload.room(master, master.dtype).copy_(master)
         return master if piece.elements == parameter.numel() else master.clone()
 
-    def before_dealing(self, parameter: Parameter) -> Tensor:
-        """What a master is as long as nobody has been dealt it."""
+    def before_assignment(self, parameter: Parameter) -> Tensor:
+        """What a master is as long as its pieces have no owners."""
         original = self._originals.get(id(parameter))
         if original is None:
             return parameter.detach().to(self.dtype_of(parameter))
         take_over(original, parameter)
         return original
 
-    def put_before_dealing(self, parameter: Parameter, whole: Tensor) -> None:
+    def load_before_assignment(self, parameter: Parameter, whole: Tensor) -> None:
         """In memory as the parameter lies, which is how an update walks it."""
         layout = parameter.shape, parameter.stride()
         kept = torch.empty_strided(*layout, dtype=self.dtype_of(parameter), device=parameter.device)
         self._originals[id(parameter)] = kept.copy_(whole.detach())
 
-    def dealt(self, parameters: Iterable[Parameter]) -> None:
+    def assigned(self, parameters: Iterable[Parameter]) -> None:
         """Their owners have them."""
-        for parameter in parameters:
-            self._originals.pop(id(parameter), None)
+        if self._originals:
+            for parameter in parameters:
+                self._originals.pop(id(parameter), None)
 
-    def take(self, pieces: OwnPieces, piece: Piece, whole: Tensor) -> None:
+    def load_piece(self, pieces: Pieces, piece: Piece, whole: Tensor) -> None:
         """The piece's part of a whole master."""
         parameter, tensor = pieces.parameters[piece.parameter], pieces.tensors[piece]
         tensor.copy_(part_of(whole, piece) if in_logical_order(parameter) else whole)
 
-    def look(self, pieces: OwnPieces) -> None:
+    def take_over_writes(self, pieces: Pieces) -> None:
         """Before a step: take over what the script wrote to parameters since the last one."""
+        if not self._low and self._offload is None:
+            return
         written = {number for number, p in enumerate(pieces.parameters) if self.has(p) and self.was_written(p)}
         for piece, tensor in pieces.tensors.items():
             if piece.parameter in written:
                 take_over(tensor, self.rounded(pieces.parameters[piece.parameter], piece))
-        self.take_as_right(pieces.parameters[number] for number in written)
+        self.mark_clean(pieces.parameters[number] for number in written)
 
-    def round(self, pieces: OwnPieces, of: Iterable[Piece]) -> None:
+    def round(self, pieces: Pieces, of: Iterable[Piece]) -> None:
         """Write own pieces into the model, or wherever its weights are."""
         changed = [piece for piece in of if self.has(pieces.parameters[piece.parameter])]
         if not changed:
@@ -204,11 +201,11 @@ class PieceMasters(_Masters):
         parts = [self.rounded(pieces.parameters[piece.parameter], piece) for piece in changed]
         masters = [pieces.tensors[piece] for piece in changed]
         if self._offload is None:
-            torch._foreach_copy_(parts, masters)
+            foreach_copy_(parts, masters)
         else:
             self._offload.give(parts, masters)
 
-    def dismantle(self) -> None:
+    def teardown(self) -> None:
         """Give parameters that were lowered memory in full precision, for values that are still to come."""
         for parameter in self._low.values():
             if parameter.requires_grad or id(parameter) in self._originals:
@@ -223,7 +220,7 @@ class PieceMasters(_Masters):
 # -- states of optimizers ----------------------------------------------------------------------------------------------
 
 
-def _load_as_masters(optimizer: Optimizer, masters: _Masters, home: torch.device | None) -> list[Any]:
+def _load_in_full_precision(optimizer: Optimizer, masters: _Masters, home: torch.device | None) -> list[Any]:
     """torch would cast a state that it loads to its parameter's precision and device; a master's is elsewhere.
 
     So the states of masters are taken out before and put in afterwards; `home` is where masters are kept.
@@ -245,14 +242,14 @@ def _load_as_masters(optimizer: Optimizer, masters: _Masters, home: torch.device
         given.clear()
         for number, (parameter, group) in masters_of(state).items():
             if number in state["state"]:
-                place = home or parameter.device, masters.dtype_of(parameter)
-                kept = {k: placed(k, v, group, *place) for k, v in state["state"][number].items()}
+                where = home or parameter.device, masters.dtype_of(parameter)
+                kept = {k: placed(k, v, group, *where) for k, v in state["state"][number].items()}
                 optimizer.state[parameter] = kept
 
     return [optimizer.register_load_state_dict_pre_hook(before), optimizer.register_load_state_dict_post_hook(after)]
 
 
-def placed(name: str, value: Any, group: dict[str, Any], device: torch.device, dtype: torch.dtype) -> Any:
+def placed(name: str, value: Any, group: Mapping[str, Any], device: torch.device, dtype: torch.dtype) -> Any:
     """As torch places it: a count of steps goes to the device for those who look at it there."""
     if not isinstance(value, Tensor):
         return value

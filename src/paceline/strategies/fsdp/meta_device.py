@@ -22,9 +22,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from paceline.errors import ConfigError
+from paceline.torch_compat import apply_to_tensors, memory_id, memory_written_by, own_buffers, own_parameters
 from paceline.world.determinism import drawing_from, mix, seed_everything
 
 RESETS = ("reset_parameters", "_reset_parameters")
@@ -38,7 +38,7 @@ def moved(model: nn.Module, device: torch.device) -> nn.Module:
     """The model with all that has values on `device`."""
     if not is_on_meta(model):
         return model.to(device)
-    model._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))  # type: ignore[no-untyped-call]
+    apply_to_tensors(model, lambda tensor: tensor if tensor.is_meta else tensor.to(device))
     return model
 
 
@@ -134,20 +134,6 @@ def _empty(module: nn.Module) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in _own_tensors(module) if tensor.is_meta}
 
 
-class _Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Watches which memory is written to."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.to: set[int] = set()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        for argument, value in zip(func._schema.arguments, args, strict=False):
-            if argument.alias_info is not None and argument.alias_info.is_write and isinstance(value, Tensor):
-                self.to.add(value.untyped_storage()._cdata)
-        return func(*args, **(kwargs or {}))
-
-
 def _reset_below(module: nn.Module) -> list[nn.Module]:
     """The modules below to whose weights its reset writes, found by a run that writes nowhere."""
     inside, reset = list(module.modules()), _reset_of(module)
@@ -155,18 +141,18 @@ def _reset_below(module: nn.Module) -> list[nn.Module]:
     all_on_meta = all(tensor.is_meta for _, tensor in (*tensors, *((module, t) for _, t in _own_tensors(module))))
     if reset is None or not tensors or not _empty(module) or not all_on_meta:
         return []
-    kept = [(below, dict(below._parameters), dict(below._buffers)) for below in inside]
-    with drawing_from(0), torch.no_grad(), _Writes() as writes:
+    kept = [(below, dict(own_parameters(below)), dict(own_buffers(below))) for below in inside]
+    with drawing_from(0), torch.no_grad():
         try:
-            reset()
+            writes = memory_written_by(reset)
         except Exception:  # a reset that looks at values; with memory it will tell what is wrong, if something is
             return []
         finally:
             for below, parameters, buffers in kept:
-                below._parameters.update(parameters)
-                below._buffers.update(buffers)
-    own = {tensor.untyped_storage()._cdata for _, tensor in _own_tensors(module)}
-    written = {id(b): b for b, tensor in tensors if tensor.untyped_storage()._cdata in writes.to - own}
+                own_parameters(below).update(parameters)
+                own_buffers(below).update(buffers)
+    own = {memory_id(tensor) for _, tensor in _own_tensors(module)}
+    written = {id(b): b for b, tensor in tensors if memory_id(tensor) in writes - own}
     return list(written.values())
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from paceline.collectives.canonical_sum import sum_plan
 from paceline.errors import LoopError
 from paceline.sharding.bucket import plan_buckets
-from paceline.strategies.gradient_buckets import GradientBuckets
+from paceline.strategies.buckets import GradientBuckets
 from paceline.strategies.strategy import ItemPlace
 
 LANES = 3
@@ -59,7 +59,7 @@ class Departures:
 
 @pytest.fixture
 def by_lane() -> Departures:
-    found = Departures(by_lane=True, learns=False)
+    found = Departures(by_lane=True, rebuilds=False)
     assert len(found.buckets.sums) > 2
     return found
 
@@ -84,7 +84,7 @@ def test_by_lane_buckets_leave_while_the_lanes_backward_runs(by_lane: Departures
 
 
 def test_roots_leave_once_a_step_in_the_last_items_backward() -> None:
-    roots = Departures(learns=False)
+    roots = Departures(rebuilds=False)
     roots.start()
     for lane in range(LANES - 1):
         roots.run(roots.place(lane))
@@ -165,9 +165,9 @@ def test_the_order_is_learned_once_and_cuts_the_buckets_after_the_step() -> None
     learning.start()
     for lane in range(LANES):
         learning.run(learning.place(lane))
-    learning.buckets.learn(learning.buckets.used, comm=None)
-    assert learning.buckets.cut_anew()
-    assert not learning.buckets.cut_anew()
+    learning.buckets.plan_rebuild(learning.buckets.used, comm=None)
+    assert learning.buckets.rebuild()
+    assert not learning.buckets.rebuild()
     members = [member.parameter for sums in learning.buckets.sums for member in sums.bucket.members]
     assert sorted(members) == list(range(len(learning.buckets.parameters)))
     assert set(members[:2]) == {4, 5}, "the last layer's gradients are ready first"

@@ -1,49 +1,51 @@
-"""Weights in shards: whole while a unit is used, elsewhere otherwise.
+"""Weights in shards: whole while a unit is used, elsewhere otherwise. fsdp, zero3 off one host and hybrid all use this.
 
     forward    unit 0 ─ unit 1 ─ unit 2        before a module runs its unit is gathered, afterwards released
     backward   unit 2 ─ unit 1 ─ unit 0        gathered again when autograd wants a saved weight, released when the
                                                unit's gradients are there
     ahead      the next unit of the item before is asked for while this one is used
 
-Autograd keeps no gathered weight (`saved_weights.py`). So a release is nothing but letting go: what anybody still uses
+Autograd keeps no gathered weight (`SavedWeights`). So a release is nothing but letting go: what anything still uses
 stays alive, and nothing is ever read that was freed. Weights that are used in other ways than by their module are
-fetched by `ReleasedParameter`. With shards on the host a device has the units in use and nothing else.
+gathered by `UnmaterialisedParameter`. With shards on the host a device has the units in use and nothing else.
+
+What is below: `ShardedWeights`, all weights of a job; `GatheredUnit`, one unit while it is here; `UnitOrder`, what is
+gathered ahead; `LocalRanges`, what this worker owns; `SavedWeights`, what autograd keeps.
 """
 
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import Parameter
-from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.hooks import RemovableHandle
 
 from paceline.collectives.work import Work
-from paceline.errors import GenerationEnded, LoopError
+from paceline.errors import ConfigError, GenerationEnded, LoopError
 from paceline.optim.offload import HOST, Lift
-from paceline.sharding.shards import BucketShards, cut_buckets
+from paceline.sharding.bucket import BucketShards, OwnedPiece, cut_buckets
+from paceline.sharding.flat_layout import Piece, in_logical_order, part_of, piece_of
+from paceline.sharding.local_shard import LocalShard
 from paceline.sharding.unit import Classes, Unit, cut_units, unit_buckets
-from paceline.strategies.compiled_model import refuse_compiled
-from paceline.strategies.gathered_unit import GatheredUnit
-from paceline.strategies.gradient_buckets import gradient_specs
-from paceline.strategies.meta_weights import fill, fill_modules, module_names
-from paceline.strategies.own_pieces import in_logical_order
-from paceline.strategies.own_shards import OwnShards
+from paceline.strategies.buckets import BufferPool, gradient_specs
+from paceline.strategies.fsdp.meta_device import fill, fill_modules, module_names
+from paceline.strategies.fsdp.shard_pulls import NobodyToAsk, ShardPulls
+from paceline.strategies.fsdp.unmaterialised import dematerialise, engine_is_closed, is_unmaterialised, materialise
 from paceline.strategies.registry import Job
-from paceline.strategies.released_parameter import engine_is_closed, give_back, is_released, release
-from paceline.strategies.shard_pulls import NobodyToAsk, ShardPulls
-from paceline.strategies.spare_flats import SpareFlats
-from paceline.strategies.unit_order import UnitOrder
+from paceline.strategies.strategy import WriteWatch
+from paceline.torch_compat import eval_frame_callback, without_modes
 
 _KEPT_BESIDE = 1  # units used before the current one that stay, unless their module has ended
 
 
-class UnitWeights:
+class ShardedWeights:
     """All weights that a job's optimizers hold, cut into units and shards once."""
 
     def __init__(
@@ -55,7 +57,7 @@ class UnitWeights:
         *,
         on_host: bool = False,
     ) -> None:
-        """The parameters are released: from here on a job's `number`-th of these has their weights, or the host."""
+        """The parameters are dematerialised: their weights are here now, in the `number`-th of these that a job has."""
         self._rank, workers = (0, 1) if job.comm is None else (job.comm.rank, job.comm.size)
         self.parameters, self._device, self.on_host = parameters, job.device, on_host
         self._index = {id(parameter): number for number, parameter in enumerate(parameters)}
@@ -69,7 +71,7 @@ class UnitWeights:
         found = {shards.bucket: shards for shards in self._cut}
         self._buckets = [[found[bucket] for bucket in of_unit] for of_unit in buckets]
         self._strides = [parameter.stride() for parameter in parameters]
-        self.mine = OwnShards(parameters, self._rank, self._room)
+        self.mine = LocalRanges(parameters, self._rank, self._memory)
         self._shards: list[list[Tensor]] = []
         self._gathered: dict[int, GatheredUnit] = {}
         self._held = [0] * len(self._units)  # modules that run with it
@@ -79,14 +81,15 @@ class UnitWeights:
         self._hooks: list[RemovableHandle] = []
         self._wanted = [0] * len(self._units)  # gradients in a backward
         self._there = [0] * len(self._units)
-        self._spare, self._lift = SpareFlats(), Lift(job.device)
+        self._pool, self._lift = BufferPool(viewed=True), Lift(job.device)
+        self._watch = WriteWatch()
         self._closed = self._in_step = False
         self._cut_up(job)
         self._pulls: NobodyToAsk | ShardPulls = NobodyToAsk()
         try:
             self._pulls = self._pulls if job.comm is None else ShardPulls(job, self._parts, number)
         except BaseException:
-            self.dismantle()
+            self.teardown()
             raise
         self._install(job.models)
 
@@ -116,11 +119,11 @@ class UnitWeights:
                 if parameter.device != job.device:  # its weights were cut on the host, and it is used on the device
                     layout = parameter.shape, parameter.stride()
                     parameter.data = torch.empty_strided(*layout, dtype=parameter.dtype, device=job.device)
-            self._let_go(number)
+            self._release(number)
         for model in job.models:
             fill(model, names, seed=job.seed, device=job.device)
 
-    def _room(self, elements: int, dtype: torch.dtype) -> Tensor:
+    def _memory(self, elements: int, dtype: torch.dtype) -> Tensor:
         if self.on_host:
             return self._lift.room(elements, dtype)
         return torch.empty(elements, dtype=dtype, device=self._device)
@@ -128,31 +131,32 @@ class UnitWeights:
     def _parts(self, unit: int) -> list[Tensor]:
         return [part.cpu() for part in self._shards[unit] if part.numel()]
 
-    def let_all_go(self) -> None:
+    def release_all(self) -> None:
         for unit in list(self._gathered):
-            self._let_go(unit)
+            self._release(unit)
 
-    def make_way(self) -> None:
-        """Let all go, and wait until nothing reads the own pieces any more."""
-        self.let_all_go()
-        self._lift.finish()
+    def drain(self) -> None:
+        """Release all, and wait until nothing reads the own pieces any more."""
+        self.release_all()
+        if self.on_host:
+            self._lift.finish()
 
     def updated(self) -> None:
-        """The own pieces have been changed, on every worker, since all was let go."""
+        """The own pieces have been changed, on every worker, since all was released."""
         if self._device.type == "cuda" and self._pulls.peers and not self.on_host:
             torch.cuda.current_stream(self._device).synchronize()  # who answers others looks from another thread
         self._in_step = False
         self._pulls.changed()
 
-    def put(self, parameter: Parameter, whole: Tensor) -> None:
+    def load_full(self, parameter: Parameter, whole: Tensor) -> None:
         """All workers have these weights for the parameter."""
-        self._let_go(self._unit_of[self._index[id(parameter)]])
-        self._pulls.meet()  # until now somebody may look at weights, and gets the old ones
+        self._release(self._unit_of[self._index[id(parameter)]])
+        self._pulls.meet()  # until now a worker may look at weights, and gets the old ones
         self._lift.finish()
-        self.mine.put(parameter, whole)
+        self.mine.load_full(parameter, whole)
         self.updated()
 
-    # -- gathering and letting go ------------------------------------------------------------------------------------
+    # -- gathering and releasing --------------------------------------------------------------------------------------
 
     def fetch(self, parameter: Parameter) -> None:
         if self._closed:
@@ -170,7 +174,7 @@ class UnitWeights:
             self._order.after(unit, in_backward=in_backward, records=records)
             return
         # Checkpointing would take our copies for the model's, and what an inference makes could not be trained with.
-        with torch.inference_mode(False), torch.no_grad(), _disable_current_modes():
+        with torch.inference_mode(False), torch.no_grad(), without_modes():
             self._bring(unit, in_backward, records)
 
     def _bring(self, unit: int, in_backward: bool, records: bool) -> None:
@@ -179,21 +183,21 @@ class UnitWeights:
         if following is not None:
             self._start(following)
         gathered = self._gathered[unit]
-        if gathered.versions is None:
+        if not gathered.is_here:
             self._arrive(unit, gathered)
         self._recent = [*(other for other in self._recent if other != unit), unit]
         while len(self._recent) > 1 + _KEPT_BESIDE:
             old = self._recent.pop(0)
             if not self._held[old] and old != following:
-                self._let_go(old)
+                self._release(old)
 
     def _start(self, unit: int) -> None:
         if unit in self._gathered:
             return
-        flats, rooms = [], {peer: list[Tensor]() for peer in self._pulls.peers}
+        flats, arriving = [], {peer: list[Tensor]() for peer in self._pulls.peers}
         copies, lifts = list[tuple[Tensor, Tensor]](), list[tuple[Tensor, Tensor]]()
         for shards, own in zip(self._buckets[unit], self._shards[unit], strict=True):
-            flat = self._spare.take(shards.bucket.elements, own.dtype, self._device)
+            flat = self._pool.take(shards.bucket.elements, own.dtype, self._device)
             for worker, (start, stop) in enumerate(shards.ranges):
                 part = flat[start:stop]
                 if worker == self._rank:
@@ -202,13 +206,13 @@ class UnitWeights:
                     else:
                         part.copy_(own)
                 elif start < stop:
-                    room = part if part.device.type == "cpu" else self._lift.room(stop - start, part.dtype)
-                    copies += [] if room is part else [(room, part)]
-                    rooms[worker].append(room)
+                    host = part if part.device.type == "cpu" else self._lift.room(stop - start, part.dtype)
+                    copies += [] if host is part else [(host, part)]
+                    arriving[worker].append(host)
             flats.append(flat)
         works, is_over = list[Work](), False
         try:
-            works = self._pulls.start(unit, {peer: parts for peer, parts in rooms.items() if parts})
+            works = self._pulls.start(unit, {peer: parts for peer, parts in arriving.items() if parts})
         except GenerationEnded:
             is_over = True
         lifted = self._lift.start(lifts) if lifts else None
@@ -222,32 +226,34 @@ class UnitWeights:
                 self._by_memory[flat.untyped_storage().data_ptr()] = unit, place, flat.dtype
             for member in shards.bucket.members:
                 weights = flat.as_strided(member.shape, self._strides[member.parameter], member.offset)
-                give_back(self.parameters[member.parameter], weights)
-        gathered.versions = [self.parameters[number]._version for number in self._units[unit].parameters]
+                materialise(self.parameters[member.parameter], weights)
+        gathered.is_here = True
+        self._watch.mark_clean(self._of_unit(unit))
 
-    def _let_go(self, unit: int) -> None:
-        """Forget what was gathered; whoever still uses a part of it keeps that alive."""
+    def _of_unit(self, unit: int) -> list[Parameter]:
+        return [self.parameters[number] for number in self._units[unit].parameters]
+
+    def _release(self, unit: int) -> None:
+        """Forget what was gathered; what still uses a part of it keeps that alive."""
         gathered = self._gathered.pop(unit, None)
-        numbers = self._units[unit].parameters
         if gathered is not None:
-            if gathered.versions is None:  # it was asked for and is not wanted: its messages must end all the same
+            if not gathered.is_here:  # it was asked for and is not wanted: its messages must end all the same
                 gathered.end(self._lift)
                 return
             for flat in gathered.flats:
                 self._by_memory.pop(flat.untyped_storage().data_ptr(), None)
-                self._spare.give_back(flat)
+                self._pool.give_back(flat)
             if not gathered.is_lost:
                 self._check_unwritten(unit, gathered)
         self._recent = [other for other in self._recent if other != unit]
-        for number in numbers:
-            if not is_released(self.parameters[number]):
-                release(self.parameters[number], self)
+        for parameter in self._of_unit(unit):
+            if not is_unmaterialised(parameter):
+                dematerialise(parameter, self)
 
     def _check_unwritten(self, unit: int, gathered: GatheredUnit) -> None:
         """Every element has an owner, so what all workers wrote at least one of them finds."""
-        versions = [self.parameters[number]._version for number in self._units[unit].parameters]
         buckets = zip(self._buckets[unit], gathered.flats, self._shards[unit], strict=True)
-        if versions != gathered.versions or any(
+        if any(map(self._watch.was_written, self._of_unit(unit))) or any(
             gathered.was_written(self.parameters, shards, self._rank, flat, own) for shards, flat, own in buckets
         ):
             raise LoopError(
@@ -257,10 +263,10 @@ class UnitWeights:
             )
 
     def check(self, parameter: Parameter) -> None:
-        """Raise if somebody wrote to what is here of the parameter's unit."""
+        """Raise if the script wrote to what is here of the parameter's unit."""
         gathered = self._gathered.get(unit := self._unit_of[self._index[id(parameter)]])
-        if gathered is not None and gathered.versions is not None and gathered.by_hand:
-            self._let_go(unit)
+        if gathered is not None and gathered.is_here and gathered.by_hand:
+            self._release(unit)
 
     def check_here(self, parameter: Parameter) -> None:
         """Raise if the parameter has something else than its weights, since its unit is lost."""
@@ -311,19 +317,19 @@ class UnitWeights:
         return gather
 
     def _behind(self, mine: nn.Module, used: Sequence[int]) -> Callable[..., None]:
-        def let_go(module: nn.Module, *_: Any) -> None:
+        def release(module: nn.Module, *_: Any) -> None:
             for unit in used if module is mine else ():
                 self._held[unit] = max(0, self._held[unit] - 1)
                 if not self._held[unit] and self._order.following != unit and unit in self._gathered:
-                    self._let_go(unit)
+                    self._release(unit)
 
-        return let_go
+        return release
 
     def _grown(self, unit: int) -> Callable[[Tensor], None]:
         def gradient_is_there(_: Tensor) -> None:
             self._there[unit] += 1
             if self._there[unit] == self._wanted[unit] and not self._held[unit]:
-                self._let_go(unit)
+                self._release(unit)
 
         return gradient_is_there
 
@@ -331,7 +337,7 @@ class UnitWeights:
         """Its backward is done, or will not come."""
         self._there = [0] * len(self._units)
         self._held = [0] * len(self._units)
-        self.let_all_go()
+        self.release_all()
         self._order.item_ended()
 
     # -- what autograd saves -------------------------------------------------------------------------------------------
@@ -353,21 +359,21 @@ class UnitWeights:
     def _after_load(self, module: nn.Module, _: Any) -> None:
         if not self._units_of(module):
             return
-        self._pulls.meet()  # until now somebody may look at weights, and gets the old ones
+        self._pulls.meet()  # until now a worker may look at weights, and gets the old ones
         self._lift.finish()
         for unit in self._units_of(module):
             self._held[unit] -= 1
             gathered = self._gathered[unit]
             for shards, flat, own in zip(self._buckets[unit], gathered.flats, self._shards[unit], strict=True):
                 own.copy_(flat[slice(*shards.ranges[self._rank])])
-            gathered.versions = [self.parameters[number]._version for number in self._units[unit].parameters]
-        self.let_all_go()
+            self._watch.mark_clean(self._of_unit(unit))
+        self.release_all()
         self.updated()
 
     def _units_of(self, module: nn.Module) -> list[int]:
         return sorted({self._unit_of[self._index[id(p)]] for p in module.parameters() if id(p) in self._index})
 
-    def __deepcopy__(self, memo: Any) -> UnitWeights:
+    def __deepcopy__(self, memo: Any) -> ShardedWeights:
         """A copy of a model has our hooks; there is one of us all the same."""
         return self
 
@@ -382,7 +388,7 @@ class UnitWeights:
             hook.remove()
         self._pulls.close()
 
-    def dismantle(self) -> None:
+    def teardown(self) -> None:
         """The group is over: parameters get memory of their own where they were found, for values still to come."""
         self._closed = True
         for hook in self._hooks:
@@ -392,8 +398,258 @@ class UnitWeights:
         device = HOST if self.on_host else self._device
         for parameter, stride in zip(self.parameters, self._strides, strict=True):
             parameter.grad = None
-            give_back(parameter, torch.empty_strided(parameter.shape, stride, dtype=parameter.dtype, device=device))
+            materialise(parameter, torch.empty_strided(parameter.shape, stride, dtype=parameter.dtype, device=device))
         self._gathered.clear()
         self._by_memory.clear()
-        self._shards, self._spare, self._pulls = [], SpareFlats(), NobodyToAsk()
+        self._shards, self._pool, self._pulls = [], BufferPool(viewed=True), NobodyToAsk()
         self.mine.forget()
+
+
+@dataclass
+class GatheredUnit:
+    """Whole buckets of weights that are on their way here, or here.
+
+        asked for ──► messages end ──► its parameters have their weights ──► released
+                           │
+                           └─ the group is over: it is *lost*, and its parameters are filled with a stand-in value
+
+    No worker waits for a lost unit and no error comes of it, since it is found out inside the user's forward. What is
+    computed with it is of no use: the engine drops it.
+    """
+
+    flats: list[Tensor]
+    works: Sequence[Work]
+    copies: Sequence[tuple[Tensor, Tensor]]  # on the host, and where its elements go
+    lifted: Any = None  # when what this worker has on the host is there
+    is_here: bool = False  # and its parameters have it
+    by_hand: bool = False  # the script asked for a weight and may also write to it, past the version counters
+    is_lost: bool = False
+
+    def end(self, lift: Lift) -> None:
+        """Wait until nothing writes to it any more."""
+        for work in self.works:
+            try:
+                work.wait()
+            except GenerationEnded:
+                self.is_lost = True
+        self.works = ()
+        if self.lifted is not None:
+            lift.arrive(self.lifted)
+
+    def arrive(self, stands_for_lost: float) -> None:
+        """Its messages have ended: let all of it be in its buckets."""
+        for host, part in self.copies:
+            part.copy_(host, non_blocking=True)
+        self.copies = ()
+        if self.is_lost:
+            for flat in self.flats:
+                flat.fill_(stands_for_lost)
+
+    def raise_if_lost(self, rank: int) -> None:
+        if self.is_lost:
+            raise GenerationEnded(f"worker {rank} looked at weights of others when the workers changed")
+
+    def warn_if_lost(self, rank: int, name: str) -> None:
+        if self.is_lost:
+            warnings.warn(
+                f"worker {rank}: the workers changed while the model was used between two steps; the weights of "
+                f"{name!r} can't be had before the next step, and are nan until then",
+                stacklevel=3,
+            )
+
+    def was_written(
+        self, parameters: Sequence[Parameter], shards: BucketShards, rank: int, flat: Tensor, own: Tensor
+    ) -> bool:
+        """Whether a bucket has other weights than its parameters came with, as far as `rank` can tell by its `own`."""
+        for member in shards.bucket.members:
+            weights = parameters[member.parameter]
+            if weights.numel() and weights.data_ptr() != flat[member.offset :].data_ptr():
+                return True
+        return self.by_hand and not _same_bytes(flat[slice(*shards.ranges[rank])], own)
+
+
+def _same_bytes(a: Tensor, b: Tensor) -> bool:
+    return torch.equal(a.view(torch.uint8), b.to(a.device).view(torch.uint8))
+
+
+Use = tuple[int, bool]  # a unit, and whether backward uses it
+
+
+class UnitOrder:
+    """The order in which an item uses units: that of the item before, found again where it differs."""
+
+    def __init__(self) -> None:
+        self._known: list[Use] = []
+        self._place = 0  # in it: of what comes next
+        self._last: Use | None = None
+        self._seen: list[Use] = []
+
+    @property
+    def following(self) -> int | None:
+        """The unit that is used next, if all goes as it did before."""
+        return self._known[self._place][0] if self._place < len(self._known) else None
+
+    def after(self, unit: int, *, in_backward: bool, records: bool = True) -> int | None:
+        """A unit is being used: what probably follows. An evaluation follows the order too, but is not recorded."""
+        use = unit, in_backward
+        if self._last == use:
+            return self.following
+        self._last = use
+        if records:
+            self._seen.append(use)
+        try:
+            self._place = self._known.index(use, self._place) + 1
+        except ValueError:
+            self._place = self._known.index(use) + 1 if use in self._known else len(self._known)
+        return self.following
+
+    def item_ended(self) -> None:
+        self._known, self._seen, self._last, self._place = self._seen, [], None, 0
+
+
+Memory = Callable[[int, torch.dtype], Tensor]  # of (elements, dtype)
+
+
+class LocalRanges:
+    """This worker's range of every bucket of weights, in one piece of memory each.
+
+    bucket      |── weight 0 ──|─ bias ─|────── weight 1 ──────|        weights as they lie in memory, one after another
+    own range            |──────────────────|                           pieces of three parameters, in one tensor
+    """
+
+    def __init__(self, parameters: Sequence[Parameter], rank: int, memory: Memory) -> None:
+        """`memory` makes some where shards are kept."""
+        self._parameters, self._rank, self._memory = parameters, rank, memory
+        self._index = {id(parameter): number for number, parameter in enumerate(parameters)}
+        self._strides = [parameter.stride() for parameter in parameters]
+        self._bucket_of: dict[int, tuple[BucketShards, Tensor]] = {}
+        self._shards: dict[int, LocalShard] = {}
+
+    def cut(self, shards: BucketShards) -> Tensor:
+        """The own range of a bucket, from parameters that have their weights."""
+        start, stop = shards.ranges[self._rank]
+        part = self._memory(stop - start, self._parameters[shards.bucket.members[0].parameter].dtype).zero_()
+        for member in shards.bucket.members:
+            self._bucket_of[member.parameter] = shards, part
+        for owned in shards.pieces(self._rank):
+            self._place(owned, part).copy_(piece_of(self._parameters[owned.piece.parameter], owned.piece))
+        return part
+
+    def _place(self, owned: OwnedPiece, part: Tensor) -> Tensor:
+        """An own piece where it lies: one-dimensional, or a whole parameter whose memory has another order."""
+        piece, kept = owned.piece, part[owned.offset : owned.offset + owned.piece.elements]
+        parameter = self._parameters[piece.parameter]
+        if parameter.dim() == 0:
+            return kept.view(())
+        if not in_logical_order(parameter):
+            return kept.as_strided(parameter.shape, self._strides[piece.parameter])
+        return kept
+
+    def of_piece(self, parameter: Parameter, piece: Piece) -> Tensor:
+        """Where the values of an own piece are; the piece may be numbered by another order of parameters."""
+        number = self._index[id(parameter)]
+        shards, part = self._bucket_of[number]
+        mine = Piece(number, piece.start, piece.stop)
+        return self._place(next(owned for owned in shards.pieces(self._rank) if owned.piece == mine), part)
+
+    def shard_of(self, parameter: Parameter) -> LocalShard:
+        """All own pieces of a parameter, as they are now and, where their memory is in order, as they will be."""
+        number = self._index[id(parameter)]
+        if number not in self._shards:
+            part = self._bucket_of[number][1]
+            parts = [(owned.piece.start, self._place(owned, part)) for owned in self._owned(parameter)]
+            shard = LocalShard.of(parameter.shape, part.dtype, parts)
+            if not in_logical_order(parameter):
+                return shard
+            self._shards[number] = shard
+        return self._shards[number]
+
+    def pieces_of(self, parameter: Parameter) -> list[Piece]:
+        return [owned.piece for owned in self._owned(parameter)]
+
+    def load_full(self, parameter: Parameter, whole: Tensor) -> None:
+        """Take the own pieces of a parameter's weights."""
+        part = self._bucket_of[self._index[id(parameter)]][1]
+        for owned in self._owned(parameter):
+            mine = self._place(owned, part)
+            mine.copy_(whole if mine.shape == whole.shape else part_of(whole, owned.piece))
+
+    def forget(self) -> None:
+        self._bucket_of.clear()
+        self._shards.clear()
+
+    def _owned(self, parameter: Parameter) -> list[OwnedPiece]:
+        number = self._index[id(parameter)]
+        shards = self._bucket_of[number][0]
+        return [owned for owned in shards.pieces(self._rank) if owned.piece.parameter == number]
+
+
+@dataclass(frozen=True)
+class _Place:
+    of: ShardedWeights
+    unit: int
+    bucket: int
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+
+class SavedWeights:
+    """Autograd keeps the place of a gathered weight, not the weight, and looks it up again in backward.
+
+        forward    torch saves W, a view of a gathered flat ─► Place(unit 3, bucket 0, size, stride, offset)
+        backward   torch wants W ─► unit 3 is gathered again, if it is not here ─► the same view of it
+
+    The hooks hold from `prepare` to `close`, wherever a weight is used: without them autograd would keep the parameter
+    itself, whose memory goes when its unit is released. Hooks pushed on top of these (checkpointing) are given a tensor
+    of the same memory instead of the parameter, and keep that alive. `weights` may grow.
+    """
+
+    def __init__(self, weights: Sequence[ShardedWeights]) -> None:
+        self._weights = weights
+        self._hooks = saved_tensors_hooks(self._pack, self._unpack)
+        self._hooks.__enter__()
+
+    def close(self) -> None:
+        self._hooks.__exit__()
+
+    def _pack(self, saved: Tensor) -> Tensor | _Place:
+        if saved.layout is not torch.strided or not saved.numel():
+            return saved
+        address = saved.untyped_storage().data_ptr()
+        for some in self._weights:
+            found = some.place_of(address)
+            if found is not None:
+                unit, bucket, dtype = found
+                if dtype == saved.dtype:
+                    return _Place(some, unit, bucket, saved.size(), saved.stride(), int(saved.storage_offset()))
+        return saved
+
+    def _unpack(self, packed: Tensor | _Place) -> Tensor:
+        if isinstance(packed, Tensor):
+            return packed
+        flat = packed.of.for_backward(packed.unit, packed.bucket)
+        return flat.as_strided(packed.size, packed.stride, packed.offset)
+
+
+# -- torch.compile does not see the hooks that gather weights ----------------------------------------------------------
+
+_WHY = "strategy='zero3' gathers weights in the modules' hooks, which torch.compile does not see"
+
+
+def check_not_compiled(models: Sequence[nn.Module]) -> None:
+    """Before training."""
+    if any(type(module).__name__ == "OptimizedModule" for model in models for module in model.modules()):
+        raise ConfigError(
+            f"{_WHY}; give engine.prepare() the model as it was before torch.compile, or use strategy='zero2'"
+        )
+
+
+def refuse_compiled(*_: Any) -> None:
+    """Before a module runs.
+
+    A hook that looks here is traced itself. The look is one that torch can't trace, so it runs as it stands, and sees
+    that frames are being rewritten around it.
+    """
+    if eval_frame_callback() is not None:
+        raise LoopError(f"{_WHY}; use the model that engine.prepare() gave back as it is, or use strategy='zero2'")

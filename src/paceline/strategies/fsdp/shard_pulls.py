@@ -25,12 +25,12 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
-from torch._C._distributed_c10d import PrefixStore
 
 from paceline.collectives.communicator import Communicator
 from paceline.collectives.work import Work
 from paceline.errors import GenerationEnded, LoopError, PeerLostError
 from paceline.strategies.registry import Job
+from paceline.torch_compat import PrefixStore
 
 FOREVER_S = 10 * 86400.0
 LEAVES_WITHIN_S = 2.0

@@ -1,4 +1,4 @@
-"""Slices: a tensor of which this worker has some ranges, the others the rest.
+"""Local shards: a tensor of which this worker has some ranges, and the others the rest.
 
     exp_avg (6, 4096)      worker 0: [0, 8192)     worker 1: [8192, 24576)         each element is with one worker only
 
@@ -17,7 +17,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
-class Slices:
+class LocalShard:
     """Shape and dtype of the whole tensor, and this worker's ranges of its elements in logical (row-major) order."""
 
     shape: tuple[int, ...]
@@ -35,27 +35,27 @@ class Slices:
         return prod(self.shape)
 
     @classmethod
-    def of(cls, shape: Iterable[int], dtype: torch.dtype, parts: Iterable[tuple[int, Tensor]]) -> Slices:
+    def of(cls, shape: Iterable[int], dtype: torch.dtype, parts: Iterable[tuple[int, Tensor]]) -> LocalShard:
         found = tuple((start, values.detach().reshape(-1)) for start, values in parts if values.numel())
         return cls(tuple(shape), dtype, found)
 
     @classmethod
-    def all_here(cls, tensor: Tensor) -> Slices:
+    def all_here(cls, tensor: Tensor) -> LocalShard:
         """This worker has all of it, the others nothing."""
         return cls.of(tensor.shape, tensor.dtype, [(0, tensor)])
 
-    def nothing_here(self) -> Slices:
-        return Slices(self.shape, self.dtype, ())
+    def nothing_here(self) -> LocalShard:
+        return LocalShard(self.shape, self.dtype, ())
 
 
 def all_here(tree: Any) -> Any:
     """A tree of states in which every tensor is this worker's alone."""
-    return _mapped(lambda leaf: Slices.all_here(leaf) if isinstance(leaf, Tensor) else leaf, tree)
+    return _mapped(lambda leaf: LocalShard.all_here(leaf) if isinstance(leaf, Tensor) else leaf, tree)
 
 
 def others_have_it(tree: Any) -> Any:
     """A tree of states whose slices another worker has just so, and saves."""
-    return _mapped(lambda leaf: leaf.nothing_here() if isinstance(leaf, Slices) else leaf, tree)
+    return _mapped(lambda leaf: leaf.nothing_here() if isinstance(leaf, LocalShard) else leaf, tree)
 
 
 def _mapped(change: Callable[[Any], Any], tree: Any) -> Any:

@@ -11,7 +11,7 @@ from torch.nn import Parameter
 
 from paceline.collectives.canonical_sum import sum_plan
 from paceline.sharding.bucket import ALIGNED, Bucket, GradientSpec, Member, plan_buckets
-from paceline.sharding.lane_sums import LaneSums
+from paceline.strategies.buckets import LaneSums
 from tests.collectives.one_process import lane_values, one_process_sum, same_bits
 
 
@@ -87,7 +87,7 @@ def test_a_gradient_that_comes_in_two_parts_is_their_sum() -> None:
 @pytest.mark.parametrize("together", [1, 2], ids=["alone", "packed"])
 def test_with_a_home_the_first_lane_and_so_the_root_lives_there_step_after_step(together: int) -> None:
     sums, home = sums_of(*[torch.zeros(2)] * together), torch.zeros(2 * together)
-    sums.live_in(home)
+    sums.use_slot(home)
     plan = sum_plan(2, 1, (0, 1))
     for step in range(3):
         for lane in (0, 1):

@@ -1,0 +1,577 @@
+"""Gradients on their way out: hooks see them become final, lane sums take them, and buckets leave in a fixed order.
+
+    backward ─hook─► .grad ─take─► lane's node ─merge─► roots ─leave─►    roots: in the backward of the step's last item
+    backward ─hook─► .grad ─take─► lane's node ────────────────leave─►    by lane: in the backward of a lane's last item
+
+Where a bucket goes is up to the strategy, which is called with the bucket's number and its nodes by lane. Every bucket
+leaves once a step (by lane: once for each lane with samples), in the order of their numbers, on every worker alike.
+Buckets are rebuilt once, after the first step: in the order in which worker 0's gradients came, agreed by all, with the
+parameters that no worker used in the last bucket, so that they don't hold a used one back.
+
+What is below: `GradientBuckets`, all gradients of a strategy; `LaneSums`, one bucket of them; `BufferPool`, the memory
+that they use; `GradientPlaceholder`, what `.grad` is where the sum of a gradient is sharded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+from paceline.collectives.canonical_sum import SumPlan
+from paceline.collectives.communicator import Communicator
+from paceline.errors import LoopError
+from paceline.sharding.bucket import ALIGNED, Bucket, GradientSpec, Member
+from paceline.strategies.strategy import ItemPlace
+from paceline.torch_compat import foreach_copy_, nothing_else_views, plain_torch_function, version_of
+
+Cut = Callable[[Sequence[GradientSpec], Sequence[int]], tuple[Bucket, ...]]  # of (specs, order of parameters)
+Leave = Callable[[int, dict[int, Tensor]], None]  # of (bucket, its nodes by lane)
+
+
+class GradientBuckets:
+    def __init__(
+        self,
+        named: Sequence[tuple[str, Parameter]],
+        worker: int,
+        *,
+        cut: Cut,
+        leave: Leave,
+        overlap: bool = True,
+        by_lane: bool = False,
+        rebuilds: bool = True,
+        pool: BufferPool | None = None,
+        lanes_rounded_to: torch.dtype | None = None,
+    ) -> None:
+        self._names = [name for name, _ in named]
+        self.parameters = [parameter for _, parameter in named]
+        self._worker = worker
+        self._cut, self._leave = cut, leave
+        self._overlap, self._by_lane = overlap, by_lane
+        self._pool = pool
+        self._rounded_to = lanes_rounded_to
+        self._specs = gradient_specs(self.parameters)
+        self._hooks = [
+            parameter.register_post_accumulate_grad_hook(self._hook(index))  # type: ignore[no-untyped-call]
+            for index, parameter in enumerate(self.parameters)
+        ]
+        self._held: list[Tensor | None] = [None] * len(self.parameters)
+        self._armed = False
+        self._before: tuple[list[bool], list[int | None]] = [], []  # used, versions of what is held: before the item
+        self._observed_order: list[int] | None = [] if rebuilds else None
+        self._plan: SumPlan | None = None
+        self.left_during_backward = 0
+        self.lane_checks: dict[int, int] | None = None  # of each lane's gradients, where they are wanted
+        self._set_buckets(expected_order(len(self.parameters)))
+
+    # -- one step --------------------------------------------------------------------------------------------------
+
+    def start_step(self, plan: SumPlan) -> None:
+        self._plan = plan
+        for parameter in self.parameters:  # a backward of the user's own before this step is none of its gradient
+            parameter.grad = None
+        self.used = [False] * len(self.parameters)
+        self._next = 0
+        self.left_during_backward = 0
+
+    def start_backward(self, place: ItemPlace, *, last: bool) -> None:
+        """Put the lane's gradients so far back into `.grad`; with `last`, buckets may leave as they fill."""
+        if not self._armed:
+            self._before = list(self.used), [None if held is None else version_of(held) for held in self._held]
+        self._armed = True
+        self._place = place
+        self._start_leaving()
+        leaves_now = place.last_of_lane if self._by_lane else place.last_of_step
+        self._live = last and self._overlap and leaves_now and not place.shadow
+        self._missing = [len(sums.bucket.members) for sums in self.sums]
+        if any(held is not None for held in self._held):
+            for index, parameter in enumerate(self.parameters):
+                if parameter.dtype == self._specs[index].sum_dtype:
+                    parameter.grad = self._held[index]
+
+    def finish_backward(self, place: ItemPlace) -> None:
+        self._armed = False
+        if place.shadow:
+            self._drop_gradients()
+        elif not place.last_of_lane:
+            self._hold_gradients()
+        else:
+            for number in range(len(self.sums)):
+                if not self._taken[number]:
+                    self._take(number, place.lane)
+            self._held = [None] * len(self.parameters)
+        self._leave_the_rest(place)
+
+    def skip(self, place: ItemPlace) -> None:
+        """The loop left this item without a backward, or with half of one; a lane with no other item adds +0.0."""
+        if self._armed:
+            self._drop_half(place)
+        self._start_leaving()
+        if not place.shadow and place.last_of_lane:
+            nothing = all(held is None for held in self._held)
+            for number, sums in enumerate(self.sums):
+                if nothing:
+                    sums.take_nothing(place.lane)
+                    self._merge(sums, place.lane)
+                else:
+                    self._take(number, place.lane)
+            self._held = [None] * len(self.parameters)
+        self._leave_the_rest(place)
+
+    def _drop_half(self, place: ItemPlace) -> None:
+        """A backward of the item failed, or its last one never came: forget what there is of it."""
+        self._armed = False
+        used, versions = self._before
+        added = any(h is not None and version_of(h) != v for h, v in zip(self._held, versions, strict=True))
+        if added or any(self._taken):
+            raise half_is_gone(place)
+        for sums in self.sums:
+            sums.forget_put()
+        self._drop_gradients()
+        self.used = used
+
+    def close(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self.sums: list[LaneSums] = []  # memory that may be a group's
+        self._held = []
+
+    # -- from .grad to nodes -----------------------------------------------------------------------------------------
+
+    def _hook(self, index: int) -> Callable[[Tensor], None]:
+        def ready(_: Any) -> None:
+            if self._armed:
+                self._gradient_is_ready(index)
+
+        return ready
+
+    def _gradient_is_ready(self, index: int) -> None:
+        number = self._bucket_of[index]
+        if self._taken[number]:
+            raise LoopError(
+                f"parameter {self._names[index]!r} got a second gradient after its bucket had left; "
+                "when an item has several backward passes, all but the last need engine.backward(loss, last=False)"
+            )
+        if self._observed_order is not None and self._place.last_of_step:
+            self._observed_order.append(index)
+        if not self._live or not self._put(number, index):
+            return
+        self._missing[number] -= 1
+        while self._next < len(self.sums) and self._missing[self._next] == 0:
+            self._take(self._next, self._place.lane)
+            self._let_leave(self._next)
+            self.left_during_backward += 1
+
+    def _put(self, number: int, index: int) -> bool:
+        """Copy the gradient into its bucket while it is in the caches; whether it is the parameter's first."""
+        sums, parameter = self.sums[number], self.parameters[index]
+        gradient = parameter.grad
+        if not sums.takes_at_once or parameter.dtype != sums.bucket.dtype or gradient is None or gradient.is_sparse:
+            return True
+        parameter.grad = None
+        self.used[index] = True
+        return sums.put(self._place_of[index], gradient)
+
+    def _take(self, number: int, lane: int) -> None:
+        sums = self.sums[number]
+        gradients: list[Tensor | None] = []
+        for place, member in enumerate(sums.bucket.members):
+            if sums.has(place):
+                gradients.append(None)
+                continue
+            parameter = self.parameters[member.parameter]
+            if parameter.dtype == sums.bucket.dtype:
+                gradient = parameter.grad if parameter.grad is not None else self._held[member.parameter]
+            elif self._held[member.parameter] is None:
+                gradient = parameter.grad  # it becomes precise where it is put
+            else:
+                gradient = self._added_to_held(member.parameter, parameter)
+            parameter.grad = None
+            if gradient is not None:
+                self.used[member.parameter] = True
+                gradient = gradient.to_dense() if gradient.is_sparse else gradient
+            gradients.append(gradient)
+        sums.take(lane, gradients)
+        rounded_to = self.lanes_are_in(number)
+        if rounded_to is not None:
+            sums.nodes[lane].copy_(sums.nodes[lane].to(rounded_to))
+        if self.lane_checks is not None:
+            self.lane_checks[lane] = (self.lane_checks.get(lane, 0) + bits_sum(sums.nodes[lane])) % (1 << 62)
+        self._merge(sums, lane)
+        self._taken[number] = True
+
+    def lanes_are_in(self, number: int) -> torch.dtype | None:
+        """What each lane's gradients in this bucket are rounded to, if they are: not what a model keeps in fp64."""
+        return self._rounded_to if self.sums[number].bucket.dtype == torch.float32 else None
+
+    def _merge(self, sums: LaneSums, lane: int) -> None:
+        if not self._by_lane:
+            assert self._plan is not None
+            sums.merge(self._plan, self._worker, lane)
+
+    def _hold_gradients(self) -> None:
+        for index, parameter in enumerate(self.parameters):
+            if parameter.dtype == self._specs[index].sum_dtype:
+                if parameter.grad is not None:
+                    self._held[index] = parameter.grad
+            else:
+                self._held[index] = self._added_to_held(index, parameter)
+            parameter.grad = None
+
+    def _added_to_held(self, index: int, parameter: Parameter) -> Tensor | None:
+        """Lower precisions accumulate their micro-batches in a buffer of the sum's precision, not in `.grad`."""
+        held, gradient = self._held[index], parameter.grad
+        if gradient is None:
+            return held
+        precise = gradient.to(self._specs[index].sum_dtype)
+        return precise if held is None else held.add_(precise)
+
+    def _drop_gradients(self) -> None:
+        for parameter in self.parameters:
+            parameter.grad = None
+
+    # -- from nodes to wherever they go ------------------------------------------------------------------------------
+
+    def _start_leaving(self) -> None:
+        self._taken = [False] * len(self.sums)
+        if self._by_lane:
+            self._next = 0
+
+    def _leave_the_rest(self, place: ItemPlace) -> None:
+        if (place.last_of_lane and not place.shadow) if self._by_lane else place.last_of_step:
+            while self._next < len(self.sums):
+                self._let_leave(self._next)
+
+    def _let_leave(self, number: int) -> None:
+        sums = self.sums[number]
+        nodes, sums.nodes = sums.nodes, {}
+        self._leave(number, nodes)
+        self._next = number + 1
+
+    # -- which gradients travel together -----------------------------------------------------------------------------
+
+    def _set_buckets(self, order: Sequence[int]) -> None:
+        buckets = self._cut(self._specs, order)
+        self.sums = [LaneSums(bucket, self.parameters, self._pool) for bucket in buckets]
+        self._bucket_of = {
+            member.parameter: number for number, bucket in enumerate(buckets) for member in bucket.members
+        }
+        self._place_of = {member.parameter: place for bucket in buckets for place, member in enumerate(bucket.members)}
+        self._next_order: list[int] | None = None
+
+    def plan_rebuild(self, used: Sequence[bool], comm: Communicator | None) -> None:
+        """Agree, once, on the order in which worker 0's backward finished its gradients; unused ones come last."""
+        if self._observed_order is None:
+            return
+        seen = dict.fromkeys(self._observed_order)
+        self._observed_order = None
+        order = [index for index in seen if used[index]]
+        order += [index for index in reversed(range(len(used))) if used[index] and index not in seen]
+        order += [index for index, is_used in enumerate(used) if not is_used]
+        if comm is not None:
+            agreed = torch.tensor(order, dtype=torch.int64)
+            comm.broadcast(agreed, root=0).wait()
+            order = agreed.tolist()
+        self._next_order = order
+
+    def rebuild(self) -> bool:
+        """After the step in which an order was agreed on: buckets are cut by it."""
+        if self._next_order is None:
+            return False
+        self._set_buckets(self._next_order)
+        return True
+
+
+def half_is_gone(place: ItemPlace) -> LoopError:
+    return LoopError(
+        f"lane {place.lane} was left in the middle of its backward, when a part of its gradients had been sent or "
+        "added to those of other micro-batches: it can't be taken back, and the step would be wrong. Let an exception "
+        "in engine.backward() end the program; what may fail belongs before it, where `continue` leaves the item out"
+    )
+
+
+def gradient_specs(parameters: Sequence[Parameter]) -> list[GradientSpec]:
+    return [GradientSpec(tuple(p.shape), p.dtype, p.device) for p in parameters]
+
+
+def drop_gradients(optimizers: Sequence[Optimizer]) -> None:
+    for parameter in (p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]):
+        parameter.grad = None
+
+
+def expected_order(parameters: int) -> list[int]:
+    """In which gradients become final, before it was seen: the last layer's first."""
+    return list(reversed(range(parameters)))
+
+
+def bits_sum(tensor: Tensor) -> int:
+    """The same for the same bits in any order of buckets."""
+    whole = {2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
+    return int(tensor.contiguous().view(whole).sum(dtype=torch.int64).item())
+
+
+# -- one bucket: from .grad to this worker's partial sums --------------------------------------------------------------
+
+
+class LaneSums:
+    """The nodes of one bucket that this worker holds, named by lane.
+
+        .grad ──take──► node of the lane ──merge──► roots     a binary counter: about log2(lanes)+1 buffers are alive
+
+    Gradients are copied into one flat buffer, best at once (`put`) while they are in the caches; their memory then
+    serves the next ones. The first buffer may be a *slot* of shared memory, from which the root travels without another
+    copy. Without one a large gradient is *moved*: the tensor that backward made becomes the node. A parameter unused in
+    a lane counts as +0.0 there. Where no bucket keeps its gradients all of them take their buffers from one pool.
+    """
+
+    def __init__(self, bucket: Bucket, parameters: Sequence[Parameter], pool: BufferPool | None = None) -> None:
+        self.bucket = bucket
+        self._moves = bucket.alone
+        self._gaps = bucket.gaps
+        self._shared = pool
+        if pool is not None and not self._moves:
+            pool.expect(bucket.elements, bucket.dtype, bucket.device)
+        self._parameters = [parameters[member.parameter] for member in bucket.members]
+        self._pool: list[Tensor] = []
+        self._views: dict[int, list[Tensor]] = {}  # of pooled buffers, by address: they live as long as we do
+        self.nodes: dict[int, Tensor] = {}
+        self._filling: Tensor | None = None
+        self._there: set[int] = set()  # members that have been put into it
+
+    @property
+    def takes_at_once(self) -> bool:
+        return not self._moves
+
+    def use_slot(self, slot: Tensor) -> None:
+        """Make roots in this memory from now on."""
+        self._moves = False
+        self._clear_gaps(slot)
+        self._pool = [slot]  # whoever asks first gets it, and the lane that a worker takes first becomes its root
+
+    def put(self, place: int, gradient: Tensor) -> bool:
+        """Copy one member's gradient before the others are there; whether it is that member's first."""
+        if self._filling is None:
+            self._filling = self.buffer()
+        view = self._views_of(self._filling)[place]
+        if place in self._there:  # a backward inside the backward, as checkpointing has: the gradient comes in parts
+            view.add_(gradient)
+            return False
+        view.copy_(gradient)
+        self._there.add(place)
+        return True
+
+    def has(self, place: int) -> bool:
+        return place in self._there
+
+    def forget_put(self) -> None:
+        """The members' gradients that have been put belong to an item that counts as empty."""
+        if self._filling is not None:
+            self.give_back(self._filling)
+        self._filling = None
+        self._there.clear()
+
+    def take(self, lane: int, gradients: Sequence[Tensor | None]) -> None:
+        """Make the members' finished gradients of `lane` a node of the tree, with those that were put before."""
+        if self._moves and gradients[0] is not None:
+            self.nodes[lane] = _memory_in_order(gradients[0], self.bucket.dtype)
+            return
+        flat = self._filling if self._filling is not None else self.buffer()
+        if len(self._there) < len(gradients):
+            self._fill(flat, gradients)
+        self._filling = None
+        self._there.clear()
+        self.nodes[lane] = flat
+
+    def _fill(self, flat: Tensor, gradients: Sequence[Tensor | None]) -> None:
+        views = self._views_of(flat)
+        late = [(place, g) for place, g in enumerate(gradients) if g is not None]
+        for place, gradient in enumerate(gradients):
+            if gradient is None and place not in self._there:
+                views[place].zero_()
+        if late:
+            foreach_copy_([views[place] for place, _ in late], [gradient for _, gradient in late])
+
+    def take_nothing(self, lane: int) -> None:
+        """A lane whose micro-batches were all skipped by the loop: it was given samples, and adds +0.0."""
+        self.nodes[lane] = self.buffer().zero_()
+
+    def merge(self, plan: SumPlan, worker: int, lane: int) -> None:
+        for step in plan.merges_after(worker, lane):
+            right = self.nodes.pop(step.right)
+            self.nodes[step.left].add_(right)
+            self.give_back(right)
+
+    def buffer(self) -> Tensor:
+        if self._pool:
+            return self._pool.pop()
+        if self._shared is not None and not self._moves:
+            flat = self._shared.take(self.bucket.elements, self.bucket.dtype, self.bucket.device)
+        else:
+            flat = torch.empty(self.bucket.elements, dtype=self.bucket.dtype, device=self.bucket.device)
+        self._clear_gaps(flat)
+        return flat
+
+    def _clear_gaps(self, flat: Tensor) -> None:
+        """What is no gradient is added up too, hashed, and looked through for what is not finite."""
+        for start, stop in self._gaps:
+            flat[start:stop].zero_()
+
+    def give_back(self, flat: Tensor) -> None:
+        # What backward allocated itself is not ours to keep: holding it would only add to the peak.
+        if self._moves:
+            return
+        if self._shared is not None:
+            self._shared.give_back(flat)
+        else:
+            self._pool.append(flat)
+
+    def _views_of(self, flat: Tensor) -> list[Tensor]:
+        if self._moves:
+            return [flat.view(self.bucket.members[0].shape)]
+        views = self._views.get(flat.data_ptr())
+        if views is None:
+            views = self._views[flat.data_ptr()] = [_view(flat, member) for member in self.bucket.members]
+        return views
+
+    def hand_out(self, total: Tensor, used: Sequence[bool]) -> None:
+        """Make the finished sum the parameters' gradients; a parameter that no lane used keeps None."""
+        for parameter, view, is_used in zip(self._parameters, self._views_of(total), used, strict=True):
+            parameter.grad = _as_gradient_of(parameter, view) if is_used else None
+
+
+def _view(flat: Tensor, member: Member) -> Tensor:
+    return flat[member.offset : member.offset + member.elements].view(member.shape)
+
+
+def _memory_in_order(gradient: Tensor, dtype: torch.dtype) -> Tensor:
+    """The gradient's elements in logical order as one flat tensor, without a copy where that is possible."""
+    return gradient.detach().to(dtype).contiguous().view(-1)
+
+
+def _as_gradient_of(parameter: Parameter, view: Tensor) -> Tensor:
+    """A fused optimizer walks parameter and gradient by memory, so the gradient needs the parameter's strides.
+
+    One that adds up its elements (`torch.dot`) finds another sum where it starts at another alignment.
+    """
+    if parameter.dtype == view.dtype and parameter.stride() == view.stride() and view.data_ptr() % ALIGNED == 0:
+        return view
+    return torch.empty_like(parameter, memory_format=torch.preserve_format).copy_(view)
+
+
+# -- memory that many buckets use in turn ------------------------------------------------------------------------------
+
+Kind = tuple[torch.dtype, torch.device]
+KEPT_FREE = 4  # buffers that may be viewed by others: the oldest of more are let go
+
+
+class BufferPool:
+    """Flat buffers that are used in turn.
+
+        bucket 0 ─fill─► buffer A ─leave─► … ─give back─┐
+        bucket 1 ─fill─► buffer B ─leave─► …            └─► bucket 2 ─fill─► buffer A
+
+    All buffers of a dtype are as large as the largest bucket that is expected, so that any of them will do. There are
+    as many as were needed at once: those being filled, and those whose gradients are on their way.
+
+    `viewed`: autograd or the user may still look at a buffer that was given back (gathered weights). It is used again
+    only when nothing does, and only for the same size; at most a few are kept. On a GPU torch's allocator does that.
+    """
+
+    def __init__(self, *, viewed: bool = False) -> None:
+        self._viewed = viewed
+        self._largest: dict[Kind, int] = {}
+        self._free: dict[Kind, list[Tensor]] = {}
+        self._taken: dict[int, tuple[Kind, Tensor]] = {}  # by address
+
+    @property
+    def bytes(self) -> int:
+        """Of all buffers, free and taken."""
+        free = [buffer for buffers in self._free.values() for buffer in buffers]
+        return sum(buffer.nbytes for buffer in (*free, *(buffer for _, buffer in self._taken.values())))
+
+    def expect(self, elements: int, dtype: torch.dtype, device: torch.device) -> None:
+        """A bucket that will come."""
+        self._largest[dtype, device] = max(self._largest.get((dtype, device), 0), elements)
+
+    def take(self, elements: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Memory for one bucket, until it is given back."""
+        if not elements:
+            return torch.empty(0, dtype=dtype, device=device)
+        kind = dtype, device
+        wanted = max(elements, self._largest.get(kind, 0))
+        free = self._free.setdefault(kind, [])
+        if self._viewed:
+            fits = [place for place, b in enumerate(free) if b.numel() == elements and nothing_else_views(b)]
+        else:
+            free[:] = [
+                buffer for buffer in free if buffer.numel() >= wanted
+            ]  # buckets were rebuilt, and are larger now
+            fits = [len(free) - 1] if free else []
+        buffer = free.pop(fits[0]) if fits else torch.empty(wanted, dtype=dtype, device=device)
+        if self._viewed:
+            return buffer
+        self._taken[buffer.data_ptr()] = kind, buffer
+        return buffer[:elements]
+
+    def give_back(self, flat: Tensor) -> None:
+        if self._viewed:
+            if flat.device.type == "cpu" and flat.numel():
+                free = self._free.setdefault((flat.dtype, flat.device), [])
+                free[:] = [*free[-KEPT_FREE + 1 :], flat]
+        elif flat.numel():
+            kind, buffer = self._taken.pop(flat.data_ptr())
+            self._free[kind].append(buffer)  # not by the buffer's own device: "cuda" is "cuda:0" there
+
+
+# -- what .grad is when the gradient has left --------------------------------------------------------------------------
+
+# What the loop itself looks at.
+_MAY_BE_SEEN = frozenset({"_version", "shape", "dtype", "device", "layout", "is_sparse", "requires_grad"})
+
+
+class GradientPlaceholder(Tensor):
+    """A tensor of the parameter's shape and dtype without memory, which says where the gradient is when it is used.
+
+    None would be silent: torch's own clipping takes it for "nothing to clip" and returns a norm of zero.
+    """
+
+    message: str
+
+    @classmethod
+    def of(cls, parameter: Parameter, name: str, strategy: str) -> GradientPlaceholder:
+        nothing = torch.empty((), dtype=parameter.dtype, device=parameter.device).expand(parameter.shape)
+        made: GradientPlaceholder = nothing.as_subclass(cls)
+        made.message = (
+            f"the gradient of {name!r} is not here: under strategy={strategy!r} every worker has its part of the "
+            "summed gradient, and .grad has none of it. To clip, use engine.clip_grad_norm_(max_norm); to look at "
+            "gradients, train with strategy='ddp'"
+        )
+        return made
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        read = getattr(getattr(func, "__self__", None), "__name__", None)
+        if func.__name__ == "__get__" and read in _MAY_BE_SEEN:
+            with plain_torch_function():
+                return func(*args, **(kwargs or {}))
+        found = next((tensor for tensor in _tensors(args) if isinstance(tensor, cls)), None)
+        raise LoopError(
+            found.message if found is not None else "a gradient that is spread over workers can't be used here"
+        )
+
+
+def _tensors(args: Any) -> list[Any]:
+    out: list[Any] = []
+    for arg in args:
+        out += _tensors(arg) if isinstance(arg, list | tuple) else [arg]
+    return out

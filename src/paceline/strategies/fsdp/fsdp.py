@@ -1,0 +1,310 @@
+"""FSDP: weights, gradients and optimizer state in shards; zero2 whose weights are gathered when a unit uses them.
+
+    weights shard · gradients shard · optimizer state shard
+    before a unit runs, forward and backward: its weights are gathered, and released after it
+    during backward: reduce-scatter per unit       at step: update the own shard, nothing to send
+
+This is the one mechanism for weights in shards (`fsdp/weights.py`): fsdp has it wherever the workers are, zero3 where
+they share no memory, hybrid inside each host. Weights are cut into shards in `prepare`, those of a parameter that an
+optimizer gets later when it gets it. With offload="parameters" shards lie in the host's memory: there the update
+changes them, and a unit is copied from there when it is used. In fp32 a shard is its own master. With any offload the
+sum of a bucket leaves for the host when its last lane has come, while backward goes on.
+
+Why not torch's `fully_shard`: it places and gathers weights by hooks on what modules return, and loses them where a
+module returns a view or its output is changed in place; every worker has to run the same units in the same order, so
+experts that a micro-batch skips can't be units; and its shards are rows, whose ends fused optimizers round otherwise.
+Here a saved weight is gathered when autograd asks for it, and a worker asks for a unit whenever it needs it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+from paceline.collectives.canonical_sum import SumPlan
+from paceline.collectives.communicator import Communicator
+from paceline.errors import ConfigError
+from paceline.optim.offload import HOST, PARAMETERS
+from paceline.sharding.bucket import Shards
+from paceline.sharding.flat_layout import Piece, extent, in_logical_order
+from paceline.sharding.local_shard import LocalShard
+from paceline.sharding.unit import Classes
+from paceline.strategies.fsdp.meta_device import fill, module_names
+from paceline.strategies.fsdp.weights import SavedWeights, ShardedWeights, check_not_compiled
+from paceline.strategies.registry import Job, Maker, Registered, register
+from paceline.strategies.strategy import ItemPlace, Strategy, Tally
+from paceline.strategies.zero.sharded import ShardedMaker, ShardedParts, check_apart
+from paceline.strategies.zero.sharded_optimizer import LocalPieces, OptimizerShard
+from paceline.strategies.zero.weights import Weights, WeightsPerHost
+from paceline.strategies.zero.zero2 import Departed, Zero2
+from paceline.torch_compat import eval_frame_callback, plain_torch_function, require, without_modes
+from paceline.world.lanes import strided_lanes
+
+Units = Classes | type[nn.Module] | str | None
+NEEDED = plain_torch_function, without_modes, eval_frame_callback  # of torch
+
+
+class Fsdp(Zero2):
+    def __init__(
+        self,
+        named: Sequence[tuple[str, Parameter]],
+        optimizers: Sequence[Optimizer],
+        parts: ShardedParts,
+        weights: Sequence[ShardedWeights],
+    ) -> None:
+        """`weights`: those of `prepare`, and one more for parameters that came later; together they have all."""
+        self._weights = weights
+        self._leaving: int | None = None
+        parameters = [parameter for _, parameter in named]
+        self._shards = Shards(parts.workers, tuple(b for some in weights for b in some.buckets_of(parameters)))
+        buckets = tuple(shards.bucket for shards in self._shards.buckets)
+        super().__init__(named, optimizers, parts, cut=lambda specs, order: buckets)
+        self._trained = frozenset(id(parameter) for parameter in parameters)
+        self.frozen = [p for some in weights for p in some.parameters if id(p) not in self._trained]
+
+    @property
+    def replicas(self) -> Sequence[Parameter]:
+        return ()
+
+    def _assigned_pieces(self) -> LocalPieces:
+        return LocalPieces(self._named, self._shards, self._parts.rank, self._values)
+
+    def _values(self, parameter: Parameter, piece: Piece) -> Tensor:
+        if self._has_master(parameter):
+            return self._parts.masters.of_piece(parameter, piece)
+        return self._of(parameter).mine.of_piece(parameter, piece)
+
+    def _has_master(self, parameter: Parameter) -> bool:
+        """Besides its shard: one in full precision that lies on the host needs none."""
+        masters = self._parts.masters
+        if not masters.has(parameter):
+            return False
+        return not self._of(parameter).on_host or masters.dtype_of(parameter) != parameter.dtype
+
+    def _of(self, parameter: Parameter) -> ShardedWeights:
+        return next(some for some in self._weights if some.knows(parameter))
+
+    def start_step(self, round: int, plan: SumPlan) -> None:
+        super().start_step(round, plan)
+        for some in self._weights:
+            some.rest(at_rest=False)
+
+    def end_step(self) -> None:
+        super().end_step()
+        for some in self._weights:
+            some.rest(at_rest=True)
+
+    def finish_backward(self, place: ItemPlace) -> None:
+        super().finish_backward(place)
+        for some in self._weights:
+            some.item_ended()
+
+    def skip(self, place: ItemPlace) -> None:
+        super().skip(place)
+        for some in self._weights:
+            some.item_ended()
+
+    # -- sums on their way to the host -------------------------------------------------------------------------------
+
+    def _prepare_sums(self, pieces: LocalPieces) -> None:
+        if self._parts.offloads:
+            self._sums = [torch.empty(0)] * len(pieces.shards.buckets)  # on the device as long as lanes come
+        else:
+            super()._prepare_sums(pieces)
+
+    def _leave(self, number: int, nodes: dict[int, Tensor]) -> None:
+        if self._parts.offloads and not self._shipped[number]:
+            shards = self._shards.buckets[number]
+            dtype, device = shards.bucket.dtype, shards.bucket.device
+            self._sums[number] = torch.empty(shards.width(self._parts.rank), dtype=dtype, device=device)
+        self._leaving = number  # what it sends now is not under way before those ahead of it have arrived
+        try:
+            super()._leave(number, nodes)
+        finally:
+            self._leaving = None
+
+    def _arrived(self, departed: Departed) -> None:
+        super()._arrived(departed)
+        if not self._parts.offloads:
+            return
+        number, offload = departed.bucket, self._parts.offload
+        others = (self._leaving, *(other.bucket for other in self._under_way))
+        if self._shipped[number] == len(self._shipments) and number not in others:
+            self._held[number] = {node: offload.land(number, total) for node, total in self._held[number].items()}
+            self._sums[number] = torch.empty(0)
+
+    def collect(self, tally: Tally) -> None:
+        if self._parts.offloads:
+            self._totals()
+            if tally.scale != 1.0:
+                self._parts.offload.wait()  # they are multiplied where they are
+        super().collect(tally)
+
+    # -- the update --------------------------------------------------------------------------------------------------
+
+    def _update(self, shard: OptimizerShard) -> Any:
+        if self._parts.comm is not None:
+            self._parts.comm.barrier()  # until now a worker may look at weights, and gets those before the update
+        for some in self._weights:
+            some.drain()
+        result = self._step(shard)
+        for some in self._weights:
+            some.updated()
+        return result
+
+    def _round(self, pieces: Sequence[Piece]) -> None:
+        """Into the shards, wherever they are."""
+        super()._round([piece for piece in pieces if self._has_master(self.parameters[piece.parameter])])
+
+    # -- between steps -----------------------------------------------------------------------------------------------
+
+    def whole(self, parameter: Parameter) -> Tensor:
+        weights = self._of(parameter)
+        weights.check(parameter)
+        whole = super().whole(parameter) if self._is_trained(parameter) else parameter.detach()
+        weights.check_here(parameter)
+        return whole
+
+    def kept(self, parameter: Parameter) -> Tensor | LocalShard:
+        weights, optimizers, masters = self._of(parameter), self._parts.optimizers, self._parts.masters
+        weights.check(parameter)
+        if not self._has_master(parameter) or not self._is_trained(parameter):
+            return weights.mine.shard_of(parameter)
+        if optimizers.has_owners(parameter):
+            return optimizers.local_master(parameter) or weights.mine.shard_of(parameter)
+        mine = [(piece.start, masters.of_piece(parameter, piece)) for piece in weights.mine.pieces_of(parameter)]
+        return LocalShard.of(parameter.shape, masters.dtype_of(parameter), mine)
+
+    def put(self, parameter: Parameter, whole: Tensor) -> None:
+        self._of(parameter).load_full(parameter, whole)
+        if self._has_master(parameter) and self._is_trained(parameter):
+            self._parts.optimizers.load_master(parameter, whole)
+
+    def _is_trained(self, parameter: Parameter) -> bool:
+        """Or was, by another set of optimizers; what never was has no master."""
+        return id(parameter) in self._trained or self._parts.optimizers.has_owners(parameter)
+
+
+# -- how it is chosen --------------------------------------------------------------------------------------------------
+
+
+class FsdpMaker(Maker):
+    """Strategies of one job share its weights, which are cut here."""
+
+    def __init__(self, parts: ShardedParts, units: Units, kind: Callable[..., Strategy], *, on_host: bool) -> None:
+        require(*NEEDED)
+        self._parts, self._kind, self._on_host = parts, kind, on_host
+        self._classes = units if isinstance(units, tuple) or units is None else (units,)
+        self._weights: list[ShardedWeights] = []
+        parts.masters.rounded = self._own_piece
+        self._saved = SavedWeights(self._weights)
+        try:
+            self._shard([p for o in parts.job.optimizers for group in o.param_groups for p in group["params"]])
+        except BaseException:  # as when a worker dies while all of them begin
+            self.dismantle()
+            raise
+
+    def _own_piece(self, parameter: Parameter, piece: Piece) -> Tensor:
+        return next(some for some in self._weights if some.knows(parameter)).mine.of_piece(parameter, piece)
+
+    def _shard(self, parameters: Sequence[Parameter]) -> None:
+        """All workers call it, with the same: also parameters that are frozen now, or that an optimizer got later."""
+        unique = list({id(parameter): parameter for parameter in parameters}.values())
+        job, number = self._parts.job, len(self._weights)
+        check_shardable(job, unique, self._parts.name)
+        classes = self._classes if number == 0 else None
+        self._weights.append(ShardedWeights(job, unique, classes, number, on_host=self._on_host))
+
+    def make(self, named: Sequence[tuple[str, Parameter]], optimizers: Sequence[Optimizer]) -> Strategy:
+        new = [parameter for _, parameter in named if not any(some.knows(parameter) for some in self._weights)]
+        if new:
+            self._shard(new)
+        return self._kind(named, optimizers, self._parts, self._weights)
+
+    def close(self) -> None:
+        self._saved.close()
+        for some in self._weights:
+            some.close()
+        self._parts.close()
+
+    def dismantle(self) -> None:
+        self._saved.close()
+        for some in self._weights:
+            some.teardown()
+        self._parts.teardown()
+
+
+def open_weights(
+    job: Job,
+    name: str,
+    wanted: Weights | None,
+    units: Units,
+    *,
+    everyone: Communicator | None = None,
+    whole: Callable[..., Strategy] = Zero2,
+    sharded: Callable[..., Strategy] = Fsdp,
+) -> Maker:
+    """Weights in shards where there are several workers and each wants its own part, or the shards are on the host.
+
+    Otherwise they are in the model, or once for all workers of the host: that is zero2. `whole` and `sharded` make the
+    strategies of the two cases; `everyone` are all workers of the job, where `job.comm` are those that share weights.
+    """
+    on_host = job.facts.get("offload") == PARAMETERS
+    wanted = "per worker" if on_host else wanted
+    in_shards = on_host or (job.comm is not None and (wanted == "per worker" or not WeightsPerHost.possible(job.comm)))
+    if job.precision.is_low or not in_shards:
+        names = module_names(job.models)  # else unit by unit
+        for model in job.models:
+            fill(model, names, seed=job.seed, device=HOST if on_host else job.device)
+        if on_host:
+            _hold_on_host(job)
+    parts = ShardedParts(job, name, wanted, everyone)
+    return FsdpMaker(parts, units, sharded, on_host=on_host) if in_shards else ShardedMaker(parts, whole)
+
+
+def _hold_on_host(job: Job) -> None:
+    """What optimizers hold, so that masters are made there when it is lowered; all the rest is used on the device."""
+    held = {id(p) for optimizer in job.optimizers for group in optimizer.param_groups for p in group["params"]}
+    for tensor in (t for model in job.models for t in (*model.parameters(), *model.buffers())):
+        tensor.data = tensor.data.to(HOST if id(tensor) in held else job.device)
+
+
+def check_shardable(job: Job, parameters: Sequence[Parameter], strategy: str) -> None:
+    check_apart([(job.names.get(id(parameter), "unnamed"), parameter) for parameter in parameters])
+    for parameter in parameters:
+        if not in_logical_order(parameter) and extent(parameter) != parameter.numel():
+            raise ConfigError(
+                f"strategy={strategy!r}: parameter {job.names.get(id(parameter))!r} has gaps between its elements in "
+                "memory and can't be gathered; make it contiguous(), or use strategy='zero2'"
+            )
+    check_not_compiled(job.models)
+
+
+@dataclass(frozen=True)
+class FsdpConfig:
+    """`units`: classes of modules (or their names) that are gathered whole; by default modules of at most a bucket."""
+
+    units: Units = None
+
+
+def _open(config: FsdpConfig, job: Job) -> Maker:
+    return open_weights(job, "fsdp", "per worker", config.units)
+
+
+register(
+    Registered(
+        "fsdp",
+        FsdpConfig,
+        _open,
+        rides=strided_lanes,
+        takes_low_precision=True,
+        takes_offload=True,
+        fills_meta=True,
+    )
+)

@@ -1,0 +1,368 @@
+"""A sharded update, which zero1, zero2 and weights in shards have in common: owners of ranges sum, clip and update.
+
+    backward ─► buckets leave ─► the owner of a range adds it up ─► its pieces' gradients       .grad is nowhere whole
+    clip        norms of blocks are told to all: the norm of the whole, and its bits
+    apply       each worker updates its pieces ─► every worker gets all weights, or they lie where all can read
+
+How gradients leave (a worker's roots once a step, or lane by lane) is what zero1 and zero2 differ in.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import pairwise
+from typing import Any
+from weakref import WeakSet
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+from paceline.collectives.canonical_sum import SumPlan
+from paceline.collectives.communicator import Communicator
+from paceline.collectives.gradient_exchange import GradientExchange
+from paceline.errors import ConfigError
+from paceline.optim.gradient_norm import all_block_norms, all_finite, clip_coefficient, norm_of_blocks
+from paceline.optim.offload import HOST, Offload
+from paceline.optim.range_optimizer import check_elementwise, check_thread_cuts
+from paceline.sharding.bucket import cut_buckets, plan_buckets
+from paceline.sharding.flat_layout import Piece, extent, in_logical_order
+from paceline.sharding.local_shard import LocalShard
+from paceline.strategies.buckets import BufferPool, Cut, GradientBuckets, GradientPlaceholder, drop_gradients
+from paceline.strategies.fsdp.unmaterialised import is_unmaterialised
+from paceline.strategies.master_weights import MasterShards
+from paceline.strategies.registry import Job, Maker
+from paceline.strategies.strategy import Agreement, ItemPlace, Strategy, Tally, WeightsInTheModel
+from paceline.strategies.zero.sharded_optimizer import (
+    LocalPieces,
+    OptimizerShard,
+    ShardedOptimizers,
+    remember_first_states,
+)
+from paceline.strategies.zero.weights import Weights, where_weights_go
+from paceline.torch_compat import STEP_WAS_CALLED, foreach_mul_, step_post_hooks, step_pre_hooks
+
+_FOUND_FIT: WeakSet[Optimizer] = WeakSet()  # trying one takes 20 ms, which a job whose workers change has spent
+
+
+class _NoOffload:
+    """Gradients are updated where they are: the `Offload` of a job without one."""
+
+    def land(self, number: int, total: Tensor) -> Tensor:
+        return total
+
+    def wait(self, number: int | None = None) -> None: ...
+    def finish(self) -> None: ...
+    def forget(self) -> None: ...
+
+
+class ShardedParts:
+    """What the sharded strategies of one job share."""
+
+    def __init__(self, job: Job, name: str, weights: Weights | None, everyone: Communicator | None = None) -> None:
+        """`everyone`: all workers of the job, where `job.comm` are those of a group that shares the state."""
+        self.job, self.name = job, name
+        if job.algorithm is not None:
+            raise ConfigError(
+                f"strategy={name!r} with algorithm={job.algorithm!r}: its sums stay with the owners of ranges, for "
+                "which there is one way; leave algorithm out, or choose strategy='ddp' to train over it"
+            )
+        for optimizer in job.optimizers:
+            remember_first_states(optimizer)
+            if job.world.elastic is None or optimizer not in _FOUND_FIT:
+                check_elementwise(optimizer, HOST if job.offload else job.device)
+                check_thread_cuts(optimizer)
+                _FOUND_FIT.add(optimizer)
+        self.comm: Communicator | None = job.comm
+        self.everyone = everyone or job.comm
+        self.rank, self.workers = (0, 1) if job.comm is None else (job.comm.rank, job.comm.size)
+        self.exchange = GradientExchange(job.comm, "exact")
+        offload = Offload(job.device) if job.offload else None
+        self.offloads = offload is not None
+        self.offload: Offload | _NoOffload = offload or _NoOffload()
+        self.masters = MasterShards(job, offload)
+        self.optimizers = ShardedOptimizers(job.comm, name, self.masters)
+        self.weights = where_weights_go(weights, job.comm, name)
+
+    def finite_everywhere(self, gradients: Sequence[Tensor]) -> bool:
+        """Of all workers, each of which has its own."""
+        finite = all_finite(gradients)
+        if self.comm is not None:
+            told, handle = self.comm.all_gather(torch.tensor([finite], dtype=torch.uint8))
+            handle.wait()
+            finite = bool(told.all())
+        return finite
+
+    def close(self) -> None:
+        self.optimizers.close()
+        self.masters.close()
+        self.exchange.close()
+
+    def teardown(self) -> None:
+        """In place of `close`, when the group is over: no worker has all of the state, so it comes from elsewhere."""
+        drop_gradients(self.job.optimizers)
+        self.offload.finish()
+        self.offload.forget()
+        self.optimizers.teardown()
+        self.weights.teardown()
+        self.masters.teardown()
+        self.exchange.close()
+
+
+class ShardedMaker(Maker):
+    """Strategies of one kind, made of (named parameters, optimizers, parts)."""
+
+    def __init__(self, parts: ShardedParts, kind: Callable[..., Strategy]) -> None:
+        self._parts, self._kind = parts, kind
+
+    def make(self, named: Sequence[tuple[str, Parameter]], optimizers: Sequence[Optimizer]) -> Strategy:
+        return self._kind(named, optimizers, self._parts)
+
+    def close(self) -> None:
+        self._parts.close()
+
+    def dismantle(self) -> None:
+        self._parts.teardown()
+
+
+class ShardedStrategy(WeightsInTheModel):
+    """Subclasses say how buckets leave (`_leave`) and hand the finished sums of the own ranges over (`_totals`)."""
+
+    def __init__(
+        self,
+        named: Sequence[tuple[str, Parameter]],
+        optimizers: Sequence[Optimizer],
+        parts: ShardedParts,
+        *,
+        by_lane: bool = False,
+        pool: BufferPool | None = None,
+        cut: Cut | None = None,
+    ) -> None:
+        """`cut` makes the buckets, for good; by default they are rebuilt in the order in which gradients come."""
+        check_apart(named)
+        parts.weights.hold(named)
+        job = parts.job
+        self._named, self._optimizers, self._parts = list(named), optimizers, parts
+        self._buckets = GradientBuckets(
+            named,
+            parts.rank,
+            cut=cut or (lambda specs, order: plan_buckets(specs, order, job.bucket_bytes)),
+            leave=self._leave,
+            overlap=job.overlap,
+            by_lane=by_lane,
+            rebuilds=cut is None,
+            pool=pool,
+            lanes_rounded_to=job.precision.lanes_rounded_to,
+        )
+        self.parameters: Sequence[Parameter] = self._buckets.parameters
+        self._placeholders = [GradientPlaceholder.of(parameter, name, parts.name) for name, parameter in named]
+        self._pieces: LocalPieces | None = None
+        self._values_before: dict[Piece, Tensor] = {}  # of pieces, when buckets were rebuilt
+        self._used: Sequence[bool] = ()
+
+    @property
+    def replicas(self) -> Sequence[Parameter]:
+        return () if self._parts.weights.shared else self.parameters
+
+    @property
+    def left_during_backward(self) -> int:
+        return self._buckets.left_during_backward
+
+    def agreement(self, round: int) -> Agreement:
+        return Agreement.NOW
+
+    # -- how gradients leave -----------------------------------------------------------------------------------------
+
+    def _leave(self, number: int, nodes: dict[int, Tensor]) -> None:
+        raise NotImplementedError
+
+    def _prepare_sums(self, pieces: LocalPieces) -> None:
+        """Buckets have been built: make what is needed for as long as they are."""
+
+    def _totals(self) -> list[Tensor | None]:
+        """The sums of this worker's ranges, bucket by bucket; None where it owns nothing of one."""
+        raise NotImplementedError
+
+    # -- one step ----------------------------------------------------------------------------------------------------
+
+    def start_step(self, round: int, plan: SumPlan) -> None:
+        parts = self._parts
+        self._plan = plan
+        parts.weights.check()
+        if self._pieces is None:
+            parts.offload.forget()
+            self._pieces = self._assigned_pieces()
+            self._values_before = {}
+            self._prepare_sums(self._pieces)
+        for optimizer in self._optimizers:
+            parts.optimizers.assign(optimizer, self._pieces)
+        parts.masters.assigned(self.parameters)
+        parts.masters.take_over_writes(self._pieces)
+        self._buckets.start_step(plan)
+
+    def _assigned_pieces(self) -> LocalPieces:
+        uncut = {number for number, p in enumerate(self.parameters) if not in_logical_order(p)}
+        shards = cut_buckets([sums.bucket for sums in self._buckets.sums], self._parts.workers, uncut)
+        before, masters = self._values_before, self._parts.masters
+
+        def values(parameter: Parameter, piece: Piece) -> Tensor:
+            kept = before.pop(piece, None) if masters.has(parameter) else None
+            return masters.of_piece(parameter, piece) if kept is None else kept
+
+        return LocalPieces(self._named, shards, self._parts.rank, values)
+
+    def start_backward(self, place: ItemPlace, *, last: bool) -> None:
+        self._buckets.start_backward(place, last=last)
+
+    def finish_backward(self, place: ItemPlace) -> None:
+        self._buckets.finish_backward(place)
+
+    def skip(self, place: ItemPlace) -> None:
+        self._buckets.skip(place)
+
+    def watch_lanes(self, wanted: bool) -> None:
+        self._buckets.lane_checks = {} if wanted else None
+
+    @property
+    def lane_checks(self) -> Mapping[int, int] | None:
+        return self._buckets.lane_checks
+
+    def used(self) -> Sequence[bool]:
+        return self._buckets.used
+
+    def collect(self, tally: Tally) -> None:
+        """The own pieces have their gradients; `.grad` of the parameters says that it has none."""
+        assert self._pieces is not None
+        self._used, scale = tally.used, tally.scale
+        for number, total in enumerate(self._totals()):
+            if total is None:
+                continue
+            if scale != 1.0:
+                total.mul_(scale)
+            self._pieces.take_gradients(number, self._parts.offload.land(number, total), tally.used)
+        if not tally.empty:
+            for parameter, placeholder, used in zip(self.parameters, self._placeholders, tally.used, strict=True):
+                parameter.grad = placeholder if used else None
+        self._buckets.plan_rebuild(tally.used, self._parts.everyone)
+
+    def _gradients(self) -> list[Tensor]:
+        assert self._pieces is not None
+        self._parts.offload.wait()
+        return self._pieces.gradients
+
+    def keeps_finite(self) -> bool:
+        return self._parts.finite_everywhere(self._gradients())
+
+    def clip(self, max_norm: float) -> float:
+        assert self._pieces is not None
+        gradients = self._gradients()
+        norms = all_block_norms(gradients)
+        if self._parts.comm is not None:
+            padded = norms.new_zeros(self._pieces.most_blocks)
+            padded[: norms.numel()] = norms
+            norms, handle = self._parts.comm.all_gather(padded)
+            handle.wait()
+        norm = norm_of_blocks(norms.view(-1))
+        if gradients and (norm > max_norm or not math.isfinite(norm)):
+            foreach_mul_(gradients, clip_coefficient(norm, max_norm))
+        return norm
+
+    def apply(self, optimizer: Optimizer, original_step: Callable[[], Any]) -> Any:
+        """The user's optimizer does not run its step() itself, but looks from outside as if it did."""
+        shard = self._parts.optimizers.of(optimizer)
+        for number in shard.parameters:
+            self.parameters[number].grad = None
+        for before in step_pre_hooks(optimizer).values():
+            before(optimizer, (optimizer,), {})
+        setattr(optimizer, STEP_WAS_CALLED, True)
+        result = self._update(shard)
+        for after in step_post_hooks(optimizer).values():
+            after(optimizer, (optimizer,), {})
+        return result
+
+    def _update(self, shard: OptimizerShard) -> Any:
+        result = self._parts.weights.update(shard, lambda: self._step(shard))
+        self._parts.masters.mark_clean(self.parameters[number] for number in shard.parameters)
+        return result
+
+    def _step(self, shard: OptimizerShard) -> Any:
+        """The update, with master weights rounded to where the weights are."""
+        if not self._parts.offloads:
+            result = shard.step(self._used)
+            self._round(shard.own)
+            return result
+        result = shard.step(self._used, self._bucket_by_bucket(shard))
+        self._parts.offload.finish()
+        return result
+
+    def _bucket_by_bucket(self, shard: OptimizerShard) -> Iterator[list[Piece]]:
+        """A bucket is updated when its gradients are on the host, and goes back while the next one is updated."""
+        own = set(shard.own)
+        for number, of_bucket in enumerate(shard.pieces.of_bucket):
+            pieces = [piece for piece in of_bucket if piece in own]
+            if pieces:
+                self._parts.offload.wait(number)
+                yield pieces
+                self._round(pieces)
+
+    def _round(self, pieces: Sequence[Piece]) -> None:
+        assert self._pieces is not None
+        self._parts.masters.round(self._pieces, pieces)
+
+    def end_step(self) -> None:
+        assert self._pieces is not None
+        for parameter in self.parameters:
+            parameter.grad = None
+        self._pieces.drop_gradients()
+        self._parts.offload.wait()
+        if self._buckets.rebuild():
+            self._values_before = dict(
+                self._pieces.tensors
+            )  # a piece of the new cut that was one before stays where it is
+            self._pieces = None
+
+    # -- between steps -----------------------------------------------------------------------------------------------
+
+    def settle(self) -> None:
+        """Nothing is under way between two steps."""
+        self._parts.weights.check()
+
+    def kept_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        return self._parts.optimizers.local_state(optimizer)
+
+    def load(self, optimizer: Optimizer, state: dict[str, Any], *, round: int) -> None:
+        self._parts.optimizers.load(optimizer, state)
+        self._parts.weights.mark_clean()
+
+    def whole(self, parameter: Parameter) -> Tensor:
+        master = self._parts.optimizers.full_master(parameter)
+        return super().whole(parameter) if master is None else master
+
+    def kept(self, parameter: Parameter) -> Tensor | LocalShard:
+        master = self._parts.optimizers.local_master(parameter)
+        return super().kept(parameter) if master is None else master
+
+    def put(self, parameter: Parameter, whole: Tensor) -> None:
+        super().put(parameter, whole)
+        self._parts.optimizers.load_master(parameter, whole)
+
+    def close(self) -> None:
+        self._buckets.close()
+        self._pieces, self._values_before = None, {}
+
+
+def check_apart(named: Sequence[tuple[str, Parameter]]) -> None:
+    """Two parameters over the same memory would be updated by two owners."""
+    spans = sorted(
+        (p.data_ptr(), p.data_ptr() + extent(p) * p.element_size(), name)
+        for name, p in named
+        if p.numel() and not is_unmaterialised(p) and not p.is_meta
+    )
+    for (_, end, first), (start, _, second) in pairwise(spans):
+        if start < end:
+            raise ConfigError(
+                f"parameters {first!r} and {second!r} are two objects over the same memory, which two workers would "
+                "update; tie them by giving both modules one Parameter (b.weight = a.weight), or use strategy='ddp'"
+            )

@@ -1,0 +1,158 @@
+"""Private names of torch, all in one place: looked up when this module is imported, each with its own error.
+
+    torch has the name       it is that object, at no cost
+    torch has it no more     a stand-in: whatever calls it raises TorchFeatureError, which names feature and name
+
+So a torch release that drops a name disables the feature that needs it and nothing else: a strategy that can't work
+says so in `engine.prepare()`, and ddp trains on.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from functools import reduce
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from paceline.errors import ConfigError
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import PrefixStore, Store
+else:
+    from torch.distributed import PrefixStore, Store
+
+__all__ = ["PrefixStore", "Store"]  # public in torch.distributed, but not exported there for type checkers
+
+
+class TorchFeatureError(ConfigError):
+    """This release of torch has no longer what a feature is built on."""
+
+
+class Missing:
+    """Stands for a private name that torch does not have."""
+
+    def __init__(self, name: str, feature: str) -> None:
+        self.name, self.feature = name, feature
+
+    def __call__(self, *_: Any, **__: Any) -> Any:
+        raise TorchFeatureError(
+            f"{self.feature} needs {self.name}, which torch {torch.__version__} does not have; install a torch release "
+            "that paceline was tested with (see its requirements), or train without it"
+        )
+
+
+def resolve(name: str, feature: str) -> Any:
+    """The object of that name, or what raises in its place; `feature` is what people know that needs it."""
+    module, _, path = name.partition(":")
+    try:
+        return reduce(getattr, path.split("."), importlib.import_module(module))
+    except (ImportError, AttributeError):
+        return Missing(f"{module}.{path}", feature)
+
+
+def require(*needed: Any) -> None:
+    """Raise for the first of these that torch does not have: for a strategy to ask before it touches a model."""
+    for one in needed:
+        if isinstance(one, Missing):
+            one()
+
+
+# -- tensors -----------------------------------------------------------------------------------------------------------
+
+foreach_copy_: Callable[[list[Tensor], list[Tensor]], None] = resolve("torch:_foreach_copy_", "copying gradients")
+foreach_mul_: Callable[[list[Tensor], float], None] = resolve("torch:_foreach_mul_", "clip_grad_norm_()")
+foreach_norm: Callable[[list[Tensor], float], list[Tensor]] = resolve("torch:_foreach_norm", "loss scaling")
+
+version_of: Callable[[Tensor], int] = attrgetter("_version")  # it counts writes in place
+
+plain_torch_function = resolve("torch._C:DisableTorchFunctionSubclass", "a strategy with sharded gradients")
+
+without_modes = resolve("torch.utils._python_dispatch:_disable_current_modes", "weights in shards")
+
+eval_frame_callback = resolve("torch._C._dynamo.eval_frame:get_eval_frame_callback", "weights in shards")
+
+_use_count = resolve("torch._C:_storage_Use_Count", "using the memory of gathered weights again")
+_storage_id: Callable[[Any], int] = attrgetter("_cdata")
+
+
+def memory_id(tensor: Tensor) -> int:
+    """The same for all tensors over the same memory, also where there is none (on the meta device)."""
+    return _storage_id(tensor.untyped_storage())
+
+
+def _uses(tensor: Tensor) -> int:
+    return int(_use_count(memory_id(tensor)))
+
+
+def _counts_views() -> bool:
+    """Whether torch counts who looks at memory as it did when this was written: by trying it."""
+    if isinstance(_use_count, Missing):
+        return False
+    tensor = torch.empty(1)
+    alone = _uses(tensor)
+    view = tensor[:]
+    seen = _uses(tensor)
+    del view
+    return (alone, seen, _uses(tensor)) == (_ALONE, _ALONE + 1, _ALONE)
+
+
+_ALONE = 2  # uses of memory that only one tensor has, while it is being counted
+_CAN_COUNT = _counts_views()
+
+
+def nothing_else_views(tensor: Tensor) -> bool:
+    """Whether no other tensor has this one's memory; False where torch can't tell."""
+    return _CAN_COUNT and _uses(tensor) == _ALONE
+
+
+# -- modules -----------------------------------------------------------------------------------------------------------
+
+_batch_norm = resolve("torch.nn.modules.batchnorm:_BatchNorm", "BatchNorm of your own")
+_known_norms = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+BATCH_NORMS: tuple[type[nn.Module], ...] = _known_norms if isinstance(_batch_norm, Missing) else (_batch_norm,)
+
+own_parameters: Callable[[nn.Module], dict[str, nn.Parameter | None]] = attrgetter("_parameters")
+own_buffers: Callable[[nn.Module], dict[str, Tensor | None]] = attrgetter("_buffers")
+
+
+def apply_to_tensors(model: nn.Module, change: Callable[[Tensor], Tensor]) -> None:
+    """As model.to() does it: parameters and buffers stay the objects that they are."""
+    model._apply(change)  # type: ignore[no-untyped-call]
+
+
+def memory_written_by(run: Callable[[], Any]) -> set[int]:
+    """The `memory_id` of every tensor that is written to while `run` runs."""
+    mode = resolve("torch.utils._python_dispatch:TorchDispatchMode", "models on the meta device")
+    require(mode)
+    written: set[int] = set()
+
+    class Writes(mode):  # type: ignore[misc,valid-type]
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            for argument, value in zip(func._schema.arguments, args, strict=False):
+                if argument.alias_info is not None and argument.alias_info.is_write and isinstance(value, Tensor):
+                    written.add(memory_id(value))
+            return func(*args, **(kwargs or {}))
+
+    with Writes():
+        run()
+    return written
+
+
+# -- optimizers --------------------------------------------------------------------------------------------------------
+
+step_pre_hooks: Callable[[Optimizer], dict[int, Any]] = attrgetter("_optimizer_step_pre_hooks")
+step_post_hooks: Callable[[Optimizer], dict[int, Any]] = attrgetter("_optimizer_step_post_hooks")
+OPTIMIZER_HOOKS = (
+    "_optimizer_step_pre_hooks",
+    "_optimizer_step_post_hooks",
+    "_optimizer_state_dict_pre_hooks",
+    "_optimizer_state_dict_post_hooks",
+    "_optimizer_load_state_dict_pre_hooks",
+    "_optimizer_load_state_dict_post_hooks",
+)
+STEP_WAS_CALLED = "_opt_called"  # an attribute that schedulers look for, to see that optimizer.step() came before them
