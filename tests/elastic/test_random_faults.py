@@ -18,7 +18,7 @@ import pytest
 from paceline.elastic import random_faults, told_hash
 from paceline.elastic.ledger import Row
 from paceline.elastic.random_faults import KINDS, Draw, HurtJob, cut_connection, draws
-from paceline.world.process_name import SERVER
+from paceline.world.process import SERVER
 
 # A supervisor, its stable, and four workers that sleep, beside one child of the stable that is no worker.
 TREE = """

@@ -15,7 +15,7 @@ from paceline import Engine, World
 from paceline.engine import memory_check
 from paceline.launch.verdict import MemoryTold, Process, happened
 from paceline.optim.state_size import state_bytes
-from paceline.world.memory_limit import MemoryLimit
+from paceline.world.host_limits import MemoryLimit
 from tests.workers import run_workers
 
 GROUPS = Path("/sys/fs/cgroup/memory")

@@ -8,7 +8,7 @@ import threading
 import pytest
 
 from paceline.launch.output import BACKLOG_LIMIT, Lines, Screen, Stream
-from paceline.world.progress_line import ProgressLine
+from paceline.world.terminal import ProgressLine
 
 
 def test_every_line_gets_the_prefix_however_it_is_cut() -> None:

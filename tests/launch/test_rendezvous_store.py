@@ -22,8 +22,8 @@ from paceline.launch.ending import Policy
 from paceline.launch.hosts import Seat
 from paceline.launch.verdict import Phase
 from paceline.world.control import ControlClient
-from paceline.world.progress_line import ProgressLine
 from paceline.world.rendezvous_store import ControlStore, StoreTimeoutError, open_store
+from paceline.world.terminal import ProgressLine
 from paceline.world.world import ControlSocket, LaunchSettings, TcpRendezvous, World
 
 

@@ -33,7 +33,7 @@ from typing import TypeAlias
 import psutil  # type: ignore[import-untyped]
 
 from paceline.elastic.ledger import Row
-from paceline.world.process_name import SERVER, name_of
+from paceline.world.process import SERVER, name_of
 
 KINDS = {"kill": 45, "stop": 15, "slow": 25, "cut": 15}
 """How often each is drawn, of a hundred."""

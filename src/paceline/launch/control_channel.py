@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from paceline.errors import WorldError
-from paceline.world import strangers
+from paceline.world import unauthenticated
 from paceline.world.control import peer_user
 
 Body = dict[str, Any]
@@ -66,7 +66,7 @@ class Link(asyncio.BufferedProtocol):
         self.local_address = self.remote_address = "an address that is gone"
         self._came = came
         self._transport: asyncio.Transport | None = None
-        self._limit = strangers.LINE_LIMIT
+        self._limit = unauthenticated.LINE_LIMIT
         self._room = bytearray(self._limit)
         self._begin = self._end = 0  # of what was received and not read
         self._paused = False
@@ -163,7 +163,7 @@ class ControlServer:
     def __init__(self, path: Path, listener: Listener, complain: Callable[[str], None]) -> None:
         self.path = path
         self.listener = listener
-        self.complain = strangers.SeldomSaid(complain)
+        self.complain = unauthenticated.RateLimitedLog(complain)
         self._server: asyncio.Server | None = None
         self._connections: set[_Connection] = set()
         self._retired: set[int] = set()
@@ -274,7 +274,7 @@ class _Connection(asyncio.Protocol):
 
     @property
     def _limit(self) -> int:
-        return strangers.LINE_LIMIT if self.pid is None else LINE_LIMIT
+        return unauthenticated.LINE_LIMIT if self.pid is None else LINE_LIMIT
 
     def _refuse_longer(self, line: bytearray) -> None:
         if len(line) > self._limit:

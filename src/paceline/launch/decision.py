@@ -46,9 +46,8 @@ from paceline.launch.verdict import (
     numbers,
 )
 from paceline.launch.waits import PATIENCE_S, Told, look_at_waits
-from paceline.world.progress_line import ProgressLine
-from paceline.world.strangers import SeldomSaid
-from paceline.world.summary_table import SummaryTable
+from paceline.world.terminal import ProgressLine, SummaryTable
+from paceline.world.unauthenticated import RateLimitedLog
 
 SETTLE_S = 0.5
 SETTLE_LONGER_S = 3.0
@@ -101,7 +100,7 @@ class Coordinator:
         self.keys = KeyValues()
         self._show = show
         self._say = say
-        self._complain = SeldomSaid(say)
+        self._complain = RateLimitedLog(say)
         self.far = FarHosts(seat, guests, self.clock)
         self._door = door
         self._checkpoint: str | None = None

@@ -17,7 +17,7 @@ from paceline.errors import LaunchError, WorldError
 from paceline.launch.control_channel import NONSENSE, Body, Link, stop_accepting
 from paceline.launch.hosts import SILENT_PEER_S, Address, Arrival, Guest, Seat, free_port
 from paceline.launch.sealed_link import SealedLink, prove_as_coordinator
-from paceline.world import strangers
+from paceline.world import unauthenticated
 from paceline.world.world import LaunchSettings
 
 
@@ -36,9 +36,9 @@ class Door:
         self.later: asyncio.Queue[tuple[Arrival, SealedLink]] = asyncio.Queue()
         """Who has come for a job that runs, and has proved the secret."""
         self._server: asyncio.Server | None = None
-        self._strangers: dict[Link, str] = {}
+        self._unproved: dict[Link, str] = {}
         """Connections that have not proved the secret, the oldest first, and their addresses."""
-        self._complain = strangers.SeldomSaid(say)
+        self._complain = unauthenticated.RateLimitedLog(say)
         self._tasks: set[asyncio.Task[None]] = set()
         self._closed = False
 
@@ -67,7 +67,7 @@ class Door:
         self._closed = True
         if self._server is not None:
             await stop_accepting(self._server)
-        for stranger in self._strangers:
+        for stranger in self._unproved:
             stranger.abort()
         while not self.later.empty():
             _, link = self.later.get_nowait()
@@ -105,31 +105,31 @@ class Door:
         if self._closed:
             link.abort()
             return
-        self._strangers[link] = link.remote_address
-        if len(self._strangers) > strangers.MOST_STRANGERS:
-            self._refuse(strangers.first_to_go(self._strangers), "too many connections have not proved the secret")
+        self._unproved[link] = link.remote_address
+        if len(self._unproved) > unauthenticated.MOST_CONNECTIONS:
+            self._refuse(unauthenticated.to_drop(self._unproved), "too many connections have not proved the secret")
         self._spawn(self._accept(link))
 
     async def _accept(self, link: Link) -> None:
         proved = False
         try:
-            async with asyncio.timeout(strangers.PROOF_S):
+            async with asyncio.timeout(unauthenticated.PROOF_S):
                 link.watch_for_silence(SILENT_PEER_S)
                 sealed = await prove_as_coordinator(link, self._secret)
-                proved = self._strangers.pop(link, None) is not None
+                proved = self._unproved.pop(link, None) is not None
                 joined = await sealed.receive()
             if joined is None:
                 raise WorldError("it hung up before it joined")
             await self._let_in(_read(joined), sealed, link.remote_address)
         except (WorldError, TimeoutError, OSError) as error:
-            if proved or link in self._strangers:  # and not refused already
-                self._refuse(link, str(error) or f"it did not prove the secret within {strangers.PROOF_S:g} s")
+            if proved or link in self._unproved:  # and not refused already
+                self._refuse(link, str(error) or f"it did not prove the secret within {unauthenticated.PROOF_S:g} s")
         except asyncio.CancelledError:
             link.abort()  # the job has ended
             raise
 
     def _refuse(self, link: Link, why: str) -> None:
-        self._strangers.pop(link, None)
+        self._unproved.pop(link, None)
         if not self._closed:
             address = link.remote_address
             self._complain(address, f"paceline: refused a connection from {address}: {why}")

@@ -22,7 +22,7 @@ from paceline.elastic.decisions import Rules
 from paceline.errors import LaunchError, WorldError
 from paceline.launch.control_channel import NONSENSE, Body, Link
 from paceline.launch.sealed_link import HungUpError, SealedLink, prove_as_host
-from paceline.world.strangers import PROOF_S
+from paceline.world.unauthenticated import PROOF_S
 from paceline.world.world import ControlSocket, Elasticity, LaunchSettings, World
 
 RETRY_EVERY_S = 0.25

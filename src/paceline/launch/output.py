@@ -20,8 +20,7 @@ import time
 from collections.abc import Callable
 from enum import Enum
 
-from paceline.world.progress_line import ProgressLine
-from paceline.world.summary_table import SummaryTable
+from paceline.world.terminal import ProgressLine, SummaryTable
 
 PROGRESS_EVERY_S = 5.0
 """How often a line of progress is written where it can't be redrawn in place."""

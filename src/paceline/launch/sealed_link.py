@@ -21,7 +21,7 @@ import secrets
 
 from paceline.errors import WorldError
 from paceline.launch.control_channel import Body, Link, decoded
-from paceline.world.strangers import PROOF_S
+from paceline.world.unauthenticated import PROOF_S
 
 HOST_LINE_LIMIT = 8 * 2**20
 """Of a line between supervisors that have proved the secret to each other."""

@@ -37,7 +37,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.world.control import STOPPED_ON_REQUEST
-from paceline.world.memory_limit import kills
+from paceline.world.host_limits import oom_kills
 
 ENDED_WELL = (0, STOPPED_ON_REQUEST)
 WORKER_FAILED = 1
@@ -268,7 +268,7 @@ def _of_what(process: Process) -> str:
         return " by its supervisor"
     if memory is None or not memory.kills_file.exists():  # it may be on another host
         return " (out of memory?)"
-    if kills(memory.kills_file) > memory.kills:
+    if oom_kills(memory.kills_file) > memory.kills:
         return f": out of memory. {memory.told[0].upper()}{memory.told[1:]}"
     return ""
 

@@ -29,7 +29,7 @@ from paceline.elastic.member import Member
 from paceline.errors import GenerationEnded, PacelineError, PeerLostError, WorldError
 from paceline.world import environment
 from paceline.world.control import ControlClient, no_thread
-from paceline.world.process_name import SERVER, be_called
+from paceline.world.process import SERVER, be_called
 
 STACK_SIGNAL = int(signal.SIGRTMAX) - 1
 """Makes a worker write the stacks of its threads to stderr. SIGUSR1 and 2 are left to scripts and to SLURM."""

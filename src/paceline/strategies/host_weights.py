@@ -24,7 +24,7 @@ from paceline.collectives.communicator import Communicator
 from paceline.errors import ConfigError, LoopError
 from paceline.sharding.bucket import ALIGNED
 from paceline.strategies.own_pieces import extent
-from paceline.world.free_memory import give_back_free_memory
+from paceline.world.process import give_back_free_memory
 
 Weights = Literal["per host", "per worker"]
 

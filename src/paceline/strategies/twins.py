@@ -31,7 +31,7 @@ from paceline.sharding.slices import Slices
 from paceline.strategies.masters import MASTER, PieceMasters, placed
 from paceline.strategies.own_pieces import OwnPieces, in_logical_order
 from paceline.strategies.whole_states import DealtState, whole_states
-from paceline.world.free_memory import give_back_free_memory
+from paceline.world.process import give_back_free_memory
 
 GIVE_BACK_EVERY = 64 * 2**20  # bytes of state that have moved: between old and new places there are only holes
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from paceline.trainer.meters import Meters
-from paceline.world.progress_line import duration
+from paceline.world.terminal import duration
 
 
 @dataclass(frozen=True)

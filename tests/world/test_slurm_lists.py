@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.errors import WorldError
-from paceline.world.slurm_notation import expand_nodelist, tasks_per_node
+from paceline.world.launchers import expand_nodelist, tasks_per_node
 
 names = st.from_regex(r"[a-z][a-z-]{0,5}", fullmatch=True)
 spans = st.tuples(st.integers(0, 40), st.integers(0, 3)).map(lambda span: (span[0], span[0] + span[1]))

@@ -1,14 +1,18 @@
-"""The progress line: where the job is, in one row, the same words whoever draws it.
+"""What a job shows on its terminal: one line of progress while it runs, and one table at its end.
 
     ━━━━━━━━━━╸━━━━━━━━━ step 512/1,000 · epoch 1.54 · loss 0.2931 · lr 0.0003 · samples/s 8,120 · eta 0:42
 
-Where the row is too short for all of it, what can be done without is left out first: learning rate, epoch, speed.
+The worker sends the values to its supervisor, which draws them below the output of all workers; a worker without a
+supervisor prints the table itself. Where the row is too short for every field, the least important are left out first:
+learning rate, epoch, speed.
 """
 
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping
+import os
+import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -88,3 +92,45 @@ def _short(value: float | int | str) -> str:
     if isinstance(value, float):
         return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
     return f"{value:,}" if isinstance(value, int) else value
+
+
+WIDEST = 100
+
+
+@dataclass(frozen=True)
+class SummaryTable:
+    title: str
+    rows: tuple[tuple[str, str], ...]
+
+    @classmethod
+    def of(cls, title: str, rows: Sequence[Sequence[str]]) -> SummaryTable:
+        return cls(str(title), tuple((str(name), str(value)) for name, value in rows))
+
+    def plain(self) -> str:
+        wide = max((len(name) for name, _ in self.rows), default=0)
+        return "".join(
+            f"{line}\n" for line in [self.title, *(f"  {name:<{wide}}  {value}" for name, value in self.rows)]
+        )
+
+    def drawn(self, width: int) -> str:
+        from rich import box
+        from rich.console import Console
+        from rich.table import Table
+        from rich.text import Text
+
+        out = io.StringIO()
+        console = Console(file=out, force_terminal=True, width=min(width, WIDEST), legacy_windows=False)
+        table = Table(title=Text(self.title, style="bold"), box=box.ROUNDED, show_header=False, title_justify="left")
+        table.add_column(style="dim", no_wrap=True)
+        table.add_column(overflow="fold")
+        for name, value in self.rows:
+            table.add_row(name, Text(value))
+        console.print(table)
+        return out.getvalue()
+
+    def print(self) -> None:
+        if sys.stdout.isatty():
+            sys.stdout.write(self.drawn(os.get_terminal_size(sys.stdout.fileno()).columns or 80))
+        else:
+            sys.stdout.write(self.plain())
+        sys.stdout.flush()

@@ -30,8 +30,8 @@ from paceline.launch.member import Member
 from paceline.launch.output import Screen
 from paceline.launch.sealed_link import SealedLink, prove_as_host
 from paceline.launch.verdict import NO_MEETING
-from paceline.world import strangers
-from paceline.world.strangers import LINE_LIMIT, MOST_STRANGERS, SeldomSaid, first_to_go
+from paceline.world import unauthenticated
+from paceline.world.unauthenticated import LINE_LIMIT, MOST_CONNECTIONS, RateLimitedLog, to_drop
 from paceline.world.world import LaunchSettings
 from tests.launch.launching import Launch, wait_until
 from tests.launch.test_elastic_jobs import Job
@@ -105,7 +105,7 @@ async def until_dropped(connection: socket.socket) -> None:
 def test_words_of_a_stranger_cost_one_line_and_the_next_host_joins(
     words: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(strangers, "PROOF_S", 0.2)
+    monkeypatch.setattr(unauthenticated, "PROOF_S", 0.2)
 
     async def story(job: OpenJob) -> None:
         with await connect(job, words) as connection:
@@ -120,7 +120,7 @@ def test_words_of_a_stranger_cost_one_line_and_the_next_host_joins(
 
 
 def test_a_stranger_that_trickles_is_dropped_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(strangers, "PROOF_S", 0.3)
+    monkeypatch.setattr(unauthenticated, "PROOF_S", 0.3)
 
     async def story(job: OpenJob) -> None:
         begun = time.monotonic()
@@ -136,10 +136,10 @@ def test_a_stranger_that_trickles_is_dropped_in_time(monkeypatch: pytest.MonkeyP
 def test_a_crowd_is_held_to_its_number_in_one_line_and_hosts_join_meanwhile() -> None:
     async def story(job: OpenJob) -> None:
         with ExitStack() as crowd:
-            for _ in range(3 * MOST_STRANGERS):
+            for _ in range(3 * MOST_CONNECTIONS):
                 crowd.enter_context(await connect(job, b"{"))
             _, link = await job.join(1)
-            assert len(job.door._strangers) <= MOST_STRANGERS
+            assert len(job.door._unproved) <= MOST_CONNECTIONS
             assert job.said == [
                 "paceline: refused a connection from 127.0.0.1: too many connections have not proved the secret"
             ]
@@ -149,7 +149,7 @@ def test_a_crowd_is_held_to_its_number_in_one_line_and_hosts_join_meanwhile() ->
 
 
 def test_a_host_that_is_crowded_out_before_its_proof_tries_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(strangers, "MOST_STRANGERS", 1)
+    monkeypatch.setattr(unauthenticated, "MOST_CONNECTIONS", 1)
     tries: list[Link] = []
 
     async def pushed_out(link: Link, secret: bytes) -> SealedLink:
@@ -186,14 +186,14 @@ def test_a_coordinator_that_hangs_up_every_time_is_named_in_the_end(monkeypatch:
 
 
 def test_the_oldest_of_the_address_with_most_connections_goes_first() -> None:
-    assert first_to_go({1: "a", 2: "b", 3: "c", 4: "b"}) == 2
-    assert first_to_go({1: "a", 2: "b"}) == 1
+    assert to_drop({1: "a", 2: "b", 3: "c", 4: "b"}) == 2
+    assert to_drop({1: "a", 2: "b"}) == 1
 
 
 def test_one_line_is_said_per_source_and_minute_and_few_sources_have_any() -> None:
     said: list[str] = []
     now = [0.0]
-    say = SeldomSaid(said.append, lambda: now[0])
+    say = RateLimitedLog(said.append, lambda: now[0])
     for _ in range(5):
         say("a", "a line")
     say("b", "another")
@@ -202,13 +202,15 @@ def test_one_line_is_said_per_source_and_minute_and_few_sources_have_any() -> No
     assert said == ["a line", "another", "a line (4 more since the last such line)"]
     for number in range(1000):
         say(f"source {number}", "crowd")
-    assert said.count("crowd") == strangers.MOST_SOURCES - 1, "b was forgotten after its minute"
+    assert said.count("crowd") == unauthenticated.MOST_SOURCES - 1, "b was forgotten after its minute"
     now[0] = 122.0
     say("source 999", "crowd")
-    assert said.count("crowd") == strangers.MOST_SOURCES
+    assert said.count("crowd") == unauthenticated.MOST_SOURCES
 
 
-def test_memory_and_log_of_a_real_job_do_not_grow_with_strangers(launch: Callable[..., Launch], tmp_path: Path) -> None:
+def test_memory_and_log_of_a_real_job_do_not_grow_with_connections(
+    launch: Callable[..., Launch], tmp_path: Path
+) -> None:
     """A small version of 60 connections with 7.5 MiB each, and of 400 with nonsense."""
     port = free_port("127.0.0.1")
     (tmp_path / "secret").write_text("secret")
@@ -475,7 +477,7 @@ def test_a_worker_that_talks_nonsense_costs_few_lines_and_no_traceback(channel: 
     with say(channel, hello, *(json.dumps(line).encode() + b"\n" for line in lines), NESTED + b"\n") as connection:
         while connection.recv(2**16):
             pass
-    assert len(channel.complaints) <= strangers.MOST_SOURCES
+    assert len(channel.complaints) <= unauthenticated.MOST_SOURCES
     assert channel.client(0).ask("store.check", timeout_s=5, keys=[]) == {"value": True}
     assert screen.close(5)
     os.close(nowhere)

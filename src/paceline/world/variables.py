@@ -1,11 +1,21 @@
-"""Variables of the environment, read with care: an empty one is unset, a wrong one is named with its value."""
+"""Variables of the environment, read with care: an empty one is unset, a wrong one is named with its value.
+
+Below the readers of single variables are those of the families that every launcher shares: addresses and ports, and the
+PACELINE_* settings, which fix the same things as the flags of `paceline run`:
+
+PACELINE_LANES, _THREADS, _BACKEND, _SEED, _STRATEGY, _PRECISION, _ACTIVATION_CHECKPOINTING, _OFFLOAD, _REPLAY
+PACELINE_HOST_ADDRESS     the address that tensors leave this host from
+PACELINE_INCARNATION, _VAULT, _COPIES, _MEMBERS, _ACROSS_HOSTS     of an elastic job, by `paceline run` alone
+"""
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
+from ipaddress import ip_address
 
 from paceline.errors import WorldError
-from paceline.world.world import TcpRendezvous
+from paceline.world.world import LOOPBACK, Elasticity, LaunchSettings, TcpRendezvous
 
 Variables = Mapping[str, str]
 
@@ -109,3 +119,63 @@ def launcher_needed(source: str, found: str) -> WorldError:
         f"{source} asks for several workers on this host ({found}) and this process is only one of them; "
         "start the script with `paceline run script.py`, which starts them all"
     )
+
+
+# What torchrun and most scripts use; only where nothing tells two jobs on one host apart.
+DEFAULT_PORT = 29500
+
+
+def derived_port(*identity: str | None) -> int:
+    """The same port for every worker of a job and, mostly, another one for another job; below the ephemeral range."""
+    if identity[-1] is None:
+        return DEFAULT_PORT
+    digest = hashlib.blake2b("/".join(str(part) for part in identity).encode(), digest_size=4).digest()
+    return 10_000 + int.from_bytes(digest, "big") % 20_000
+
+
+def is_loopback(address: str) -> bool:
+    try:
+        return ip_address(address).is_loopback
+    except ValueError:
+        return address == "localhost"
+
+
+def settings_of(variables: Variables, size: int) -> LaunchSettings:
+    lanes = number_of(variables, "PACELINE_LANES", least=1)
+    is_elastic = number_of(variables, "PACELINE_INCARNATION") is not None  # its slots may be more than its workers
+    if lanes is not None and lanes < size and not is_elastic:
+        raise WorldError(
+            f"PACELINE_LANES={lanes} but there are {size} workers: a worker without a lane has nothing to do; "
+            f"give at least {size} lanes, or start no more workers than lanes"
+        )
+    return LaunchSettings(
+        lanes=lanes,
+        threads=number_of(variables, "PACELINE_THREADS", least=1),
+        backend=text_of(variables, "PACELINE_BACKEND"),
+        seed=number_of(variables, "PACELINE_SEED"),
+        strategy=text_of(variables, "PACELINE_STRATEGY"),
+        precision=text_of(variables, "PACELINE_PRECISION"),
+        activation_checkpointing=text_of(variables, "PACELINE_ACTIVATION_CHECKPOINTING"),
+        offload=text_of(variables, "PACELINE_OFFLOAD"),
+        replay=text_of(variables, "PACELINE_REPLAY"),
+    )
+
+
+def elasticity(variables: Variables) -> Elasticity | None:
+    incarnation = number_of(variables, "PACELINE_INCARNATION")
+    if incarnation is None:
+        return None
+    copies = number_of(variables, "PACELINE_COPIES", least=1)
+    listed = [one.partition("@") for one in (text_of(variables, "PACELINE_MEMBERS") or "").split()]
+    members = tuple((int(slot), int(host)) for slot, _, host in listed)
+    return Elasticity(
+        incarnation,
+        text_of(variables, "PACELINE_VAULT"),
+        2 if copies is None else copies,
+        members,
+        across_hosts=bool(number_of(variables, "PACELINE_ACROSS_HOSTS")),
+    )
+
+
+def host_address(variables: Variables, hosts: int) -> str | None:
+    return text_of(variables, "PACELINE_HOST_ADDRESS") or (LOOPBACK if hosts == 1 else None)

@@ -12,9 +12,9 @@ import pytest
 import paceline
 from paceline.errors import WorldError
 from paceline.world import environment
-from paceline.world.addresses import DEFAULT_PORT, derived_port
-from paceline.world.cluster_launch import LaunchDefaults
 from paceline.world.environment import launch_defaults, read_world, tensor_address, worker_environment
+from paceline.world.launchers import LaunchDefaults
+from paceline.world.variables import DEFAULT_PORT, derived_port
 from paceline.world.world import LOOPBACK, ControlSocket, LaunchSettings, TcpRendezvous, World
 
 PACELINE = {
