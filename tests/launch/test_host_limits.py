@@ -19,8 +19,8 @@ import pytest
 from paceline.data import loader_watch
 from paceline.errors import DataError
 from paceline.launch.folders import VAULT, elsewhere_than_asked, vault_folder
+from paceline.launch.fork_server import ForkServer
 from paceline.launch.job import Job
-from paceline.launch.stable import Stable
 from paceline.launch.supervisor import Supervisor
 from paceline.launch.worker_main import Script
 from paceline.world import host_limits
@@ -57,7 +57,7 @@ def test_connections_that_cannot_be_accepted_end_the_job_in_one_line() -> None:
     said: list[tuple[str, int]] = []
 
     class Decided:
-        def broken(self, text: str, code: int) -> None:
+        def fail(self, text: str, code: int) -> None:
             said.append((text, code))
 
     async def run() -> list[dict[str, Any]]:
@@ -65,9 +65,9 @@ def test_connections_that_cannot_be_accepted_end_the_job_in_one_line() -> None:
         supervisor = Supervisor(Job(Script("train.py"), 1, LaunchSettings()))
         supervisor._decider = Decided()  # type: ignore[assignment]
         error = OSError(errno.EMFILE, os.strerror(errno.EMFILE))
-        supervisor._in_the_loop(loop, {"message": "socket.accept() out of system resource", "exception": error})
+        supervisor._on_loop_error(loop, {"message": "socket.accept() out of system resource", "exception": error})
         loop.default_exception_handler = left.append  # type: ignore[method-assign, assignment]
-        supervisor._in_the_loop(loop, {"message": "something else", "exception": ValueError()})
+        supervisor._on_loop_error(loop, {"message": "something else", "exception": ValueError()})
         supervisor._screen.close(1)
         return left
 
@@ -77,9 +77,9 @@ def test_connections_that_cannot_be_accepted_end_the_job_in_one_line() -> None:
 
 
 def _refused_forks(world: World, folder: str) -> list[dict[str, Any]]:
-    """In a process of its own: a stable has handlers of signals."""
+    """In a process of its own: a fork server has handlers of signals."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    stable = Stable(theirs, Path(folder), os.getppid())
+    fork_server = ForkServer(theirs, Path(folder), os.getppid())
 
     def no_fork() -> int:
         raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
@@ -89,7 +89,7 @@ def _refused_forks(world: World, folder: str) -> list[dict[str, Any]]:
     for outputs in ([1, 2], [1]):  # the kernel drops descriptors that a process may not have
         message = {"kind": "start", "rank": 3, "control": "", "variables": {}}
         socket.send_fds(ours, [json.dumps(message).encode()], outputs)
-        assert stable._obey() is None
+        assert fork_server._handle_request() is None
         said.append(json.loads(ours.recv(4096)))
     return said
 
@@ -130,7 +130,7 @@ def in_its_own_mounts(mounts: str, program: str) -> str:
 def test_an_elastic_job_without_shared_memory_says_where_it_keeps_its_state(mount: str, told: str) -> None:
     program = (
         "from paceline.launch.folders import run_folder, vault_folder\n"
-        "with run_folder() as run, vault_folder(run, say=print) as vault:\n"
+        "with run_folder() as run, vault_folder(run, log=print) as vault:\n"
         "    assert vault == run / 'vault' and vault.is_dir() and not vault.is_symlink()\n"
         "assert not run.exists()"
     )

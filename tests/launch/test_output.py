@@ -103,7 +103,7 @@ def test_a_reader_that_leaves_does_not_end_the_job() -> None:
     errors, out = os.pipe()
     screen = Screen(writing, out)
     screen.write(Stream.STDOUT, b"into the void\n")
-    screen.say("still here")
+    screen.log("still here")
     assert screen.close(5)
     for fd in (writing, out):
         os.close(fd)

@@ -21,21 +21,21 @@ import psutil
 import pytest
 
 from paceline.errors import WorldError
-from paceline.launch import hosts
-from paceline.launch.control_channel import NONSENSE as NONSENSE_RAISED
-from paceline.launch.control_channel import ControlServer, Link
-from paceline.launch.decision import Coordinator
-from paceline.launch.hosts import Address, Arrival, Seat, free_port, join
-from paceline.launch.member import Member
+from paceline.launch import rendezvous
+from paceline.launch.agents import HostAgent
+from paceline.launch.control import MALFORMED as MALFORMED_RAISED
+from paceline.launch.control import ControlServer
+from paceline.launch.coordinator import Coordinator
+from paceline.launch.failure_attribution import RENDEZVOUS_FAILED
+from paceline.launch.host_link import Link, SealedLink, prove_as_host
 from paceline.launch.output import Screen
-from paceline.launch.sealed_link import SealedLink, prove_as_host
-from paceline.launch.verdict import NO_MEETING
+from paceline.launch.rendezvous import Address, HostAssignment, JoinRequest, free_port, join
 from paceline.world import unauthenticated
 from paceline.world.unauthenticated import LINE_LIMIT, MOST_CONNECTIONS, RateLimitedLog, to_drop
 from paceline.world.world import LaunchSettings
 from tests.launch.launching import Launch, wait_until
 from tests.launch.test_elastic_jobs import Job
-from tests.launch.test_latecomers import OpenJob
+from tests.launch.test_late_hosts import OpenJob
 from tests.launch.test_rendezvous_store import Channel
 
 NESTED = b"[" * 3000 + b"]" * 3000
@@ -139,7 +139,7 @@ def test_a_crowd_is_held_to_its_number_in_one_line_and_hosts_join_meanwhile() ->
             for _ in range(3 * MOST_CONNECTIONS):
                 crowd.enter_context(await connect(job, b"{"))
             _, link = await job.join(1)
-            assert len(job.door._unproved) <= MOST_CONNECTIONS
+            assert len(job.rendezvous._unproved) <= MOST_CONNECTIONS
             assert job.said == [
                 "paceline: refused a connection from 127.0.0.1: too many connections have not proved the secret"
             ]
@@ -163,7 +163,7 @@ def test_a_host_that_is_crowded_out_before_its_proof_tries_again(monkeypatch: py
 
     async def story(job: OpenJob) -> None:
         job_of.append(job)
-        monkeypatch.setattr(hosts, "prove_as_host", pushed_out)
+        monkeypatch.setattr(rendezvous, "prove_as_host", pushed_out)
         _, link = await job.join(1)
         assert len(tries) == 2
         await link.close()
@@ -172,14 +172,14 @@ def test_a_host_that_is_crowded_out_before_its_proof_tries_again(monkeypatch: py
 
 
 def test_a_coordinator_that_hangs_up_every_time_is_named_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hosts, "CROWDED_S", 0.6)
+    monkeypatch.setattr(rendezvous, "CROWDED_S", 0.6)
 
     async def story() -> None:
         address = Address("127.0.0.1", free_port("127.0.0.1"))
         loop = asyncio.get_running_loop()
         server = await loop.create_server(lambda: Link(Link.abort), address.host, address.port)
-        with pytest.raises(WorldError, match=rf"{address}: the other side hung up during the handshake"):
-            await join(address, Arrival(1, 2, 1, LaunchSettings()), b"secret", 30)
+        with pytest.raises(WorldError, match=rf"{address}: the other side closed the connection during the handshake"):
+            await join(address, JoinRequest(1, 2, 1, LaunchSettings()), b"secret", 30)
         server.close()
 
     asyncio.run(asyncio.wait_for(story(), 10))
@@ -223,10 +223,10 @@ def test_memory_and_log_of_a_real_job_do_not_grow_with_connections(
         for data in [b"x" * 2 * 2**20] * 20 + list(WORDS.values()) * 8:
             stranger = crowd.enter_context(socket.create_connection(("127.0.0.1", port), timeout=10))
             crowd.enter_context(sending(stranger, data))
-        arrival = Arrival(1, None, 1, LaunchSettings())
+        request = JoinRequest(1, None, 1, LaunchSettings())
 
         async def join_and_leave() -> None:
-            _, link = await join(Address("127.0.0.1", port), arrival, b"secret", 10)
+            _, link = await join(Address("127.0.0.1", port), request, b"secret", 10)
             link.send({"kind": "nonsense"})
             await link.receive()
             await link.close()
@@ -240,7 +240,7 @@ def test_memory_and_log_of_a_real_job_do_not_grow_with_connections(
     lines = finished.err.splitlines()
     assert len(lines) <= 3, lines
     assert "refused a connection from 127.0.0.1" in lines[0]
-    assert "host 1 is lost (its message 'nonsense' makes no sense" in finished.err
+    assert "host 1 is lost (its message 'nonsense' is malformed" in finished.err
 
 
 SERVES_UNTIL_TOLD = """
@@ -276,29 +276,29 @@ def sending(connection: socket.socket, data: bytes) -> Iterator[None]:
 
 # -- hosts that know the secret ----------------------------------------------------------------------------------------
 
-NONSENSE: list[Any] = [
+MALFORMED: list[Any] = [
     {},
     {"kind": 1},
     {"kind": "weather"},
-    {"kind": "told"},
-    {"kind": "told", "rank": 99, "what": "step", "body": {"step": 1}},
-    {"kind": "told", "rank": 1, "what": 7, "body": {}},
+    {"kind": "report"},
+    {"kind": "report", "rank": 99, "what": "step", "body": {"step": 1}},
+    {"kind": "report", "rank": 1, "what": 7, "body": {}},
     {"kind": "started", "rank": "1", "pid": 2},
     {"kind": "exited", "rank": -1, "status": 0},
     {"kind": "interrupted", "signal": 4711},
-    {"kind": "broken", "text": None, "code": 1},
+    {"kind": "fail", "text": None, "code": 1},
     {"kind": "store.get", "rank": 1, "id": [], "timeout_s": 1, "body": {}},
 ]
 
 
-@pytest.mark.parametrize("message", NONSENSE, ids=str)
+@pytest.mark.parametrize("message", MALFORMED, ids=str)
 def test_a_host_that_talks_nonsense_is_lost_in_one_line(message: Any) -> None:
     async def story(job: OpenJob) -> None:
         _, link = await job.join(1)
         link.send(message)
         while await asyncio.wait_for(link.receive(), 5) is not None:
             pass
-        assert [line for line in job.said if "makes no sense" in line] == job.said
+        assert [line for line in job.said if "malformed" in line] == job.said
         assert len(job.said) == 1
         assert "host 1 is lost (its message" in job.said[0]
         assert not job.coordinator.is_over
@@ -347,40 +347,40 @@ def test_a_host_that_brings_nonsense_is_refused_in_one_line(brought: Any) -> Non
         sealed.send(brought)
         assert await asyncio.wait_for(sealed.receive(), 5) is None
         assert len(job.said) == 1
-        assert "refused a connection from 127.0.0.1: what it brings makes no sense" in job.said[0]
+        assert "refused a connection from 127.0.0.1: its join request is malformed" in job.said[0]
 
     story_of(story)
 
 
 @pytest.mark.parametrize(
     "message",
-    [{}, {"kind": "say"}, {"kind": "outcome"}, {"kind": "pass_on", "signal": "x"}, {"kind": "start"}],
+    [{}, {"kind": "log"}, {"kind": "outcome"}, {"kind": "pass_on", "signal": "x"}, {"kind": "start"}],
     ids=str,
 )
 def test_a_coordinator_that_talks_nonsense_ends_the_host_s_part_in_one_line(message: Any) -> None:
     async def story(job: OpenJob) -> None:
         _, link = await job.join(1)
-        member = Member(link, print)
-        member.hands = job.hands
-        job.coordinator.far.link(1).send(message)
+        member = HostAgent(link, print)
+        member.agent = job.agent
+        job.coordinator.remote_hosts[1].link.send(message)
         outcome = await asyncio.wait_for(member.outcome, 5)
-        assert outcome.code == NO_MEETING
+        assert outcome.code == RENDEZVOUS_FAILED
         assert len(outcome.lines) == 1
-        assert "the coordinator (host 0) said what makes no sense" in outcome.lines[0]
+        assert "the coordinator (host 0) sent a malformed message" in outcome.lines[0]
         await member.close()
 
     story_of(story)
 
 
-def test_a_seat_that_makes_no_sense_is_named() -> None:
+def test_a_malformed_slot_assignment_is_named() -> None:
     with pytest.raises(TypeError):
-        Seat.from_message({"settings": {}, "seat": 1})
+        HostAssignment.from_message({"settings": {}, "assignment": 1})
 
     async def story(job: OpenJob) -> None:
-        job.coordinator._latecomers._seat_at = (  # type: ignore[union-attr, method-assign]
-            lambda arrival, link: link.send({"seat": {"settings": {}}})
+        job.coordinator._late_hosts._assign = (  # type: ignore[union-attr, method-assign]
+            lambda number, host: host.link.send({"assignment": {"settings": {}}})
         )
-        with pytest.raises(WorldError, match=r"gave makes no sense .*; use one version of paceline on all hosts"):
+        with pytest.raises(WorldError, match=r"is malformed .*; use one version of paceline on all hosts"):
             await job.join(1)
 
     story_of(story)
@@ -491,8 +491,8 @@ def test_an_elastic_job_is_not_broken_by_a_worker_that_talks_nonsense(seed: int)
         job = Job(3)
         for _ in range(400):
             message = odd_message(chance)
-            with suppress(*NONSENSE_RAISED):  # as the control channel does
-                job.coordinator.told(chance.randrange(3), message["kind"], message["body"])
+            with suppress(*MALFORMED_RAISED):  # as the control channel does
+                job.coordinator.report(chance.randrange(3), message["kind"], message["body"])
         await asyncio.sleep(0.3)
         outcome = job.coordinator.outcome
         assert not outcome.done() or outcome.exception() is None
@@ -507,8 +507,8 @@ def test_a_connection_accepted_while_the_server_closes_is_closed_with_it(tmp_pat
 
     async def whole() -> None:
         path = tmp_path / "control.sock"
-        seat = Seat(0, 1, 0, 1, 1, LaunchSettings(), "127.0.0.1", "127.0.0.1", 1)
-        server = ControlServer(path, Coordinator(seat, {}, lambda line: None, print), print)
+        assignment = HostAssignment(0, 1, 0, 1, 1, LaunchSettings(), "127.0.0.1", "127.0.0.1", 1)
+        server = ControlServer(path, Coordinator(assignment, {}, lambda line: None, print), print)
         await server.start()
         with socket.socket(socket.AF_UNIX) as connection:
             connection.connect(str(path))

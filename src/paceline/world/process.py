@@ -18,13 +18,13 @@ from pathlib import Path
 SERVER = "paceline-server"  # the kernel keeps 15 characters
 
 
-def be_called(name: str) -> None:
+def set_process_name(name: str) -> None:
     """The calling thread, the main one of its process."""
     with suppress(OSError):
         Path("/proc/self/comm").write_text(name)
 
 
-def name_of(pid: int) -> str:
+def process_name(pid: int) -> str:
     try:
         return Path(f"/proc/{pid}/comm").read_text().rstrip("\n")
     except OSError:

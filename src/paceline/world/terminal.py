@@ -34,7 +34,7 @@ class ProgressLine:
     final: bool = False
 
     @classmethod
-    def told(cls, body: Mapping[str, Any]) -> ProgressLine:
+    def from_message(cls, body: Mapping[str, Any]) -> ProgressLine:
         """By a worker; an error here, and not where it is drawn, if it can't be."""
         total, fields = body.get("total"), body.get("fields") or {}
         values = isinstance(fields, dict) and all(isinstance(value, float | int | str) for value in fields.values())

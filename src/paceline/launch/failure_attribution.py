@@ -1,21 +1,21 @@
-"""Why did the job fail? One cause, named first, out of everything that fell over with it.
+"""Failure attribution: why did the job fail? One cause, named first, out of all failures that followed from it.
 
 When a worker dies its peers fail within milliseconds, each with an error about a closed connection. Those are
 *consequences*. Whatever else happened is a *cause*, and the first cause to arrive is the one to read:
 
-    arrives first ─▶  worker 2 killed by SIGKILL          cause        ◀─ the verdict
+    arrives first ─▶  worker 2 killed by SIGKILL          cause        ◀─ reported
                       worker 1 raised PeerLostError       consequence
                       worker 3 "Connection closed by peer" consequence
                       worker 0 terminated by us           not a failure at all
 
-A *lost* worker is one that an asynchronous job goes on without (see `ending`): its death was told when it happened and
-explains nothing that falls later.
+A *lost* worker is one that an asynchronous job goes on without (see `exit_rules`): its death was reported when it
+happened, and is no cause of later failures.
 
 Exit codes of `paceline run`:
 
 | code  | meaning                                                                              |
 |-------|--------------------------------------------------------------------------------------|
-| 0     | everyone ended well; or everyone but lost workers, whom a warning names              |
+| 0     | every process ended well, lost workers excepted, which a warning names               |
 | 1     | a worker or server raised, exited with a code of its own (any; the line says which), |
 |       | or hung when the others had ended                                                    |
 | 2     | wrong usage or bad input, found before anything started                              |
@@ -42,7 +42,7 @@ from paceline.world.host_limits import oom_kills
 ENDED_WELL = (0, STOPPED_ON_REQUEST)
 WORKER_FAILED = 1
 BAD_INPUT = 2
-NO_MEETING = 3
+RENDEZVOUS_FAILED = 3
 
 
 class Phase(Enum):
@@ -80,7 +80,7 @@ class Raised:
     secondary: bool = False
 
     @classmethod
-    def told(cls, body: Mapping[str, Any]) -> Raised:
+    def from_message(cls, body: Mapping[str, Any]) -> Raised:
         raised = cls(**body)
         if not all(isinstance(text, str) for text in (raised.type, raised.text, raised.traceback)):
             raise TypeError("an error whose type, text or traceback is no text")
@@ -88,8 +88,8 @@ class Raised:
 
     @property
     def is_consequence(self) -> bool:
-        said = self.text.lower()
-        return self.secondary or (not self.ours and any(phrase in said for phrase in CONSEQUENCES))
+        text = self.text.lower()
+        return self.secondary or (not self.ours and any(phrase in text for phrase in CONSEQUENCES))
 
     @property
     def summary(self) -> str:
@@ -97,10 +97,10 @@ class Raised:
 
 
 @dataclass(frozen=True)
-class MemoryTold:
-    """What a worker said of its limit, and how often that had killed somebody by then."""
+class MemoryReport:
+    """What a worker reported of its memory limit, and how many processes that had killed by then."""
 
-    told: str
+    text: str
     kills_file: Path
     kills: int
 
@@ -132,18 +132,18 @@ class Process:
     """Exit code, or minus the signal, once it has ended."""
     connected: bool = False
     failed_as: int | None = None
-    """The place of its failure in order of arrival."""
+    """The place of its failure in order of request."""
     lost: bool = False
     """It failed, and the job goes on without it."""
     holds: str = ""
     """What is lost with it, in its own words, such as a server's keys."""
     fenced: bool = False
-    """We killed it ourselves, and said why."""
-    memory: MemoryTold | None = None
+    """The supervisor killed it, and announced why."""
+    memory: MemoryReport | None = None
     waits: Waits | None = None
     ended_at: float | None = None
     heard_at: float = 0.0
-    """Its last sign of life: a word, output, or time on a processor."""
+    """When it last sent a message, wrote output or used a processor."""
 
     @property
     def is_server(self) -> bool:
@@ -188,9 +188,9 @@ class Outcome:
     code: int
     lines: tuple[str, ...] = ()
     closing: tuple[str, ...] = ()
-    """Said last, after everyone was stopped."""
+    """Printed last, after every process was stopped."""
     hung: tuple[int, ...] = ()
-    """The ranks that show their stacks before they are stopped."""
+    """The ranks whose stacks are shown before they are stopped."""
 
     def as_message(self) -> dict[str, Any]:
         return asdict(self)
@@ -205,11 +205,11 @@ def has_cause(processes: Sequence[Process]) -> bool:
     return any(_is_cause(process) for process in processes)
 
 
-def judge(processes: Sequence[Process]) -> Outcome:
-    """The verdict on a job in which at least one process failed or left early."""
-    fallen = sorted((p for p in processes if p.failed_as is not None and not p.lost), key=lambda p: p.failed_as or 0)
-    causes = [process for process in fallen if _is_cause(process)]
-    root = (causes or fallen)[0]
+def attribute_failure(processes: Sequence[Process]) -> Outcome:
+    """The outcome of a job in which at least one process failed or left early."""
+    failed = sorted((p for p in processes if p.failed_as is not None and not p.lost), key=lambda p: p.failed_as or 0)
+    causes = [process for process in failed if _is_cause(process)]
+    root = (causes or failed)[0]
     agreed = _same_error_everywhere(processes, root)
     lines = [f"paceline: {agreed}"] if agreed else describe(root, processes)
     others = [process for process in processes if process is not root]
@@ -219,7 +219,7 @@ def judge(processes: Sequence[Process]) -> Outcome:
 
 def describe(process: Process, processes: Sequence[Process], and_so: str = "") -> list[str]:
     """How a process failed: one line, and the traceback of an exception that is not ours."""
-    lines = [f"paceline: {process.name} {happened(process, processes)}{and_so}"]
+    lines = [f"paceline: {process.name} {what_happened(process, processes)}{and_so}"]
     if process.raised is not None and not process.raised.ours and process.raised.traceback:
         lines.append(process.raised.traceback.rstrip())
     return lines
@@ -232,7 +232,7 @@ def _is_cause(process: Process) -> bool:
 
 
 def _same_error_everywhere(processes: Sequence[Process], root: Process) -> str | None:
-    """One of our own errors in every worker, and in the servers too unless they had not come as far."""
+    """One of our own errors in every worker, and in the servers too unless they had not come so far."""
     first = root.raised
     if first is None or not first.ours:
         return None
@@ -244,14 +244,14 @@ def _same_error_everywhere(processes: Sequence[Process], root: Process) -> str |
     return f"{everyone} raised {first.type}{root.at_step}: {first.text}"
 
 
-def happened(process: Process, processes: Sequence[Process], where: str | None = None) -> str:
-    """What befell a process that failed, without its name; `where` it was, if somebody knows better than itself."""
+def what_happened(process: Process, processes: Sequence[Process], where: str | None = None) -> str:
+    """How a process failed, without its name; `where` it was, if the caller knows better than the process."""
     at = process.at_step if where is None else f" {where}"
     if process.raised is not None:
-        said = process.raised.text if process.raised.ours else process.raised.summary
-        return f"raised {process.raised.type}{at}" + (f": {said}" if said else "")
+        text = process.raised.text if process.raised.ours else process.raised.summary
+        return f"raised {process.raised.type}{at}" + (f": {text}" if text else "")
     if process.status is not None and process.status < 0:
-        hint = _of_what(process) if -process.status == signal.SIGKILL else ""
+        hint = _killed_by(process) if -process.status == signal.SIGKILL else ""
         return f"was killed by {signal_name(-process.status)}{at}{hint if where is None or hint[:1] == ':' else ''}"
     if process.left_early:
         others = [p for p in processes if p is not process and not p.is_server]
@@ -261,15 +261,15 @@ def happened(process: Process, processes: Sequence[Process], where: str | None =
     return f"exited with code {process.status}{at}"
 
 
-def _of_what(process: Process) -> str:
-    """Of a SIGKILL: the kernel's, when a limit of memory was reached, or somebody else's."""
+def _killed_by(process: Process) -> str:
+    """Of a SIGKILL: the kernel's, when a limit of memory was reached, the supervisor's, or another's."""
     memory = process.memory
     if process.fenced:
         return " by its supervisor"
     if memory is None or not memory.kills_file.exists():  # it may be on another host
         return " (out of memory?)"
     if oom_kills(memory.kills_file) > memory.kills:
-        return f": out of memory. {memory.told[0].upper()}{memory.told[1:]}"
+        return f": out of memory. {memory.text[0].upper()}{memory.text[1:]}"
     return ""
 
 
@@ -314,7 +314,7 @@ def _fate(process: Process, root: Process) -> str:
 
 def _exit_code(root: Process) -> int:
     if root.raised is not None:
-        return NO_MEETING if root.raised.type == "WorldError" else WORKER_FAILED
+        return RENDEZVOUS_FAILED if root.raised.type == "WorldError" else WORKER_FAILED
     return 128 - root.status if root.status is not None and root.status < 0 else WORKER_FAILED
 
 

@@ -1,16 +1,16 @@
 """The supervisor's end of the control channel: one Unix socket per host, many workers, one table of keys.
 
-    worker 0 ──┐                                          ┌─ told(rank, kind, body)
+    worker 0 ──┐                                          ┌─ report(rank, kind, body)
     worker 1 ──┼── run folder (0700) / control.sock ──▶ Listener
     worker 2 ──┘                                          └─ answer(rank, kind, body, timeout_s) ──▶ reply
-               ◀── push(ranks, kind, body): to the connections of workers that said `elastic.here`
+               ◀── push(ranks, kind, body): to the connections of workers that sent `elastic.here`
 
-A tell is handled in order and at once. A question may have to wait (for a key that another worker will set), so each
-one is a task of its own and the connection goes on being read. The keys live in the coordinator; see `hosts` for how
-another host's supervisor passes questions on.
+A report is handled in order and at once. A question may have to wait (for a key that another worker will set), so each
+one is a task of its own and the connection goes on being read. The keys live in the coordinator; the
+`HostAgent` of another host passes questions on to it.
 
 In an elastic job a rank is a slot, and processes follow each other in it. A connection belongs to the process that
-said hello: when that has died, what may still lie unread in its socket is not taken for words of the next.
+sent hello: when that has died, what may still lie unread in its socket is not taken for messages of the next.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ import json
 import math
 import os
 import re
-import socket
 import stat
 import time
 from base64 import b64decode, b64encode
@@ -37,138 +36,35 @@ Body = dict[str, Any]
 LINE_LIMIT = 64 * 2**20
 """A line longer than this is not one of ours."""
 
-ROOM = 64 * 2**10
-"""Bytes that a link with nothing under way keeps for what comes next."""
-
 CLOSE_TIMEOUT_S = 1.0
 
 GENERATION_OF_KEY = re.compile(r"elastic/(\d+)/")
 
-NONSENSE = (LookupError, TypeError, ValueError, ArithmeticError, AttributeError, RecursionError)
+MALFORMED = (LookupError, TypeError, ValueError, ArithmeticError, AttributeError, RecursionError)
 """What reading a message of the wrong form raises; it must not take the connection, and so the worker, with it."""
 
 
 class Listener(Protocol):
-    """Whoever decides what a worker's words mean."""
+    """What handles the messages of workers: a `Decider`."""
 
-    def told(self, rank: int, kind: str, body: Body) -> None: ...
+    def report(self, rank: int, kind: str, body: Body) -> None: ...
     async def answer(self, rank: int, kind: str, body: Body, timeout_s: float) -> Body: ...
 
 
-class Link(asyncio.BufferedProtocol):
-    """JSON lines in both directions over one TCP connection.
-
-    Until the other side is trusted its lines are short, and it is read into a buffer of that size: a stranger takes no
-    more of our memory than that.
-    """
-
-    def __init__(self, came: Callable[[Link], None] = lambda link: None) -> None:
-        self.local_address = self.remote_address = "an address that is gone"
-        self._came = came
-        self._transport: asyncio.Transport | None = None
-        self._limit = unauthenticated.LINE_LIMIT
-        self._room = bytearray(self._limit)
-        self._begin = self._end = 0  # of what was received and not read
-        self._paused = False
-        self._news, self._lost = asyncio.Event(), asyncio.Event()
-
-    def trust(self, limit: int) -> None:
-        """The other side has proved who it is: its lines may be longer."""
-        self._limit = limit
-        self._make_room()
-
-    def watch_for_silence(self, silent_s: int) -> None:
-        """Have the kernel notice a peer that is cut off, whose connection would otherwise look open for hours."""
-        assert self._transport is not None
-        connection: socket.socket = self._transport.get_extra_info("socket")
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        for option, value in (("TCP_KEEPIDLE", silent_s // 2), ("TCP_KEEPINTVL", 2), ("TCP_KEEPCNT", 3)):
-            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, silent_s * 1000)
-
-    def send(self, message: Body) -> None:
-        """Queue a message; a peer that has gone is noticed by `receive`, not here."""
-        if self._transport is not None and not self._transport.is_closing():
-            self._transport.write(encoded(message))
-
-    async def receive(self) -> Body | None:
-        """The next message; None when the other side has gone."""
-        while (stop := self._room.find(b"\n", self._begin, self._end)) < 0:
-            if self._end - self._begin == self._limit:
-                raise WorldError(f"a message of more than {self._limit:,} bytes on the control channel")
-            if self._lost.is_set():
-                return None
-            self._news.clear()
-            await self._news.wait()
-        line = self._room[self._begin : stop]
-        self._begin = stop + 1
-        self._make_room()
-        return decoded(line)
-
-    def abort(self) -> None:
-        """End it without a word: the other side does not answer."""
-        if self._transport is not None:
-            self._transport.abort()
-
-    async def close(self) -> None:
-        if self._transport is not None:
-            self._transport.close()
-            try:
-                await asyncio.wait_for(self._lost.wait(), CLOSE_TIMEOUT_S)
-            except TimeoutError:
-                self._transport.abort()
-
-    # ---- what the event loop calls ------------------------------------------------------------------------
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
-        here, there = transport.get_extra_info("sockname"), transport.get_extra_info("peername")
-        if here and there:  # otherwise it was cut off before we looked
-            self.local_address, self.remote_address = str(here[0]), str(there[0])
-        self._came(self)
-
-    def get_buffer(self, sizehint: int) -> memoryview:
-        return memoryview(self._room)[self._end :]
-
-    def buffer_updated(self, nbytes: int) -> None:
-        self._end += nbytes
-        self._make_room()
-        self._news.set()
-
-    def connection_lost(self, exception: Exception | None) -> None:
-        self._lost.set()
-        self._news.set()
-
-    def _make_room(self) -> None:
-        """For more to be received; where there can't be, the other side waits until some was read."""
-        if self._begin == self._end:
-            self._begin = self._end = 0
-            if len(self._room) > ROOM:
-                self._room = bytearray(ROOM)
-        if self._end == len(self._room):
-            held = self._room[self._begin : self._end]
-            size = len(self._room) if self._begin else min(2 * len(self._room), self._limit)
-            self._room = held + bytes(size - len(held))  # a new one: the event loop still holds the old
-            self._begin, self._end = 0, len(held)
-        full = self._end == len(self._room)
-        if self._transport is not None and full != self._paused and not self._transport.is_closing():
-            self._paused = full
-            (self._transport.pause_reading if full else self._transport.resume_reading)()
-
-
 class ControlServer:
-    """Accepts this host's workers and hands what they say to a `Listener`."""
+    """Accepts this host's workers and hands their messages to a `Listener`."""
 
-    def __init__(self, path: Path, listener: Listener, complain: Callable[[str], None]) -> None:
+    def __init__(self, path: Path, listener: Listener, warn: Callable[[str], None]) -> None:
         self.path = path
         self.listener = listener
-        self.complain = unauthenticated.RateLimitedLog(complain)
+        self.warn = unauthenticated.RateLimitedLog(warn)
         self._server: asyncio.Server | None = None
-        self._connections: set[_Connection] = set()
+        self.connections: set[_Connection] = set()
         self._retired: set[int] = set()
-        self._ears: dict[int, tuple[int, _Connection]] = {}
-        self._beats: dict[int, float] = {}
+        self.listening: dict[int, _Connection] = {}
+        """By rank: where a worker takes what is pushed."""
+        self.heartbeats: dict[int, float] = {}
+        """By process id: when the last one came, or the process was started."""
 
     async def start(self) -> None:
         loop = asyncio.get_running_loop()
@@ -178,60 +74,48 @@ class ControlServer:
     async def close(self) -> None:
         if self._server is not None:
             await stop_accepting(self._server)
-        for connection in self._connections:
-            connection.hang_up()
-        await self._until_gone(set(self._connections), CLOSE_TIMEOUT_S)
-        for connection in self._connections:
+        for connection in self.connections:
+            connection.close()
+        await self._until_gone(set(self.connections), CLOSE_TIMEOUT_S)
+        for connection in self.connections:
             connection.abort()
-        await self._until_gone(set(self._connections), CLOSE_TIMEOUT_S)
+        await self._until_gone(set(self.connections), CLOSE_TIMEOUT_S)
 
     def push(self, ranks: Sequence[int], kind: str, body: Body) -> None:
-        """Say something unasked; nobody hears it where the worker has not said that it listens, or has gone."""
+        """Send a message unasked; dropped where the worker does not listen yet, or has ended."""
         line = encoded({"kind": kind, "body": body})
         for rank in ranks:
-            if rank in self._ears:
-                self._ears[rank][1].write(line)
+            if rank in self.listening:
+                self.listening[rank].write(line)
 
-    def welcome(self, pid: int) -> None:
+    def register(self, pid: int) -> None:
         """A process was started; its number may have belonged to one that was retired."""
         self._retired.discard(pid)
-        self._beats[pid] = time.monotonic()
+        self.heartbeats[pid] = time.monotonic()
 
     def retire(self, pid: int) -> None:
-        """A process has died, or is as good as dead: nothing that it said counts from now on."""
+        """A process has died, or is about to: none of its messages counts from now on."""
         self._retired.add(pid)
-        self._ears = {rank: (owner, ear) for rank, (owner, ear) in self._ears.items() if owner != pid}
+        self.listening = {rank: one for rank, one in self.listening.items() if one.pid != pid}
 
     def is_retired(self, pid: int) -> bool:
         return pid in self._retired
 
     def silence_s(self, pid: int) -> float:
         """Since its last heartbeat, or its birth."""
-        return time.monotonic() - self._beats[pid]
+        return time.monotonic() - self.heartbeats[pid]
 
-    async def hear_out(self, pid: int, timeout_s: float) -> None:
-        """Wait until all that an ended process has said was read; one that it forked may keep its connections open."""
-        await self._until_gone({one for one in self._connections if one.pid == pid}, timeout_s)
+    async def drain(self, pid: int, timeout_s: float) -> None:
+        """Wait until all messages of an ended process were read; a child of its own may keep its connections open."""
+        await self._until_gone({one for one in self.connections if one.pid == pid}, timeout_s)
 
     async def _until_gone(self, connections: set[_Connection], timeout_s: float) -> None:
         if connections:
             await asyncio.wait([connection.gone for connection in connections], timeout=timeout_s)
 
-    def came(self, connection: _Connection) -> None:
-        self._connections.add(connection)
-
-    def went(self, connection: _Connection) -> None:
-        self._connections.discard(connection)
-
-    def listens(self, rank: int, pid: int, connection: _Connection) -> None:
-        self._ears[rank] = (pid, connection)
-
-    def beats(self, pid: int) -> None:
-        self._beats[pid] = time.monotonic()
-
 
 class _Connection(asyncio.Protocol):
-    """One worker's; what it says is handled where it is read, since all wait for the last one's READY."""
+    """One worker's; a message is handled where it is read, since all workers wait for the last one's READY."""
 
     def __init__(self, server: ControlServer) -> None:
         self.pid: int | None = None
@@ -246,14 +130,14 @@ class _Connection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
         self._transport = transport
-        self._server.came(self)
+        self._server.connections.add(self)
         if (user := peer_user(transport.get_extra_info("socket"))) != os.geteuid():
-            self._drop(f"it is of user {user}, and not of this job's")
+            self._drop(f"it belongs to user {user}, and this job to user {os.geteuid()}")
 
     def connection_lost(self, exception: Exception | None) -> None:
         for question in self._questions:
             question.cancel()
-        self._server.went(self)
+        self._server.connections.discard(self)
         self.gone.set_result(None)
 
     def data_received(self, data: bytes) -> None:
@@ -267,7 +151,7 @@ class _Connection(asyncio.Protocol):
                 if self._transport is None or self._transport.is_closing():
                     return
                 self._refuse_longer(line)
-                self._take(decoded(line))
+                self._handle(decoded(line))
             self._refuse_longer(rest)
         except WorldError as error:
             self._drop(str(error))
@@ -282,53 +166,53 @@ class _Connection(asyncio.Protocol):
 
     def _drop(self, why: str) -> None:
         who = "a process" if self.pid is None else f"worker {self._rank}"
-        self._server.complain(who, f"paceline: the connection of {who} was dropped: {why}")
+        self._server.warn(who, f"paceline: the connection of {who} was dropped: {why}")
         self._begun.clear()
-        self.hang_up()
+        self.close()
 
-    # ---- what was said ------------------------------------------------------------------------------------
+    # ---- messages from the worker -------------------------------------------------------------------------
 
-    def _take(self, message: Body) -> None:
+    def _handle(self, message: Body) -> None:
         if self.pid is None:
-            self._greet(message)
+            self._identify(message)
         elif self._server.is_retired(self.pid):
-            self.hang_up()
+            self.close()
         elif "id" in message:
             question = asyncio.create_task(reply(self, message, self._ask))
             self._questions.add(question)
             question.add_done_callback(self._questions.discard)
         else:
             if message.get("kind") == "elastic.here":
-                self._server.listens(self._rank, self.pid, self)
+                self._server.listening[self._rank] = self
             elif message.get("kind") == "heartbeat":
-                self._server.beats(self.pid)
-            self._tell(message)
+                self._server.heartbeats[self.pid] = time.monotonic()
+            self._report(message)
 
-    def _greet(self, hello: Body) -> None:
+    def _identify(self, hello: Body) -> None:
         if hello.get("kind") != "hello":
-            raise WorldError(f"the first words were {str(hello.get('kind'))[:80]!r} and not 'hello'")
+            raise WorldError(f"its first message was {str(hello.get('kind'))[:80]!r} and not 'hello'")
         try:
             rank, pid = int(hello["body"]["rank"]), int(hello["body"]["pid"])
-        except NONSENSE as error:
-            raise WorldError(f"its hello makes no sense: {_told(error)}") from error
+        except MALFORMED as error:
+            raise WorldError(f"its hello is malformed: {_error_text(error)}") from error
         if rank < 0:
-            raise WorldError(f"its hello makes no sense: rank {rank}")
+            raise WorldError(f"its hello is malformed: rank {rank}")
         self._rank, self.pid = rank, pid
         if not self._server.is_retired(self.pid):
-            self._tell(hello)
+            self._report(hello)
 
-    def _tell(self, message: Body) -> None:
+    def _report(self, message: Body) -> None:
         try:
-            self._server.listener.told(self._rank, message["kind"], message["body"])
-        except NONSENSE as error:
-            told = f"worker {self._rank} told {str(message.get('kind'))[:80]!r}, which makes no sense"
-            line = f"paceline: {told}: {str(error)[:200]}"
-            self._server.complain(line, line)
+            self._server.listener.report(self._rank, message["kind"], message["body"])
+        except MALFORMED as error:
+            kind = str(message.get("kind"))[:80]
+            line = f"paceline: worker {self._rank} sent a malformed message {kind!r}: {str(error)[:200]}"
+            self._server.warn(line, line)
 
     async def _ask(self, kind: str, body: Body, timeout_s: float) -> Body:
         return await self._server.listener.answer(self._rank, kind, body, timeout_s)
 
-    # ---- what is said to it -------------------------------------------------------------------------------
+    # ---- messages to the worker ---------------------------------------------------------------------------
 
     def send(self, message: Body) -> None:
         self.write(encoded(message))
@@ -337,7 +221,7 @@ class _Connection(asyncio.Protocol):
         if self._transport is not None and not self._transport.is_closing():
             self._transport.write(line)
 
-    def hang_up(self) -> None:
+    def close(self) -> None:
         if self._transport is not None:
             self._transport.close()
 
@@ -372,11 +256,11 @@ def decoded(line: bytes | bytearray | str) -> Body:
     return message
 
 
-class Speaker(Protocol):
+class Sender(Protocol):
     def send(self, message: Body) -> None: ...
 
 
-async def reply(link: Speaker, message: Body, ask: Callable[[str, Body, float], Awaitable[Body]]) -> None:
+async def reply(link: Sender, message: Body, ask: Callable[[str, Body, float], Awaitable[Body]]) -> None:
     """Answer one question over the link it came from; an error of ours travels back as its text."""
     number = message["id"] if isinstance(message["id"], int) else None  # anything else could not be sent back for sure
     try:
@@ -386,21 +270,21 @@ async def reply(link: Speaker, message: Body, ask: Callable[[str, Body, float], 
         body = await ask(message["kind"], message["body"], timeout_s)
     except WorldError as error:
         link.send({"id": number, "error": str(error)})
-    except NONSENSE as error:
-        said = f"the question {str(message.get('kind'))[:80]!r} makes no sense: {_told(error)}"
-        link.send({"id": number, "error": said})
+    except MALFORMED as error:
+        text = f"the question {str(message.get('kind'))[:80]!r} is malformed: {_error_text(error)}"
+        link.send({"id": number, "error": text})
     else:
         link.send({"id": number, "body": body})
 
 
-def _told(error: Exception) -> str:
+def _error_text(error: Exception) -> str:
     return f"{type(error).__name__}: {str(error)[:200]}"
 
 
-class KeyValues:
+class KeyValueStore:
     """The table behind the store: strings to bytes, with waiting.
 
-    Keys with `elastic/<g>/` in them belong to generation g of an elastic job; when that is over nobody waits for them.
+    Keys with `elastic/<g>/` in them belong to generation g of an elastic job; when it is over no worker waits for them.
     """
 
     def __init__(self) -> None:
@@ -409,7 +293,7 @@ class KeyValues:
         self._generation = 0
 
     def begin(self, generation: int) -> None:
-        """Those of older generations are gone, and whoever waits for one hears so at once."""
+        """Keys of older generations are deleted, and a worker that waits for one gets an error at once."""
         self._generation = generation
         self._values = {key: value for key, value in self._values.items() if not self._is_old(key)}
         self._wake()
@@ -436,7 +320,7 @@ class KeyValues:
         match kind:
             case "store.set":
                 for key, value in zip(keys, values, strict=True):
-                    if not self._is_old(key):  # somebody who has not heard yet that it is over
+                    if not self._is_old(key):  # else set by a worker that does not know yet that its generation is over
                         self._put(key, value)
                 return {}
             case "store.get" | "store.wait":
@@ -467,8 +351,8 @@ class KeyValues:
         self._wake()
 
     def _wake(self) -> None:
-        self._changed.set()  # wakes everyone who waits now;
-        self._changed = asyncio.Event()  # who comes later waits for the next change
+        self._changed.set()  # wakes all who wait now;
+        self._changed = asyncio.Event()  # a later one waits for the next change
 
     def _compare_set(self, key: str, expected: bytes, desired: bytes) -> bytes:
         """TCPStore's rule: an absent key matches only an empty expectation, and then `expected` comes back."""

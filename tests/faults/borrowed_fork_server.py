@@ -1,9 +1,9 @@
-"""A stable for one job, forked from a process that has imported torch: a launch takes a tenth of a second, not five.
+"""A fork server for one job, forked from a process that has imported torch: a launch takes 0.1 s, and not 5 s.
 
-    forkserver (tests/preload) ──forks──▶ supervisor ──forks──▶ stable ──forks──▶ worker 0, worker 1, …
+    forkserver (tests/preload) ──forks──▶ supervisor ──forks──▶ fork server ──forks──▶ worker 0, worker 1, …
 
-All of it is the real thing (`paceline.cli.main`, `Supervisor`, `Stable`, `run_worker`) except how the stable comes to
-life. The supervisor forks it first of all, while it has one thread, and tells it later what to be.
+All of it is the real thing (`paceline.cli.main`, `Supervisor`, `ForkServer`, `run_worker`) except how the fork server
+is started. The supervisor forks it first of all, while it has one thread, and tells it later what to be.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ import sys
 import threading
 from typing import Any, NoReturn
 
-from paceline.launch import stable, stable_process
+from paceline.launch import fork_server
 
 MESSAGE_LIMIT = 128 * 2**10
 
 
 class Forked:
-    """Our child, as `stable_process.Process` describes one."""
+    """Our child, as `fork_server.Process` describes one."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
@@ -48,13 +48,13 @@ class Forked:
         return self._code
 
 
-def lend_stable() -> None:
-    """Fork the stable of the supervisor that this process is about to become."""
+def lend_fork_server() -> None:
+    """Fork the fork server of the supervisor that this process is about to become."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     pid = os.fork()
     if pid == 0:
         ours.close()
-        _become_stable(theirs)
+        _become_fork_server(theirs)
     theirs.close()
 
     def start(arguments: list[str], channel: int, variables: dict[str, str]) -> Forked:
@@ -63,10 +63,10 @@ def lend_stable() -> None:
             socket.send_fds(ours, [json.dumps(message).encode()], [channel])
         return Forked(pid)
 
-    stable_process.start_process = start
+    fork_server.start_process = start
 
 
-def _become_stable(told: socket.socket) -> NoReturn:
+def _become_fork_server(told: socket.socket) -> NoReturn:
     with told:
         data, descriptors, _, _ = socket.recv_fds(told, MESSAGE_LIMIT, 1)
     if not data:
@@ -79,14 +79,14 @@ def _become_stable(told: socket.socket) -> NoReturn:
     os.dup2(nothing, 0)
     os.dup2(nothing, 1)
     os.close(nothing)
-    sys.argv = ["stable", str(descriptors[0]), *message["arguments"][1:]]
+    sys.argv = ["fork_server", str(descriptors[0]), *message["arguments"][1:]]
     _end_as_a_program_does(_code_of_main())
 
 
 def _code_of_main() -> int:
-    """In every worker that the stable forks this returns too: `main` becomes the worker and runs the script."""
+    """In every worker that the fork server forks this returns too: `main` becomes the worker and runs the script."""
     try:
-        stable.main()
+        fork_server.main()
     except SystemExit as end:
         if end.code is None or isinstance(end.code, int):
             return end.code or 0

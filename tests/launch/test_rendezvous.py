@@ -7,17 +7,16 @@ from dataclasses import replace
 import pytest
 
 from paceline.errors import LaunchError, WorldError
-from paceline.launch.control_channel import Link
-from paceline.launch.door import Door
-from paceline.launch.hosts import (
+from paceline.launch.agents import worker_variables
+from paceline.launch.host_link import Link, SealedLink, prove_as_coordinator, prove_as_host
+from paceline.launch.rendezvous import (
     Address,
-    Arrival,
-    Seat,
+    HostAssignment,
+    HostRendezvous,
+    JoinRequest,
     free_port,
     join,
 )
-from paceline.launch.sealed_link import SealedLink, prove_as_coordinator, prove_as_host
-from paceline.launch.worker_place import worker_variables
 from paceline.world.environment import read_world
 from paceline.world.world import LaunchSettings
 
@@ -69,7 +68,7 @@ def test_a_host_with_another_secret_is_refused_by_both_sides() -> None:
     coordinator, host = asyncio.run(
         over_loopback(lambda link: prove_as_coordinator(link, b"right"), lambda link: prove_as_host(link, b"wrong"))
     )
-    assert "hung up during the handshake" in str(coordinator)
+    assert "closed the connection during the handshake" in str(coordinator)
     assert "the coordinator has another secret than this host" in str(host)
 
 
@@ -82,7 +81,7 @@ def test_a_host_that_skips_the_check_is_refused_all_the_same() -> None:
         return await link.receive()
 
     coordinator, host = asyncio.run(over_loopback(lambda link: prove_as_coordinator(link, b"right"), impostor))
-    assert str(coordinator) == "it does not know this job's secret"
+    assert str(coordinator) == "the host does not know this job's secret"
     assert host == {"welcome": False}
 
 
@@ -94,7 +93,7 @@ def test_a_repeated_line_is_dropped() -> None:
     async def host(link: Link) -> None:
         sealed = await prove_as_host(link, b"secret")
         sealed.send({"n": 1})
-        again = SealedLink(link, sealed._key, speaks_as="from host", hears="")
+        again = SealedLink(link, sealed._key, sends_as="from host", receives_as="")
         again.send({"n": 1})
 
     heard, _ = asyncio.run(over_loopback(coordinator, host))
@@ -113,10 +112,10 @@ def test_an_ipv6_address_keeps_its_colons() -> None:
 
 
 def test_servers_are_counted_after_the_workers_of_all_hosts_and_start_on_the_first() -> None:
-    seat = Seat(0, 2, 0, 2, 5, LaunchSettings(), "10.0.0.1", "10.0.0.1", 29999, servers=2)
+    assignment = HostAssignment(0, 2, 0, 2, 5, LaunchSettings(), "10.0.0.1", "10.0.0.1", 29999, servers=2)
     worlds = [
-        read_world(worker_variables(seat.world(local_rank, "/run/socket"), seat))
-        for local_rank in range(seat.processes)
+        read_world(worker_variables(assignment.world(local_rank, "/run/socket"), assignment))
+        for local_rank in range(assignment.processes)
     ]
     assert [(world.name, world.rank, world.local_rank) for world in worlds] == [
         ("worker 0", 0, 0),
@@ -125,22 +124,22 @@ def test_servers_are_counted_after_the_workers_of_all_hosts_and_start_on_the_fir
         ("server 1", 6, 3),
     ]
     assert {(world.size, world.local_size, world.servers) for world in worlds} == {(5, 2, 2)}
-    assert replace(seat, host_rank=1, first_rank=2, workers=3).processes == 3
+    assert replace(assignment, host_rank=1, first_rank=2, workers=3).processes == 3
 
 
 def test_a_host_with_other_servers_than_the_first_is_refused() -> None:
     async def meet() -> str:
         address = Address("127.0.0.1", free_port("127.0.0.1"))
         said: list[str] = []
-        door = Door(address, Arrival(0, 2, 1, LaunchSettings(), servers=1), b"secret", said.append)
-        meeting = asyncio.create_task(door.meet(10, lambda size: LaunchSettings()))
+        rendezvous = HostRendezvous(address, JoinRequest(0, 2, 1, LaunchSettings(), servers=1), b"secret", said.append)
+        meeting = asyncio.create_task(rendezvous.meet(10, lambda size: LaunchSettings()))
         with pytest.raises(WorldError) as refused:
-            await join(address, Arrival(1, 2, 1, LaunchSettings(), servers=2), b"secret", 5)
-        seat, link = await join(address, Arrival(1, 2, 1, LaunchSettings()), b"secret", 5)
-        _, guests = await meeting
-        for each in (link, *(guest.link for guest in guests.values())):
+            await join(address, JoinRequest(1, 2, 1, LaunchSettings(), servers=2), b"secret", 5)
+        assignment, link = await join(address, JoinRequest(1, 2, 1, LaunchSettings()), b"secret", 5)
+        _, joined = await meeting
+        for each in (link, *(host.link for host in joined.values())):
             await each.close()
-        assert seat.servers == 1, "a host may leave the flag out"
+        assert assignment.servers == 1, "a host may leave the flag out"
         return str(refused.value)
 
     assert "started with --servers 2, the coordinator with --servers 1; servers run on host 0 only" in asyncio.run(
@@ -150,9 +149,9 @@ def test_a_host_with_other_servers_than_the_first_is_refused() -> None:
 
 def test_every_worker_reads_back_the_world_it_was_given() -> None:
     settings = LaunchSettings(lanes=8, threads=2, backend="gloo", seed=5)
-    seat = Seat(1, 2, 3, 2, 5, settings, "10.0.0.2", "10.0.0.1", 29999)
+    assignment = HostAssignment(1, 2, 3, 2, 5, settings, "10.0.0.2", "10.0.0.1", 29999)
     for local_rank in (0, 1):
-        variables = worker_variables(seat.world(local_rank, "/run/control.sock"), seat)
+        variables = worker_variables(assignment.world(local_rank, "/run/control.sock"), assignment)
         world = read_world(variables)
         assert (world.rank, world.size, world.local_rank, world.local_size) == (3 + local_rank, 5, local_rank, 2)
         assert (world.host_rank, world.hosts, world.host_address, world.settings) == (1, 2, "10.0.0.2", settings)

@@ -1,18 +1,19 @@
-"""The stable: one process per host that imports torch once and forks every worker from it.
+"""The fork server (zygote): one process per host that imports torch once and forks every worker from it.
 
-    supervisor (no torch) ──starts──▶ stable (torch loaded, one thread) ──forks──▶ worker 0, worker 1, …
+    supervisor (no torch) ──starts──▶ fork server (torch loaded, one thread) ──forks──▶ worker 0, worker 1, …
+    `ForkServerProcess`  ◀─channel─▶  `ForkServer`
 
 `import torch` costs about a second and the first optimizer another (it imports `torch._dynamo`); a fork costs ten
-milliseconds and shares the pages. The stable runs no tensor code and starts no thread, so what it forks is clean.
+milliseconds and shares the pages. The fork server runs no tensor code and starts no thread, so what it forks is clean.
 
-Nothing outlives the supervisor. The stable is told of its death twice (the channel ends, and SIGTERM by
+Nothing outlives the supervisor. The fork server learns of its death twice (the channel ends, and SIGTERM by
 PR_SET_PDEATHSIG), kills every worker's process group, and as their *subreaper* also what they left behind; workers in
-turn die with the stable. When a worker ends, its group is killed *before* it is reaped, while its number can't have
-been given to another process: by SIGTERM, so that helpers that clean up after it (multiprocessing's resource tracker
-unlinks shared memory) still can, and after `LINGER_S` by SIGKILL.
+turn die with the fork server. When a worker ends, its group is killed *before* it is reaped, while its number can't
+have been given to another process: by SIGTERM, so that helpers that clean up after it (multiprocessing's resource
+tracker unlinks shared memory) still can, and after `LINGER_S` by SIGKILL.
 
 Schedulers signal every process that they find in a job (SLURM's container). What that means is the supervisor's to say:
-the stable takes SIGTERM for the supervisor's death only where its parent has changed, and ignores SIGUSR1.
+the fork server takes SIGTERM for the supervisor's death only where its parent has changed, and ignores SIGUSR1.
 
 A request to start comes with the worker's stdout and stderr as open descriptors:
 
@@ -25,6 +26,7 @@ A request to start comes with the worker's stdout and stderr as open descriptors
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import ctypes
 import errno
@@ -35,15 +37,17 @@ import os
 import selectors
 import signal
 import socket
+import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, Protocol
 
 from paceline.launch.folders import open_run_folder, remove_folders
-from paceline.launch.worker_main import Assignment, Script, run_worker
+from paceline.launch.worker_main import Script, WorkerAssignment, run_worker
+from paceline.world import environment
 
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
@@ -53,10 +57,13 @@ STANDARD = (1, 2)
 """Descriptors of a worker's stdout and stderr, in the order in which they are sent."""
 LINGER_S = 0.25
 LAST_REAPING_S = 1.0
+LAST_MOMENT_S = 1.0
+"""Between SIGTERM and SIGKILL, when the job is over."""
+CHANNEL_TIMEOUT_S = 30.0
 
 
-class Stable:
-    """The main loop of the process; it owns the workers' process ids, and is the only one to signal or reap them."""
+class ForkServer:
+    """The main loop of the process; it owns the workers' process ids, and no other process signals or reaps them."""
 
     def __init__(self, channel: socket.socket, run_folder: Path, supervisor: int) -> None:
         self._channel = channel
@@ -65,7 +72,7 @@ class Stable:
         self._serving = False
         self._ranks: dict[int, int] = {}
         self._lingering: dict[int, float] = {}
-        self._told_to_end = False
+        self._ending = False
         self._woken, self._waker = socket.socketpair()
         self._waker.setblocking(False)
         self._woken.setblocking(False)
@@ -75,20 +82,20 @@ class Stable:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGUSR1, signal.SIG_IGN)
 
-    def serve(self) -> Assignment | None:
-        """Fork workers until the supervisor goes: None in the stable itself, an assignment in each new worker."""
+    def serve(self) -> WorkerAssignment | None:
+        """Fork workers until the supervisor ends: None in the fork server itself, an assignment in each new worker."""
         self._serving = True
-        self._tell({"kind": "ready"})
+        self._report({"kind": "ready"})
         with selectors.DefaultSelector() as selector:
             selector.register(self._channel, selectors.EVENT_READ)
             selector.register(self._woken, selectors.EVENT_READ)
-            while not self._told_to_end:
+            while not self._ending:
                 ready = [key.fileobj for key, _ in selector.select(LINGER_S / 5 if self._lingering else None)]
                 if self._woken in ready:
                     self._woken.recv(4096)
                 self._reap()
                 if self._channel in ready:
-                    assignment = self._obey()
+                    assignment = self._handle_request()
                     if assignment is not None:
                         return assignment
         return None
@@ -111,13 +118,13 @@ class Stable:
                 os.kill(pid, signal.SIGKILL)  # ours to reap, so the number is still its own
                 os.waitpid(pid, 0)
 
-    def _obey(self) -> Assignment | None:
+    def _handle_request(self) -> WorkerAssignment | None:
         try:
             data, descriptors, _, _ = socket.recv_fds(self._channel, MESSAGE_LIMIT, len(STANDARD))
-        except ConnectionResetError:  # the supervisor was killed before it had read all that it was told
+        except ConnectionResetError:  # the supervisor was killed before it had read all reports
             data = b""
         if not data:
-            self._told_to_end = True
+            self._ending = True
             return None
         message = json.loads(data)
         if message["kind"] == "signal":
@@ -127,21 +134,21 @@ class Stable:
                 elif rank == message["rank"]:
                     os.kill(pid, message["signal"])
             return None
-        assignment = Assignment(message["rank"], message["control"], message["variables"])
+        assignment = WorkerAssignment(message["rank"], message["control"], message["variables"])
         try:
             if len(descriptors) < len(STANDARD):  # the kernel has dropped what there was no room for
                 raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
             if self._fork(assignment, descriptors):
                 return assignment
         except OSError as error:
-            self._tell({"kind": "failed", "rank": assignment.rank, "text": error.strerror})
+            self._report({"kind": "failed", "rank": assignment.rank, "text": error.strerror})
         for descriptor in descriptors:
             os.close(descriptor)
         return None
 
-    def _fork(self, assignment: Assignment, outputs: list[int]) -> bool:
+    def _fork(self, assignment: WorkerAssignment, outputs: list[int]) -> bool:
         """True in the child."""
-        stable = os.getpid()
+        own_pid = os.getpid()
         # A signal to a child that still has our handlers would be lost: it waits until they are its own.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, PASSED_ON)
         try:
@@ -152,10 +159,10 @@ class Stable:
         if pid:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
             self._ranks[pid] = assignment.rank
-            self._tell({"kind": "started", "rank": assignment.rank, "pid": pid})
+            self._report({"kind": "started", "rank": assignment.rank, "pid": pid})
             return False
         os.setsid()  # Ctrl-C at the terminal reaches only the supervisor, and killpg reaches the worker's children
-        die_with_parent(stable, signal.SIGKILL)
+        die_with_parent(own_pid, signal.SIGKILL)
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -171,7 +178,7 @@ class Stable:
         return True
 
     def _reap(self) -> None:
-        """Report workers that ended, and take leave of their groups."""
+        """Report workers that ended, and end their groups."""
         for pid, rank in list(self._ranks.items()):
             ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
             if ended is not None:
@@ -179,11 +186,11 @@ class Stable:
                 self._lingering[pid] = time.monotonic() + LINGER_S
                 _kill_group(pid, signal.SIGTERM)
                 status = ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
-                self._tell({"kind": "exited", "rank": rank, "status": status})
+                self._report({"kind": "exited", "rank": rank, "status": status})
         if self._lingering:
-            self._bury(list(_children()))
+            self._reap_groups(list(_children()))
 
-    def _bury(self, children: list[int]) -> None:
+    def _reap_groups(self, children: list[int]) -> None:
         """Reap the ended worker last of its group; its orphans have become our own children by then."""
         groups: dict[int, int] = {}
         for pid in children:
@@ -195,16 +202,16 @@ class Stable:
                 os.waitpid(pid, 0)
                 del self._lingering[pid]
 
-    def _tell(self, message: dict[str, Any]) -> None:
+    def _report(self, message: dict[str, Any]) -> None:
         try:
             self._channel.send(json.dumps(message).encode())
         except (BrokenPipeError, ConnectionResetError):
-            self._told_to_end = True
+            self._ending = True
 
     def _sigterm(self, number: int, frame: FrameType | None) -> None:
         if os.getppid() == self._supervisor:
             return
-        self._told_to_end = True
+        self._ending = True
         if not self._serving:  # importing torch goes on for a second or two, and raising inside an import may be caught
             self.end()
             os._exit(128 + number)
@@ -226,7 +233,7 @@ def _kill_group(pid: int, number: int) -> None:
     try:
         os.killpg(pid, number)
     except ProcessLookupError:
-        # It has just been forked and has no group of its own yet, or nobody of the group is left.
+        # It has just been forked and has no group of its own yet, or no process of the group is left.
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, number)
 
@@ -245,15 +252,104 @@ def preload(modules: Sequence[str]) -> None:
     gc.freeze()
 
 
+class Process(Protocol):
+    """What is asked of the fork server's process; a `Popen` has it."""
+
+    def poll(self) -> int | None: ...
+
+    def kill(self) -> None: ...
+
+    def wait(self) -> int: ...
+
+
+def new_interpreter(arguments: list[str], channel: int, variables: dict[str, str]) -> Process:
+    """Start the fork server in an interpreter of its own, which keeps the descriptor `channel`."""
+    return subprocess.Popen(
+        # -P: the current folder must not shadow what torch imports; the worker puts the script's own in front.
+        [sys.executable, "-P", "-m", "paceline.launch.fork_server", *arguments],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        pass_fds=[channel],
+        env=variables,
+        start_new_session=True,
+    )
+
+
+start_process: Callable[[list[str], int, dict[str, str]], Process] = new_interpreter
+"""How the fork server is started; tests fork it from a process that has imported torch already."""
+
+
+class ForkServerProcess:
+    """The supervisor's handle on the fork server: one process and one channel, both closed together."""
+
+    def __init__(
+        self, script: Script, folder: Path, threads: int | None, preloaded: Sequence[str], *, keep_memory: bool = False
+    ) -> None:
+        self._channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            form = "module" if script.is_module else "file"
+            arguments = [str(theirs.fileno()), str(os.getpid()), str(folder), " ".join(preloaded)]
+            self._process = start_process(
+                [*arguments, form, script.target, *script.arguments],
+                theirs.fileno(),
+                environment.parent_environment(threads, keep_memory=keep_memory),
+            )
+        self._channel.setblocking(False)
+
+    def start_worker(self, rank: int, control: str, variables: dict[str, str], outputs: list[int]) -> None:
+        message = {"kind": "start", "rank": rank, "control": control, "variables": variables}
+        self._send(message, outputs)
+
+    def signal_worker(self, rank: int, number: int) -> None:
+        """The process alone, and not what it started."""
+        self._send({"kind": "signal", "signal": number, "rank": rank}, [])
+
+    def signal_workers(self, number: signal.Signals) -> None:
+        self._send({"kind": "signal", "signal": int(number)}, [])
+
+    async def receive(self) -> dict[str, Any] | None:
+        """The next report; None when the fork server has gone."""
+        try:
+            data = await asyncio.get_running_loop().sock_recv(self._channel, MESSAGE_LIMIT)
+        except ConnectionError:
+            return None
+        if not data:
+            return None
+        message: dict[str, Any] = json.loads(data)
+        return message
+
+    async def wait(self, timeout_s: float) -> int | None:
+        deadline = time.monotonic() + timeout_s
+        while (status := self._process.poll()) is None and time.monotonic() < deadline:
+            await asyncio.sleep(0.005)
+        return status
+
+    async def close(self) -> None:
+        """End of the channel: the fork server kills what is left of its workers and leaves."""
+        self._channel.close()
+        if await self.wait(LAST_MOMENT_S + LAST_REAPING_S) is None:
+            self._process.kill()
+            self._process.wait()
+
+    def _send(self, message: dict[str, Any], descriptors: list[int]) -> None:
+        self._channel.settimeout(CHANNEL_TIMEOUT_S)  # it reads between forks of 10 ms each: never long
+        try:
+            socket.send_fds(self._channel, [json.dumps(message).encode()], descriptors)
+        except (BrokenPipeError, ConnectionResetError):
+            pass  # it has died; `receive` tells the same in a moment, with more to say
+        finally:
+            self._channel.setblocking(False)
+
+
 def main() -> None:
     channel, supervisor, run_folder, modules, form, target, *arguments = sys.argv[1:]
-    stable = Stable(socket.socket(fileno=int(channel)), Path(run_folder), int(supervisor))
+    fork_server = ForkServer(socket.socket(fileno=int(channel)), Path(run_folder), int(supervisor))
     die_with_parent(int(supervisor), signal.SIGTERM)
     _prctl(PR_SET_CHILD_SUBREAPER, 1)
     preload(modules.split())
-    assignment = stable.serve()
+    assignment = fork_server.serve()
     if assignment is None:
-        stable.end()
+        fork_server.end()
         os._exit(0)  # nothing is left to flush, and taking torch apart politely costs a third of a second
     run_worker(assignment, Script(target, tuple(arguments), is_module=form == "module"))
 
