@@ -15,7 +15,7 @@ from paceline.collectives.schedule import Hop, How, Ranges, Schedule
 from paceline.collectives.star_all_reduce import STAR
 from paceline.collectives.tree_all_reduce import TREE
 from paceline.collectives.unsplit_ring import UNSPLIT_RING
-from paceline.world.topology import Topology
+from paceline.world.world import Topology
 
 FLAT = {schedule.name: schedule for schedule in (STAR, UNSPLIT_RING, RING, TREE, HALVING_DOUBLING, DIRECT)}
 NAMES = [*FLAT, "hierarchical", "hierarchical, uneven"]

@@ -23,7 +23,7 @@ from paceline.collectives.choice import (
 from paceline.collectives.communicator import Communicator
 from paceline.errors import ConfigError
 from paceline.world.rendezvous_store import open_store
-from paceline.world.topology import Topology
+from paceline.world.world import Topology
 from tests.workers import run_workers
 
 A, B, G = 30e-6, 1e-9, 0.2e-9

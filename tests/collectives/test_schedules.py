@@ -23,7 +23,7 @@ from paceline.collectives.ring_all_gather import RING_ALL_GATHER
 from paceline.collectives.ring_reduce_scatter import RING_REDUCE_SCATTER
 from paceline.collectives.schedule import Hop, How, Receive, Schedule, Send, cut_evenly, one
 from paceline.errors import ConfigError, WorldError
-from paceline.world.topology import Topology
+from paceline.world.world import Topology
 from tests.collectives.simulator import NAMES, all_hops, error_of, random_tensors, schedule_of, simulate
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int32, torch.int64]

@@ -23,7 +23,7 @@ from paceline.elastic.peer_wire import Wire, prove_to_server
 from paceline.elastic.state_number import numbered
 from paceline.elastic.vault import AT_STAMP, HEAD_BYTES, Vault, steps_of
 from paceline.errors import CheckpointError, PeerLostError
-from paceline.world.strangers import MOST_STRANGERS
+from paceline.world.unauthenticated import MOST_CONNECTIONS
 from tests.launch.launching import wait_until
 
 FORKED = multiprocessing.get_context("forkserver")
@@ -233,12 +233,12 @@ def test_a_crowd_of_strangers_is_held_to_its_number_and_a_reader_gets_through(tm
     Vault(tmp_path, 0).write(1, state(1), rank=0, size=1)
     before = threading.active_count()
     with serving(tmp_path) as server, ExitStack() as crowd:
-        for _ in range(2 * MOST_STRANGERS):
+        for _ in range(2 * MOST_CONNECTIONS):
             crowd.enter_context(socket.create_connection(place_of(server), timeout=10))
         with connected(server.address) as remote:
             assert remote.steps_of(0) == [1]
-        wait_until(lambda: threading.active_count() - before <= MOST_STRANGERS + 2, 10, "the crowd is held")
-        assert len(server._strangers) <= MOST_STRANGERS
+        wait_until(lambda: threading.active_count() - before <= MOST_CONNECTIONS + 2, 10, "the crowd is held")
+        assert len(server._strangers) <= MOST_CONNECTIONS
 
 
 def test_a_stranger_that_trickles_is_dropped_in_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,9 +18,9 @@ import pytest
 from paceline.elastic import random_faults, told_hash
 from paceline.elastic.ledger import Row
 from paceline.elastic.random_faults import KINDS, Draw, HurtJob, cut_connection, draws
-from paceline.world.process_name import SERVER
+from paceline.world.process import SERVER
 
-# A supervisor, its stable, and four workers that sleep, beside one child of the stable that is no worker.
+# A supervisor, its fork server, and four workers that sleep, beside one child of the fork server that is no worker.
 TREE = """
 import os, signal, sys, time
 if os.fork() == 0:
@@ -38,7 +38,7 @@ time.sleep(60)
 
 @pytest.fixture
 def tree() -> Iterator[int]:
-    """The process id of a supervisor whose stable has four workers."""
+    """The process id of a supervisor whose fork server has four workers."""
     process = subprocess.Popen([sys.executable, "-c", TREE], stdout=subprocess.PIPE, start_new_session=True)
     assert process.stdout is not None
     assert process.stdout.readline() == b"ready\n"
@@ -103,7 +103,7 @@ def test_servers_are_hurt_and_not_spared(tree: int, tmp_path: Path, monkeypatch:
     ledger = tmp_path / "ledger"
     job = HurtJob(tree, ledger)
     worker, *servers = job.processes()
-    monkeypatch.setattr(random_faults, "name_of", lambda pid: SERVER if pid in servers else "python")
+    monkeypatch.setattr(random_faults, "process_name", lambda pid: SERVER if pid in servers else "python")
     commit(ledger, 1, 1, [0], [1, 2, 3])
     job.look()
     assert [job.hurt(fault("kill")) for _ in range(4)] == [True, True, True, False]

@@ -13,9 +13,9 @@ from torch import nn
 
 from paceline import Engine, World
 from paceline.engine import memory_check
-from paceline.launch.verdict import MemoryTold, Process, happened
+from paceline.launch.failure_attribution import MemoryReport, Process, what_happened
 from paceline.optim.range_optimizer import state_bytes
-from paceline.world.memory_limit import MemoryLimit
+from paceline.world.host_limits import MemoryLimit
 from tests.workers import run_workers
 
 GROUPS = Path("/sys/fs/cgroup/memory")
@@ -99,10 +99,10 @@ def test_an_optimizer_that_can_not_be_tried_is_not_judged() -> None:
 
 def test_a_worker_that_the_kernel_killed_for_its_memory_is_told_from_one_that_somebody_killed(tmp_path: Path) -> None:
     file = tmp_path / "memory.oom_control"
-    told = MemoryTold("weights take 2 GiB", file, kills=1)
+    told = MemoryReport("weights take 2 GiB", file, kills=1)
     victim = Process(rank=0, pid=1, status=-9, memory=told)
-    assert happened(victim, [victim]) == "was killed by SIGKILL (out of memory?)"  # the file is on another host
+    assert what_happened(victim, [victim]) == "was killed by SIGKILL (out of memory?)"  # the file is on another host
     file.write_text("under_oom 0\noom_kill 1\n")
-    assert happened(victim, [victim]) == "was killed by SIGKILL"
+    assert what_happened(victim, [victim]) == "was killed by SIGKILL"
     file.write_text("under_oom 0\noom_kill 2\n")
-    assert happened(victim, [victim]) == "was killed by SIGKILL: out of memory. Weights take 2 GiB"
+    assert what_happened(victim, [victim]) == "was killed by SIGKILL: out of memory. Weights take 2 GiB"

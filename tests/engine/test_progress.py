@@ -10,8 +10,7 @@ import torch.nn.functional as F
 
 from paceline import Engine, World
 from paceline.engine.progress import Bar, Pace
-from paceline.world.progress_line import ProgressLine, duration
-from paceline.world.summary_table import SummaryTable
+from paceline.world.terminal import ProgressLine, SummaryTable, duration
 from tests.engine.loops import prepared
 
 FULL = {"epoch": 1.54, "loss": 0.29314, "lr": 3e-4, "samples/s": 8120.0, "eta": "0:42"}

@@ -7,8 +7,8 @@
     job.samples                           the audit of the samples used
     job.left                              what should have gone with it: processes, vaults, run folders
 
-The job's supervisor is forked from the parent of all test workers (`borrowed_stable`) and runs in `folder`, by which
-its processes are found again, whoever their parents are by then.
+The job's supervisor is forked from the parent of all test workers (`borrowed_fork_server`) and runs in `folder`, by
+which its processes are found again, whoever their parents are by then.
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ class RunningJob:
 
     def end(self) -> None:
         if self._process.is_alive():
-            self._process.kill()  # the stable takes the workers with it
+            self._process.kill()  # the fork server takes the workers with it
         self._process.join(10)
         for process in processes_in(self.folder):
             with suppress(psutil.NoSuchProcess):
@@ -200,7 +200,7 @@ class BorrowedPopen:
 
 def _run_paceline(command: list[str], folder: Path, variables: dict[str, str], out: Path, err: Path) -> None:
     """In the process that becomes the supervisor."""
-    from tests.faults.borrowed_stable import lend_stable
+    from tests.faults.borrowed_fork_server import lend_fork_server
 
     os.chdir(folder)
     os.environ.update(variables)
@@ -208,7 +208,7 @@ def _run_paceline(command: list[str], folder: Path, variables: dict[str, str], o
         opened = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(opened, descriptor)
         os.close(opened)
-    lend_stable()
+    lend_fork_server()
     from paceline.cli.main import main
 
     sys.argv = ["paceline", *command]

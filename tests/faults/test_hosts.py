@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from paceline.launch.hosts import free_port
+from paceline.launch.rendezvous import free_port
 from tests.faults.elastic_jobs import STEPS, hash_undisturbed
 from tests.faults.jobs import LEDGER, Job, RunningJob, processes_in, started_job
 
@@ -89,10 +89,10 @@ def stand_at_the_loop(host: RunningJob, joiners: int) -> bool:
 
 
 def workers_of(job: RunningJob) -> list[psutil.Process]:
-    """The children of its stable."""
+    """The children of its fork server."""
     here = processes_in(job.folder)
-    (stable,) = [process for process in here if process.ppid() == job.supervisor]
-    return [process for process in here if process.ppid() == stable.pid]
+    (fork_server,) = [process for process in here if process.ppid() == job.supervisor]
+    return [process for process in here if process.ppid() == fork_server.pid]
 
 
 def test_a_worker_killed_on_another_host_changes_no_bit(tmp_path: Path, strategy: str) -> None:
@@ -124,7 +124,7 @@ def test_a_host_whose_supervisor_is_killed_is_done_without(tmp_path: Path, strat
         near_by = [process.name() for process in processes_in(far.folder)]
     check_unharmed(job)
     assert near_by == []
-    assert "paceline: host 1 is lost (its supervisor went away without a word); 2 workers go on" in job.text
+    assert "paceline: host 1 is lost (its supervisor ended without giving a reason); 2 workers go on" in job.text
 
 
 def test_what_one_host_alone_had_is_lost_with_its_workers_and_all_start_anew(tmp_path: Path) -> None:
@@ -195,7 +195,7 @@ def test_a_further_host_joins_a_job_that_began_on_one_and_changes_no_bit(tmp_pat
             ended = far.finish()
         job = near.finish()
     check_unharmed(job)
-    assert "paceline: host 3 has come; its 2 workers join after a step" in job.text
+    assert "paceline: host 3 has joined; its 2 workers join after a step" in job.text
     assert "paceline: worker 3 joined after step" in job.text
     assert job.ledger[-1].members == (0, 1, 2, 3)
     assert (ended.code, set(ended.hashes.values()), ended.left) == (0, {hash_undisturbed()}, []), ended.text

@@ -17,12 +17,12 @@ from paceline.elastic.decisions import Rules
 from paceline.elastic.ledger import read_ledger
 from paceline.errors import WorldError
 from paceline.launch import elastic_job
-from paceline.launch.control_channel import Body, ControlServer, KeyValues
-from paceline.launch.decision import Coordinator
+from paceline.launch.agents import Members, RemoteAgent, carry_out
+from paceline.launch.control import Body, ControlServer, KeyValueStore
+from paceline.launch.coordinator import Coordinator
 from paceline.launch.folders import LOCK, RUN, VAULT, open_run_folder, remove_folders, run_folder, sweep, vault_folder
-from paceline.launch.hands import FarHands, Members, lend
-from paceline.launch.hosts import Seat
-from paceline.launch.pulse import Pulse
+from paceline.launch.host_link import Keepalive
+from paceline.launch.rendezvous import HostAssignment
 from paceline.world.control import ControlClient
 from paceline.world.world import LaunchSettings
 from tests.launch.launching import Launch, alive, wait_until, wait_until_gone
@@ -33,8 +33,8 @@ Start = Callable[..., Launch]
 FACTS = {"torch": "2.13"}
 
 
-class NotedHands:
-    """Hands that only note what they are asked for."""
+class NotedAgent:
+    """Agent that only note what they are asked for."""
 
     def __init__(self) -> None:
         self.done: list[tuple[Any, ...]] = []
@@ -61,18 +61,20 @@ class Job:
 
     def __init__(self, workers: int, rules: Rules | None = None, servers: int = 0) -> None:
         here = "127.0.0.1"
-        seat = Seat(0, 1, 0, workers, workers, LaunchSettings(), here, here, 1, servers, elastic=rules or Rules())
+        assignment = HostAssignment(
+            0, 1, 0, workers, workers, LaunchSettings(), here, here, 1, servers, elastic=rules or Rules()
+        )
         self.said: list[str] = []
-        self.hands = NotedHands()
-        self.coordinator = Coordinator(seat, {}, lambda shown: None, self.said.append)
-        self.coordinator.hands = self.hands
+        self.agent = NotedAgent()
+        self.coordinator = Coordinator(assignment, {}, lambda shown: None, self.said.append)
+        self.coordinator.agent = self.agent
         for slot in range(workers + servers):
             self.coordinator.started(slot, 100 + slot)
         for slot in range(workers):
             self.tell(slot, "enter", generation=1, loop=1, step=0, facts=FACTS)
 
     def tell(self, slot: int, kind: str, **body: Any) -> None:
-        self.coordinator.told(slot, f"elastic.{kind}", body)
+        self.coordinator.report(slot, f"elastic.{kind}", body)
 
     def step(self, number: int, generation: int, slots: list[int]) -> None:
         for slot in slots:
@@ -93,16 +95,16 @@ def test_a_death_is_told_to_the_others_at_once_and_its_slot_given_again() -> Non
     async def story() -> None:
         job = Job(3)
         job.step(1, 1, [0, 1, 2])
-        assert set(job.hands.pushed("elastic.commit")) == {0, 1, 2}
+        assert set(job.agent.pushed("elastic.commit")) == {0, 1, 2}
         job.coordinator.exited(1, -signal.SIGKILL)
         why = "worker 1 was killed by SIGKILL in step 2"
         expected = {"generation": 2, "members": [0, 2], "joining": [], "step": 1, "why": why, "main": 0}
-        assert job.hands.pushed("elastic.generation") == {0: expected, 2: expected}
-        assert job.hands.done[-1] == ("start", 1, 1)
+        assert job.agent.pushed("elastic.generation") == {0: expected, 2: expected}
+        assert job.agent.done[-1] == ("start", 1, 1)
         job.coordinator.started(1, 201)
         job.tell(1, "join", loop=1, facts=FACTS)
         job.step(2, 2, [0, 2])
-        assert job.hands.pushed("elastic.generation")[1]["joining"] == [1]
+        assert job.agent.pushed("elastic.generation")[1]["joining"] == [1]
         for slot in (0, 1, 2):
             job.tell(slot, "grouped", generation=3)
         assert job.said == [
@@ -122,14 +124,14 @@ def test_a_lost_server_is_told_to_workers_and_servers_and_started_again() -> Non
     async def story() -> None:
         job = Job(2, servers=2)
         job.coordinator.exited(3, -signal.SIGKILL)
-        told = job.hands.pushed("elastic.generation")
+        told = job.agent.pushed("elastic.generation")
         assert {rank: body["servers"] for rank, body in told.items()} == {0: [2], 1: [2], 2: [2]}
-        assert job.hands.done[-1] == ("start", 3, 1)
+        assert job.agent.done[-1] == ("start", 3, 1)
         job.coordinator.started(3, 203)
         job.tell(3, "join", loop=0, facts=FACTS)
         job.step(1, 2, [0, 1])
-        assert job.hands.pushed("elastic.commit")[0]["then"] == 3
-        assert job.hands.pushed("elastic.generation")[3]["servers"] == [2, 3]
+        assert job.agent.pushed("elastic.commit")[0]["then"] == 3
+        assert job.agent.pushed("elastic.generation")[3]["servers"] == [2, 3]
         job.tell(3, "grouped", generation=3)
         for slot in (0, 1):
             job.tell(slot, "leave", loop=1)
@@ -151,7 +153,7 @@ def test_a_server_that_waits_for_workers_who_have_ended_is_dismissed(monkeypatch
         for slot in (0, 1, 2):
             job.tell(slot, "leave", loop=1)
         job.coordinator.exited(2, -signal.SIGKILL)
-        assert job.hands.pushed("elastic.generation")[3]["members"] == [0, 1]
+        assert job.agent.pushed("elastic.generation")[3]["members"] == [0, 1]
         for slot in (0, 1):
             job.coordinator.exited(slot, 0)
         assert (await job.coordinator.outcome).code == 0
@@ -204,8 +206,8 @@ def test_what_old_processes_say_while_all_start_anew_counts_for_nothing() -> Non
         job = Job(2)
         job.step(1, 1, [0, 1])
         job.tell(0, "lost", generation=1, why="a part is lost")
-        assert [done for done in job.hands.done if done[0] != "push"] == [("empty_vault",), ("fence", 0), ("fence", 1)]
-        membership = job.coordinator._elastic.membership  # type: ignore[union-attr]
+        assert [done for done in job.agent.done if done[0] != "push"] == [("empty_vault",), ("fence", 0), ("fence", 1)]
+        membership = job.coordinator.job.membership  # type: ignore[union-attr]
         for slot in (0, 1):
             job.tell(slot, "enter", generation=1, loop=1, step=7, facts=FACTS)
         assert not membership.running
@@ -215,7 +217,7 @@ def test_what_old_processes_say_while_all_start_anew_counts_for_nothing() -> Non
         await job.coordinator.answer(1, "failed", raised, 1.0)
         job.coordinator.exited(1, 1)
         job.coordinator.exited(0, -signal.SIGKILL)
-        assert [done[:3] for done in job.hands.done[-2:]] == [("start", 1, 0), ("start", 0, 0)]
+        assert [done[:3] for done in job.agent.done[-2:]] == [("start", 1, 0), ("start", 0, 0)]
         for slot in (0, 1):
             job.tell(slot, "enter", generation=1, loop=1, step=1, facts=FACTS)
         assert membership.running
@@ -228,9 +230,9 @@ def test_what_old_processes_say_while_all_start_anew_counts_for_nothing() -> Non
 def test_a_job_that_is_stopped_while_it_starts_has_not_ended_well_though_one_worker_has() -> None:
     async def story() -> None:
         here = "127.0.0.1"
-        seat = Seat(0, 1, 0, 2, 2, LaunchSettings(), here, here, 1, 0, elastic=Rules())
-        coordinator = Coordinator(seat, {}, lambda shown: None, lambda line: None, grace_s=5.0)
-        coordinator.hands = NotedHands()
+        assignment = HostAssignment(0, 1, 0, 2, 2, LaunchSettings(), here, here, 1, 0, elastic=Rules())
+        coordinator = Coordinator(assignment, {}, lambda shown: None, lambda line: None, grace_s=5.0)
+        coordinator.agent = NotedAgent()
         for slot in (0, 1):
             coordinator.started(slot, 100 + slot)
         coordinator.exited(1, 0)
@@ -256,7 +258,7 @@ def test_a_consequence_while_all_start_anew_waits_for_its_cause() -> None:
         told = "worker 1 was killed by SIGKILL while all start anew: all start anew (2 of at most 3 times)"
         assert job.said[1:] == [f"paceline: {told}"]
         job.coordinator.exited(2, -signal.SIGKILL)
-        started = [done[1] for done in job.hands.done if done[0] == "start"]
+        started = [done[1] for done in job.agent.done if done[0] == "start"]
         assert started == [0, 1, 2, 1, 0, 2]
         assert not job.coordinator.outcome.done()
         await job.coordinator.close()
@@ -274,11 +276,11 @@ def test_a_server_that_dies_while_all_start_anew_makes_them_start_once_more() ->
         job.coordinator.exited(2, -signal.SIGKILL)
         told = "server 0 was killed by SIGKILL while all start anew: all start anew (2 of at most 3 times)"
         assert job.said[1:] == [f"paceline: {told}"]
-        assert job.hands.done[-1][:3] == ("start", 2, 0)
+        assert job.agent.done[-1][:3] == ("start", 2, 0)
         for slot in (0, 1):
             job.coordinator.exited(slot, -signal.SIGKILL)
             job.tell(slot, "enter", generation=1, loop=1, step=0, facts=FACTS)
-        assert job.coordinator._elastic.membership.servers.here == (2,)  # type: ignore[union-attr]
+        assert job.coordinator.job.membership.servers.here == (2,)  # type: ignore[union-attr]
         await job.coordinator.close()
 
     within(story)
@@ -326,7 +328,7 @@ def test_a_replacement_that_nobody_waits_for_does_not_hold_up_the_end() -> None:
 def test_too_few_workers_are_named_with_the_last_checkpoint() -> None:
     async def story() -> None:
         job = Job(3, Rules(min_workers=3))
-        job.coordinator.told(0, "checkpoint", {"folder": "run/step-5"})
+        job.coordinator.report(0, "checkpoint", {"folder": "run/step-5"})
         job.coordinator.exited(2, -signal.SIGKILL)
         outcome = job.coordinator.outcome.result()
         assert outcome.code == 4
@@ -346,7 +348,7 @@ def test_a_stopped_job_replaces_nobody_and_ends_as_it_was_asked_to() -> None:
             job.coordinator.exited(slot, -signal.SIGTERM)
         outcome = await job.coordinator.outcome
         assert outcome.code == 128 + signal.SIGTERM
-        assert not [done for done in job.hands.done if done[0] == "start"]
+        assert not [done for done in job.agent.done if done[0] == "start"]
         await job.coordinator.close()
 
     within(story)
@@ -355,9 +357,9 @@ def test_a_stopped_job_replaces_nobody_and_ends_as_it_was_asked_to() -> None:
 def test_who_is_silent_is_not_judged_while_others_end_as_they_were_asked_to() -> None:
     async def story() -> None:
         job = Job(2, Rules(heartbeat_timeout_s=0.05))
-        job.coordinator.told(0, "heartbeat", {})
+        job.coordinator.report(0, "heartbeat", {})
         job.coordinator.exited(1, -signal.SIGKILL)
-        assert job.hands.done[-1] == ("start", 1, 1)
+        assert job.agent.done[-1] == ("start", 1, 1)
         job.coordinator.interrupted(signal.SIGTERM)  # the replacement is being forked
         job.coordinator.exited(0, -signal.SIGTERM)
         await asyncio.sleep(0.4)
@@ -373,8 +375,7 @@ def test_who_is_silent_is_not_judged_while_others_end_as_they_were_asked_to() ->
 def test_a_stopped_job_does_not_wait_for_workers_of_a_host_that_is_lost() -> None:
     async def story() -> None:
         job = Job(3)
-        assert job.coordinator._elastic is not None
-        assert job.coordinator._elastic.host_lost(1, [2], "its supervisor went away")
+        assert job.coordinator.job.host_lost(1, [2], "its supervisor ended")
         job.coordinator.interrupted(signal.SIGTERM)
         for slot in (0, 1):
             job.coordinator.exited(slot, -signal.SIGTERM)
@@ -386,7 +387,7 @@ def test_a_stopped_job_does_not_wait_for_workers_of_a_host_that_is_lost() -> Non
 
 def test_whoever_waits_for_a_key_of_an_older_generation_hears_that_it_is_over() -> None:
     async def story() -> None:
-        keys = KeyValues()
+        keys = KeyValueStore()
         old = asyncio.create_task(keys.answer("store.get", {"keys": ["p/elastic/1/address"]}, 20, str))
         new = asyncio.create_task(keys.answer("store.get", {"keys": ["p/elastic/2/address"]}, 20, str))
         await asyncio.sleep(0.01)
@@ -430,7 +431,7 @@ def test_words_of_a_dead_process_are_not_taken_for_its_successors(tmp_path: Path
         server.retire(os.getpid())
         client._closing = True  # its connection is about to be closed, and this is no worker that should leave
         client.tell("elastic.ready")
-        await server.hear_out(os.getpid(), 5)
+        await server.drain(os.getpid(), 5)
         assert listener.heard == [(3, "hello"), (3, "elastic.here")]
         await asyncio.to_thread(client.close)
         await server.close()
@@ -445,13 +446,13 @@ def test_hands_reach_another_host_as_lines() -> None:
         def send(self, message: Body) -> None:
             sent.append(json.loads(json.dumps(message)))
 
-    far, near = FarHands(Wire()), NotedHands()
+    far, near = RemoteAgent(Wire()), NotedAgent()
     far.push([2], "elastic.commit", {"step": 1})
     far.fence(2)
     far.start(2, 1, None)
     far.start(4, 0, [(0, 0), (4, 2)])
     far.empty_vault()
-    assert all(lend(near, message) for message in sent)
+    assert all(carry_out(near, message) for message in sent)
     assert near.done == [
         ("push", 2, "elastic.commit", {"step": 1}),
         ("fence", 2),
@@ -459,21 +460,21 @@ def test_hands_reach_another_host_as_lines() -> None:
         ("start", 4, 0, [(0, 0), (4, 2)]),
         ("empty_vault",),
     ]
-    assert not lend(near, {"kind": "outcome"})
+    assert not carry_out(near, {"kind": "outcome"})
 
 
 def test_a_silent_host_is_given_up_but_not_for_a_pause_of_our_own() -> None:
     now = [0.0]
-    pulse = Pulse(None, 5.0, lambda: now[0])  # type: ignore[arg-type]
+    keepalive = Keepalive(None, 5.0, lambda: now[0])  # type: ignore[arg-type]
     for now[0] in (1.0, 2.0, 3.0):
-        assert not pulse.look()
-    assert pulse.is_late
+        assert not keepalive.check()
+    assert keepalive.is_late
     now[0] = 60.0  # we were stopped ourselves
-    assert not pulse.look()
+    assert not keepalive.check()
     for now[0] in (61.0, 62.0, 63.0, 64.0, 65.0):
-        assert not pulse.look()
+        assert not keepalive.check()
     now[0] = 66.0
-    assert pulse.look()
+    assert keepalive.check()
 
 
 def test_a_vault_goes_with_its_job_and_is_swept_when_nobody_holds_it(tmp_path: Path) -> None:
@@ -485,7 +486,7 @@ def test_a_vault_goes_with_its_job_and_is_swept_when_nobody_holds_it(tmp_path: P
         sweep(memory)
         assert vault.exists(), "it is held"
         with open_run_folder(run) as held:
-            remove_folders(held)  # as the stable does
+            remove_folders(held)  # as the fork server does
         assert not vault.exists()
         assert not run.exists()
     left = memory / "paceline-1-0123abcd"
@@ -608,8 +609,8 @@ def test_a_replacement_that_is_forked_while_the_job_is_asked_to_stop_is_asked_to
     if rank == 1 and step == 2 and not incarnation:
         os.kill(os.getpid(), signal.SIGKILL)
     if rank == 0 and generation == 2:
-        stable = Path(f"/proc/{os.getppid()}/stat").read_text()
-        os.kill(int(stable.rpartition(")")[2].split()[1]), signal.SIGTERM)
+        fork_server = Path(f"/proc/{os.getppid()}/stat").read_text()
+        os.kill(int(fork_server.rpartition(")")[2].split()[1]), signal.SIGTERM)
         wait_for("never")
 """),
         ).finish()
@@ -677,7 +678,7 @@ def test_a_host_that_is_cut_off_is_done_without_and_stops_its_own_workers(launch
     (tmp_path / "cut").touch()
     finished = near.finish()
     assert finished.code == 0, finished.err
-    told = "paceline: host 1 is lost (nothing was heard from it for 1.5 s); 2 workers go on\n"
+    told = "paceline: host 1 is lost (no message came from it for 1.5 s); 2 workers go on\n"
     assert told in finished.err
     assert "gave no sign of life" not in finished.err
     assert [row.members for row in read_ledger(ledger)] == [(0, 1, 2, 3)] * 3 + [(0, 1)] * 9

@@ -17,15 +17,14 @@ from typing import Any
 import pytest
 
 from paceline.data import loader_watch
-from paceline.errors import DataError, LaunchError
-from paceline.launch import host_limits
+from paceline.errors import DataError
 from paceline.launch.folders import VAULT, elsewhere_than_asked, vault_folder
-from paceline.launch.host_limits import check_host, process_limits
+from paceline.launch.fork_server import ForkServer
 from paceline.launch.job import Job
-from paceline.launch.stable import Stable
 from paceline.launch.supervisor import Supervisor
 from paceline.launch.worker_main import Script
-from paceline.world.memory_limit import MemoryLimit
+from paceline.world import host_limits
+from paceline.world.host_limits import MemoryLimit
 from paceline.world.world import LaunchSettings, World
 from tests.workers import run_workers
 
@@ -37,48 +36,6 @@ def a_host(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host_limits, "usable_cores", lambda: 4)
     monkeypatch.setattr(host_limits, "memory_limit", lambda: MemoryLimit(8 * 2**30, "the host"))
     monkeypatch.setattr(host_limits, "process_limits", lambda: iter(()))
-
-
-def test_more_than_the_cores_can_turn_to_are_refused() -> None:
-    check_host(256, "--workers 256")
-    with pytest.raises(LaunchError, match="--workers 257: this host has 4 cores, and at most 64 processes a core are"):
-        check_host(257, "--workers 257")
-
-
-def test_more_than_the_memory_holds_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_limits, "memory_limit", lambda: MemoryLimit(320 * 2**20, "cgroup /job"))
-    check_host(10, "--workers 10")
-    with pytest.raises(LaunchError, match="each takes at least 32 MiB, and cgroup /job has 320 MiB; use 10 or fewer"):
-        check_host(11, "--workers 11")
-
-
-def test_more_than_the_processes_allowed_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_limits, "process_limits", lambda: iter([(20, "the limit of somebody")]))
-    check_host(2, "--workers 2")
-    with pytest.raises(LaunchError, match="at least 34 processes and threads, and the limit of somebody leaves 20"):
-        check_host(10, "--workers 10")
-
-
-@pytest.mark.parametrize(("own", "folder"), [("0::/a/b\n", "a/b"), ("7:cpu:/x\n8:pids:/a/b\n", "pids/a/b")])
-def test_the_limits_of_control_groups_are_read_upwards(tmp_path: Path, own: str, folder: str) -> None:
-    inner = tmp_path / folder
-    inner.mkdir(parents=True)
-    for group, most, used in ((inner, "max", "3"), (inner.parent, "50", "8")):
-        (group / "pids.max").write_text(f"{most}\n")
-        (group / "pids.current").write_text(f"{used}\n")
-    limits = [found for found in process_limits(own, tmp_path) if "pids.max" in found[1]]
-    assert limits == [(42, f"{inner.parent / 'pids.max'} (50)")]
-
-
-def test_the_soft_limit_of_open_files_is_raised_and_the_hard_one_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    raised: list[tuple[int, int]] = []
-    monkeypatch.setattr(resource, "setrlimit", lambda which, limits: raised.append(limits))
-    monkeypatch.setattr(resource, "getrlimit", lambda which: (30, 4096))
-    check_host(2, "--workers 2")
-    assert raised == [(36, 4096)]
-    monkeypatch.setattr(resource, "getrlimit", lambda which: (24, 24))
-    with pytest.raises(LaunchError, match="--workers 2: the launcher needs 36 open files, and 24 are allowed here"):
-        check_host(2, "--workers 2")
 
 
 def test_a_launcher_with_24_open_files_ends_at_once_in_one_line(tmp_path: Path) -> None:
@@ -100,7 +57,7 @@ def test_connections_that_cannot_be_accepted_end_the_job_in_one_line() -> None:
     said: list[tuple[str, int]] = []
 
     class Decided:
-        def broken(self, text: str, code: int) -> None:
+        def fail(self, text: str, code: int) -> None:
             said.append((text, code))
 
     async def run() -> list[dict[str, Any]]:
@@ -108,9 +65,9 @@ def test_connections_that_cannot_be_accepted_end_the_job_in_one_line() -> None:
         supervisor = Supervisor(Job(Script("train.py"), 1, LaunchSettings()))
         supervisor._decider = Decided()  # type: ignore[assignment]
         error = OSError(errno.EMFILE, os.strerror(errno.EMFILE))
-        supervisor._in_the_loop(loop, {"message": "socket.accept() out of system resource", "exception": error})
+        supervisor._on_loop_error(loop, {"message": "socket.accept() out of system resource", "exception": error})
         loop.default_exception_handler = left.append  # type: ignore[method-assign, assignment]
-        supervisor._in_the_loop(loop, {"message": "something else", "exception": ValueError()})
+        supervisor._on_loop_error(loop, {"message": "something else", "exception": ValueError()})
         supervisor._screen.close(1)
         return left
 
@@ -120,9 +77,9 @@ def test_connections_that_cannot_be_accepted_end_the_job_in_one_line() -> None:
 
 
 def _refused_forks(world: World, folder: str) -> list[dict[str, Any]]:
-    """In a process of its own: a stable has handlers of signals."""
+    """In a process of its own: a fork server has handlers of signals."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    stable = Stable(theirs, Path(folder), os.getppid())
+    fork_server = ForkServer(theirs, Path(folder), os.getppid())
 
     def no_fork() -> int:
         raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
@@ -132,7 +89,7 @@ def _refused_forks(world: World, folder: str) -> list[dict[str, Any]]:
     for outputs in ([1, 2], [1]):  # the kernel drops descriptors that a process may not have
         message = {"kind": "start", "rank": 3, "control": "", "variables": {}}
         socket.send_fds(ours, [json.dumps(message).encode()], outputs)
-        assert stable._obey() is None
+        assert fork_server._handle_request() is None
         said.append(json.loads(ours.recv(4096)))
     return said
 
@@ -173,7 +130,7 @@ def in_its_own_mounts(mounts: str, program: str) -> str:
 def test_an_elastic_job_without_shared_memory_says_where_it_keeps_its_state(mount: str, told: str) -> None:
     program = (
         "from paceline.launch.folders import run_folder, vault_folder\n"
-        "with run_folder() as run, vault_folder(run, say=print) as vault:\n"
+        "with run_folder() as run, vault_folder(run, log=print) as vault:\n"
         "    assert vault == run / 'vault' and vault.is_dir() and not vault.is_symlink()\n"
         "assert not run.exists()"
     )

@@ -65,7 +65,7 @@ client.tell("progress", step=1, total=1, fields={"loss": 0.5})
         "--workers 9 -m x -- --lanes",
         torch=True,
     )
-    wait_until(lambda: len(started.descendants()) == 3, 20, "the stable and two workers run")
+    wait_until(lambda: len(started.descendants()) == 3, 20, "the fork server and two workers run")
     finished = started.finish()
     assert finished.code == 0, finished.err
     expected = '[[6.0, 6.0, 6.0], ["script0.py", "--workers", "9", "-m", "x", "--", "--lanes"], 4, 1, ""]'
@@ -185,7 +185,7 @@ def test_a_second_ctrl_c_does_not_wait_for_workers_that_ignore_sigterm(launch: S
 def test_no_process_and_no_folder_outlives_a_killed_supervisor_by_two_seconds(launch: Start) -> None:
     started = launch("--workers 2", TRAINS_FOR_EVER)
     pids = pids_printed(started, 2) + started.descendants()
-    assert len(set(pids)) == 7  # the stable, two workers, two children of each
+    assert len(set(pids)) == 7  # the fork server, two workers, two children of each
     started.process.kill()
     wait_until_gone(pids, timeout_s=2)
     wait_until(lambda: not started.run_folders(), 1, "the run folder is gone")
@@ -194,16 +194,16 @@ def test_no_process_and_no_folder_outlives_a_killed_supervisor_by_two_seconds(la
 def test_killing_the_stable_ends_the_job_with_its_grandchildren(launch: Start) -> None:
     started = launch("--workers 2", TRAINS_FOR_EVER)
     pids_printed(started, 2)
-    (stable,) = psutil.Process(started.process.pid).children()
-    workers = stable.children()
+    (fork_server,) = psutil.Process(started.process.pid).children()
+    workers = fork_server.children()
     grandchildren = [child.pid for worker in workers for child in worker.children()]
-    stable.kill()
+    fork_server.kill()
     finished = started.finish()
     assert finished.code == 137
     assert finished.err == "paceline: the process that workers are forked from was killed by SIGKILL\n"
     assert alive([worker.pid for worker in workers]) == []
     in_their_group = [pid for pid in grandchildren if pid in alive(grandchildren)]
-    for pid in in_their_group:  # those that left the group on purpose had only the stable to find them
+    for pid in in_their_group:  # those that left the group on purpose had only the fork server to find them
         psutil.Process(pid).kill()
     assert len(in_their_group) <= 2
 
@@ -367,9 +367,9 @@ def test_a_wrong_secret_is_refused_on_both_sides_and_the_job_goes_on_waiting(lau
     assert refused.err == (
         "paceline: the coordinator has another secret than this host; give every host the same --secret-file\n"
     )
-    guest = launch(f"{where} --host-rank 1", MEETS_THE_OTHERS, environment={"PACELINE_SECRET": "right"})
+    host = launch(f"{where} --host-rank 1", MEETS_THE_OTHERS, environment={"PACELINE_SECRET": "right"})
     one = first.finish()
-    assert (one.code, guest.finish().code) == (0, 0)
+    assert (one.code, host.finish().code) == (0, 0)
     assert one.err.startswith("paceline: refused a connection from 127.0.0.1: ")
     assert "right" not in one.err + refused.err
 
@@ -396,10 +396,12 @@ def test_the_stable_cleans_up_after_a_supervisor_that_was_killed_before_it_had_r
     (run / "vault").symlink_to(vault)
     ours, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     told = [str(its.fileno()), str(os.getpid()), str(run), "json", "script", "nothing.py"]
-    stable = subprocess.Popen([sys.executable, "-m", "paceline.launch.stable", *told], pass_fds=[its.fileno()])
+    fork_server = subprocess.Popen(
+        [sys.executable, "-m", "paceline.launch.fork_server", *told], pass_fds=[its.fileno()]
+    )
     its.close()
     assert select.select([ours], [], [], 30)[0], "it never said that it is ready"
     ours.close()  # unread
-    assert stable.wait(30) == 0
+    assert fork_server.wait(30) == 0
     assert not run.exists()
     assert not vault.exists()

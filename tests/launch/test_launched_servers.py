@@ -95,7 +95,8 @@ serve_for_ever() if world.is_server else meet("here")
     assert finished.code == 1
     lines = finished.err.splitlines()
     assert re.fullmatch(
-        r"paceline: server 0 \(pid \d+\): still there 1 s after the last worker; stopped here:", lines[0]
+        r"paceline: server 0 \(pid \d+\): still running 1 s after the last worker ended; stopped, with these stacks:",
+        lines[0],
     )
     assert re.search(r"^\[server 0\]   File \".*script0.py\", line \d+ in serve_for_ever$", finished.err, re.MULTILINE)
 
@@ -157,8 +158,8 @@ def test_a_worker_that_hangs_after_its_peers_is_stopped_and_shows_where_it_is(la
     finished = launch("--workers 3", STAYS_BEHIND.replace("{}", "wait_for_a_peer")).finish()
     assert finished.code == 1
     assert re.fullmatch(
-        r"paceline: worker 1 \(pid \d+\) at step 7: no sign of life for 0\.6 s, and the other workers have ended; "
-        "stopped here:",
+        r"paceline: worker 1 \(pid \d+\) at step 7: no message, output or CPU use for 0\.6 s, and the other workers "
+        "have ended; stopped, with these stacks:",
         finished.err.splitlines()[0],
     )
     assert re.search(r"^\[1\]   File \".*script0.py\", line \d+ in wait_for_a_peer$", finished.err, re.MULTILINE)

@@ -233,9 +233,9 @@ def test_a_cut_link_leaves_the_coordinators_side_to_go_on_and_the_other_may_come
             (host.folder / "stands-who").touch()
         check_unharmed(near, at_last=(0, 1, 2, 3))
         assert (back.ends(), back.hashes) == (0, {hash_undisturbed()}), back.said
-    assert f"host 1 is lost (nothing was heard from it for {HEARTBEAT_S:g} s); 2 workers go on" in near.said
+    assert f"host 1 is lost (no message came from it for {HEARTBEAT_S:g} s); 2 workers go on" in near.said
     assert "host 1 is back; its 2 workers join after a step" in near.said
-    assert "lost the coordinator (host 0): nothing was heard from it" in far.said
+    assert "lost the coordinator (host 0): no message came from it" in far.said
     assert not far.committed
     assert not far.hashes
 
@@ -250,4 +250,4 @@ def test_a_host_that_is_killed_whole_is_done_without(hosts: tuple[str, str], tmp
         check_unharmed(near, at_last=(0, 1))
     assert len(left) == 2
     assert [folder for folder in left if folder.exists()] == []
-    assert "host 1 is lost (its supervisor went away without a word); 2 workers go on" in near.said
+    assert "host 1 is lost (its supervisor ended without giving a reason); 2 workers go on" in near.said

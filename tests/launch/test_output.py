@@ -8,7 +8,7 @@ import threading
 import pytest
 
 from paceline.launch.output import BACKLOG_LIMIT, Lines, Screen, Stream
-from paceline.world.progress_line import ProgressLine
+from paceline.world.terminal import ProgressLine
 
 
 def test_every_line_gets_the_prefix_however_it_is_cut() -> None:
@@ -103,7 +103,7 @@ def test_a_reader_that_leaves_does_not_end_the_job() -> None:
     errors, out = os.pipe()
     screen = Screen(writing, out)
     screen.write(Stream.STDOUT, b"into the void\n")
-    screen.say("still here")
+    screen.log("still here")
     assert screen.close(5)
     for fd in (writing, out):
         os.close(fd)

@@ -16,14 +16,14 @@ import torch
 import torch.distributed as dist
 
 from paceline.errors import WorldError
-from paceline.launch.control_channel import ControlServer
-from paceline.launch.decision import Coordinator
-from paceline.launch.ending import Policy
-from paceline.launch.hosts import Seat
-from paceline.launch.verdict import Phase
+from paceline.launch.control import ControlServer
+from paceline.launch.coordinator import Coordinator
+from paceline.launch.exit_rules import Policy
+from paceline.launch.failure_attribution import Phase
+from paceline.launch.rendezvous import HostAssignment
 from paceline.world.control import ControlClient
-from paceline.world.progress_line import ProgressLine
 from paceline.world.rendezvous_store import ControlStore, StoreTimeoutError, open_store
+from paceline.world.terminal import ProgressLine
 from paceline.world.world import ControlSocket, LaunchSettings, TcpRendezvous, World
 
 
@@ -55,8 +55,8 @@ class Channel:
 
     async def _serve(self) -> None:
         self._loop, self._end = asyncio.get_running_loop(), asyncio.Event()
-        seat = Seat(0, 1, 0, 3, 3, LaunchSettings(), "127.0.0.1", "127.0.0.1", 1)
-        self.coordinator = Coordinator(seat, {}, self.progress.append, self.complaints.append)
+        assignment = HostAssignment(0, 1, 0, 3, 3, LaunchSettings(), "127.0.0.1", "127.0.0.1", 1)
+        self.coordinator = Coordinator(assignment, {}, self.progress.append, self.complaints.append)
         server = ControlServer(Path(self.path), self.coordinator, self.complaints.append)
         await server.start()
         self._ready.set()
@@ -163,13 +163,13 @@ def test_words_that_make_no_sense_are_complained_about_and_the_worker_lives_on(c
     client.tell("weather", rain=True)
     client.tell("policy", survive_worker_loss="yes")
     client.tell("policy", hang_timeout_s=-1)
-    with pytest.raises(WorldError, match=r"'store\.get' makes no sense: KeyError"):
+    with pytest.raises(WorldError, match=r"'store\.get' is malformed: KeyError"):
         client.ask("store.get", timeout_s=5)
     assert [line.partition(":")[2] for line in channel.complaints] == [
-        " worker 1 told 'phase', which makes no sense: 'sleeping' is not a valid Phase",
-        " worker 1 told 'weather', which makes no sense: this supervisor does not know it",
-        " worker 1 told 'policy', which makes no sense: survive_worker_loss is 'yes', neither true nor false",
-        " worker 1 told 'policy', which makes no sense: hang_timeout_s is -1, not a number of seconds",
+        " worker 1 sent a malformed message 'phase': 'sleeping' is not a valid Phase",
+        " worker 1 sent a malformed message 'weather': this supervisor does not know this kind",
+        " worker 1 sent a malformed message 'policy': survive_worker_loss is 'yes', neither true nor false",
+        " worker 1 sent a malformed message 'policy': hang_timeout_s is -1, not a number of seconds",
     ]
 
 
@@ -200,8 +200,8 @@ def test_rank_0_serves_a_tcp_store_on_loopback_only_and_says_when_the_port_is_ta
     world = World(rank=0, size=2, local_size=2, rendezvous=TcpRendezvous("127.0.0.1", port))
     store = open_store(world, None, 5)
     store.set("a", b"1")
-    guest = World(rank=1, size=2, local_rank=1, local_size=2, rendezvous=TcpRendezvous("127.0.0.1", port))
-    assert open_store(guest, None, 5).get("a") == b"1"
+    host = World(rank=1, size=2, local_rank=1, local_size=2, rendezvous=TcpRendezvous("127.0.0.1", port))
+    assert open_store(host, None, 5).get("a") == b"1"
     listening = [c.laddr for c in psutil.Process().net_connections(kind="inet") if c.status == psutil.CONN_LISTEN]
     assert [address.ip for address in listening if address.port == port] == ["127.0.0.1"]
     with pytest.raises(WorldError, match=f"port {port} on 127.0.0.1 is in use"):
@@ -212,6 +212,6 @@ def test_a_tcp_store_that_nobody_serves_is_named() -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    guest = World(rank=1, size=2, local_rank=1, local_size=2, rendezvous=TcpRendezvous("127.0.0.1", port))
+    host = World(rank=1, size=2, local_rank=1, local_size=2, rendezvous=TcpRendezvous("127.0.0.1", port))
     with pytest.raises(WorldError, match=f"rank 1: nobody answers at 127.0.0.1:{port} within 0.3 s"):
-        open_store(guest, None, 0.3)
+        open_store(host, None, 0.3)

@@ -14,10 +14,9 @@ import psutil
 import pytest
 
 from paceline.errors import LaunchError
-from paceline.launch.ending import Policy, good_end
+from paceline.launch.exit_rules import Policy, StopRequest, stopped_as_asked, stopped_early, success
+from paceline.launch.failure_attribution import Outcome, Phase, Process, Raised, attribute_failure
 from paceline.launch.job import Job
-from paceline.launch.stopping import Request, cut_short, obeyed
-from paceline.launch.verdict import Outcome, Phase, Process, Raised, judge
 from paceline.launch.worker_main import Script
 from paceline.world.world import LaunchSettings, World
 from tests.launch.launching import Launch, alive
@@ -73,10 +72,10 @@ def test_workers_that_stop_on_request_save_and_the_job_leaves_with_75(
 def test_a_signal_to_every_process_of_the_job_as_slurm_sends_it_still_lets_workers_save(launch: Start) -> None:
     started = launch("--workers 2", OBEDIENT)
     when_all_have_printed(started, 2)
-    (stable,) = psutil.Process(started.process.pid).children()
-    for process in (stable, *stable.children()):
+    (fork_server,) = psutil.Process(started.process.pid).children()
+    for process in (fork_server, *fork_server.children()):
         process.send_signal(signal.SIGTERM)
-    stable.send_signal(signal.SIGUSR1)
+    fork_server.send_signal(signal.SIGUSR1)
     finished = started.finish()
     assert sorted(finished.out.splitlines()) == ["[0] saved", "[1] saved"]
     assert (finished.code, finished.err) == (75, "paceline: stopped on request after step 6; start again to continue\n")
@@ -230,14 +229,14 @@ def ended(*statuses: int, phase: Phase = Phase.IDLE) -> list[Process]:
 
 
 def test_one_worker_with_75_makes_the_job_one_that_was_stopped() -> None:
-    outcome = good_end(ended(0, 75))
+    outcome = success(ended(0, 75))
     assert outcome == Outcome(75, closing=("paceline: stopped on request after step 9; start again to continue",))
 
 
 def test_a_worker_that_takes_75_in_the_middle_of_training_has_left_early() -> None:
     process, other = Process(0, pid=7, step=3, phase=Phase.TRAINING, status=75, failed_as=0), Process(1)
     assert process.left_early
-    assert judge([process, other]).lines == (
+    assert attribute_failure([process, other]).lines == (
         "paceline: worker 0 (pid 7) exited with code 75 at step 3 while 1 other was still training",
     )
 
@@ -246,17 +245,22 @@ def test_falling_by_our_signal_or_after_others_is_no_failure() -> None:
     by_signal, by_crash, after_others, own_error = ended(-signal.SIGTERM, -signal.SIGSEGV, 1, 1)
     after_others.raised = Raised("RuntimeError", "Connection closed by peer")
     own_error.raised = Raised("OSError", "no space left")
-    assert [obeyed(process) for process in (by_signal, by_crash, after_others, own_error)] == [True, False, True, False]
+    assert [stopped_as_asked(process) for process in (by_signal, by_crash, after_others, own_error)] == [
+        True,
+        False,
+        True,
+        False,
+    ]
 
 
 def test_the_words_at_the_end_tell_where_and_by_what() -> None:
-    request = Request(signal.SIGTERM, " on host 1", grace_s=30.0, since=0.0)
-    assert cut_short(request, ended(-15)) == Outcome(143, ("paceline: stopped by SIGTERM on host 1 at step 9",))
+    request = StopRequest(signal.SIGTERM, " on host 1", grace_s=30.0, since=0.0)
+    assert stopped_early(request, ended(-15)) == Outcome(143, ("paceline: stopped by SIGTERM on host 1 at step 9",))
 
 
 def test_a_word_on_stopping_that_is_neither_true_nor_false_is_refused() -> None:
     with pytest.raises(TypeError, match="stops_on_request is 'yes', neither true nor false"):
-        Policy().told({"stops_on_request": "yes"})
+        Policy(stops_on_request="yes")  # type: ignore[arg-type]
 
 
 def test_a_grace_that_is_no_time_is_refused() -> None:

@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from paceline.launch.ending import Policy
-from paceline.launch.verdict import Phase, Process, Waits
-from paceline.launch.waits import PATIENCE_S, STUCK_S, Told, look_at_waits
+from paceline.launch.exit_rules import PATIENCE_S, STUCK_S, Policy, ReportedWait, check_waits
+from paceline.launch.failure_attribution import Phase, Process, Waits
 from paceline.world.waiting import LOOP
 from tests.faults.jobs import run_job
 
@@ -21,8 +20,10 @@ def workers(count: int = 2) -> list[Process]:
     return [Process(rank, pid=50 + rank) for rank in range(count)]
 
 
-def looked(processes: list[Process], now: float, said: set[Told] | None = None) -> tuple[tuple[str, ...], int | None]:
-    look = look_at_waits(processes, Policy(), now, PATIENCE_S, set() if said is None else said)
+def looked(
+    processes: list[Process], now: float, said: set[ReportedWait] | None = None
+) -> tuple[tuple[str, ...], int | None]:
+    look = check_waits(processes, Policy(), now, PATIENCE_S, set() if said is None else said)
     return (look.lines, None) if look.outcome is None else (look.outcome.lines, look.outcome.code)
 
 
@@ -33,7 +34,7 @@ def test_who_waits_for_one_that_has_ended_ends_the_job() -> None:
     assert looked([first, second], 101.0 + STUCK_S - 0.1) == ((), None)
     told = (
         "paceline: worker 0 (pid 50) waits in engine.barrier() (train.py:12) for worker 1 (pid 51), which exited with "
-        "code 0 without having come there; every worker has to come there, or none; the job is stopped"
+        "code 0 without reaching it; every worker has to make this call, or none; the job is stopped"
     )
     assert looked([first, second], 101.0 + STUCK_S) == ((told,), 1)
 
@@ -43,13 +44,13 @@ def test_who_waits_while_another_is_elsewhere_is_told_of_once() -> None:
     processes[0].waits = BARRIER
     processes[1].phase, processes[1].step = Phase.TRAINING, 7
     processes[2].waits = Waits("engine.reduce()", "train.py:30", since=100.0)
-    said: set[Told] = set()
+    said: set[ReportedWait] = set()
     assert looked(processes, 100.0 + PATIENCE_S - 0.1, said) == ((), None)
     lines, code = looked(processes, 100.0 + PATIENCE_S, said)
     assert code is None
     assert lines == (
         "paceline: worker 0 has waited 5 s in engine.barrier() (train.py:12) for worker 1, which is training at step 7 "
-        "and worker 2, which waits in engine.reduce() (train.py:30) and worker 3, which has not come there",
+        "and worker 2, which waits in engine.reduce() (train.py:30) and worker 3, which has not reached it",
     )
     assert looked(processes, 200.0, said) == ((), None)
 
@@ -73,7 +74,7 @@ def test_asynchronous_workers_end_when_they_like() -> None:
     first, second = workers()
     first.waits = BARRIER
     second.status, second.ended_at = 0, 101.0
-    look = look_at_waits([first, second], Policy(survive_worker_loss=True), 1000.0, PATIENCE_S, set())
+    look = check_waits([first, second], Policy(survive_worker_loss=True), 1000.0, PATIENCE_S, set())
     assert (look.lines, look.outcome) == ((), None)
 
 
@@ -81,7 +82,7 @@ def test_one_that_had_ended_before_the_others_met_again_is_not_missed() -> None:
     first, second = workers()
     first.waits = BARRIER
     second.status, second.ended_at = 0, 101.0
-    look = look_at_waits([first, second], Policy(), 1000.0, PATIENCE_S, set(), lambda process: False)
+    look = check_waits([first, second], Policy(), 1000.0, PATIENCE_S, set(), lambda process: False)
     assert (look.lines, look.outcome) == ((), None)
 
 
@@ -113,7 +114,7 @@ engine.barrier()
             "dawdles",
             "--elastic --heartbeat-timeout-s 1.5",
             0,
-            r"worker 0 has waited \d+ s in engine.barrier\(\) \(job.py:12\) for worker 1, which has not come there\n",
+            r"worker 0 has waited \d+ s in engine.barrier\(\) \(job.py:12\) for worker 1, which has not reached it\n",
         ),
     ],
     ids=["never there", "never there, elastic", "leaves, elastic", "leaves, gloo", "dawdles"],

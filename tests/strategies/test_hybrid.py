@@ -16,8 +16,7 @@ from paceline.collectives.canonical_sum import SumPlan
 from paceline.errors import ConfigError
 from paceline.sharding.local_shard import LocalShard
 from paceline.strategies.fsdp.hybrid import HybridConfig, groups_of, hybrid_rides, plan_across, say_if_smaller
-from paceline.world.topology import Topology
-from paceline.world.world import Elasticity
+from paceline.world.world import Elasticity, Topology
 from tests.bits.programs import PROGRAMS, tied_and_scheduled
 from tests.strategies.test_fsdp import BLOCKS_DIFFER, holds
 from tests.strategies.test_zero import straight, trains

@@ -16,7 +16,7 @@ from paceline.collectives.ring_all_gather import RING_ALL_GATHER
 from paceline.collectives.ring_reduce_scatter import RING_REDUCE_SCATTER
 from paceline.collectives.schedule import Schedule
 from paceline.collectives.traffic_theory import Moved
-from paceline.world.topology import Topology
+from paceline.world.world import Topology
 from tests.collectives.simulator import FLAT
 
 FORMS: dict[str, tuple[Schedule, Callable[[int, int], list[Moved]]]] = {

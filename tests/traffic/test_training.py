@@ -21,8 +21,7 @@ from paceline.collectives.byte_count import Traffic
 from paceline.collectives.choice import ALGORITHMS, AUTO, FLAT, HIERARCHICAL
 from paceline.collectives.traffic_theory import Moved
 from paceline.errors import ConfigError
-from paceline.world.topology import Topology
-from paceline.world.world import TcpRendezvous
+from paceline.world.world import TcpRendezvous, Topology
 from tests.workers import free_port, run_workers
 
 NAMED = [name for name in ALGORITHMS if name != AUTO]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,7 +14,6 @@ from hypothesis import strategies as st
 
 from paceline.world import determinism
 from paceline.world.determinism import (
-    cpu_quotas,
     default_threads,
     fingerprint,
     make_deterministic,
@@ -98,57 +96,3 @@ def test_the_fingerprint_notices_what_bits_depend_on() -> None:
 def test_threads_depend_on_cores_and_lanes_and_are_never_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(determinism, "usable_cores", lambda: 8)
     assert [default_threads(lanes) for lanes in (1, 2, 3, 8, 100)] == [8, 4, 2, 1, 1]
-
-
-def machine(root: Path, files: dict[str, str]) -> Path:
-    for name, text in files.items():
-        (root / name).parent.mkdir(parents=True, exist_ok=True)
-        (root / name).write_text(text)
-    return root
-
-
-@pytest.mark.parametrize(
-    ("files", "quotas"),
-    [
-        ({}, []),
-        ({"proc/self/cgroup": "0::/\n"}, []),
-        ({"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/cpu.max": "150000 100000\n"}, [1.5]),
-        ({"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/cpu.max": "max 100000\n"}, []),
-        (
-            {
-                "proc/self/cgroup": "0::/jobs/7\n",
-                "sys/fs/cgroup/jobs/cpu.max": "400000 100000\n",
-                "sys/fs/cgroup/jobs/7/cpu.max": "max 100000\n",
-            },
-            [4.0],
-        ),
-        (
-            {
-                "proc/self/cgroup": "4:memory:/job\n3:cpu,cpuacct:/job\n0::/\n",
-                "sys/fs/cgroup/cpu,cpuacct/job/cpu.cfs_quota_us": "250000\n",
-                "sys/fs/cgroup/cpu,cpuacct/job/cpu.cfs_period_us": "100000\n",
-                "sys/fs/cgroup/cpu,cpuacct/cpu.cfs_quota_us": "-1\n",
-                "sys/fs/cgroup/cpu,cpuacct/cpu.cfs_period_us": "100000\n",
-            },
-            [2.5],
-        ),
-        (
-            {
-                "proc/self/cgroup": "3:cpu:/docker/abc\n",
-                "sys/fs/cgroup/cpu/cpu.cfs_quota_us": "100000\n",
-                "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000\n",
-            },
-            [1.0],
-        ),
-    ],
-    ids=["no cgroups", "no limit", "v2", "v2 max", "v2 limited above", "v1", "v1 in a container"],
-)
-def test_a_container_s_share_of_the_cores_is_found(tmp_path: Path, files: dict[str, str], quotas: list[float]) -> None:
-    assert list(cpu_quotas(machine(tmp_path, files))) == quotas
-
-
-def test_a_quota_limits_the_cores_rounded_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(8)))
-    files = {"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/cpu.max": "150000 100000\n"}
-    assert determinism.usable_cores(machine(tmp_path, files)) == 2
-    assert determinism.usable_cores(tmp_path / "elsewhere") == 8

@@ -37,8 +37,8 @@ from typing import Any
 
 from paceline.collectives.shared_memory.compiling import compiled_library
 from paceline.errors import ConfigError
-from paceline.launch.hosts import free_port
 from paceline.launch.job import Job
+from paceline.launch.rendezvous import free_port
 from paceline.launch.supervisor import supervise
 from paceline.launch.worker_main import Script
 from paceline.world.environment import parent_environment

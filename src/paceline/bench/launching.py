@@ -1,4 +1,4 @@
-"""Start a race: the same supervisor, stable and workers as `paceline run`, with `measure` as the script."""
+"""Start a race: the same supervisor, fork server and workers as `paceline run`, with `measure` as the script."""
 
 from __future__ import annotations
 

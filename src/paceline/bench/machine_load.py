@@ -14,7 +14,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from paceline.world.determinism import usable_cores
+from paceline.world.host_limits import usable_cores
 
 DISTURBED_ABOVE = 0.08
 

@@ -22,7 +22,7 @@ from paceline.bench.process_memory import Activations, Resident, held_now, peak_
 from paceline.bench.workloads import adamw
 from paceline.sharding.footprint import FOOTPRINTS, Model, footprint
 from paceline.world.environment import read_world
-from paceline.world.free_memory import keep_no_free_memory
+from paceline.world.process import keep_no_free_memory
 from paceline.world.world import World
 
 WARM_UP_STEPS = 4

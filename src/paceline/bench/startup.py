@@ -25,7 +25,7 @@ from typing import Any
 from paceline.bench.machine_load import DISTURBED_ABOVE, CpuClock, foreign_and_steal, is_disturbed, machine_facts
 from paceline.bench.statistics import Spread, paired_ratios
 from paceline.errors import ConfigError, LaunchError
-from paceline.launch.hosts import free_port
+from paceline.launch.rendezvous import free_port
 from paceline.world.world import LOOPBACK
 
 WARM_UP_TURNS = 1

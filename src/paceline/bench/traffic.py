@@ -34,8 +34,7 @@ from paceline.launch.worker_main import Script
 from paceline.world.control import ControlClient
 from paceline.world.environment import read_world
 from paceline.world.rendezvous_store import open_store
-from paceline.world.topology import Topology
-from paceline.world.world import ControlSocket, LaunchSettings, World
+from paceline.world.world import ControlSocket, LaunchSettings, Topology, World
 
 SIZES = range(2, 9)
 ELEMENTS = 4 * 53_760  # divides by 64 · N for all N of SIZES, so that every chunk of every algorithm is as long

@@ -29,7 +29,7 @@ from paceline.bench.launching import run_in_workers
 from paceline.bench.race import OURS, PEERS, WORKLOADS, Race
 from paceline.errors import ConfigError
 from paceline.input_file import cause_of
-from paceline.launch.host_limits import check_host
+from paceline.world.host_limits import check_host
 
 app = typer.Typer(
     name="bench", no_args_is_help=True, add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False,

@@ -25,10 +25,10 @@ from rich.table import Table
 from rich.text import Text
 
 from paceline.errors import WorldError
-from paceline.world.addresses import is_loopback
-from paceline.world.determinism import usable_cores
 from paceline.world.environment import explain, read_world, tensor_address
 from paceline.world.explanation import Finding, Level
+from paceline.world.host_limits import usable_cores
+from paceline.world.variables import is_loopback
 from paceline.world.world import LOOPBACK, TcpRendezvous, World
 
 GIB = 1024**3

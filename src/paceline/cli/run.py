@@ -16,16 +16,16 @@ import typer
 from paceline.elastic.decisions import Rules
 from paceline.errors import LaunchError, WorldError
 from paceline.input_file import cause_of, one_line, open_input, read_short
-from paceline.launch.host_limits import THREADS_EACH, THREADS_OF_ELASTIC, THREADS_OF_GLOO, check_host
-from paceline.launch.hosts import Address
+from paceline.launch.agents import default_threads
+from paceline.launch.exit_rules import GRACE_S
 from paceline.launch.job import Hosts, Job
-from paceline.launch.stopping import GRACE_S
+from paceline.launch.rendezvous import Address
 from paceline.launch.supervisor import supervise
 from paceline.launch.worker_main import Script
-from paceline.launch.worker_place import default_threads
 from paceline.world import environment
-from paceline.world.addresses import DEFAULT_PORT
-from paceline.world.cluster_launch import LaunchDefaults
+from paceline.world.host_limits import THREADS_EACH, THREADS_OF_ELASTIC, THREADS_OF_GLOO, check_host
+from paceline.world.launchers import LaunchDefaults
+from paceline.world.variables import DEFAULT_PORT
 from paceline.world.world import LaunchSettings
 
 # Everything after the script's name is the script's, also what looks like a flag of ours.

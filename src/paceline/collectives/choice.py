@@ -31,7 +31,7 @@ from paceline.collectives.tree_all_reduce import TREE
 from paceline.collectives.unsplit_ring import UNSPLIT_RING
 from paceline.collectives.work import wait_all
 from paceline.errors import ConfigError
-from paceline.world.topology import Topology
+from paceline.world.world import Topology
 
 FLAT = {schedule.name: schedule for schedule in (RING, HALVING_DOUBLING, DIRECT, TREE, STAR, UNSPLIT_RING)}
 HIERARCHICAL = "hierarchical"

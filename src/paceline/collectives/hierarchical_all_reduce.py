@@ -22,7 +22,7 @@ from functools import lru_cache
 from paceline.collectives import ring_all_gather, ring_all_reduce, ring_reduce_scatter, tree_all_reduce
 from paceline.collectives.schedule import Hop, Schedule
 from paceline.errors import ConfigError
-from paceline.world.topology import Topology
+from paceline.world.world import Topology
 
 NAME = "hierarchical"
 

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from paceline.collectives.canonical_sum import SumPlan, owner_ranges
-from paceline.world.topology import Topology
+from paceline.world.world import Topology
 
 
 @dataclass(frozen=True)

@@ -40,7 +40,7 @@ from paceline.data.token_header import (
 )
 from paceline.errors import ConfigError, DataError
 from paceline.input_file import open_input
-from paceline.world.determinism import usable_cores
+from paceline.world.host_limits import usable_cores
 
 Encode = Callable[[str], Any]  # text to a sequence of ids: a list, an array, a tensor
 

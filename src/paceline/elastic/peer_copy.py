@@ -47,7 +47,7 @@ from paceline.elastic.vault import (
     turn_of,
 )
 from paceline.errors import CheckpointError, PacelineError, PeerLostError
-from paceline.world import strangers
+from paceline.world import unauthenticated
 
 TIMEOUT_S = 30.0
 CONNECT_S = 5.0
@@ -102,8 +102,8 @@ class PeerServer:
                     return
                 self._open.add(connection)
                 self._strangers[connection] = str(address[0])
-                if len(self._strangers) > strangers.MOST_STRANGERS:
-                    self._drop(strangers.first_to_go(self._strangers))
+                if len(self._strangers) > unauthenticated.MOST_CONNECTIONS:
+                    self._drop(unauthenticated.to_drop(self._strangers))
                 self._threads = [thread for thread in self._threads if thread.is_alive()]
                 thread = threading.Thread(target=self._serve, args=(connection,), name="paceline-vault", daemon=True)
                 try:

@@ -21,7 +21,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from paceline.world.strangers import PROOF_S
+from paceline.world.unauthenticated import PROOF_S
 
 MOST_TEXT = 2**16
 CHUNK = 64 * 2**20  # bytes that must move within one timeout

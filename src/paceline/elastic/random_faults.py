@@ -33,7 +33,7 @@ from typing import TypeAlias
 import psutil  # type: ignore[import-untyped]
 
 from paceline.elastic.ledger import Row
-from paceline.world.process_name import SERVER, name_of
+from paceline.world.process import SERVER, process_name
 
 KINDS = {"kill": 45, "stop": 15, "slow": 25, "cut": 15}
 """How often each is drawn, of a hundred."""
@@ -219,7 +219,7 @@ class HurtJob:
 
 
 def is_server(pid: int) -> bool:
-    return name_of(pid) == SERVER
+    return process_name(pid) == SERVER
 
 
 def cut_connection(pid: int) -> bool:

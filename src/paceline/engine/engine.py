@@ -59,7 +59,7 @@ from paceline.parameter_server.replay import replay_of
 from paceline.world.checked_values import number, path_of
 from paceline.world.determinism import make_deterministic, mix, seed_everything
 from paceline.world.environment import read_world
-from paceline.world.summary_table import SummaryTable
+from paceline.world.terminal import SummaryTable
 from paceline.world.world import World
 
 

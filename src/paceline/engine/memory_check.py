@@ -24,7 +24,7 @@ from paceline.optim.range_optimizer import state_bytes
 from paceline.sharding.footprint import Model
 from paceline.strategies.registry import STRATEGIES, Chosen
 from paceline.world.control import ControlClient
-from paceline.world.memory_limit import MemoryLimit, kills, memory_limit
+from paceline.world.host_limits import MemoryLimit, memory_limit, oom_kills
 from paceline.world.world import World
 
 _GIB = 2**30
@@ -93,7 +93,7 @@ def check_memory(
         raise ConfigError(text)
     if fit is not None and client is not None and fit.limit.kills_file is not None:
         file = fit.limit.kills_file
-        client.tell("memory", told=f"{fit.told()}; {fit.advice()}", kills_file=str(file), kills=kills(file))
+        client.tell("memory", told=f"{fit.told()}; {fit.advice()}", kills_file=str(file), kills=oom_kills(file))
 
 
 def _fit(

@@ -16,7 +16,7 @@ from dataclasses import asdict
 from typing import Any
 
 from paceline.world.control import ControlClient
-from paceline.world.progress_line import ProgressLine, duration
+from paceline.world.terminal import ProgressLine, duration
 
 PLAIN_EVERY_S = 5.0
 SEND_EVERY_S = 0.1

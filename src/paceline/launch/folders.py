@@ -1,12 +1,12 @@
 """The folders of a job, on each of its hosts; both are gone when the job is.
 
     TMPDIR/paceline-XXXXXXXX/              run folder: the control socket; only this user can enter
-    TMPDIR/paceline-XXXXXXXX/vault ──▶     so that the stable finds it, should the supervisor be killed
+    TMPDIR/paceline-XXXXXXXX/vault ──▶     so that the fork server finds it, should the supervisor be killed
     /dev/shm/paceline-<pid>-<token>/       vault of an elastic job: state that outlives the worker that wrote it
-    /dev/shm/paceline-<pid>-<token>/run ─▶ so that whoever sweeps the vault finds the run folder
+    /dev/shm/paceline-<pid>-<token>/run ─▶ so that the sweep of a later job finds the run folder
 
 The vault is memory where /dev/shm has room, and part of the run folder otherwise. Its supervisor holds a lock on it:
-one that nobody holds any more (host-wide kill, both killed at once) is swept away by the next elastic job, with its
+one that is not held any more (host-wide kill, both killed at once) is swept away by the next elastic job, with its
 run folder. Both places are open to every local user: what is removed there goes by the rules of `owned_folder`.
 """
 
@@ -60,7 +60,7 @@ def open_run_folder(path: Path) -> OwnedFolder:
 
 
 def remove_folders(run: OwnedFolder) -> None:
-    """The run folder, and the vault it points to; whoever comes second finds nothing."""
+    """The run folder, and the vault it points to; the second of two that remove them finds nothing."""
     vault = run.link(VAULT)
     if vault is not None and _NAME.fullmatch(vault.name):
         with contextlib.suppress(OSError), OwnedFolder(vault) as held:
@@ -70,17 +70,17 @@ def remove_folders(run: OwnedFolder) -> None:
 
 @contextlib.contextmanager
 def vault_folder(
-    run: Path, shared_memory: Path = SHARED_MEMORY, say: Callable[[str], None] = lambda line: None
+    run: Path, shared_memory: Path = SHARED_MEMORY, log: Callable[[str], None] = lambda line: None
 ) -> Iterator[Path]:
     """Where workers of an elastic job leave what others need should they die; removed with the run folder."""
     sweep(shared_memory)
     if (reason := why_not_in(shared_memory)) is not None:
-        say(f"paceline: elastic: {reason}; what workers keep for each other is in {run / VAULT}, which a disk may slow")
+        log(f"paceline: elastic: {reason}; what workers keep for each other is in {run / VAULT}, which a disk may slow")
         (run / VAULT).mkdir(mode=0o700)
         yield run / VAULT
         return
     folder = shared_memory / f"paceline-{os.getpid()}-{secrets.token_hex(4)}"
-    (run / VAULT).symlink_to(folder)  # first, so that a folder never exists that the stable does not know
+    (run / VAULT).symlink_to(folder)  # first, so that a folder never exists that the fork server does not know
     with OwnedFolder.make(folder) as vault:
         (vault.through / RUN).symlink_to(run)
         lock = os.open(vault.through / LOCK, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
@@ -146,6 +146,6 @@ def _remove_run_of(vault: OwnedFolder) -> None:
 
 
 def empty(vault: Path) -> None:
-    """Nobody is left whose state it is."""
+    """The workers whose state it is are gone."""
     with OwnedFolder(vault) as held:
         held.empty(keep=(LOCK, RUN))

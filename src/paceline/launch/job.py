@@ -8,8 +8,8 @@ from pathlib import Path
 
 from paceline.elastic.decisions import Rules
 from paceline.errors import LaunchError
-from paceline.launch.hosts import Address
-from paceline.launch.stopping import GRACE_S
+from paceline.launch.exit_rules import GRACE_S
+from paceline.launch.rendezvous import Address
 from paceline.launch.worker_main import Script
 from paceline.world import known_names
 from paceline.world.world import LaunchSettings
@@ -68,7 +68,7 @@ class Job:
             )
         self._check_strategy()
         if self.hosts is None or self.hosts.count == 1:
-            self.settle(self.workers)
+            self.settings_for(self.workers)
 
     def _check_strategy(self) -> None:
         """What flags say about each other; the engine asks again, with the script's word."""
@@ -98,10 +98,10 @@ class Job:
                 f"are; choose one of {able}"
             )
 
-    def settle(self, size: int) -> LaunchSettings:
+    def settings_for(self, size: int) -> LaunchSettings:
         """The settings of a job of this many workers; an error where they can't be honoured."""
         if self.elastic is None:
-            return settle(self.settings, size)
+            return _check_lanes(self.settings, size)
         self.elastic.check(size)
         lanes, most = self.settings.lanes or size, self.elastic.max_workers or size
         if self.hosts is not None and most > max(lanes, size):
@@ -109,10 +109,10 @@ class Job:
                 f"--max-workers {most}, but {lanes} lane{'s' if lanes > 1 else ''}; every worker rides at least one: "
                 f"use --lanes {most} or more (lanes are fixed for the life of a job)"
             )
-        return settle(replace(self.settings, lanes=lanes), size)  # workers may go, lanes stay
+        return _check_lanes(replace(self.settings, lanes=lanes), size)  # workers may go, lanes stay
 
 
-def settle(settings: LaunchSettings, size: int) -> LaunchSettings:
+def _check_lanes(settings: LaunchSettings, size: int) -> LaunchSettings:
     lanes = settings.lanes
     if lanes is not None and lanes < size:
         raise LaunchError(

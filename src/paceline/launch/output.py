@@ -20,8 +20,7 @@ import time
 from collections.abc import Callable
 from enum import Enum
 
-from paceline.world.progress_line import ProgressLine
-from paceline.world.summary_table import SummaryTable
+from paceline.world.terminal import ProgressLine, SummaryTable
 
 PROGRESS_EVERY_S = 5.0
 """How often a line of progress is written where it can't be redrawn in place."""
@@ -109,7 +108,7 @@ class Screen:
                 self._backlog += len(data)
             self._items.put((stream, data))
 
-    def say(self, text: str) -> None:
+    def log(self, text: str) -> None:
         """A line of the supervisor's own."""
         self.write(Stream.STDERR, _bytes(text) + b"\n")
 
@@ -195,7 +194,7 @@ class Screen:
             try:
                 view = view[os.write(fd, view) :]
             except BlockingIOError:
-                time.sleep(0.01)  # somebody else made our terminal non-blocking; it is still ours to wait for
+                time.sleep(0.01)  # another process made our terminal non-blocking; it is still ours to wait for
             except OSError:
                 # The reader left (`| head`, a closed terminal). A job of days should not die of that: go on in silence.
                 del self._fds[stream]

@@ -1,12 +1,12 @@
-"""What a worker does from its birth by fork to its end: become itself, run the script, say why it failed.
+"""What a worker does from its fork to its end: take on its environment, run the script, report why it failed.
 
 The script runs as `__main__`, with the `sys.argv` and `sys.path[0]` that `python script.py ARGS` would give it, so the
 same file runs under `paceline run`, torchrun and plain python.
 
 An exception that escapes is not printed here: it is reported, traceback and all, and the supervisor prints the one
-that explains the others. Only when nobody takes the report does it go to stderr.
+that explains the others. Only when the supervisor does not take the report does it go to stderr.
 
-A server is born the same way and runs the same script, as far as the line where it begins to serve.
+A server is started the same way and runs the same script, as far as the line where it begins to serve.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from paceline.elastic.member import Member
 from paceline.errors import GenerationEnded, PacelineError, PeerLostError, WorldError
 from paceline.world import environment
 from paceline.world.control import ControlClient, no_thread
-from paceline.world.process_name import SERVER, be_called
+from paceline.world.process import SERVER, set_process_name
 
 STACK_SIGNAL = int(signal.SIGRTMAX) - 1
 """Makes a worker write the stacks of its threads to stderr. SIGUSR1 and 2 are left to scripts and to SLURM."""
 
 REPORT_TIMEOUT_S = 5.0
-LAST_BREATH_S = 0.05
+THREADS_END_S = 0.05
 BEAT_EVERY_S = 0.25
 
 
@@ -53,7 +53,7 @@ class Script:
 
 
 @dataclass(frozen=True)
-class Assignment:
+class WorkerAssignment:
     """What makes a forked process a particular worker."""
 
     rank: int
@@ -61,30 +61,30 @@ class Assignment:
     variables: Mapping[str, str]
 
 
-def run_worker(assignment: Assignment, script: Script) -> NoReturn:
+def run_worker(assignment: WorkerAssignment, script: Script) -> NoReturn:
     environment.enter(assignment.variables)
     if environment.read_world().is_server:
-        be_called(SERVER)
+        set_process_name(SERVER)
     faulthandler.register(STACK_SIGNAL)
     _differ_from_siblings()
-    heart: Heart | None = None
+    heartbeat: Heartbeat | None = None
     try:
-        heart = Heart.start(assignment) if assignment.variables.get("PACELINE_INCARNATION") else None
+        heartbeat = Heartbeat.start(assignment) if assignment.variables.get("PACELINE_INCARNATION") else None
         names = run_script(script)
     except SystemExit:
-        _let_threads_finish(heart)
+        _let_threads_finish(heartbeat)
         raise  # the script's own choice; the supervisor reads the code
     except BaseException as error:
         sys.stdout.flush()
         _report(error, assignment)
         sys.exit(1)
-    _let_threads_finish(heart)
+    _let_threads_finish(heartbeat)
     del names
     sys.exit(0)
 
 
-class Heart:
-    """Tells that this process is alive, from a thread and a connection of its own, whatever the script is doing."""
+class Heartbeat:
+    """Reports that this process is alive, from a thread and a connection of its own, whatever the script is doing."""
 
     def __init__(self, client: ControlClient) -> None:
         self._client = client
@@ -92,16 +92,16 @@ class Heart:
         self._thread = threading.Thread(target=self._beat, name="paceline-heartbeat", daemon=True)
 
     @classmethod
-    def start(cls, assignment: Assignment) -> Heart | None:
+    def start(cls, assignment: WorkerAssignment) -> Heartbeat | None:
         try:
-            heart = cls(ControlClient.connect(assignment.control, assignment.rank, timeout_s=REPORT_TIMEOUT_S))
+            heartbeat = cls(ControlClient.connect(assignment.control, assignment.rank, timeout_s=REPORT_TIMEOUT_S))
         except WorldError:  # the job is ending already
             return None
         try:
-            heart._thread.start()
+            heartbeat._thread.start()
         except RuntimeError as error:
             raise no_thread(assignment.rank, error) from error
-        return heart
+        return heartbeat
 
     def stop(self) -> None:
         """The script has ended. What the interpreter takes apart now may take long, and no thread runs any more."""
@@ -111,23 +111,25 @@ class Heart:
     def _beat(self) -> None:
         while True:
             ending = self._stopped.is_set()
-            with contextlib.suppress(WorldError):  # a supervisor that is stopped takes nothing; it counts anew later
+            with contextlib.suppress(
+                WorldError
+            ):  # a supervisor that is stopped (SIGSTOP) takes nothing; it restarts its deadlines later
                 self._client.tell("heartbeat", ending=ending)
             if ending:
                 return
             self._stopped.wait(BEAT_EVERY_S)
 
 
-def _let_threads_finish(heart: Heart | None) -> None:
+def _let_threads_finish(heartbeat: Heartbeat | None) -> None:
     """Give torch's threads the interpreter lock once more before the script's objects are taken apart.
 
     A gloo thread may still wait for the lock to drop the last collective, and the destructor of its process group holds
     the lock while it waits for the thread: seen here as a hang, under torchrun as "terminate called without an active
     exception".
     """
-    if heart is not None:
-        heart.stop()
-    time.sleep(LAST_BREATH_S)
+    if heartbeat is not None:
+        heartbeat.stop()
+    time.sleep(THREADS_END_S)
 
 
 def run_script(script: Script) -> dict[str, Any]:
@@ -151,7 +153,7 @@ def _differ_from_siblings() -> None:
         sys.modules["numpy.random"].seed()
 
 
-def _report(error: BaseException, assignment: Assignment) -> None:
+def _report(error: BaseException, assignment: WorkerAssignment) -> None:
     text = "".join(traceback.format_exception(type(error), error, _script_frames(error.__traceback__)))
     try:
         client = ControlClient.connect(assignment.control, assignment.rank, timeout_s=REPORT_TIMEOUT_S)
@@ -172,7 +174,7 @@ def _report(error: BaseException, assignment: Assignment) -> None:
 
 
 def _script_frames(frames: TracebackType | None) -> TracebackType | None:
-    """The traceback from the script's first line on; how the launcher got there is no news to its author."""
+    """The traceback from the script's first line on; the launcher's own frames don't interest its author."""
     ours = (__file__, runpy.__file__, "<frozen runpy>")
     while frames is not None and frames.tb_frame.f_code.co_filename in ours:
         frames = frames.tb_next

@@ -31,7 +31,7 @@ from paceline.trainer.integrations.json_lines import WrittenByAnother
 from paceline.trainer.integrations.reporter import RunInfo
 from paceline.trainer.meters import Meters
 from paceline.trainer.training_arguments import TrainingArguments
-from paceline.world.progress_line import duration
+from paceline.world.terminal import duration
 
 SHOWN = {"learning_rate": "lr", "eval_loss": "eval loss"}
 

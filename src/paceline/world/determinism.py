@@ -13,17 +13,15 @@ torch is imported where it is used: the supervisor counts threads without waitin
 from __future__ import annotations
 
 import hashlib
-import math
-import os
 import random
 import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from paceline.world import environment
+from paceline.world.host_limits import usable_cores
 
 if TYPE_CHECKING:
     import torch
@@ -119,49 +117,6 @@ def fingerprint(device: torch.device | None = None) -> dict[str, Fact]:
 def default_threads(lanes: int) -> int:
     """Threads per worker: cores // lanes, so that L workers of one lane each just fill the host."""
     return max(1, usable_cores() // lanes)
-
-
-def usable_cores(root: Path = Path("/")) -> int:
-    """CPUs this process may use: its affinity, or the control group's quota (rounded up) where that is less."""
-    return min([len(os.sched_getaffinity(0)), *(max(1, math.ceil(quota)) for quota in cpu_quotas(root))])
-
-
-def cpu_quotas(root: Path = Path("/")) -> Iterator[float]:
-    """CPUs granted by each control group above this process; a group without a limit is left out."""
-    for line in _lines(root / "proc/self/cgroup"):
-        _, controllers, path = line.split(":", 2)
-        if controllers == "":
-            yield from _quotas_v2(root / "sys/fs/cgroup", path)
-        elif "cpu" in controllers.split(","):
-            yield from _quotas_v1(root / "sys/fs/cgroup" / controllers, path)
-
-
-def _quotas_v2(mount: Path, path: str) -> Iterator[float]:
-    for group in _upwards(mount, path):
-        for line in _lines(group / "cpu.max"):
-            quota, period = line.split()
-            if quota != "max":
-                yield int(quota) / int(period)
-
-
-def _quotas_v1(mount: Path, path: str) -> Iterator[float]:
-    for group in _upwards(mount, path):
-        quota, period = _lines(group / "cpu.cfs_quota_us"), _lines(group / "cpu.cfs_period_us")
-        if quota and period and int(quota[0]) > 0:
-            yield int(quota[0]) / int(period[0])
-
-
-def _upwards(mount: Path, path: str) -> Iterator[Path]:
-    """The group and all above it. Inside a container the path may be the host's; then only the mount itself exists."""
-    group = Path(path.lstrip("/"))
-    return (mount / part for part in (group, *group.parents))
-
-
-def _lines(file: Path) -> list[str]:
-    try:
-        return file.read_text().splitlines()
-    except OSError:
-        return []
 
 
 def _blas(config: str) -> str:

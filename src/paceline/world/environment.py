@@ -14,12 +14,9 @@ from pathlib import Path
 
 from paceline.errors import WorldError
 from paceline.world import explanation
-from paceline.world.addresses import DEFAULT_PORT, is_loopback
-from paceline.world.checked_variables import Variables, is_number, text_of
-from paceline.world.cluster_launch import LaunchDefaults, cluster_defaults
 from paceline.world.explanation import Finding
-from paceline.world.launch_settings import settings_of
-from paceline.world.launchers import world_from
+from paceline.world.launchers import LaunchDefaults, cluster_defaults, world_from
+from paceline.world.variables import DEFAULT_PORT, Variables, is_loopback, is_number, settings_of, text_of
 from paceline.world.world import ControlSocket, TcpRendezvous, World
 
 

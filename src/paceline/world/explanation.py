@@ -7,10 +7,8 @@ from dataclasses import dataclass
 from enum import Enum
 
 from paceline.errors import WorldError
-from paceline.world.checked_variables import Variables, text_of
-from paceline.world.launchers import LAUNCHERS, Launcher, world_from
-from paceline.world.slurm_launch import from_slurm, started_by_srun
-from paceline.world.torch_launch import from_hand
+from paceline.world.launchers import LAUNCHERS, Launcher, from_hand, from_slurm, started_by_srun, world_from
+from paceline.world.variables import Variables, text_of
 from paceline.world.world import ControlSocket, TcpRendezvous, World
 
 

@@ -22,8 +22,8 @@ from torch._C._distributed_c10d import HashStore, Store, TCPStore
 from torch.distributed import DistStoreError
 
 from paceline.errors import WorldError
-from paceline.world.addresses import is_loopback
 from paceline.world.control import ControlClient
+from paceline.world.variables import is_loopback
 from paceline.world.world import ControlSocket, TcpRendezvous, World
 
 

@@ -35,8 +35,7 @@ from paceline.strategies.zero.zero2 import Zero2
 from paceline.torch_compat import PrefixStore
 from paceline.world.checked_values import whole_number
 from paceline.world.lanes import neighbouring_lanes, strided_lanes
-from paceline.world.topology import Topology
-from paceline.world.world import World
+from paceline.world.world import Topology, World
 
 Groups = tuple[tuple[int, ...], ...]  # the workers that share weights, group by group
 

@@ -36,7 +36,7 @@ from paceline.sharding.bucket import Shards
 from paceline.sharding.flat_layout import BLOCK, Piece, PieceOf, in_logical_order, piece_of
 from paceline.sharding.local_shard import LocalShard
 from paceline.strategies.master_weights import MASTER, MasterShards, placed
-from paceline.world.free_memory import give_back_free_memory
+from paceline.world.process import give_back_free_memory
 
 GIVE_BACK_EVERY = 64 * 2**20  # bytes of state that have moved: between old and new places there are only holes
 

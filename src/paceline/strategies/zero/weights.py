@@ -33,7 +33,7 @@ from paceline.sharding.bucket import ALIGNED, Shards
 from paceline.sharding.flat_layout import Piece, extent, in_logical_order, part_of
 from paceline.strategies.strategy import WriteWatch
 from paceline.strategies.zero.sharded_optimizer import OptimizerShard
-from paceline.world.free_memory import give_back_free_memory
+from paceline.world.process import give_back_free_memory
 
 Weights = Literal["per host", "per worker"]
 
