@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from paceline.elastic.member import Generation, Member
+from paceline.elastic.decisions import Generation
+from paceline.elastic.member import Member
 from paceline.errors import WorldError
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from paceline.elastic import random_faults, told_hash
-from paceline.elastic.ledger import Row
+from paceline.elastic.decisions import Commit
 from paceline.elastic.random_faults import KINDS, Draw, HurtJob, cut_connection, draws
 from paceline.world.process_name import SERVER
 
@@ -64,7 +64,7 @@ def wait_until(condition: Callable[[], bool]) -> None:
 
 def commit(ledger: Path, step: int, generation: int, members: list[int], servers: Sequence[int] = ()) -> None:
     with ledger.open("a") as file:
-        file.write(Row(step, 0, generation, tuple(members), tuple(servers)).as_line())
+        file.write(Commit(step, 0, generation, tuple(members), tuple(servers)).as_line())
 
 
 def state(pid: int) -> str:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from paceline.elastic.deadlines import FIRST_BEAT_S
-from paceline.elastic.decisions import Commit, Decision, Fence, Refuse, Regroup, Replace, Rules, Say, StartAnew
+from paceline.elastic.decisions import Commit, Decision, Fence, Generation, Refuse, Replace, Rules, Say, StartAnew
+from paceline.elastic.failure_detector import FIRST_BEAT_S
 from paceline.elastic.membership import Membership
-from paceline.elastic.servers import MOST_ATTEMPTS
-from paceline.elastic.slots import Ready
+from paceline.elastic.slots import MOST_ATTEMPTS, Ready
 
 FACTS = {"torch": "2.13", "data": "of workers"}
 KEPT = Rules(restart_workers=False)
@@ -40,7 +39,7 @@ def test_a_lost_server_makes_a_generation_of_the_same_workers_and_the_other_serv
     what = "server 1 was killed by SIGKILL in step 1"
     assert decided == [
         Say(f"{what}; its keys go to server 0, a replacement starts"),
-        Regroup(2, (0, 1), (), 0, what, servers=(2,)),
+        Generation(2, (0, 1), (), 0, what, servers=(2,)),
         Replace(3, 1),
     ]
     assert members.readied(0, 1, Ready(1, 0, 7, True), 0.0) == [], "it was ready in the generation before"
@@ -53,12 +52,12 @@ def test_when_no_server_is_left_the_first_worker_serves() -> None:
     members.died(0, "was killed", 0.0)
     decided = members.server_ended(3, "was killed", 0.0, well=False)
     assert decided[0] == Say("server 1 was killed; worker 1 serves its keys")
-    assert decided[1] == Regroup(4, (1,), (), 0, "server 1 was killed", main=1)
+    assert decided[1] == Generation(4, (1,), (), 0, "server 1 was killed", main=1)
 
 
 def test_a_worker_that_dies_leaves_the_servers_where_they_are() -> None:
     decided = job().died(1, "was killed", 0.0)
-    assert Regroup(2, (0,), (), 0, "worker 1 was killed", servers=(2, 3)) in decided
+    assert Generation(2, (0,), (), 0, "worker 1 was killed", servers=(2, 3)) in decided
 
 
 def test_a_server_that_raised_is_lost_once_and_not_again_when_its_process_ends() -> None:
@@ -75,8 +74,8 @@ def test_a_silent_server_is_fenced() -> None:
     members.tick(0.9)
     decided = members.tick(1.5)
     assert decided[0] == Fence(3)
-    assert decided[1] == Say("server 1 gave no sign of life for 1 s in step 1; its keys go to server 0")
-    assert isinstance(decided[2], Regroup)
+    assert decided[1] == Say("server 1 sent no heartbeat for 1 s in step 1; its keys go to server 0")
+    assert isinstance(decided[2], Generation)
 
 
 def test_a_server_that_was_told_why_it_failed_and_does_not_go_is_fenced() -> None:
@@ -107,7 +106,7 @@ def test_before_all_have_entered_their_loop_a_lost_server_is_for_the_launcher_to
     decided: list[Decision] = []
     for tick in range(1, int(FIRST_BEAT_S) * 2 + 4):
         decided += silent.tick(tick / 2)
-    assert decided == [Fence(1), Say("server 0 gave no sign of life for 1 s while starting; it is stopped")]
+    assert decided == [Fence(1), Say("server 0 sent no heartbeat for 1 s while starting; it is stopped")]
 
 
 def test_a_server_may_end_when_the_workers_have_left_their_loop_and_not_before() -> None:
@@ -126,7 +125,7 @@ def test_a_server_lost_when_all_workers_have_ended_is_only_told_of() -> None:
         members.left(slot, 1)
         members.ended_well(slot, 0.0)
     decided = members.server_ended(3, "was killed", 0.0, well=False)
-    assert decided == [Say("server 1 was killed; nobody needs its keys any more")]
+    assert decided == [Say("server 1 was killed; no worker needs its keys any more")]
 
 
 def test_communication_that_broke_at_a_server_makes_a_new_generation() -> None:
@@ -135,7 +134,7 @@ def test_communication_that_broke_at_a_server_makes_a_new_generation() -> None:
     members.failed(3, 1, "connection reset", 0.0)
     decided = members.tick(0.5)
     assert decided[0] == Say("the workers lost each other in step 1 (server 1: connection reset); they meet again")
-    assert decided[1] == Regroup(2, (0, 1), (), 0, "server 1: connection reset", servers=(2, 3))
+    assert decided[1] == Generation(2, (0, 1), (), 0, "server 1: connection reset", servers=(2, 3))
 
 
 def test_when_all_start_anew_so_do_the_servers() -> None:
@@ -150,7 +149,7 @@ def test_a_fresh_server_serves_from_the_next_committed_step_on() -> None:
     members.server_ended(3, "was killed", 0.0, well=False)
     assert members.asks_to_join(3, 0, {"torch": "2.13"}) == [], "of what it does not know nothing is compared"
     assert ready(members, (0, 1), 1) == [
-        Commit(1, 0, 2, (0, 1), (2,)), Regroup(3, (0, 1), (), 1, "server 1 joined after step 1", servers=(2, 3)),
+        Commit(1, 0, 2, (0, 1), (2,)), Generation(3, (0, 1), (), 1, "server 1 joined after step 1", servers=(2, 3)),
     ]  # fmt: skip
     assert members.grouped(2, 3) == []
     assert members.grouped(3, 3) == [Say("server 1 is back after step 1")]

@@ -20,9 +20,9 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
+from paceline.elastic.decisions import Generation
 from paceline.elastic.fault_injection import fault_point
 from paceline.errors import WorldError
 from paceline.world.control import SUPERVISOR_GONE, ControlClient
@@ -30,28 +30,6 @@ from paceline.world.waiting import Waiting
 
 ASK_AFTER_S = 1.0
 LAST = 1 << 62  # update of a step that is over
-
-
-@dataclass(frozen=True)
-class Generation:
-    """The workers that train together, by slot, from one change of them to the next."""
-
-    number: int
-    members: tuple[int, ...]
-    joining: tuple[int, ...] = ()
-    step: int = 0  # committed so far
-    why: str = ""
-    main: int = 0  # shows progress and writes reports
-    servers: tuple[int, ...] = ()  # server processes, by rank
-
-    def has_all_of(self, other: Generation) -> bool:
-        """Nobody of the other one is missing here."""
-        return set(other.members) <= set(self.members) and set(other.servers) <= set(self.servers)
-
-    @property
-    def staying(self) -> tuple[int, ...]:
-        """Those that have the state."""
-        return tuple(slot for slot in self.members if slot not in self.joining)
 
 
 class Member:
@@ -184,17 +162,7 @@ class Member:
                     self._announced = max(self._announced, int(body.get("then") or 0))
                     self._news.notify_all()
             case "elastic.generation":
-                self._change(
-                    Generation(
-                        int(body["generation"]),
-                        tuple(body["members"]),
-                        tuple(body["joining"]),
-                        int(body["step"]),
-                        str(body["why"]),
-                        int(body["main"]),
-                        tuple(body.get("servers", ())),
-                    )
-                )
+                self._change(Generation.of_message(body))
             case "elastic.refused":
                 with self._news:
                     self._refused = str(body["why"])
@@ -213,8 +181,8 @@ class Member:
             if generation.number <= self._newest.number:
                 return
             told_of = generation.number == self._announced  # a server hears of no commit: who is there tells it
-            comes = self.slot in generation.servers and not self.now.has_all_of(generation)
-            only_joins = (told_of or comes) and generation.has_all_of(self.now)
+            comes = self.slot in generation.servers and not self.now.includes(generation)
+            only_joins = (told_of or comes) and generation.includes(self.now)
             self._newest = generation
             self._news.notify_all()
         if only_joins:

@@ -1,16 +1,19 @@
 """Who belongs to an elastic job, and which steps are done: events in, decisions out, no process and no clock.
 
-    members compute ─▶ READY of all, with equal checks ─▶ Commit (once, ever) ─▶ newcomers, if there are any
-    members enter a loop ─▶ all stand at its first step ─▶ Begin ─▶ newcomers, if there are any
-    a death, a silence, a difference ─▶ Regroup: a new generation of those who are left redoes the step
+    members compute ─▶ READY of all, with equal checks ─▶ Commit (once, ever) ─▶ joining workers, if there are any
+    members enter a loop ─▶ all stand at its first step ─▶ Begin ─▶ joining workers, if there are any
+    a death, a silence, a difference ─▶ Generation: a new one, of those who are left, redoes the step
 
-| `Membership` asks     |                                                                                 |
-|-----------------------|---------------------------------------------------------------------------------|
-| `places`, `servers`   | which slots and server ranks can have a process, and which are to get one       |
-| `steps`               | what is committed, and whether the READYs of all agree                          |
-| `newcomers`           | who waits in front of which loop, and who has been let in but has not come      |
-| `timekeeper`          | whose time is up                                                                |
-| `outlook`             | after a loss: who goes on, whether all have to start anew, or it is the end     |
+| after a loss, left are                          | then                                                            |
+|-------------------------------------------------|-----------------------------------------------------------------|
+| members who have the state                      | they meet again and redo the step; a replacement may start      |
+| fewer of them than --min-workers                | the job ends with code 4                                        |
+| none that has the state                         | all start anew, where that is allowed and enough can            |
+| none that has it, and some have finished        | the job ends; the launcher judges                               |
+| all members: the lost one had not joined        | there is no new generation; it is only said                     |
+
+`Membership` asks `WorkerSlots` and `ServerSlots` which slots can have a process and who waits to join,
+`CommittedSteps` whether the READYs of all agree, and `FailureDetector` whose time is up.
 
 Only the coordinator has a `Membership`, so there is one place where a step is committed. What a process says counts
 only as long as it stands in its slot: a fenced one is never heard again. `now` is the caller's clock.
@@ -18,46 +21,166 @@ only as long as it stands in its slot: a fenced one is never heard again. `now` 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 
-from paceline.elastic.decisions import Begin, Commit, Decision, End, Fence, Refuse, Regroup, Rules, Say, StartAnew
-from paceline.elastic.findings import FenceServers, FenceWorkers, Finding, Hopeless, MeetAgain, StateLost
-from paceline.elastic.newcomers import Newcomers
-from paceline.elastic.outlook import Outlook
-from paceline.elastic.places import Places
-from paceline.elastic.servers import Servers
-from paceline.elastic.slots import PRESENT, Facts, Ready, Slot, Standing, named, workers
-from paceline.elastic.steps import Agreed, Steps
-from paceline.elastic.timekeeper import Scene, Timekeeper
+from paceline.elastic.decisions import (
+    TOO_FEW_LEFT,
+    Begin,
+    Commit,
+    Decision,
+    End,
+    Fence,
+    Generation,
+    Refuse,
+    Rewind,
+    Rules,
+    Say,
+    StartAnew,
+)
+from paceline.elastic.failure_detector import FailureDetector, Finding, JobView, Lost, Retry
+from paceline.elastic.slots import (
+    MOST_STARTS,
+    PRESENT,
+    Facts,
+    Ready,
+    ServerSlots,
+    Slot,
+    Standing,
+    WorkerSlots,
+    named,
+    workers,
+)
+
+WHOLE_STEP = 1 << 62
+"""As the update of a step that is done with all its updates."""
+
+
+@dataclass(frozen=True)
+class Agreed:
+    step: int
+    update: int
+    more: bool
+    """No worker's loop ends with it."""
+    is_new: bool
+    """No earlier start of the job had come so far."""
+
+
+class CommittedSteps:
+    """Which steps are committed, and what the READYs of all members say of the next one.
+
+    | all are ready                            | found   | then                                              |
+    |------------------------------------------|---------|---------------------------------------------------|
+    | for one step, with equal checks          | Agreed  | it is committed, once and for ever                |
+    | for one step, most with equal checks     | Lost    | those who differ are out: silent corruption       |
+    | for one step, no check has a majority    | Retry   | it is done again; the second time in a row: End   |
+    | for different steps                      | End     | the job ends                                      |
+
+    A step may be committed in several updates, so a place is (step, update). Places only grow, but for `take_up`: a
+    loop begins where a checkpoint has brought the workers to.
+    """
+
+    def __init__(self) -> None:
+        self._committed = (0, WHOLE_STEP)
+        self._furthest = (0, 0)
+        self._ties = 0
+        self._raised_in: set[tuple[tuple[int, int], bool]] = set()
+
+    @property
+    def last(self) -> int:
+        """The last one that is committed."""
+        return self._committed[0]
+
+    def is_behind(self, ready: Ready) -> bool:
+        """Whether it is for a place that is committed."""
+        return ready.place <= self._committed
+
+    def where(self, *, in_loop: bool, running: bool) -> str:
+        """What is being worked on, in words."""
+        step, update = self._committed
+        if in_loop:
+            return f"in step {step + 1 if update == WHOLE_STEP or update == 0 else step}"
+        if step:
+            return f"after step {step}"
+        return "before its first step" if running else "while starting"
+
+    def take_up(self, said: Mapping[int, int], *, first: bool) -> Rewind | End | None:
+        """The loop begins where all, by slot, say: at the step that a checkpoint left, or that was last."""
+        if len(set(said.values())) > 1:
+            told = ", ".join(f"worker {number} after step {at}" for number, at in said.items())
+            return End(1, f"the workers begin at different steps ({told}); they loaded different checkpoints?")
+        step = next(iter(said.values()))
+        elsewhere = step != self.last
+        if elsewhere:
+            self._committed = (step, WHOLE_STEP)
+        return Rewind(step) if elsewhere or first else None
+
+    def begin_anew(self) -> None:
+        """All start again, and will say where."""
+        self._ties = 0
+
+    def failed_before(self, *, at_start: bool = False) -> bool:
+        """The code of a script failed in the step that is being worked on, or before it: not for the first time?"""
+        place = self._committed, at_start
+        again = place in self._raised_in
+        self._raised_in.add(place)
+        return again
+
+    def compare(self, readies: Mapping[int, Ready]) -> Agreed | Finding:
+        """All are ready, by slot: for the same step, and with the same result?"""
+        if len({ready.place for ready in readies.values()}) > 1:
+            told = ", ".join(f"worker {number} for step {ready.step}" for number, ready in readies.items())
+            return End(1, f"the workers are ready for different steps: {told}")
+        first = next(iter(readies.values()))
+        checks = {number: ready.check for number, ready in readies.items() if ready.check}
+        if len(set(checks.values())) > 1:
+            return self._disagree(first.step, checks)
+        self._committed = first.place
+        self._ties = 0
+        is_new, self._furthest = first.place > self._furthest, max(first.place, self._furthest)
+        return Agreed(first.step, first.update, more=all(ready.more for ready in readies.values()), is_new=is_new)
+
+    def _disagree(self, step: int, checks: dict[int, int]) -> Finding:
+        """Full copies that should be equal are not: what the majority has is right."""
+        most, holders = Counter(checks.values()).most_common(1)[0]
+        if holders * 2 > len(checks):
+            right = named([number for number, check in checks.items() if check == most])
+            how = f"weights differ from those of {right} in step {step}: silent corruption"
+            return Lost({n: f"worker {n}'s {how}" for n, check in checks.items() if check != most})
+        self._ties += 1
+        both = f"the weights of {named(list(checks))} differ in step {step}"
+        if self._ties > 1:
+            return End(1, f"{both}, twice: silent corruption, and no majority has the right ones")
+        why = f"{both}; the step is done again"
+        return Retry(why, said=why)
 
 
 class Membership:
     def __init__(self, size: int, rules: Rules, servers: int = 0) -> None:
         self.rules = rules
-        self.places = Places(size, rules)
-        self.servers = Servers(size, servers, rules)
+        self.workers = WorkerSlots(size, rules)
+        self.servers = ServerSlots(size, servers, rules)
         self.generation = 1
         self.running = False
         """Everyone has entered the loop. Who falls before that takes the others along: see `starts_anew`."""
         self.over = False
         self._leaving = False  # members have gone because the job was asked to stop
         self._main = 0  # of all workers, who reports
-        self._steps = Steps()
-        self._newcomers = Newcomers()
-        self._time = Timekeeper(rules)
-        self._outlook = Outlook(rules, self.places, self._newcomers)
+        self._steps = CommittedSteps()
+        self._detector = FailureDetector(rules)
 
     @property
     def slots(self) -> list[Slot]:
-        return self.places.slots
+        return self.workers.slots
 
     @property
     def stopping(self) -> bool:
-        return self.places.stopping
+        return self.workers.stopping
 
     def stop(self) -> None:
-        """The job was asked to stop: nobody is replaced any more."""
-        self.places.stopping = True
+        """The job was asked to stop: no process is replaced any more."""
+        self.workers.stopping = True
 
     @property
     def members(self) -> tuple[int, ...]:
@@ -115,8 +238,8 @@ class Membership:
         one.entered_in = self.generation
         one.has_joined = True
         members = self._member_slots()
-        if len(members) < self.places.starters and not self.running:
-            return []  # somebody fell on the way here
+        if len(members) < self.workers.starters and not self.running:
+            return []  # a worker fell on the way here
         here = {(other.standing, other.in_loop, other.loop, other.entered_in) for other in members}
         if here != {(Standing.MEMBER, True, loop, self.generation)}:
             return []
@@ -126,10 +249,10 @@ class Membership:
         begun = self._act_on(taken_up, now) if taken_up else []
         if self.over:
             return begun
-        self._newcomers.begin_loop(first=first)
+        self.workers.begin_loop(first=first)
         begun.append(Begin(loop, self.members))
-        called, deaf = self._newcomers.call_in(self.slots, loop)
-        too_late = {number: f"worker {number} came too late for its loop" for number in deaf}
+        called, unreachable = self.workers.call_in(loop)
+        too_late = {number: f"worker {number} came too late for its loop" for number in unreachable}
         begun += [*called, *self._drop(too_late, now, fence=True)]
         return [*begun, *self._admit(now), *self._refill(now)]
 
@@ -147,7 +270,7 @@ class Membership:
             how = f"worker {slot} is ready for step {ready.step} again, though step {self.step} is committed"
             return self._drop({slot: how}, now, fence=True)
         one.ready = ready
-        self._time.one_is_ready(now)
+        self._detector.one_is_ready(now)
         members = self._member_slots()
         readies = {other.number: other.ready for other in members if other.ready is not None}
         if len(readies) < len(members):
@@ -157,9 +280,9 @@ class Membership:
 
     def _commit(self, agreed: Agreed, now: float) -> list[Decision]:
         if agreed.is_new:
-            self.places.got_on()
-        self._time.step_counts()
-        self._newcomers.step_counts(more=agreed.more)
+            self.workers.got_on()
+        self._detector.step_counts()
+        self.workers.step_counts(more=agreed.more)
         self.servers.served()
         for slot in self._member_slots():
             slot.ready = None
@@ -167,9 +290,9 @@ class Membership:
         return [commit, *(self._admit(now) if agreed.more else [])]
 
     def failed(self, slot: int, generation: int, why: str, now: float) -> list[Decision]:
-        """Communication broke, though nobody has died so far as the slot knows."""
+        """Communication broke, though no process has died so far as the slot knows."""
         if self._place(slot).standing is Standing.MEMBER and generation == self.generation:
-            self._time.complains(slot, f"{self.servers.name(slot)}: {why}", now)
+            self._detector.complains(slot, f"{self.servers.name(slot)}: {why}", now)
         return []
 
     def state_lost(self, slot: int, generation: int, why: str) -> list[Decision]:
@@ -182,11 +305,10 @@ class Membership:
         if one.standing is not Standing.MEMBER or generation != self.generation:
             return []
         if self.servers.has(slot):
-            return [Say(f"{self.servers.name(slot)} is back after step {self.step}")] if self.servers.came(slot) else []
-        one.grouped = True
+            return [Say(f"{self.servers.name(slot)} is back after step {self.step}")] if one.arrive() else []
+        came = self.workers.arrive(one)
         if all(other.grouped for other in self._member_slots()):
-            self._time.all_have_met()
-        came = self._newcomers.came(one)
+            self._detector.all_have_met()
         return [Say(f"worker {slot} {came} after step {self.step}")] if came else []
 
     def asks_to_join(self, slot: int, loop: int, facts: Facts) -> list[Decision]:
@@ -199,12 +321,12 @@ class Membership:
         members = self._member_slots()
         known = members[0].facts if members else {}
         if self.servers.has(slot):
-            unlike = self.servers.asks(slot, known, facts)
+            unlike = self.servers.ask(slot, known, facts)
             return self._refuse(slot, unlike) if unlike else []
-        if unlike := self._newcomers.asks(one, loop, facts, known):
+        if unlike := self.workers.ask(one, loop, facts, known):
             return self._refuse(slot, unlike)
         now_in = max((member.loop for member in members if member.in_loop), default=0)
-        return [self._newcomers.call(one, now_in)] if 0 < loop < now_in else []
+        return [self.workers.call(one, now_in)] if 0 < loop < now_in else []
 
     def _refuse(self, slot: int, unlike: str) -> list[Decision]:
         why = f"{self.servers.name(slot)}'s replacement does not fit: {unlike}"
@@ -213,7 +335,7 @@ class Membership:
     def _admit(self, now: float) -> list[Decision]:
         """Those who wait in front of the loop that the members are in, and servers."""
         loop = self._member_slots()[0].loop
-        joining = self._newcomers.admit(self.slots, loop)
+        joining = self.workers.admit(loop)
         who = [*([named(joining)] if joining else []), *self.servers.admit()]
         if not who:
             return []
@@ -250,23 +372,23 @@ class Membership:
         return not self.running or (one.standing is Standing.FINISHED and one.ended_in == self.generation)
 
     def went_as_asked(self, slot: int) -> None:
-        """The job was asked to stop, and it did: nobody regroups any more, and only the stop has a deadline."""
+        """The job was asked to stop, and it did: no worker regroups any more, and only the stop has a deadline."""
         self._leaving = self._leaving or self.slots[slot].standing is Standing.MEMBER
 
     @property
     def starts_anew(self) -> bool:
         """Another start answers who falls before all have met; at the first one that is the launcher's to judge."""
-        return not self.running and not self.over and self.places.starts > 0 and self.places.restarts
+        return not self.running and not self.over and self.workers.starts > 0 and self.workers.restarts
 
     def can_lose(self, slots: Collection[int]) -> bool:
         """Whether their host may go: at the first start all are waited for, and a fault is the launcher's to judge."""
         missed = any(self.slots[number].standing in PRESENT for number in slots)
-        return not self.over and (self.running or self.places.starts > 0 or not missed)
+        return not self.over and (self.running or self.workers.starts > 0 or not missed)
 
     def host_lost(self, slots: Collection[int], why: str, now: float) -> list[Decision]:
-        """All at once; nobody can be started there any more."""
+        """All at once; no process can be started there any more."""
         there = {number: "went with it" for number in slots if self.slots[number].standing in PRESENT}
-        self.places.go(slots)
+        self.workers.host_lost(slots)
         if there and not self.running:
             return self._start_anew(why)
         decided = self._drop(there, now, said=why)
@@ -277,7 +399,7 @@ class Membership:
 
     def host_came(self, slots: Collection[int], who: str, now: float) -> list[Decision]:
         """A host has come that can start processes in these slots, which none has now."""
-        self.places.come(slots)
+        self.workers.host_came(slots)
         its = f"its {workers(len(slots))} {'join' if len(slots) > 1 else 'joins'}"
         return [Say(f"{who}; {its} after a step"), *self._refill(now)]
 
@@ -285,17 +407,8 @@ class Membership:
         self, ranks: Collection[int], how: str, now: float, *, fence: bool = False, code_failed: bool = False
     ) -> list[Decision]:
         """Server processes are gone, or have to go: the step is done again with those who are left."""
-        served = set(self.servers.here)
-        lost = [rank for rank in ranks if self.servers.lose(rank, now, fence=fence)]
-        decided: list[Decision] = [Fence(rank) for rank in lost] if fence else []
-        what = "; ".join(f"{self.servers.name(rank)} {how}" for rank in lost)
-        if not lost or self.over:
-            return decided
-        if not self.running:
-            return [*decided, *self._fell_at_start(what, code_failed=code_failed, fence=fence)]
-        left, was_serving = self._member_slots(), not served.isdisjoint(lost)
-        found = self._outlook.after_servers(what, lost, self.servers, left, served=was_serving)
-        return [*decided, *(self._act_on(found, now) if found else [])]
+        fallen = {rank: f"{self.servers.name(rank)} {how}" for rank in ranks}
+        return self._drop_servers(fallen, now, fence=fence, code_failed=code_failed)
 
     def server_ended(self, rank: int, how: str, now: float, *, well: bool, by_code: bool = False) -> list[Decision]:
         """Its process is gone: `well`, because all workers had said goodbye."""
@@ -307,32 +420,76 @@ class Membership:
         one.vacate()
         return [*decided, *self._refill(now)]
 
+    # ---- what follows from a loss -------------------------------------------------------------------------
+
     def _drop(
         self, fallen: Mapping[int, str], now: float, *, fence: bool = False, code_failed: bool = False, said: str = ""
     ) -> list[Decision]:
-        """Take processes out of the job, by slot with what is said of each, and go on with those who are left."""
+        """Take workers out of the job, by slot with what is said of each, and go on with those who are left."""
         fallen = {number: how for number, how in fallen.items() if self.slots[number].standing in PRESENT}
         if not fallen:
             return [Say(said)] if said else []
         members = set(self.members)
-        decided: list[Decision] = []
         for number in fallen:
-            slot = self.slots[number]
-            self._newcomers.lose(slot)
-            slot.fall(now, fenced=fence)
-            decided += [Fence(number)] if fence else []
+            self.workers.lose(self.slots[number], now, fence=fence)
+        decided: list[Decision] = [Fence(number) for number in fallen] if fence else []
         what = said or "; ".join(fallen.values())
         if not self.running:
             return [*decided, *self._fell_at_start(what, code_failed=code_failed, fence=fence)]
-        lost, left = list(fallen), self._member_slots()
-        if members.isdisjoint(lost):
-            return [*decided, *self._outlook.after_others(what, lost, left)]
+        if members.isdisjoint(fallen):
+            return [*decided, *self._go_on_without_waiting(what, list(fallen))]
         if code_failed and self._steps.failed_before():
             return [*decided, *self._end(None, "the same step failed before: it is the code, not the machine")]
-        return [*decided, *self._act_on(self._outlook.after_members(what, lost, left), now)]
+        return [*decided, *self._go_on_without_members(what, list(fallen), now)]
+
+    def _go_on_without_members(self, what: str, lost: Sequence[int], now: float) -> list[Decision]:
+        """`what` befell workers of whom one at least was a member."""
+        left = self._member_slots()
+        if all(slot.joining for slot in left):
+            if any(slot.standing is Standing.FINISHED for slot in self.slots):
+                return self._end(None, "")
+            return self._start_anew(f"{what}; no worker is left")
+        if len(left) < self.rules.min_workers:
+            rest = f"{workers(len(left))} left, and --min-workers is {self.rules.min_workers}"
+            return self._end(TOO_FEW_LEFT, f"{what}; {rest}")
+        goes_on = f"{workers(len(left))} {'go on' if len(left) > 1 else 'goes on'}"
+        return [Say(f"{what}; {goes_on}{self._replacement_of(lost)}"), *self._regroup(what, now)]
+
+    def _go_on_without_waiting(self, what: str, lost: Sequence[int]) -> list[Decision]:
+        """It befell workers who had not joined; of those who were refused that is known."""
+        slots = [self.slots[number] for number in lost]
+        if all(slot.closed for slot in slots):
+            return []
+        and_so = self._replacement_of(lost) or ("" if slots[0].away else "; its place stays empty")
+        return [Say(f"{what}, before it had joined{and_so}")]
+
+    def _replacement_of(self, lost: Sequence[int]) -> str:
+        replaced = self._in_loop() and any(self.workers.may_refill(self.slots[number]) for number in lost)
+        return ", a replacement starts" if replaced else ""
+
+    def _drop_servers(
+        self, fallen: Mapping[int, str], now: float, *, fence: bool = False, code_failed: bool = False
+    ) -> list[Decision]:
+        served = set(self.servers.here)
+        lost = [rank for rank in fallen if self.servers.lose(rank, now, fence=fence)]
+        decided: list[Decision] = [Fence(rank) for rank in lost] if fence else []
+        what = "; ".join(fallen[rank] for rank in lost)
+        if not lost or self.over:
+            return decided
+        if not self.running:
+            return [*decided, *self._fell_at_start(what, code_failed=code_failed, fence=fence)]
+        replaced = self._in_loop() and not self.stopping and all(map(self.servers.may_refill, lost))
+        and_so = ", a replacement starts" if replaced else ""
+        if served.isdisjoint(lost):
+            if all(self.servers.slot(rank).closed for rank in lost):
+                return decided
+            return [*decided, Say(f"{what}, before it had joined{and_so or '; its place stays empty'}")]
+        staying = [slot.number for slot in self._member_slots() if not slot.joining]
+        said = Say(f"{what}; {self.servers.instead(staying)}{and_so}")
+        return [*decided, said, *(self._regroup(what, now) if staying else [])]
 
     def _fell_at_start(self, what: str, *, code_failed: bool, fence: bool) -> list[Decision]:
-        """Before all have met nobody has the state, so that none can go on without the others."""
+        """Before all have met none has the state, so that none can go on without the others."""
         if not self.starts_anew:
             return [Say(f"{what}; it is stopped")] if fence else []
         if code_failed and self._steps.failed_before(at_start=True):
@@ -341,41 +498,45 @@ class Membership:
 
     def _start_anew(self, what: str) -> list[Decision]:
         """No copy of the state is left: begin again, from a checkpoint if the script resumes from one."""
-        if hopeless := self._outlook.without_state(what):
-            return self._end(hopeless.code, hopeless.why)
+        here, fewest = len(self.workers.here), self.rules.min_workers
+        if not self.workers.may_begin_anew():
+            often = f", after {MOST_STARTS} starts anew without a new step" if self.workers.restarts else ""
+            return self._end(TOO_FEW_LEFT, f"{what}{often}")
+        if here < fewest:
+            rest = f"{workers(here)} could start anew, and --min-workers is {fewest}"
+            return self._end(TOO_FEW_LEFT, f"{what}; {rest}")
         self.generation, self.running = 1, False
         self._steps.begin_anew()
-        self._time.begin_anew()
-        self._newcomers.forget()
-        members = self.places.begin_anew()
-        self.servers = self.servers.anew()
+        self._detector.forget()
+        members = self.workers.begin_anew()
+        self.servers.begin_anew()
         self._main = members[0]
-        return [Say(f"{what}: {self.places.told_anew()}"), StartAnew(self.places.starts, members)]
+        return [Say(f"{what}: {self.workers.begins_in_words()}"), StartAnew(self.workers.starts, members)]
 
     def _regroup(self, why: str, now: float, *, admitting: bool = False) -> list[Decision]:
         """A new generation, in which the step is done again; or, `admitting`, the next one begins."""
         if not admitting:
-            self._newcomers.send_back(self.slots)
+            self.workers.send_back()
         self.generation += 1
-        self._time.begin_generation(now)
-        for slot in self._member_slots():
+        self._detector.begin_generation(now)
+        members = self._member_slots()
+        for slot in members:
             slot.ready, slot.grouped = None, not slot.in_loop
         self.servers.begin_generation()
-        members = self.members
-        joining = tuple(number for number in members if number in self._newcomers)
-        staying = [number for number in members if number not in joining]
+        joining = tuple(slot.number for slot in members if slot.joining)
+        staying = [slot.number for slot in members if not slot.joining]
         if self._main not in staying:  # and who comes back does not take it back: each handing over costs
             self._main = staying[0]
-        return [Regroup(self.generation, members, joining, self.step, why, self._main, self.servers.here)]
+        return [Generation(self.generation, self.members, joining, self.step, why, self._main, self.servers.here)]
 
     def _refill(self, now: float) -> list[Decision]:
         """Fresh processes for vacant slots."""
         if not self._may_join():
             return []
-        return [*self.places.refill(now), *(self.servers.refill(now) if not self.stopping else [])]
+        return [*self.workers.refill(now), *(self.servers.refill(now) if not self.stopping else [])]
 
     def _may_join(self) -> bool:
-        """Whether there is a loop that somebody new could join."""
+        """Whether there is a loop that a new process could join."""
         return self.running and not self.over and self._in_loop()
 
     def _end(self, code: int | None, why: str) -> list[Decision]:
@@ -386,32 +547,31 @@ class Membership:
 
     def tick(self, now: float) -> list[Decision]:
         """What time alone brings; call it a few times a second."""
-        if self.over or self._leaving or not self._time.may_judge(self._scene, now):
+        detector = self._detector
+        if self.over or self._leaving or not detector.may_judge(self._view, now):
             return []
         decided: list[Decision] = []
-        for look in (self._time.lingering, self._time.silent, self._time.late, self._time.lost_each_other):
-            starts = self.places.starts
-            for found in [] if self.over else look(self._scene, now):
-                if self.places.starts == starts:  # who was found silent before all start anew is gone with the others
+        for look in (detector.lingering, detector.silent, detector.late, detector.disconnected):
+            starts = self.workers.starts
+            for found in [] if self.over else look(self._view, now):
+                if self.workers.starts == starts:  # who was found silent before all start anew is gone with the others
                     decided += self._act_on(found, now)
         return decided
 
     @property
-    def _scene(self) -> Scene:
-        return Scene(self.slots, self._member_slots(), self.servers, self.running, self.where)
+    def _view(self) -> JobView:
+        return JobView(self.slots, self._member_slots(), self.servers, self.running, self.where)
 
     def _act_on(self, found: Finding | Decision, now: float) -> list[Decision]:
         """A finding is answered; what is a decision already stands."""
         match found:
-            case FenceWorkers(how):
+            case Lost(how) if all(map(self.servers.has, how)):
+                return self._drop_servers(how, now, fence=True)
+            case Lost(how):
                 return self._drop(how, now, fence=True)
-            case FenceServers(ranks, how):
-                return self.server_lost(ranks, how, now, fence=True)
-            case MeetAgain(why, said):
+            case Retry(why, said):
                 return [Say(said), *self._regroup(why, now)]
-            case StateLost(why):
-                return self._start_anew(why)
-            case Hopeless(why, code):
+            case End(code, why):
                 return self._end(code, why)
             case _:
                 return [found]

@@ -32,7 +32,8 @@ from typing import TypeAlias
 
 import psutil  # type: ignore[import-untyped]
 
-from paceline.elastic.ledger import Row
+from paceline.elastic.decisions import Commit
+from paceline.elastic.step_log import row_of
 from paceline.world.process_name import SERVER, name_of
 
 KINDS = {"kill": 45, "stop": 15, "slow": 25, "cut": 15}
@@ -91,7 +92,7 @@ class HurtJob:
         self._harmed: dict[int, Generation] = {}  # pid to the generation in which it was harmed
         self._admitted: set[int] = set()
         self._to_continue: dict[int, float] = {}
-        self.rows: list[Row] = []
+        self.rows: list[Commit] = []
         self.happened: list[Happened] = []
         self.seen: dict[int, float] = {}  # every process ever, and when it was born
 
@@ -130,7 +131,7 @@ class HurtJob:
         self._to_continue.pop(victim, None)
         return _signal(victim, number) and self._note(draw.kind if victim in known else "joiner")
 
-    def _knows(self, row: Row, fault: Happened) -> bool:
+    def _knows(self, row: Commit, fault: Happened) -> bool:
         """Whether those who made this step can have known of the fault."""
         if fault.kind in ("slow", "joiner") or self._starts > fault.generation[0]:
             return True
@@ -184,7 +185,7 @@ class HurtJob:
         self.happened.append(Happened(kind, time.monotonic(), self.generation, slots=frozenset(slots)))
         return True
 
-    def _settle(self, row: Row, processes: list[int]) -> None:
+    def _settle(self, row: Commit, processes: list[int]) -> None:
         """A generation after a harm knows of it, and where all that are whole are members, all are admitted."""
         for pid, generation in list(self._harmed.items()):
             if self.generation > generation and pid not in processes:
@@ -197,7 +198,7 @@ class HurtJob:
         if knows_all and len(servers) == len(row.servers):
             self._admitted.update(servers)
 
-    def _new_rows(self) -> Iterator[Row]:
+    def _new_rows(self) -> Iterator[Commit]:
         """Of the whole lines that were added since the last look."""
         if not self._ledger.exists():
             return
@@ -209,7 +210,7 @@ class HurtJob:
         for line in whole.splitlines():
             fields = json.loads(line or b"{}")
             if "step" in fields:
-                yield Row.of(fields)
+                yield row_of(fields)
             self._starts += "rewound_to" in fields
 
     def _remember(self, pid: int) -> None:

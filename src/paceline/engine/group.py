@@ -16,7 +16,8 @@ import torch
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from paceline.collectives.communicator import Communicator
-from paceline.elastic.member import Generation, Member
+from paceline.elastic.decisions import Generation
+from paceline.elastic.member import Member
 from paceline.engine.config import EngineConfig
 from paceline.engine.regrouping import Elastic, Parts
 from paceline.engine.serving import Serving

@@ -25,8 +25,9 @@ from paceline.checkpoint.manifest import size_text
 from paceline.checkpoint.tensor_file import DTYPES, code_of
 from paceline.checkpoint.tree import flatten, unflatten
 from paceline.collectives.communicator import Communicator
+from paceline.elastic.decisions import Generation
 from paceline.elastic.fault_injection import fault_point
-from paceline.elastic.member import Generation, Member
+from paceline.elastic.member import Member
 from paceline.elastic.state_number import LAST_UPDATE, entered, laid_out, numbered
 from paceline.elastic.vault import Vault, VaultState, read
 from paceline.engine.host_copies import HostCopies, Offer, on_hosts
@@ -257,7 +258,7 @@ class Elastic:
         if joins:
             fault_point("join", generation.step + 1)
         parted = self._lay_out(generation) if generation.joining and not joins and parts.replicated else None
-        parts.dismantle(lost=not generation.has_all_of(self.member.now))
+        parts.dismantle(lost=not generation.includes(self.member.now))
         comm = parts.connect(world)
         if self._copies is not None:
             offers = [self._copies.offer()] if comm is None else comm.gather_json(self._copies.offer())

@@ -18,8 +18,9 @@ from collections.abc import Callable, Mapping
 from torch._C._distributed_c10d import Store
 
 from paceline.collectives.communicator import Communicator
+from paceline.elastic.decisions import Generation
 from paceline.elastic.fault_injection import fault_point
-from paceline.elastic.member import Generation, Member
+from paceline.elastic.member import Member
 from paceline.engine.surroundings import server_among
 from paceline.errors import WorldError
 from paceline.parameter_server.joint import await_workers

@@ -19,7 +19,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from paceline.elastic.ledger import Ledger
+from paceline.elastic.step_log import StepLog
 from paceline.errors import WorldError
 from paceline.launch.control_channel import NONSENSE, Body, KeyValues, reply
 from paceline.launch.door import Door
@@ -87,7 +87,7 @@ class Coordinator:
         show: Callable[[ProgressLine | SummaryTable], None],
         say: Callable[[str], None],
         grace_s: float = GRACE_S,
-        ledger: Ledger | None = None,
+        ledger: StepLog | None = None,
         door: Door | None = None,
     ) -> None:
         workers = [Process(rank) for rank in range(seat.size)]
@@ -113,7 +113,7 @@ class Coordinator:
         self._elastic: ElasticJob | None = None
         self._latecomers: Latecomers | None = None
         if seat.elastic is not None:
-            self._elastic = ElasticJob(seat.size, seat.elastic, ledger or Ledger(), self, seat.servers)
+            self._elastic = ElasticJob(seat.size, seat.elastic, ledger or StepLog(), self, seat.servers)
             self._spawn(self._elastic.tick())
             self._latecomers = Latecomers(seat, self.far, self._elastic, self, say)
             if door is not None:

@@ -22,8 +22,8 @@ from paceline.elastic.decisions import (
     Decision,
     End,
     Fence,
+    Generation,
     Refuse,
-    Regroup,
     Replace,
     Rewind,
     Rules,
@@ -31,9 +31,9 @@ from paceline.elastic.decisions import (
     StartAnew,
     Wait,
 )
-from paceline.elastic.ledger import Ledger, Row
 from paceline.elastic.membership import Membership
 from paceline.elastic.slots import Ready, Standing
+from paceline.elastic.step_log import StepLog
 from paceline.launch.control_channel import Body, KeyValues
 from paceline.launch.ending import good_end
 from paceline.launch.far_hosts import FarHosts
@@ -62,7 +62,7 @@ class Chief(Protocol):
 
 
 class ElasticJob:
-    def __init__(self, size: int, rules: Rules, ledger: Ledger, chief: Chief, servers: int = 0) -> None:
+    def __init__(self, size: int, rules: Rules, ledger: StepLog, chief: Chief, servers: int = 0) -> None:
         self.membership = Membership(size, rules, servers)
         self._ledger = ledger
         self._chief = chief
@@ -201,7 +201,7 @@ class ElasticJob:
         how = happened(process, self._chief.processes, where=members.where)
         self._lose(process, members.died(slot, how, self._chief.clock(), by_code=by_code))
         far = self._chief.far
-        if (there := far.neighbours(slot)) and (why := members.places.why_idle(there)):
+        if (there := far.neighbours(slot)) and (why := members.workers.why_idle(there)):
             far.send_away(far.host_of(slot), f"none of its workers can join ({why})")
         return True
 
@@ -229,7 +229,7 @@ class ElasticJob:
 
     def make_room(self, size: int) -> None:
         """So many slots in all, for a host that is about to come."""
-        for slot in self.membership.places.add(size - len(self.membership.slots)):
+        for slot in self.membership.workers.add(size - len(self.membership.slots)):
             self._chief.processes.append(Process(slot, lost=True))
 
     def host_came(self, host: int, slots: Sequence[int], *, is_new: bool) -> None:
@@ -284,15 +284,16 @@ class ElasticJob:
 
     def _carry_out(self, decisions: Sequence[Decision]) -> None:
         goes_on = any(isinstance(one, Commit | Begin) for one in decisions)  # and who waited may join
-        joined = next((one.generation for one in decisions if isinstance(one, Regroup) and goes_on), None)
+        joined = next((one.number for one in decisions if isinstance(one, Generation) and goes_on), None)
         for decision in decisions:
             match decision:
                 case Commit():
                     self._commit(decision, then=joined)
                 case Begin(loop, slots):
                     self._push(slots, "elastic.begin", {"loop": loop, "then": joined})
-                case Regroup():
-                    self._regroup(decision)
+                case Generation(number, slots):
+                    self._chief.keys.begin(number)
+                    self._push((*slots, *decision.servers), "elastic.generation", decision.as_message())
                 case Fence(slot):
                     self._chief.processes[slot].fenced = True
                     self._chief.hands_of(slot).fence(slot)
@@ -315,24 +316,9 @@ class ElasticJob:
 
     def _commit(self, commit: Commit, then: int | None) -> None:
         """`then`: the generation in which somebody joins after this step; all members change to it there."""
-        row = Row(commit.step, commit.update, commit.generation, commit.members, commit.servers)
-        self._ledger.commit(row)
+        self._ledger.commit(commit)
         body: Body = {"generation": commit.generation, "step": commit.step, "update": commit.update, "then": then}
         self._push(commit.members, "elastic.commit", body)
-
-    def _regroup(self, regroup: Regroup) -> None:
-        self._chief.keys.begin(regroup.generation)
-        body: Body = {
-            "generation": regroup.generation,
-            "members": list(regroup.members),
-            "joining": list(regroup.joining),
-            "step": regroup.step,
-            "why": regroup.why,
-            "main": regroup.main,
-        }
-        if regroup.servers:
-            body["servers"] = list(regroup.servers)
-        self._push((*regroup.members, *regroup.servers), "elastic.generation", body)
 
     def _push(self, slots: Sequence[int], kind: str, body: Body) -> None:
         """One line to each host, for all of its workers."""

@@ -1,6 +1,6 @@
 """The other hosts as the coordinator has them: who is there, in which slots, and how they are reached and heard.
 
-slot 3 ─ `Seating` ─▶ host 1 ─┬─ hands: push, fence, start
+slot 3 ─ `SlotAssignment` ─▶ host 1 ─┬─ hands: push, fence, start
                               ├─ link:  what all hosts are told
                               └─ pulse: silent for too long is lost
 """
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from paceline.elastic.seating import Seating
+from paceline.elastic.slots import SlotAssignment
 from paceline.errors import WorldError
 from paceline.launch.control_channel import Body
 from paceline.launch.hands import FarHands, Hands
@@ -24,7 +24,7 @@ class FarHosts:
         self._rules, self._clock = seat.elastic, clock
         most = seat.size if seat.elastic is None else seat.elastic.max_workers or seat.size
         began = [seat.workers, *(guests[host].workers for host in sorted(guests))]
-        self.seating = Seating(began, most=most, lanes=seat.settings.lanes or seat.size, servers=seat.servers)
+        self.seating = SlotAssignment(began, most=most, lanes=seat.settings.lanes or seat.size, servers=seat.servers)
         self._links: dict[int, SealedLink] = {}
         self._hands: dict[int, FarHands] = {}
         self._pulses: dict[int, Pulse] = {}

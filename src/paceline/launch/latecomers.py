@@ -3,7 +3,7 @@
 host 1                        coordinator
 ──── proved, what it brings ─▶ `door`: the same objections as at the start
                                waits until the job runs, and until it has noticed that the old host 1 is lost
-◀─── its seat, or why not ──── `Seating`
+◀─── its seat, or why not ──── `SlotAssignment`
 ──── ready: torch is imported, workers can be forked ─▶ `Membership.host_came`
 ◀─── start slot 2, slot 3 ───  they prepare alone and join after a step, as any replacement
 """

@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from paceline.elastic.ledger import Ledger
+from paceline.elastic.step_log import StepLog
 from paceline.launch.activity import Activity
 from paceline.launch.control_channel import ControlServer
 from paceline.launch.decision import Coordinator, Decider
@@ -154,7 +154,7 @@ class Supervisor:
         return seat, self._coordinate(seat, guests, door)
 
     def _coordinate(self, seat: Seat, guests: Mapping[int, Guest], door: Door | None) -> Coordinator:
-        ledger = Ledger(self._job.ledger, self._screen.say)
+        ledger = StepLog(self._job.ledger, self._screen.say)
         return Coordinator(seat, guests, self._screen.show, self._screen.say, self._job.grace_s, ledger, door)
 
     async def _watch(self, stable: StableProcess, server: ControlServer, hands: OwnHands) -> None:
