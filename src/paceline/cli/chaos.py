@@ -230,7 +230,7 @@ def _samples(hurt: Run) -> Iterator[Finding]:
 
 
 def _hash_of(run: Run) -> str | None:
-    from paceline.elastic.told_hash import last_hash
+    from paceline.elastic.faults import last_hash
 
     return last_hash(run.folder / "hashes")
 

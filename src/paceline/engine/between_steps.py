@@ -103,7 +103,7 @@ class BetweenSteps:
         if loader is not None and loader.in_loop:
             loader.start_over()
         else:
-            self._group.elastic_parts().start_over()
+            self._group.elastic_parts().recover()
 
     def go_on_without_the_lost(self) -> None:
         """Those that an asynchronous strategy has lost, in what workers do together."""

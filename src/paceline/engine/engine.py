@@ -33,8 +33,7 @@ from torch.optim import Optimizer
 
 from paceline.collectives.byte_count import Traffic
 from paceline.collectives.gradient_exchange import Reduction
-from paceline.elastic.fault_injection import arm
-from paceline.elastic.told_hash import tell_hash
+from paceline.elastic.faults import arm, tell_hash
 from paceline.engine import activation_checkpointing as recomputing
 from paceline.engine.arguments import config_of
 from paceline.engine.assembly import Assembly

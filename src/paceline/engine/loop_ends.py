@@ -13,12 +13,12 @@ from pathlib import Path
 
 from paceline.data.sample_record import RecordHeader, SampleRecord, next_attempt
 from paceline.data.work_source import WorkSource
+from paceline.elastic.recovery import Recovery
 from paceline.engine.between_steps import BetweenSteps
 from paceline.engine.config import EngineConfig
 from paceline.engine.group import Group
 from paceline.engine.prepared_objects import PreparedObjects
 from paceline.engine.process_facts import facts_of_process
-from paceline.engine.regrouping import Elastic
 from paceline.engine.sources import check_same_order
 from paceline.engine.stop_signals import StopSignals
 from paceline.engine.train_step import TrainStep
@@ -69,8 +69,8 @@ class LoopEnds:
         if elastic is not None:
             self.left_early, elastic.left_early = early, False
             if elastic.changed and not step.inside_step:
-                elastic.start_over()  # somebody joins after the last step: it leaves the loop as well
-            elastic.member.leave(elastic.loop)
+                elastic.recover()  # somebody joins after the last step: it leaves the loop as well
+            elastic.leave()
         if early:
             step.forget_untouched()
             if step.inside_step:
@@ -117,7 +117,7 @@ class LoopEnds:
         self.tell_step()
         return True
 
-    def _enter_with_others(self, elastic: Elastic) -> bool:
+    def _enter_with_others(self, elastic: Recovery) -> bool:
         """Whether this loop is one of the others', too; a joiner may be in it already."""
         if self.in_loop:
             return True

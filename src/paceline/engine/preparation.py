@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from paceline.data.work_source import Deal, WorkSource
+from paceline.elastic.memory_checkpoint.shard_checksum import ShardChecksum
 from paceline.engine import activation_checkpointing as recomputing
 from paceline.engine.acting_once import is_scheduler, let_optimizer_act_once, let_scheduler_follow
 from paceline.engine.between_steps import BetweenSteps
@@ -27,9 +28,8 @@ from paceline.engine.prepared_loader import PreparedLoader
 from paceline.engine.prepared_objects import PreparedObjects
 from paceline.engine.process_facts import facts_of_process
 from paceline.engine.replaying_source import ReplayingSource
-from paceline.engine.replicas import check_belong_together, check_same_models, parameter_names
+from paceline.engine.replicas import WeightsWatch, check_belong_together, check_same_models, parameter_names
 from paceline.engine.saved_state import chosen_by_script, job_facts
-from paceline.engine.seal import Seal
 from paceline.engine.second_opinion import SecondOpinion, check_second_opinion
 from paceline.engine.sources import as_loader, check_same_data, facts_of_data, make_source
 from paceline.engine.stop_signals import StopSignals
@@ -117,7 +117,7 @@ class Preparation:
             own.step.on_step = self._loop.tell_step
         own.step.lost = group.lost
         if group.elastic is not None and self._opinion is not None:
-            group.elastic.seal = Seal(group.world.name)
+            group.elastic.shard_checksum = ShardChecksum(group.world.name, WeightsWatch)
         own.step.commit_with(group.elastic)
         for optimizer in own.optimizers:
             let_optimizer_act_once(optimizer, own.step)

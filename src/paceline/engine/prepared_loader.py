@@ -2,7 +2,7 @@
 
 The place in the data moves when a step commits, so a state saved between two steps continues with the very next sample,
 on any number of workers. In an elastic job the workers may change between two items: what is not committed by then is
-handed out again, to those that are there (see `regrouping`).
+handed out again, to those that are there (see `elastic.recovery`).
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from paceline.data.prefetch import Prefetch
 from paceline.data.sample_record import MicroBatch, SampleRecord
 from paceline.data.sharded_sampler import WorkItem
 from paceline.data.work_source import WorkSource
-from paceline.elastic.fault_injection import fault_point
-from paceline.engine.regrouping import Elastic
+from paceline.elastic.faults import fault_point
+from paceline.elastic.recovery import Recovery
 from paceline.engine.train_step import TrainStep
 from paceline.errors import GenerationEnded, LoopError
 
@@ -37,7 +37,7 @@ class PreparedLoader:
         attempt: Callable[[bool], int | None] = lambda regrouping: None,
         start_record: Callable[[int], SampleRecord] | None = None,
         deal: Callable[[WorkSource], None] = lambda source: None,
-        elastic: Elastic | None = None,
+        elastic: Recovery | None = None,
         join: Callable[[bool], bool] = lambda any_loop: True,
     ) -> None:
         """`join`: for a worker that comes later, to be one of the others; False if they are past this loop."""
@@ -177,7 +177,7 @@ class PreparedLoader:
             self._commit(item)  # it counts, and the body has not given it back yet
         self._handed_out.clear()
         before = self._items
-        self._elastic.start_over()
+        self._elastic.recover()
         if before is not None:
             before.close()
             self._items = self._fetched()

@@ -27,7 +27,7 @@ from paceline.checkpoint.load import Checkpoint, whole_tree
 from paceline.checkpoint.manifest import COMPLETE, read_seal, size_text
 from paceline.checkpoint.retention import all_checkpoints, remove_leftovers
 from paceline.checkpoint.save import Portion, Room, complete, give_up, portion_of, write_portion
-from paceline.elastic.fault_injection import fault_point
+from paceline.elastic.faults import fault_point
 from paceline.engine.config import EngineConfig
 from paceline.engine.job_state import JobState, check_whole
 from paceline.errors import CheckpointError

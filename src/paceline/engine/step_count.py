@@ -13,7 +13,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from paceline.elastic.fault_injection import fault_point
+from paceline.elastic.faults import fault_point
 from paceline.engine.step_so_far import StepSoFar
 from paceline.errors import GenerationEnded
 from paceline.world.determinism import mix, seed_everything

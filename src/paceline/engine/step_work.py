@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 from paceline.collectives.byte_count import Traffic
 from paceline.collectives.communicator import Communicator
 from paceline.data.sharded_sampler import WorkItem
-from paceline.elastic.fault_injection import begin_step, fault_point, flips_due
+from paceline.elastic.faults import begin_step, fault_point, flips_due
 from paceline.engine.ballot import Ballot, LaneReport, any_used, lanes_in_order, means_over, name_key
 from paceline.engine.ballot_box import BallotBox
 from paceline.engine.config import EngineConfig

@@ -9,7 +9,7 @@ import torch
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from paceline.collectives.communicator import Communicator
-from paceline.engine.host_copies import on_hosts
+from paceline.elastic.memory_checkpoint.replication import on_hosts
 from paceline.errors import ConfigError
 from paceline.input_file import one_line
 from paceline.world.control import ControlClient

@@ -21,7 +21,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from paceline.elastic.fault_injection import fault_point
+from paceline.elastic.faults import fault_point
 from paceline.errors import GenerationEnded, PeerLostError
 from paceline.optim.piece_state import State
 from paceline.parameter_server.key_ranges import KeyTable

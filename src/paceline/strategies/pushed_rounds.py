@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from paceline.collectives.byte_count import Traffic
 from paceline.collectives.canonical_sum import SumPlan
 from paceline.collectives.communicator import Communicator
-from paceline.elastic.fault_injection import fault_point
+from paceline.elastic.faults import fault_point
 from paceline.errors import CheckpointError, LoopError
 from paceline.parameter_server.application_log import Read
 from paceline.parameter_server.client import Client
