@@ -168,27 +168,21 @@ class WorkerAgent:
 
     def _hear(self, kind: str, body: dict[str, Any]) -> None:
         """On the control client's thread."""
-        match kind:
-            case "elastic.commit":
-                with self._news:
+        if kind == "elastic.generation":
+            self._change(Generation.of_message(body))
+            return
+        with self._news:
+            match kind:
+                case "elastic.commit":
                     self._committed = max(self._committed, (int(body["step"]), int(body["update"])))
-                    self._announced = max(self._announced, int(body.get("then") or 0))
-                    self._news.notify_all()
-            case "elastic.begin":
-                with self._news:
+                case "elastic.begin":
                     self._begun = max(self._begun, int(body["loop"]))
-                    self._announced = max(self._announced, int(body.get("then") or 0))
-                    self._news.notify_all()
-            case "elastic.generation":
-                self._change(Generation.of_message(body))
-            case "elastic.refused":
-                with self._news:
+                case "elastic.refused":
                     self._refused = str(body["why"])
-                    self._news.notify_all()
-            case "elastic.wait":
-                with self._news:
+                case "elastic.wait":
                     self._loop_of_others = int(body["loop"])
-                    self._news.notify_all()
+            self._announced = max(self._announced, int(body.get("then") or 0))
+            self._news.notify_all()
 
     def _change(self, generation: Generation) -> None:
         if self.slot not in (*generation.members, *generation.servers):

@@ -13,7 +13,7 @@ each part of an engine lives:
 
     arguments      what it was given becomes its config        between_steps   what all workers do together
     group          the other workers, and how to reach them    saver           checkpoints
-    preparation    `prepare`: the user's objects               regrouping      an elastic job's workers change,
+    preparation    `prepare`: the user's objects               elastic.recovery  an elastic job's workers change,
     loop_ends      the loop begins and ends                    assembly        and what changes with them
     train_step     inside a step
 """
