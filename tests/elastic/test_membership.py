@@ -520,7 +520,7 @@ def test_a_new_step_makes_up_for_the_starts_that_it_took() -> None:
     members = job(2)
     for step in (1, 2, 3, 4, 5):
         assert isinstance(all_die(members), StartAnew)
-        assert members.workers.starts == 1
+        assert members.table.starts == 1
         for slot in (0, 1):
             members.entered(slot, 1, step - 1, FACTS, 0.0)
         ready(members, [0, 1], step)
@@ -688,7 +688,7 @@ def test_a_host_that_is_back_between_two_loops_waits_for_the_next() -> None:
 
 def test_a_further_host_gets_slots_at_the_end() -> None:
     members = job(2)
-    assert members.workers.add(2) == [2, 3]
+    assert members.table.add(2) == [2, 3]
     assert ready(members, [0, 1], 1) == [Commit(1, 0, 1, (0, 1))], "who is not there is not waited for"
     decided = members.host_came([2, 3], "host 1 has come", 0.0)
     assert decided[1:] == [Replace(2, 1), Replace(3, 1)]
@@ -699,22 +699,22 @@ def test_a_further_host_gets_slots_at_the_end() -> None:
 
 def test_a_host_none_of_whose_workers_can_join_is_told_apart_from_one_that_has_some() -> None:
     members = job(4)
-    assert members.workers.why_idle([2, 3]) == ""
+    assert members.table.why_idle([2, 3]) == ""
     members.died(2, "was killed", 0.0)
     members.asks_to_join(2, 1, {**FACTS, "torch": "2.12"})
     members.died(2, "exited with code 1", 0.0)
-    assert members.workers.why_idle([2, 3]) == "", "worker 3 trains"
-    assert members.workers.why_idle([2]) == "torch is 2.12 there and 2.13 here"
+    assert members.table.why_idle([2, 3]) == "", "worker 3 trains"
+    assert members.table.why_idle([2]) == "torch is 2.12 there and 2.13 here"
     members = job(3, Rules(restart_workers=False))
     members.died(2, "was killed", 0.0)
-    assert members.workers.why_idle([2]) == "none is started for one that died"
+    assert members.table.why_idle([2]) == "none is started for one that died"
     members.stop()
-    assert members.workers.why_idle([2]) == ""
+    assert members.table.why_idle([2]) == ""
 
 
 def test_a_host_that_goes_before_its_workers_have_joined_is_missed_by_nobody() -> None:
     members = job(2)
-    members.workers.add(1)
+    members.table.add(1)
     members.host_came([2], "host 1 has come", 0.0)
     assert members.host_lost([2], "host 1 is lost (silent)", 0.0) == [
         Say("host 1 is lost (silent), before it had joined")
@@ -856,7 +856,7 @@ class LivesOfAJob(RuleBasedStateMachine):
         self._begin((0, 1, 2, 3))
         for slot in range(4):  # a death at the first start is the launcher's to judge
             self.do(self.members.entered(slot, 1, 0, FACTS, self.now))
-        assert self.members.workers.add(1) == [4]
+        assert self.members.table.add(1) == [4]
         self.workers[4] = Worker(0, 0, -1)
 
     def _begin(self, starting: tuple[int, ...]) -> None:

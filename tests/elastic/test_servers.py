@@ -141,7 +141,7 @@ def test_when_all_start_anew_so_do_the_servers() -> None:
     members = job(workers=1, rules=Rules())
     members.server_ended(2, "was killed", 0.0, well=False)
     assert StartAnew(1, (0,)) in members.died(0, "was killed", 0.0)
-    assert members.servers.here == (1, 2)
+    assert members.table.serving == (1, 2)
 
 
 def test_a_fresh_server_serves_from_the_next_committed_step_on() -> None:

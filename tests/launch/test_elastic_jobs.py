@@ -278,7 +278,7 @@ def test_a_server_that_dies_while_all_start_anew_makes_them_start_once_more() ->
         for slot in (0, 1):
             job.coordinator.exited(slot, -signal.SIGKILL)
             job.tell(slot, "enter", generation=1, loop=1, step=0, facts=FACTS)
-        assert job.coordinator._elastic.membership.servers.here == (2,)  # type: ignore[union-attr]
+        assert job.coordinator._elastic.membership.table.serving == (2,)  # type: ignore[union-attr]
         await job.coordinator.close()
 
     within(story)

@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from paceline.elastic.decisions import End, Fence, Rules, Say
-from paceline.elastic.slots import PRESENT, ServerSlots, Slot, Standing
+from paceline.elastic.slots import PRESENT, Slot, Standing
 
 LATE_TICK_S = 1.0
 FIRST_BEAT_S = 5.0
@@ -70,17 +70,17 @@ class JobView:
     workers: Sequence[Slot]
     members: Sequence[Slot]
     """Those of `workers` that belong to the current generation."""
-    servers: ServerSlots
+    servers: Sequence[Slot]
     running: bool
     where: str
     """What is being worked on, in words."""
 
     @property
     def processes(self) -> list[Slot]:
-        return [*self.workers, *self.servers.slots]
+        return [*self.workers, *self.servers]
 
-    def lost(self, numbers: Iterable[int], how: str) -> Lost:
-        return Lost({number: f"{self.servers.name(number)} {how} {self.where}" for number in numbers})
+    def lost(self, slots: Iterable[Slot], how: str) -> Lost:
+        return Lost({slot.number: f"{slot.name} {how} {self.where}" for slot in slots})
 
 
 class FailureDetector:
@@ -140,23 +140,17 @@ class FailureDetector:
         return [Fence(slot.number) for slot in lingering]
 
     def silent(self, view: JobView, now: float) -> list[Say | Finding]:
-        found: list[Say | Finding] = []
-        for slot in view.processes:
-            if not slot.excused and self._is_excused(slot, now):
-                slot.excused = True
-                found.append(
-                    Say(
-                        f"{view.servers.name(slot.number)} missed its heartbeat {view.where} but is using CPU (a C "
-                        f"call may hold the GIL); it is killed after {self._longest_silence_s:g} s"
-                    )
-                )
-        how = {
-            slot.number: f"{view.servers.name(slot.number)} {why} {view.where}"
-            for slot in view.processes
-            if (why := self._silence(slot, now))
-        }
-        found.append(Lost({number: why for number, why in how.items() if not view.servers.has(number)}))
-        found += [Lost({number: why}) for number, why in how.items() if view.servers.has(number)]
+        excused = [slot for slot in view.processes if not slot.excused and self._is_excused(slot, now)]
+        for slot in excused:
+            slot.excused = True
+        limit = f"(a C call may hold the GIL); it is killed after {self._longest_silence_s:g} s"
+        found: list[Say | Finding] = [
+            Say(f"{slot.name} missed its heartbeat {view.where} but is using CPU {limit}") for slot in excused
+        ]
+        how = {slot.number: f"{why} {view.where}" for slot in view.processes if (why := self._silence(slot, now))}
+        silent = [slot for slot in view.processes if slot.number in how]
+        found.append(Lost({slot.number: f"{slot.name} {how[slot.number]}" for slot in silent if not slot.is_server}))
+        found += [Lost({slot.number: f"{slot.name} {how[slot.number]}"}) for slot in silent if slot.is_server]
         return found
 
     def late(self, view: JobView, now: float) -> list[Finding]:
@@ -165,13 +159,15 @@ class FailureDetector:
             return []
         step_s, regroup_s = self._rules.step_timeout_s, self._rules.regroup_timeout_s
         if self._ready_since is not None and now - self._ready_since > step_s:
-            slow, limit_s = [slot.number for slot in view.members if slot.ready is None], step_s
+            slow, limit_s = [slot for slot in view.members if slot.ready is None], step_s
         elif self._regrouping_since is not None and now - self._regrouping_since > regroup_s:
-            slow, limit_s = [slot.number for slot in view.members if not slot.grouped], regroup_s
+            slow, limit_s = [slot for slot in view.members if not slot.grouped], regroup_s
         else:
             return []
         self._ready_since = self._regrouping_since = None
-        return [view.lost((view.servers.absent() if slow else []) or slow, f"is alive, but {limit_s:g} s late")]
+        absent = [slot for slot in view.servers if slot.standing is Standing.MEMBER and not slot.grouped]
+        late = absent if slow and absent else slow  # workers wait for servers
+        return [view.lost(late, f"is alive, but {limit_s:g} s late")]
 
     def disconnected(self, view: JobView, now: float) -> list[Finding]:
         """Communication broke, no process has died, and none is late that is busy."""
@@ -180,7 +176,7 @@ class FailureDetector:
         since, why = self._broken
         if now - since < SETTLE_S or any(self._is_excused(slot, now) for slot in view.members):
             return []
-        silent = [slot.number for slot in view.members if not slot.grouped and slot.number not in self._complained]
+        silent = [slot for slot in view.members if not slot.grouped and slot.number not in self._complained]
         if self._breaks >= FEW_BREAKS and silent:
             gone = view.lost(silent, "is alive, but does not come to where the others meet")
             return [gone] if now - since >= ABSENT_S else []

@@ -12,8 +12,8 @@
 | none that has it, and some have finished        | the job ends; the launcher judges                               |
 | all members: the lost one had not joined        | there is no new generation; it is only said                     |
 
-`Membership` asks `WorkerSlots` and `ServerSlots` which slots can have a process and who waits to join,
-`CommittedSteps` whether the READYs of all agree, and `FailureDetector` whose time is up.
+`Membership` asks `SlotTable` which slots can have a process and who waits to join, `CommittedSteps` whether the READYs
+of all agree, and `FailureDetector` whose time is up.
 
 Only the coordinator has a `Membership`, so there is one place where a step is committed. What a process says counts
 only as long as it stands in its slot: a fenced one is never heard again. `now` is the caller's clock.
@@ -45,10 +45,9 @@ from paceline.elastic.slots import (
     PRESENT,
     Facts,
     Ready,
-    ServerSlots,
     Slot,
+    SlotTable,
     Standing,
-    WorkerSlots,
     named,
     workers,
 )
@@ -159,8 +158,7 @@ class CommittedSteps:
 class Membership:
     def __init__(self, size: int, rules: Rules, servers: int = 0) -> None:
         self.rules = rules
-        self.workers = WorkerSlots(size, rules)
-        self.servers = ServerSlots(size, servers, rules)
+        self.table = SlotTable(size, servers, rules)
         self.generation = 1
         self.running = False
         """Everyone has entered the loop. Who falls before that takes the others along: see `starts_anew`."""
@@ -172,15 +170,15 @@ class Membership:
 
     @property
     def slots(self) -> list[Slot]:
-        return self.workers.slots
+        return self.table.workers
 
     @property
     def stopping(self) -> bool:
-        return self.workers.stopping
+        return self.table.stopping
 
     def stop(self) -> None:
         """The job was asked to stop: no process is replaced any more."""
-        self.workers.stopping = True
+        self.table.stopping = True
 
     @property
     def members(self) -> tuple[int, ...]:
@@ -214,21 +212,18 @@ class Membership:
 
     def count_anew(self, slot: int, now: float) -> None:
         """It was just started, or could not have been heard."""
-        self._place(slot).heard_at = now
+        self.table[slot].heard_at = now
 
     def beat(self, slot: int, now: float, *, ending: bool = False) -> list[Decision]:
         """A heartbeat; the last one says that the script has ended, and what is left of the process may take long."""
-        one = self._place(slot)
+        one = self.table[slot]
         one.heard_at, one.beating, one.ending = now, True, ending
         return []
 
     def computes(self, slot: int, now: float) -> list[Decision]:
         """It says nothing, and was seen to use a processor."""
-        self._place(slot).computed_at = now
+        self.table[slot].computed_at = now
         return []
-
-    def _place(self, slot: int) -> Slot:
-        return self.servers.slot(slot) if self.servers.has(slot) else self.slots[slot]
 
     def entered(self, slot: int, loop: int, step: int, facts: Facts, now: float) -> list[Decision]:
         one = self.slots[slot]
@@ -238,7 +233,7 @@ class Membership:
         one.entered_in = self.generation
         one.has_joined = True
         members = self._member_slots()
-        if len(members) < self.workers.starters and not self.running:
+        if len(members) < self.table.starters and not self.running:
             return []  # a worker fell on the way here
         here = {(other.standing, other.in_loop, other.loop, other.entered_in) for other in members}
         if here != {(Standing.MEMBER, True, loop, self.generation)}:
@@ -249,9 +244,9 @@ class Membership:
         begun = self._act_on(taken_up, now) if taken_up else []
         if self.over:
             return begun
-        self.workers.begin_loop(first=first)
+        self.table.begin_loop(first=first)
         begun.append(Begin(loop, self.members))
-        called, unreachable = self.workers.call_in(loop)
+        called, unreachable = self.table.call_in(loop)
         too_late = {number: f"worker {number} came too late for its loop" for number in unreachable}
         begun += [*called, *self._drop(too_late, now, fence=True)]
         return [*begun, *self._admit(now), *self._refill(now)]
@@ -280,19 +275,18 @@ class Membership:
 
     def _commit(self, agreed: Agreed, now: float) -> list[Decision]:
         if agreed.is_new:
-            self.workers.got_on()
+            self.table.got_on()
         self._detector.step_counts()
-        self.workers.step_counts(more=agreed.more)
-        self.servers.served()
+        self.table.step_counts(more=agreed.more)
         for slot in self._member_slots():
             slot.ready = None
-        commit = Commit(agreed.step, agreed.update, self.generation, self.members, self.servers.here)
+        commit = Commit(agreed.step, agreed.update, self.generation, self.members, self.table.serving)
         return [commit, *(self._admit(now) if agreed.more else [])]
 
     def failed(self, slot: int, generation: int, why: str, now: float) -> list[Decision]:
         """Communication broke, though no process has died so far as the slot knows."""
-        if self._place(slot).standing is Standing.MEMBER and generation == self.generation:
-            self._detector.complains(slot, f"{self.servers.name(slot)}: {why}", now)
+        if self.table[slot].standing is Standing.MEMBER and generation == self.generation:
+            self._detector.complains(slot, f"{self.table[slot].name}: {why}", now)
         return []
 
     def state_lost(self, slot: int, generation: int, why: str) -> list[Decision]:
@@ -301,45 +295,34 @@ class Membership:
         return self._start_anew(why) if here and self.running and not self.over else []
 
     def grouped(self, slot: int, generation: int) -> list[Decision]:
-        one = self._place(slot)
+        one = self.table[slot]
         if one.standing is not Standing.MEMBER or generation != self.generation:
             return []
-        if self.servers.has(slot):
-            return [Say(f"{self.servers.name(slot)} is back after step {self.step}")] if one.arrive() else []
-        came = self.workers.arrive(one)
+        came = self.table.arrive(one)
         if all(other.grouped for other in self._member_slots()):
             self._detector.all_have_met()
-        return [Say(f"worker {slot} {came} after step {self.step}")] if came else []
+        return [Say(f"{one.name} {came} after step {self.step}")] if came else []
 
     def asks_to_join(self, slot: int, loop: int, facts: Facts) -> list[Decision]:
         """It stands in front of this loop; 0: of whichever the members are in."""
-        one = self._place(slot)
+        one = self.table[slot]
         if one.standing not in (Standing.STARTING, Standing.WAITING) or not self.running:
             return []
         if 0 < loop < one.called_to:  # said before it heard that it is to skip this one
             return []
         members = self._member_slots()
         known = members[0].facts if members else {}
-        if self.servers.has(slot):
-            unlike = self.servers.ask(slot, known, facts)
-            return self._refuse(slot, unlike) if unlike else []
-        if unlike := self.workers.ask(one, loop, facts, known):
-            return self._refuse(slot, unlike)
+        if unlike := self.table.ask(one, loop, facts, known):
+            why = f"{one.name}'s replacement does not fit: {unlike}"
+            return [Refuse(slot, why), Say(f"{why}; its place stays empty")]
         now_in = max((member.loop for member in members if member.in_loop), default=0)
-        return [self.workers.call(one, now_in)] if 0 < loop < now_in else []
-
-    def _refuse(self, slot: int, unlike: str) -> list[Decision]:
-        why = f"{self.servers.name(slot)}'s replacement does not fit: {unlike}"
-        return [Refuse(slot, why), Say(f"{why}; its place stays empty")]
+        return [self.table.call(one, now_in)] if 0 < loop < now_in else []
 
     def _admit(self, now: float) -> list[Decision]:
         """Those who wait in front of the loop that the members are in, and servers."""
         loop = self._member_slots()[0].loop
-        joining = self.workers.admit(loop)
-        who = [*([named(joining)] if joining else []), *self.servers.admit()]
-        if not who:
-            return []
-        return self._regroup(f"{' and '.join(who)} joined after step {self.step}", now, admitting=True)
+        who = self.table.admit(loop)
+        return self._regroup(f"{who} joined after step {self.step}", now, admitting=True) if who else []
 
     # ---- what happens to them -----------------------------------------------------------------------------
 
@@ -378,17 +361,17 @@ class Membership:
     @property
     def starts_anew(self) -> bool:
         """Another start answers who falls before all have met; at the first one that is the launcher's to judge."""
-        return not self.running and not self.over and self.workers.starts > 0 and self.workers.restarts
+        return not self.running and not self.over and self.table.starts > 0 and self.table.restarts
 
     def can_lose(self, slots: Collection[int]) -> bool:
         """Whether their host may go: at the first start all are waited for, and a fault is the launcher's to judge."""
         missed = any(self.slots[number].standing in PRESENT for number in slots)
-        return not self.over and (self.running or self.workers.starts > 0 or not missed)
+        return not self.over and (self.running or self.table.starts > 0 or not missed)
 
     def host_lost(self, slots: Collection[int], why: str, now: float) -> list[Decision]:
         """All at once; no process can be started there any more."""
         there = {number: "went with it" for number in slots if self.slots[number].standing in PRESENT}
-        self.workers.host_lost(slots)
+        self.table.host_lost(slots)
         if there and not self.running:
             return self._start_anew(why)
         decided = self._drop(there, now, said=why)
@@ -399,7 +382,7 @@ class Membership:
 
     def host_came(self, slots: Collection[int], who: str, now: float) -> list[Decision]:
         """A host has come that can start processes in these slots, which none has now."""
-        self.workers.host_came(slots)
+        self.table.host_came(slots)
         its = f"its {workers(len(slots))} {'join' if len(slots) > 1 else 'joins'}"
         return [Say(f"{who}; {its} after a step"), *self._refill(now)]
 
@@ -407,12 +390,12 @@ class Membership:
         self, ranks: Collection[int], how: str, now: float, *, fence: bool = False, code_failed: bool = False
     ) -> list[Decision]:
         """Server processes are gone, or have to go: the step is done again with those who are left."""
-        fallen = {rank: f"{self.servers.name(rank)} {how}" for rank in ranks}
+        fallen = {rank: f"{self.table[rank].name} {how}" for rank in ranks}
         return self._drop_servers(fallen, now, fence=fence, code_failed=code_failed)
 
     def server_ended(self, rank: int, how: str, now: float, *, well: bool, by_code: bool = False) -> list[Decision]:
         """Its process is gone: `well`, because all workers had said goodbye."""
-        one = self.servers.slot(rank)
+        one = self.table[rank]
         if well and not self._may_join():
             one.standing = Standing.FINISHED
             return []
@@ -426,21 +409,19 @@ class Membership:
         self, fallen: Mapping[int, str], now: float, *, fence: bool = False, code_failed: bool = False, said: str = ""
     ) -> list[Decision]:
         """Take workers out of the job, by slot with what is said of each, and go on with those who are left."""
-        fallen = {number: how for number, how in fallen.items() if self.slots[number].standing in PRESENT}
-        if not fallen:
-            return [Say(said)] if said else []
         members = set(self.members)
-        for number in fallen:
-            self.workers.lose(self.slots[number], now, fence=fence)
-        decided: list[Decision] = [Fence(number) for number in fallen] if fence else []
-        what = said or "; ".join(fallen.values())
+        lost = self.table.lose(fallen, now, fence=fence)
+        if not lost:
+            return [Say(said)] if said else []
+        decided: list[Decision] = [Fence(number) for number in lost] if fence else []
+        what = said or "; ".join(fallen[number] for number in lost)
         if not self.running:
             return [*decided, *self._fell_at_start(what, code_failed=code_failed, fence=fence)]
-        if members.isdisjoint(fallen):
-            return [*decided, *self._go_on_without_waiting(what, list(fallen))]
+        if members.isdisjoint(lost):
+            return [*decided, *self._go_on_without_waiting(what, lost)]
         if code_failed and self._steps.failed_before():
             return [*decided, *self._end(None, "the same step failed before: it is the code, not the machine")]
-        return [*decided, *self._go_on_without_members(what, list(fallen), now)]
+        return [*decided, *self._go_on_without_members(what, lost, now)]
 
     def _go_on_without_members(self, what: str, lost: Sequence[int], now: float) -> list[Decision]:
         """`what` befell workers of whom one at least was a member."""
@@ -464,28 +445,28 @@ class Membership:
         return [Say(f"{what}, before it had joined{and_so}")]
 
     def _replacement_of(self, lost: Sequence[int]) -> str:
-        replaced = self._in_loop() and any(self.workers.may_refill(self.slots[number]) for number in lost)
+        replaced = self._in_loop() and any(self.table.may_refill(self.slots[number]) for number in lost)
         return ", a replacement starts" if replaced else ""
 
     def _drop_servers(
         self, fallen: Mapping[int, str], now: float, *, fence: bool = False, code_failed: bool = False
     ) -> list[Decision]:
-        served = set(self.servers.here)
-        lost = [rank for rank in fallen if self.servers.lose(rank, now, fence=fence)]
+        served = set(self.table.serving)
+        lost = self.table.lose(fallen, now, fence=fence)
         decided: list[Decision] = [Fence(rank) for rank in lost] if fence else []
         what = "; ".join(fallen[rank] for rank in lost)
         if not lost or self.over:
             return decided
         if not self.running:
             return [*decided, *self._fell_at_start(what, code_failed=code_failed, fence=fence)]
-        replaced = self._in_loop() and not self.stopping and all(map(self.servers.may_refill, lost))
+        replaced = self._in_loop() and all(self.table.may_refill(self.table[rank]) for rank in lost)
         and_so = ", a replacement starts" if replaced else ""
         if served.isdisjoint(lost):
-            if all(self.servers.slot(rank).closed for rank in lost):
+            if all(self.table[rank].closed for rank in lost):
                 return decided
             return [*decided, Say(f"{what}, before it had joined{and_so or '; its place stays empty'}")]
         staying = [slot.number for slot in self._member_slots() if not slot.joining]
-        said = Say(f"{what}; {self.servers.instead(staying)}{and_so}")
+        said = Say(f"{what}; {self.table.instead(staying)}{and_so}")
         return [*decided, said, *(self._regroup(what, now) if staying else [])]
 
     def _fell_at_start(self, what: str, *, code_failed: bool, fence: bool) -> list[Decision]:
@@ -498,9 +479,9 @@ class Membership:
 
     def _start_anew(self, what: str) -> list[Decision]:
         """No copy of the state is left: begin again, from a checkpoint if the script resumes from one."""
-        here, fewest = len(self.workers.here), self.rules.min_workers
-        if not self.workers.may_begin_anew():
-            often = f", after {MOST_STARTS} starts anew without a new step" if self.workers.restarts else ""
+        here, fewest = len(self.table.here), self.rules.min_workers
+        if not self.table.may_begin_anew():
+            often = f", after {MOST_STARTS} starts anew without a new step" if self.table.restarts else ""
             return self._end(TOO_FEW_LEFT, f"{what}{often}")
         if here < fewest:
             rest = f"{workers(here)} could start anew, and --min-workers is {fewest}"
@@ -508,32 +489,27 @@ class Membership:
         self.generation, self.running = 1, False
         self._steps.begin_anew()
         self._detector.forget()
-        members = self.workers.begin_anew()
-        self.servers.begin_anew()
+        members = self.table.begin_anew()
         self._main = members[0]
-        return [Say(f"{what}: {self.workers.begins_in_words()}"), StartAnew(self.workers.starts, members)]
+        return [Say(f"{what}: {self.table.begins_in_words()}"), StartAnew(self.table.starts, members)]
 
     def _regroup(self, why: str, now: float, *, admitting: bool = False) -> list[Decision]:
         """A new generation, in which the step is done again; or, `admitting`, the next one begins."""
         if not admitting:
-            self.workers.send_back()
+            self.table.send_back()
         self.generation += 1
         self._detector.begin_generation(now)
         members = self._member_slots()
-        for slot in members:
-            slot.ready, slot.grouped = None, not slot.in_loop
-        self.servers.begin_generation()
+        self.table.begin_generation(members)
         joining = tuple(slot.number for slot in members if slot.joining)
         staying = [slot.number for slot in members if not slot.joining]
         if self._main not in staying:  # and who comes back does not take it back: each handing over costs
             self._main = staying[0]
-        return [Generation(self.generation, self.members, joining, self.step, why, self._main, self.servers.here)]
+        return [Generation(self.generation, self.members, joining, self.step, why, self._main, self.table.serving)]
 
     def _refill(self, now: float) -> list[Decision]:
         """Fresh processes for vacant slots."""
-        if not self._may_join():
-            return []
-        return [*self.workers.refill(now), *(self.servers.refill(now) if not self.stopping else [])]
+        return [*self.table.refill(now)] if self._may_join() else []
 
     def _may_join(self) -> bool:
         """Whether there is a loop that a new process could join."""
@@ -552,20 +528,20 @@ class Membership:
             return []
         decided: list[Decision] = []
         for look in (detector.lingering, detector.silent, detector.late, detector.disconnected):
-            starts = self.workers.starts
+            starts = self.table.starts
             for found in [] if self.over else look(self._view, now):
-                if self.workers.starts == starts:  # who was found silent before all start anew is gone with the others
+                if self.table.starts == starts:  # who was found silent before all start anew is gone with the others
                     decided += self._act_on(found, now)
         return decided
 
     @property
     def _view(self) -> JobView:
-        return JobView(self.slots, self._member_slots(), self.servers, self.running, self.where)
+        return JobView(self.slots, self._member_slots(), self.table.servers, self.running, self.where)
 
     def _act_on(self, found: Finding | Decision, now: float) -> list[Decision]:
         """A finding is answered; what is a decision already stands."""
         match found:
-            case Lost(how) if all(map(self.servers.has, how)):
+            case Lost(how) if all(self.table[number].is_server for number in how):
                 return self._drop_servers(how, now, fence=True)
             case Lost(how):
                 return self._drop(how, now, fence=True)

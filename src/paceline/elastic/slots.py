@@ -7,20 +7,27 @@
                          └─call─▶ STARTING           the members are past the loop that it stands in front of
     any of them ─▶ FENCED or DYING ─its exit─▶ VACANT ─refill─▶ STARTING, with the next incarnation number
 
-| class            | whose slots                                                                              |
-|------------------|------------------------------------------------------------------------------------------|
-| `WorkerSlots`    | the workers': which can have a process, which get one, and who joins                     |
-| `ServerSlots`    | the server processes' (`--servers`)                                                      |
-| `SlotAssignment` | the hosts': which slots belong to which host, and whether one that comes later gets some |
+`SlotTable` knows which slots can have a process, which get one, and who joins; `SlotAssignment` which slots belong to
+which host, and whether a host that comes later gets some.
 
 A worker joins only where all members stand at the same place: after a commit, or at the first step of a loop. Until it
 has arrived where the new generation meets it has no state, so it can't go on alone, and its death is one more attempt
 of its slot. A slot's number is its own for the life of the job; slots that hosts bring later are added at the end.
+
+Server processes (`--servers`) have slots too, numbered after those of the workers:
+
+    lost            its keys go to                        in the next generation
+    server 1 of 2   server 0                              the same workers, servers (0,)
+    the last one    the first worker, who doubles as one  the same workers, no servers
+    its fresh process stands in front of its work         after the next commit: the same workers, servers (0, 1)
+
+A server says neither READY nor that it enters a loop. What it holds goes with a worker's part of the state to the
+in-memory checkpoint before that worker is ready, so a commit is as safe as without it; who joins gets it from there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import TypeAlias
@@ -70,6 +77,7 @@ class Slot:
     number: int
     incarnation: int = 0
     standing: Standing = Standing.STARTING
+    server_index: int | None = None
     heard_at: float | None = None
     computed_at: float | None = None
     """When it was seen to use a processor though it sent no heartbeat."""
@@ -88,7 +96,7 @@ class Slot:
     grouped: bool = True
     since: float = 0.0
     attempts: int = 0
-    """Replacements that died before they had joined."""
+    """Replacements that died before they had joined; of servers, before a step was committed with them."""
     joining: bool = False
     """It was admitted, and has not arrived where its generation meets: it has no state."""
     asked: int = 0
@@ -106,6 +114,14 @@ class Slot:
     invited: bool = False
     """Its host has come into a running job: it gets a process whether or not dead ones are replaced."""
 
+    @property
+    def is_server(self) -> bool:
+        return self.server_index is not None
+
+    @property
+    def name(self) -> str:
+        return f"server {self.server_index}" if self.is_server else f"worker {self.number}"
+
     def fall(self, now: float, *, fenced: bool) -> None:
         """Its process counts no more, and is still there."""
         self.standing, self.since = Standing.FENCED if fenced else Standing.DYING, now
@@ -122,12 +138,6 @@ class Slot:
         self.loop, self.entered_at, self.called_to, self.came_in_vain = 0, None, 0, False
         self.invited = False
         return Replace(self.number, self.incarnation)
-
-    def arrive(self) -> bool:
-        """It is where its generation meets; whether it has joined by that."""
-        self.grouped = True
-        joined, self.joining = self.joining, False
-        return joined
 
 
 def difference(members: Facts, joiner: Facts, *, only_shared: bool = False) -> str:
@@ -155,21 +165,34 @@ def workers(n: int) -> str:
     return f"{n} worker" if n == 1 else f"{n} workers"
 
 
-class WorkerSlots:
-    def __init__(self, size: int, rules: Rules) -> None:
+class SlotTable:
+    def __init__(self, workers: int, servers: int, rules: Rules) -> None:
         self._rules = rules
-        self.slots = [Slot(number) for number in range(size)]
-        self.starters = size
+        self.workers = [Slot(number) for number in range(workers)]
+        self.servers: list[Slot] = []
+        self._start_servers(workers, servers)
+        self.starters = workers
         """How many make the first generation."""
         self.starts = 0
         """How often all began anew without having come further than ever before."""
         self.stopping = False
         self._one_step_loops = self._had_more = False
 
+    def __getitem__(self, number: int) -> Slot:
+        """Of a worker, or by its rank of a server."""
+        if self.servers and number >= self.servers[0].number:
+            return self.servers[number - self.servers[0].number]
+        return self.workers[number]
+
+    @property
+    def serving(self) -> tuple[int, ...]:
+        """The servers that serve, by rank."""
+        return tuple(slot.number for slot in self.servers if slot.standing is Standing.MEMBER)
+
     @property
     def here(self) -> list[Slot]:
-        """Those whose host is there."""
-        return [slot for slot in self.slots if not slot.away]
+        """The workers' slots whose host is there."""
+        return [slot for slot in self.workers if not slot.away]
 
     # ---- a process for a slot -----------------------------------------------------------------------------
 
@@ -179,7 +202,7 @@ class WorkerSlots:
 
     def why_idle(self, numbers: Collection[int]) -> str:
         """Why none of these slots gets a process any more; empty where one has, or may get, one."""
-        slots = [self.slots[number] for number in numbers]
+        slots = [self[number] for number in numbers]
         if self.stopping or any(slot.standing is not Standing.VACANT or self.may_refill(slot) for slot in slots):
             return ""
         refused = [slot.closed for slot in slots if slot.closed]
@@ -188,29 +211,41 @@ class WorkerSlots:
 
     def refill(self, now: float) -> list[Replace]:
         """Fresh processes for vacant slots."""
-        vacant = [slot for slot in self.slots if slot.standing is Standing.VACANT and self.may_refill(slot)]
-        return [slot.start_again(now) for slot in vacant]
+        vacant = [slot for slot in [*self.workers, *self.servers] if slot.standing is Standing.VACANT]
+        return [slot.start_again(now) for slot in vacant if self.may_refill(slot)]
 
-    def lose(self, slot: Slot, now: float, *, fence: bool) -> None:
-        """Its process is gone, or has to go."""
-        slot.attempts += slot.standing is not Standing.MEMBER or slot.joining
-        slot.fall(now, fenced=fence)
+    def lose(self, numbers: Iterable[int], now: float, *, fence: bool) -> list[int]:
+        """Their processes are gone, or have to go; those of them that were not lost before."""
+        lost = [slot for slot in map(self.__getitem__, numbers) if slot.standing in PRESENT]
+        for slot in lost:
+            slot.attempts += slot.is_server or slot.standing is not Standing.MEMBER or slot.joining
+            slot.fall(now, fenced=fence)
+        return [slot.number for slot in lost]
+
+    def instead(self, members: Sequence[int]) -> str:
+        """Who serves from now on what a lost server did, in words."""
+        if not members:
+            return "no worker needs its keys any more"
+        left = [str(slot.server_index) for slot in self.servers if slot.standing is Standing.MEMBER]
+        if not left:
+            return f"worker {members[0]} serves its keys"
+        return f"its keys go to server{'s' if len(left) > 1 else ''} {' and '.join(left)}"
 
     def host_lost(self, numbers: Collection[int]) -> None:
         for number in numbers:
-            self.slots[number].away, self.slots[number].invited = True, False
+            self[number].away, self[number].invited = True, False
 
     def host_came(self, numbers: Collection[int]) -> None:
         """Their host is there, for the first time or again; what befell older processes there counts no more."""
         for number in numbers:
-            slot = self.slots[number]
+            slot = self[number]
             slot.vacate()
             slot.away, slot.invited, slot.attempts, slot.closed = False, True, 0, ""
 
     def add(self, count: int) -> list[int]:
         """At the end, for a host that is about to come."""
-        added = [Slot(len(self.slots) + index, standing=Standing.VACANT, away=True) for index in range(count)]
-        self.slots += added
+        added = [Slot(len(self.workers) + index, standing=Standing.VACANT, away=True) for index in range(count)]
+        self.workers += added
         return [slot.number for slot in added]
 
     # ---- all of them begin anew ---------------------------------------------------------------------------
@@ -228,21 +263,29 @@ class WorkerSlots:
         self.starts = 0
 
     def begin_anew(self) -> tuple[int, ...]:
-        """As at the start, but without those whose host is lost; the slots that begin."""
+        """As at the start, but without those whose host is lost; the workers' slots that begin."""
         self.starts += 1
-        self.slots = [
+        self.workers = [
             Slot(one.number, standing=Standing.VACANT, away=True, has_joined=one.has_joined) if one.away
             else Slot(one.number)
-            for one in self.slots
+            for one in self.workers
         ]  # fmt: skip
+        self._start_servers(len(self.workers), len(self.servers))
         starting = tuple(slot.number for slot in self.here)
         self.starters = len(starting)
         return starting
 
+    def _start_servers(self, workers: int, count: int) -> None:
+        """They serve from the start on, without a word."""
+        self.servers = [
+            Slot(workers + index, standing=Standing.MEMBER, server_index=index, has_joined=True)
+            for index in range(count)
+        ]
+
     def begins_in_words(self) -> str:
         """Who begins anew."""
         left = f"the {workers(self.starters)} of the hosts that are left start{'s' if self.starters == 1 else ''}"
-        who = "all start" if self.starters == len(self.slots) else left
+        who = "all start" if self.starters == len(self.workers) else left
         return f"{who} anew ({self.starts} of at most {MOST_STARTS} times)"
 
     # ---- joining ------------------------------------------------------------------------------------------
@@ -253,10 +296,12 @@ class WorkerSlots:
     def step_counts(self, *, more: bool) -> None:
         """A step was committed; `more` of the loop follow."""
         self._had_more |= more
+        for slot in self.servers:
+            slot.attempts = 0 if slot.standing is Standing.MEMBER else slot.attempts
 
     def ask(self, slot: Slot, loop: int, facts: Facts, known: Facts) -> str:
         """It stands in front of this loop, 0: any; how it differs from what is `known` of the members, if it does."""
-        if unlike := difference(known, facts):
+        if unlike := difference(known, facts, only_shared=slot.is_server):
             slot.closed = unlike
             return unlike
         slot.standing, slot.loop, slot.asked, slot.facts = Standing.WAITING, loop, loop, facts
@@ -270,123 +315,43 @@ class WorkerSlots:
 
     def call_in(self, loop: int) -> tuple[list[Wait], list[int]]:
         """Those who wait in front of a loop that is over skip to this one; and those who would not hear of it."""
-        late = [slot for slot in self.slots if slot.standing is Standing.WAITING and 0 < slot.loop < loop]
+        late = [slot for slot in self.workers if slot.standing is Standing.WAITING and 0 < slot.loop < loop]
         unreachable = [slot.number for slot in late if slot.came_in_vain]
         return [self.call(slot, loop) for slot in late if not slot.came_in_vain], unreachable
 
-    def admit(self, loop: int) -> list[int]:
-        """Those who wait in front of this loop, which the members are in."""
-        admitted = [slot for slot in self.slots if slot.standing is Standing.WAITING and slot.loop in (0, loop)]
+    def admit(self, loop: int) -> str:
+        """Those who wait in front of this loop, which the members are in, and servers that wait; in words."""
+        waiting = [slot for slot in [*self.workers, *self.servers] if slot.standing is Standing.WAITING]
+        admitted = [slot for slot in waiting if slot.loop in (0, loop)]
         for slot in admitted:
             slot.standing, slot.loop, slot.in_loop, slot.entered_at = Standing.MEMBER, loop, True, None
             slot.joining = True
-        return [slot.number for slot in admitted]
+        numbers = [slot.number for slot in admitted if not slot.is_server]
+        servers = [slot.name for slot in admitted if slot.is_server]
+        return " and ".join([*([named(numbers)] if numbers else []), *servers])
+
+    def begin_generation(self, members: Iterable[Slot]) -> None:
+        for slot in members:
+            slot.ready, slot.grouped = None, not slot.in_loop
+        for slot in self.servers:
+            slot.grouped = slot.standing is not Standing.MEMBER
 
     def arrive(self, slot: Slot) -> str:
         """It is where its generation meets: what that makes of one that joins, in words; empty where it was there."""
-        if not slot.arrive():
+        slot.grouped = True
+        if not slot.joining:
             return ""
         came = "is back" if slot.has_joined else "joined"
-        slot.attempts, slot.has_joined = 0, True
+        slot.attempts = slot.attempts if slot.is_server else 0
+        slot.has_joined, slot.joining = True, False
         return came
 
     def send_back(self) -> None:
-        """Who was admitted and has not arrived, to have the state, waits for the next committed step."""
-        for slot in self.slots:
+        """Which worker was admitted and has not arrived, to have the state, waits for the next committed step."""
+        for slot in self.workers:
             if slot.joining:
                 slot.standing, slot.loop, slot.in_loop = Standing.WAITING, slot.asked, False
                 slot.came_in_vain, slot.joining = True, False
-
-
-class ServerSlots:
-    """Server processes, as the coordinator knows them: who serves, and who serves instead.
-
-        lost            its keys go to                        in the next generation
-        server 1 of 2   server 0                              the same workers, servers (0,)
-        the last one    the first worker, who doubles as one  the same workers, no servers
-        its fresh process stands in front of its work         after the next commit: the same workers, servers (0, 1)
-
-    Their ranks come after those of all `workers`. A server says neither READY nor that it enters a loop. What it holds
-    goes with a worker's part of the state to the in-memory checkpoint before that worker is ready, so a commit is as
-    safe as without it; and who joins gets it from there, as all do.
-    """
-
-    def __init__(self, workers: int, count: int, rules: Rules) -> None:
-        self._workers, self._rules = workers, rules
-        self.slots = [Slot(workers + index, standing=Standing.MEMBER) for index in range(count)]
-
-    @property
-    def here(self) -> tuple[int, ...]:
-        """Those who serve, by rank."""
-        return tuple(slot.number for slot in self.slots if slot.standing is Standing.MEMBER)
-
-    def has(self, rank: int) -> bool:
-        return 0 <= rank - self._workers < len(self.slots)
-
-    def slot(self, rank: int) -> Slot:
-        return self.slots[rank - self._workers]
-
-    def name(self, rank: int) -> str:
-        """Of a worker too."""
-        return f"server {rank - self._workers}" if self.has(rank) else f"worker {rank}"
-
-    def begin_anew(self) -> None:
-        """All of them are started again."""
-        self.slots = [Slot(slot.number, standing=Standing.MEMBER) for slot in self.slots]
-
-    def lose(self, rank: int, now: float, *, fence: bool) -> bool:
-        """False where it was lost before."""
-        slot = self.slot(rank)
-        if slot.standing not in PRESENT:
-            return False
-        slot.fall(now, fenced=fence)
-        slot.attempts += 1
-        return True
-
-    def instead(self, members: Sequence[int]) -> str:
-        """Who serves from now on what the lost one did, in words."""
-        if not members:
-            return "no worker needs its keys any more"
-        left = [str(rank - self._workers) for rank in self.here]
-        if not left:
-            return f"worker {members[0]} serves its keys"
-        return f"its keys go to server{'s' if len(left) > 1 else ''} {' and '.join(left)}"
-
-    def may_refill(self, rank: int) -> bool:
-        slot = self.slot(rank)
-        return self._rules.restart_workers and not slot.closed and slot.attempts < MOST_ATTEMPTS
-
-    def refill(self, now: float) -> list[Replace]:
-        vacant = [slot for slot in self.slots if slot.standing is Standing.VACANT and self.may_refill(slot.number)]
-        return [slot.start_again(now) for slot in vacant]
-
-    def ask(self, rank: int, known: Facts, facts: Facts) -> str:
-        """It stands in front of its work; how it differs from the workers in what both know, if it does."""
-        slot = self.slot(rank)
-        slot.closed = difference(known, facts, only_shared=True)
-        if not slot.closed and slot.standing is Standing.STARTING:
-            slot.standing = Standing.WAITING
-        return slot.closed
-
-    def admit(self) -> list[str]:
-        """Those who wait serve from now on; their names."""
-        waiting = [slot for slot in self.slots if slot.standing is Standing.WAITING]
-        for slot in waiting:
-            slot.standing, slot.joining = Standing.MEMBER, True
-        return [self.name(slot.number) for slot in waiting]
-
-    def begin_generation(self) -> None:
-        for slot in self.slots:
-            slot.grouped = slot.standing is not Standing.MEMBER
-
-    def absent(self) -> list[int]:
-        """Those who have not come to where a generation meets: the workers wait for them."""
-        return [slot.number for slot in self.slots if slot.standing is Standing.MEMBER and not slot.grouped]
-
-    def served(self) -> None:
-        """A step was committed with those who are here."""
-        for slot in self.slots:
-            slot.attempts = 0 if slot.standing is Standing.MEMBER else slot.attempts
 
 
 @dataclass(frozen=True)

@@ -201,7 +201,7 @@ class ElasticJob:
         how = happened(process, self._chief.processes, where=members.where)
         self._lose(process, members.died(slot, how, self._chief.clock(), by_code=by_code))
         far = self._chief.far
-        if (there := far.neighbours(slot)) and (why := members.workers.why_idle(there)):
+        if (there := far.neighbours(slot)) and (why := members.table.why_idle(there)):
             far.send_away(far.host_of(slot), f"none of its workers can join ({why})")
         return True
 
@@ -229,7 +229,7 @@ class ElasticJob:
 
     def make_room(self, size: int) -> None:
         """So many slots in all, for a host that is about to come."""
-        for slot in self.membership.workers.add(size - len(self.membership.slots)):
+        for slot in self.membership.table.add(size - len(self.membership.slots)):
             self._chief.processes.append(Process(slot, lost=True))
 
     def host_came(self, host: int, slots: Sequence[int], *, is_new: bool) -> None:
@@ -272,7 +272,7 @@ class ElasticJob:
             return
         late = [slot for slot in self.membership.slots if slot.standing is not Standing.FINISHED]
         serving = (Standing.MEMBER, Standing.FINISHED)
-        late += [slot for slot in self.membership.servers.slots if slot.standing not in serving]
+        late += [slot for slot in self.membership.table.servers if slot.standing not in serving]
         for slot in late:
             self._chief.processes[slot.number].lost = True
         for process in self._unfinished:
@@ -336,7 +336,7 @@ class ElasticJob:
             hands.empty_vault()
         # Said even where it is everybody: hosts have joined since, of which the others' seats know nothing.
         self._starters = [(slot, self._chief.far.host_of(slot)) for slot in members]
-        for slot in (*members, *self.membership.servers.here):
+        for slot in (*members, *self.membership.table.serving):
             process = self._chief.processes[slot]
             if process.ended or (process.lost and process.pid is None):
                 self._start(slot, 0)
