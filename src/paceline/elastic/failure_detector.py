@@ -13,8 +13,8 @@
 |              | one who says nothing where others meet in vain  | ABSENT_S, the third time | it is fenced             |
 
 A process that holds Python's lock for long sends no heartbeat, and uses a processor; one that is stopped or blocked
-does not. The supervisor of its host looks, four times in a deadline, and tells of it (`launch/vigil.py`): it is busy
-while one of the last two looks has seen it compute.
+does not. The supervisor of its host looks, four times in a deadline, and tells of it (the launcher's busy check): a
+process is busy while one of the last two looks has seen it compute.
 
 A tick of our own that comes late means that we were stopped or starved. Others' silence proves nothing then, and all of
 it is counted anew.

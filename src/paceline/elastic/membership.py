@@ -23,7 +23,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
 
 from paceline.elastic.decisions import (
     TOO_FEW_LEFT,
@@ -56,22 +55,12 @@ WHOLE_STEP = 1 << 62
 """As the update of a step that is done with all its updates."""
 
 
-@dataclass(frozen=True)
-class Agreed:
-    step: int
-    update: int
-    more: bool
-    """No worker's loop ends with it."""
-    is_new: bool
-    """No earlier start of the job had come so far."""
-
-
 class CommittedSteps:
     """Which steps are committed, and what the READYs of all members say of the next one.
 
     | all are ready                            | found   | then                                              |
     |------------------------------------------|---------|---------------------------------------------------|
-    | for one step, with equal checks          | Agreed  | it is committed, once and for ever                |
+    | for one step, with equal checks          | nothing | it is committed, once and for ever                |
     | for one step, most with equal checks     | Lost    | those who differ are out: silent corruption       |
     | for one step, no check has a majority    | Retry   | it is done again; the second time in a row: End   |
     | for different steps                      | End     | the job ends                                      |
@@ -83,6 +72,8 @@ class CommittedSteps:
     def __init__(self) -> None:
         self._committed = (0, WHOLE_STEP)
         self._furthest = (0, 0)
+        self.is_new = False
+        """The last one: no earlier start of the job had come so far."""
         self._ties = 0
         self._raised_in: set[tuple[tuple[int, int], bool]] = set()
 
@@ -126,8 +117,8 @@ class CommittedSteps:
         self._raised_in.add(place)
         return again
 
-    def compare(self, readies: Mapping[int, Ready]) -> Agreed | Finding:
-        """All are ready, by slot: for the same step, and with the same result?"""
+    def compare(self, readies: Mapping[int, Ready]) -> Finding | None:
+        """All are ready, by slot: for the same step, and with the same result? Then it is committed."""
         if len({ready.place for ready in readies.values()}) > 1:
             told = ", ".join(f"worker {number} for step {ready.step}" for number, ready in readies.items())
             return End(1, f"the workers are ready for different steps: {told}")
@@ -137,8 +128,8 @@ class CommittedSteps:
             return self._disagree(first.step, checks)
         self._committed = first.place
         self._ties = 0
-        is_new, self._furthest = first.place > self._furthest, max(first.place, self._furthest)
-        return Agreed(first.step, first.update, more=all(ready.more for ready in readies.values()), is_new=is_new)
+        self.is_new, self._furthest = first.place > self._furthest, max(first.place, self._furthest)
+        return None
 
     def _disagree(self, step: int, checks: dict[int, int]) -> Finding:
         """Full copies that should be equal are not: what the majority has is right."""
@@ -182,7 +173,7 @@ class Membership:
 
     @property
     def members(self) -> tuple[int, ...]:
-        """Of the current generation; before it has begun, whoever started."""
+        """Of the current generation; before it has begun, those that started."""
         return tuple(slot.number for slot in self.slots if self._counts(slot))
 
     @property
@@ -271,17 +262,19 @@ class Membership:
         if len(readies) < len(members):
             return []
         found = self._steps.compare(readies)
-        return self._commit(found, now) if isinstance(found, Agreed) else self._act_on(found, now)
+        more = all(ready.more for ready in readies.values())
+        return self._act_on(found, now) if found else self._commit(ready, now, more=more)
 
-    def _commit(self, agreed: Agreed, now: float) -> list[Decision]:
-        if agreed.is_new:
+    def _commit(self, ready: Ready, now: float, *, more: bool) -> list[Decision]:
+        """`more`: no worker's loop ends with this step."""
+        if self._steps.is_new:
             self.table.got_on()
         self._detector.step_counts()
-        self.table.step_counts(more=agreed.more)
+        self.table.step_counts(more=more)
         for slot in self._member_slots():
             slot.ready = None
-        commit = Commit(agreed.step, agreed.update, self.generation, self.members, self.table.serving)
-        return [commit, *(self._admit(now) if agreed.more else [])]
+        commit = Commit(ready.step, ready.update, self.generation, self.members, self.table.serving)
+        return [commit, *(self._admit(now) if more else [])]
 
     def failed(self, slot: int, generation: int, why: str, now: float) -> list[Decision]:
         """Communication broke, though no process has died so far as the slot knows."""

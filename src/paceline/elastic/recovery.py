@@ -55,7 +55,7 @@ class Parts(Protocol):
 
     @property
     def takes_places(self) -> bool:
-        """Only the worker that rides a lane knows its place in the data."""
+        """Only the worker that a lane is assigned to knows its place in the data."""
         ...
 
     def tensors(self) -> dict[str, Any]:

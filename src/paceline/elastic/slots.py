@@ -448,5 +448,5 @@ class SlotAssignment:
         if there + number > self._lanes:
             lanes = f"{self._lanes} lane{'s' if self._lanes > 1 else ''}"
             raise LaunchError(
-                f"{brings}, but the job has {lanes}, fixed since its start; every worker rides one or more"
+                f"{brings}, but the job has {lanes}, fixed since its start; every worker has at least one"
             )

@@ -6,7 +6,7 @@
     a file      │ head: stamp, sizes │ table │ plain values │ data: parts, each at a multiple of 64 bytes │
 
 A *stamp* is the state's number plus one, or 0 while the rest of the file is not that state's. It is taken away first
-and set last, so a worker that is killed while it writes leaves the step before. Whoever knows the slots that committed
+and set last, so a worker that is killed while it writes leaves the step before. One that knows the slots that committed
 a step reads its state from their files, those of the dead among them, as from a checkpoint: any worker any range.
 
 The *number* of a state counts steps, updates inside them and what is laid out for joiners, and grows:
@@ -230,7 +230,7 @@ def step_in(path: Path) -> int | None:
         with open_own_file(path) as file:
             head = memoryview(file.read(HEAD_BYTES))
             size = os.fstat(file.fileno()).st_size
-    except (FileNotFoundError, PermissionError):  # what another user has put there is nobody's state
+    except (FileNotFoundError, PermissionError):  # what another user has put there is no worker's state
         return None
     fields = head.cast("q") if len(head) == HEAD_BYTES else [0] * HEAD_FIELDS
     valid = fields[AT_MAGIC] == MAGIC and fields[AT_BYTES] == size and fields[AT_STAMP] > 0
