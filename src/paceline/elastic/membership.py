@@ -321,15 +321,14 @@ class Membership:
 
     def raised(self, slot: int, how: str, now: float, *, cause: bool = True) -> list[Decision]:
         """An exception escaped the script; the process will end in a moment. `cause`: it is not another's fault."""
-        return self._drop({slot: f"worker {slot} {how}"}, now, code_failed=cause)
+        return self._drop({slot: f"{self.table[slot].name} {how}"}, now, code_failed=cause)
 
     def died(self, slot: int, how: str, now: float, *, by_code: bool = False) -> list[Decision]:
         """Its process is gone; `by_code`: by an exit that the script chose."""
-        one = self.slots[slot]
-        known = one.standing in (Standing.FENCED, Standing.DYING)
-        decided = [] if known else self._drop({slot: f"worker {slot} {how}"}, now, code_failed=by_code)
+        one = self.table[slot]
+        decided = self._drop({slot: f"{one.name} {how}"}, now, code_failed=by_code)
         one.vacate()
-        return decided if self.over else [*decided, *self._refill(now)]
+        return [*decided, *self._refill(now)]
 
     def ended_well(self, slot: int, now: float) -> list[Decision]:
         one = self.slots[slot]
@@ -340,6 +339,13 @@ class Membership:
             return []
         one.attempts += 1
         one.vacate()
+        return []
+
+    def server_ended_well(self, rank: int, how: str, now: float) -> list[Decision]:
+        """All workers had said goodbye; or so it took it."""
+        if self._may_join():
+            return self.died(rank, how, now)
+        self.table[rank].standing = Standing.FINISHED
         return []
 
     def is_missed(self, slot: int) -> bool:
@@ -379,39 +385,29 @@ class Membership:
         its = f"its {workers(len(slots))} {'join' if len(slots) > 1 else 'joins'}"
         return [Say(f"{who}; {its} after a step"), *self._refill(now)]
 
-    def server_lost(
-        self, ranks: Collection[int], how: str, now: float, *, fence: bool = False, code_failed: bool = False
-    ) -> list[Decision]:
-        """Server processes are gone, or have to go: the step is done again with those who are left."""
-        fallen = {rank: f"{self.table[rank].name} {how}" for rank in ranks}
-        return self._drop_servers(fallen, now, fence=fence, code_failed=code_failed)
-
-    def server_ended(self, rank: int, how: str, now: float, *, well: bool, by_code: bool = False) -> list[Decision]:
-        """Its process is gone: `well`, because all workers had said goodbye."""
-        one = self.table[rank]
-        if well and not self._may_join():
-            one.standing = Standing.FINISHED
-            return []
-        decided = self.server_lost([rank], how, now, code_failed=by_code)
-        one.vacate()
-        return [*decided, *self._refill(now)]
-
     # ---- what follows from a loss -------------------------------------------------------------------------
 
     def _drop(
         self, fallen: Mapping[int, str], now: float, *, fence: bool = False, code_failed: bool = False, said: str = ""
     ) -> list[Decision]:
-        """Take workers out of the job, by slot with what is said of each, and go on with those who are left."""
-        members = set(self.members)
+        """Take processes out of the job, by slot with what is said of each, and go on with those who are left.
+
+        All of them are workers, or all are servers.
+        """
+        belonged = {*self.members, *self.table.serving}
         lost = self.table.lose(fallen, now, fence=fence)
         if not lost:
             return [Say(said)] if said else []
         decided: list[Decision] = [Fence(number) for number in lost] if fence else []
         what = said or "; ".join(fallen[number] for number in lost)
+        if self.over:
+            return decided
         if not self.running:
             return [*decided, *self._fell_at_start(what, code_failed=code_failed, fence=fence)]
-        if members.isdisjoint(lost):
+        if belonged.isdisjoint(lost):
             return [*decided, *self._go_on_without_waiting(what, lost)]
+        if self.table[lost[0]].is_server:
+            return [*decided, *self._go_on_without_servers(what, lost, now)]
         if code_failed and self._steps.failed_before():
             return [*decided, *self._end(None, "the same step failed before: it is the code, not the machine")]
         return [*decided, *self._go_on_without_members(what, lost, now)]
@@ -429,38 +425,22 @@ class Membership:
         goes_on = f"{workers(len(left))} {'go on' if len(left) > 1 else 'goes on'}"
         return [Say(f"{what}; {goes_on}{self._replacement_of(lost)}"), *self._regroup(what, now)]
 
+    def _go_on_without_servers(self, what: str, lost: Sequence[int], now: float) -> list[Decision]:
+        staying = [slot.number for slot in self._member_slots() if not slot.joining]
+        said = Say(f"{what}; {self.table.instead(staying)}{self._replacement_of(lost)}")
+        return [said, *(self._regroup(what, now) if staying else [])]
+
     def _go_on_without_waiting(self, what: str, lost: Sequence[int]) -> list[Decision]:
-        """It befell workers who had not joined; of those who were refused that is known."""
-        slots = [self.slots[number] for number in lost]
+        """It befell processes that had not joined; of those who were refused that is known."""
+        slots = [self.table[number] for number in lost]
         if all(slot.closed for slot in slots):
             return []
         and_so = self._replacement_of(lost) or ("" if slots[0].away else "; its place stays empty")
         return [Say(f"{what}, before it had joined{and_so}")]
 
     def _replacement_of(self, lost: Sequence[int]) -> str:
-        replaced = self._in_loop() and any(self.table.may_refill(self.slots[number]) for number in lost)
+        replaced = self._in_loop() and any(self.table.may_refill(self.table[number]) for number in lost)
         return ", a replacement starts" if replaced else ""
-
-    def _drop_servers(
-        self, fallen: Mapping[int, str], now: float, *, fence: bool = False, code_failed: bool = False
-    ) -> list[Decision]:
-        served = set(self.table.serving)
-        lost = self.table.lose(fallen, now, fence=fence)
-        decided: list[Decision] = [Fence(rank) for rank in lost] if fence else []
-        what = "; ".join(fallen[rank] for rank in lost)
-        if not lost or self.over:
-            return decided
-        if not self.running:
-            return [*decided, *self._fell_at_start(what, code_failed=code_failed, fence=fence)]
-        replaced = self._in_loop() and all(self.table.may_refill(self.table[rank]) for rank in lost)
-        and_so = ", a replacement starts" if replaced else ""
-        if served.isdisjoint(lost):
-            if all(self.table[rank].closed for rank in lost):
-                return decided
-            return [*decided, Say(f"{what}, before it had joined{and_so or '; its place stays empty'}")]
-        staying = [slot.number for slot in self._member_slots() if not slot.joining]
-        said = Say(f"{what}; {self.table.instead(staying)}{and_so}")
-        return [*decided, said, *(self._regroup(what, now) if staying else [])]
 
     def _fell_at_start(self, what: str, *, code_failed: bool, fence: bool) -> list[Decision]:
         """Before all have met none has the state, so that none can go on without the others."""
@@ -534,8 +514,6 @@ class Membership:
     def _act_on(self, found: Finding | Decision, now: float) -> list[Decision]:
         """A finding is answered; what is a decision already stands."""
         match found:
-            case Lost(how) if all(self.table[number].is_server for number in how):
-                return self._drop_servers(how, now, fence=True)
             case Lost(how):
                 return self._drop(how, now, fence=True)
             case Retry(why, said):

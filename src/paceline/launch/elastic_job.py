@@ -164,11 +164,9 @@ class ElasticJob:
             return True  # of whose end it is the consequence we hear in a moment; if of no other's, then of its own
         how = happened(process, self._chief.processes, where=members.where)
         now = self._chief.clock()
-        if process.is_server:
-            decisions = members.server_lost([process.rank], how, now, code_failed=cause)
-        else:
+        if not process.is_server:
             self._remember(process, by_code=cause)
-            decisions = members.raised(process.rank, how, now, cause=cause)
+        decisions = members.raised(process.rank, how, now, cause=cause)
         self._lose(process, decisions)
         if any(isinstance(decision, Say) for decision in decisions) and self._is_news(process):
             self._chief.announce(process.raised.traceback.rstrip())
@@ -209,7 +207,10 @@ class ElasticJob:
         """Where no worker is left to go on, the launcher looks whether all is well."""
         how = happened(process, self._chief.processes, where=self.membership.where)
         now, members = self._chief.clock(), self.membership
-        decisions = members.server_ended(process.rank, how, now, well=well, by_code=_by_code(process))
+        if well:
+            decisions = members.server_ended_well(process.rank, how, now)
+        else:
+            decisions = members.died(process.rank, how, now, by_code=_by_code(process))
         if decisions or not well:
             self._lose(process, decisions)
         return process.lost and bool(members.members)
