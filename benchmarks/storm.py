@@ -32,8 +32,8 @@ from pathlib import Path
 from paceline.bench.statistics import Spread
 from paceline.cli.chaos import start
 from paceline.data.audit import audit
-from paceline.elastic.ledger import read_ledger
 from paceline.elastic.random_faults import MOMENT_S, HurtJob
+from paceline.elastic.step_log import read_step_log
 from paceline.errors import PacelineError
 
 STRATEGIES = ("star", "parameter_server", "ddp", "zero1", "zero2", "zero3", "fsdp", "hybrid")
@@ -253,7 +253,7 @@ def looked_at(folder: Path, process: subprocess.Popen[bytes], hurt: HurtJob) -> 
     """What is wrong with a job that has ended, but for its hash."""
     problems = [] if process.returncode == 0 else [f"ended with code {process.returncode}"]
     try:
-        steps = [row.step for row in read_ledger(folder / "ledger.jsonl")]
+        steps = [row.step for row in read_step_log(folder / "ledger.jsonl")]
         if steps != list(range(1, len(steps) + 1)):
             problems.append(f"the {len(steps)} steps of its ledger are not each there once, in order")
         report = audit(folder / "run")

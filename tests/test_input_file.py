@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 
 from paceline.data import TokenFile
 from paceline.data.audit import audit
-from paceline.elastic.ledger import Ledger, Row, read_ledger
+from paceline.elastic.decisions import Commit
+from paceline.elastic.step_log import StepLog, line_of, read_step_log
 from paceline.errors import CheckpointError, ConfigError, DataError, PacelineError, WorldError
 from paceline.input_file import cause_of, one_line, open_output, parse_json, read_json, read_short
 from paceline.parameter_server.update_log import read_log
@@ -132,19 +133,19 @@ def test_what_may_be_missing_is_missing_or_a_warning(tmp_path: Path, instead: st
      '{"rewound_to": []}', '{"step": 1, "update": 0, "generation": 0, "members": 4}', "\ufffd nonsense"],
 )  # fmt: skip
 def test_a_ledger_with_a_row_that_is_none_is_told_with_its_line(tmp_path: Path, lines: str) -> None:
-    good = Row(1, 0, 1, (0,)).as_line()
+    good = line_of(Commit(1, 0, 1, (0,)))
     (tmp_path / "ledger").write_text(good + lines + "\n")
-    with pytest.raises(WorldError, match="line 2: not a row of a ledger"):
-        read_ledger(tmp_path / "ledger")
-    with pytest.raises(WorldError, match="line 2: not a row of a ledger"):
-        Ledger(tmp_path / "ledger")
+    with pytest.raises(WorldError, match="line 2: not a row of a step log"):
+        read_step_log(tmp_path / "ledger")
+    with pytest.raises(WorldError, match="line 2: not a row of a step log"):
+        StepLog(tmp_path / "ledger")
 
 
 @pytest.mark.parametrize("instead", ["a folder", "a fifo", "a socket", "a link to itself"])
 def test_a_ledger_that_cannot_be_written_is_told(tmp_path: Path, instead: str) -> None:
     INSTEAD[instead](tmp_path / "ledger")
     with pytest.raises(WorldError, match="can't be written"):
-        Ledger(tmp_path / "ledger")
+        StepLog(tmp_path / "ledger")
 
 
 LINES = st.binary(max_size=30) | st.sampled_from(

@@ -10,7 +10,6 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from paceline.elastic.deadlines import DYING_S, FIRST_BEAT_S, SETTLE_S
 from paceline.elastic.decisions import (
     TOO_FEW_LEFT,
     Begin,
@@ -18,8 +17,8 @@ from paceline.elastic.decisions import (
     Decision,
     End,
     Fence,
+    Generation,
     Refuse,
-    Regroup,
     Replace,
     Rewind,
     Rules,
@@ -27,11 +26,10 @@ from paceline.elastic.decisions import (
     StartAnew,
     Wait,
 )
-from paceline.elastic.ledger import Ledger, Row, read_ledger
+from paceline.elastic.failure_detector import DYING_S, FIRST_BEAT_S, MOST_BREAKS, SETTLE_S
 from paceline.elastic.membership import Membership
-from paceline.elastic.places import MOST_ATTEMPTS
-from paceline.elastic.slots import Ready, Standing, difference
-from paceline.elastic.timekeeper import MOST_BREAKS
+from paceline.elastic.slots import MOST_ATTEMPTS, Ready, Standing, difference
+from paceline.elastic.step_log import StepLog, read_step_log
 from paceline.errors import LaunchError, WorldError
 
 FACTS = {"torch": "2.13", "lanes": 4}
@@ -89,7 +87,7 @@ def test_a_death_makes_a_generation_of_the_others_and_a_replacement_at_once() ->
     told = "worker 2 was killed by SIGKILL in step 2; 3 workers go on, a replacement starts"
     assert decided == [
         Say(told),
-        Regroup(2, (0, 1, 3), (), 1, "worker 2 was killed by SIGKILL in step 2"),
+        Generation(2, (0, 1, 3), (), 1, "worker 2 was killed by SIGKILL in step 2"),
         Replace(2, 1),
     ]
 
@@ -100,7 +98,7 @@ def test_a_replacement_is_admitted_right_after_a_commit_that_has_a_step_after_it
     assert members.asks_to_join(1, 1, FACTS) == []
     assert ready(members, [0], 1, more=False) == [Commit(1, 0, 2, (0,))]
     decided = ready(members, [0], 2)
-    assert decided == [Commit(2, 0, 2, (0,)), Regroup(3, (0, 1), (1,), 2, "worker 1 joined after step 2")]
+    assert decided == [Commit(2, 0, 2, (0,)), Generation(3, (0, 1), (1,), 2, "worker 1 joined after step 2")]
     assert members.grouped(0, 3) == []
     assert members.grouped(1, 3) == [Say("worker 1 is back after step 2")]
 
@@ -109,7 +107,7 @@ def test_the_main_worker_is_the_first_of_the_others_when_it_is_lost_and_who_come
     members = job(3)
 
     def main(decided: list[Decision]) -> list[int]:
-        return [decision.main for decision in decided if isinstance(decision, Regroup)]
+        return [decision.main for decision in decided if isinstance(decision, Generation)]
 
     assert main(members.died(0, "was killed", 0.0)) == [1]
     members.asks_to_join(0, 1, FACTS)
@@ -126,11 +124,11 @@ def test_a_replacement_that_had_not_come_to_the_state_joins_after_the_next_step(
     members.asks_to_join(1, 1, FACTS)
     ready(members, [0, 2], 1)
     decided = members.died(2, "was killed", 0.0)
-    assert [decision for decision in decided if isinstance(decision, Regroup)] == [
-        Regroup(4, (0,), (), 1, "worker 2 was killed")
+    assert [decision for decision in decided if isinstance(decision, Generation)] == [
+        Generation(4, (0,), (), 1, "worker 2 was killed")
     ]
     assert ready(members, [0], 2) == [
-        Commit(2, 0, 4, (0,)), Regroup(5, (0, 1), (1,), 2, "worker 1 joined after step 2"),
+        Commit(2, 0, 4, (0,)), Generation(5, (0, 1), (1,), 2, "worker 1 joined after step 2"),
     ]  # fmt: skip
 
 
@@ -161,14 +159,14 @@ def test_a_replacement_in_front_of_a_loop_that_is_over_is_told_to_skip_it() -> N
     members.left(0, 1)
     assert members.entered(0, 2, 0, FACTS, 0.0) == [Begin(2, (0,)), Wait(1, 2)]
     assert members.asks_to_join(1, 2, FACTS) == []
-    assert Regroup(3, (0, 1), (1,), 1, "worker 1 joined after step 1") in ready(members, [0], 1)
+    assert Generation(3, (0, 1), (1,), 1, "worker 1 joined after step 1") in ready(members, [0], 1)
 
 
 def test_a_replacement_in_front_of_loop_0_joins_whichever_they_are_in() -> None:
     members = job(2)
     members.died(1, "was killed", 0.0)
     assert members.asks_to_join(1, 0, FACTS) == []
-    assert isinstance(ready(members, [0], 1)[-1], Regroup)
+    assert isinstance(ready(members, [0], 1)[-1], Generation)
 
 
 def next_loop(members: Membership, slots: Iterable[int], loop: int) -> list[Decision]:
@@ -183,7 +181,7 @@ def test_a_replacement_is_admitted_when_the_others_enter_a_loop_so_epochs_of_one
     members.asks_to_join(1, 0, FACTS)
     assert ready(members, [0], 1, more=False) == [Commit(1, 0, 2, (0,))]
     assert next_loop(members, [0], 2) == [
-        Begin(2, (0,)), Regroup(3, (0, 1), (1,), 1, "worker 1 joined after step 1"),
+        Begin(2, (0,)), Generation(3, (0, 1), (1,), 1, "worker 1 joined after step 1"),
     ]  # fmt: skip
     assert members.slots[1].loop == 2
 
@@ -210,7 +208,7 @@ def test_a_replacement_that_counts_its_loops_catches_up_with_loops_of_one_step()
     assert members.asks_to_join(1, 3, FACTS) == [], "said before it heard that it is to skip it"
     members.asks_to_join(1, 4, FACTS)
     assert ready(members, [0], 3) == [Commit(3, 0, 2, (0,))], "it stands in front of another loop"
-    assert isinstance(next_loop(members, [0], 4)[-1], Regroup)
+    assert isinstance(next_loop(members, [0], 4)[-1], Generation)
 
 
 def test_a_replacement_that_came_in_vain_to_a_loop_that_is_over_is_replaced() -> None:
@@ -254,7 +252,7 @@ def test_a_worker_without_a_heartbeat_is_fenced_and_never_heard_again() -> None:
             members.beat(slot, tenth / 10)
         decided += members.tick(tenth / 10)
     assert decided[0] == Fence(2)
-    assert lines(decided) == ["worker 2 gave no sign of life for 5 s in step 1; 2 workers go on, a replacement starts"]
+    assert lines(decided) == ["worker 2 sent no heartbeat for 5 s in step 1; 2 workers go on, a replacement starts"]
     assert members.readied(2, members.generation, Ready(1, 0, 7, True), 6.0) == []
     assert members.entered(2, 1, 0, FACTS, 6.0) == []
     assert members.died(2, "was killed by SIGKILL", 6.0) == [Replace(2, 1)], "its exit is no second death"
@@ -263,13 +261,13 @@ def test_a_worker_without_a_heartbeat_is_fenced_and_never_heard_again() -> None:
 @pytest.mark.parametrize(
     ("computes_until_s", "fenced_after_s", "why"),
     [
-        (0.0, 5.0, "worker 2 gave no sign of life for 5 s in step 1"),
-        (2.0, 5.0, "worker 2 gave no sign of life for 5 s in step 1"),
-        (8.0, 10.5, "worker 2 gave no sign of life for 5 s in step 1"),
-        (99.0, 30.0, "worker 2 computed, but gave no sign of life for 30 s in step 1"),
+        (0.0, 5.0, "worker 2 sent no heartbeat for 5 s in step 1"),
+        (2.0, 5.0, "worker 2 sent no heartbeat for 5 s in step 1"),
+        (8.0, 10.5, "worker 2 sent no heartbeat for 5 s in step 1"),
+        (99.0, 30.0, "worker 2 was busy, but sent no heartbeat for 30 s in step 1"),
     ],
 )
-def test_a_silent_worker_that_computes_is_borne_with_and_not_for_ever(
+def test_a_silent_worker_that_is_busy_is_waited_for_and_not_for_ever(
     computes_until_s: float, fenced_after_s: float, why: str
 ) -> None:
     members = job(3, Rules(heartbeat_timeout_s=5))
@@ -283,8 +281,13 @@ def test_a_silent_worker_that_computes_is_borne_with_and_not_for_ever(
             members.computes(2, tenth / 10)
         decided += members.tick(tenth / 10)
     assert fenced_after_s < tenth / 10 < fenced_after_s + 0.3
-    borne = ["worker 2 is silent in step 1, but computes: a call holds Python's lock? It is given 30 s"]
-    assert lines(decided) == [*(borne if computes_until_s > 5 else []), f"{why}; 2 workers go on, a replacement starts"]
+    busy = (
+        "worker 2 missed its heartbeat in step 1 but is using CPU (a C call may hold the GIL); it is killed after 30 s"
+    )
+    assert lines(decided) == [
+        *([busy] if computes_until_s > 5 else []),
+        f"{why}; 2 workers go on, a replacement starts",
+    ]
 
 
 def test_a_worker_that_was_heard_again_is_told_of_once() -> None:
@@ -354,11 +357,11 @@ def test_communication_that_breaks_is_mended_a_moment_later_unless_a_death_expla
     members.tick(0.0)
     assert members.failed(0, 1, "connection closed by peer", 0.0) == []
     decided = members.died(2, "was killed", 0.01)
-    assert any(isinstance(decision, Regroup) for decision in decided)
+    assert any(isinstance(decision, Generation) for decision in decided)
     assert members.tick(0.5) == [], "the death has made the new generation"
     members.failed(0, 2, "connection closed by peer", 0.5)
     decided = members.tick(0.5 + SETTLE_S + 0.01)
-    assert isinstance(decided[-1], Regroup)
+    assert isinstance(decided[-1], Generation)
     assert decided[-1].members == (0, 1)
 
 
@@ -372,10 +375,10 @@ def test_who_can_not_come_because_it_computes_is_waited_for_by_the_others() -> N
             members.failed(0, members.generation, "nobody there", tenth / 10)
         decided += members.tick(tenth / 10)
     assert lines(decided) == [
-        "worker 1 is silent in step 1, but computes: a call holds Python's lock? It is given 30 s"
+        "worker 1 missed its heartbeat in step 1 but is using CPU (a C call may hold the GIL); it is killed after 30 s"
     ]
     members.beat(1, 20.0)
-    assert isinstance(members.tick(20.1)[-1], Regroup)
+    assert isinstance(members.tick(20.1)[-1], Generation)
 
 
 def test_nobody_meets_again_when_all_have_ended() -> None:
@@ -402,7 +405,7 @@ def test_who_never_comes_to_where_the_others_meet_in_vain_is_fenced() -> None:
     members = job(3, Rules(heartbeat_timeout_s=1000))
     for second in range(2):
         members.failed(0, members.generation, "nobody there", float(second))
-        assert isinstance(members.tick(second + 0.2)[-1], Regroup)
+        assert isinstance(members.tick(second + 0.2)[-1], Generation)
     members.failed(0, members.generation, "nobody there", 2.0)
     members.failed(2, members.generation, "nobody there", 4.0)
     decided = [decision for tenth in range(20, 90) for decision in members.tick(tenth / 10)]
@@ -410,7 +413,7 @@ def test_who_never_comes_to_where_the_others_meet_in_vain_is_fenced() -> None:
     assert lines(decided) == [
         "worker 1 is alive, but does not come to where the others meet in step 1; 2 workers go on, a replacement starts"
     ]
-    assert isinstance(decided[-1], Regroup)
+    assert isinstance(decided[-1], Generation)
     assert decided[-1].members == (0, 2)
 
 
@@ -430,11 +433,11 @@ def test_two_workers_with_different_weights_get_a_second_try_and_no_third() -> N
     members = job(2)
     ready(members, [0], 1)
     first = ready(members, [1], 1, check=8)
-    assert isinstance(first[-1], Regroup)
+    assert isinstance(first[-1], Generation)
     assert first[-1].members == (0, 1)
     ready(members, [0], 1)
     told = (
-        "the weights of workers 0 and 1 differ in step 1, twice: silent corruption, and nobody can say whose are right"
+        "the weights of workers 0 and 1 differ in step 1, twice: silent corruption, and no majority has the right ones"
     )
     assert ready(members, [1], 1, check=8) == [End(1, told)]
 
@@ -459,7 +462,7 @@ def test_a_check_of_0_is_not_compared() -> None:
 def test_the_same_step_failing_twice_by_an_exception_is_the_code() -> None:
     members = job(4)
     first = members.raised(1, "raised ValueError in step 1: bad", 0.0)
-    assert isinstance(first[-1], Regroup)
+    assert isinstance(first[-1], Generation)
     decided = members.raised(2, "raised ValueError in step 1: bad", 0.0)
     assert isinstance(decided[-1], End)
     assert decided[-1].code is None, "the launcher has the traceback"
@@ -470,7 +473,7 @@ def test_an_exception_in_another_step_is_another_fault() -> None:
     members.raised(1, "raised ValueError", 0.0)
     assert members.died(1, "exited with code 1", 0.0) == [Replace(1, 1)]
     assert ready(members, [0, 2, 3], 1) == [Commit(1, 0, 2, (0, 2, 3))]
-    assert isinstance(members.raised(2, "raised ValueError", 0.0)[-1], Regroup)
+    assert isinstance(members.raised(2, "raised ValueError", 0.0)[-1], Generation)
 
 
 def test_a_process_that_raised_and_does_not_go_is_fenced() -> None:
@@ -517,7 +520,7 @@ def test_a_new_step_makes_up_for_the_starts_that_it_took() -> None:
     members = job(2)
     for step in (1, 2, 3, 4, 5):
         assert isinstance(all_die(members), StartAnew)
-        assert members.places.starts == 1
+        assert members.table.starts == 1
         for slot in (0, 1):
             members.entered(slot, 1, step - 1, FACTS, 0.0)
         ready(members, [0, 1], step)
@@ -576,7 +579,7 @@ def test_one_that_is_stopped_while_all_start_anew_is_fenced_and_they_start_once_
         decided += members.tick(tick / 2)
         if decided:
             break
-    said = "worker 3 gave no sign of life for 5 s while all start anew: all start anew (2 of at most 3 times)"
+    said = "worker 3 sent no heartbeat for 5 s while all start anew: all start anew (2 of at most 3 times)"
     assert decided == [Fence(3), Say(said), StartAnew(2, (0, 1, 2, 3))]
 
 
@@ -604,7 +607,7 @@ def test_a_replacement_that_has_no_state_yet_is_not_one_who_is_left() -> None:
     assert members.died(0, "was killed", 0.0)[-1] == StartAnew(1, (0, 1))
 
 
-def test_a_job_that_resumes_takes_up_the_ledger_at_its_checkpoint() -> None:
+def test_a_job_that_resumes_takes_up_the_step_log_at_its_checkpoint() -> None:
     members = job(2)
     for step in (1, 2, 3):
         ready(members, [0, 1], step)
@@ -637,7 +640,7 @@ def test_a_worker_that_ends_well_after_its_loop_is_missed_by_nobody() -> None:
         members.left(slot, 1)
     assert members.ended_well(2, 0.0) == []
     decided = members.died(1, "was killed after step 0", 0.0)
-    assert next(decision for decision in decided if isinstance(decision, Regroup)).members == (0,)
+    assert next(decision for decision in decided if isinstance(decision, Generation)).members == (0,)
     assert not any(isinstance(decision, Replace) for decision in decided), "there is no loop to join"
 
 
@@ -654,7 +657,7 @@ def test_a_lost_host_takes_its_workers_in_one_generation_and_gets_no_replacement
     decided = members.host_lost([2, 3], "host 1 is lost (silent for 5 s)", 0.0)
     assert lines(decided) == ["host 1 is lost (silent for 5 s); 2 workers go on"]
     assert [decision for decision in decided if not isinstance(decision, Say)] == [
-        Regroup(2, (0, 1), (), 0, "host 1 is lost (silent for 5 s)")
+        Generation(2, (0, 1), (), 0, "host 1 is lost (silent for 5 s)")
     ]
 
 
@@ -666,7 +669,9 @@ def test_a_host_that_is_back_gets_its_slots_and_its_workers_join_after_a_step() 
     ]  # fmt: skip
     for slot in (2, 3):
         members.asks_to_join(slot, 0, FACTS)
-    assert ready(members, [0, 1], 1)[-1] == Regroup(3, (0, 1, 2, 3), (2, 3), 1, "workers 2 and 3 joined after step 1")
+    assert ready(members, [0, 1], 1)[-1] == Generation(
+        3, (0, 1, 2, 3), (2, 3), 1, "workers 2 and 3 joined after step 1"
+    )
     assert members.grouped(3, 3) == [Say("worker 3 is back after step 1")]
 
 
@@ -683,33 +688,33 @@ def test_a_host_that_is_back_between_two_loops_waits_for_the_next() -> None:
 
 def test_a_further_host_gets_slots_at_the_end() -> None:
     members = job(2)
-    assert members.places.add(2) == [2, 3]
+    assert members.table.add(2) == [2, 3]
     assert ready(members, [0, 1], 1) == [Commit(1, 0, 1, (0, 1))], "who is not there is not waited for"
     decided = members.host_came([2, 3], "host 1 has come", 0.0)
     assert decided[1:] == [Replace(2, 1), Replace(3, 1)]
     members.asks_to_join(3, 0, FACTS)
-    assert ready(members, [0, 1], 2)[-1] == Regroup(2, (0, 1, 3), (3,), 2, "worker 3 joined after step 2")
+    assert ready(members, [0, 1], 2)[-1] == Generation(2, (0, 1, 3), (3,), 2, "worker 3 joined after step 2")
     assert members.grouped(3, 2) == [Say("worker 3 joined after step 2")]
 
 
 def test_a_host_none_of_whose_workers_can_join_is_told_apart_from_one_that_has_some() -> None:
     members = job(4)
-    assert members.places.why_idle([2, 3]) == ""
+    assert members.table.why_idle([2, 3]) == ""
     members.died(2, "was killed", 0.0)
     members.asks_to_join(2, 1, {**FACTS, "torch": "2.12"})
     members.died(2, "exited with code 1", 0.0)
-    assert members.places.why_idle([2, 3]) == "", "worker 3 trains"
-    assert members.places.why_idle([2]) == "torch is 2.12 there and 2.13 here"
+    assert members.table.why_idle([2, 3]) == "", "worker 3 trains"
+    assert members.table.why_idle([2]) == "torch is 2.12 there and 2.13 here"
     members = job(3, Rules(restart_workers=False))
     members.died(2, "was killed", 0.0)
-    assert members.places.why_idle([2]) == "none is started for one that died"
+    assert members.table.why_idle([2]) == "none is started for one that died"
     members.stop()
-    assert members.places.why_idle([2]) == ""
+    assert members.table.why_idle([2]) == ""
 
 
 def test_a_host_that_goes_before_its_workers_have_joined_is_missed_by_nobody() -> None:
     members = job(2)
-    members.places.add(1)
+    members.table.add(1)
     members.host_came([2], "host 1 has come", 0.0)
     assert members.host_lost([2], "host 1 is lost (silent)", 0.0) == [
         Say("host 1 is lost (silent), before it had joined")
@@ -781,31 +786,31 @@ def test_flags_that_contradict_each_other_are_refused(rules: dict[str, int], wor
 # ---- the ledger ----------------------------------------------------------------------------------------------
 
 
-def test_a_ledger_never_takes_a_step_twice_and_survives_a_torn_line(tmp_path: Path) -> None:
+def test_a_step_log_never_takes_a_step_twice_and_survives_a_torn_line(tmp_path: Path) -> None:
     path = tmp_path / "ledger.jsonl"
-    ledger = Ledger(path)
+    ledger = StepLog(path)
     for step in (1, 2, 3):
-        ledger.commit(Row(step, 0, 1, (0, 1)))
+        ledger.commit(Commit(step, 0, 1, (0, 1)))
     with pytest.raises(WorldError, match=r"step 3 .* was committed already"):
-        ledger.commit(Row(3, 0, 2, (0,)))
+        ledger.commit(Commit(3, 0, 2, (0,)))
     ledger.close()
     with path.open("a") as file:
         file.write('{"step":4,"upd')
-    resumed = Ledger(path)
+    resumed = StepLog(path)
     resumed.rewind(2)
-    resumed.commit(Row(3, 0, 1, (0,)))
+    resumed.commit(Commit(3, 0, 1, (0,)))
     resumed.close()
-    assert read_ledger(path) == [Row(1, 0, 1, (0, 1)), Row(2, 0, 1, (0, 1)), Row(3, 0, 1, (0,))]
+    assert read_step_log(path) == [Commit(1, 0, 1, (0, 1)), Commit(2, 0, 1, (0, 1)), Commit(3, 0, 1, (0,))]
     path.write_text("step 1\n")
-    with pytest.raises(WorldError, match="line 1: not a row of a ledger"):
-        read_ledger(path)
+    with pytest.raises(WorldError, match="line 1: not a row of a step log"):
+        read_step_log(path)
 
 
-def test_a_ledger_on_a_full_disk_says_so_once_and_the_job_goes_on() -> None:
+def test_a_step_log_on_a_full_disk_says_so_once_and_the_job_goes_on() -> None:
     said: list[str] = []
-    ledger = Ledger(Path("/dev/full"), said.append)
+    ledger = StepLog(Path("/dev/full"), said.append)
     for step in (1, 2):
-        ledger.commit(Row(step, 0, 1, (0,)))
+        ledger.commit(Commit(step, 0, 1, (0,)))
     ledger.close()
     assert said == ["paceline: --ledger /dev/full is written no further: No space left on device"]
     assert len(ledger.rows) == 2
@@ -840,7 +845,7 @@ class LivesOfAJob(RuleBasedStateMachine):
         super().__init__()
         self.now = 0.0
         self.members = Membership(4, Rules(heartbeat_timeout_s=2, step_timeout_s=8, regroup_timeout_s=4))
-        self.ledger = Ledger()
+        self.ledger = StepLog()
         self.workers: dict[int, Worker] = {}
         self.newest = 1
         self.told: dict[int, list[Decision]] = {}
@@ -851,7 +856,7 @@ class LivesOfAJob(RuleBasedStateMachine):
         self._begin((0, 1, 2, 3))
         for slot in range(4):  # a death at the first start is the launcher's to judge
             self.do(self.members.entered(slot, 1, 0, FACTS, self.now))
-        assert self.members.places.add(1) == [4]
+        assert self.members.table.add(1) == [4]
         self.workers[4] = Worker(0, 0, -1)
 
     def _begin(self, starting: tuple[int, ...]) -> None:
@@ -871,7 +876,7 @@ class LivesOfAJob(RuleBasedStateMachine):
             match decision:
                 case Commit(step, update, generation, slots):
                     assert generation == self.newest
-                    self.ledger.commit(Row(step, update, generation, slots))  # raises at a second one
+                    self.ledger.commit(Commit(step, update, generation, slots))  # raises at a second one
                     for slot in slots:
                         assert self.workers[slot].loop == self.begun, "every member is in the loop"
                         assert self.workers[slot].step == step - 1, "every member was at the same step"
@@ -880,7 +885,7 @@ class LivesOfAJob(RuleBasedStateMachine):
                 case Begin(loop, slots):
                     assert {self.workers[slot].entered_in for slot in slots} == {self.newest}, "all have kept it"
                     self.begun = loop
-                case Regroup(generation, slots, joining, step, _):
+                case Generation(generation, slots, joining, step, _):
                     assert generation == self.newest + 1, "generations follow each other"
                     self.newest = generation
                     assert slots == self.members.members

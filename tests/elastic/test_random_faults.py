@@ -15,12 +15,13 @@ from pathlib import Path
 
 import pytest
 
-from paceline.elastic import random_faults, told_hash
-from paceline.elastic.ledger import Row
+from paceline.elastic import faults, random_faults
+from paceline.elastic.decisions import Commit
 from paceline.elastic.random_faults import KINDS, Draw, HurtJob, cut_connection, draws
+from paceline.elastic.step_log import line_of
 from paceline.world.process import SERVER
 
-# A supervisor, its fork server, and four workers that sleep, beside one child of the fork server that is no worker.
+# A supervisor, its stable, and four workers that sleep, beside one child of the stable that is no worker.
 TREE = """
 import os, signal, sys, time
 if os.fork() == 0:
@@ -38,7 +39,7 @@ time.sleep(60)
 
 @pytest.fixture
 def tree() -> Iterator[int]:
-    """The process id of a supervisor whose fork server has four workers."""
+    """The process id of a supervisor whose stable has four workers."""
     process = subprocess.Popen([sys.executable, "-c", TREE], stdout=subprocess.PIPE, start_new_session=True)
     assert process.stdout is not None
     assert process.stdout.readline() == b"ready\n"
@@ -64,7 +65,7 @@ def wait_until(condition: Callable[[], bool]) -> None:
 
 def commit(ledger: Path, step: int, generation: int, members: list[int], servers: Sequence[int] = ()) -> None:
     with ledger.open("a") as file:
-        file.write(Row(step, 0, generation, tuple(members), tuple(servers)).as_line())
+        file.write(line_of(Commit(step, 0, generation, tuple(members), tuple(servers))))
 
 
 def state(pid: int) -> str:
@@ -222,9 +223,9 @@ def test_a_connection_of_another_process_can_be_cut() -> None:
 
 def test_hashes_are_told_where_somebody_asked_for_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "hashes"
-    told_hash.tell_hash(0, "sha256:nobody asked")
-    assert told_hash.last_hash(file) is None
+    faults.tell_hash(0, "sha256:nobody asked")
+    assert faults.last_hash(file) is None
     monkeypatch.setenv("PACELINE_HASH_FILE", str(file))
-    told_hash.tell_hash(0, "sha256:1")
-    told_hash.tell_hash(3, "sha256:2")
-    assert told_hash.last_hash(file) == "sha256:2"
+    faults.tell_hash(0, "sha256:1")
+    faults.tell_hash(3, "sha256:2")
+    assert faults.last_hash(file) == "sha256:2"

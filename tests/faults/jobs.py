@@ -27,8 +27,9 @@ from typing import Any
 import psutil
 
 from paceline.data.audit import Report, audit
-from paceline.elastic.ledger import Row, read_ledger
+from paceline.elastic.decisions import Commit
 from paceline.elastic.random_faults import HurtJob
+from paceline.elastic.step_log import read_step_log
 from paceline.launch.worker_main import STACK_SIGNAL
 from tests.workers import _CONTEXT
 
@@ -47,7 +48,7 @@ class Job:
     out: str
     err: str
     hashes: dict[int, str]
-    ledger: list[Row]
+    ledger: list[Commit]
     seconds: float
     folder: Path
     left: list[str] = field(default_factory=list)
@@ -110,9 +111,9 @@ class RunningJob:
         return int(self._process.pid)
 
     @property
-    def committed(self) -> list[Row]:
+    def committed(self) -> list[Commit]:
         path = self.folder / LEDGER
-        return read_ledger(path) if path.exists() else []
+        return read_step_log(path) if path.exists() else []
 
     def signal(self, number: signal.Signals) -> None:
         """To the supervisor."""

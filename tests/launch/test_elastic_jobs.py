@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from paceline.elastic.decisions import Rules
-from paceline.elastic.ledger import read_ledger
+from paceline.elastic.step_log import read_step_log
 from paceline.errors import WorldError
 from paceline.launch import elastic_job
 from paceline.launch.agents import Members, RemoteAgent, carry_out
@@ -280,7 +280,7 @@ def test_a_server_that_dies_while_all_start_anew_makes_them_start_once_more() ->
         for slot in (0, 1):
             job.coordinator.exited(slot, -signal.SIGKILL)
             job.tell(slot, "enter", generation=1, loop=1, step=0, facts=FACTS)
-        assert job.coordinator.job.membership.servers.here == (2,)  # type: ignore[union-attr]
+        assert job.coordinator.job.membership.table.serving == (2,)  # type: ignore[union-attr]
         await job.coordinator.close()
 
     within(story)
@@ -588,12 +588,12 @@ def test_a_killed_and_a_stopped_worker_are_replaced_and_every_step_is_committed_
 """),
     ).finish()
     assert finished.code == 0, finished.err
-    rows = read_ledger(tmp_path / "ledger.jsonl")
+    rows = read_step_log(tmp_path / "ledger.jsonl")
     assert [row.step for row in rows] == list(range(1, 13))
     assert rows[0].members == rows[-1].members == (0, 1, 2, 3), rows
     said = finished.err.splitlines()
     assert said[0] == "paceline: worker 1 was killed by SIGKILL in step 3; 3 workers go on, a replacement starts"
-    silent = "paceline: worker 2 gave no sign of life for 1 s in step 5; "
+    silent = "paceline: worker 2 sent no heartbeat for 1 s in step 5; "
     assert [line for line in said if line.startswith(silent)], finished.err
     for worker in (1, 2):
         assert any(re.fullmatch(rf"paceline: worker {worker} is back after step \d+", line) for line in said), said
@@ -615,7 +615,7 @@ def test_a_replacement_that_is_forked_while_the_job_is_asked_to_stop_is_asked_to
 """),
         ).finish()
         assert finished.code == 143, finished.err
-        assert "gave no sign of life" not in finished.err
+        assert "sent no heartbeat" not in finished.err
 
 
 def test_of_two_that_hold_pythons_lock_the_one_that_computes_is_borne_with(launch: Start) -> None:
@@ -632,8 +632,9 @@ def test_of_two_that_hold_pythons_lock_the_one_that_computes_is_borne_with(launc
     assert finished.code == 0, finished.err
     said = [line for line in finished.err.splitlines() if " is back " not in line]
     assert said == [
-        "paceline: worker 1 is silent in step 3, but computes: a call holds Python's lock? It is given 30 s",
-        "paceline: worker 2 gave no sign of life for 1 s in step 5; 2 workers go on, a replacement starts",
+        "paceline: worker 1 missed its heartbeat in step 3 but is using CPU (a C call may hold the GIL); it is killed "
+        "after 30 s",
+        "paceline: worker 2 sent no heartbeat for 1 s in step 5; 2 workers go on, a replacement starts",
     ]
 
 
@@ -680,8 +681,8 @@ def test_a_host_that_is_cut_off_is_done_without_and_stops_its_own_workers(launch
     assert finished.code == 0, finished.err
     told = "paceline: host 1 is lost (no message came from it for 1.5 s); 2 workers go on\n"
     assert told in finished.err
-    assert "gave no sign of life" not in finished.err
-    assert [row.members for row in read_ledger(ledger)] == [(0, 1, 2, 3)] * 3 + [(0, 1)] * 9
+    assert "sent no heartbeat" not in finished.err
+    assert [row.members for row in read_step_log(ledger)] == [(0, 1, 2, 3)] * 3 + [(0, 1)] * 9
     far.interrupt(signal.SIGCONT)
     left = far.finish()
     assert left.code == 3, left.err

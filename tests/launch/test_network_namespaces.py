@@ -18,7 +18,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from paceline.elastic.ledger import Row, read_ledger
+from paceline.elastic.decisions import Commit
+from paceline.elastic.step_log import read_step_log
 from paceline.launch.folders import RUN, SHARED_MEMORY, sweep
 from tests.faults.elastic_jobs import STEPS, hash_undisturbed
 
@@ -108,9 +109,9 @@ class Host:
         return (self.folder / "said.txt").read_text()
 
     @property
-    def committed(self) -> list[Row]:
+    def committed(self) -> list[Commit]:
         ledger = self.folder / "ledger.jsonl"
-        return read_ledger(ledger) if ledger.exists() else []
+        return read_step_log(ledger) if ledger.exists() else []
 
     @property
     def hashes(self) -> set[str]:

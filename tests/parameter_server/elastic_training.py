@@ -1,10 +1,10 @@
 """A job with servers whose processes die and are replaced, without the launcher and the engine of real ones.
 
-    generation 1    workers 0 1 2   servers 3       … step 4 is in the vault ── step 5: worker 1 dies
+    generation 1    workers 0 1 2   servers 3       … step 4 is in the memory checkpoint ── step 5: worker 1 dies
     generation 2    workers 0 2     servers 3       dismantled, opened again, step 4 put back ── steps 5 to 8
 
-There is no coordinator here: a file says that a generation is over, and what all of its workers have in the vault is
-the step to go on from.
+There is no coordinator here: a file says that a generation is over, and what all of its workers have in the memory
+checkpoint is the step to go on from.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from torch._C._distributed_c10d import FileStore, PrefixStore, Store
 
 from paceline.checkpoint.load import whole_tree
 from paceline.collectives.communicator import Communicator
-from paceline.elastic.vault import Vault, read, steps_of
+from paceline.elastic.memory_checkpoint.files import MemoryCheckpoint, read, steps_of
 from paceline.engine.strategy_table import StrategyTable
 from paceline.errors import GenerationEnded
 from paceline.strategies.registry import Job, choose
@@ -202,8 +202,8 @@ def take_part(
     place = Path(folder)
     (model, optimizer), store = built(), FileStore(f"{folder}/store")
     store.set_timeout(timedelta(seconds=WAIT_S))
-    vault = Vault(place / "vault", seat.rank)
-    vault.folder.mkdir(exist_ok=True)
+    checkpoint = MemoryCheckpoint(place / "memory", seat.rank)
+    checkpoint.folder.mkdir(exist_ok=True)
     for number, members in enumerate(generations, 1):
         if seat.rank not in (*members.workers, *members.servers):
             wait_for(place / f"over-{number}")  # a spare, who comes in later
@@ -218,7 +218,7 @@ def take_part(
             world = members.world(seat)
             training = Training(world, PrefixStore(f"elastic/{number}", store), group, model, optimizer, job)
             last = job.get("joins_after", STEPS) if number < len(generations) else STEPS
-            found = train(training, vault, generations[: number - 1], death, last)
+            found = train(training, checkpoint, generations[: number - 1], death, last)
             if found is not None:
                 return found
             group.said.touch()
@@ -232,7 +232,7 @@ def take_part(
 
 
 def stopped(place: Path, number: int, rank: int, next_ones: Sequence[int], members: Members) -> None:
-    """Nobody goes on before all that are left have come to an end: only then is the vault at rest."""
+    """Nobody goes on before all that are left have come to an end: only then is the memory checkpoint at rest."""
     (place / f"stopped-{number}-{rank}").touch()
     for other in next_ones:
         if other in (*members.workers, *members.servers):
@@ -240,25 +240,25 @@ def stopped(place: Path, number: int, rank: int, next_ones: Sequence[int], membe
 
 
 def train(
-    training: Training, vault: Vault, before: Sequence[Members], death: Death | None, last: int = STEPS
+    training: Training, checkpoint: MemoryCheckpoint, before: Sequence[Members], death: Death | None, last: int = STEPS
 ) -> str | None:
     """None: others join after the step `last`."""
-    step, world, place = resume(training, vault.folder, before), training.world, vault.folder.parent
+    step, world, place = resume(training, checkpoint.folder, before), training.world, checkpoint.folder.parent
     while step < last:
         step += 1
         if world.is_main:
             (place / f"began-{step}").touch()
         at = dying(death, step, place)
         training.step(step, at)
-        at("vault")
-        vault.write(step, training.tree(), rank=world.rank, size=world.size)
+        at("memory checkpoint")
+        checkpoint.write(step, training.tree(), rank=world.rank, size=world.size)
         at("ready")
         training.strategy.end_step()
     return training.end() if last == STEPS else None
 
 
 def resume(training: Training, folder: Path, before: Sequence[Members]) -> int:
-    """The last step that all workers of the generation before have in the vault; 0: there is none."""
+    """The last step that all workers of the generation before have in the memory checkpoint; 0: there is none."""
     for members in reversed(before):
         there = [steps_of(folder, rank) for rank in members.workers]
         if all(there):

@@ -62,7 +62,7 @@ def run(folder: Path, generations: Sequence[Members], deaths: Sequence[Death], *
 # -- nobody dies -------------------------------------------------------------------------------------------------------
 
 
-def test_without_faults_servers_and_the_vault_change_no_bit(tmp_path: Path) -> None:
+def test_without_faults_servers_and_the_memory_checkpoint_change_no_bit(tmp_path: Path) -> None:
     job = {"strategy": strategy_of("update", "s=0"), "backend": "paceline"}
     assert run(tmp_path, [Members([0, 1, 2], [3])], [], **job) == {undisturbed("s=0")}
 
@@ -74,12 +74,12 @@ WORKERS = [
     (1, "forward", 0, "update", "s=0", "paceline"),
     (0, "exchange", 0, "update", "s=0", "gloo"),
     (0, "apply", 0, "update", "s=0", "paceline"),
-    (2, "vault", 1, "update", "s=0", "paceline"),
+    (2, "memory checkpoint", 1, "update", "s=0", "paceline"),
     (0, "ready", 1, "update", "s=0", "gloo"),
     (0, "forward", 2, "aggregate", "s=0", "gloo"),
     (1, "exchange", 1, "aggregate", "s=0", "paceline"),
     (0, "apply", 0, "aggregate", "s=0", "gloo"),
-    (2, "vault", 0, "aggregate", "d=1", "paceline"),
+    (2, "memory checkpoint", 0, "aggregate", "d=1", "paceline"),
     (1, "ready", 2, "update", "d=1", "paceline"),
     (0, "apply", 0, "update", "d=2", "gloo"),
     (2, "exchange", 2, "aggregate", "d=2", "paceline"),

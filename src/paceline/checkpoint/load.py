@@ -24,7 +24,7 @@ from paceline.input_file import cause_of, one_line
 
 
 class RangeSource(Protocol):
-    """What has the bytes of stored tensors: a checkpoint's files, or workers' vaults."""
+    """What has the bytes of stored tensors: a checkpoint's files, or workers' in-memory checkpoints."""
 
     def read(self, where: Range, start: int, stop: int) -> Tensor:
         """Elements [start, stop) of the tensor, which lie in the range; one dimension, and nobody else's memory."""

@@ -206,10 +206,10 @@ def _compared(plain: Run, hurt: Run, asked: int | None) -> Iterator[Finding]:
 
 
 def _ledgers(plain: Run, hurt: Run) -> Finding:
-    from paceline.elastic.ledger import read_ledger
+    from paceline.elastic.step_log import read_step_log
 
     try:
-        expected, came = ([row.place for row in read_ledger(run.folder / "ledger.jsonl")] for run in (plain, hurt))
+        expected, came = ([row.place for row in read_step_log(run.folder / "ledger.jsonl")] for run in (plain, hurt))
     except (PacelineError, OSError) as error:
         return Finding("ledger", str(error), False)
     if sorted(came) != sorted(expected):
@@ -230,7 +230,7 @@ def _samples(hurt: Run) -> Iterator[Finding]:
 
 
 def _hash_of(run: Run) -> str | None:
-    from paceline.elastic.told_hash import last_hash
+    from paceline.elastic.faults import last_hash
 
     return last_hash(run.folder / "hashes")
 

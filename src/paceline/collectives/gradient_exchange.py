@@ -43,7 +43,7 @@ from paceline.collectives.schedule import Schedule
 from paceline.collectives.scratch import Scratch
 from paceline.collectives.shipments import Scatter
 from paceline.collectives.work import Done, Handle
-from paceline.elastic.fault_injection import fault_point
+from paceline.elastic.faults import fault_point
 from paceline.world.waiting import Waiting
 
 Reduction = Literal["exact", "fast"]

@@ -1,24 +1,28 @@
-"""What the coordinator of an elastic job may decide, as values: `membership` makes them, the launcher carries them out.
+"""What the coordinator of an elastic job may decide, as values.
 
-| decision  | carried out as                                                                                    |
-|-----------|---------------------------------------------------------------------------------------------------|
-| Commit    | a row of the ledger, then `elastic.commit` to the members                                         |
-| Begin     | `elastic.begin` to the members, who all stand at the first step of a loop                         |
-| Regroup   | `elastic.generation` to the members; whoever waits for keys of older generations hears that it's over |
-| Fence     | SIGKILL, by the supervisor of the slot's host                                                     |
-| Replace   | a fresh process in the slot                                                                       |
-| Refuse    | `elastic.refused` to a process that wants to join and doesn't fit                                 |
-| Wait      | `elastic.wait` to one that stands in front of a loop which the members have left                  |
-| Rewind    | the ledger forgets the steps after this one: the job has resumed from a checkpoint                |
-| StartAnew | nobody has the state: the slots whose host is there get fresh processes, which meet as at the start |
-| Say       | one line for people                                                                               |
-| End       | the job is over                                                                                   |
+`membership` makes them, the launcher carries them out, and workers receive the same values as messages: an event has
+one form from the coordinator to the worker.
+
+| decision   | carried out as                                                                                         |
+|------------|--------------------------------------------------------------------------------------------------------|
+| Commit     | a row of the step log, then `elastic.commit` to the members                                            |
+| Begin      | `elastic.begin` to the members, who all stand at the first step of a loop                              |
+| Generation | `elastic.generation` to its members; a process that waits for keys of an older one hears that it's over |
+| Fence      | SIGKILL, by the supervisor of the slot's host                                                          |
+| Replace    | a fresh process in the slot                                                                            |
+| Refuse     | `elastic.refused` to a process that wants to join and doesn't fit                                      |
+| Wait       | `elastic.wait` to one that stands in front of a loop which the members have left                       |
+| Rewind     | the step log forgets the steps after this one: the job has resumed from a checkpoint                   |
+| StartAnew  | no worker has the state: slots whose host is there get fresh processes, which meet as at the start     |
+| Say        | one line for people                                                                                    |
+| End        | the job is over                                                                                        |
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from paceline.errors import LaunchError
 
@@ -60,11 +64,18 @@ class Rules:
 
 @dataclass(frozen=True)
 class Commit:
+    """A step, or one update of a step that has several, counts: once, ever. The step log is a list of these."""
+
     step: int
     update: int
     generation: int
     members: tuple[int, ...]
     servers: tuple[int, ...] = ()
+    """Server processes, by rank."""
+
+    @property
+    def place(self) -> tuple[int, int]:
+        return self.step, self.update
 
 
 @dataclass(frozen=True)
@@ -74,15 +85,51 @@ class Begin:
 
 
 @dataclass(frozen=True)
-class Regroup:
-    generation: int
+class Generation:
+    """The workers that train together, by slot, from one change of them to the next."""
+
+    number: int
     members: tuple[int, ...]
-    joining: tuple[int, ...]
-    step: int
-    why: str
+    joining: tuple[int, ...] = ()
+    step: int = 0
+    """Committed so far."""
+    why: str = ""
     main: int = 0
+    """Which worker shows progress and writes reports."""
     servers: tuple[int, ...] = ()
     """Server processes, by rank; where there are none and servers are needed, the first member is one too."""
+
+    def includes(self, other: Generation) -> bool:
+        """No process of the other one is missing here."""
+        return set(other.members) <= set(self.members) and set(other.servers) <= set(self.servers)
+
+    @property
+    def staying(self) -> tuple[int, ...]:
+        """Those that have the state."""
+        return tuple(slot for slot in self.members if slot not in self.joining)
+
+    def as_message(self) -> dict[str, Any]:
+        message = {
+            "generation": self.number,
+            "members": list(self.members),
+            "joining": list(self.joining),
+            "step": self.step,
+            "why": self.why,
+            "main": self.main,
+        }
+        return message | ({"servers": list(self.servers)} if self.servers else {})
+
+    @classmethod
+    def of_message(cls, body: Mapping[str, Any]) -> Generation:
+        return cls(
+            int(body["generation"]),
+            tuple(body["members"]),
+            tuple(body["joining"]),
+            int(body["step"]),
+            str(body["why"]),
+            int(body["main"]),
+            tuple(body.get("servers", ())),
+        )
 
 
 @dataclass(frozen=True)
@@ -132,4 +179,4 @@ class End:
     why: str = ""
 
 
-Decision: TypeAlias = Commit | Begin | Regroup | Fence | Replace | Refuse | Wait | Rewind | StartAnew | Say | End
+Decision: TypeAlias = Commit | Begin | Generation | Fence | Replace | Refuse | Wait | Rewind | StartAnew | Say | End

@@ -1,8 +1,8 @@
 """Faults from outside, drawn by a seed: a running job's workers are killed, stopped, slowed and cut off at random.
 
-    supervisor ── stable ─┬─ worker    children of the stable that lead a session of their own: the victims
-                          ├─ server
-                          └─ (what workers left)
+    supervisor ── fork server ─┬─ worker    its children that lead a session of their own: the victims
+                               ├─ server
+                               └─ (what workers left)
 
     kind   what happens                                                        after it
     kill   SIGKILL                                                             a generation without it
@@ -11,7 +11,7 @@
     cut    one of its TCP connections is shut down (jobs over gloo)            the same workers in a new generation
 
 A third of the faults follow the one before within a moment, so that they fall into its recovery. A worker is *admitted*
-once a commit has shown as many members as there are unharmed workers; of those one is always spared, because somebody
+once a commit has shown as many members as there are unharmed workers; of those one is always spared, because one
 must know the state. Servers need not be. What is drawn depends on the seed alone, when it happens on the machine.
 """
 
@@ -32,7 +32,8 @@ from typing import TypeAlias
 
 import psutil  # type: ignore[import-untyped]
 
-from paceline.elastic.ledger import Row
+from paceline.elastic.decisions import Commit
+from paceline.elastic.step_log import row_of
 from paceline.world.process import SERVER, process_name
 
 KINDS = {"kill": 45, "stop": 15, "slow": 25, "cut": 15}
@@ -82,7 +83,7 @@ def draws(seed: int, gap_s: float) -> Iterator[Draw]:
 
 
 class HurtJob:
-    """A running job as seen from outside: its processes, its ledger, and what has been done to it."""
+    """A running job as seen from outside: its processes, its step log, and what has been done to it."""
 
     def __init__(self, supervisor: int, ledger: Path) -> None:
         self._supervisor, self._ledger = supervisor, ledger
@@ -91,7 +92,7 @@ class HurtJob:
         self._harmed: dict[int, Generation] = {}  # pid to the generation in which it was harmed
         self._admitted: set[int] = set()
         self._to_continue: dict[int, float] = {}
-        self.rows: list[Row] = []
+        self.rows: list[Commit] = []
         self.happened: list[Happened] = []
         self.seen: dict[int, float] = {}  # every process ever, and when it was born
 
@@ -130,17 +131,17 @@ class HurtJob:
         self._to_continue.pop(victim, None)
         return _signal(victim, number) and self._note(draw.kind if victim in known else "joiner")
 
-    def _knows(self, row: Row, fault: Happened) -> bool:
+    def _knows(self, row: Commit, fault: Happened) -> bool:
         """Whether those who made this step can have known of the fault."""
         if fault.kind in ("slow", "joiner") or self._starts > fault.generation[0]:
             return True
         later = row.generation - fault.generation[1]
-        # In the next one the killed may still be: it had begun before, and nobody outside had seen a step of it.
+        # In the next one the killed may still be: it had begun before, and no step of it had been seen outside.
         all_there = bool(fault.slots) and fault.slots <= set(row.members)
         return later > 1 or (later == 1 and not all_there)
 
     def kill_together(self, victims: Sequence[int], slots: Iterable[int] = ()) -> None:
-        """SIGKILL for all of these at one moment, whatever they know: where nobody is left all have to start anew."""
+        """SIGKILL for all of these at one moment, whatever they know: where none is left all have to start anew."""
         knows = any(pid in self._admitted for pid in victims)
         for pid in victims:
             self._harmed[pid] = self.generation
@@ -155,9 +156,9 @@ class HurtJob:
     def processes(self) -> list[int]:
         """Workers and servers, oldest first."""
         found = []
-        for stable in _children(self._supervisor):
-            self._remember(stable)
-            for pid in _children(stable):
+        for fork_server in _children(self._supervisor):
+            self._remember(fork_server)
+            for pid in _children(fork_server):
                 self._remember(pid)
                 with suppress(ProcessLookupError):
                     if os.getsid(pid) == pid and _alive(pid):
@@ -175,7 +176,7 @@ class HurtJob:
         return running
 
     def calm(self) -> None:
-        """No more faults: whoever only dawdles goes on."""
+        """No more faults: a worker that only dawdles goes on."""
         for pid in self._to_continue:
             _signal(pid, signal.SIGCONT)
         self._to_continue.clear()
@@ -184,7 +185,7 @@ class HurtJob:
         self.happened.append(Happened(kind, time.monotonic(), self.generation, slots=frozenset(slots)))
         return True
 
-    def _settle(self, row: Row, processes: list[int]) -> None:
+    def _settle(self, row: Commit, processes: list[int]) -> None:
         """A generation after a harm knows of it, and where all that are whole are members, all are admitted."""
         for pid, generation in list(self._harmed.items()):
             if self.generation > generation and pid not in processes:
@@ -197,7 +198,7 @@ class HurtJob:
         if knows_all and len(servers) == len(row.servers):
             self._admitted.update(servers)
 
-    def _new_rows(self) -> Iterator[Row]:
+    def _new_rows(self) -> Iterator[Commit]:
         """Of the whole lines that were added since the last look."""
         if not self._ledger.exists():
             return
@@ -209,7 +210,7 @@ class HurtJob:
         for line in whole.splitlines():
             fields = json.loads(line or b"{}")
             if "step" in fields:
-                yield Row.of(fields)
+                yield row_of(fields)
             self._starts += "rewound_to" in fields
 
     def _remember(self, pid: int) -> None:

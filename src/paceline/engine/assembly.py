@@ -1,4 +1,4 @@
-"""What an engine is made of, taken apart and put together again when its workers change (see `regrouping`)."""
+"""What an engine is made of, taken apart and put together again when its workers change (see `elastic.recovery`)."""
 
 from __future__ import annotations
 

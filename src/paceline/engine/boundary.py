@@ -177,7 +177,7 @@ class Retryable:
             return result
 
     def compare(self, comm: Communicator, *, joins: bool) -> None:
-        """After a regrouping: who has finished the last operation tells its result to who has not."""
+        """After a recovery: workers that have finished the last operation tell its result to those that have not."""
         self._has_given = False
         done: list[int] = comm.gather_json(-1 if joins else self._done)
         most = max(done)

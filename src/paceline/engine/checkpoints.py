@@ -44,7 +44,7 @@ from paceline.checkpoint.retention import (
 )
 from paceline.checkpoint.save import AsyncWriter, Portion, Room, complete, give_up, portion_of, write_portion
 from paceline.checkpoint.tensor_file import best_checksum
-from paceline.elastic.fault_injection import fault_point
+from paceline.elastic.faults import fault_point
 from paceline.engine.config import EngineConfig
 from paceline.engine.state import JobState, check_whole
 from paceline.errors import CheckpointError

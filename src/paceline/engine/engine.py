@@ -13,7 +13,7 @@ each part of an engine lives:
 
     arguments      what it was given becomes its config        boundary        what workers do together between steps
     group          the other workers, and how to reach them    saver           checkpoints
-    preparation    `prepare`: the user's objects               regrouping      an elastic job's workers change,
+    prepare        `prepare`: the user's objects               elastic.recovery  an elastic job's workers change,
     loop           the loop over items, and what it retries    assembly        and what changes with them
     step           a step, from lanes to an update
 """
@@ -33,8 +33,7 @@ from torch.optim import Optimizer
 
 from paceline.collectives.byte_count import Traffic
 from paceline.collectives.gradient_exchange import Reduction
-from paceline.elastic.fault_injection import arm
-from paceline.elastic.told_hash import tell_hash
+from paceline.elastic.faults import arm, tell_hash
 from paceline.engine import activation_checkpointing as recomputing
 from paceline.engine.assembly import Assembly
 from paceline.engine.boundary import Operation, check_boundary

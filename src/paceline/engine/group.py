@@ -18,11 +18,12 @@ import torch
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from paceline.collectives.communicator import Communicator, SingleWorker
-from paceline.elastic.member import Generation, Member
+from paceline.elastic.decisions import Generation
+from paceline.elastic.memory_checkpoint.replication import on_hosts
+from paceline.elastic.recovery import Parts, Recovery
+from paceline.elastic.worker_agent import WorkerAgent
 from paceline.engine.config import EngineConfig
 from paceline.engine.evaluation import EvaluationLoader
-from paceline.engine.host_copies import on_hosts
-from paceline.engine.regrouping import Elastic, Parts
 from paceline.engine.serving import Serving, server_among
 from paceline.errors import ConfigError
 from paceline.world.control import ControlClient
@@ -46,7 +47,7 @@ class Group:
         self._opened_store, self.store = open_meeting(seat, self.client, config.timeout_s)
         self._watch = WaitWatch(self.client, seat.name) if self.store is not None else None
         self.comm: Communicator = SingleWorker()
-        self.elastic: Elastic | None = None
+        self.elastic: Recovery | None = None
         self.serving: Serving | None = None
         self.lost: Set[int] = frozenset()  # as the strategy knows them
         self.evaluations: list[EvaluationLoader] = []  # whose batches are dealt to these workers
@@ -84,8 +85,8 @@ class Group:
         self.comm = connect_workers(
             self.world, self.store, backend=self._config.backend, device=self.device, timeout_s=self.timeout_s
         )
-        if self.elastic is not None:
-            self._watch_changes(self.comm)
+        if self.elastic is not None and self.comm.size > 1:
+            self.elastic.watch(self)
 
     def _join_elastic_job(self, parts: Parts) -> None:
         """In an elastic job workers come and go: who commits steps, and how those that are left go on."""
@@ -100,11 +101,11 @@ class Group:
         members = tuple(slot for slot, _ in seat.elastic.members) or tuple(range(seat.size))
         servers = tuple(range(seat.size, seat.size + seat.servers))
         first = Generation(0 if seat.elastic.joins else 1, members, main=members[0], servers=servers)
-        member = Member(self.client, seat.rank, seat.elastic.incarnation, first, self.timeout_s)
+        agent = WorkerAgent(self.client, seat.rank, seat.elastic.incarnation, first, self.timeout_s)
         if seat.is_server:
-            self.serving = Serving(member, seat, self._store_of, self.timeout_s)
+            self.serving = Serving(agent, seat, self._store_of, self.timeout_s)
         else:
-            self.elastic = Elastic(member, seat, parts, self.print)
+            self.elastic = Recovery(agent, seat, parts, self.print)
 
     def meet(self, world: World) -> Communicator:
         """The workers of a new generation."""
@@ -115,7 +116,7 @@ class Group:
         self.comm = Communicator.connect(
             world, place, backend=self._config.backend, device=self.device, timeout_s=self.timeout_s
         )
-        self._watch_changes(self.comm)
+        self.elastic_parts().watch(self)
         return self.comm
 
     def go_on_without_the_lost(self) -> None:
@@ -136,7 +137,7 @@ class Group:
         if self.loop is not None:
             self.loop.start_over()
         else:
-            self.elastic_parts().start_over()
+            self.elastic_parts().recover()
 
     # -- generations of an elastic job -------------------------------------------------------------------------------
 
@@ -156,37 +157,21 @@ class Group:
         assert self.store is not None
         return PrefixStore(f"elastic/{generation}", self.store)
 
-    def elastic_parts(self) -> Elastic:
+    def elastic_parts(self) -> Recovery:
         assert self.elastic is not None
         return self.elastic
 
-    def _watch_changes(self, comm: Communicator) -> None:
-        """From the moment that the workers have changed nothing waits for those that are gone."""
-        elastic = self.elastic_parts()
-
-        def change(why: str) -> None:
-            comm.abandon(why)
-            self.on_change()
-
-        elastic.member.on_change = change
-        if elastic.member.is_newer_than(elastic.now_in):
-            comm.abandon("the workers have changed")
+    def abandon(self, why: str) -> None:
+        """The workers have changed: from this moment on nothing waits for those that are gone."""
+        self.comm.abandon(why)
+        self.on_change()
 
     def adopt(self, comm: Communicator) -> None:
         """A group of a strategy's own ends with the generation, where the workers have none that it could end with."""
         if self.serving is not None:
             self.serving.adopt(comm)
-            return
-        elastic = self.elastic_parts()
-        before = elastic.member.on_change
-
-        def change(why: str) -> None:
-            comm.abandon(why)
-            before(why)
-
-        elastic.member.on_change = change
-        if elastic.member.is_newer_than(elastic.now_in):
-            comm.abandon("the workers have changed")
+        else:
+            self.elastic_parts().watch(comm)
 
     def close(self) -> None:
         if self._watch is not None:

@@ -25,7 +25,7 @@ from paceline.data.fetching import Prefetch
 from paceline.data.sample_log import LogHeader, MicroBatch, SampleLog, next_attempt
 from paceline.data.sharded_sampler import WorkItem
 from paceline.data.work_source import WorkSource
-from paceline.elastic.fault_injection import fault_point
+from paceline.elastic.faults import fault_point
 from paceline.engine.boundary import Boundary
 from paceline.engine.config import EngineConfig
 from paceline.engine.facts import facts_of_process, job_facts
@@ -159,7 +159,7 @@ class PreparedLoader:
         if (item := self._step.item_done()) is not None:
             self._commit(item)  # it counts, and the body has not given it back yet
         self._handed_out.clear()
-        self._group.elastic_parts().start_over()
+        self._group.elastic_parts().recover()
         self._fetch()
 
     def _pass_lanes_on(self) -> None:
@@ -265,8 +265,8 @@ class PreparedLoader:
         if elastic is not None:
             self.left_early, elastic.left_early = early, False
             if elastic.changed and not step.inside_step:
-                elastic.start_over()  # a worker joins after the last step: it leaves the loop as well
-            elastic.member.leave(elastic.loop)
+                elastic.recover()  # a worker joins after the last step: it leaves the loop as well
+            elastic.leave()
         if early:
             step.forget_untouched()
             if step.inside_step:

@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from paceline.data.work_source import Deal, WorkSource
+from paceline.elastic.memory_checkpoint.shard_checksum import ShardChecksum
 from paceline.engine import activation_checkpointing as recomputing
 from paceline.engine.activation_checkpointing import Recomputed
 from paceline.engine.boundary import Boundary, Operation
@@ -38,13 +39,13 @@ from paceline.engine.replicas import (
     parameter_names,
     weights_hash,
 )
-from paceline.engine.seal import Seal
 from paceline.engine.second_opinion import ComparedPasses, SecondOpinion, check_second_opinion
 from paceline.engine.sources import as_loader, check_same_data, facts_of_data, make_source
 from paceline.engine.state import JobState
 from paceline.engine.step import CommitsAtOnce, OnePass, TrainStep
 from paceline.engine.stop_signals import StopSignals
 from paceline.engine.strategy_table import StrategyTable
+from paceline.engine.vote import WeightsWatch
 from paceline.errors import ConfigError, LoopError, ReplicaError
 from paceline.optim.precision import Precision
 from paceline.parameter_server.replay import Replay
@@ -226,7 +227,7 @@ class Preparation:
         commitment = group.elastic or CommitsAtOnce()
         own.step = TrainStep(config, group, *trained, strategies, self._stops, commitment, passes)
         if group.elastic is not None and self._opinion is not None:
-            group.elastic.seal = Seal(group.world.name)
+            group.elastic.shard_checksum = ShardChecksum(group.world.name, WeightsWatch)
         for optimizer in own.optimizers:
             let_optimizer_act_once(optimizer, own.step)
         for scheduler in own.schedulers:

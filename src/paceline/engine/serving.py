@@ -5,8 +5,8 @@
     somebody joins  GENERATION ─► serve until all workers stand where generation 4 meets
     a replacement   the script up to `prepare`, alone ─► JOIN ─► GENERATION, after a step: the same
 
-It neither says READY nor hears COMMIT. What it made of a round is in the vault before the workers are ready, kept by
-the first of them, and comes back from there; so nothing has to be undone here.
+It neither says READY nor hears COMMIT. What it made of a round is in the in-memory checkpoint before the workers are
+ready, kept by the first of them, and comes back from there; so nothing has to be undone here.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ from dataclasses import replace
 from torch._C._distributed_c10d import Store
 
 from paceline.collectives.communicator import Communicator
-from paceline.elastic.fault_injection import fault_point
-from paceline.elastic.member import Generation, Member
+from paceline.elastic.decisions import Generation
+from paceline.elastic.faults import fault_point
+from paceline.elastic.worker_agent import WorkerAgent
 from paceline.errors import WorldError
 from paceline.parameter_server.handshake import await_ranks
 from paceline.world.world import World
@@ -31,34 +32,33 @@ LOOK_EVERY_S = 0.1
 class Serving:
     """`seat` is the place that the launcher gave; `store_of` has the keys of a generation."""
 
-    def __init__(self, member: Member, seat: World, store_of: Callable[[int], Store], timeout_s: float) -> None:
-        self._member, self._seat, self._store_of, self._timeout_s = member, seat, store_of, timeout_s
+    def __init__(self, agent: WorkerAgent, seat: World, store_of: Callable[[int], Store], timeout_s: float) -> None:
+        self._agent, self._seat, self._store_of, self._timeout_s = agent, seat, store_of, timeout_s
         self._abandon: Callable[[str], None] = lambda why: None
-        self.now_in = member.now.number
-        member.on_joining = self._watch_meeting
+        self.now_in = agent.now.number
+        agent.on_joining = self._watch_meeting
 
     @property
     def joins(self) -> bool:
-        return self._member.joins
+        return self._agent.joins
 
     def join(self, facts: Mapping[str, str | int]) -> None:
         """A process that comes later stands here until the workers take it in."""
         fault_point("join")
-        self._member.ask_to_join(0, facts)
+        self._agent.ask_to_join(0, facts)
 
     def next_world(self, why: str) -> World:
         """This server's place in a newer generation, as soon as there is one; `why` the last is over."""
-        generation = self._member.next_generation(self.now_in, why)
+        generation = self._agent.next_generation(self.now_in, why)
         self.now_in = generation.number
-        self._member.grouped(generation)
+        self._agent.grouped(generation)
         workers, servers = generation.members, generation.servers
-        return server_among(self._seat, len(workers), len(servers), servers.index(self._member.slot))
+        return server_among(self._seat, len(workers), len(servers), servers.index(self._agent.slot))
 
     def adopt(self, comm: Communicator) -> None:
         """The group of this generation, which ends with it."""
-        self._member.on_change = self._abandon = comm.abandon
-        if self._member.is_newer_than(self.now_in):
-            comm.abandon("the workers have changed")
+        self._abandon = comm.abandon
+        self._agent.watch(comm, self.now_in)
 
     def _watch_meeting(self, generation: Generation) -> None:
         """On the thread that hears the coordinator, so another one waits."""
@@ -72,7 +72,7 @@ class Serving:
 
     def _leave_with_workers(self, generation: Generation, abandon: Callable[[str], None]) -> None:
         """Between two steps the workers may still want something of this group: a state to save."""
-        while not self._member.is_newer_than(generation.number):
+        while not self._agent.is_newer_than(generation.number):
             try:
                 await_ranks(self._store_of(generation.number), len(generation.members), self._timeout_s)
             except (RuntimeError, WorldError):  # they take their time, or there is a newer generation

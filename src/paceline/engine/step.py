@@ -39,7 +39,7 @@ from torch.optim import Optimizer
 
 from paceline.collectives.byte_count import Traffic
 from paceline.data.sharded_sampler import WorkItem
-from paceline.elastic.fault_injection import begin_step, fault_point, flips_due
+from paceline.elastic.faults import begin_step, fault_point, flips_due
 from paceline.engine import rules
 from paceline.engine.config import EngineConfig
 from paceline.engine.group import Group

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Protocol, TypeAlias
 
 from paceline.elastic.decisions import Rules
-from paceline.elastic.seating import Seating
+from paceline.elastic.slots import SlotAssignment
 from paceline.errors import WorldError
 from paceline.launch.control import MALFORMED, Body, ControlServer, Sender
 from paceline.launch.failure_attribution import RENDEZVOUS_FAILED, Outcome, signal_name
@@ -225,7 +225,7 @@ class RemoteHosts:
     ) -> None:
         self._rules, self._clock = assignment.elastic, clock
         size = assignment.size
-        self.seating = Seating(
+        self.seating = SlotAssignment(
             [assignment.workers, *(joined[host].workers for host in sorted(joined))],
             most=size if assignment.elastic is None else assignment.elastic.max_workers or size,
             lanes=assignment.settings.lanes or size,

@@ -19,7 +19,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from paceline.elastic.ledger import Ledger
+from paceline.elastic.step_log import StepLog
 from paceline.errors import WorldError
 from paceline.launch.agents import Agent, RemoteHosts
 from paceline.launch.control import MALFORMED, Body, KeyValueStore, reply
@@ -74,7 +74,7 @@ class Coordinator:
         show: Callable[[ProgressLine | SummaryTable], None],
         log: Callable[[str], None],
         grace_s: float = GRACE_S,
-        ledger: Ledger | None = None,
+        ledger: StepLog | None = None,
         rendezvous: HostRendezvous | None = None,
     ) -> None:
         workers = [Process(rank) for rank in range(assignment.size)]
@@ -100,7 +100,7 @@ class Coordinator:
         self._late_hosts: LateHosts | None = None
         patience_s = PATIENCE_S
         if (rules := assignment.elastic) is not None:
-            self.job = ElasticJob(assignment.size, rules, ledger or Ledger(), self, assignment.servers)
+            self.job = ElasticJob(assignment.size, rules, ledger or StepLog(), self, assignment.servers)
             self._spawn(self.job.tick())
             self._late_hosts = LateHosts(assignment, self.job, self)
             if rendezvous is not None:

@@ -31,8 +31,8 @@ from paceline.elastic.decisions import (
     Decision,
     End,
     Fence,
+    Generation,
     Refuse,
-    Regroup,
     Replace,
     Rewind,
     Rules,
@@ -40,9 +40,9 @@ from paceline.elastic.decisions import (
     StartAnew,
     Wait,
 )
-from paceline.elastic.ledger import Ledger, Row
 from paceline.elastic.membership import Membership
 from paceline.elastic.slots import Ready, Standing
+from paceline.elastic.step_log import StepLog
 from paceline.errors import LaunchError
 from paceline.launch.agents import Agent, RemoteHosts
 from paceline.launch.control import Body, KeyValueStore
@@ -113,7 +113,7 @@ class FixedJob:
 
 class ElasticJob:
     def __init__(
-        self, size: int, rules: Rules, ledger: Ledger, coordinator: ElasticCoordinator, servers: int = 0
+        self, size: int, rules: Rules, ledger: StepLog, coordinator: ElasticCoordinator, servers: int = 0
     ) -> None:
         self.membership = Membership(size, rules, servers)
         self._ledger = ledger
@@ -222,11 +222,9 @@ class ElasticJob:
             return True  # the process that caused it is reported in a moment; if there is none, its own exit is
         how = what_happened(process, self._coordinator.processes, where=members.where)
         now = self._coordinator.clock()
-        if process.is_server:
-            decisions = members.server_lost([process.rank], how, now, code_failed=cause)
-        else:
+        if not process.is_server:
             self._remember(process, by_code=cause)
-            decisions = members.raised(process.rank, how, now, cause=cause)
+        decisions = members.raised(process.rank, how, now, cause=cause)
         self._lose(process, decisions)
         if any(isinstance(decision, Say) for decision in decisions) and self._is_news(process):
             self._coordinator.announce(process.raised.traceback.rstrip())
@@ -259,7 +257,7 @@ class ElasticJob:
         how = what_happened(process, self._coordinator.processes, where=members.where)
         self._lose(process, members.died(slot, how, self._coordinator.clock(), by_code=by_code))
         remote_hosts = self._coordinator.remote_hosts
-        if (there := remote_hosts.neighbours(slot)) and (why := members.places.why_idle(there)):
+        if (there := remote_hosts.neighbours(slot)) and (why := members.table.why_idle(there)):
             remote_hosts.send_away(remote_hosts.host_of(slot), f"none of its workers can join ({why})")
         return True
 
@@ -267,7 +265,10 @@ class ElasticJob:
         """Where no worker is left to go on, the exit rules decide whether the job ended well."""
         how = what_happened(process, self._coordinator.processes, where=self.membership.where)
         now, members = self._coordinator.clock(), self.membership
-        decisions = members.server_ended(process.rank, how, now, well=well, by_code=_by_code(process))
+        if well:
+            decisions = members.server_ended_well(process.rank, how, now)
+        else:
+            decisions = members.died(process.rank, how, now, by_code=_by_code(process))
         if decisions or not well:
             self._lose(process, decisions)
         return process.lost and bool(members.members)
@@ -287,7 +288,7 @@ class ElasticJob:
 
     def make_room(self, size: int) -> None:
         """So many slots in all, for a host that is about to join."""
-        for slot in self.membership.places.add(size - len(self.membership.slots)):
+        for slot in self.membership.table.add(size - len(self.membership.slots)):
             self._coordinator.processes.append(Process(slot, lost=True))
 
     def host_came(self, host: int, slots: Sequence[int], *, is_new: bool) -> None:
@@ -330,7 +331,7 @@ class ElasticJob:
             return
         late = [slot for slot in self.membership.slots if slot.standing is not Standing.FINISHED]
         serving = (Standing.MEMBER, Standing.FINISHED)
-        late += [slot for slot in self.membership.servers.slots if slot.standing not in serving]
+        late += [slot for slot in self.membership.table.servers if slot.standing not in serving]
         for slot in late:
             self._coordinator.processes[slot.number].lost = True
         for process in self._unfinished:
@@ -342,15 +343,16 @@ class ElasticJob:
 
     def _carry_out(self, decisions: Sequence[Decision]) -> None:
         goes_on = any(isinstance(one, Commit | Begin) for one in decisions)  # and waiting workers may join
-        joined = next((one.generation for one in decisions if isinstance(one, Regroup) and goes_on), None)
+        joined = next((one.number for one in decisions if isinstance(one, Generation) and goes_on), None)
         for decision in decisions:
             match decision:
                 case Commit():
                     self._commit(decision, then=joined)
                 case Begin(loop, slots):
                     self._push(slots, "elastic.begin", {"loop": loop, "then": joined})
-                case Regroup():
-                    self._regroup(decision)
+                case Generation(number, slots):
+                    self._coordinator.keys.begin(number)
+                    self._push((*slots, *decision.servers), "elastic.generation", decision.as_message())
                 case Fence(slot):
                     self._coordinator.processes[slot].fenced = True
                     self._coordinator.agent_of(slot).fence(slot)
@@ -373,24 +375,9 @@ class ElasticJob:
 
     def _commit(self, commit: Commit, then: int | None) -> None:
         """`then`: the generation in which a worker joins after this step; all members change to it there."""
-        row = Row(commit.step, commit.update, commit.generation, commit.members, commit.servers)
-        self._ledger.commit(row)
+        self._ledger.commit(commit)
         body: Body = {"generation": commit.generation, "step": commit.step, "update": commit.update, "then": then}
         self._push(commit.members, "elastic.commit", body)
-
-    def _regroup(self, regroup: Regroup) -> None:
-        self._coordinator.keys.begin(regroup.generation)
-        body: Body = {
-            "generation": regroup.generation,
-            "members": list(regroup.members),
-            "joining": list(regroup.joining),
-            "step": regroup.step,
-            "why": regroup.why,
-            "main": regroup.main,
-        }
-        if regroup.servers:
-            body["servers"] = list(regroup.servers)
-        self._push((*regroup.members, *regroup.servers), "elastic.generation", body)
 
     def _push(self, slots: Sequence[int], kind: str, body: Body) -> None:
         """One message to each host, for all of its workers."""
@@ -408,7 +395,7 @@ class ElasticJob:
             agent.empty_vault()
         # Sent even where all slots start: hosts may have joined since, which the others' assignments don't list.
         self._starters = [(slot, self._coordinator.remote_hosts.host_of(slot)) for slot in members]
-        for slot in (*members, *self.membership.servers.here):
+        for slot in (*members, *self.membership.table.serving):
             process = self._coordinator.processes[slot]
             if process.ended or (process.lost and process.pid is None):
                 self._start(slot, 0)

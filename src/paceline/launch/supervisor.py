@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from paceline.elastic.ledger import Ledger
+from paceline.elastic.step_log import StepLog
 from paceline.launch.agents import Decider, HostAgent, LocalAgent, default_threads
 from paceline.launch.busy_check import ActivityCheck, BusyCheck
 from paceline.launch.control import ControlServer
@@ -155,7 +155,7 @@ class Supervisor:
     def _coordinate(
         self, assignment: HostAssignment, joined: Mapping[int, JoinedHost], rendezvous: HostRendezvous | None
     ) -> Coordinator:
-        ledger = Ledger(self._job.ledger, self._screen.log)
+        ledger = StepLog(self._job.ledger, self._screen.log)
         return Coordinator(
             assignment, joined, self._screen.show, self._screen.log, self._job.grace_s, ledger, rendezvous
         )

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, NoReturn
 
-from paceline.elastic.member import Member
+from paceline.elastic.worker_agent import WorkerAgent
 from paceline.errors import GenerationEnded, PacelineError, PeerLostError, WorldError
 from paceline.world import environment
 from paceline.world.control import ControlClient, no_thread
@@ -165,7 +165,7 @@ def _report(error: BaseException, assignment: WorkerAssignment) -> None:
             traceback=text,
             ours=isinstance(error, PacelineError),
             # Zeros in place of weights that were lost with another worker may fail in ways of their own.
-            secondary=isinstance(error, PeerLostError | GenerationEnded) or Member.others_changed(),
+            secondary=isinstance(error, PeerLostError | GenerationEnded) or WorkerAgent.others_changed(),
         )
         client.close()
     except PacelineError as lost:

@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from paceline.elastic.fault_injection import fault_point
+from paceline.elastic.faults import fault_point
 from paceline.errors import GenerationEnded, PeerLostError
 from paceline.optim.piece_state import State
 from paceline.parameter_server.channel import GONE, Channel, end_of, keepalive_s

@@ -155,7 +155,7 @@ def wanted_kernels() -> str | None:
 
 
 def injected_faults() -> str | None:
-    """PACELINE_FAULTS: what shall go wrong in this job, and where (`elastic.fault_injection`)."""
+    """PACELINE_FAULTS: what shall go wrong in this job, and where (`elastic.faults`)."""
     return text_of(os.environ, "PACELINE_FAULTS")
 
 

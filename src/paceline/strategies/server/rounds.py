@@ -28,7 +28,7 @@ from paceline.checkpoint.load import whole_tree
 from paceline.collectives.byte_count import Traffic
 from paceline.collectives.canonical_sum import SumPlan
 from paceline.collectives.communicator import Communicator
-from paceline.elastic.fault_injection import fault_point
+from paceline.elastic.faults import fault_point
 from paceline.errors import CheckpointError, LoopError
 from paceline.optim.gradient_norm import clip_coefficient, global_norm
 from paceline.optim.piece_state import State

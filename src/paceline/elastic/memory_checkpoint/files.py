@@ -1,15 +1,23 @@
-"""The vault: a worker's part of the state of its last two steps, in shared memory that outlives the worker.
+"""The in-memory checkpoint: a worker's part of the state of its last two steps, in shared memory that outlives it.
 
     slot-2-0    step 6   ░░░░░░░░░░      valid until step 7 is in the other file, whatever happens meanwhile
     slot-2-1    step 7   ▒▒▒▒······      being written: not valid yet
 
     a file      │ head: stamp, sizes │ table │ plain values │ data: parts, each at a multiple of 64 bytes │
 
-A *stamp* is the step plus one, or 0 while the rest of the file is not that step's. It is taken away first and set last,
-so a worker that is killed while it writes leaves the step before. Whoever knows the slots that committed a step reads
-its state from their files, those of the dead among them, as it would from a checkpoint: any worker any range.
+A *stamp* is the state's number plus one, or 0 while the rest of the file is not that state's. It is taken away first
+and set last, so a worker that is killed while it writes leaves the step before. One that knows the slots that committed
+a step reads its state from their files, those of the dead among them, as from a checkpoint: any worker any range.
 
-`step` is a number that grows with every commit: `state_number` tells which.
+The *number* of a state counts steps, updates inside them and what is laid out for joiners, and grows:
+
+    state_number(7)  =  4 · (7 · 1024)    after step 7
+    state_number(8, update=2)             after the second update of step 8, which has several (`engine.update`)
+    state_number(7) + 1                   that of step 7 again, laid out by those who stay for those who join
+    state_number(7) + 2                   and again, by those who enter a loop after it; until all of them have, what
+                                          was committed must stay as it is, and whole
+
+Files and messages between workers carry the number; people read it `in_words`.
 """
 
 from __future__ import annotations
@@ -18,7 +26,7 @@ import errno
 import json
 import mmap
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import compress
 from math import prod
@@ -32,9 +40,8 @@ from paceline.checkpoint.load import StoredTensor
 from paceline.checkpoint.manifest import Range, merge
 from paceline.checkpoint.tensor_file import DTYPES
 from paceline.checkpoint.tree import SMALL, unflatten
+from paceline.elastic.memory_checkpoint.layout import ALIGN, FlatTree, Layout, with_values
 from paceline.elastic.slots import named
-from paceline.elastic.state_number import all_said, said
-from paceline.elastic.vault_layout import ALIGN, Gathered, Layout, with_values
 from paceline.errors import CheckpointError
 from paceline.sharding.local_shard import LocalShard
 from paceline.world.owned_folder import open_own_file
@@ -46,8 +53,42 @@ HEAD_BYTES = 8 * HEAD_FIELDS
 AT_MAGIC, AT_STAMP, AT_TABLE_BYTES, AT_VALUES, AT_VALUES_BYTES, AT_DATA, AT_BYTES = range(7)
 _MORE_VALUES = 4096  # bytes that plain values may grow by before the file is replaced
 
+MOST_UPDATES = 1 << 10
+LAST_UPDATE = MOST_UPDATES - 1
+_KINDS = 4
 
-class Vault:
+
+def state_number(step: int, update: int = 0) -> int:
+    return _KINDS * (step * MOST_UPDATES + update)
+
+
+def number_for_joiners(number: int) -> int:
+    """Of the same state, in parts for those who join."""
+    return number | 1
+
+
+def number_at_loop_start(step: int, committed: int) -> int:
+    """As a loop begins after `step`, where `committed` is the newest; after another step one has gone back, or on."""
+    same = committed // (_KINDS * MOST_UPDATES) == step and committed > 0
+    return committed | 2 if same else state_number(step)
+
+
+def in_words(number: int) -> str:
+    """`step 7`, `update 2 of step 8`, `step 7, laid out for those who join`."""
+    step, update = divmod(number // _KINDS, MOST_UPDATES)
+    of = f"step {step}" if update in (0, LAST_UPDATE) else f"update {update} of step {step}"
+    return f"{of}, laid out for those who join" if number % 2 else of
+
+
+def all_in_words(numbers: Iterable[int | None]) -> str:
+    there = sorted(number for number in numbers if number is not None)
+    return " and ".join(map(in_words, there)) or "nothing"
+
+
+# -- writing -----------------------------------------------------------------------------------------------------------
+
+
+class MemoryCheckpoint:
     """The two files of one slot, written by the worker that has it."""
 
     def __init__(self, folder: Path, slot: int) -> None:
@@ -65,7 +106,7 @@ class Vault:
 
         What several workers have in their trees is the same; `own` is plain values that this one alone has.
         """
-        found = Gathered.of(tree)
+        found = FlatTree.of(tree)
         layout = self._layout
         if layout is None or not layout.fits(found, rank, size):
             layout = self._layout = Layout(tree, found, slot=self.slot, rank=rank, size=size)
@@ -86,19 +127,9 @@ class Vault:
         for file, held in zip(self._files, self._steps, strict=True):
             if file is not None and held == step:
                 return file.memory
-        raise CheckpointError(f"worker {self.slot} has kept nothing of {said(step)}; it has {all_said(self._steps)}")
-
-    def forget(self, slot: int) -> None:
-        """Remove the files of a slot; who has mapped them keeps what is in them."""
-        if slot == self.slot:
-            self.close()
-            self._steps = [None, None]
-        for path in paths_of(self.folder, slot):
-            path.unlink(missing_ok=True)
-
-    def close(self) -> None:
-        """Let the memory go; the files stay."""
-        self._files, self._layout = [None, None], None
+        raise CheckpointError(
+            f"worker {self.slot} has kept nothing of {in_words(step)}; it has {all_in_words(self._steps)}"
+        )
 
     def _file(self, turn: int, layout: Layout, values: int) -> _WrittenFile:
         file = self._files[turn]
@@ -199,7 +230,7 @@ def step_in(path: Path) -> int | None:
         with open_own_file(path) as file:
             head = memoryview(file.read(HEAD_BYTES))
             size = os.fstat(file.fileno()).st_size
-    except (FileNotFoundError, PermissionError):  # what another user has put there is nobody's state
+    except (FileNotFoundError, PermissionError):  # what another user has put there is no worker's state
         return None
     fields = head.cast("q") if len(head) == HEAD_BYTES else [0] * HEAD_FIELDS
     valid = fields[AT_MAGIC] == MAGIC and fields[AT_BYTES] == size and fields[AT_STAMP] > 0
@@ -209,7 +240,7 @@ def step_in(path: Path) -> int | None:
 # -- reading -----------------------------------------------------------------------------------------------------------
 
 
-class SlotSource(Protocol):
+class SlotPart(Protocol):
     """The state of one step that one slot has kept, wherever it is."""
 
     def about(self) -> tuple[dict[str, Any], list[Any]]:
@@ -221,7 +252,7 @@ class SlotSource(Protocol):
         ...
 
 
-class MappedSlot:
+class LocalPart:
     """A slot's file of one step, mapped: what is read from it stays that step's, or is an error."""
 
     def __init__(self, folder: Path, slot: int, step: int) -> None:
@@ -235,10 +266,10 @@ class MappedSlot:
             if step_in(path) == self._step:
                 with open_own_file(path) as file:
                     return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        there = all_said(steps_of(self._folder, self._slot))
+        there = all_in_words(steps_of(self._folder, self._slot))
         raise CheckpointError(
-            f"worker {self._slot}'s part of the state of {said(self._step)} is not in this host's vault {self._folder} "
-            f"(there is {there} of it); start again, and resume from the newest checkpoint"
+            f"worker {self._slot}'s part of the state of {in_words(self._step)} is not in this host's in-memory "
+            f"checkpoint {self._folder} (there is {there} of it); start again, and resume from the newest checkpoint"
         )
 
     def about(self) -> tuple[dict[str, Any], list[Any]]:
@@ -272,13 +303,13 @@ class MappedSlot:
 
     @property
     def _what(self) -> str:
-        return f"worker {self._slot}'s part of the state of {said(self._step)}"
+        return f"worker {self._slot}'s part of the state of {in_words(self._step)}"
 
 
 class _Ranges:
     """Reads for stored tensors; apart from the state, so that memory goes when the last of them does."""
 
-    def __init__(self, slots: Mapping[int, SlotSource]) -> None:
+    def __init__(self, slots: Mapping[int, SlotPart]) -> None:
         self._slots = slots
 
     def read(self, where: Range, start: int, stop: int) -> Tensor:
@@ -290,17 +321,18 @@ class _Ranges:
         return flat
 
 
-class VaultState:
+class StoredState:
     """The state of a step, from the slots that kept it in rank order; leaves are `StoredTensor`s, as a checkpoint's."""
 
-    def __init__(self, folder: Path, step: int, slots: Mapping[int, SlotSource]) -> None:
+    def __init__(self, folder: Path, step: int, slots: Mapping[int, SlotPart]) -> None:
         self.folder, self.step, self._slots = folder, step, dict(sorted(slots.items()))
         self._tables = {slot: source.about() for slot, source in self._slots.items()}
         for place, (slot, (table, _)) in enumerate(self._tables.items()):
             if (table["slot"], table["rank"], table["size"]) != (slot, place, len(slots)):
+                who = named(list(self._slots))
                 raise CheckpointError(
-                    f"worker {slot} kept {said(step)} as the one of rank {table['rank']} among {table['size']}, not of "
-                    f"rank {place} among {len(slots)}: {named(list(self._slots))} did not make this step together"
+                    f"worker {slot} kept {in_words(step)} as the one of rank {table['rank']} among {table['size']}, "
+                    f"not of rank {place} among {len(slots)}: {who} did not make this step together"
                 )
 
     @cached_property
@@ -309,7 +341,7 @@ class VaultState:
             manifest = merge("", {"step": self.step}, self._told_by_each())
         except CheckpointError as error:
             raise CheckpointError(
-                f"the state of {said(self.step)} that {named(list(self._slots))} kept is not whole: {error}"
+                f"the state of {in_words(self.step)} that {named(list(self._slots))} kept is not whole: {error}"
             ) from error
         source, small = _Ranges(self._slots), self._small
         leaves = {path: StoredTensor(source, path, stored) for path, stored in manifest.tensors.items()}
@@ -360,6 +392,6 @@ def _bytes_of(row: Mapping[str, Any]) -> int:
     return elements * DTYPES[row["dtype"]].itemsize
 
 
-def read(folder: Path, step: int, slots: Sequence[int]) -> VaultState:
+def read(folder: Path, step: int, slots: Sequence[int]) -> StoredState:
     """The state of a step that these slots, and no others, have made together and kept on this host."""
-    return VaultState(folder, step, {slot: MappedSlot(folder, slot, step) for slot in slots})
+    return StoredState(folder, step, {slot: LocalPart(folder, slot, step) for slot in slots})

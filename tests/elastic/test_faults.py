@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from paceline.elastic import fault_injection
-from paceline.elastic.fault_injection import PHASES, Fault, arm, fault_point, flips_due, parsed
+from paceline.elastic import faults
+from paceline.elastic.faults import PHASES, Fault, arm, fault_point, flips_due, parsed
 from paceline.errors import ConfigError
 
 
@@ -90,7 +90,7 @@ def test_orders_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> No
         fault_point("apply", 1)
     monkeypatch.delenv("PACELINE_FAULTS")
     arm(3, 0)
-    assert fault_injection._ordered == []
+    assert faults._ordered == []
 
 
 def test_a_slow_worker_sleeps_as_long_as_it_was_told(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,6 @@
-"""What of a job's state a worker keeps in its vault file, and where: decided once, until the state has another form.
+"""What of a job's state a worker keeps in memory, and where: decided once, until the state has another form.
 
-    {"lr": 0.1, "weight": Tensor, "exp_avg": LocalShard}        ──gathered──►   plain    [0.1]
+    {"lr": 0.1, "weight": Tensor, "exp_avg": LocalShard}        ──flattened─►   plain    [0.1]
                                                                             leaves   [Tensor, LocalShard]
     data   │ weight[1024:2048] │ exp_avg[0:512] │ …         ◄──Layout───    form     keys, shapes, dtypes, starts
 
@@ -38,7 +38,7 @@ _PLAIN = frozenset({int, float, str, bool, type(None)})
 
 
 @dataclass(frozen=True)
-class Gathered:
+class FlatTree:
     """A tree taken apart: two trees of equal form have one layout."""
 
     form: list[Any]
@@ -46,7 +46,7 @@ class Gathered:
     plain: list[Any]
 
     @classmethod
-    def of(cls, tree: Any) -> Gathered:
+    def of(cls, tree: Any) -> FlatTree:
         found = cls([], [], [])
         found._take(tree, {})
         return found
@@ -86,13 +86,13 @@ class Gathered:
         encoded, tensors = flatten(own, "own")
         if tensors:
             raise CheckpointError(
-                f"{next(iter(tensors))!r} is a tensor: a worker's own values in a vault are plain ones"
+                f"{next(iter(tensors))!r} is a tensor: a worker's own values in memory are plain ones"
             )
         try:
             return json.dumps([*self.plain, encoded]).encode()
         except TypeError as error:
             flatten(tree)
-            raise CheckpointError(f"the state can't be kept in a vault: {error}") from error
+            raise CheckpointError(f"the state can't be kept in memory: {error}") from error
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ class Part:
 class Layout:
     """The parts of one worker, the table that describes them, and where in memory they come from."""
 
-    def __init__(self, tree: Any, found: Gathered, *, slot: int, rank: int, size: int) -> None:
+    def __init__(self, tree: Any, found: FlatTree, *, slot: int, rank: int, size: int) -> None:
         self.form, self.rank, self.size = found.form, rank, size
         self.parts: list[Part] = []
         self.data_bytes = 0
@@ -124,7 +124,7 @@ class Layout:
         self.table = json.dumps(self._described(tree, found, slot), separators=(",", ":")).encode()
         self._views: dict[int, Tensor] = {}
 
-    def fits(self, found: Gathered, rank: int, size: int) -> bool:
+    def fits(self, found: FlatTree, rank: int, size: int) -> bool:
         return (self.rank, self.size) == (rank, size) and self.form == found.form
 
     def _add(self, number: int, leaf: Leaf) -> None:
@@ -139,7 +139,7 @@ class Layout:
                 self.parts.append(part)
                 self.data_bytes += -(-part.bytes // ALIGN) * ALIGN
 
-    def _described(self, tree: Any, found: Gathered, slot: int) -> dict[str, Any]:
+    def _described(self, tree: Any, found: FlatTree, slot: int) -> dict[str, Any]:
         stand_ins = [LocalShard(tuple(leaf.shape), leaf.dtype, ()) for leaf in found.leaves]
         by_leaf = {id(leaf): stand_in for leaf, stand_in in zip(found.leaves, stand_ins, strict=True)}
         encoded, paths = flatten(_numbered(tree, by_leaf, iter(range(len(found.plain)))))
@@ -189,7 +189,7 @@ def _share(elements: int, rank: int, size: int) -> tuple[int, int]:
 
 
 def _numbered(node: Any, stand_ins: dict[int, LocalShard], numbers: Any) -> Any:
-    """The tree with stand-ins for its leaves, and plain values numbered in the order of `Gathered`."""
+    """The tree with stand-ins for its leaves, and plain values numbered in the order of `FlatTree`."""
     if isinstance(node, Tensor | LocalShard):
         return stand_ins[id(node)]
     if isinstance(node, dict):

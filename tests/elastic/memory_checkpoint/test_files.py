@@ -1,4 +1,4 @@
-"""A vault gives back the state of a step whoever is left to read it, and a write that ends midway costs nothing."""
+"""The state of a step comes back from memory whoever is left to read it; a write that ends midway costs nothing."""
 
 from __future__ import annotations
 
@@ -18,9 +18,17 @@ import torch
 from torch import Tensor
 
 from paceline.checkpoint.load import StoredTensor, whole_tree
-from paceline.elastic import vault
-from paceline.elastic.state_number import LAST_UPDATE, entered, laid_out, numbered, said
-from paceline.elastic.vault import Vault, steps_of, turn_of
+from paceline.elastic.memory_checkpoint import files
+from paceline.elastic.memory_checkpoint.files import (
+    LAST_UPDATE,
+    MemoryCheckpoint,
+    in_words,
+    number_at_loop_start,
+    number_for_joiners,
+    state_number,
+    steps_of,
+    turn_of,
+)
 from paceline.errors import CheckpointError
 from paceline.sharding.local_shard import LocalShard
 
@@ -30,16 +38,16 @@ FORKED = multiprocessing.get_context("forkserver")
 FORKED.set_forkserver_preload(["tests.preload"])
 
 
-def write(folder: Path, step: int, tree: Tree | Callable[[int], Tree], slots: list[int]) -> list[Vault]:
+def write(folder: Path, step: int, tree: Tree | Callable[[int], Tree], slots: list[int]) -> list[MemoryCheckpoint]:
     """As if by one worker in each slot; `tree` may depend on the rank."""
-    vaults = [Vault(folder, slot) for slot in slots]
-    for rank, one in enumerate(vaults):
+    written = [MemoryCheckpoint(folder, slot) for slot in slots]
+    for rank, one in enumerate(written):
         one.write(step, tree(rank) if callable(tree) else tree, rank=rank, size=len(slots))
-    return vaults
+    return written
 
 
 def read(folder: Path, step: int, slots: list[int]) -> Tree:
-    tree: Tree = whole_tree(vault.read(folder, step, slots).tree)
+    tree: Tree = whole_tree(files.read(folder, step, slots).tree)
     return tree
 
 
@@ -92,7 +100,7 @@ def test_tensors_are_shared_out_and_only_small_ones_kept_by_all(tmp_path: Path) 
 
 def test_small_tensors_come_as_tensors_and_large_ones_are_not_read_before_they_are_asked_for(tmp_path: Path) -> None:
     write(tmp_path, 1, {"count": torch.tensor(5), "weight": torch.arange(9000.0)}, [0, 1])
-    tree = vault.read(tmp_path, 1, [0, 1]).tree
+    tree = files.read(tmp_path, 1, [0, 1]).tree
     assert isinstance(tree["count"], Tensor)
     assert isinstance(tree["weight"], StoredTensor)
     assert (tree["weight"].shape, tree["weight"].dtype) == (torch.Size([9000]), torch.float32)
@@ -114,7 +122,7 @@ def test_slices_of_n_workers_are_read_by_m_with_other_cuts(tmp_path: Path, write
         return {"w": LocalShard.of(whole.shape, whole.dtype, parts), "step": torch.tensor(4.0)}
 
     write(tmp_path, 9, mine, list(range(writers)))
-    stored = vault.read(tmp_path, 9, list(range(writers))).tree["w"]
+    stored = files.read(tmp_path, 9, list(range(writers))).tree["w"]
     ends = cuts(readers, 2)
     for low, high in pairwise(ends):
         assert torch.equal(stored.part(low, high), whole.view(-1)[low:high]), (low, high)
@@ -131,12 +139,12 @@ def test_what_only_the_first_worker_knows_is_in_the_state(tmp_path: Path) -> Non
 def test_every_slot_may_keep_something_of_its_own(tmp_path: Path) -> None:
     own: dict[int, Any] = {0: {"stream": {3: [1, (2, None)]}}, 4: None, 7: float("inf")}
     for rank, (slot, value) in enumerate(own.items()):
-        Vault(tmp_path, slot).write(1, {"w": torch.zeros(9000)}, rank=rank, size=3, own=value)
-    state = vault.read(tmp_path, 1, [0, 4, 7])
+        MemoryCheckpoint(tmp_path, slot).write(1, {"w": torch.zeros(9000)}, rank=rank, size=3, own=value)
+    state = files.read(tmp_path, 1, [0, 4, 7])
     assert state.own == own
     assert state.tree["w"].whole().tolist() == [0.0] * 9000
-    with pytest.raises(CheckpointError, match="'own/big' is a tensor: a worker's own values in a vault are plain ones"):
-        Vault(tmp_path, 0).write(2, {}, rank=0, size=1, own={"big": torch.zeros(100)})
+    with pytest.raises(CheckpointError, match="'own/big' is a tensor: a worker's own values in memory are plain ones"):
+        MemoryCheckpoint(tmp_path, 0).write(2, {}, rank=0, size=1, own={"big": torch.zeros(100)})
 
 
 def test_a_state_is_a_copy_of_that_moment(tmp_path: Path) -> None:
@@ -151,7 +159,7 @@ def test_a_state_is_a_copy_of_that_moment(tmp_path: Path) -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_tensors_of_an_accelerator_are_kept_on_the_host(tmp_path: Path) -> None:
     big = torch.randn(300, 700, device="cuda")
-    one = Vault(tmp_path, 0)
+    one = MemoryCheckpoint(tmp_path, 0)
     for step in range(1, 5):
         big = big @ big.t() @ big / 1e3  # the copy waits for it
         part = LocalShard.of((9000,), torch.bfloat16, [(0, big.view(-1)[:9000].bfloat16())])
@@ -170,7 +178,7 @@ def test_tensors_of_an_accelerator_are_kept_on_the_host(tmp_path: Path) -> None:
 
 
 def test_new_memory_under_the_same_shape_is_followed(tmp_path: Path) -> None:
-    one = Vault(tmp_path, 0)
+    one = MemoryCheckpoint(tmp_path, 0)
     for step in range(1, 5):
         one.write(step, {"w": torch.full((5000,), float(step)), "lr": 1 / step}, rank=0, size=1)
         assert (float(read(tmp_path, step, [0])["w"].mean()), read(tmp_path, step, [0])["lr"]) == (step, 1 / step)
@@ -180,7 +188,7 @@ def test_new_memory_under_the_same_shape_is_followed(tmp_path: Path) -> None:
 
 
 def test_the_last_two_steps_are_there(tmp_path: Path) -> None:
-    one = Vault(tmp_path, 3)
+    one = MemoryCheckpoint(tmp_path, 3)
     seen = []
     for step in range(4):
         one.write(step, {"w": torch.zeros(10)}, rank=0, size=1)
@@ -195,14 +203,14 @@ def test_doing_a_step_again_keeps_the_step_before_it(tmp_path: Path) -> None:
     assert turn_of([6, 7], 8) == 0
     assert turn_of([None, 7], 8) == 0
     assert turn_of([7, None], 7) == 1
-    one = Vault(tmp_path, 0)
+    one = MemoryCheckpoint(tmp_path, 0)
     for step, value in ((6, 6.0), (7, 7.0), (7, 7.5)):
         one.write(step, {"w": torch.full((100,), value)}, rank=0, size=1)
     assert [float(read(tmp_path, step, [0])["w"][0]) for step in (6, 7)] == [6.0, 7.5]
 
 
 def test_a_step_that_is_in_the_past_again_leaves_no_future_behind(tmp_path: Path) -> None:
-    one = Vault(tmp_path, 0)
+    one = MemoryCheckpoint(tmp_path, 0)
     for step in (8, 9, 5):
         one.write(step, {"w": torch.zeros(100)}, rank=0, size=1)
     assert steps_of(tmp_path, 0)[0] == 5
@@ -211,28 +219,19 @@ def test_a_step_that_is_in_the_past_again_leaves_no_future_behind(tmp_path: Path
 
 
 def test_the_worker_that_follows_in_a_slot_does_not_write_over_the_newest_step(tmp_path: Path) -> None:
-    first = Vault(tmp_path, 0)
+    first = MemoryCheckpoint(tmp_path, 0)
     for step in (1, 2, 3):
         first.write(step, {"w": torch.full((100,), float(step))}, rank=0, size=1)
-    Vault(tmp_path, 0).write(4, {"w": torch.full((50,), 4.0)}, rank=0, size=2)
+    MemoryCheckpoint(tmp_path, 0).write(4, {"w": torch.full((50,), 4.0)}, rank=0, size=2)
     assert steps_of(tmp_path, 0) == [3, 4]
     assert read(tmp_path, 3, [0])["w"].tolist() == [3.0] * 100
-
-
-def test_a_forgotten_slot_has_nothing(tmp_path: Path) -> None:
-    one, two = write(tmp_path, 1, {"w": torch.zeros(100)}, [0, 1])
-    one.forget(1)
-    two.forget(1)
-    assert (steps_of(tmp_path, 0), steps_of(tmp_path, 1)) == ([1], [])
-    two.write(2, {"w": torch.zeros(100)}, rank=1, size=2)
-    assert steps_of(tmp_path, 1) == [2]
 
 
 # -- another layout ----------------------------------------------------------------------------------------------------
 
 
 def test_another_layout_gets_a_file_of_its_size_and_the_step_before_stays(tmp_path: Path) -> None:
-    one = Vault(tmp_path, 0)
+    one = MemoryCheckpoint(tmp_path, 0)
     one.write(1, {"w": torch.ones(100_000)}, rank=0, size=1)
     one.write(2, {"w": torch.ones(300)}, rank=0, size=1)
     assert float(read(tmp_path, 1, [0])["w"].sum()) == 100_000
@@ -242,16 +241,16 @@ def test_another_layout_gets_a_file_of_its_size_and_the_step_before_stays(tmp_pa
 
 
 def test_who_reads_a_step_keeps_it_when_its_file_is_replaced(tmp_path: Path) -> None:
-    one = Vault(tmp_path, 0)
+    one = MemoryCheckpoint(tmp_path, 0)
     one.write(1, {"w": torch.ones(100_000)}, rank=0, size=1)
-    state = vault.read(tmp_path, 1, [0])
+    state = files.read(tmp_path, 1, [0])
     for step in (2, 3):
         one.write(step, {"w": torch.zeros(300)}, rank=0, size=1)
     assert float(state.tree["w"].whole().sum()) == 100_000
 
 
 def test_plain_values_may_grow(tmp_path: Path) -> None:
-    one = Vault(tmp_path, 0)
+    one = MemoryCheckpoint(tmp_path, 0)
     for step in range(1, 6):
         one.write(step, {"w": torch.ones(10), "note": "x" * 10**step}, rank=0, size=1)
         assert len(read(tmp_path, step, [0])["note"]) == 10**step
@@ -261,14 +260,14 @@ def test_plain_values_may_grow(tmp_path: Path) -> None:
 
 
 def test_a_step_that_a_slot_does_not_have_is_an_error_that_names_both(tmp_path: Path) -> None:
-    vaults = write(tmp_path, numbered(6), {"w": torch.zeros(9000)}, [0, 1, 3])
-    for rank, one in enumerate(vaults[:2]):
-        one.write(numbered(7), {"w": torch.zeros(9000)}, rank=rank, size=3)
+    written = write(tmp_path, state_number(6), {"w": torch.zeros(9000)}, [0, 1, 3])
+    for rank, one in enumerate(written[:2]):
+        one.write(state_number(7), {"w": torch.zeros(9000)}, rank=rank, size=3)
     for step, slot, there in ((7, 3, "step 6"), (6, 2, "nothing")):
         with pytest.raises(CheckpointError) as told:
-            vault.read(tmp_path, numbered(step), [0, 1, slot])
+            files.read(tmp_path, state_number(step), [0, 1, slot])
         assert str(told.value) == (
-            f"worker {slot}'s part of the state of step {step} is not in this host's vault {tmp_path} "
+            f"worker {slot}'s part of the state of step {step} is not in this host's in-memory checkpoint {tmp_path} "
             f"(there is {there} of it); start again, and resume from the newest checkpoint"
         )
 
@@ -276,60 +275,62 @@ def test_a_step_that_a_slot_does_not_have_is_an_error_that_names_both(tmp_path: 
 @pytest.mark.parametrize(
     ("number", "text"),
     [
-        (numbered(7), "step 7"),
-        (numbered(8, 2), "update 2 of step 8"),
-        (numbered(8, LAST_UPDATE), "step 8"),
-        (laid_out(numbered(7)), "step 7, laid out for those who join"),
-        (entered(7, committed=numbered(7)), "step 7"),
+        (state_number(7), "step 7"),
+        (state_number(8, 2), "update 2 of step 8"),
+        (state_number(8, LAST_UPDATE), "step 8"),
+        (number_for_joiners(state_number(7)), "step 7, laid out for those who join"),
+        (number_at_loop_start(7, committed=state_number(7)), "step 7"),
     ],
 )
 def test_people_read_of_steps_and_not_of_numbers(number: int, text: str) -> None:
-    assert said(number) == text
+    assert in_words(number) == text
 
 
-@pytest.mark.parametrize("committed", [numbered(6), numbered(6, LAST_UPDATE), laid_out(numbered(6))])
+@pytest.mark.parametrize(
+    "committed", [state_number(6), state_number(6, LAST_UPDATE), number_for_joiners(state_number(6))]
+)
 def test_what_a_loop_begins_with_is_kept_beside_what_was_committed_until_the_next_step(
     committed: int, tmp_path: Path
 ) -> None:
     """Of those who enter one may write while another dies: what they had committed before has to be whole then."""
-    mine = vault.Vault(tmp_path, 0)
-    for number in (numbered(5), committed, begun := entered(6, committed)):
+    mine = files.MemoryCheckpoint(tmp_path, 0)
+    for number in (state_number(5), committed, begun := number_at_loop_start(6, committed)):
         mine.write(number, {"w": torch.zeros(9000)}, rank=0, size=1)
-    assert vault.steps_of(tmp_path, 0) == [committed, begun]
-    mine.write(numbered(7), {"w": torch.zeros(9000)}, rank=0, size=1)
-    assert vault.steps_of(tmp_path, 0) == [begun, numbered(7)]
-    assert entered(3, committed) == numbered(3), "an older state was loaded"
+    assert files.steps_of(tmp_path, 0) == [committed, begun]
+    mine.write(state_number(7), {"w": torch.zeros(9000)}, rank=0, size=1)
+    assert files.steps_of(tmp_path, 0) == [begun, state_number(7)]
+    assert number_at_loop_start(3, committed) == state_number(3), "an older state was loaded"
 
 
 def test_slots_that_did_not_make_the_step_together_are_refused(tmp_path: Path) -> None:
-    write(tmp_path, numbered(6), {"w": torch.zeros(9000)}, [0, 1, 3])
+    write(tmp_path, state_number(6), {"w": torch.zeros(9000)}, [0, 1, 3])
     expected = "worker 3 kept step 6 as the one of rank 2 among 3, not of rank 0 among 1: worker 3 did not make this"
     with pytest.raises(CheckpointError, match=expected):
-        vault.read(tmp_path, numbered(6), [3])
+        files.read(tmp_path, state_number(6), [3])
 
 
 def test_elements_that_nobody_kept_are_an_error_with_step_and_slots(tmp_path: Path) -> None:
     def mine(rank: int) -> Tree:
         return {"w": LocalShard.of((100,), torch.float32, [(60 * rank, torch.zeros(40))])}
 
-    write(tmp_path, numbered(2), mine, [0, 4])
+    write(tmp_path, state_number(2), mine, [0, 4])
     expected = r"of step 2 that workers 0 and 4 kept is not whole: /w has 100 elements, but those from 40 to 60 were"
     with pytest.raises(CheckpointError, match=expected):
-        _ = vault.read(tmp_path, numbered(2), [0, 4]).tree
+        _ = files.read(tmp_path, state_number(2), [0, 4]).tree
 
 
 def test_a_state_that_is_read_too_late_is_an_error_and_not_another_steps_bytes(tmp_path: Path) -> None:
-    one = Vault(tmp_path, 0)
-    one.write(numbered(1), {"w": torch.ones(5000)}, rank=0, size=1)
-    stored = vault.read(tmp_path, numbered(1), [0]).tree["w"]
+    one = MemoryCheckpoint(tmp_path, 0)
+    one.write(state_number(1), {"w": torch.ones(5000)}, rank=0, size=1)
+    stored = files.read(tmp_path, state_number(1), [0]).tree["w"]
     for step in (2, 3):
-        one.write(numbered(step), {"w": torch.zeros(5000)}, rank=0, size=1)
+        one.write(state_number(step), {"w": torch.zeros(5000)}, rank=0, size=1)
     with pytest.raises(CheckpointError, match=r"worker 0's part of the state of step 1 was written over while it was"):
         stored.whole()
 
 
 def test_a_value_that_no_file_can_hold_is_named_and_costs_no_step(tmp_path: Path) -> None:
-    one = Vault(tmp_path, 0)
+    one = MemoryCheckpoint(tmp_path, 0)
     one.write(1, {"w": torch.ones(10), "extra": {"seen": 1}}, rank=0, size=1)
     with pytest.raises(CheckpointError, match="'extra/seen' is a set, which can't be saved without pickle"):
         one.write(2, {"w": torch.ones(10), "extra": {"seen": {1}}}, rank=0, size=1)
@@ -338,7 +339,7 @@ def test_a_value_that_no_file_can_hold_is_named_and_costs_no_step(tmp_path: Path
 
 def test_memory_that_is_not_there_is_an_error_and_not_a_bus_error(tmp_path: Path) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    one = Vault(tmp_path, 0)
+    one = MemoryCheckpoint(tmp_path, 0)
     one.write(1, {"w": torch.ones(10)}, rank=0, size=1)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
     try:
@@ -353,7 +354,7 @@ def test_memory_that_is_not_there_is_an_error_and_not_a_bus_error(tmp_path: Path
 
 
 def writes_for_ever(folder: Path, first: int) -> None:
-    one, step = Vault(folder, 0), first
+    one, step = MemoryCheckpoint(folder, 0), first
     while True:
         elements = 200_000 + step // 3 % 2  # sometimes another layout
         one.write(step, {"w": torch.full((elements,), float(step)), "step": step}, rank=0, size=1)
@@ -376,7 +377,7 @@ def killed_after(delay_s: float, folder: Path, newest: int) -> None:
 
 
 def test_a_writer_that_is_killed_at_any_moment_leaves_a_whole_step(tmp_path: Path) -> None:
-    Vault(tmp_path, 0).write(0, {"w": torch.zeros(200_000), "step": 0}, rank=0, size=1)
+    MemoryCheckpoint(tmp_path, 0).write(0, {"w": torch.zeros(200_000), "step": 0}, rank=0, size=1)
     delays, midway, newest = random.Random(5), 0, 0
     for kill in range(40):
         killed_after(delays.uniform(0.0, 0.004), tmp_path, newest)
@@ -405,7 +406,7 @@ def held_of(folder: Path) -> tuple[int, int]:
 
 
 def test_a_thousand_writes_hold_two_mappings_and_two_files(tmp_path: Path) -> None:
-    one, fresh = Vault(tmp_path, 0), 0
+    one, fresh = MemoryCheckpoint(tmp_path, 0), 0
     tree = {"w": torch.ones(5000), "lr": 0.5}
     for step in range(3):
         one.write(step, tree, rank=0, size=1)
@@ -419,6 +420,6 @@ def test_a_thousand_writes_hold_two_mappings_and_two_files(tmp_path: Path) -> No
             assert read(tmp_path, step, [0])["lr"] == 1 / step
     assert held_of(tmp_path) == (2, 2)
     assert sorted(os.listdir(tmp_path)) == ["slot-0-0", "slot-0-1"]
-    one.close()
+    del one
     assert held_of(tmp_path) == (0, 0)
     assert steps_of(tmp_path, 0) == [1001, 1002]

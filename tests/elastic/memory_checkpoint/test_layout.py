@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from paceline.elastic.vault_layout import Gathered, Layout
+from paceline.elastic.memory_checkpoint.layout import FlatTree, Layout
 from paceline.sharding.local_shard import LocalShard
 
 
@@ -25,15 +25,15 @@ def test_the_form_of_a_tree_tells_apart_what_needs_another_layout() -> None:
         {"a": one, "b": {}},
         {"a": one, "b": 1},
     ]
-    forms = [Gathered.of(tree).form for tree in trees]
+    forms = [FlatTree.of(tree).form for tree in trees]
     assert [forms.index(form) for form in forms] == list(range(len(trees)))
-    assert Gathered.of({"a": one, "b": 2}).form == forms[-1]
-    assert Gathered.of({"a": torch.ones(3), "b": torch.ones(3)}).form == forms[0]
+    assert FlatTree.of({"a": one, "b": 2}).form == forms[-1]
+    assert FlatTree.of({"a": torch.ones(3), "b": torch.ones(3)}).form == forms[0]
 
 
 def test_shares_of_all_workers_are_the_whole_tensor_once() -> None:
     tree = {"w": torch.zeros(100_003)}
-    found = Gathered.of(tree)
+    found = FlatTree.of(tree)
     for size in (1, 2, 3, 7, 50):
         parts = [Layout(tree, found, slot=rank, rank=rank, size=size).parts[0] for rank in range(size)]
         ends = [end for part in parts for end in (part.start, part.stop)]
@@ -44,7 +44,7 @@ def test_shares_of_all_workers_are_the_whole_tensor_once() -> None:
 
 def test_memory_is_looked_up_once_and_followed_when_it_moves() -> None:
     parameter = torch.nn.Parameter(torch.zeros(5000))
-    found = Gathered.of({"w": parameter})
+    found = FlatTree.of({"w": parameter})
     layout = Layout({"w": parameter}, found, slot=0, rank=1, size=2)
     (first,) = layout.sources(found.leaves)
     assert layout.sources([parameter.detach()])[0] is first

@@ -15,6 +15,10 @@ takes a dead worker's place must not die of the same order.
 
 The engine calls `fault_point(phase, step)` where a phase begins. While nothing is ordered that is one test of an empty
 list; what happens is announced in a line on stderr.
+
+Whether a fault has changed a bit is told by the hash of the weights. `engine.weights_hash()` calls `tell_hash` on every
+worker, which writes lines `slot hash` to the file that PACELINE_HASH_FILE names; `paceline chaos` reads what two runs
+of a job have told. Faults at random moments, from outside the process, are in `random_faults`.
 """
 
 from __future__ import annotations
@@ -23,6 +27,7 @@ import os
 import signal
 import time
 from dataclasses import dataclass
+from pathlib import Path
 
 from paceline.errors import ConfigError
 from paceline.world import environment
@@ -146,3 +151,17 @@ def _number(order: str, name: str, value: str) -> int:
     if not value.isdecimal() or int(value) < NUMBERS[name]:
         raise ConfigError(f"PACELINE_FAULTS: {order!r}: {name}={value} is no whole number from {NUMBERS[name]} on")
     return int(value)
+
+
+def tell_hash(slot: int, digest: str) -> None:
+    file = environment.hash_file()
+    if file is not None:
+        with file.open("a", encoding="utf-8") as out:
+            out.write(f"{slot} {digest}\n")
+
+
+def last_hash(file: Path) -> str | None:
+    """Of the last call in the job; None where no worker has made one."""
+    lines = file.read_text(encoding="utf-8", errors="replace").splitlines() if file.exists() else []
+    told = [words for line in lines if len(words := line.split()) == 2]
+    return told[-1][1] if told else None

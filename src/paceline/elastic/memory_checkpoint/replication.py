@@ -1,8 +1,18 @@
-"""Vaults of other hosts, over TCP: ranges of their files are read from there, and a copy of one's own is kept there.
+"""Replication of the in-memory checkpoint: every worker serves its host's files, and keeps a copy on another host.
 
-    host 0                                       host 1
-    RemoteVault ──── steps_of, about, part ────▶ PeerServer ── maps ──▶ slot-2-0, slot-2-1       its own
-    push_copy   ──── keep ─────────────────────▶            ── writes ▶ slot-0-0, slot-0-1       a copy of host 0's
+    host 0   files: slots 0 1 │ copies of 4       host 1   files: slots 2 3 │ copies of 0 1       host 2   …
+               0 ─── before each READY, `keep` ──────────────▶ 2
+               1 ────────────────────────────────────────────▶ 3
+
+    lost        what is left of it                           what those who are left do
+    a worker    its files, served by the others of its host  read them, here or over TCP
+    a host      copies=2: its files, on the next host        the same
+                copies=1: nothing                            `StateLostError`: all start anew, from a checkpoint
+
+Between two hosts, on one TCP connection:
+
+    RemoteCheckpoint ── steps, about, part ──▶ CheckpointServer ── maps ──▶ slot-2-0, slot-2-1    its own
+                     ── keep ────────────────▶                  ── writes ▶ slot-0-0, slot-0-1    a copy of host 0's
 
     {"do": "part", "slot": 2, …}            ───▶
                                             ◀─── {"bytes": 4096}, the bytes, {}                   {}: they were valid
@@ -11,53 +21,144 @@
     the file, {"whole": true}               ───▶ sets the stamp
                                             ◀─── {}
 
-What is said first, and how, is in `peer_wire`. A server has all slots of its host's folder, so any
-worker of the host can stand in for one that died. Where both ends are alive nothing waits longer than `timeout_s`.
+A text is its length (4 bytes) and a JSON object; bytes are as many as the text before them said. Before any request
+both ends prove that they know the job's token, which comes from the job's store and is never sent:
+
+    reader   nonce r                       ───▶   server
+             ◀─── nonce s, HMAC(token, "server", r, s)             it knows the token
+             HMAC(token, "reader", r, s)   ───▶                    so does the reader
+
+A server has all slots of its host's folder, so any worker of the host can stand in for one that died. Where both ends
+are alive nothing waits longer than `timeout_s`.
 """
 
 from __future__ import annotations
 
+import hashlib
+import hmac
 import json
 import mmap
 import os
+import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
-from paceline.elastic.peer_wire import Wire, prove_to_server, proved_to_server
-from paceline.elastic.state_number import all_said, said
-from paceline.elastic.vault import (
+from paceline.elastic.memory_checkpoint.files import (
     AT_BYTES,
     AT_MAGIC,
     AT_STAMP,
     HEAD_BYTES,
     MAGIC,
-    MappedSlot,
-    SlotSource,
-    Vault,
-    VaultState,
+    LocalPart,
+    MemoryCheckpoint,
+    SlotPart,
+    StoredState,
+    in_words,
     new_file,
     paths_of,
+    read,
     step_in,
     steps_of,
     turn_of,
 )
-from paceline.errors import CheckpointError, PacelineError, PeerLostError
+from paceline.elastic.worker_agent import WorkerAgent
+from paceline.errors import CheckpointError, GenerationEnded, PacelineError, PeerLostError, StateLostError
 from paceline.world import unauthenticated
+from paceline.world.environment import tensor_address
+from paceline.world.world import World
 
 TIMEOUT_S = 30.0
 CONNECT_S = 5.0
 AGAIN_S = 0.02
 IDLE_S = 600.0  # a server lets a connection go on which nothing was asked for so long; the reader makes a new one
 _MOST_TABLE = 256 * 2**20  # tables and values of a large model
+MOST_TEXT = 2**16
+CHUNK = 64 * 2**20  # bytes that must move within one timeout
+_NONCE, _PROOF = 16, 32
+
+# -- texts, bytes and the proof ----------------------------------------------------------------------------------------
 
 
-class PeerServer:
-    """Serves the vault of this host at one of its addresses; its threads end with `close`, or with the process."""
+class Wire:
+    """Texts and bytes on a socket that has a timeout."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self.connection = connection
+        self.deadline: float | None = None
+        """For all that is received, however it trickles in; None: each piece has the socket's timeout."""
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+    def say(self, text: Mapping[str, Any]) -> None:
+        encoded = json.dumps(text).encode()
+        self.connection.sendall(len(encoded).to_bytes(4, "little") + encoded)
+
+    def hear(self) -> dict[str, Any]:
+        length = bytearray(4)
+        self.receive(memoryview(length))
+        size = int.from_bytes(length, "little")
+        if size > MOST_TEXT:
+            raise ValueError(f"a text of {size} bytes")
+        text = bytearray(size)
+        self.receive(memoryview(text))
+        try:
+            found = json.loads(text)
+        except RecursionError as error:
+            raise ValueError("a text that is nested too deeply") from error
+        if not isinstance(found, dict):
+            raise ValueError("a text that is no request and no answer")
+        return found
+
+    def send(self, data: memoryview) -> None:
+        for start in range(0, len(data), CHUNK):
+            self.connection.sendall(data[start : start + CHUNK])
+
+    def receive(self, room: memoryview) -> None:
+        while room:
+            if self.deadline is not None:
+                self.connection.settimeout(max(1e-3, self.deadline - time.monotonic()))
+            got = self.connection.recv_into(room)
+            if not got:
+                raise EOFError("the connection ended")
+            room = room[got:]
+
+
+def _proof(token: str, who: str, reader: bytes, server: bytes) -> bytes:
+    return hmac.new(token.encode(), who.encode() + reader + server, hashlib.sha256).digest()
+
+
+def proved_to_server(wire: Wire, token: str) -> bool:
+    """The server's side: both know the token."""
+    wire.deadline = time.monotonic() + unauthenticated.PROOF_S
+    told, mine = bytearray(_NONCE), secrets.token_bytes(_NONCE)
+    wire.receive(memoryview(told))
+    wire.connection.sendall(mine + _proof(token, "server", bytes(told), mine))
+    proof = bytearray(_PROOF)
+    wire.receive(memoryview(proof))
+    wire.deadline = None
+    return hmac.compare_digest(bytes(proof), _proof(token, "reader", bytes(told), mine))
+
+
+def prove_to_server(wire: Wire, token: str) -> None:
+    mine, told = secrets.token_bytes(_NONCE), bytearray(_NONCE + _PROOF)
+    wire.connection.sendall(mine)
+    wire.receive(memoryview(told))
+    server, proof = bytes(told[:_NONCE]), bytes(told[_NONCE:])
+    if not hmac.compare_digest(proof, _proof(token, "server", mine, server)):
+        raise ValueError("it does not know this job's token: another job's server")
+    wire.connection.sendall(_proof(token, "reader", mine, server))
+
+
+# -- a host's files, served and read -----------------------------------------------------------------------------------
+
+
+class CheckpointServer:
+    """Serves this host's files at one of its addresses; its threads end with `close`, or with the process."""
 
     def __init__(self, host: str, folder: Path, token: str, *, timeout_s: float = TIMEOUT_S) -> None:
         self._folder, self._token, self._timeout_s = folder, token, timeout_s
@@ -65,7 +166,8 @@ class PeerServer:
         try:
             self._listener = socket.create_server((host, 0), family=family)
         except OSError as error:
-            raise PeerLostError(f"this host's vault can't be served at {host} ({error.strerror or error})") from error
+            why = error.strerror or error
+            raise PeerLostError(f"this host's in-memory checkpoint can't be served at {host} ({why})") from error
         port = self._listener.getsockname()[1]
         self.address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         self._copies = _Copies(folder)
@@ -74,7 +176,7 @@ class PeerServer:
         """Those of the open ones that have not proved to be of this job, the oldest first, and their addresses."""
         self._closed = False
         self._lock = threading.Lock()
-        self._threads = [threading.Thread(target=self._accept, name="paceline-vault", daemon=True)]
+        self._threads = [threading.Thread(target=self._accept, name="paceline-checkpoint-server", daemon=True)]
         self._threads[0].start()
 
     def close(self) -> None:
@@ -105,7 +207,9 @@ class PeerServer:
                 if len(self._strangers) > unauthenticated.MOST_CONNECTIONS:
                     self._drop(unauthenticated.to_drop(self._strangers))
                 self._threads = [thread for thread in self._threads if thread.is_alive()]
-                thread = threading.Thread(target=self._serve, args=(connection,), name="paceline-vault", daemon=True)
+                thread = threading.Thread(
+                    target=self._serve, args=(connection,), name="paceline-checkpoint-server", daemon=True
+                )
                 try:
                     thread.start()
                 except RuntimeError:  # no more threads can be had
@@ -156,7 +260,7 @@ class PeerServer:
             wire.say({"error": str(error)})
 
     def _give(self, wire: Wire, request: Mapping[str, Any]) -> None:
-        slot = MappedSlot(self._folder, request["slot"], request["step"])
+        slot = LocalPart(self._folder, request["slot"], request["step"])
         if request["do"] == "about":
             table, values = slot.texts()
             wire.say({"table": len(table), "values": len(values)})
@@ -218,7 +322,7 @@ class _Copies:
         memory[:HEAD_BYTES] = head
         wire.receive(memory[HEAD_BYTES:])
         if wire.hear()["whole"] is not True:
-            raise CheckpointError(f"worker {slot}'s part of {said(step)} was written over while it was copied")
+            raise CheckpointError(f"worker {slot}'s part of {in_words(step)} was written over while it was copied")
         stamp[AT_STAMP] = step + 1
 
 
@@ -229,8 +333,8 @@ def _inode_of(path: Path) -> int:
         return 0
 
 
-class RemoteVault:
-    """The vault of another host, by one connection that is made when it is needed; any thread may use it."""
+class RemoteCheckpoint:
+    """The files of another host, by one connection that is made when it is needed; any thread may use it."""
 
     def __init__(self, address: str, token: str, *, name: str, timeout_s: float = TIMEOUT_S) -> None:
         self.address, self.name = address, name
@@ -243,9 +347,6 @@ class RemoteVault:
     def steps_of(self, slot: int) -> list[int]:
         steps: list[int] = self._asked({"do": "steps", "slot": slot}, lambda wire, answer: answer["steps"])
         return steps
-
-    def slot(self, slot: int, step: int) -> RemoteSlot:
-        return RemoteSlot(self, slot, step)
 
     def about(self, slot: int, step: int) -> tuple[dict[str, Any], list[Any]]:
         def texts(wire: Wire, answer: Mapping[str, Any]) -> tuple[dict[str, Any], list[Any]]:
@@ -281,7 +382,7 @@ class RemoteVault:
         with self._one_at_a_time:
             self._hang_up()
 
-    def abandon(self) -> None:
+    def abandon(self, why: str) -> None:
         """End every wait at once, from any thread; for good."""
         self._abandoned, connection = True, self._connection
         if connection is not None:
@@ -354,50 +455,174 @@ class RemoteVault:
             why = f"it said nothing for {self._timeout_s:g} s"
         else:
             why = str(getattr(error, "strerror", None) or error or type(error).__name__)
-        step = f" of {said(request['step'])}" if "step" in request else ""
+        step = f" of {in_words(request['step'])}" if "step" in request else ""
         doing = {"keep": "giving it a copy of", "steps": "asking it for"}.get(request["do"], "reading")
         raise PeerLostError(
-            f"the vault of {self.name} at {self.address} is lost ({why}), while {doing} worker {request['slot']}'s "
-            f"part{step}"
+            f"the in-memory checkpoint of {self.name} at {self.address} is lost ({why}), while {doing} worker "
+            f"{request['slot']}'s part{step}"
         ) from error
 
 
-class RemoteSlot:
-    """What one slot kept of one step on another host."""
+class RemotePart:
+    """What one slot kept of one step on another host.
 
-    def __init__(self, vault: RemoteVault, slot: int, step: int) -> None:
-        self._vault, self._slot, self._step = vault, slot, step
+    A strategy may read it as late as in its next step, and with the host its group ends.
+    """
+
+    def __init__(self, host: RemoteCheckpoint, slot: int, step: int) -> None:
+        self._host, self._slot, self._step = host, slot, step
 
     def about(self) -> tuple[dict[str, Any], list[Any]]:
-        return self._vault.about(self._slot, self._step)
+        with _ending_group():
+            return self._host.about(self._slot, self._step)
 
     def read_into(self, offset: int, room: memoryview) -> None:
-        self._vault.read_into(self._slot, self._step, offset, room)
+        with _ending_group():
+            self._host.read_into(self._slot, self._step, offset, room)
 
 
-def push_copy(vault: Vault, step: int, to: RemoteVault) -> None:
-    """Keep a copy of what was just written on another host; it is valid there when this returns, and not before."""
-    to.keep(vault.slot, step, vault.memory(step))
+@contextmanager
+def _ending_group() -> Iterator[None]:
+    try:
+        yield
+    except PeerLostError as error:
+        raise GenerationEnded(str(error)) from error
 
 
-def read_anywhere(folder: Path, step: int, slots: Sequence[int], peers: Sequence[RemoteVault]) -> VaultState:
-    """The state that these slots made together: from this host's vault where it has it, else from the first peer."""
-    return VaultState(folder, step, {slot: _found(folder, step, slot, peers) for slot in slots})
+# -- the parts of all workers, wherever they are -----------------------------------------------------------------------
+
+Offer = tuple[int, str, str]
+"""Host, address and token of a worker's server."""
 
 
-def _found(folder: Path, step: int, slot: int, peers: Sequence[RemoteVault]) -> SlotSource:
-    if step in steps_of(folder, slot):
-        return MappedSlot(folder, slot, step)
-    told = []
-    for peer in peers:
-        try:
-            if step in (steps := peer.steps_of(slot)):
-                return peer.slot(slot, step)
-            told.append(f"{peer.name} has {all_said(steps)} of it")
-        except PeerLostError as error:  # another may have a copy
-            told.append(str(error))
-    there = "; ".join([f"this one has {all_said(steps_of(folder, slot))} of it", *told])
-    raise CheckpointError(
-        f"no host has worker {slot}'s part of the state of {said(step)}: {there}. Resume from the newest checkpoint; "
-        "--copies 2 keeps every part on a second host"
+class OneHost:
+    """All workers are on one host, whose files have every part: nothing is sent."""
+
+    across_hosts = False
+    copies = 0
+    """Of each part, on other hosts."""
+
+    def __init__(self, checkpoint: MemoryCheckpoint) -> None:
+        self._checkpoint = checkpoint
+
+    def connect(self, tell: Callable[[Offer], Sequence[Offer]], agent: WorkerAgent, generation: int) -> list[int]:
+        """Once the workers of a generation have met; `tell` gives what each says, in rank order. The host of each."""
+        return []
+
+    def keep(self, number: int) -> None:
+        """A copy of what was just written, on other hosts; they are whole when this returns."""
+
+    def renew(self, number: int) -> None:
+        """The same where hosts have come or gone since it was written."""
+
+    def read(self, number: int, writers: Sequence[int]) -> StoredState:
+        """The state that these slots made together, from wherever it is."""
+        return read(self._checkpoint.folder, number, writers)
+
+    def close(self) -> None: ...
+
+
+class Replication(OneHost):
+    """`seat` is the place that the launcher gave; `copies` of each part are kept, on so many hosts.
+
+    Addresses are those of one generation: workers tell each other theirs whenever they have met. A copy counts only as
+    part of the state that its writers made together, so one that an older generation left on a third host is passed
+    over.
+    """
+
+    across_hosts = True
+
+    def __init__(self, seat: World, checkpoint: MemoryCheckpoint, copies: int) -> None:
+        super().__init__(checkpoint)
+        self._seat, self._wanted = seat, copies
+        self._token = secrets.token_hex(32)
+        self._server: CheckpointServer | None = None
+        self._keepers: list[RemoteCheckpoint] = []
+        self._peers: list[RemoteCheckpoint] = []
+
+    def connect(self, tell: Callable[[Offer], Sequence[Offer]], agent: WorkerAgent, generation: int) -> list[int]:
+        offers = tell(self.offer())
+        self.meet(offers, agent, generation)
+        return [host for host, _, _ in offers]
+
+    def offer(self) -> Offer:
+        """What the others need to know of this worker."""
+        if self._server is None:
+            self._server = CheckpointServer(tensor_address(self._seat), self._checkpoint.folder, self._token)
+        return self._seat.host_rank, self._server.address, self._token
+
+    def meet(self, offers: Sequence[Offer], agent: WorkerAgent, generation: int) -> None:
+        """The workers of a generation, in rank order: from now on it is their files that are read and copied to."""
+        for peer in self._peers:
+            peer.close()
+        assert self._server is not None
+        mine, on = self._seat.host_rank, hosts_of([host for host, _, _ in offers])
+        place = on[mine].index([address for _, address, _ in offers].index(self._server.address))
+        after = sorted(on, key=lambda host: (host <= mine, host))[:-1]  # all others, the next one first
+        chosen = {host: on[host][place % len(on[host])] for host in after}
+        self._peers = [
+            RemoteCheckpoint(offers[there][1], offers[there][2], name=f"host {host}") for host, there in chosen.items()
+        ]
+        self._keepers = self._peers[: self._wanted - 1]
+        self.copies = len(self._keepers)
+        for peer in self._peers:
+            agent.watch(peer, generation)
+
+    def keep(self, number: int) -> None:
+        for keeper in self._keepers:
+            keeper.keep(self._checkpoint.slot, number, self._checkpoint.memory(number))
+
+    def renew(self, number: int) -> None:
+        for keeper in self._keepers:
+            if number not in keeper.steps_of(self._checkpoint.slot):
+                keeper.keep(self._checkpoint.slot, number, self._checkpoint.memory(number))
+
+    def read(self, number: int, writers: Sequence[int]) -> StoredState:
+        found = {slot: self._found(number, slot, rank, len(writers)) for rank, slot in enumerate(writers)}
+        return StoredState(self._checkpoint.folder, number, found)
+
+    def _found(self, number: int, slot: int, rank: int, size: int) -> SlotPart:
+        folder = self._checkpoint.folder
+        if number in steps_of(folder, slot) and _is_part(here := LocalPart(folder, slot, number), rank, size):
+            return here
+        for peer in self._peers:
+            if number in peer.steps_of(slot) and _is_part(there := RemotePart(peer, slot, number), rank, size):
+                return there
+        where = f"this host has no copy of it, nor {'have' if len(self._peers) > 1 else 'has'} " + " and ".join(
+            peer.name for peer in self._peers
+        )
+        more = "" if self._wanted > 1 else "; --copies 2 keeps every part on a second host"
+        raise StateLostError(
+            f"worker {slot}'s part of the state of {in_words(number)} is lost with its host "
+            f"({where if self._peers else 'no other is left'}){more}"
+        )
+
+    def close(self) -> None:
+        for peer in self._peers:
+            peer.close()
+        if self._server is not None:
+            self._server.close()
+            self._server = None
+
+
+def _is_part(source: SlotPart, rank: int, size: int) -> bool:
+    table, _ = source.about()
+    return (table["rank"], table["size"]) == (rank, size)
+
+
+def hosts_of(hosts: Sequence[int]) -> dict[int, list[int]]:
+    """The ranks on each host, which is told by rank."""
+    return {host: [rank for rank, on in enumerate(hosts) if on == host] for host in sorted(set(hosts))}
+
+
+def on_hosts(world: World, hosts: Sequence[int]) -> World:
+    """This worker's place on its host and among the hosts that are left; the host of each rank is told."""
+    on, mine = hosts_of(hosts), hosts[world.rank]
+    here = on[mine]
+    return replace(
+        world,
+        local_rank=here.index(world.rank),
+        local_size=len(here),
+        host_rank=list(on).index(mine),
+        hosts=len(on),
     )

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from paceline.elastic.member import Generation, Member
+from paceline.elastic.decisions import Generation
+from paceline.elastic.worker_agent import WorkerAgent
 from paceline.errors import WorldError
 
 
@@ -25,18 +26,28 @@ class Line:
             threading.Thread(target=self.heard, args=answer).start()
 
 
+class Group:
+    """Remembers why it was abandoned."""
+
+    def __init__(self, heard: list[str]) -> None:
+        self._heard = heard
+
+    def abandon(self, why: str) -> None:
+        self._heard.append(why)
+
+
 def generation(number: int, members: list[int], step: int = 0) -> tuple[str, dict[str, Any]]:
     body = {"generation": number, "members": members, "joining": [], "step": step, "why": "worker 2 died", "main": 0}
     return "elastic.generation", body
 
 
-def member(line: Line, wait_s: float = 5.0, incarnation: int = 0) -> Member:
-    return Member(line, 1, incarnation, Generation(1, (0, 1, 2)), wait_s)  # type: ignore[arg-type]
+def agent(line: Line, wait_s: float = 5.0, incarnation: int = 0) -> WorkerAgent:
+    return WorkerAgent(line, 1, incarnation, Generation(1, (0, 1, 2)), wait_s)  # type: ignore[arg-type]
 
 
 def test_a_step_counts_when_its_commit_is_heard() -> None:
     line = Line()
-    worker = member(line)
+    worker = agent(line)
     line.answers["elastic.ready"] = [("elastic.commit", {"generation": 1, "step": 4, "update": 0})]
     assert worker.commits(4, 0, check=77, more=True)
     ready = {"generation": 1, "step": 4, "update": 0, "check": 77, "more": True}
@@ -45,7 +56,7 @@ def test_a_step_counts_when_its_commit_is_heard() -> None:
 
 def test_a_new_generation_without_a_commit_means_that_the_step_is_done_again() -> None:
     line = Line()
-    worker = member(line)
+    worker = agent(line)
     line.answers["elastic.ready"] = [generation(2, [0, 1])]
     assert not worker.commits(4, 0, check=0, more=True)
     assert worker.changed
@@ -54,7 +65,7 @@ def test_a_new_generation_without_a_commit_means_that_the_step_is_done_again() -
 
 def test_a_commit_before_a_generation_counts() -> None:
     line = Line()
-    worker = member(line)
+    worker = agent(line)
     worker._hear("elastic.commit", {"generation": 1, "step": 4, "update": 0})
     worker._hear(*generation(2, [0, 1], step=4))
     assert worker.commits(4, 0, check=0, more=True)
@@ -62,17 +73,38 @@ def test_a_commit_before_a_generation_counts() -> None:
 
 def test_the_group_is_abandoned_when_a_newer_generation_is_heard_and_only_then() -> None:
     line, heard = Line(), []
-    worker = member(line)
-    worker.on_change = heard.append
+    worker = agent(line)
+    worker.watch(Group(heard), 1)
     worker._hear(*generation(3, [0, 1]))
     worker._hear(*generation(2, [0, 1, 2]))
     assert heard == ["worker 2 died"]
     assert worker.next_generation(1, "lost").number == 3
 
 
+def test_what_is_watched_for_a_generation_that_is_over_is_abandoned_at_once() -> None:
+    heard: list[str] = []
+    worker = agent(Line())
+    worker._hear(*generation(2, [0, 1]))
+    worker.watch(Group(heard), 1)
+    assert heard == ["the workers have changed"]
+
+
+def test_the_group_of_a_generation_that_was_left_without_a_loss_is_not_abandoned_later() -> None:
+    left: list[str] = []
+    now: list[str] = []
+    worker = agent(Line())
+    worker.watch(Group(left), 1)
+    worker._hear("elastic.commit", {"generation": 1, "step": 4, "update": 0, "then": 2})
+    worker._hear(*generation(2, [0, 1, 2, 3]))
+    assert left == [], "a worker joins: all change to the new generation together"
+    worker.watch(Group(now), 2)
+    worker._hear(*generation(3, [0, 1]))
+    assert (left, now) == ([], ["worker 2 died"])
+
+
 def test_who_waits_for_a_generation_that_nobody_announces_asks_for_one_and_gives_up_in_time() -> None:
     line = Line()
-    worker = member(line, wait_s=1.5)
+    worker = agent(line, wait_s=1.5)
     with pytest.raises(WorldError, match=r"worker 1 waited 1\.5 s to hear who goes on, after: the line broke"):
         worker.next_generation(1, "the line broke")
     assert ("elastic.failed", {"generation": 1, "why": "the line broke"}) in line.told
@@ -80,7 +112,7 @@ def test_who_waits_for_a_generation_that_nobody_announces_asks_for_one_and_gives
 
 def test_a_joiner_that_is_refused_hears_why() -> None:
     line = Line()
-    worker = member(line, incarnation=1)
+    worker = agent(line, incarnation=1)
     line.answers["elastic.join"] = [("elastic.refused", {"why": "torch is 2.12 there and 2.13 here"})]
     with pytest.raises(WorldError, match=r"worker 1 may not join: torch is 2\.12 there and 2\.13 here"):
         worker.ask_to_join(1, {"torch": "2.12"})
@@ -88,7 +120,7 @@ def test_a_joiner_that_is_refused_hears_why() -> None:
 
 def test_a_loop_begins_when_all_have_entered_it() -> None:
     line = Line()
-    worker = member(line)
+    worker = agent(line)
     line.answers["elastic.enter"] = [("elastic.begin", {"loop": 2, "then": 2})]
     assert worker.enters(2, 7, {})
     assert worker.changed, "somebody joins before the loop's first step"
@@ -98,7 +130,7 @@ def test_a_loop_begins_when_all_have_entered_it() -> None:
 
 def test_a_joiner_in_front_of_a_loop_that_is_over_is_told_so() -> None:
     line = Line()
-    worker = member(line, incarnation=1)
+    worker = agent(line, incarnation=1)
     line.answers["elastic.join"] = [("elastic.wait", {"loop": 3})]
     assert worker.ask_to_join(1, {}) is None
     told = list(line.told)

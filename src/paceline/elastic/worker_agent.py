@@ -1,16 +1,17 @@
-"""A worker's side of an elastic job: it says READY, hears COMMIT, and learns which workers there are now.
+"""The worker agent: a worker's connection to the coordinator. It says READY, hears COMMIT, and learns who is there now.
 
     worker        lanes, exchange ─► READY(generation, step) ───────────────────► applied, step + 1
-    coordinator                          all are ready ─► ledger ─► COMMIT(step)
-                                         somebody died ─► GENERATION(number, members)      the step is done again
+    coordinator                          all are ready ─► step log ─► COMMIT(step)
+                                         a worker died ─► GENERATION(number, members)      the step is done again
 
     worker        ENTER(generation, loop, step) ─────────────────► the loop's first step
-    coordinator           all have entered ─► BEGIN(loop)          somebody died: enter again, in the new generation
+    coordinator           all have entered ─► BEGIN(loop)          a worker died: enter again, in the new generation
 
 What the coordinator says comes on one ordered line, read by the control client's thread. A COMMIT that was said before
 a GENERATION is heard before it, so of the workers that are left either all count a step or none does. When a new
-generation is heard the group of the old one is abandoned at once, by `on_change`, wherever the loop waits in it; unless
-nobody is lost: then COMMIT or BEGIN has told of it, and all change to it together, before the next step.
+generation is heard whatever was watched for the old one (`watch`: its group, connections to other hosts) is abandoned
+at once, wherever the loop waits in it; unless no worker is lost: then COMMIT or BEGIN has told of it, and all change to
+it together, before the next step.
 """
 
 from __future__ import annotations
@@ -20,10 +21,10 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
-from paceline.elastic.fault_injection import fault_point
+from paceline.elastic.decisions import Generation
+from paceline.elastic.faults import fault_point
 from paceline.errors import WorldError
 from paceline.world.control import SUPERVISOR_GONE, ControlClient
 from paceline.world.waiting import Waiting
@@ -32,35 +33,21 @@ ASK_AFTER_S = 1.0
 LAST = 1 << 62  # update of a step that is over
 
 
-@dataclass(frozen=True)
-class Generation:
-    """The workers that train together, by slot, from one change of them to the next."""
+class Abandoned(Protocol):
+    """What ends with a generation: a group of workers, a connection to one of them."""
 
-    number: int
-    members: tuple[int, ...]
-    joining: tuple[int, ...] = ()
-    step: int = 0  # committed so far
-    why: str = ""
-    main: int = 0  # shows progress and writes reports
-    servers: tuple[int, ...] = ()  # server processes, by rank
-
-    def has_all_of(self, other: Generation) -> bool:
-        """Nobody of the other one is missing here."""
-        return set(other.members) <= set(self.members) and set(other.servers) <= set(self.servers)
-
-    @property
-    def staying(self) -> tuple[int, ...]:
-        """Those that have the state."""
-        return tuple(slot for slot in self.members if slot not in self.joining)
+    def abandon(self, why: str) -> None:
+        """End every wait in it at once, from any thread; for good."""
+        ...
 
 
-class Member:
+class WorkerAgent:
     """`slot` names this worker for the life of the job; `wait_s` is how long the coordinator may take to decide.
 
-    A server process is one too, by its rank. It does not hear of commits, so where somebody joins `on_joining` is told.
+    A server process has one too, by its rank. It hears of no commits, so where a worker joins `on_joining` is told.
     """
 
-    _of_process: Member | None = None
+    _of_process: WorkerAgent | None = None
 
     @classmethod
     def others_changed(cls) -> bool:
@@ -72,17 +59,17 @@ class Member:
         self._name = f"server {first.servers.index(slot)}" if slot in first.servers else f"worker {slot}"
         self.joins = incarnation > 0
         self.now = first  # what this worker is grouped in
-        self.on_change: Callable[[str], None] = lambda why: None
         self.on_joining: Callable[[Generation], None] = lambda generation: None
         self._client, self._wait_s = client, wait_s
         self._newest = first
         self._committed = (0, 0)  # step, update
         self._begun = 0  # the loop that all have entered
         self._announced = 0  # the generation to change to before the next step
+        self._watched: list[tuple[int, Abandoned]] = []  # and of which generation it is
         self._refused: str | None = None
         self._loop_of_others = 0
         self._news = threading.Condition()
-        Member._of_process = self
+        WorkerAgent._of_process = self
         client.heard = self._hear
         client.tell("elastic.here", incarnation=incarnation)
 
@@ -124,16 +111,25 @@ class Member:
     def is_newer_than(self, number: int) -> bool:
         return self._newest.number > number
 
+    def watch(self, one: Abandoned, generation: int) -> None:
+        """It is of this generation, and is abandoned as soon as there is another: now, where that is known already."""
+        with self._news:
+            late = self._newest.number > generation
+            watched = [(number, other) for number, other in self._watched if number == generation]
+            self._watched = watched if late else [*watched, (generation, one)]
+        if late:
+            one.abandon("the workers have changed")
+
     def grouped(self, generation: Generation) -> None:
         self.now = generation
         self._client.tell("elastic.grouped", generation=generation.number)
 
     def failed(self, number: int, why: str) -> None:
-        """Nobody has told of a death, but this generation's communication broke here."""
+        """The coordinator has told of no death, but this generation's communication broke here."""
         self._client.tell("elastic.failed", generation=number, why=why)
 
     def lost_state(self, number: int, why: str) -> None:
-        """No copy of a part of the state is left, so nobody can go on: all are to start anew."""
+        """No copy of a part of the state is left, so no worker can go on: all are to start anew."""
         self._client.tell("elastic.lost", generation=number, why=why)
 
     def enters(self, loop: int, step: int, facts: Mapping[str, str | int]) -> bool:
@@ -172,37 +168,21 @@ class Member:
 
     def _hear(self, kind: str, body: dict[str, Any]) -> None:
         """On the control client's thread."""
-        match kind:
-            case "elastic.commit":
-                with self._news:
+        if kind == "elastic.generation":
+            self._change(Generation.of_message(body))
+            return
+        with self._news:
+            match kind:
+                case "elastic.commit":
                     self._committed = max(self._committed, (int(body["step"]), int(body["update"])))
-                    self._announced = max(self._announced, int(body.get("then") or 0))
-                    self._news.notify_all()
-            case "elastic.begin":
-                with self._news:
+                case "elastic.begin":
                     self._begun = max(self._begun, int(body["loop"]))
-                    self._announced = max(self._announced, int(body.get("then") or 0))
-                    self._news.notify_all()
-            case "elastic.generation":
-                self._change(
-                    Generation(
-                        int(body["generation"]),
-                        tuple(body["members"]),
-                        tuple(body["joining"]),
-                        int(body["step"]),
-                        str(body["why"]),
-                        int(body["main"]),
-                        tuple(body.get("servers", ())),
-                    )
-                )
-            case "elastic.refused":
-                with self._news:
+                case "elastic.refused":
                     self._refused = str(body["why"])
-                    self._news.notify_all()
-            case "elastic.wait":
-                with self._news:
+                case "elastic.wait":
                     self._loop_of_others = int(body["loop"])
-                    self._news.notify_all()
+            self._announced = max(self._announced, int(body.get("then") or 0))
+            self._news.notify_all()
 
     def _change(self, generation: Generation) -> None:
         if self.slot not in (*generation.members, *generation.servers):
@@ -213,14 +193,17 @@ class Member:
             if generation.number <= self._newest.number:
                 return
             told_of = generation.number == self._announced  # a server hears of no commit: who is there tells it
-            comes = self.slot in generation.servers and not self.now.has_all_of(generation)
-            only_joins = (told_of or comes) and generation.has_all_of(self.now)
+            comes = self.slot in generation.servers and not self.now.includes(generation)
+            only_joins = (told_of or comes) and generation.includes(self.now)
             self._newest = generation
+            if not only_joins:
+                over, self._watched = self._watched, []
             self._news.notify_all()
         if only_joins:
             self.on_joining(generation)
-        else:
-            self.on_change(generation.why)
+            return
+        for _, one in over:
+            one.abandon(generation.why)
 
     def _wait_for(self, true: Callable[[], bool], what: str) -> None:
         deadline = time.monotonic() + self._wait_s

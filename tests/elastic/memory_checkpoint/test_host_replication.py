@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -12,11 +12,10 @@ import pytest
 import torch
 
 from paceline.checkpoint.load import whole_tree
-from paceline.elastic.member import Member
-from paceline.elastic.state_number import numbered
-from paceline.elastic.vault import Vault, steps_of
+from paceline.elastic.memory_checkpoint.files import MemoryCheckpoint, state_number, steps_of
+from paceline.elastic.memory_checkpoint.replication import Replication, on_hosts
+from paceline.elastic.worker_agent import Abandoned, WorkerAgent
 from paceline.engine.group import among_members
-from paceline.engine.host_copies import HostCopies, on_hosts
 from paceline.errors import GenerationEnded, PeerLostError, StateLostError
 from paceline.sharding.local_shard import LocalShard
 from paceline.world.world import ControlSocket, Elasticity, World
@@ -26,13 +25,13 @@ ELEMENTS = 100
 
 
 class Quiet:
-    """A member that nothing happens to, unless the test says so."""
+    """A worker agent that nothing happens to, unless the test says so."""
 
     def __init__(self) -> None:
-        self.on_change: Callable[[str], None] = lambda why: None
+        self.watched: list[Abandoned] = []
 
-    def is_newer_than(self, number: int) -> bool:
-        return False
+    def watch(self, one: Abandoned, generation: int) -> None:
+        self.watched.append(one)
 
 
 class Job:
@@ -40,22 +39,22 @@ class Job:
 
     def __init__(self, folder: Path, copies: int, slots: tuple[int, ...] = tuple(range(len(HOSTS)))) -> None:
         self.slots, self.members = slots, {slot: Quiet() for slot in slots}
-        self.vaults: dict[int, Vault] = {}
-        self.copies: dict[int, HostCopies] = {}
+        self.checkpoints: dict[int, MemoryCheckpoint] = {}
+        self.copies: dict[int, Replication] = {}
         for slot in slots:
             host = folder / str(HOSTS[slot])
             host.mkdir(parents=True, exist_ok=True)
             size, here = len(HOSTS), HOSTS.count(HOSTS[slot])
             seat = World(slot, size, 0, here, HOSTS[slot], 3, rendezvous=ControlSocket("nowhere"))
-            self.vaults[slot] = Vault(host, slot)
-            self.copies[slot] = HostCopies(seat, self.vaults[slot], copies)
+            self.checkpoints[slot] = MemoryCheckpoint(host, slot)
+            self.copies[slot] = Replication(seat, self.checkpoints[slot], copies)
         self.meet(slots)
 
     def meet(self, slots: tuple[int, ...]) -> None:
         self.slots = slots
         offers = [self.copies[slot].offer() for slot in slots]
         for slot in slots:
-            self.copies[slot].meet(offers, cast(Member, self.members[slot]), 1)
+            self.copies[slot].meet(offers, cast(WorkerAgent, self.members[slot]), 1)
 
     def write(self, number: int) -> None:
         """Each its slice of one tensor."""
@@ -64,7 +63,7 @@ class Job:
         for rank, slot in enumerate(self.slots):
             stop = ELEMENTS if rank == len(self.slots) - 1 else (rank + 1) * each
             mine = LocalShard.of(values.shape, values.dtype, [(rank * each, values[rank * each : stop])])
-            self.vaults[slot].write(number, {"weight": mine}, rank=rank, size=len(self.slots))
+            self.checkpoints[slot].write(number, {"weight": mine}, rank=rank, size=len(self.slots))
             self.copies[slot].keep(number)
 
     def read(self, slot: int, number: int, writers: tuple[int, ...]) -> Any:
@@ -104,7 +103,7 @@ def test_whichever_host_is_lost_those_who_are_left_read_all_of_the_state(tmp_pat
 
 def test_without_copies_a_lost_host_is_a_lost_state_and_the_error_says_how_to_keep_it(tmp_path: Path) -> None:
     with job(tmp_path, copies=1) as made:
-        made.write(number := numbered(8))
+        made.write(number := state_number(8))
         assert torch.equal(made.read(0, number, (0, 1, 2, 3, 4)), expected(number))
         made.meet((0, 1, 4))
         with pytest.raises(StateLostError) as lost:
@@ -130,14 +129,15 @@ def test_state_that_is_read_late_from_a_host_that_is_lost_ends_the_group(tmp_pat
         tree = made.copies[0].read(8, (0, 1, 2, 3, 4)).tree
         for slot in (2, 3):
             made.copies[slot].close()
-        with pytest.raises(GenerationEnded, match=r"the vault of host 1 at .* is lost"):
+        with pytest.raises(GenerationEnded, match=r"the in-memory checkpoint of host 1 at .* is lost"):
             whole_tree(tree)
 
 
 def test_when_the_workers_change_a_copy_is_not_waited_for(tmp_path: Path) -> None:
     with job(tmp_path, copies=2) as made:
-        made.members[0].on_change("worker 3 died")
-        made.vaults[0].write(8, {"weight": torch.ones(3)}, rank=0, size=5)
+        for one in made.members[0].watched:
+            one.abandon("worker 3 died")
+        made.checkpoints[0].write(8, {"weight": torch.ones(3)}, rank=0, size=5)
         with pytest.raises(PeerLostError, match="it was given up"):
             made.copies[0].keep(8)
 

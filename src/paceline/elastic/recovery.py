@@ -1,0 +1,362 @@
+"""A worker in an elastic job: its steps count when the coordinator commits them, and it recovers when others are lost.
+
+    a step     … READY ─► COMMIT                                                                      `commits`
+    a death    GENERATION ─► the group is abandoned ─► the step is lost ─► `recover`:
+                 the next generation ─► teardown ─► connect ─► agree with joiners ─► reopen the strategies
+                 ─► committed state ─► lanes ─► barrier ─► the step runs again
+    a joiner   prepares alone, stands in front of the loop (`join`), and is taken in between two steps, or when the
+               others enter a loop
+
+Where every worker has all of the state (`replicated`) a step's update is made after its commit, so what a worker has is
+always right. Elsewhere the update is made first and each worker's part of the state goes to the in-memory checkpoint:
+what was not committed is undone by reading the step before from there, the parts of the dead among it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from paceline.checkpoint.manifest import size_text
+from paceline.checkpoint.tensor_file import DTYPES, code_of
+from paceline.checkpoint.tree import flatten, unflatten
+from paceline.collectives.communicator import Communicator
+from paceline.elastic.decisions import Generation
+from paceline.elastic.faults import fault_point
+from paceline.elastic.memory_checkpoint.files import (
+    LAST_UPDATE,
+    MemoryCheckpoint,
+    number_at_loop_start,
+    number_for_joiners,
+    state_number,
+)
+from paceline.elastic.memory_checkpoint.replication import Offer, OneHost, Replication, on_hosts
+from paceline.elastic.memory_checkpoint.shard_checksum import NoShardChecksum
+from paceline.elastic.worker_agent import Abandoned, WorkerAgent
+from paceline.errors import PacelineError, PeerLostError, StateLostError, WorldError
+from paceline.world.world import World
+
+RECOVERABLE = (PacelineError, RuntimeError, OSError)
+"""What building a group out of workers that may die meanwhile raises."""
+
+
+class Parts(Protocol):
+    """What an engine is made of, as far as it changes with the workers."""
+
+    @property
+    def replicated(self) -> bool:
+        """Every worker has all of the state."""
+        ...
+
+    @property
+    def takes_places(self) -> bool:
+        """Only the worker that a lane is assigned to knows its place in the data."""
+        ...
+
+    def tensors(self) -> dict[str, Any]:
+        """This worker's part of the state."""
+        ...
+
+    def plain(self) -> dict[str, Any]:
+        """What every worker has, and can be told: counts, schedules, settings of groups."""
+        ...
+
+    @property
+    def between_updates(self) -> bool:
+        """The body makes several updates of a step's items: until it has ended it gets them again."""
+        ...
+
+    def place(self, *, step_done: bool) -> Any:
+        """In the data: when the step that is out is done, or as it begins."""
+        ...
+
+    def more(self) -> bool:
+        """Whether the loop has another step after the one that is out, as far as can be known."""
+        ...
+
+    def record(self) -> None:
+        """Write down which samples are in the step that is about to count."""
+        ...
+
+    def told(self, value: Any) -> list[Any]:
+        """What every worker says, in rank order, between two loops."""
+        ...
+
+    def dismantle(self, *, lost: bool) -> None:
+        """Leave the group that is over; models and optimizers are plain again. May be called again.
+
+        `lost`: a worker is not there any more.
+        """
+        ...
+
+    def connect(self, world: World) -> Communicator: ...
+
+    def assemble(self, world: World) -> None:
+        """Open the strategies for these workers."""
+        ...
+
+    def put_plain(self, plain: Mapping[str, Any]) -> None: ...
+
+    def put_tensors(self, tensors: Mapping[str, Any], plain: Mapping[str, Any] | None) -> None:
+        """The committed state; of what is not trained, what this worker has or, if it joins, what is in `plain`."""
+        ...
+
+    def deal_anew(self, world: World, lanes: Sequence[Any] | None, *, joins: bool) -> None:
+        """This worker's lanes, from the committed place on."""
+        ...
+
+
+@dataclass(frozen=True)
+class Saved:
+    """The state from which workers go on: its number in the in-memory checkpoint, and whose parts it is made of."""
+
+    number: int = 0
+    writers: tuple[int, ...] = ()
+    """Slots, in rank order."""
+
+
+class Recovery:
+    """`seat` is the world that the launcher gave: its rank is the slot."""
+
+    def __init__(self, agent: WorkerAgent, seat: World, parts: Parts, say: Callable[[str], None]) -> None:
+        assert seat.elastic is not None
+        if seat.elastic.vault is None:
+            raise WorldError("an elastic job needs a folder that outlives its workers, and PACELINE_VAULT names none")
+        self.agent = agent
+        self.loop = 0
+        self.admitted = not seat.elastic.joins
+        self.loop_is_over = self.left_early = False  # this worker has joined others that have just left their loop
+        self.shard_checksum = NoShardChecksum()
+        self._seat, self._parts, self._say = seat, parts, say
+        self._checkpoint = MemoryCheckpoint(Path(seat.elastic.vault), seat.rank)
+        across_hosts = seat.hosts > 1 or seat.elastic.across_hosts
+        self._replication = (
+            Replication(seat, self._checkpoint, seat.elastic.copies) if across_hosts else OneHost(self._checkpoint)
+        )
+        self._has_connected = False
+        self._saved = Saved()
+        self._tried = agent.now.number
+        self._said_what_it_costs = seat.elastic.joins
+
+    @property
+    def now_in(self) -> int:
+        """The generation that this worker is in, or is about to be."""
+        return self._tried
+
+    @property
+    def changed(self) -> bool:
+        return self.agent.changed
+
+    @property
+    def is_main(self) -> bool:
+        return self.admitted and self.agent.now.main == self.agent.slot
+
+    def watch(self, one: Abandoned) -> None:
+        """It ends with the generation that this worker is in."""
+        self.agent.watch(one, self._tried)
+
+    def close(self) -> None:
+        self._replication.close()
+
+    # -- committing --------------------------------------------------------------------------------------------------
+
+    at_once = False
+
+    @property
+    def before_update(self) -> bool:
+        return self._parts.replicated
+
+    def enter(self, step: int, facts: Mapping[str, str | int]) -> None:
+        """A loop begins: from here on others can go on where this worker ends."""
+        if not self._has_connected:
+            self._connect_replicas(self._parts.told)
+        number = number_at_loop_start(step, self._saved.number)
+        while not (self._keep(number) and self.agent.enters(self.loop, step, facts)):
+            self.recover()
+            number = number_at_loop_start(step, self._saved.number)
+        self._saved = Saved(number, self.agent.now.members)
+        if self.changed:
+            self.recover()
+
+    def leave(self) -> None:
+        self.agent.leave(self.loop)
+
+    def commits(self, step: int, update: int, *, check: int) -> bool:
+        """Whether the step counts; False: it is to be done again."""
+        number = state_number(step, update)
+        if not self._keep(number):
+            return False
+        self._parts.record()
+        committed = self.agent.commits(step, update, check=check, more=self._parts.more())
+        if committed:
+            self._saved = Saved(number, self.agent.now.members)
+            self._say_what_it_costs()
+        return committed
+
+    def ends_updates(self, step: int) -> None:
+        """A step of several updates is over: others may join here, and not between two of them."""
+        self.commits(step, LAST_UPDATE, check=0)
+
+    def check_part(self, step: int) -> None:
+        self.shard_checksum.check(step)
+
+    @property
+    def part(self) -> Sequence[Tensor]:
+        return self.shard_checksum.part
+
+    def _keep(self, number: int) -> bool:
+        """Whether this worker's part is safe; False: who should have a copy of it is gone, and so is this group."""
+        parts, members = self._parts, self.agent.now.members
+        if parts.replicated and not parts.takes_places:
+            return True
+        try:
+            tree = {} if parts.replicated else parts.tensors()
+            rank, own = members.index(self.agent.slot), self._places()
+            self._checkpoint.write(number, tree, rank=rank, size=len(members), own=own)
+            self.shard_checksum.take(number, self._checkpoint.only_here)
+            self._replication.keep(number)
+        except PeerLostError:
+            if not self._saved.writers:  # as any fault before the first loop
+                raise
+            return False
+        return True
+
+    def _places(self) -> list[Any] | None:
+        """Whether an update was the step's last only the body knows, by what it does next: both places are kept."""
+        if not self._parts.takes_places:
+            return None
+        done = self._parts.place(step_done=True)
+        return [self._parts.place(step_done=False) if self._parts.between_updates else done, done]
+
+    def _say_what_it_costs(self) -> None:
+        if self._said_what_it_costs:
+            return
+        self._said_what_it_costs = True
+        if not self._checkpoint.bytes:
+            self._say("paceline: elastic: every worker has all of the state, so no copy of it is kept")
+            return
+        where = "the memory of its host" if self._replication.across_hosts else "shared memory"
+        if not self._checkpoint.folder.is_relative_to("/dev/shm"):  # the launcher has said why
+            where = f"files in {self._checkpoint.folder}"
+        each, others = size_text(self._checkpoint.bytes), self._replication.copies
+        more = f" and a copy on {others} more" if others else ""
+        self._say(
+            f"paceline: elastic: each worker keeps {each} of the state in {where}{more} and writes it in every step"
+        )
+
+    # -- recovering --------------------------------------------------------------------------------------------------
+
+    def recover(self) -> None:
+        """Go on with the workers that the coordinator names, from the last committed step."""
+        why = "its group is over"
+        self.shard_checksum.forget()
+        while True:
+            generation = self.agent.next_generation(self._tried, why)
+            self._tried = generation.number
+            try:
+                self._regroup(generation)
+            except StateLostError as error:
+                self.agent.lost_state(generation.number, str(error))
+                why = str(error)
+            except RECOVERABLE as error:  # another worker is lost: the coordinator names those that are left
+                why = f"{type(error).__name__}: {error}"
+            else:
+                self.agent.grouped(generation)
+                return
+
+    def _regroup(self, generation: Generation) -> None:
+        """This worker's place among the members of a generation, from teardown to where the step runs again."""
+        parts, world = self._parts, self._world_of(generation)
+        joins = self.agent.slot in generation.joining
+        if joins:
+            fault_point("join", generation.step + 1)
+        # What all have is laid out for joiners while the strategies, which know where it is, are still open.
+        lays_out = bool(generation.joining) and not joins and parts.replicated
+        saved = self._lay_out(generation) if lays_out else self._saved
+        parts.dismantle(lost=not generation.includes(self.agent.now))
+
+        comm = parts.connect(world)
+        hosts = self._connect_replicas(comm.gather_json)
+        world = on_hosts(world, hosts) if hosts else world
+        told = self._agree(comm, generation, saved) if generation.joining else {}
+        if joins:
+            parts.put_plain(told)
+        parts.assemble(world)
+
+        places = [told["place"]] if joins else None
+        if joins or parts.takes_places or not parts.replicated:
+            number, writers = self._saved.number, self._saved.writers
+            state = self._replication.read(number, writers)
+            if joins or not parts.replicated:
+                parts.put_tensors(state.tree, told if joins else None)
+            if not joins and self.agent.slot in writers:
+                self._replication.renew(number)
+            if parts.takes_places:
+                places = [state.own[slot][not parts.between_updates] for slot in writers]
+        parts.deal_anew(world, places, joins=joins)
+        comm.barrier()
+        self.admitted = True
+        if joins:
+            self.loop_is_over, self.left_early = not told["in loop"], told["left early"]
+
+    def _world_of(self, generation: Generation) -> World:
+        """This worker's place among the members: on one host, until the hosts of a job that has several are told."""
+        rank, size = generation.members.index(self.agent.slot), len(generation.members)
+        local = (0, 1) if self._replication.across_hosts else (rank, size)
+        return replace(
+            self._seat,
+            rank=rank,
+            size=size,
+            local_rank=local[0],
+            local_size=local[1],
+            host_rank=0,
+            hosts=1,
+            servers=len(generation.servers),
+        )
+
+    def _lay_out(self, generation: Generation) -> Saved:
+        """All of the state for those who join, each of the others a part of it."""
+        staying = generation.staying
+        number, rank = number_for_joiners(self._saved.number), staying.index(self.agent.slot)
+        self._checkpoint.write(number, self._parts.tensors(), rank=rank, size=len(staying), own=self._places())
+        return Saved(number, staying)
+
+    def _connect_replicas(self, tell: Callable[[Offer], Sequence[Offer]]) -> list[int]:
+        """Where the in-memory checkpoints of the other hosts are, in this generation; the host of each worker."""
+        hosts = self._replication.connect(tell, self.agent, self._tried)
+        self._has_connected = True
+        return hosts
+
+    def _agree(self, comm: Communicator, generation: Generation, saved: Saved) -> dict[str, Any]:
+        """What the first of those who stay knows, told to those who join."""
+        mine: Any = None
+        leaves: dict[str, Any] = {}
+        if self.agent.slot == generation.staying[0]:
+            packed, leaves = flatten({**self._parts.plain(), "place": self._parts.place(step_done=True)})
+            tensors = [[path, list(t.shape), code_of(t.dtype, path)] for path, t in leaves.items()]
+            mine = [saved.number, saved.writers, self.loop, packed, tensors]
+        words = comm.gather_json(mine)
+        root = next(rank for rank, word in enumerate(words) if word is not None)
+        number, writers, self.loop, packed, tensors = words[root]
+        self._saved = Saved(number, tuple(writers))
+        for path, shape, code in tensors:
+            if path not in leaves:
+                leaves[path] = torch.empty(shape, dtype=DTYPES[code])
+            leaves[path] = leaves[path].detach().cpu().contiguous()
+            comm.broadcast(leaves[path], root=root).wait()
+        told: dict[str, Any] = unflatten(packed, leaves)
+        return told
+
+    # -- joining -----------------------------------------------------------------------------------------------------
+
+    def join(self, facts: Mapping[str, str | int], *, any_loop: bool = False) -> bool:
+        """Stand in front of the loop until the others take this worker in; False: they have left it behind."""
+        if self.agent.ask_to_join(0 if any_loop else self.loop, facts) is None:
+            return False
+        self.recover()
+        return True
