@@ -6,12 +6,15 @@ what it reports becomes a `PeerLostError` that says which worker was waited for 
 
 In an elastic job a group may be *abandoned*, by any thread: what waits in it ends at once, and it and all that is asked
 of it from then on says `GenerationEnded`. Buffers of what was under way are free when its `wait` has ended.
+
+A job of one worker has a communicator too, `SingleWorker`, so that nobody has to ask whether there is one.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -19,7 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import PrefixStore, Store
+from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 
 from paceline.collectives.byte_count import ByteCount, Traffic
 from paceline.collectives.canonical_sum import SumPlan
@@ -27,7 +30,7 @@ from paceline.collectives.in_time import in_time
 from paceline.collectives.process_groups import build_groups, first_line, shut_down
 from paceline.collectives.shipments import Scatter
 from paceline.collectives.sockets import OpenSockets
-from paceline.collectives.work import Handle, Work
+from paceline.collectives.work import Done, Handle, Work
 from paceline.errors import GenerationEnded, PacelineError, PeerLostError, WorldError
 from paceline.world.world import World
 
@@ -249,8 +252,10 @@ class Communicator:
             "scatter_bucket", lambda: group.scatter_bucket(owner, scatter), "in the reduce-scatter of a bucket"
         )
 
-    def home_of_bucket(self, owner: int, bucket: int, elements: int, dtype: torch.dtype) -> Tensor:
-        """Where this worker's root of the bucket is best made: there the backend adds it up where it lies."""
+    def home_of_bucket(self, owner: int, bucket: int, elements: int, dtype: torch.dtype) -> Tensor | None:
+        """Where this worker's root of the bucket is best made, if the backend adds it up where it lies."""
+        if self.backend != "paceline":
+            return None
         group = self._groups["cpu"]
         work = self._started(lambda: group.home_of_bucket(owner, bucket, elements, dtype), "making room for a bucket")
         work.wait()
@@ -258,7 +263,7 @@ class Communicator:
         return home
 
     def forget_buckets(self, owner: int) -> None:
-        if self.sums_buckets:
+        if self.backend == "paceline":
             self._groups["cpu"].forget_buckets(owner)
 
     def broadcast(self, tensor: Tensor, *, root: int) -> Work:
@@ -363,3 +368,86 @@ class Communicator:
         for rank, (_, note) in notes.items():
             return PeerLostError(f"worker {self.rank} waited for worker {rank}, but {note}")
         return PeerLostError(f"worker {self.rank} lost its peers {doing}: {first_line(error)}")
+
+
+class SingleWorker(Communicator):
+    """The communicator of a worker without peers: its collectives are the identity, and nothing travels.
+
+    It never ends, so a job that shrinks to one worker has no group to abandon; what changes the membership is noticed
+    elsewhere (`elastic/`). Messages need a peer and are refused.
+    """
+
+    def __init__(self, world: World | None = None) -> None:
+        super().__init__({}, HashStore(), world or World(), backend="single", timeout_s=math.inf)
+        self.rank, self.size = 0, 1
+
+    def abandon(self, why: str) -> None:
+        """Nothing waits here."""
+
+    def counts_with(self, other: Communicator, ranks: Sequence[int] | None = None) -> None:
+        """Nothing is sent here, and nothing has to end with the other group."""
+
+    def reconnect(self, world: World, store: Store) -> None:
+        raise WorldError(f"worker {self.rank} is alone and can't go on as one of {world.size} workers")
+
+    def send(self, tensor: Tensor, *, to: int, tag: int, operation: str = "message") -> Work:
+        raise WorldError(f"worker {self.rank} is alone: there is no worker {to} to send to")
+
+    def receive(self, tensor: Tensor, *, source: int, tag: int, operation: str = "message") -> Work:
+        raise WorldError(f"worker {self.rank} is alone: there is no worker {source} to receive from")
+
+    def send_and_receive(
+        self, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]], *, operation: str
+    ) -> list[Handle]:
+        for _, peer in (*sends, *receives):
+            raise WorldError(f"worker {self.rank} is alone: there is no worker {peer} to exchange with")
+        return []
+
+    def all_reduce(self, tensor: Tensor) -> Work:
+        return Done()
+
+    def all_gather(self, tensor: Tensor) -> tuple[Tensor, Work]:
+        """In memory of its own, as in a larger group."""
+        return tensor.detach().reshape(1, -1).clone(), Done()
+
+    def all_to_all(self, out: Tensor, sent: Tensor, received_counts: list[int], sent_counts: list[int]) -> Work:
+        out.copy_(sent)
+        return Done()
+
+    @property
+    def sums_buckets(self) -> bool:
+        """It does, on any device: all merges of the tree were local."""
+        return True
+
+    def sum_bucket(self, owner: int, bucket: int, plan: SumPlan, roots: Mapping[int, Tensor], like: Tensor) -> Work:
+        return Done(tuple(roots.values()))
+
+    def scatter_bucket(self, owner: int, scatter: Scatter) -> Work:
+        ((start, stop),) = scatter.ranges
+        if start < stop:
+            scatter.finish({}, scatter.outs(), start, stop)
+        return Done()
+
+    def broadcast(self, tensor: Tensor, *, root: int) -> Work:
+        return Done()
+
+    def barrier(self) -> None:
+        """All are here."""
+
+    def gather_json(self, value: Any) -> list[Any]:
+        return [value]
+
+    def leave_note(self, text: str, *, votes: int) -> None:
+        """Nobody would read it."""
+
+    def take_back_note(self) -> None:
+        """None was left."""
+
+    def notes(self) -> dict[int, tuple[int, str]]:
+        return {}
+
+    def raise_if_left(self, vote: int) -> None:
+        """There is nobody who could have left."""
+
+    def close(self) -> None:
+        """Nothing is open."""

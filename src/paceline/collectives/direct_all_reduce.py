@@ -24,7 +24,6 @@ from paceline.collectives.canonical_sum import SumPlan, owner_ranges
 from paceline.collectives.communicator import Communicator
 from paceline.collectives.schedule import Hop, How, Receive, Schedule, Send, one, one_per_rank
 from paceline.collectives.scratch import Scratch
-from paceline.collectives.shared_memory.kernels import TorchKernels
 from paceline.collectives.shipments import Scatter
 from paceline.collectives.work import Handle, wait_all
 
@@ -167,7 +166,7 @@ def direct_reduce_scatter(comm: Communicator, scatter: Scatter, *, tag: int, scr
         ]
         wait_all(incoming)
         arrived = {node: row for (_, node), row in zip(foreign, received.to(scatter.dtype), strict=True)}
-        _finish(scatter, arrived, outs, start, stop)
+        scatter.finish(arrived, outs, start, stop)
     wait_all(outgoing)
 
 
@@ -187,18 +186,4 @@ def direct_reduce_scatter_by_collectives(comm: Communicator, scatter: Scatter, l
     if own:
         names = [node for nodes in sent for node in nodes]
         rows = arriving.to(scatter.dtype).view(-1, own).unbind(0)
-        _finish(scatter, dict(zip(names, rows, strict=True)), scatter.outs(), start, stop)
-
-
-def scatter_alone(scatter: Scatter) -> None:
-    """One worker owns everything: its nodes join those that it holds."""
-    ((start, stop),) = scatter.ranges
-    if start < stop:
-        _finish(scatter, {}, scatter.outs(), start, stop)
-
-
-def _finish(scatter: Scatter, arrived: Mapping[int, Tensor], outs: Mapping[int, Tensor], start: int, stop: int) -> None:
-    parts = {node: tensor[start:stop] for node, tensor in scatter.nodes.items()} | scatter.held | dict(arrived)
-    for total in scatter.shipment.sums:
-        TorchKernels().sum_into([outs[total.node]], [parts[part] for part in total.parts], total.merges)
-    scatter.keep(outs)
+        scatter.finish(dict(zip(names, rows, strict=True)), scatter.outs(), start, stop)

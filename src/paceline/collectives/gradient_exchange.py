@@ -1,7 +1,7 @@
 """Buckets on their way: start the exchange of one bucket's roots while backward goes on, and hand back the sum.
 
     reduction   workers                    how
-    exact       1                          nothing: all merges were local
+    exact       1                          nothing: all merges were local (`SingleWorker`)
     exact       any, in shared memory      the owner of a range adds it where it lies (shared_memory/bucket_sums.py)
     exact       2, one root each           native all-reduce (a + b = b + a: the canonical bits)
     exact       4, 8, … one root each,     recursive halving and doubling: few messages
@@ -30,20 +30,19 @@ from torch import Tensor
 
 from paceline.collectives.canonical_sum import SumPlan
 from paceline.collectives.choice import Choice
-from paceline.collectives.communicator import Communicator
+from paceline.collectives.communicator import Communicator, SingleWorker
 from paceline.collectives.direct_all_reduce import (
     direct_all_reduce,
     direct_all_reduce_by_collectives,
     direct_reduce_scatter,
     direct_reduce_scatter_by_collectives,
-    scatter_alone,
 )
 from paceline.collectives.executor import run_schedule
 from paceline.collectives.halving_doubling import HALVING_DOUBLING
 from paceline.collectives.schedule import Schedule
 from paceline.collectives.scratch import Scratch
 from paceline.collectives.shipments import Scatter
-from paceline.collectives.work import Handle
+from paceline.collectives.work import Done, Handle
 from paceline.elastic.fault_injection import fault_point
 from paceline.world.waiting import Waiting
 
@@ -76,16 +75,16 @@ class GradientExchange:
     """With an `algorithm` making one is a collective: all workers do it at the same place."""
 
     def __init__(self, comm: Communicator | None, reduction: Reduction, algorithm: str | None = None) -> None:
-        self._comm = comm
+        self._comm = comm = comm or SingleWorker()
         self._reduction = reduction
-        self._choice = Choice.agreed(comm, algorithm) if comm is not None and algorithm is not None else None
-        self._thread = _ExchangeThread() if comm is not None else None
+        self._choice = Choice.agreed(comm, algorithm) if algorithm is not None and comm.size > 1 else None
+        self._thread = _ExchangeThread()
         self._scratch = Scratch()
         self._sets = itertools.count()
 
     def new_set(self, old: int | None = None) -> int:
         """A number for a set of buckets, in place of the `old` one if there was one."""
-        if self._comm is not None and old is not None:
+        if old is not None:
             self._comm.forget_buckets(old)
         return next(self._sets)
 
@@ -94,7 +93,7 @@ class GradientExchange:
 
         All workers ask for the same buckets in the same order.
         """
-        if self._comm is None or self._reduction == "fast" or not self._comm.sums_buckets:
+        if self._reduction == "fast":
             return None
         return self._comm.home_of_bucket(of, bucket, elements, dtype)
 
@@ -113,16 +112,12 @@ class GradientExchange:
         self, of: int, bucket: int, plan: SumPlan, roots: Mapping[int, Tensor], spare: Callable[[], Tensor]
     ) -> PendingSum:
         comm = self._comm
-        if comm is None:
-            (total,) = roots.values()
-            return PendingSum(total)
         tag = bucket * TAGS_PER_BUCKET
         if self._reduction == "fast":
             out = _sum_in_order(roots, spare)
             if self._choice is None:
                 return PendingSum(out, comm.all_reduce(out))
             return PendingSum(out, self._run(self._choice.schedule(out.nbytes), out, tag))
-        assert self._thread is not None
         if comm.sums_buckets:
             like = next(iter(roots.values())) if roots else spare()
             return PendingSum(None, comm.sum_bucket(of, bucket, plan, roots, like))
@@ -151,38 +146,23 @@ class GradientExchange:
 
     def _started_scatter(self, of: int, scatter: Scatter, like: Tensor) -> Handle:
         comm = self._comm
-        if comm is None:
-            scatter_alone(scatter)
-            return _DONE
         if comm.sums_buckets:
             return comm.scatter_bucket(of, scatter)
         if like.device.type != "cpu":
             direct_reduce_scatter_by_collectives(comm, scatter, like)
-            return _DONE
-        assert self._thread is not None
+            return Done()
         tag = scatter.bucket * TAGS_PER_BUCKET
         return self._thread.run(lambda scratch: direct_reduce_scatter(comm, scatter, tag=tag, scratch=scratch))
 
     def close(self) -> None:
-        if self._thread is not None:
-            self._thread.close()
+        self._thread.close()
 
     def _run(self, schedule: Schedule, out: Tensor, tag: int) -> Handle | None:
-        assert self._comm is not None
-        assert self._thread is not None
         comm = self._comm
         if out.device.type != "cpu":  # in line with what the caller's stream computes
             run_schedule(comm, schedule, out, tag=tag, scratch=self._scratch)
             return None
         return self._thread.run(lambda scratch: run_schedule(comm, schedule, out, tag=tag, scratch=scratch))
-
-
-class _Done:
-    def wait(self) -> None:
-        """It has been done at once."""
-
-
-_DONE = _Done()
 
 
 def _sum_in_order(roots: Mapping[int, Tensor], spare: Callable[[], Tensor]) -> Tensor:

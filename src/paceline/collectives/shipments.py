@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from paceline.collectives.canonical_sum import SumPlan, merges
+from paceline.collectives.shared_memory.kernels import TorchKernels
 
 
 @dataclass(frozen=True)
@@ -106,6 +107,13 @@ class Scatter:
             total.node: self.held[total.node] if total.node in self.held else self.room(total.node)
             for total in self.shipment.sums
         }
+
+    def finish(self, arrived: Mapping[int, Tensor], outs: Mapping[int, Tensor], start: int, stop: int) -> None:
+        """The owner of [start, stop) adds what has arrived, what it holds and its own along the canonical tree."""
+        parts = {node: tensor[start:stop] for node, tensor in self.nodes.items()} | self.held | dict(arrived)
+        for total in self.shipment.sums:
+            TorchKernels().sum_into([outs[total.node]], [parts[part] for part in total.parts], total.merges)
+        self.keep(outs)
 
     def keep(self, outs: Mapping[int, Tensor]) -> None:
         self.held.clear()

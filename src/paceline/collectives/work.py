@@ -118,6 +118,23 @@ class Work:
                     raise self._owner.lost(lost, self._doing) from error
 
 
+class Done(Work):
+    """Something that was over as soon as it began: what a worker without peers waits for."""
+
+    def __init__(self, result: Any = None) -> None:
+        self._result = result
+        self.is_gloo_message = False
+
+    def result(self) -> Any:
+        return self._result
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        """At once."""
+
+    def wait_for_vote(self, vote: int, look_every_s: float = 0.5) -> None:
+        """At once."""
+
+
 def wait_all(handles: Sequence[Handle]) -> None:
     messages = [work for work in handles if isinstance(work, Work) and work.is_gloo_message and not work._done]
     if len(messages) > 1:  # lent to the other thread once
