@@ -30,8 +30,7 @@ from paceline.bench.collectives import (
     without_the_missing,
 )
 from paceline.bench.collectives_measure import Part, Round, compare, summarise, told
-from paceline.bench.collectives_report import plot_collectives, show_collectives
-from paceline.bench.report import console
+from paceline.bench.report import console, plot_collectives, show_collectives
 from paceline.cli import bench as cli
 from paceline.collectives import choice
 from paceline.collectives.shared_memory.compiling import compiled_library

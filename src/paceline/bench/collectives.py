@@ -17,7 +17,7 @@
                                    | deepspeed        | its shared-memory all-reduce for inference              |
                                    | ring, star, …    | our schedules over gloo's point-to-point                |
 
-Plan and start are here, without torch; `collectives_measure` runs the plan, `collectives_report` shows what came out.
+Plan and start are here, without torch; `collectives_measure` runs the plan, `report` shows what came out.
 """
 
 from __future__ import annotations
