@@ -27,8 +27,7 @@ from paceline.collectives.canonical_sum import SumPlan, sum_plan
 from paceline.collectives.choice import FLAT, HIERARCHICAL, schedule_named
 from paceline.collectives.communicator import Communicator
 from paceline.collectives.direct_all_reduce import CANONICAL, direct_all_reduce
-from paceline.collectives.executor import run_schedule
-from paceline.collectives.scratch import Scratch
+from paceline.collectives.executor import Scratch, run_schedule
 from paceline.launch.job import Job
 from paceline.launch.supervisor import supervise
 from paceline.launch.worker_main import Script

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from paceline.collectives.work import Handle
+from paceline.collectives.communicator import Handle
 from paceline.errors import GenerationEnded
 from paceline.parameter_server.wire import Header
 

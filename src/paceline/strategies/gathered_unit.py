@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from paceline.collectives.work import Work
+from paceline.collectives.communicator import Work
 from paceline.errors import GenerationEnded
 from paceline.optim.offload import Lift
 from paceline.sharding.shards import BucketShards

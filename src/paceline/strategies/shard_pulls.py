@@ -27,8 +27,7 @@ import torch
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore
 
-from paceline.collectives.communicator import Communicator
-from paceline.collectives.work import Work
+from paceline.collectives.communicator import Communicator, Work
 from paceline.errors import GenerationEnded, LoopError, PeerLostError
 from paceline.strategies.registry import Job
 

@@ -23,7 +23,7 @@ from torch.nn import Parameter
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.hooks import RemovableHandle
 
-from paceline.collectives.work import Work
+from paceline.collectives.communicator import Work
 from paceline.errors import GenerationEnded, LoopError
 from paceline.optim.offload import HOST, Lift
 from paceline.sharding.shards import BucketShards, cut_buckets

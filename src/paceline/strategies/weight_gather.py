@@ -18,8 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from paceline.collectives.communicator import Communicator
-from paceline.collectives.work import Handle, wait_all
+from paceline.collectives.communicator import Communicator, Handle, wait_all
 from paceline.errors import GenerationEnded
 from paceline.sharding.flat_layout import Piece, part_of
 from paceline.sharding.shards import Shards
