@@ -29,9 +29,9 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+from turns import in_turns, spread_of
 
 from paceline.bench.statistics import Spread
-from paceline.bench.turns import in_turns, spread_of
 from paceline.elastic.random_faults import Draw, HurtJob
 
 LANES = 8

@@ -4,7 +4,7 @@
     N servers      host 0: worker 0     host 1: worker 1     …
                            server 0             server 1
 
-The channels, clients and servers are those of training (`paceline.bench.server_round`). Servers run in threads of their
+The channels, clients and servers are those of training (`server_round.py`). Servers run in threads of their
 host's process; what they say to the worker beside them does not leave the host and is not counted.
 """
 
@@ -16,10 +16,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from server_round import TENSORS, ServerJob
 from shaped_links import interface_bytes
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from paceline.bench.server_round import TENSORS, ServerJob
 from paceline.collectives.byte_count import Flow
 from paceline.collectives.communicator import Communicator
 from paceline.world.rendezvous_store import open_store

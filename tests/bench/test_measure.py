@@ -13,10 +13,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from typer.testing import CliRunner
 
-from paceline.bench.contestants import PacelineLoop, enter
-from paceline.bench.measure import Turns, borrowed_settings, deterministic, finished, measure, meeting, run_part
+from paceline.bench.contestants import enter
+from paceline.bench.measure import borrowed_settings, deterministic, measure, meeting, run_part
 from paceline.bench.race import PEERS, Race
-from paceline.bench.trainer_contestant import TrainerLoop
 from paceline.bench.workloads import WORKLOADS
 from paceline.cli.bench import app
 from paceline.errors import ConfigError
@@ -46,7 +45,7 @@ def steps_of_fsdp2(world: World) -> bool:
         contestant = enter("torch-fsdp2", WORKLOADS["convnet"], ALONE, world, most_steps=2)
         contestant.step()
         contestant.step()
-        parameters = list(contestant._model.parameters())  # type: ignore[attr-defined]
+        parameters = list(contestant.model.parameters())  # type: ignore[attr-defined]
         own = sum(p.to_local().numel() for p in parameters)
         return own < sum(p.numel() for p in parameters)
 
@@ -101,7 +100,7 @@ def turn_of(world: World, name: str) -> dict[str, Any]:
     with borrowed_settings(), meeting(world):
         contestant = enter(name, workload, ALONE, world, most_steps=2)
         whole_s, mine_s = time.process_time(), time.thread_time()
-        finished(run_part(contestant, steps=2))
+        run_part(contestant, steps=2)
         dist.barrier()  # where the others wait
         whole_s, mine_s = time.process_time() - whole_s, time.thread_time() - mine_s
         after = torch.get_num_threads()
@@ -154,51 +153,6 @@ def measure_given(world: World, text: str) -> dict[str, Any]:
     return measure(Race.from_json(text), world)
 
 
-# -- the Trainer -------------------------------------------------------------------------------------------------------
-
-TRAINED = Race(
-    "convnet",
-    1,
-    ours=("paceline-trainer",),
-    against=("paceline-engine",),
-    rounds=2,
-    steps_per_round=1,
-    samples_per_worker=2,
-)
-
-
-def test_the_trainer_takes_its_turns_inside_its_own_loop(capsys: pytest.CaptureFixture[str]) -> None:
-    result = measure(TRAINED, World())
-    assert all(facts["throughput"]["least"] > 0 for facts in result["contestants"].values())
-    assert result["contestants"]["paceline-trainer"]["backward_s"]["least"] > 0
-    assert [len(each["seconds"]) for each in result["rounds"]] == [2, 2]
-    assert result["workload"]["batch_size"] == 2
-    assert not dist.is_initialized()
-
-
-def test_the_trainer_and_the_bare_loop_it_is_compared_with_do_the_same_work_to_the_bit() -> None:
-    workload, race, steps = replace(WORKLOADS["convnet"], batch_size=2), TRAINED, 3
-    with borrowed_settings(), meeting(World()):
-        trainer, engine = (enter(name, workload, race, World(), steps) for name in race.contestants)
-        assert isinstance(trainer, TrainerLoop)
-        assert isinstance(engine, PacelineLoop)
-        finished(run_part(engine, steps))
-        trainer.train(run_part(trainer, steps))
-        assert trainer._engine.step == engine._engine.step == steps
-        assert trainer._engine.weights_hash() == engine._engine.weights_hash()
-        for contestant in (trainer, engine):
-            contestant.close()
-
-
-def test_a_trainer_is_not_asked_for_steps_outside_its_loop() -> None:
-    def turns() -> Turns[int]:
-        yield
-        return 1
-
-    with pytest.raises(AssertionError, match="is not training"):
-        finished(turns())
-
-
 # -- what is refused ---------------------------------------------------------------------------------------------------
 
 
@@ -211,8 +165,6 @@ def test_a_trainer_is_not_asked_for_steps_outside_its_loop() -> None:
         (["step", "--workers", "0"], "--workers 0"),
         (["step", "--batch-size", "0"], "--batch-size 0: a batch has at least one sample"),
         (["step", "--json", "no/such/folder/f.json"], "there is no folder no/such/folder"),
-        (["overlap", "--workload", "resnet"], "workload 'resnet' is not known"),
-        (["startup", "--workers", "0"], "--workers 0"),
     ],
 )
 def test_bad_input_is_refused_before_anything_starts(command: list[str], words: str) -> None:
@@ -220,3 +172,11 @@ def test_bad_input_is_refused_before_anything_starts(command: list[str], words: 
     refused = CliRunner().invoke(app, command).exception
     assert isinstance(refused, ConfigError), refused
     assert words in str(refused)
+
+
+def test_the_help_says_where_the_other_benchmarks_are() -> None:
+    shown = " ".join(CliRunner().invoke(app, ["--help"]).output.split())
+    assert "scripts in the repository's folder benchmarks/" in shown
+    assert {command.callback.__name__ for command in app.registered_commands if command.callback} == {
+        "step", "collectives", "memory",
+    }  # fmt: skip

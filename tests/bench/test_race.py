@@ -10,10 +10,8 @@ from typing import Any
 
 import pytest
 
-from paceline.bench.race import WARM_UP_ROUNDS, EngineTiming, Race, Round
-from paceline.bench.report import console, show_race, show_startup
-from paceline.bench.startup import Start, finished_at, summarise_starts
-from paceline.bench.summary import summarise
+from paceline.bench.race import WARM_UP_ROUNDS, EngineTiming, Race, Round, summarise
+from paceline.bench.report import console, show_race
 from paceline.errors import ConfigError
 
 RACE = Race("mlp25m", workers=2, ours=("paceline-exact",), against=("torch-ddp", "no-communication"), rounds=2)
@@ -127,19 +125,6 @@ def test_one_process_has_the_threads_and_the_batch_of_all_workers_and_is_compare
     shown = capsys.readouterr().out
     assert "one-process: 1 process × 3 threads, batch 96, while the other workers wait" in shown
     assert "one-process / torch-ddp" in shown
-
-
-def test_start_up_takes_the_stamps_of_all_workers_and_compares_in_pairs(capsys: pytest.CaptureFixture[str]) -> None:
-    assert finished_at("[0] first step finished at 12.5\n[1] first step finished at 13.25\n") == [12.5, 13.25]
-    starts = {
-        "paceline run": [Start(2.0, 3.0, 0.0, 0.0), Start(3.0, 4.0, 0.2, 0.0)],
-        "torchrun": [Start(4.0, 5.0, 0.0, 0.0), Start(4.0, 5.0, 0.0, 0.0)],
-    }
-    summary = summarise_starts(2, starts, MACHINE)
-    assert summary["ratio"]["median"] == pytest.approx(0.625)
-    assert summary["disturbed_starts"] == 1
-    show_startup(summary, console())
-    assert "paceline run / torchrun: 0.625" in capsys.readouterr().out
 
 
 def test_a_race_has_servers_only_if_a_contestant_uses_them() -> None:

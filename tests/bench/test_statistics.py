@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from paceline.bench.machine_load import CpuClock, foreign_and_steal, is_disturbed
 from paceline.bench.race import steps_that_fill
-from paceline.bench.statistics import Spread, paired_ratios
+from paceline.bench.statistics import CpuClock, Spread, foreign_and_steal, is_disturbed, paired_ratios
 from paceline.errors import ConfigError
 
 

@@ -14,7 +14,7 @@ import pytest
 import typer
 
 from paceline.bench import collectives as comparing
-from paceline.bench import launching, traffic
+from paceline.bench import race
 from paceline.cli import main as command_line
 from paceline.cli import run as run_verb
 from paceline.cli.checkpoint import app as checkpoint_app
@@ -33,7 +33,7 @@ def nothing_starts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     async def accepted(job: object) -> int:
         return 111
 
-    for starting in (run_verb, launching, comparing, traffic):
+    for starting in (run_verb, race, comparing):
         monkeypatch.setattr(starting, "supervise", accepted)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").write_text("")
@@ -218,10 +218,8 @@ def test_a_secret_may_come_through_a_pipe(paceline: Callable[..., Said]) -> None
         (["chaos", "--minutes", "0", "--", "run", "train.py"], "--minutes 0: faults are made for some time"),
         (["chaos", "--", ""], "paceline chaos runs a job, not ''"),
         (["bench", "step", "--workers", "100000"], "--workers 100000: this host has"),
-        (["bench", "startup", "--workers", "100000"], "--workers 100000: this host has"),
         (["bench", "collectives", "--workers", "100000"], "--workers 100000: this host has"),
         (["bench", "memory", "--workers", "100000"], "--workers 100000: this host has"),
-        (["bench", "loader", "--loader-processes", "100000"], "--loader-processes 100000: this host has"),
         (["bench", "step", "--workers", "0"], "at least one worker"),
         (["bench", "step", "--json", "/proc/x/y"], "can't be written"),
         (["bench", "step", "--json", "/proc/x"], "can't be written"),

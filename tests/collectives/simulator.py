@@ -10,11 +10,10 @@ from torch import Tensor
 from paceline.collectives.direct_all_reduce import DIRECT
 from paceline.collectives.halving_doubling import HALVING_DOUBLING
 from paceline.collectives.hierarchical_all_reduce import hierarchical
-from paceline.collectives.ring_all_reduce import RING
+from paceline.collectives.ring_all_reduce import RING, UNSPLIT_RING
 from paceline.collectives.schedule import Hop, How, Ranges, Schedule
 from paceline.collectives.star_all_reduce import STAR
 from paceline.collectives.tree_all_reduce import TREE
-from paceline.collectives.unsplit_ring import UNSPLIT_RING
 from paceline.world.world import Topology
 
 FLAT = {schedule.name: schedule for schedule in (STAR, UNSPLIT_RING, RING, TREE, HALVING_DOUBLING, DIRECT)}

@@ -122,7 +122,7 @@ def test_waiting_again_for_what_has_come_takes_no_time(backend: str, tmp_path: P
 
 
 def wait_for_a_slow_peer(world: World, folder: str) -> list[str]:
-    process_groups.MEET_AGAIN_S = 1.0
+    process_groups.REBUILD_IN_S = 1.0
     _, comm = connected(world, "gloo", folder)
     failed, first = [], world.rank == 0
     for operation in ("receive", "send", "all_reduce"):
@@ -182,7 +182,7 @@ def test_a_message_of_which_half_was_there_is_waited_for_no_longer(operation: st
 
 
 def come_late(world: World, backend: str, folder: str) -> float:
-    process_groups.MEET_AGAIN_S = 1.0
+    process_groups.REBUILD_IN_S = 1.0
     if world.rank == 1:
         time.sleep(2.5)  # it finishes what it computes
     _, comm = connected(world, backend, folder)

@@ -10,9 +10,8 @@ from paceline import World
 from paceline.collectives.canonical_sum import SumPlan, sum_plan
 from paceline.collectives.communicator import Communicator
 from paceline.collectives.direct_all_reduce import direct_all_reduce, direct_all_reduce_by_collectives
-from paceline.collectives.executor import run_schedule
+from paceline.collectives.executor import Scratch, run_schedule
 from paceline.collectives.halving_doubling import HALVING_DOUBLING
-from paceline.collectives.scratch import Scratch
 from paceline.world.rendezvous_store import open_store
 from tests.collectives.one_process import lane_values, one_process_sum, roots_of, same_bits
 from tests.workers import run_workers

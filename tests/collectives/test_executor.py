@@ -17,13 +17,9 @@ from torch import Tensor
 
 from paceline import World
 from paceline.collectives.byte_count import Flow
-from paceline.collectives.communicator import Communicator
-from paceline.collectives.executor import run_schedule
-from paceline.collectives.ring_all_gather import RING_ALL_GATHER
-from paceline.collectives.ring_all_reduce import RING
-from paceline.collectives.ring_reduce_scatter import RING_REDUCE_SCATTER
-from paceline.collectives.scratch import Scratch
-from paceline.collectives.work import Handle
+from paceline.collectives.communicator import Communicator, Handle
+from paceline.collectives.executor import Scratch, run_schedule
+from paceline.collectives.ring_all_reduce import RING, RING_ALL_GATHER, RING_REDUCE_SCATTER
 from paceline.errors import PeerLostError
 from paceline.world.rendezvous_store import open_store
 from paceline.world.world import TcpRendezvous

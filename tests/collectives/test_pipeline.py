@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.collectives.pipeline import Message, Pipeline, pipeline
+from paceline.collectives.executor import Message, Pipeline, pipeline
 from paceline.collectives.ring_all_reduce import RING
 from paceline.collectives.schedule import How
 from tests.collectives.simulator import NAMES, all_hops, schedule_of

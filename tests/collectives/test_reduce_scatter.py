@@ -13,11 +13,17 @@ import torch
 from torch import Tensor
 
 from paceline import World
-from paceline.collectives.canonical_sum import SumPlan, sum_plan
+from paceline.collectives.canonical_sum import (
+    Scatter,
+    ScatterPlan,
+    SumPlan,
+    scatter_plan_of_roots,
+    scatter_plans_by_lane,
+    sum_plan,
+)
 from paceline.collectives.communicator import Communicator
 from paceline.collectives.direct_all_reduce import CANONICAL_SCATTER
 from paceline.collectives.gradient_exchange import GradientExchange
-from paceline.collectives.shipments import Scatter, Shipment, shipment_of_roots, shipments_by_lane
 from paceline.errors import PeerLostError
 from paceline.world.lanes import strided_lanes
 from paceline.world.rendezvous_store import open_store
@@ -47,11 +53,11 @@ def shipped(how: str, world: World, lanes: int, present: tuple[int, ...], values
     """Each shipment, and what this worker sends in it."""
     if how == "lanes":
         plan = strided_plan(lanes, world.size, present)
-        for shipment in shipments_by_lane(plan):
+        for shipment in scatter_plans_by_lane(plan):
             yield shipment, {lane: values[lane].clone() for lane in shipment.sent[world.rank]}
     else:
         plan = sum_plan(lanes, world.size, present)
-        yield shipment_of_roots(plan), roots_of(plan, world.rank, values)
+        yield scatter_plan_of_roots(plan), roots_of(plan, world.rank, values)
 
 
 def scatters(
@@ -124,7 +130,7 @@ def test_double_precision_is_added_in_double_precision(backend: str) -> None:
 def test_a_worker_sends_each_node_once_without_its_own_range_and_gets_its_range_of_the_others(how: str) -> None:
     workers, lanes = 3, 8
     plan = (sum_plan if how == "roots" else strided_plan)(lanes, workers, tuple(range(lanes)))
-    sent: list[Shipment] = [shipment_of_roots(plan)] if how == "roots" else list(shipments_by_lane(plan))
+    sent: list[ScatterPlan] = [scatter_plan_of_roots(plan)] if how == "roots" else list(scatter_plans_by_lane(plan))
     nodes = [sum(len(shipment.sent[worker]) for shipment in sent) for worker in range(workers)]
     results = run_workers(scatters, workers, lanes=lanes, present=tuple(range(lanes)), how=how, backend="gloo")
     for rank, result in enumerate(results):
@@ -138,7 +144,7 @@ def test_alone_lanes_are_added_where_they_are_held() -> None:
     present = (0, 1, 2)
     values = lane_values(present, 1_000)
     held: dict[int, Tensor] = {}
-    for shipment in shipments_by_lane(sum_plan(3, 1, present)):
+    for shipment in scatter_plans_by_lane(sum_plan(3, 1, present)):
         nodes = {lane: values[lane].clone() for lane in shipment.sent[0]}
         scatter = Scatter(0, shipment, ((0, 1_000),), torch.float32, nodes, held, room=lambda _: torch.empty(1_000))
         GradientExchange(None, "exact").start_scatter(0, scatter, torch.empty(0)).wait()
@@ -157,7 +163,13 @@ def loses_the_last_worker(world: World, *, backend: str) -> str:
     plan = sum_plan(world.size, world.size, present)
     roots, held = roots_of(plan, world.rank, lane_values(present, 5_000)), dict[int, Tensor]()
     scatter = Scatter(
-        0, shipment_of_roots(plan), ranges(5_000, world.size), torch.float32, roots, held, lambda _: torch.empty(5_000)
+        0,
+        scatter_plan_of_roots(plan),
+        ranges(5_000, world.size),
+        torch.float32,
+        roots,
+        held,
+        lambda _: torch.empty(5_000),
     )
     pending = exchange.start_scatter(exchange.new_set(), scatter, torch.empty(0))
     try:

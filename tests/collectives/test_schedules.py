@@ -10,17 +10,14 @@ from hypothesis import strategies as st
 from paceline.collectives import (
     direct_all_reduce,
     halving_doubling,
-    ring_all_gather,
-    ring_reduce_scatter,
+    ring_all_reduce,
     star_all_reduce,
     tree_all_reduce,
-    unsplit_ring,
 )
 from paceline.collectives.canonical_sum import sum_plan
 from paceline.collectives.direct_all_reduce import canonical_schedule
 from paceline.collectives.hierarchical_all_reduce import hierarchical
-from paceline.collectives.ring_all_gather import RING_ALL_GATHER
-from paceline.collectives.ring_reduce_scatter import RING_REDUCE_SCATTER
+from paceline.collectives.ring_all_reduce import RING_ALL_GATHER, RING_REDUCE_SCATTER
 from paceline.collectives.schedule import Hop, How, Receive, Schedule, Send, cut_evenly, one
 from paceline.errors import ConfigError, WorldError
 from paceline.world.world import Topology
@@ -60,19 +57,19 @@ def test_the_star_gathers_in_rank_order_and_sends_back() -> None:
 
 
 def test_the_unsplit_ring_passes_whole_tensors_on() -> None:
-    assert drawn(list(unsplit_ring.hops(0, 3))) == ["(0)>1 2~(2)", "(2)>1 2~(1)"]
-    assert drawn(list(unsplit_ring.hops(1, 3))) == ["(1)>2 0~(0)", "(0)>2 0~(2)"]
+    assert drawn(list(ring_all_reduce.unsplit_hops(0, 3))) == ["(0)>1 2~(2)", "(2)>1 2~(1)"]
+    assert drawn(list(ring_all_reduce.unsplit_hops(1, 3))) == ["(1)>2 0~(0)", "(0)>2 0~(2)"]
 
 
 def test_the_ring_reduce_scatter_of_three_looks_like_the_drawing() -> None:
-    assert drawn(list(ring_reduce_scatter.hops(0, 3))) == ["2>1 2+1", "1>1 2+0"]
-    assert drawn(list(ring_reduce_scatter.hops(1, 3))) == ["0>2 0+2", "2>2 0+1"]
-    assert drawn(list(ring_reduce_scatter.hops(2, 3))) == ["1>0 1+0", "0>0 1+2"]
+    assert drawn(list(ring_all_reduce.reduce_scatter_hops(0, 3))) == ["2>1 2+1", "1>1 2+0"]
+    assert drawn(list(ring_all_reduce.reduce_scatter_hops(1, 3))) == ["0>2 0+2", "2>2 0+1"]
+    assert drawn(list(ring_all_reduce.reduce_scatter_hops(2, 3))) == ["1>0 1+0", "0>0 1+2"]
 
 
 def test_the_ring_all_gather_of_three_looks_like_the_drawing() -> None:
-    assert drawn(list(ring_all_gather.hops(0, 3))) == ["0>1 2=2", "2>1 2=1"]
-    assert drawn(list(ring_all_gather.hops(2, 3))) == ["2>0 1=1", "1>0 1=0"]
+    assert drawn(list(ring_all_reduce.all_gather_hops(0, 3))) == ["0>1 2=2", "2>1 2=1"]
+    assert drawn(list(ring_all_reduce.all_gather_hops(2, 3))) == ["2>0 1=1", "1>0 1=0"]
 
 
 def test_the_tree_of_five_looks_like_the_drawing() -> None:

@@ -10,10 +10,9 @@ from torch import Tensor
 
 from paceline import World
 from paceline.collectives.byte_count import Traffic
-from paceline.collectives.canonical_sum import sum_plan
+from paceline.collectives.canonical_sum import Scatter, scatter_plans_by_lane, sum_plan
 from paceline.collectives.communicator import Communicator, SingleWorker
 from paceline.collectives.gradient_exchange import GradientExchange, Reduction
-from paceline.collectives.shipments import Scatter, shipments_by_lane
 from paceline.errors import WorldError
 from paceline.world.world import TcpRendezvous
 from tests.collectives.one_process import lane_values, one_process_sum, roots_of, same_bits
@@ -90,7 +89,7 @@ def test_a_bucket_of_one_worker_is_its_own_sum(reduction: Reduction, algorithm: 
 def test_a_scattered_bucket_of_one_worker_is_held_whole() -> None:
     values, held = lane_values((0, 1, 2), 100), dict[int, Tensor]()
     exchange = GradientExchange(SingleWorker(), "exact")
-    for shipment in shipments_by_lane(sum_plan(3, 1, (0, 1, 2))):
+    for shipment in scatter_plans_by_lane(sum_plan(3, 1, (0, 1, 2))):
         nodes = {lane: values[lane].clone() for lane in shipment.sent[0]}
         scatter = Scatter(0, shipment, ((0, 100),), torch.float32, nodes, held, room=lambda _: torch.empty(100))
         exchange.start_scatter(0, scatter, torch.empty(0)).wait()

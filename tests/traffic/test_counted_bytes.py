@@ -8,12 +8,13 @@ import pytest
 import torch
 
 from paceline import World
-from paceline.bench import traffic as bench
-from paceline.cli import bench as cli
 from paceline.collectives.byte_count import ByteCount, Flow, Traffic
 from paceline.collectives.communicator import Communicator
 from paceline.world.rendezvous_store import open_store
+from tests.benchmarks import script
 from tests.workers import run_workers
+
+bench = script("traffic")
 
 DOC = Path(__file__).parents[2] / "docs" / "algorithms.md"
 UNEVEN = 1_003  # divides by none of 2 … 8
@@ -41,9 +42,9 @@ def test_the_tables_put_another_count_beside_the_formula() -> None:
     assert all(line.startswith("|  | counted |") for line in changed)
 
 
-def test_bench_traffic_prints_the_tables(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_benchmark_prints_the_tables(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(bench, "count_in_workers", bench.predicted)
-    cli.traffic()
+    bench.main([])
     assert capsys.readouterr().out.strip() in DOC.read_text()
 
 

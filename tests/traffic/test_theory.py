@@ -12,8 +12,7 @@ from paceline.collectives import traffic_theory as theory
 from paceline.collectives.canonical_sum import sum_plan
 from paceline.collectives.direct_all_reduce import canonical_schedule
 from paceline.collectives.hierarchical_all_reduce import hierarchical
-from paceline.collectives.ring_all_gather import RING_ALL_GATHER
-from paceline.collectives.ring_reduce_scatter import RING_REDUCE_SCATTER
+from paceline.collectives.ring_all_reduce import RING_ALL_GATHER, RING_REDUCE_SCATTER
 from paceline.collectives.schedule import Schedule
 from paceline.collectives.traffic_theory import Moved
 from paceline.world.world import Topology

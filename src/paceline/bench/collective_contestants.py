@@ -27,14 +27,12 @@ from paceline.collectives import traffic_theory as theory
 from paceline.collectives.canonical_sum import owner_ranges
 from paceline.collectives.choice import HIERARCHICAL, Choice
 from paceline.collectives.communicator import Communicator
-from paceline.collectives.executor import run_schedule
-from paceline.collectives.ring_all_gather import RING_ALL_GATHER
-from paceline.collectives.ring_reduce_scatter import RING_REDUCE_SCATTER
+from paceline.collectives.executor import Scratch, run_schedule
+from paceline.collectives.ring_all_reduce import RING_ALL_GATHER, RING_REDUCE_SCATTER
 from paceline.collectives.schedule import Schedule
-from paceline.collectives.scratch import Scratch
+from paceline.collectives.shared_memory.barrier import LINE, Barrier, Call
 from paceline.collectives.shared_memory.group import NAME, SharedMemoryGroup
 from paceline.collectives.shared_memory.kernels import choose_kernels
-from paceline.collectives.shared_memory.meeting import LINE, Call, Meeting
 from paceline.collectives.shared_memory.operations import ALIGNED, rank_merges
 from paceline.collectives.shared_memory.segment import PAGE, Segment
 from paceline.errors import CollectiveError, ConfigError
@@ -165,7 +163,7 @@ class Buckets(C10d):
 
 
 class Bound(_Uncounted):
-    """What the machine can do: every rank adds its part of all tensors and writes it to all, between two meetings."""
+    """What the machine can do: every rank adds its part of all tensors and writes it to all, between two barriers."""
 
     def __init__(self, room: Room, store: Store, rank: int, most_elements: int) -> None:
         super().__init__(room)
@@ -181,11 +179,11 @@ class Bound(_Uncounted):
         else:
             self._segment = Segment.open(store.get("segment").decode(), rank=rank)
         lines, rows = torch.split(self._segment.memory[PAGE:], [line_bytes, size * each])
-        self._meeting = Meeting(lines, rank, size, use_c=True)
+        self._barrier = Barrier(lines, rank, size, use_c=True)
         self._rows = rows.view(size, each).view(torch.float32)
 
     def prepare(self, operation: str, elements: int) -> Prepared:
-        size, meet = self.room.workers, self._meeting.meet
+        size, meet = self.room.workers, self._barrier.wait
         low, high = owner_ranges(elements, size, ALIGNED)[self._rank]
         rows = [self._rows[rank, low:high] for rank in range(size)]
         merges, sum_into, about = rank_merges(size), self._kernels.sum_into, Call("bound").packed()
@@ -200,7 +198,7 @@ class Bound(_Uncounted):
         return Prepared(operation, Tensors(self._rows[self._rank, :elements], ordinary.part, ordinary.other), call)
 
     def close(self) -> None:
-        self._meeting.leave()
+        self._barrier.leave()
         self._segment.close()
 
 

@@ -11,13 +11,13 @@
 | all_reduce     | 2·(N-1)/N |     | paceline         | torch.distributed on the shared-memory group, C kernels |
 | reduce_scatter | (N-1)/N   |     | paceline-torch   | the same with torch kernels                             |
 | all_gather     | (N-1)/N   |     | paceline-buckets | the same with C, tensors already in shared memory       |
-| all_to_all     | (N-1)/N   |     | bound            | two meetings and the C sum over shared tensors, no c10d |
+| all_to_all     | (N-1)/N   |     | bound            | two barriers and the C sum over shared tensors, no c10d |
 | broadcast      | 1         |     | gloo             | torch.distributed on gloo                               |
 | reduce         | 1         |     | openmpi          | mpi4py; mpirun starts the processes then                |
                                    | deepspeed        | its shared-memory all-reduce for inference              |
                                    | ring, star, …    | our schedules over gloo's point-to-point                |
 
-Plan and start are here, without torch; `collectives_measure` runs the plan, `collectives_report` shows what came out.
+Plan and start are here, without torch; `collectives_measure` runs the plan, `report` shows what came out.
 """
 
 from __future__ import annotations
@@ -35,7 +35,6 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from paceline.collectives.shared_memory.compiling import compiled_library
 from paceline.errors import ConfigError
 from paceline.launch.job import Job
 from paceline.launch.rendezvous import free_port
@@ -190,9 +189,15 @@ def _why_not(name: str) -> str | None:
             return "there is no mpirun"
         case "deepspeed" if importlib.util.find_spec("deepspeed") is None:
             return "deepspeed is not installed"
-        case "bound" if compiled_library() is None:
+        case "bound" if not _has_c_kernels():
             return "there is no C compiler, so paceline itself runs with torch kernels too"
     return None
+
+
+def _has_c_kernels() -> bool:
+    from paceline.collectives.shared_memory.kernels import compiled_library  # it imports torch
+
+    return compiled_library() is not None
 
 
 # -- starting the workers ----------------------------------------------------------------------------------------------

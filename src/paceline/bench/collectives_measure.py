@@ -22,9 +22,16 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from paceline.bench.collective_contestants import Contestant, Prepared, Room, enter
 from paceline.bench.collectives import BASELINE, ITEM_BYTES, OPERATIONS, WARM_UP_ROUNDS, Comparison, size_text
-from paceline.bench.machine_load import DISTURBED_ABOVE, CpuClock, foreign_and_steal, is_disturbed, machine_facts
 from paceline.bench.measure import borrowed_settings, gathered, meeting
-from paceline.bench.statistics import Spread, paired_ratios
+from paceline.bench.statistics import (
+    DISTURBED_ABOVE,
+    CpuClock,
+    Spread,
+    foreign_and_steal,
+    is_disturbed,
+    machine_facts,
+    paired_ratios,
+)
 from paceline.errors import ConfigError
 from paceline.world.environment import read_world
 from paceline.world.world import World

@@ -3,8 +3,6 @@
 | contestant       | one step includes                                                                     |
 |------------------|---------------------------------------------------------------------------------------|
 | paceline-*       | next of the prepared loader, forward, engine.backward, step, zero_grad, all checks    |
-| paceline-engine  | the same, gradients clipped and the learning rate scheduled: what a Trainer does      |
-| paceline-trainer | trainer.train() from one on_step_end to the next, logging every 10 steps              |
 | torch-ddp        | forward, backward, step, zero_grad on batches made beforehand                         |
 | torch-ddp-views  | the same with gradient_as_bucket_view=True                                            |
 | …-ddp-paceline   | torch's DDP as it is, on our shared-memory backend instead of gloo                    |
@@ -30,9 +28,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import paceline
-from paceline.bench.race import OURS, THREADS_PER_WORKER, TRAINER, EngineOptions, EngineTiming, Race
-from paceline.bench.trainer_contestant import CLIP_AT, TrainerLoop
-from paceline.bench.workloads import ReadyBatches, Workload, adamw, linear
+from paceline.bench.race import OURS, THREADS_PER_WORKER, EngineTiming, Race
+from paceline.bench.workloads import BATCHES, ReadyBatches, Workload, adamw
 from paceline.world.world import World
 
 
@@ -60,21 +57,28 @@ def enter(name: str, workload: Workload, race: Race, world: World, most_steps: i
         case "torch-ddp-paceline":
             import paceline.backend  # noqa: F401 (it registers the name)
 
-            ours = DistributedDataParallel(workload.build(), process_group=dist.new_group(backend="paceline"))
-            return PlainLoop(ours, workload, mine)
+            on_ours = DistributedDataParallel(workload.build(), process_group=dist.new_group(backend="paceline"))
+            return PlainLoop(on_ours, workload, mine)
         case "torch-fsdp2":
-            return PlainLoop(_fully_sharded(workload), workload, mine)
+            return PlainLoop(fully_sharded(workload), workload, mine)
         case "no-communication":
             return PlainLoop(workload.build(), workload, mine)
         case "one-process":
             everyone = range(world.size)
             return PlainLoop(workload.build(), workload, everyone, race.threads(name)) if world.is_main else Spectator()
-        case name if name == TRAINER:
-            return TrainerLoop(workload, race, world, most_steps)
-    return PacelineLoop(OURS[name], workload, race, world, most_steps)
+    ours = OURS[name]
+    return PacelineLoop(
+        workload,
+        world if ours.servers else replace(world, servers=0),
+        most_steps,
+        strategy=ours.strategy,
+        reduction=ours.reduction,
+        overlap=ours.overlap,
+        **engine_options(race.backend, race.bucket_mib),
+    )
 
 
-def _fully_sharded(workload: Workload) -> nn.Module:
+def fully_sharded(workload: Workload) -> nn.Module:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
@@ -92,16 +96,30 @@ class PlainLoop:
     deterministic = False
 
     def __init__(
-        self, model: nn.Module, workload: Workload, ranks: Sequence[int], threads: int = THREADS_PER_WORKER
+        self,
+        model: nn.Module,
+        workload: Workload,
+        ranks: Sequence[int] = (0,),
+        threads: int = THREADS_PER_WORKER,
+        batches: int = BATCHES,
     ) -> None:
-        self._model, self._workload, self.threads = model, workload, threads
-        self._optimizer = adamw(model)
-        self._batches = itertools.cycle([_batch_of(ranks, number, workload) for number in range(4)])
+        self.model, self._workload, self.threads = model, workload, threads
+        self._optimizer: Any = adamw(model)
+        self._batches: Any = itertools.cycle([_batch_of(ranks, number, workload) for number in range(batches)])
+        self.inputs: Sequence[Tensor] = ()  # of the last batch
 
     def step(self) -> None:
-        inputs, targets = next(self._batches)
-        loss = self._workload.loss(self._model(inputs), targets)
+        self.backward(self.forward())
+        self.update()
+
+    def forward(self) -> Tensor:
+        self.inputs = inputs, targets = next(self._batches)
+        return self._workload.loss(self.model(inputs), targets)
+
+    def backward(self, loss: Tensor) -> None:
         loss.backward()  # type: ignore[no-untyped-call]
+
+    def update(self) -> None:
         self._optimizer.step()
         self._optimizer.zero_grad()
 
@@ -118,66 +136,45 @@ def _batch_of(ranks: Sequence[int], number: int, workload: Workload) -> tuple[Te
     return torch.cat(inputs), torch.cat(targets)
 
 
-class Spectator:
+class Spectator(PlainLoop):
     """A worker in whose turn another one trains: it goes on to the next barrier and sleeps there."""
 
-    deterministic = False
     threads = THREADS_PER_WORKER
+
+    def __init__(self) -> None:
+        """It has no model."""
 
     def step(self) -> None:
         pass
 
-    def take_timings(self) -> list[EngineTiming]:
-        return []
 
-    def close(self) -> None:
-        pass
-
-
-class PacelineLoop:
+class PacelineLoop(PlainLoop):
     """The loop of a paceline user, one item a step because there are as many lanes as workers."""
 
-    threads = THREADS_PER_WORKER
-
-    def __init__(self, options: EngineOptions, workload: Workload, race: Race, world: World, most_steps: int) -> None:
-        self._workload = workload
-        buckets: dict[str, Any] = {} if race.bucket_mib is None else {"bucket_mib": race.bucket_mib}
-        self._engine = paceline.Engine(
-            world=world if options.servers else replace(world, servers=0),
-            strategy=options.strategy,
-            lanes=world.size,
-            threads=self.threads,
-            device="cpu",
-            backend=race.backend,
-            reduction=options.reduction,
-            overlap=options.overlap,
-            **buckets,
-        )
+    def __init__(
+        self, workload: Workload, world: World, most_steps: int, *, batches: int = BATCHES, **options: Any
+    ) -> None:
+        """`options` are the Engine's."""
+        self._workload, self.threads = workload, THREADS_PER_WORKER
+        self._engine = paceline.Engine(world=world, lanes=world.size, threads=self.threads, device="cpu", **options)
         self.deterministic = torch.are_deterministic_algorithms_enabled()
         length = most_steps * world.size * workload.batch_size
-        samples = ReadyBatches(workload, length, seed=100 * world.rank)
+        samples = ReadyBatches(workload, length, seed=100 * world.rank, batches=batches)
         model = workload.build()
-        self._model, self._optimizer, loader = self._engine.prepare(
+        self.model, self._optimizer, loader = self._engine.prepare(
             model, adamw(model), samples.loader(workload.batch_size)
         )
-        self._scheduler: Any = None
-        if options.as_trainer:
-            self._scheduler = self._engine.prepare(linear(self._optimizer, most_steps + 1))
         self._batches = iter(loader)
+        self.inputs = ()
         self._timings: list[EngineTiming] = []
 
     def step(self) -> None:
-        inputs, targets = next(self._batches)
-        loss = self._workload.loss(self._model(inputs), targets)
-        self._engine.backward(loss)
-        if self._scheduler is not None:
-            self._engine.clip_grad_norm_(CLIP_AT)
-        self._optimizer.step()
-        if self._scheduler is not None:
-            self._scheduler.step()
-        self._optimizer.zero_grad()
+        super().step()
         last = self._engine.timing
         self._timings.append(EngineTiming(last.exposed_s, last.backward_s, last.left_during_backward))
+
+    def backward(self, loss: Tensor) -> None:
+        self._engine.backward(loss)
 
     def take_timings(self) -> list[EngineTiming]:
         taken, self._timings = self._timings, []
@@ -186,3 +183,8 @@ class PacelineLoop:
     def close(self) -> None:
         self._batches.close()  # what a `break` does
         self._engine.close()
+
+
+def engine_options(backend: str, bucket_mib: float | None) -> dict[str, Any]:
+    """What was asked for; the rest is the Engine's default."""
+    return {"backend": backend} | ({} if bucket_mib is None else {"bucket_mib": bucket_mib})

@@ -3,9 +3,6 @@
     torchrun --nproc-per-node 2 -m paceline.bench.measure RACE_AS_JSON RESULT_FILE
 
 works as well, because the module only asks which world it is in.
-
-A Trainer owns its loop, so nobody can ask it for one step. The race is therefore a generator that yields where the
-Trainer is to do a step, and goes on in the callback at the step's end: the others' turns pass inside `trainer.train()`.
 """
 
 from __future__ import annotations
@@ -15,20 +12,18 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeAlias, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 
 from paceline.bench.contestants import Contestant, enter
-from paceline.bench.machine_load import CpuClock, foreign_and_steal, machine_facts
-from paceline.bench.race import THREADS_PER_WORKER, TRAINER, EngineTiming, Race, Round, steps_that_fill
-from paceline.bench.summary import summarise
-from paceline.bench.trainer_contestant import TrainerLoop
+from paceline.bench.race import THREADS_PER_WORKER, EngineTiming, Race, Round, steps_that_fill, summarise
+from paceline.bench.statistics import CpuClock, foreign_and_steal, machine_facts
 from paceline.bench.workloads import WORKLOADS, Workload
 from paceline.errors import ConfigError
 from paceline.world.control import ControlClient
@@ -42,10 +37,6 @@ TRIAL_STEPS = 2
 PART_S = 0.75
 MOST_STEPS_PER_ROUND = 200
 MEET_TIMEOUT_S = 120.0
-
-T = TypeVar("T")
-Turns: TypeAlias = Generator[None, None, T]
-"""Yields where the contestant that owns its loop is to do a step."""
 
 
 def measure(race: Race, world: World) -> dict[str, Any]:
@@ -65,45 +56,24 @@ def measure(race: Race, world: World) -> dict[str, Any]:
             for name in (*race.with_servers, *(name for name in race.contestants if name not in race.with_servers)):
                 with deterministic(False):  # an Engine that wants it otherwise says so, and is asked in `enter`
                     contestants[name] = enter(name, workload, race, world, most_steps)
-            course = run_course(race, contestants, workload if world.is_main else None)
-            trainer = contestants.get(TRAINER)
-            steps, rounds = trainer.train(course) if isinstance(trainer, TrainerLoop) else finished(course)
+            steps = warm_up(race, contestants)
+            rounds = []
+            for number in range(race.all_rounds):
+                rounds.append(run_round(race.order(number), contestants, steps))
+                if world.is_main:
+                    print(told(number, race, rounds[-1], workload, steps), flush=True)
         finally:
             for contestant in contestants.values():
                 contestant.close()
-    parameters = sum(parameter.numel() for parameter in workload.build().parameters())
-    return summarise(race, workload_facts(workload, parameters), machine_facts(), steps, rounds)
+    return summarise(race, workload_facts(workload), machine_facts(), steps, rounds)
 
 
-def run_course(
-    race: Race, contestants: Mapping[str, Contestant], tell_of: Workload | None
-) -> Turns[tuple[int, list[Round]]]:
-    """The steps of a part, and what all rounds measured."""
-    steps = yield from warm_up(race, contestants)
-    rounds = []
-    for number in range(race.all_rounds):
-        rounds.append((yield from run_round(race.order(number), contestants, steps)))
-        if tell_of is not None:
-            print(told(number, race, rounds[-1], tell_of, steps), flush=True)
-    return steps, rounds
-
-
-def finished(turns: Turns[T]) -> T:
-    """What comes of turns in which nobody owns a loop."""
-    try:
-        next(turns)
-    except StopIteration as end:
-        result: T = end.value
-        return result
-    raise AssertionError("a contestant that owns its loop was to do a step, but is not training")
-
-
-def run_round(order: Sequence[str], contestants: Mapping[str, Contestant], steps: int) -> Turns[Round]:
+def run_round(order: Sequence[str], contestants: Mapping[str, Contestant], steps: int) -> Round:
     before, cpu_before = CpuClock.read(), time.process_time()
     mine: dict[str, float] = {}
     timings: dict[str, EngineTiming] = {}
     for name in order:
-        mine[name] = yield from run_part(contestants[name], steps)
+        mine[name] = run_part(contestants[name], steps)
         if taken := contestants[name].take_timings():
             timings[name] = _mean_timing(taken)
     seconds = {name: max(column) for name, column in zip(mine, gathered(list(mine.values())), strict=True)}
@@ -116,25 +86,22 @@ def run_round(order: Sequence[str], contestants: Mapping[str, Contestant], steps
     return Round(seconds, timing, foreign, steal)
 
 
-def run_part(contestant: Contestant, steps: int) -> Turns[float]:
+def run_part(contestant: Contestant, steps: int) -> float:
     """Seconds on this worker for `steps` steps that all workers begin together."""
     with deterministic(contestant.deterministic), threads(contestant.threads):
         dist.barrier()
         started = time.perf_counter()
         for _ in range(steps):
-            if isinstance(contestant, TrainerLoop):
-                yield
-            else:
-                contestant.step()
+            contestant.step()
         return time.perf_counter() - started
 
 
-def warm_up(race: Race, contestants: Mapping[str, Contestant]) -> Turns[int]:
+def warm_up(race: Race, contestants: Mapping[str, Contestant]) -> int:
     """First use of everything; the number of steps per round, the same on every worker."""
     trial_s = []
     for contestant in contestants.values():
-        yield from run_part(contestant, FIRST_STEPS)
-        trial_s.append((yield from run_part(contestant, TRIAL_STEPS)) / TRIAL_STEPS)
+        run_part(contestant, FIRST_STEPS)
+        trial_s.append(run_part(contestant, TRIAL_STEPS) / TRIAL_STEPS)
         contestant.take_timings()
     slowest = [max(column) for column in gathered(trial_s)]
     return race.steps_per_round or steps_that_fill(PART_S, slowest, MOST_STEPS_PER_ROUND)
@@ -200,10 +167,10 @@ def deterministic(wanted: bool) -> Iterator[None]:
         torch.use_deterministic_algorithms(before)
 
 
-def workload_facts(workload: Workload, parameters: int) -> dict[str, Any]:
+def workload_facts(workload: Workload) -> dict[str, Any]:
     return {
         "name": workload.name,
-        "parameters": parameters,
+        "parameters": workload.parameters,
         "batch_size": workload.batch_size,
         "units_per_sample": workload.units_per_sample,
         "unit": workload.unit,

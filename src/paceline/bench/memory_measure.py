@@ -17,9 +17,9 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from paceline.bench.measure import meeting
 from paceline.bench.memory import PEERS, ROLES, MemoryRun
-from paceline.bench.memory_contestants import MLP50M, Loop, Mlp, enter, strategies
+from paceline.bench.memory_contestants import MLP50M, Loop, enter, strategies
 from paceline.bench.process_memory import Activations, Resident, held_now, peak_pss, reset_peak, shared_pss
-from paceline.bench.workloads import adamw
+from paceline.bench.workloads import Workload, adamw
 from paceline.sharding.footprint import FOOTPRINTS, Model, footprint
 from paceline.world.environment import read_world
 from paceline.world.process import keep_no_free_memory
@@ -29,7 +29,7 @@ WARM_UP_STEPS = 4
 """Buckets are cut anew after the first; an allocator needs some more to find its places."""
 
 
-def measure(run: MemoryRun, world: World, workload: Mlp = MLP50M) -> dict[str, Any]:
+def measure(run: MemoryRun, world: World, workload: Workload = MLP50M) -> dict[str, Any]:
     """This worker's figures, in bytes, and where its tensors are."""
     torch.set_num_threads(1)
     if not run.keep_memory:

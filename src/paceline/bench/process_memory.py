@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from paceline.bench.spans import Memory, Spans, joined, union, without
+from paceline.bench.memory import Memory, Spans, joined, union, without
 from paceline.strategies.zero.zero1 import Zero1
 
 RESET_PEAK = "5"

@@ -6,22 +6,38 @@
     round 4   C C C   B B B   A A A          and then backwards, so that nobody always follows the same one
 
 All contestants live in the same worker processes, each with its own copy of the model, so that they meet the same
-machine in the same minute. The plan is here, without torch; `measure` runs it. Whoever trains, a step is one global
-batch on as many threads:
+machine in the same minute. Plan, start and summary are here, without torch; `measure` runs the plan. Whoever trains, a
+step is one global batch on as many threads:
 
                      processes   threads of each   batch of each
     one-process          1              N               N·b          in worker 0, while the others wait
     everyone else        N              1                 b
+
+The result is one JSON object, with the same keys for every race:
+
+    workload  machine  race  steps_per_round     what was run, where
+    rounds[]                                     every measured round, warm-up left out
+    contestants{name}                            processes, threads, batch; speed; an Engine's exposed communication
+    ratios[]                                     ours / peer, paired by round: over all rounds, and over quiet ones
+    disturbed_rounds                             how many rounds other work had more than 8 % of the cores
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
-from typing import Literal
+from pathlib import Path
+from typing import Any, Literal
 
+from paceline.bench.statistics import DISTURBED_ABOVE, Spread, is_disturbed, paired_ratios
 from paceline.errors import ConfigError
+from paceline.launch.job import Job
+from paceline.launch.supervisor import supervise
+from paceline.launch.worker_main import Script
+from paceline.world.world import LaunchSettings
 
 WORKLOADS = ("mlp25m", "gpt10m", "convnet")
 THREADS_PER_WORKER = 1
@@ -35,10 +51,6 @@ class EngineOptions:
     overlap: bool = True
     strategy: str = "ddp"
     servers: int = 0  # processes beside the workers
-    as_trainer: bool = False  # clips gradients and follows a schedule, as a Trainer does by itself
-
-
-TRAINER = "paceline-trainer"
 
 
 OURS = {
@@ -52,8 +64,6 @@ OURS = {
     "paceline-zero2": EngineOptions("exact", strategy="zero2"),
     "paceline-zero3": EngineOptions("exact", strategy="zero3"),
     "paceline-fsdp": EngineOptions("exact", strategy="fsdp"),
-    "paceline-engine": EngineOptions("exact", as_trainer=True),
-    TRAINER: EngineOptions("exact", as_trainer=True),
 }
 ONE_PROCESS = "one-process"
 PEERS = ("torch-ddp", "torch-ddp-views", "torch-ddp-paceline", "torch-fsdp2", "no-communication", ONE_PROCESS)
@@ -172,3 +182,90 @@ def steps_that_fill(target_s: float, step_s: Sequence[float], most: int) -> int:
     """How many steps of the contestants' middle speed take about `target_s`."""
     middle = sorted(step_s)[len(step_s) // 2]
     return min(most, max(1, round(target_s / middle)))
+
+
+def run_in_workers(race: Race) -> dict[str, Any] | int:
+    """The result, or the exit code of workers that failed; the supervisor has told why."""
+    with tempfile.TemporaryDirectory(prefix="paceline-bench-") as folder:
+        result_file = Path(folder) / "result.json"
+        job = Job(
+            script=Script("paceline.bench.measure", (race.to_json(), str(result_file)), is_module=True),
+            workers=race.workers,
+            servers=race.servers,
+            settings=LaunchSettings(lanes=race.workers, threads=THREADS_PER_WORKER, backend=race.backend),
+        )
+        code = asyncio.run(supervise(job))
+        if code != 0:
+            return code
+        result: dict[str, Any] = json.loads(result_file.read_text())
+        return result
+
+
+# -- from rounds to what is written down -------------------------------------------------------------------------------
+
+
+def summarise(
+    race: Race, workload: Mapping[str, Any], machine: Mapping[str, Any], steps: int, all_rounds: Sequence[Round]
+) -> dict[str, Any]:
+    rounds = all_rounds[WARM_UP_ROUNDS:]
+    return {
+        "workload": dict(workload),
+        "machine": dict(machine),
+        "race": json.loads(race.to_json()),
+        "threads_per_worker": THREADS_PER_WORKER,
+        "steps_per_round": steps,
+        "warm_up_rounds": WARM_UP_ROUNDS,
+        "disturbed_above": DISTURBED_ABOVE,
+        "disturbed_rounds": sum(_disturbed(each) for each in rounds),
+        "contestants": {name: _contestant(name, race, workload, rounds, steps) for name in race.contestants},
+        "ratios": [_ratio(ours, peer, rounds) for ours in race.ours for peer in race.against],
+        "rounds": [asdict(each) | {"disturbed": _disturbed(each)} for each in rounds],
+    }
+
+
+def _contestant(
+    name: str, race: Race, workload: Mapping[str, Any], rounds: Sequence[Round], steps: int
+) -> dict[str, Any]:
+    processes, batch_size = race.processes(name), race.batch_size(name, workload["batch_size"])
+    units = steps * processes * batch_size * workload["units_per_sample"]
+    facts: dict[str, Any] = {
+        "processes": processes,
+        "threads": race.threads(name),
+        "batch_size": batch_size,
+        "throughput": _spread([units / each.seconds[name] for each in rounds]),
+        "step_s": _spread([each.seconds[name] / steps for each in rounds]),
+    }
+    timings = [each.timing[name] for each in rounds if name in each.timing]
+    if timings:
+        for what in ("exposed_s", "backward_s", "left_during_backward"):
+            facts[what] = _spread([getattr(timing, what) for timing in timings])
+    return facts
+
+
+def _ratio(ours: str, peer: str, rounds: Sequence[Round]) -> dict[str, Any]:
+    def throughput(some: Sequence[Round]) -> dict[str, float] | None:
+        ratios = paired_ratios([each.seconds[peer] for each in some], [each.seconds[ours] for each in some])
+        return _spread(ratios) if ratios else None
+
+    def exposed(some: Sequence[Round]) -> dict[str, float] | None:
+        both = [(each.timing[ours].exposed_s, each.timing[peer].exposed_s) for each in some if peer in each.timing]
+        ratios = [mine / theirs for mine, theirs in both if theirs > 0]
+        return _spread(ratios) if ratios else None
+
+    quiet = [each for each in rounds if not _disturbed(each)]
+    return {
+        "ours": ours,
+        "peer": peer,
+        "throughput": throughput(rounds),
+        "throughput_in_quiet_rounds": throughput(quiet),
+        "exposed": exposed(rounds),
+        "exposed_in_quiet_rounds": exposed(quiet),
+    }
+
+
+def _disturbed(measured: Round) -> bool:
+    return is_disturbed(measured.foreign, measured.steal)
+
+
+def _spread(values: Sequence[float]) -> dict[str, float]:
+    return asdict(Spread.of(values))

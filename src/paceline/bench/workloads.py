@@ -26,15 +26,18 @@ from torch.utils.data import DataLoader, Dataset
 # a step takes up to three times as long on some processors.
 LEARNING_RATE = 1e-7
 SEED = 0
+BATCHES = 4
+"""So many different ones are made beforehand, and come again and again."""
 
 
 class Mlp(nn.Sequential):
-    def __init__(self) -> None:
-        widths = [1024] + [2048] * 6
-        hidden: list[nn.Module] = []
-        for before, after in itertools.pairwise(widths):
-            hidden += [nn.Linear(before, after), nn.ReLU()]
-        super().__init__(*hidden, nn.Linear(2048, 1024))
+    """Narrow → wide, `hidden` layers wide → wide, wide → narrow, ReLU between."""
+
+    def __init__(self, narrow: int, wide: int, hidden: int) -> None:
+        layers: list[nn.Module] = []
+        for before, after in itertools.pairwise([narrow] + [wide] * (hidden + 1)):
+            layers += [nn.Linear(before, after), nn.ReLU()]
+        super().__init__(*layers, nn.Linear(wide, narrow))
 
 
 class Block(nn.Module):
@@ -112,6 +115,11 @@ class Workload:
             torch.manual_seed(SEED)
             return self.model()
 
+    @property
+    def parameters(self) -> int:
+        with torch.device("meta"):
+            return sum(parameter.numel() for parameter in self.build().parameters())
+
     def draw(self, count: int, seed: int) -> tuple[Tensor, Tensor]:
         """`count` random samples: inputs and targets."""
         return self.samples(count, torch.Generator().manual_seed(seed))
@@ -124,8 +132,9 @@ class Workload:
 class ReadyBatches(Dataset[tuple[Tensor, Tensor]]):
     """A dataset of any length whose batches are made beforehand, as those of the peers are: fetching costs nothing."""
 
-    def __init__(self, workload: Workload, length: int, seed: int = SEED) -> None:
-        self._batches = itertools.cycle([workload.draw(workload.batch_size, seed + number) for number in range(4)])
+    def __init__(self, workload: Workload, length: int, seed: int = SEED, batches: int = BATCHES) -> None:
+        drawn = [workload.draw(workload.batch_size, seed + number) for number in range(batches)]
+        self._batches = itertools.cycle(drawn)
         self._length = length
 
     def __len__(self) -> int:
@@ -146,15 +155,6 @@ def adamw(model: nn.Module) -> torch.optim.AdamW:
     return torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
 
 
-def linear(optimizer: torch.optim.Optimizer, steps: int) -> torch.optim.lr_scheduler.LambdaLR:
-    """Down to nothing after `steps`, as a Trainer's default is."""
-    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: max(0.0, 1 - step / steps))
-
-
-def _vectors(count: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    return torch.randn(count, 1024, generator=generator), torch.randint(1024, (count,), generator=generator)
-
-
 def _texts(count: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
     tokens = torch.randint(Gpt.VOCABULARY, (count, Gpt.SEQUENCE + 1), generator=generator)
     return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
@@ -164,10 +164,17 @@ def _images(count: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
     return torch.randn(count, 3, 32, 32, generator=generator), torch.randint(10, (count,), generator=generator)
 
 
+def mlp(name: str, narrow: int, wide: int, hidden: int, batch_size: int) -> Workload:
+    def vectors(count: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        return torch.randn(count, narrow, generator=generator), torch.randint(narrow, (count,), generator=generator)
+
+    return Workload(name, lambda: Mlp(narrow, wide, hidden), vectors, nn.Linear, batch_size, 1, "samples/s")
+
+
 WORKLOADS = {
     workload.name: workload
     for workload in (
-        Workload("mlp25m", Mlp, _vectors, repeated=nn.Linear, batch_size=32, units_per_sample=1, unit="samples/s"),
+        mlp("mlp25m", narrow=1024, wide=2048, hidden=5, batch_size=32),
         Workload("gpt10m", Gpt, _texts, repeated=Block, batch_size=4, units_per_sample=Gpt.SEQUENCE, unit="tokens/s"),
         Workload("convnet", Convnet, _images, repeated=nn.Conv2d, batch_size=32, units_per_sample=1, unit="samples/s"),
     )

@@ -20,16 +20,14 @@ from functools import lru_cache
 
 import torch
 
-from paceline.collectives.communicator import Communicator
+from paceline.collectives.communicator import Communicator, wait_all
 from paceline.collectives.direct_all_reduce import DIRECT
 from paceline.collectives.halving_doubling import HALVING_DOUBLING
 from paceline.collectives.hierarchical_all_reduce import hierarchical
-from paceline.collectives.ring_all_reduce import RING
+from paceline.collectives.ring_all_reduce import RING, UNSPLIT_RING
 from paceline.collectives.schedule import Hop, How, Schedule
 from paceline.collectives.star_all_reduce import STAR
 from paceline.collectives.tree_all_reduce import TREE
-from paceline.collectives.unsplit_ring import UNSPLIT_RING
-from paceline.collectives.work import wait_all
 from paceline.errors import ConfigError
 from paceline.world.world import Topology
 

@@ -20,12 +20,10 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor
 
-from paceline.collectives.canonical_sum import SumPlan, owner_ranges
-from paceline.collectives.communicator import Communicator
+from paceline.collectives.canonical_sum import Scatter, SumPlan, owner_ranges
+from paceline.collectives.communicator import Communicator, Handle, wait_all
+from paceline.collectives.executor import Scratch
 from paceline.collectives.schedule import Hop, How, Receive, Schedule, Send, one, one_per_rank
-from paceline.collectives.scratch import Scratch
-from paceline.collectives.shipments import Scatter
-from paceline.collectives.work import Handle, wait_all
 
 CANONICAL = "canonical"
 CANONICAL_SCATTER = "canonical reduce-scatter"
@@ -147,7 +145,7 @@ def direct_reduce_scatter(comm: Communicator, scatter: Scatter, *, tag: int, scr
     others = [(comm.rank + hop) % comm.size for hop in range(1, comm.size)]
     outgoing: list[Handle] = []
     wire = scatter.wire or scatter.dtype
-    parting = {node: scatter.nodes[node].to(wire) for node in scatter.shipment.sent[comm.rank]}
+    parting = {node: scatter.nodes[node].to(wire) for node in scatter.plan.sent[comm.rank]}
     for peer in others:
         low, high = scatter.ranges[peer]
         if low < high:
@@ -156,7 +154,7 @@ def direct_reduce_scatter(comm: Communicator, scatter: Scatter, *, tag: int, scr
                 for tensor in parting.values()
             ]
     if start < stop:
-        foreign = [(peer, node) for peer in others for node in scatter.shipment.sent[peer]]
+        foreign = [(peer, node) for peer in others for node in scatter.plan.sent[peer]]
         outs, width = scatter.outs(), stop - start
         like = next(iter(outs.values()))
         received = scratch.take(like.new_empty(0, dtype=wire), width * len(foreign)).view(len(foreign), width)
@@ -172,7 +170,7 @@ def direct_reduce_scatter(comm: Communicator, scatter: Scatter, *, tag: int, scr
 
 def direct_reduce_scatter_by_collectives(comm: Communicator, scatter: Scatter, like: Tensor) -> None:
     """The same for devices whose tensors can't be sent one by one: an all-to-all of slices."""
-    sent, mine = scatter.shipment.sent, scatter.shipment.sent[comm.rank]
+    sent, mine = scatter.plan.sent, scatter.plan.sent[comm.rank]
     widths = [high - low for low, high in scatter.ranges]
     start, stop = scatter.ranges[comm.rank]
     slices = [scatter.nodes[node][low:high] for low, high in scatter.ranges for node in mine]

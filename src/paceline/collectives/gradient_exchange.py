@@ -28,21 +28,18 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from paceline.collectives.canonical_sum import SumPlan
+from paceline.collectives.canonical_sum import Scatter, SumPlan
 from paceline.collectives.choice import Choice
-from paceline.collectives.communicator import Communicator, SingleWorker
+from paceline.collectives.communicator import Communicator, Done, Handle, SingleWorker
 from paceline.collectives.direct_all_reduce import (
     direct_all_reduce,
     direct_all_reduce_by_collectives,
     direct_reduce_scatter,
     direct_reduce_scatter_by_collectives,
 )
-from paceline.collectives.executor import run_schedule
+from paceline.collectives.executor import Scratch, run_schedule
 from paceline.collectives.halving_doubling import HALVING_DOUBLING
 from paceline.collectives.schedule import Schedule
-from paceline.collectives.scratch import Scratch
-from paceline.collectives.shipments import Scatter
-from paceline.collectives.work import Done, Handle
 from paceline.elastic.faults import fault_point
 from paceline.world.waiting import Waiting
 
@@ -136,7 +133,7 @@ class GradientExchange:
         )
 
     def start_scatter(self, of: int, scatter: Scatter, like: Tensor) -> Handle:
-        """Begin to add up a bucket's shipment at the owners of its ranges; `like` is a tensor of its dtype and device.
+        """Begin to add up a bucket at the owners of its ranges; `like` is a tensor of its dtype and device.
 
         Once it is waited for this worker's nodes are free, and `scatter.held` has its own range's sums.
         """

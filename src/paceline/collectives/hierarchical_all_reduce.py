@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import lru_cache
 
-from paceline.collectives import ring_all_gather, ring_all_reduce, ring_reduce_scatter, tree_all_reduce
+from paceline.collectives import ring_all_reduce, tree_all_reduce
 from paceline.collectives.schedule import Hop, Schedule
 from paceline.errors import ConfigError
 from paceline.world.world import Topology
@@ -44,11 +44,11 @@ def hops_of_even_hosts(rank: int, topology: Topology) -> Iterator[Hop]:
     inside, hosts = topology.hosts[host], len(topology.hosts)
     place = inside.index(rank)
     across = [members[place] for members in topology.hosts]
-    for hop in ring_reduce_scatter.hops(place, len(inside)):
+    for hop in ring_all_reduce.reduce_scatter_hops(place, len(inside)):
         yield hop.among(inside, width=hosts)
     for hop in ring_all_reduce.hops(host, hosts):
         yield hop.among(across, first=place * hosts)
-    for hop in ring_all_gather.hops(place, len(inside)):
+    for hop in ring_all_reduce.all_gather_hops(place, len(inside)):
         yield hop.among(inside, width=hosts)
 
 

@@ -1,31 +1,45 @@
 """Groups of c10d, one for each kind of device: gloo for the host's tensors, or our own through shared memory; NCCL.
 
-In an elastic job somebody may die while one is built. So all come to one place first, where a worker that has yet to
-finish what it computes is waited for; and what can't be interrupted, the build itself, is left behind as soon as the
-store knows that its generation is over. Whoever has to meet others tries again with those who are there.
+building   In an elastic job a worker may die while a group is built. So all come to one place first, where a worker
+           that has yet to finish what it computes is waited for; and what can't be interrupted, the build itself, is
+           left behind as soon as the store knows that its generation is over. The others try again with who is there.
+ending     gloo has no abort. An operation whose peer is gone fails on the peer's neighbours only, and the others wait
+           out their timeout; but a connection that is shut down under it fails everywhere. Its listening socket must be
+           left alone: gloo ends the process when that one fails.
+leaving    gloo builds and takes apart its groups in C++, and waits for messages there. After a peer died in the middle
+           of a build it was seen to stay for good, a few times in a thousand; and when a connection breaks under a
+           message that has come or left in part, gloo does not tell the one who waits, who stays until the timeout. The
+           thread that is stuck in such a call stays behind, asleep (`in_time`).
 """
 
 from __future__ import annotations
 
+import contextlib
+import os
+import queue
 import re
+import socket
+import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from paceline.collectives.in_time import in_time
 from paceline.collectives.shared_memory.group import SharedMemoryGroup
 from paceline.errors import ConfigError, WorldError
 from paceline.world.environment import tensor_address
 from paceline.world.waiting import Waiting
 from paceline.world.world import World
 
-MEET_AGAIN_S = 5.0
+# -- building ----------------------------------------------------------------------------------------------------------
+
+
+REBUILD_IN_S = 5.0
 STUCK_S = 2.0
 LOOK_EVERY_S = 1.0
 _HERE = "paceline/here/"
@@ -33,7 +47,7 @@ _HERE = "paceline/here/"
 
 def build_groups(world: World, store: Store, backend: str, device: torch.device, timeout_s: float) -> Mapping[str, Any]:
     backends = {"cpu": "gloo", device.type: backend}
-    waits_s, timeout_s = timeout_s, timeout_s if world.elastic is None else min(MEET_AGAIN_S, timeout_s)
+    waits_s, timeout_s = timeout_s, timeout_s if world.elastic is None else min(REBUILD_IN_S, timeout_s)
     try:
         _gather(world, store, waits_s)
         groups = {}
@@ -129,3 +143,126 @@ def first_line(error: BaseException) -> str:
     """What the error says, without the place in gloo's source and its general advice."""
     line = (str(error).strip().splitlines() or [type(error).__name__])[0]
     return re.sub(r"^\[/[^\]]*\] ", "", line).split(". This is typically")[0]
+
+
+# -- ending every wait in a gloo group ---------------------------------------------------------------------------------
+
+
+class OpenSockets:
+    """Connections of this process by descriptor, with the number that tells them from a later one there."""
+
+    def __init__(self, found: Mapping[int, int]) -> None:
+        self._found = dict(found)
+        self._shut: dict[int, int] | None = None
+
+    @classmethod
+    def none(cls) -> OpenSockets:
+        return cls({})
+
+    @classmethod
+    @contextlib.contextmanager
+    def made_here(cls) -> Iterator[OpenSockets]:
+        """The connections to other processes that are made inside the block."""
+        before = _connections()
+        made = cls({})
+        yield made
+        made._found = {fd: inode for fd, inode in _connections().items() if before.get(fd) != inode}
+
+    def shut_down(self) -> None:
+        for descriptor, inode in self._found.items():
+            with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
+                if os.fstat(connection.fileno()).st_ino == inode:  # otherwise gloo has closed it, and another is there
+                    connection.shutdown(socket.SHUT_RDWR)
+        self._shut, self._found = {**(self._shut or {}), **self._found}, {}
+
+    @property
+    def are_closed(self) -> bool:
+        """They were shut down, and gloo has seen it: nothing is read into a buffer, or sent from one, any more."""
+        return self._shut is not None and not any(_inode(fd) == inode for fd, inode in self._shut.items())
+
+
+def _inode(descriptor: int) -> int | None:
+    try:
+        return os.fstat(descriptor).st_ino
+    except OSError:
+        return None
+
+
+def _connections() -> dict[int, int]:
+    found = {}
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # no socket, or one that is not connected
+            if not os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
+                continue
+            with socket.socket(fileno=os.dup(int(name))) as connection:
+                if connection.family in (socket.AF_INET, socket.AF_INET6):
+                    connection.getpeername()
+                    found[int(name)] = os.fstat(connection.fileno()).st_ino
+    return found
+
+
+# -- calls that can't be interrupted -----------------------------------------------------------------------------------
+
+
+T = TypeVar("T")
+
+LOOK_EVERY_S = 0.02
+
+
+class GivenUpError(TimeoutError):
+    """The call was left behind because its result is needed no more."""
+
+
+def in_time(call: Callable[[], T], seconds: float, what: str, given_up: Callable[[], bool] | None = None) -> T:
+    """What the call gives or raises; TimeoutError if it takes longer, or as soon as `given_up` says so."""
+    job = _Job(call)
+    _lend_thread(job)
+    deadline = time.monotonic() + seconds
+    while True:
+        left = deadline - time.monotonic()
+        if job.done.wait(left if given_up is None else min(left, LOOK_EVERY_S)):
+            break
+        if given_up is not None and given_up():
+            raise GivenUpError(f"{what} was given up")
+        if time.monotonic() >= deadline:
+            raise TimeoutError(f"{what} took longer than {seconds:g} s")
+    if job.error is not None:
+        raise job.error
+    result: T = job.result
+    return result
+
+
+class _Job:
+    def __init__(self, call: Callable[[], Any]) -> None:
+        self.call: Callable[[], Any] | None = call
+        self.done = threading.Event()
+        self.result: Any = None
+        self.error: BaseException | None = None
+
+
+_idle: list[queue.SimpleQueue[_Job]] = []
+"""Threads that wait for a call: to lend one takes some 25 µs, to start one several times that."""
+os.register_at_fork(after_in_child=_idle.clear)
+
+
+def _lend_thread(job: _Job) -> None:
+    try:
+        jobs = _idle.pop()
+    except IndexError:
+        jobs = queue.SimpleQueue()
+        threading.Thread(target=_serve, args=(jobs,), name="paceline-in-time", daemon=True).start()
+    jobs.put(job)
+
+
+def _serve(jobs: queue.SimpleQueue[_Job]) -> None:
+    while True:
+        job = jobs.get()
+        assert job.call is not None
+        try:
+            job.result = job.call()
+        except BaseException as error:
+            job.error = error
+        job.call = None  # whoever was left behind holds nothing
+        _idle.append(jobs)
+        job.done.set()
+        del job

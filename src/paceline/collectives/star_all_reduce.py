@@ -19,10 +19,9 @@ import torch
 from torch import Tensor
 
 from paceline.collectives.canonical_sum import SumPlan
-from paceline.collectives.communicator import Communicator
+from paceline.collectives.communicator import Communicator, Handle, wait_all
+from paceline.collectives.executor import Scratch
 from paceline.collectives.schedule import Hop, How, Receive, Schedule, Send, one, whole_tensor
-from paceline.collectives.scratch import Scratch
-from paceline.collectives.work import Handle, wait_all
 
 CENTRE = 0
 

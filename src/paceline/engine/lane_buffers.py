@@ -24,8 +24,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from paceline.collectives.communicator import Communicator
-from paceline.collectives.work import Handle
+from paceline.collectives.communicator import Communicator, Handle
 
 
 class LaneBuffers:

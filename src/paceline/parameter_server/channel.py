@@ -37,8 +37,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from paceline.collectives.communicator import Communicator
-from paceline.collectives.work import Handle
+from paceline.collectives.communicator import Communicator, Handle
 from paceline.errors import GenerationEnded, PeerLostError
 from paceline.parameter_server.wire import FIELDS, Header, Kind, pack, unpack
 

@@ -31,8 +31,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from paceline.collectives.canonical_sum import SumPlan, sum_plan
-from paceline.collectives.shipments import shipments_by_lane
+from paceline.collectives.canonical_sum import SumPlan, scatter_plans_by_lane, sum_plan
 from paceline.errors import ConfigError
 from paceline.world.lanes import neighbouring_lanes, strided_lanes
 
@@ -167,10 +166,10 @@ def _hybrid(job: _Job) -> Footprint:
     rides = [tuple(span[n] for n in ride) for span in spans for ride in strided_lanes(len(span), job.shard_over)]
     plan = SumPlan(tuple(range(job.lanes)), tuple(rides))
     members = [tuple(range(low, low + job.shard_over)) for low in range(0, job.workers, job.shard_over)]
-    partial_sums = max(len(shipment.sums) for group in members for shipment in shipments_by_lane(plan, group))
+    partial_sums = max(len(shipment.sums) for group in members for shipment in scatter_plans_by_lane(plan, group))
     share, gradient = -(-job.model.parameters // job.shard_over), job.model.gradient
     whole = job.model.parameters * gradient if job.accumulate > 1 else 0
-    roots = max(len(shipments_by_lane(plan, group)[-1].sums) for group in members)
+    roots = max(len(scatter_plans_by_lane(plan, group)[-1].sums) for group in members)
     across = roots * (share - share // groups) + (groups - 1) * -(-share // groups)
     gradients = partial_sums * share * gradient + whole
     return replace(inside, gradients=gradients, sent=inside.sent + across * gradient)
@@ -178,7 +177,7 @@ def _hybrid(job: _Job) -> Footprint:
 
 def _by_lane(job: _Job, *, weights_whole: bool) -> Footprint:
     rides = strided_lanes(job.lanes, job.workers)
-    shipments = shipments_by_lane(SumPlan(tuple(range(job.lanes)), rides))
+    shipments = scatter_plans_by_lane(SumPlan(tuple(range(job.lanes)), rides))
     partial_sums = max(len(shipment.sums) for shipment in shipments)
     gradients = job.copies * partial_sums * job.share * job.model.gradient
     if job.accumulate > 1:

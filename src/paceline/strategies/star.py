@@ -17,8 +17,8 @@ from torch import Tensor
 
 from paceline.collectives.canonical_sum import SumPlan
 from paceline.collectives.communicator import Communicator
+from paceline.collectives.executor import Scratch
 from paceline.collectives.gradient_exchange import TAGS_PER_BUCKET, GradientExchange, PendingSum
-from paceline.collectives.scratch import Scratch
 from paceline.collectives.star_all_reduce import STAR, canonical_star
 from paceline.errors import ConfigError
 from paceline.strategies.ddp import DdpMaker

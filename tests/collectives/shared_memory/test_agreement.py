@@ -8,9 +8,8 @@ import os
 import pytest
 from torch.distributed import HashStore
 
-from paceline.collectives.shared_memory.agreement import agree
 from paceline.collectives.shared_memory.group import _good_slot_bytes
-from paceline.collectives.shared_memory.segment import host_identity
+from paceline.collectives.shared_memory.segment import agree, host_identity
 
 MIB = 2**20
 

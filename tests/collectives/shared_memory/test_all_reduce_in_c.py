@@ -14,12 +14,11 @@ import torch
 from torch.distributed import ReduceOp
 
 from paceline import World
+from paceline.collectives.shared_memory import barrier
 from paceline.collectives.shared_memory import group as group_module
-from paceline.collectives.shared_memory import meeting
-from paceline.collectives.shared_memory.all_reduce_in_c import AllReduceInC
-from paceline.collectives.shared_memory.compiling import compiled_library
 from paceline.collectives.shared_memory.group import SharedMemoryGroup
-from paceline.collectives.shared_memory.kernels import Merges
+from paceline.collectives.shared_memory.kernels import Merges, compiled_library
+from paceline.collectives.shared_memory.operations import AllReduceInC
 from paceline.errors import CollectiveError
 from tests.collectives.shared_memory.ranks import group_of, odd_rows, opts, plain_sum, same_numbers, succeeded
 from tests.workers import run_workers
@@ -27,16 +26,16 @@ from tests.workers import run_workers
 pytestmark = pytest.mark.skipif(compiled_library() is None, reason="no C compiler")
 
 COUNTS = (1, 64, 1023, 8193, 131_073, 140_000, 600_001)
-LARGE = 3_000_000  # floats: an all-reduce of a dozen meetings
+LARGE = 3_000_000  # floats: an all-reduce of a dozen barriers
 
 
 def wrong_sums(world: World, look_every_s: float | None = None, slow_reads: int = 0, **options: Any) -> list[int]:
     """The counts whose sum is not the canonical one, for tensors that begin anywhere, in shared memory or not."""
     if look_every_s is not None:
-        meeting.LOOK_EVERY_S = look_every_s
+        barrier.LOOK_EVERY_S = look_every_s
     wrong = []
     with group_of(world, **options) as group:
-        group._meeting.state.slow_reads = slow_reads
+        group._barrier.state.slow_reads = slow_reads
         for count in COUNTS:
             rows = odd_rows(world.size, count, seed=count)
             room = torch.zeros(count + 7)
@@ -61,7 +60,7 @@ def test_it_has_the_bits_of_the_canonical_tree_for_slots_of_any_size(workers: in
 
 
 @pytest.mark.parametrize("workers", [2, 3])
-def test_it_goes_on_where_it_was_if_no_meeting_ends_at_once(workers: int) -> None:
+def test_it_goes_on_where_it_was_if_no_barrier_ends_at_once(workers: int) -> None:
     options = {"kernels": "c", "slot_bytes": 64 * 2**10, "look_every_s": 0.0}
     assert succeeded(run_workers(wrong_sums, workers, **options)) == [[]] * workers
 

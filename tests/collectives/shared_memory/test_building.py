@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from paceline import World
-from paceline.collectives.shared_memory import agreement, compiling, group, kernels
-from paceline.collectives.shared_memory.compiling import compiled_library
+from paceline.collectives.shared_memory import barrier, group, kernels, segment
+from paceline.collectives.shared_memory.kernels import compiled_library
 from paceline.world import environment
 from tests.collectives.shared_memory.ranks import group_of, opts, succeeded
 from tests.other_user import NOBODY, as_nobody, needs_root, shared_folder
@@ -44,7 +44,7 @@ def test_the_library_is_built_once_and_nothing_else_stays_in_the_folder(cache: P
 def test_without_a_compiler_there_is_no_library_and_no_complaint(
     cache: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(compiling, "COMPILERS", ("no-such-compiler",))
+    monkeypatch.setattr(kernels, "COMPILERS", ("no-such-compiler",))
     assert build() is None
     assert capfd.readouterr() == ("", "")
 
@@ -59,7 +59,7 @@ def failing_compiler(folder: Path) -> str:
 def test_a_compiler_that_fails_means_no_library_and_no_complaint(
     cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(compiling, "COMPILERS", (failing_compiler(tmp_path),))
+    monkeypatch.setattr(kernels, "COMPILERS", (failing_compiler(tmp_path),))
     assert build() is None
     assert capfd.readouterr() == ("", "")
     assert list(cache.iterdir()) == []
@@ -77,8 +77,8 @@ def test_a_damaged_library_means_no_library(cache: Path, monkeypatch: pytest.Mon
         library.write_bytes(b"not a library")
         library.chmod(0o700)
 
-    monkeypatch.setattr(compiling, "_build", write)
-    monkeypatch.setattr(compiling, "_digest", lambda compiler: "damaged")  # what is loaded already has another name
+    monkeypatch.setattr(kernels, "_build", write)
+    monkeypatch.setattr(kernels, "_digest", lambda compiler: "damaged")  # what is loaded already has another name
     assert build() is None
 
 
@@ -162,7 +162,7 @@ def test_the_compiler_is_not_led_to_another_folder(others_cache: Path, monkeypat
 
 def one_without_c(world: World) -> tuple[str, float]:
     if world.rank == 1:
-        for module in (agreement, compiling, group, kernels):
+        for module in (segment, group, barrier, kernels):
             module.compiled_library = lambda: None  # type: ignore[attr-defined]
     with group_of(world) as made:
         tensor = torch.ones(50_000)

@@ -17,13 +17,13 @@ from torch.distributed import ReduceOp
 from torch.nn.parallel import DistributedDataParallel
 
 from paceline import World
-from paceline.collectives.shared_memory import agreement, segment
+from paceline.collectives.shared_memory import segment
 from paceline.collectives.shared_memory.group import SharedMemoryGroup
 from paceline.errors import CollectiveError, ConfigError
 from tests.collectives.shared_memory.ranks import group_of, opts, succeeded, torch_distributed
 from tests.workers import run_workers
 
-LARGE = 3_000_000  # floats: an all-reduce of several meetings
+LARGE = 3_000_000  # floats: an all-reduce of several barriers
 
 
 def all_reduce(group: SharedMemoryGroup, count: int = 5) -> float:
@@ -243,7 +243,7 @@ def made(world: World, **options: Any) -> None:
 
 def on_two_hosts(world: World) -> None:
     if world.rank == 1:
-        agreement.host_identity = lambda: "elsewhere 1234 pid:[5]"
+        segment.host_identity = lambda: "elsewhere 1234 pid:[5]"
     made(world)
 
 
@@ -294,7 +294,7 @@ def test_an_unknown_backend_is_torchs_own_error() -> None:
 
 
 def ended_early(world: World, how: str) -> list[str]:
-    """Rank 1 waits in vain for a meeting, a message and somebody to take one, and ends the group."""
+    """Rank 1 waits in vain for a barrier, a message and somebody to take one, and ends the group."""
     with group_of(world, timeout_s=30.0) as group:
         store = group._store
         texts = []

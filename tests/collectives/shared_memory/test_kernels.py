@@ -9,8 +9,14 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from paceline.collectives.shared_memory import kernels
-from paceline.collectives.shared_memory.compiling import compiled_library
-from paceline.collectives.shared_memory.kernels import STREAM_FROM, CKernels, Kernels, TorchKernels, merged
+from paceline.collectives.shared_memory.kernels import (
+    STREAM_FROM,
+    CKernels,
+    Kernels,
+    TorchKernels,
+    compiled_library,
+    merged,
+)
 from paceline.collectives.shared_memory.operations import rank_merges
 from tests.collectives.shared_memory.ranks import odd_rows, plain_sum, same_numbers
 

@@ -1,23 +1,23 @@
 """The canonical sum of gradient buckets over shared memory: exact mode, on any number of workers and roots.
 
-    a root at home       meeting ─► every worker adds its own range of all roots along the tree, and writes the sum
-                         over that range of every root ─► meeting
+    a root at home       barrier ─► every worker adds its own range of all roots along the tree, and writes the sum
+                         over that range of every root ─► barrier
 
-    several roots        every worker copies its roots' foreign ranges into its slot ─► meeting ─► adds its own range
-                         of all roots, and writes the sum into every worker's total ─► meeting
+    several roots        every worker copies its roots' foreign ranges into its slot ─► barrier ─► adds its own range
+                         of all roots, and writes the sum into every worker's total ─► barrier
 
 Totals lie in shared memory, one for each bucket and worker, and are that worker's gradients as they stand: nothing is
 copied out. A worker's total is also the home of its root, if it has one and makes it there: then nothing is copied in
-either. Each has one owner at a time: between the meetings its ranges belong to the workers that write them, and
+either. Each has one owner at a time: between the barriers its ranges belong to the workers that write them, and
 otherwise to the worker itself.
 
 In a *scatter* only the owner of a range gets its sum, and only it writes:
 
-    a root at home       meeting ─► the owner adds its range of all homes, in its own
-    other nodes          foreign ranges into slots, a piece of each range at a time ─► meeting ─► the owner adds
+    a root at home       barrier ─► the owner adds its range of all homes, in its own
+    other nodes          foreign ranges into slots, a piece of each range at a time ─► barrier ─► the owner adds
 
-There is no meeting at the end. A home may still be read when the scatter is over, but nobody comes to a later meeting
-before they have read it: whoever has been to one, such as the ballot, may write to its home again.
+There is no barrier at the end. A home may still be read when the scatter is over, but no worker comes to a later
+barrier before it has read it: who has passed one, such as the step vote's, may write to its home again.
 """
 
 from __future__ import annotations
@@ -27,12 +27,11 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from paceline.collectives.canonical_sum import SumPlan, owner_ranges
-from paceline.collectives.shared_memory.arena import Arenas
+from paceline.collectives.canonical_sum import Scatter, SumPlan, owner_ranges
+from paceline.collectives.shared_memory.barrier import Call
 from paceline.collectives.shared_memory.kernels import Merges
-from paceline.collectives.shared_memory.meeting import Call
 from paceline.collectives.shared_memory.operations import ALIGNED, Operations, combined
-from paceline.collectives.shipments import Scatter
+from paceline.collectives.shared_memory.segment import Arenas
 
 
 class BucketSums:
@@ -61,7 +60,7 @@ class BucketSums:
         for low in range(0, elements, step):
             high = min(low + step, elements)
             self._sum_piece(totals, owners, merges, roots, low, high, call)
-        self._operations.meet(call)
+        self._operations.wait_for_all(call)
         return totals[self._rank]
 
     def _sum_at_home(self, totals: list[Tensor], plan: SumPlan, roots: Mapping[int, Tensor], call: Call) -> Tensor:
@@ -90,7 +89,7 @@ class BucketSums:
             piece = root[low:high]
             operations.copy(room[:begin], piece[:begin])
             operations.copy(room[end:], piece[end:])
-        operations.meet(call)
+        operations.wait_for_all(call)
         if end == begin:
             return
         rows, seen = [], [0] * self._size
@@ -114,11 +113,11 @@ class BucketSums:
     # -- only for the owners of ranges -------------------------------------------------------------------------------
 
     def scatter(self, owner: int, scatter: Scatter) -> None:
-        """Add one shipment of a bucket up at the owners of its ranges. Roots that are one each belong at home."""
+        """Add a bucket up at the owners of its ranges. Roots that are one each belong at home."""
         elements = scatter.ranges[-1][1]
         call = Call(f"bucket {scatter.bucket}", str(scatter.dtype), elements, "scattered")
         totals = self._totals.get((owner, scatter.bucket))
-        if totals is not None and scatter.shipment.one_each:
+        if totals is not None and scatter.plan.one_each:
             self._scatter_at_home(totals, scatter, call)
         else:
             self._scatter_by_slots(scatter, call)
@@ -127,19 +126,19 @@ class BucketSums:
         (node,) = scatter.nodes.values()
         if node.data_ptr() != totals[self._rank].data_ptr():
             self._operations.copy(totals[self._rank], node)
-        self._operations.meet(call)
+        self._operations.wait_for_all(call)
         low, high = scatter.ranges[self._rank]
         if low == high:
             return
-        (total,) = scatter.shipment.sums
-        worker_of = {name: worker for worker, (name,) in enumerate(scatter.shipment.sent)}
+        (total,) = scatter.plan.sums
+        worker_of = {name: worker for worker, (name,) in enumerate(scatter.plan.sent)}
         out = totals[self._rank][low:high]
         self._add([out], [totals[worker_of[part]][low:high] for part in total.parts], total.merges)
         scatter.keep({total.node: out})
 
     def _scatter_by_slots(self, scatter: Scatter, call: Call) -> None:
         """A slot has a row for each other worker and each node that the busiest worker sends."""
-        sent = scatter.shipment.sent
+        sent = scatter.plan.sent
         most = max(map(len, sent))
         rows = max(1, self._size - 1) * most
         fit = self._operations.slot_bytes // (rows * scatter.dtype.itemsize)
@@ -148,7 +147,7 @@ class BucketSums:
         outs = scatter.outs() if start < stop else {}
         for low in range(0, max(high - low for low, high in scatter.ranges), step):
             self._write_rows(scatter, most, step, low)
-            self._operations.meet(call)
+            self._operations.wait_for_all(call)
             if start + low < stop:
                 self._add_rows(scatter, most, step, low, outs)
         if start < stop:
@@ -158,7 +157,7 @@ class BucketSums:
         for peer, (begin, end) in enumerate(scatter.ranges):
             if peer == self._rank:
                 continue
-            for place, name in enumerate(scatter.shipment.sent[self._rank]):
+            for place, name in enumerate(scatter.plan.sent[self._rank]):
                 piece = scatter.nodes[name][begin + low : min(begin + low + step, end)]
                 at = self._row(self._rank, peer, most, place) * step
                 self._operations.copy(self._operations.slot(self._rank, scatter.dtype, at + piece.numel())[at:], piece)
@@ -168,12 +167,12 @@ class BucketSums:
         width = min(step, stop - start - low)
         parts = {name: tensor[low : low + width] for name, tensor in scatter.held.items()}
         parts |= {name: node[start + low : start + low + width] for name, node in scatter.nodes.items()}
-        for worker, names in enumerate(scatter.shipment.sent):
+        for worker, names in enumerate(scatter.plan.sent):
             if worker != self._rank:
                 for place, name in enumerate(names):
                     at = self._row(worker, self._rank, most, place) * step
                     parts[name] = self._operations.read(worker, scatter.dtype, at + width)[at:]
-        for total in scatter.shipment.sums:
+        for total in scatter.plan.sums:
             out = outs[total.node][low : low + width]
             if total.merges:
                 self._add([out], [parts[part] for part in total.parts], total.merges)

@@ -1,37 +1,275 @@
 # mypy: disable-error-code="override,assignment"
 """The face that torch.distributed sees: a process group over shared memory, for the processes of one host.
 
-torch.distributed.init_process_group("paceline")        after `import paceline.backend`
+    torch.distributed.init_process_group("paceline")        after `import paceline.backend`
+
+    group ─► collective queue ─► operations, bucket sums ─► barrier, segments, kernels        collectives
+          ─► point-to-point queues                                                            messages
+
+The *collective queue* runs a group's operations in the order in which they were asked for, in the caller or a thread:
+
+    asked for with async_op, or while others are under way ──► the queue's thread        the caller goes on
+    asked for to be waited for, with nothing under way     ──► the caller itself         no thread is woken
+    asked for by a callback that the queue's thread runs   ──► there, after what came before: nobody else would
+
+While a profiler records, all of them run in the thread, and show as asynchronous events like those of torch's backends.
 """
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
-from collections.abc import Callable, Sequence
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._autograd import _profiler_enabled, _record_function_with_args_enter, _record_function_with_args_exit
 from torch.distributed import ReduceOp
+from torch.futures import Future
 
-from paceline.collectives.shared_memory.agreement import agree, until_all_have_heard
-from paceline.collectives.shared_memory.all_reduce_in_c import AllReduceInC
-from paceline.collectives.shared_memory.arena import Arenas
+from paceline.collectives.shared_memory.barrier import LINE, Barrier
 from paceline.collectives.shared_memory.bucket_sums import BucketSums
-from paceline.collectives.shared_memory.compiling import compiled_library
-from paceline.collectives.shared_memory.flat_tensors import equal_parts, flat_of, flat_outs, split_rows
-from paceline.collectives.shared_memory.kernels import choose_kernels
-from paceline.collectives.shared_memory.mailbox import ANY, CHANNEL_BYTES, Mailbox
-from paceline.collectives.shared_memory.meeting import LINE, Meeting
-from paceline.collectives.shared_memory.operations import Operations, rank_merges
-from paceline.collectives.shared_memory.segment import PAGE, Segment
-from paceline.collectives.shared_memory.sparse import all_reduce_sparse
-from paceline.collectives.shared_memory.work_line import LINGER_S, Event, LineWork, WorkLine
+from paceline.collectives.shared_memory.kernels import choose_kernels, compiled_library
+from paceline.collectives.shared_memory.operations import AllReduceInC, Operations, rank_merges
+from paceline.collectives.shared_memory.point_to_point import ANY, CHANNEL_BYTES, PointToPointQueues
+from paceline.collectives.shared_memory.segment import PAGE, Arenas, Segment, agree, until_all_have_heard
 from paceline.errors import CollectiveError, ConfigError
 from paceline.world import environment
+
+# -- the collective queue ----------------------------------------------------------------------------------------------
+
+
+LINGER_S = 2.0  # how long the end of a group waits for what is under way
+
+
+@dataclass(frozen=True)
+class Event:
+    """What a profiler shows: a name, and the shapes of some tensors."""
+
+    name: str
+    tensors: Sequence[Tensor] = ()
+
+
+_ending = threading.Lock()  # the end of a work and the first question for its future
+
+
+class QueuedWork(dist.Work):
+    """What c10d calls a work: something under way, whose end and failure can be waited for."""
+
+    def __init__(self, result: list[Any], event: Event) -> None:
+        super().__init__()
+        self.source = -1
+        self._result = result
+        self._done = False
+        self._gate = threading.Lock()  # taken until the end; an Event would be three objects on the way of every call
+        self._gate.acquire()
+        self._error: BaseException | None = None
+        self._future: Future[Any] | None = None
+        self._outcome: Future[list[Any]] | None = None
+        self._record = _record_function_with_args_enter(event.name, *event.tensors) if _profiler_enabled() else None
+        self.help: Callable[[QueuedWork], None] = lambda work: None  # set by a line whose thread may come to wait
+
+    def finish(self, error: BaseException | None = None) -> None:
+        self._error = error
+        if self._record is not None:  # before anybody who waits can stop the profiler
+            _record_function_with_args_exit(self._record)
+            self._record = None
+        with _ending:
+            self._done = True
+            future = self._future
+        self._gate.release()
+        if future is not None:
+            future.set_result(None)
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        self.help(self)
+        seconds = timeout.total_seconds() if timeout else 0.0
+        if not self._done:
+            if not self._gate.acquire(timeout=seconds if seconds > 0 else -1):
+                raise CollectiveError(f"the timeout of {seconds:g} s ended before the operation did")
+            self._gate.release()
+        if self._error is not None:
+            raise self._error
+        return True
+
+    def is_completed(self) -> bool:
+        return self._done
+
+    def is_success(self) -> bool:
+        return self._done and self._error is None
+
+    def exception(self) -> BaseException | None:
+        return self._error
+
+    def result(self) -> list[Any]:
+        return self._result
+
+    def source_rank(self) -> int:
+        return self.source
+
+    _source_rank = source_rank
+
+    def synchronize(self) -> None:
+        self.wait()
+
+    def get_future(self) -> Future[list[Any]]:
+        with _ending:
+            if self._outcome is None:
+                self._future = Future()
+                # An exception raised in a callback is an error for C++ too; one that is set is a value to it.
+                self._outcome = self._future.then(self._result_or_error)
+                done = self._done
+            else:
+                done = False
+        if done and self._future is not None:
+            self._future.set_result(None)
+        return self._outcome
+
+    def _result_or_error(self, _: Future[Any]) -> list[Any]:
+        if self._error is not None:
+            raise self._error
+        return self._result
+
+
+class CollectiveQueue:
+    """Runs operations in order. The thread starts with the first operation that needs it."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._jobs: deque[tuple[Callable[[], None], QueuedWork]] = deque()
+        self._change = threading.Condition()
+        self._busy = self._closed = False
+        self._thread: threading.Thread | None = None
+
+    def run(self, operation: Callable[[], None], result: list[Any], event: Event, *, at_once: bool) -> QueuedWork:
+        """`at_once`: the caller will wait for it anyway."""
+        with self._change:
+            if self._closed:
+                raise CollectiveError("the group has been shut down")
+            work = QueuedWork(result, event)
+            work.help = self._help
+            here = at_once and not self._busy and not self._jobs and not _profiler_enabled()
+            if here:
+                self._busy = True
+            else:
+                self._jobs.append((operation, work))
+                self._start()
+                self._change.notify_all()
+        if here:
+            self._do(operation, work)
+        else:
+            self._help(work)
+        return work
+
+    def close(self) -> None:
+        """Take nothing more on; the thread ends after what is under way."""
+        with self._change:
+            self._closed = True
+            self._change.notify_all()
+
+    def join(self, seconds: float) -> bool:
+        """Whether the thread, if there was one, has ended."""
+        if self._thread is None or self._thread is threading.current_thread():
+            return True
+        self._thread.join(seconds)
+        return not self._thread.is_alive()
+
+    def _start(self) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._work, name=self._name, daemon=True)
+            self._thread.start()
+
+    def _work(self) -> None:
+        while True:
+            with self._change:
+                while not self._closed and (self._busy or not self._jobs):
+                    self._change.wait()
+                if not self._jobs:
+                    return
+                operation, work = self._jobs.popleft()
+                self._busy = True
+            self._do(operation, work)
+
+    def _help(self, work: QueuedWork) -> None:
+        """Called in the line's own thread, by a callback that wants `work` to end: do what is waiting up to there."""
+        if threading.current_thread() is not self._thread:
+            return
+        while not work.is_completed():
+            with self._change:
+                while self._busy:  # a caller's operation
+                    self._change.wait()
+                if not self._jobs:
+                    return
+                operation, next_work = self._jobs.popleft()
+                self._busy = True
+            self._do(operation, next_work)
+
+    def _do(self, operation: Callable[[], None], work: QueuedWork) -> None:
+        error: BaseException | None = None
+        try:
+            with torch.no_grad():
+                operation()
+        except BaseException as problem:
+            error = problem
+        with self._change:
+            self._busy = False
+            self._change.notify_all()
+        work.finish(error)
+
+
+# -- tensors as operations take them -----------------------------------------------------------------------------------
+
+
+# Contiguous: a view, written to in place; anything else: a copy, which is copied back at the end. Complex numbers are
+# pairs of reals, which can be moved and added as such.
+
+
+def flat_of(tensor: Tensor) -> Tensor:
+    if tensor.is_sparse or tensor.device.type != "cpu":
+        raise CollectiveError(f"the paceline backend moves dense CPU tensors, not {tensor.layout} on {tensor.device}")
+    flat = tensor.detach().contiguous().view(-1)
+    return torch.view_as_real(flat).view(-1) if flat.is_complex() else flat
+
+
+@contextlib.contextmanager
+def flat_outs(tensors: Sequence[Tensor], *, filled: bool = False) -> Iterator[list[Tensor]]:
+    """Flat tensors to write to; those that are not contiguous are copied back at the end."""
+    flats = [
+        flat_of(tensor if filled or tensor.is_contiguous() else torch.empty(tensor.shape, dtype=tensor.dtype))
+        for tensor in tensors
+    ]
+    yield flats
+    for tensor, flat in zip(tensors, flats, strict=True):
+        if not tensor.is_contiguous():
+            whole = torch.view_as_complex(flat.view(-1, 2)) if tensor.is_complex() else flat
+            tensor.detach().copy_(whole.view(tensor.shape))
+
+
+def equal_parts(flat: Tensor, size: int, what: str) -> list[Tensor]:
+    if flat.numel() % size:
+        raise CollectiveError(f"{what}: {flat.numel():,} elements can't be cut into {size} equal parts")
+    return list(flat.view(size, -1).unbind()) if flat.numel() else [flat] * size
+
+
+def split_rows(flat: Tensor, tensor: Tensor, splits: Any, size: int) -> list[Tensor]:
+    """Parts of so many rows each; equal ones where nothing is said."""
+    if not splits:
+        return equal_parts(flat, size, "all_to_all")
+    row = flat.numel() // tensor.shape[0] if tensor.shape[0] else 0
+    if sum(splits) != tensor.shape[0]:
+        raise CollectiveError(f"all_to_all: splits {list(splits)} don't add up to {tensor.shape[0]} rows")
+    return list(torch.split(flat, [rows * row for rows in splits]))
+
+
+# -- the group ---------------------------------------------------------------------------------------------------------
+
 
 NAME = "paceline"
 MOST_RANKS = 64
@@ -69,19 +307,19 @@ class SharedMemoryGroup(dist.ProcessGroup):
         self._segment = self._make_segment(line_bytes + channel_bytes + slot_bytes)
         memory = self._segment.memory[PAGE:]
         lines, channels, slots = torch.split(memory, [line_bytes, channel_bytes, slot_bytes])
-        self._meeting = Meeting(lines, rank, size, use_c=agreed.use_c, crowded=agreed.crowded)
+        self._barrier = Barrier(lines, rank, size, use_c=agreed.use_c, crowded=agreed.crowded)
         self._arenas = Arenas(rank, size, self._make_segment)
         slots = slots.view(2, size, slot)
         adder = choose_kernels(None if agreed.use_c else "torch")
-        self._operations = Operations(self._meeting, slots, self._arenas, adder, rank, size)
+        self._operations = Operations(self._barrier, slots, self._arenas, adder, rank, size)
         library = compiled_library() if agreed.use_c else None
         if library is not None:
-            self._operations.all_reduce_in_c = AllReduceInC(library, self._meeting, slots, rank_merges(size))
+            self._operations.all_reduce_in_c = AllReduceInC(library, self._barrier, slots, rank_merges(size))
         self._operations.timeout_s = self._timeout_s = timeout_s
         self._bucket_sums = BucketSums(self._operations, self._arenas, rank, size)
-        room = channels[: size * size * CHANNEL_BYTES].view(size, size, CHANNEL_BYTES)
-        self._mailbox = Mailbox(room, self._meeting, rank, size)
-        self._line = WorkLine("paceline-collectives")
+        channels = channels[: size * size * CHANNEL_BYTES].view(size, size, CHANNEL_BYTES)
+        self._messages = PointToPointQueues(channels, self._barrier, rank, size)
+        self._queue = CollectiveQueue("paceline-collectives")
         self._closed = False
         self._operations.barrier()
 
@@ -104,44 +342,44 @@ class SharedMemoryGroup(dist.ProcessGroup):
     def there(self, rank: int, number: int, elements: int, dtype: torch.dtype) -> Tensor:
         return self._arenas.there(rank, number, elements, dtype)
 
-    def sum_bucket(self, *bucket: Any) -> LineWork:
+    def sum_bucket(self, *bucket: Any) -> QueuedWork:
         """Start the canonical sum of a gradient bucket (see `BucketSums.sum`); the result is this rank's total."""
         result: list[Any] = []
         return self._run(lambda: result.append(self._bucket_sums.sum(*bucket)), result, None, "sum_bucket")
 
-    def scatter_bucket(self, *bucket: Any) -> LineWork:
+    def scatter_bucket(self, *bucket: Any) -> QueuedWork:
         """Start the canonical reduce-scatter of a gradient bucket (see `BucketSums.scatter`)."""
         return self._run(lambda: self._bucket_sums.scatter(*bucket), [], None, "scatter_bucket")
 
-    def home_of_bucket(self, *bucket: Any) -> LineWork:
+    def home_of_bucket(self, *bucket: Any) -> QueuedWork:
         """Room in shared memory for this rank's root of a bucket (see `BucketSums.home`)."""
         result: list[Any] = []
         return self._run(lambda: result.append(self._bucket_sums.home(*bucket)), result, None, "home_of_bucket")
 
-    def forget_buckets(self, owner: int) -> LineWork:
+    def forget_buckets(self, owner: int) -> QueuedWork:
         return self._run(lambda: self._bucket_sums.forget(owner), [], None, "forget_buckets")
 
     # -- collectives -------------------------------------------------------------------------------------------------
 
-    def allreduce(self, tensors: Any, opts: Any = None) -> LineWork:
+    def allreduce(self, tensors: Any, opts: Any = None) -> QueuedWork:
         tensors = _listed(tensors)
         op = _op(opts)
         if any(tensor.is_sparse for tensor in tensors):
-            return self._run(lambda: all_reduce_sparse(self._operations, tensors, op), tensors, opts, "all_reduce")
+            return self._run(lambda: self._operations.all_reduce_sparse(tensors, op), tensors, opts, "all_reduce")
         return self._each(tensors, opts, "all_reduce", lambda flat: self._operations.all_reduce(flat, op))
 
-    def allreduce_coalesced(self, tensors: Any, opts: Any = None) -> LineWork:
+    def allreduce_coalesced(self, tensors: Any, opts: Any = None) -> QueuedWork:
         return self.allreduce(tensors, opts)
 
-    def broadcast(self, tensors: Any, opts: Any = None) -> LineWork:
+    def broadcast(self, tensors: Any, opts: Any = None) -> QueuedWork:
         root = opts.rootRank if opts is not None else 0
         return self._each(_listed(tensors), opts, "broadcast", lambda flat: self._operations.broadcast(flat, root))
 
-    def reduce(self, tensors: Any, opts: Any = None) -> LineWork:
+    def reduce(self, tensors: Any, opts: Any = None) -> QueuedWork:
         op, root = _op(opts), opts.rootRank if opts is not None else 0
         return self._each(_listed(tensors), opts, "reduce", lambda flat: self._operations.reduce(flat, root, op))
 
-    def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> LineWork:
+    def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> QueuedWork:
         def run() -> None:
             for outs, mine in zip(outputs, inputs, strict=True):
                 with flat_outs(outs) as flats:
@@ -149,7 +387,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
 
         return self._run(run, [tensor for outs in outputs for tensor in outs], opts, "all_gather", inputs)
 
-    def allgather_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> LineWork:
+    def allgather_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> QueuedWork:
         """`outputs[r][i]` is tensor i of rank r."""
 
         def run() -> None:
@@ -159,13 +397,13 @@ class SharedMemoryGroup(dist.ProcessGroup):
 
         return self._run(run, [tensor for outs in outputs for tensor in outs], opts, "all_gather", inputs)
 
-    def _allgather_base(self, output: Tensor, mine: Tensor, opts: Any = None) -> LineWork:
+    def _allgather_base(self, output: Tensor, mine: Tensor, opts: Any = None) -> QueuedWork:
         return self._gather_into([output], [mine], opts)
 
-    def allgather_into_tensor_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> LineWork:
+    def allgather_into_tensor_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> QueuedWork:
         return self._gather_into(outputs, inputs, opts)
 
-    def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> LineWork:
+    def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> QueuedWork:
         op = _op(opts)
 
         def run() -> None:
@@ -175,15 +413,15 @@ class SharedMemoryGroup(dist.ProcessGroup):
 
         return self._run(run, list(outputs), opts, "reduce_scatter", [part for parts in inputs for part in parts])
 
-    def _reduce_scatter_base(self, output: Tensor, mine: Tensor, opts: Any = None) -> LineWork:
+    def _reduce_scatter_base(self, output: Tensor, mine: Tensor, opts: Any = None) -> QueuedWork:
         return self._scatter_sums([output], [mine], opts)
 
-    def reduce_scatter_tensor_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> LineWork:
+    def reduce_scatter_tensor_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> QueuedWork:
         return self._scatter_sums(outputs, inputs, opts)
 
     def alltoall_base(
         self, output: Tensor, mine: Tensor, output_splits: Any = None, input_splits: Any = None, opts: Any = None
-    ) -> LineWork:
+    ) -> QueuedWork:
         def run() -> None:
             with flat_outs([output]) as (flat,):
                 outs = split_rows(flat, output, output_splits, self._size)
@@ -191,14 +429,14 @@ class SharedMemoryGroup(dist.ProcessGroup):
 
         return self._run(run, [output], opts, "all_to_all", [mine])
 
-    def alltoall(self, outputs: Any, inputs: Any, opts: Any = None) -> LineWork:
+    def alltoall(self, outputs: Any, inputs: Any, opts: Any = None) -> QueuedWork:
         def run() -> None:
             with flat_outs(outputs) as flats:
                 self._operations.all_to_all(flats, [flat_of(part) for part in inputs])
 
         return self._run(run, list(outputs), opts, "all_to_all", inputs)
 
-    def gather(self, outputs: Any, inputs: Any, opts: Any = None) -> LineWork:
+    def gather(self, outputs: Any, inputs: Any, opts: Any = None) -> QueuedWork:
         root = opts.rootRank if opts is not None else 0
         outs = list(outputs[0]) if outputs and self._rank == root else []
 
@@ -208,7 +446,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
 
         return self._run(run, outs, opts, "gather", inputs)
 
-    def scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> LineWork:
+    def scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> QueuedWork:
         root = opts.rootRank if opts is not None else 0
         parts = list(inputs[0]) if inputs and self._rank == root else []
 
@@ -218,7 +456,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
 
         return self._run(run, list(outputs), opts, "scatter", parts)
 
-    def barrier(self, opts: Any = None) -> LineWork:
+    def barrier(self, opts: Any = None) -> QueuedWork:
         return self._run(self._operations.barrier, [], opts, "barrier")
 
     # Newer names of the same.
@@ -230,14 +468,21 @@ class SharedMemoryGroup(dist.ProcessGroup):
 
     # -- messages ----------------------------------------------------------------------------------------------------
 
-    def send(self, tensors: Any, to: int, tag: int = 0) -> LineWork:
-        return self._mailbox.send(tensors[0], to, tag, self._timeout_s, Event(f"{NAME}:send", tensors))
+    def send(self, tensors: Any, to: int, tag: int = 0) -> QueuedWork:
+        work = QueuedWork([], Event(f"{NAME}:send", tensors))
+        self._messages.send(tensors[0], to, tag, self._timeout_s, work)
+        return work
 
-    def recv(self, tensors: Any, source: int, tag: int = 0) -> LineWork:
-        return self._mailbox.receive(tensors[0], source, tag, self._timeout_s, Event(f"{NAME}:recv", tensors))
+    def recv(self, tensors: Any, source: int, tag: int = 0) -> QueuedWork:
+        return self._receive(tensors, source, tag, "recv")
 
-    def recv_anysource(self, tensors: Any, tag: int = 0) -> LineWork:
-        return self._mailbox.receive(tensors[0], ANY, tag, self._timeout_s, Event(f"{NAME}:recvAnySource", tensors))
+    def recv_anysource(self, tensors: Any, tag: int = 0) -> QueuedWork:
+        return self._receive(tensors, ANY, tag, "recvAnySource")
+
+    def _receive(self, tensors: Any, source: int, tag: int, name: str) -> QueuedWork:
+        work = QueuedWork([tensors[0]], Event(f"{NAME}:{name}", tensors))
+        self._messages.receive(tensors[0], source, tag, self._timeout_s, work)
+        return work
 
     # -- the group ---------------------------------------------------------------------------------------------------
 
@@ -266,22 +511,22 @@ class SharedMemoryGroup(dist.ProcessGroup):
         if self._closed:
             return
         self._closed = True
-        parts = (self._line, self._mailbox)
+        parts = (self._queue, self._messages)
         for part in parts:
             part.close()
         if not all(part.join(LINGER_S) for part in parts):
-            self._meeting.stop()
-            self._mailbox.stop()
+            self._barrier.stop()
+            self._messages.stop()
             for part in parts:
                 part.join(LINGER_S)
-        self._meeting.leave()
+        self._barrier.leave()
         self._arenas.close()
         self._segment.close()
 
     def interrupt(self) -> None:
         """End what waits, at once, and leave the rest to `shutdown`; any thread may call it."""
-        self._meeting.stop()
-        self._mailbox.stop()
+        self._barrier.stop()
+        self._messages.stop()
 
     def abort(self) -> None:
         """Shut down without waiting for what is under way."""
@@ -290,7 +535,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
 
     # -- parts -------------------------------------------------------------------------------------------------------
 
-    def _each(self, tensors: list[Tensor], opts: Any, name: str, operation: Callable[[Tensor], None]) -> LineWork:
+    def _each(self, tensors: list[Tensor], opts: Any, name: str, operation: Callable[[Tensor], None]) -> QueuedWork:
         """In place on each tensor; one that is not contiguous goes through a copy."""
 
         def run() -> None:
@@ -300,7 +545,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
 
         return self._run(run, tensors, opts, name)
 
-    def _gather_into(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any) -> LineWork:
+    def _gather_into(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any) -> QueuedWork:
         def run() -> None:
             for output, mine in zip(outputs, inputs, strict=True):
                 with flat_outs([output]) as (flat,):
@@ -308,7 +553,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
 
         return self._run(run, list(outputs), opts, "all_gather", inputs)
 
-    def _scatter_sums(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any) -> LineWork:
+    def _scatter_sums(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any) -> QueuedWork:
         op = _op(opts)
 
         def run() -> None:
@@ -326,26 +571,26 @@ class SharedMemoryGroup(dist.ProcessGroup):
         opts: Any,
         name: str,
         inputs: Sequence[Tensor] | None = None,
-    ) -> LineWork:
+    ) -> QueuedWork:
         at_once = opts is not None and not getattr(opts, "asyncOp", True)
         asked = opts.timeout.total_seconds() if opts is not None else 0.0  # negative where nothing was asked for
         timeout_s = asked if asked > 0 else self._timeout_s
 
         def run() -> None:
             self._operations.timeout_s = timeout_s
-            met = self._meeting.count
+            passed = self._barrier.count
             try:
                 operation()
             except CollectiveError:
-                raise  # either nobody has begun, or the meeting has drawn the consequences
+                raise  # either nobody has begun, or the barrier has drawn the consequences
             except BaseException as error:
-                if self._meeting.count != met:
+                if self._barrier.count != passed:
                     what = f"{type(error).__name__} in {name}"
-                    self._meeting.give_up(f"{what}: {error}", what)
+                    self._barrier.give_up(f"{what}: {error}", what)
                 raise
 
         event = Event(f"{NAME}:{name}", result if inputs is None else inputs)
-        return self._line.run(run, result, event, at_once=at_once)
+        return self._queue.run(run, result, event, at_once=at_once)
 
     def _make_segment(self, size: int) -> Segment:
         """The next segment of this group: rank 0 makes it and keeps it open, the others open it by its descriptor."""
@@ -370,7 +615,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
 def _good_slot_bytes(size: int, crowded: bool) -> int:
     """What is written into slots is read at once: from a cache that the cores share, if all slots together fit it.
 
-    Where ranks take turns on the cores a meeting costs more than memory does: there slots are large and meetings few.
+    Where ranks take turns on the cores a barrier costs more than memory does: there slots are large and barriers few.
     """
     most, in_all = (16 * 2**20, 512 * 2**20) if crowded else (4 * 2**20, 16 * 2**20)
     return max(LEAST_SLOT_BYTES, min(most, in_all // (2 * size)))

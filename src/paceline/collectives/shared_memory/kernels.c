@@ -81,7 +81,7 @@ int paceline_await(uint8_t *lines, int size, int first, uint32_t count, int64_t 
   return -1;
 }
 
-/* What a rank knows of its group's meetings; the same fields as in meeting.py. */
+/* What a rank knows of its group's meetings; the same fields as in barrier.py. */
 struct meeting {
   uint8_t *lines;
   uint64_t count; /* meetings so far */

@@ -1,6 +1,6 @@
-"""The collectives, on shared memory: write what others need, meet, read what is yours.
+"""The collectives, on shared memory: write what others need, wait at the barrier, read what is yours.
 
-    round        every rank writes into its own slot ─► meeting ─► everybody reads from anybody's slot
+    round        every rank writes into its own slot ─► barrier ─► every rank reads from any slot
 
 | operation       | rounds | copied in, per rank   | read, per rank                                         |
 |-----------------|--------|-----------------------|--------------------------------------------------------|
@@ -10,18 +10,20 @@
 | all-gather      | 1      | Z                     | N · Z                                                  |
 | broadcast       | 1      | Z at the root         | Z                                                      |
 
-There are two sets of slots, taken in turn. A rank that comes to meeting k+1 has read what was written before meeting k,
-so two sets are enough, and one meeting per round. Tensors larger than a slot go in pieces. A tensor that lies in shared
+There are two sets of slots, taken in turn. A rank that comes to barrier k+1 has read what was written before barrier k,
+so two sets are enough, and one barrier per round. Tensors larger than a slot go in pieces. A tensor that lies in shared
 memory itself (`Arena`) is not copied at all: the owner of a part adds it up where it lies and writes the sum to every
-rank's tensor. Where there is C, an all-reduce of fp32 sums is one call of it (`all_reduce_in_c`).
+rank's tensor. Where there is C, an all-reduce of fp32 sums is one call of it (`AllReduceInC`).
 
 Sums run along the canonical tree over ranks, in fp32 for bf16 and fp16.
 """
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,10 +31,9 @@ from torch.distributed import ReduceOp
 
 from paceline.collectives.canonical_sum import merges as canonical_merges
 from paceline.collectives.canonical_sum import owner_ranges
-from paceline.collectives.shared_memory.all_reduce_in_c import AllReduceInC
-from paceline.collectives.shared_memory.arena import Arenas
-from paceline.collectives.shared_memory.kernels import STREAM_FROM, Kernels, Merges
-from paceline.collectives.shared_memory.meeting import Call, Meeting
+from paceline.collectives.shared_memory.barrier import DONE, Barrier, Call
+from paceline.collectives.shared_memory.kernels import STREAM_FROM, Kernels, Merges, merge_table
+from paceline.collectives.shared_memory.segment import Arenas
 from paceline.errors import CollectiveError
 
 ALIGNED = 64  # elements: parts begin on cache lines
@@ -48,9 +49,9 @@ def rank_merges(size: int) -> tuple[tuple[int, int], ...]:
 class Operations:
     """The collectives of one group, on flat contiguous tensors; calls must come in the same order on every rank."""
 
-    def __init__(self, meeting: Meeting, slots: Tensor, arenas: Arenas, kernels: Kernels, rank: int, size: int) -> None:
+    def __init__(self, barrier: Barrier, slots: Tensor, arenas: Arenas, kernels: Kernels, rank: int, size: int) -> None:
         """`slots`: 2 sets × size ranks × slot bytes of shared memory."""
-        self._meeting, self._slots, self._arenas, self.kernels = meeting, slots, arenas, kernels
+        self._barrier, self._slots, self._arenas, self.kernels = barrier, slots, arenas, kernels
         self._rank, self._size = rank, size
         self.size = size
         self.slot_bytes = slots.shape[2]
@@ -61,7 +62,7 @@ class Operations:
     # -- the collectives -----------------------------------------------------------------------------------------------
 
     def barrier(self) -> None:
-        self.meet(Call("barrier"))
+        self.wait_for_all(Call("barrier"))
 
     def all_reduce(self, flat: Tensor, op: ReduceOp.RedOpType) -> None:
         reduction = _reduction("all_reduce", op, flat.dtype)
@@ -77,15 +78,44 @@ class Operations:
         for piece in self._pieces(flat, call):
             parts = owner_ranges(piece.numel(), self._size, ALIGNED)
             self._write_others(piece, parts)
-            self.meet(call)
+            self.wait_for_all(call)
             low, high = parts[self._rank]
             sums = self.slot(self._rank, piece.dtype, high)[low:high]
             self._reduce([piece[low:high], sums], self._rows(piece, low, high), op)
-            self.meet(call)
+            self.wait_for_all(call)
             for rank, (begin, end) in enumerate(parts):
                 if rank != self._rank and end > begin:
                     self.copy(piece[begin:end], self.read(rank, piece.dtype, end)[begin:end])
         return None
+
+    def all_reduce_sparse(self, tensors: Sequence[Tensor], op: ReduceOp.RedOpType) -> None:
+        """Of embeddings' gradients, say: every rank gathers all ranks' entries and adds them up.
+
+        counts of all ─► indices of all, padded to the longest ─► values likewise ─► one tensor, equal indices added
+
+        Bytes read per rank: N times the longest rank's entries, not the dense size.
+        """
+        for tensor in tensors:
+            if op != ReduceOp.SUM or tensor.layout != torch.sparse_coo:
+                raise CollectiveError(
+                    f"sparse tensors can be summed, in layout sparse_coo, not {op} of {tensor.layout}"
+                )
+            mine = tensor.detach().coalesce()
+            counts = [int(count) for count in self._gathered(torch.tensor([mine._nnz()]))]
+            longest = max(counts)
+            indices = self._gathered(_padded(mine.indices().t(), longest))
+            values = self._gathered(_padded(mine.values(), longest))
+            total = torch.sparse_coo_tensor(
+                torch.cat([rows[:count] for rows, count in zip(indices, counts, strict=True)]).t(),
+                torch.cat([rows[:count] for rows, count in zip(values, counts, strict=True)]),
+                mine.shape,
+            )
+            tensor.copy_(total.coalesce())
+
+    def _gathered(self, mine: Tensor) -> list[Tensor]:
+        every = [torch.empty_like(mine) for _ in range(self._size)]
+        self.all_gather([rows.view(-1) for rows in every], mine.view(-1))
+        return every
 
     def reduce(self, flat: Tensor, root: int, op: ReduceOp.RedOpType) -> None:
         reduction = _reduction("reduce", op, flat.dtype)
@@ -93,10 +123,10 @@ class Operations:
         for piece in self._pieces(flat, call):
             parts = owner_ranges(piece.numel(), self._size, ALIGNED)
             self._write_others(piece, parts)
-            self.meet(call)
+            self.wait_for_all(call)
             low, high = parts[self._rank]
             self._reduce([self.slot(self._rank, piece.dtype, high)[low:high]], self._rows(piece, low, high), op)
-            self.meet(call)
+            self.wait_for_all(call)
             if self._rank == root:
                 for rank, (begin, end) in enumerate(parts):
                     self.copy(piece[begin:end], self.read(rank, piece.dtype, end)[begin:end])
@@ -111,7 +141,7 @@ class Operations:
             for rank, part in enumerate(parts):
                 if rank != self._rank:
                     self.copy(self.slot(self._rank, out.dtype, (rank + 1) * width)[rank * width :], part[low:high])
-            self.meet(call)
+            self.wait_for_all(call)
             begin, end = self._rank * width, (self._rank + 1) * width
             rows = [
                 parts[rank][low:high] if rank == self._rank else self.read(rank, out.dtype, end)[begin:]
@@ -125,7 +155,7 @@ class Operations:
         large = mine.nbytes * self._size >= STREAM_FROM
         for low, high in self._ranges(mine.numel(), mine.element_size(), call):
             self.copy(self.slot(self._rank, mine.dtype, high - low), mine[low:high])
-            self.meet(call)
+            self.wait_for_all(call)
             for rank, out in enumerate(outs):
                 given = mine[low:high] if rank == self._rank else self.read(rank, mine.dtype, high - low)
                 if out.data_ptr() != mine.data_ptr():
@@ -136,7 +166,7 @@ class Operations:
         for low, high in self._ranges(flat.numel(), flat.element_size(), call):
             if self._rank == root:
                 self.copy(self.slot(root, flat.dtype, high - low), flat[low:high])
-            self.meet(call)
+            self.wait_for_all(call)
             if self._rank != root:
                 self.copy(flat[low:high], self.read(root, flat.dtype, high - low))
 
@@ -146,7 +176,7 @@ class Operations:
         call = Call("gather", str(mine.dtype), mine.numel(), f"to rank {root}")
         for low, high in self._ranges(mine.numel(), mine.element_size(), call):
             self.copy(self.slot(self._rank, mine.dtype, high - low), mine[low:high])
-            self.meet(call)
+            self.wait_for_all(call)
             if self._rank == root:
                 for rank, out in enumerate(outs):
                     self.copy(out[low:high], self.read(rank, mine.dtype, high - low))
@@ -161,7 +191,7 @@ class Operations:
                 room = self.slot(root, out.dtype, self._size * width)
                 for rank, part in enumerate(parts):
                     self.copy(room[rank * width : (rank + 1) * width], part[low:high])
-            self.meet(call)
+            self.wait_for_all(call)
             begin = self._rank * width
             self.copy(out[low:high], self.read(root, out.dtype, begin + width)[begin:])
 
@@ -187,7 +217,7 @@ class Operations:
             for rank, part in enumerate(parts):
                 given = part[low:high]
                 self.copy(self.slot(self._rank, part.dtype, rank * width + given.numel())[rank * width :], given)
-            self.meet(call)
+            self.wait_for_all(call)
             for rank, out in enumerate(outs):
                 wanted = out[low:high]
                 begin = self._rank * width
@@ -207,26 +237,26 @@ class Operations:
                 )
 
     def _all_reduce_small(self, flat: Tensor, op: ReduceOp.RedOpType, call: Call) -> None:
-        """Everybody adds up everything: one meeting less, where meetings cost more than adding."""
+        """Every rank adds up everything: one barrier less, where barriers cost more than adding."""
         self.copy(self.slot(self._rank, flat.dtype, flat.numel()), flat)
-        self.meet(call)
+        self.wait_for_all(call)
         self._reduce([flat], [self.read(rank, flat.dtype, flat.numel()) for rank in range(self._size)], op)
 
     def _all_reduce_in_place(self, flat: Tensor, op: ReduceOp.RedOpType, call: Call) -> None:
         rows = self._arenas.everyones(flat)
         if op == ReduceOp.SUM and flat.dtype == torch.float32:
             return self.sum_in_place(rows, rank_merges(self._size), call)
-        self.meet(call)
+        self.wait_for_all(call)
         low, high = owner_ranges(flat.numel(), self._size, ALIGNED)[self._rank]
         parts = [row[low:high] for row in rows]
         self._reduce(parts, parts, op)
-        return self.meet(call)
+        return self.wait_for_all(call)
 
     def sum_in_place(self, rows: Sequence[Tensor], merges: Merges, call: Call) -> None:
         """Of rows in shared memory, one of each rank, every rank adds up its own part and writes the sum to all."""
         if self.all_reduce_in_c is not None and rows[0].dtype == torch.float32:
             return self.all_reduce_in_c.run_in_place(rows, merges, call.packed(), self.timeout_s)
-        self.meet(call)
+        self.wait_for_all(call)
         low, high = owner_ranges(rows[0].numel(), self._size, ALIGNED)[self._rank]
         if low < high:
             parts = [row[low:high] for row in rows]
@@ -236,7 +266,7 @@ class Operations:
                 total = combined(parts, merges)
                 for part in parts:
                     part.copy_(total)
-        return self.meet(call)
+        return self.wait_for_all(call)
 
     def _write_others(self, piece: Tensor, parts: Sequence[tuple[int, int]]) -> None:
         """What the others add up; this rank's own part is read where it is."""
@@ -267,16 +297,16 @@ class Operations:
             given = source[: to.numel()] if source.numel() > to.numel() else source
             self.kernels.copy(to, given, past_caches=past_caches)
 
-    def meet(self, call: Call) -> None:
-        self._meeting.meet(call.packed(), self.timeout_s)
+    def wait_for_all(self, call: Call) -> None:
+        self._barrier.wait(call.packed(), self.timeout_s)
 
     def slot(self, rank: int, dtype: torch.dtype, elements: int) -> Tensor:
-        """This rank's room for the next meeting, or another's."""
-        return self._room(self._meeting.count & 1, rank, dtype, elements)
+        """This rank's slot for the next barrier, or another's."""
+        return self._room(self._barrier.count & 1, rank, dtype, elements)
 
     def read(self, rank: int, dtype: torch.dtype, elements: int) -> Tensor:
-        """What `rank` wrote for the meeting that has just been."""
-        return self._room(self._meeting.count - 1 & 1, rank, dtype, elements)
+        """What `rank` wrote for the barrier that has just been passed."""
+        return self._room(self._barrier.count - 1 & 1, rank, dtype, elements)
 
     def _room(self, which: int, rank: int, dtype: torch.dtype, elements: int) -> Tensor:
         key = (which, rank, dtype)
@@ -291,12 +321,18 @@ class Operations:
             yield flat[low:high]
 
     def _ranges(self, elements: int, bytes_each: int, call: Call) -> Iterator[tuple[int, int]]:
-        """Ranges that fit a slot; none for an empty tensor, whose ranks still meet and compare."""
+        """Ranges that fit a slot; none for an empty tensor, whose ranks still wait for all and compare."""
         if elements == 0:
-            self.meet(call)
+            self.wait_for_all(call)
         step = max(1, self.slot_bytes // bytes_each)
         for low in range(0, elements, step):
             yield low, min(low + step, elements)
+
+
+def _padded(rows: Tensor, length: int) -> Tensor:
+    out = rows.new_zeros(length, *rows.shape[1:])
+    out[: len(rows)] = rows
+    return out
 
 
 _FUNCTIONS: dict[ReduceOp.RedOpType, Callable[[Tensor, Tensor], Tensor]] = {
@@ -345,3 +381,82 @@ def combined(
         sums[left] = function(sums[left], sums.pop(right))
     (total,) = sums.values()
     return total
+
+
+# -- a whole all-reduce in C -------------------------------------------------------------------------------------------
+
+
+ALIGNED_BYTES = 4 * ALIGNED  # of floats, as in kernels.c
+# Up to here every rank adds up everything, which costs a barrier less. Two ranks read no more for it, only add more.
+WHOLE_BYTES, WHOLE_BYTES_OF_TWO = 32 * 2**10, 512 * 2**10
+PIECE_BYTES = 2**20  # less stays in the cache of the core that wrote it, from where another reads it slowly
+
+
+class _AllReduce(ctypes.Structure):
+    """`struct all_reduce` of kernels.c."""
+
+    _fields_ = (
+        ("tensor", ctypes.c_void_p),
+        ("slots", ctypes.c_void_p),
+        ("call", ctypes.c_char_p),
+        ("merges", ctypes.c_void_p),
+        ("elements", ctypes.c_uint64),
+        ("slot_bytes", ctypes.c_uint64),
+        ("step", ctypes.c_uint64),
+        ("begun", ctypes.c_uint64),
+        ("merge_count", ctypes.c_int32),
+        ("whole", ctypes.c_int32),
+    )
+
+
+class AllReduceInC:
+    """All-reduce of fp32 sums in one call into C: many small pieces, which stay in the caches of their cores.
+
+        before barrier k     what others need of piece k ─► my slot      my sums of my part of piece k-1 ─► behind it
+        after barrier k      their sums of piece k-1 ─► my tensor        all numbers for my part of piece k ─► sums
+
+    The sums are those of `Operations.all_reduce`, whose steps take a dozen calls for a piece and two barriers; here a
+    piece costs one barrier, and nothing is left to Python but barriers that don't end at once.
+
+    `slots`: 2 sets × size ranks × slot bytes of shared memory. `merges`: the order of additions over ranks.
+    """
+
+    def __init__(self, library: ctypes.CDLL, barrier: Barrier, slots: Tensor, merges: Merges) -> None:
+        self._program, self._program_in_place = library.paceline_all_reduce, library.paceline_all_reduce_in_place
+        for program in (self._program, self._program_in_place):
+            program.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64]
+        self._barrier, self._slots, self._merges = barrier, slots, merges
+        _, self._size, self._slot_bytes = slots.shape
+        self._whole_bytes = WHOLE_BYTES_OF_TWO if self._size == 2 else WHOLE_BYTES
+
+    def run(self, flat: Tensor, call: bytes, timeout_s: float) -> None:
+        """Add up everybody's `flat`: fp32, contiguous, not empty."""
+        whole = flat.nbytes <= self._whole_bytes
+        step = self._step(flat.numel(), whole)
+        work = _AllReduce(flat.data_ptr(), self._slots.data_ptr(), call, None, flat.numel(), self._slot_bytes, step)
+        work.whole = whole
+        self._run(self._program, work, self._merges, call, timeout_s)
+
+    def run_in_place(self, rows: Sequence[Tensor], merges: Merges, call: bytes, timeout_s: float) -> None:
+        """Add up all `rows`, one of each rank, which are fp32 and lie in shared memory at equal distances."""
+        first = rows[0].data_ptr()
+        distance = rows[1].data_ptr() - first if self._size > 1 else 0
+        work = _AllReduce(None, first, call, None, rows[0].numel(), distance)
+        self._run(self._program_in_place, work, merges, call, timeout_s)
+
+    def _run(self, program: Any, work: _AllReduce, merges: Merges, call: bytes, timeout_s: float) -> None:
+        table = merge_table(tuple(merges))
+        work.merges, work.merge_count = ctypes.addressof(table), len(merges)
+        state, about = ctypes.addressof(self._barrier.state), ctypes.addressof(work)
+        said = self._barrier.run(lambda patience_ns: program(state, about, patience_ns), call, timeout_s)
+        if said != DONE:
+            raise MemoryError("no room for blocks of sums")
+
+    def _step(self, elements: int, whole: bool) -> int:
+        """Elements of a piece: equal ones, as few as fit."""
+        room = self._slot_bytes // ALIGNED_BYTES
+        if not whole:  # the sums of a part lie behind a piece; this leaves enough for the largest part
+            room = room * self._size // (self._size + 1)
+        most = min(room, PIECE_BYTES // ALIGNED_BYTES) * ALIGNED
+        pieces = -(-elements // most)
+        return -(-elements // (pieces * ALIGNED)) * ALIGNED

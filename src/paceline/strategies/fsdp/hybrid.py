@@ -21,10 +21,9 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from paceline.collectives.canonical_sum import SumPlan
+from paceline.collectives.canonical_sum import ScatterPlan, SumPlan, scatter_plans_by_lane
 from paceline.collectives.communicator import Communicator
 from paceline.collectives.gradient_exchange import GradientExchange, PendingSum
-from paceline.collectives.shipments import Shipment, shipments_by_lane
 from paceline.errors import ConfigError
 from paceline.sharding.local_shard import LocalShard, others_have_it
 from paceline.strategies.fsdp.fsdp import Fsdp, Units, open_weights
@@ -133,11 +132,11 @@ class _AcrossGroups(Zero2):
         mine = super().kept_state(optimizer)
         return mine if self._speaks else others_have_it(mine)
 
-    def _shipments_of(self, plan: SumPlan) -> tuple[Sequence[Shipment], int]:
+    def _shipments_of(self, plan: SumPlan) -> tuple[Sequence[ScatterPlan], int]:
         across = self._across
         self._plan_across = plan_across(plan, across.groups)
         mine = self._plan_across.holders[across.group]
-        return shipments_by_lane(plan, across.groups[across.group]), min(mine, default=0)
+        return scatter_plans_by_lane(plan, across.groups[across.group]), min(mine, default=0)
 
     def _finished(self) -> list[Tensor | None]:
         """Roots of this group's lanes cross to the others, all buckets at once."""

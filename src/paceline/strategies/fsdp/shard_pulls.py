@@ -26,8 +26,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from paceline.collectives.communicator import Communicator
-from paceline.collectives.work import Work
+from paceline.collectives.communicator import Communicator, Work
 from paceline.errors import GenerationEnded, LoopError, PeerLostError
 from paceline.strategies.registry import Job
 from paceline.torch_compat import PrefixStore

@@ -27,7 +27,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import Parameter
 from torch.utils.hooks import RemovableHandle
 
-from paceline.collectives.work import Work
+from paceline.collectives.communicator import Work
 from paceline.errors import ConfigError, GenerationEnded, LoopError
 from paceline.optim.offload import HOST, Lift
 from paceline.sharding.bucket import BucketShards, OwnedPiece, cut_buckets

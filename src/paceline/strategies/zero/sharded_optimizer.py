@@ -27,8 +27,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from paceline.checkpoint.load import StoredTensor, whole_tree
-from paceline.collectives.communicator import Communicator
-from paceline.collectives.work import Handle, wait_all
+from paceline.collectives.communicator import Communicator, Handle, wait_all
 from paceline.errors import CheckpointError, LoopError
 from paceline.optim.piece_state import State, gather_state, like, scatter_state
 from paceline.optim.range_optimizer import optimizer_on

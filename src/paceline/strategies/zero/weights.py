@@ -26,8 +26,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from paceline.collectives.communicator import Communicator
-from paceline.collectives.work import Handle, wait_all
+from paceline.collectives.communicator import Communicator, Handle, wait_all
 from paceline.errors import ConfigError, GenerationEnded, LoopError
 from paceline.sharding.bucket import ALIGNED, Shards
 from paceline.sharding.flat_layout import Piece, extent, in_logical_order, part_of

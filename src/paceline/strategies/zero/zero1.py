@@ -17,9 +17,8 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from paceline.collectives.canonical_sum import SumPlan
-from paceline.collectives.shipments import Scatter, shipment_of_roots
-from paceline.collectives.work import Handle
+from paceline.collectives.canonical_sum import Scatter, SumPlan, scatter_plan_of_roots
+from paceline.collectives.communicator import Handle
 from paceline.strategies.registry import Job, Registered, register
 from paceline.strategies.zero.sharded import ShardedMaker, ShardedParts, ShardedStrategy
 from paceline.strategies.zero.sharded_optimizer import LocalPieces
@@ -70,7 +69,7 @@ class Zero1(ShardedStrategy):
         start, stop = shards.ranges[self._parts.rank]
         held: dict[int, Tensor] = {}
         scatter = Scatter(
-            number, shipment_of_roots(self._plan), shards.ranges, shards.bucket.dtype, roots, held,
+            number, scatter_plan_of_roots(self._plan), shards.ranges, shards.bucket.dtype, roots, held,
             room=lambda node: kept[start:stop],
         )  # fmt: skip
         handle = self._parts.exchange.start_scatter(self._set, scatter, kept)

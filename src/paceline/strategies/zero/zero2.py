@@ -26,9 +26,8 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from paceline.collectives.canonical_sum import SumPlan
-from paceline.collectives.shipments import Scatter, Shipment, shipments_by_lane
-from paceline.collectives.work import Handle
+from paceline.collectives.canonical_sum import Scatter, ScatterPlan, SumPlan, scatter_plans_by_lane
+from paceline.collectives.communicator import Handle
 from paceline.strategies.buckets import BufferPool, Cut
 from paceline.strategies.registry import Job, Registered, register
 from paceline.strategies.strategy import ItemPlace
@@ -79,9 +78,9 @@ class Zero2(ShardedStrategy):
         self._held = [{} for _ in self._sums]
         self._shipped = [0] * len(self._sums)
 
-    def _shipments_of(self, plan: SumPlan) -> tuple[Sequence[Shipment], int]:
+    def _shipments_of(self, plan: SumPlan) -> tuple[Sequence[ScatterPlan], int]:
         """What the owners of ranges are sent in this step, and the lowest lane among it."""
-        return shipments_by_lane(plan), plan.present[0]
+        return scatter_plans_by_lane(plan), plan.present[0]
 
     def finish_backward(self, place: ItemPlace) -> None:
         super().finish_backward(place)

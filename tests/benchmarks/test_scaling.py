@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import sys
 from dataclasses import asdict
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -15,21 +12,9 @@ from typer.testing import CliRunner
 
 from paceline.bench.statistics import Spread
 from paceline.cli import bench
+from tests.benchmarks import script
 
-SCRIPT = Path(__file__).parents[2] / "benchmarks" / "scaling.py"
-
-
-def load() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("scaling", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["scaling"] = module  # its dataclasses look themselves up
-    spec.loader.exec_module(module)
-    return module
-
-
-scaling: Any = load()
+scaling = script("scaling")
 
 
 def spread(*values: float) -> dict[str, float]:

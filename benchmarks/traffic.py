@@ -1,14 +1,15 @@
 """What each way to add up gradients moves: bytes counted between real processes beside the formula.
 
-    paceline bench traffic               11 processes on this host, groups of 2 … 8 workers and up to 3 servers, one
-                                         tensor; prints the tables of docs/algorithms.md
-    python -m paceline.bench.traffic RESULT_FILE      what each of those processes runs
+    python benchmarks/traffic.py                    11 processes on this host, groups of 2 … 8 workers and up to 3
+                                                    servers, one tensor; prints the tables of docs/algorithms.md
+    python benchmarks/traffic.py --count FILE       what each of those processes runs; the first writes the counts
 
 The count is of payload where it is handed to the backend; headers and the network's own packets come on top.
 """
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import json
 import sys
@@ -18,16 +19,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
+from server_round import TENSORS, ServerJob, held_by_servers
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from paceline.bench.server_round import TENSORS, ServerJob, held_by_servers
 from paceline.collectives import traffic_theory as theory
 from paceline.collectives.canonical_sum import SumPlan, sum_plan
 from paceline.collectives.choice import FLAT, HIERARCHICAL, schedule_named
 from paceline.collectives.communicator import Communicator
 from paceline.collectives.direct_all_reduce import CANONICAL, direct_all_reduce
-from paceline.collectives.executor import run_schedule
-from paceline.collectives.scratch import Scratch
+from paceline.collectives.executor import Scratch, run_schedule
 from paceline.launch.job import Job
 from paceline.launch.supervisor import supervise
 from paceline.launch.worker_main import Script
@@ -233,7 +233,7 @@ def count_in_workers() -> Counts | int:
     with tempfile.TemporaryDirectory(prefix="paceline-bench-") as folder:
         result_file = Path(folder) / "counts.json"
         job = Job(
-            script=Script("paceline.bench.traffic", (str(result_file),), is_module=True),
+            script=Script(__file__, ("--count", str(result_file))),
             workers=workers,
             settings=LaunchSettings(lanes=workers, threads=1, backend="gloo"),
         )
@@ -244,16 +244,29 @@ def count_in_workers() -> Counts | int:
         return {name: {int(size): ranks for size, ranks in by_size.items()} for name, by_size in read.items()}
 
 
-def main() -> None:
+def count_as_worker(file: Path) -> None:
     world = read_world()
     client = None
     if isinstance(world.rendezvous, ControlSocket):
         client = ControlClient.connect(world.rendezvous.path, world.rank)
     counts = count(world, client)
     if world.is_main:
-        Path(sys.argv[1]).write_text(json.dumps(counts))
+        file.write_text(json.dumps(counts))
     if client is not None:
         client.close()
+
+
+def main(words: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--count", type=Path, metavar="FILE", help="be one of the processes")
+    asked = parser.parse_args(words)
+    if asked.count is not None:
+        count_as_worker(asked.count)
+        return
+    counts = count_in_workers()
+    if isinstance(counts, int):
+        sys.exit(counts)
+    print(tables(counts))
 
 
 if __name__ == "__main__":

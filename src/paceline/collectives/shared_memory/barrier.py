@@ -1,14 +1,14 @@
-"""Meetings: every rank says what it is about to do, and goes on when all have said the same.
+"""The shared-memory barrier: every rank says what it is about to do, and goes on when all have said the same.
 
-    a rank's line    count of meetings (a futex word) · sleepers · pid and its birth · how it is
+    a rank's line    count of barriers (a futex word)  · sleepers · pid and its birth · how it is
                      what it calls now (two places, taken in turn)
 
 A rank that waits spins briefly and then sleeps in the kernel, so more ranks than cores don't burn the cores. Whoever
 waits long looks whether the others are alive: a peer that died is named within a second, one that is stopped when the
 timeout ends.
 
-What the ranks call is compared at every meeting. If it differs, each of them says both calls, and the group goes on:
-all have come to the same meeting, and nothing has been read. A rank that gives up on a peer is a meeting ahead of it,
+What the ranks call is compared at every barrier. If it differs, each of them says both calls, and the group goes on:
+all have come to the same barrier, and nothing has been read. A rank that gives up on a peer is a barrier ahead of it,
 so its group is broken: it says so at every later call, and so do the others when they come.
 """
 
@@ -26,7 +26,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from paceline.collectives.shared_memory.compiling import compiled_library
+from paceline.collectives.shared_memory.kernels import compiled_library
 from paceline.errors import CollectiveError
 
 LINE = 256  # this and the places in a line: as in kernels.c
@@ -79,7 +79,7 @@ class State(ctypes.Structure):
     )
 
 
-class Meeting:
+class Barrier:
     def __init__(self, lines: Tensor, rank: int, size: int, *, use_c: bool, crowded: bool | None = None) -> None:
         """`lines`: size × LINE bytes of shared memory, zeros at first. `crowded`: there are more ranks than cores."""
         self._lines = memoryview(lines.numpy())  # type: ignore[arg-type]
@@ -93,7 +93,7 @@ class Meeting:
         self.state = State(lines.data_ptr(), 0, int(self._spin_s * 1e9), rank, size)
         library = compiled_library() if use_c else None
         self._await = self._await_in_c(library) if library is not None else self._await_in_python
-        self._come = self._come_in_c(library) if library is not None else self._come_in_python
+        self._arrive = self._arrive_in_c(library) if library is not None else self._arrive_in_python
         self._broken: str | None = None
         self._stopped = False
         struct.pack_into("Q", self._lines, rank * LINE + _BORN_AT, _birth_of(os.getpid()))
@@ -101,20 +101,20 @@ class Meeting:
 
     @property
     def count(self) -> int:
-        """Meetings so far."""
+        """Barriers passed so far."""
         return self.state.count  # type: ignore[no-any-return]
 
-    def meet(self, call: bytes, timeout_s: float) -> None:
-        """Come to the next meeting about `call` and go on when all ranks have come about the same."""
+    def wait(self, call: bytes, timeout_s: float) -> None:
+        """Come to the next barrier about `call` and go on when all ranks have come about the same."""
         self._check_whole()
-        other = self._come(call, min(LOOK_EVERY_S, timeout_s))
+        other = self._arrive(call, min(LOOK_EVERY_S, timeout_s))
         if other >= 0:
             self._settle(other, call, timeout_s)
 
     def run(self, program: Callable[[int], int], call: bytes, timeout_s: float) -> int:
-        """Run a program in C that comes to meetings about `call` itself, given how many ns it may wait for one of them.
+        """Run a program in C that comes to barriers about `call` itself, given how many ns it may wait for one of them.
 
-        It is called again until it is done, each time after the meeting that it could not end. What else it says is
+        It is called again until it is done, each time after the barrier that it could not end. What else it says is
         handed back.
         """
         self._check_whole()
@@ -129,7 +129,7 @@ class Meeting:
             raise CollectiveError(f"the group is broken since an earlier operation failed: {self._broken}")
 
     def _settle(self, other: int, call: bytes, timeout_s: float) -> None:
-        """End a meeting that could not end at once: rank `other` is late, or `other - size` calls something else."""
+        """End a wait that could not end at once: rank `other` is late, or `other - size` calls something else."""
         if other < self._size:
             self._wait_longer(other, timeout_s, call)
         place = _CALLS_AT[self.count - 1 & 1]
@@ -139,7 +139,7 @@ class Meeting:
                 self._tell_difference(call, rank, bytes(self._lines[there : there + _CALL_BYTES]))
 
     def give_up(self, text: str, cause: str) -> None:
-        """The ranks are not in step any more: this one comes to no other meeting, and tells the others the cause."""
+        """The ranks are not in step any more: this one comes to no other barrier, and tells the others the cause."""
         if self._broken is not None:
             return
         self._broken = text
@@ -189,7 +189,7 @@ class Meeting:
         while late >= 0:
             trouble = None
             for rank in range(self._size):
-                if trouble is None and rank != self._rank and not self._has_come(rank, target):
+                if trouble is None and rank != self._rank and not self._has_arrived(rank, target):
                     trouble = self._trouble_with(rank)
             left = deadline - time.monotonic()
             if self._stopped:
@@ -211,7 +211,7 @@ class Meeting:
             self.give_up(text, theirs.detail.removeprefix("it gave up: "))
         raise CollectiveError(text)
 
-    def _has_come(self, rank: int, target: int) -> bool:
+    def _has_arrived(self, rank: int, target: int) -> bool:
         return (self._words[rank * LINE // 4] - target) & 0x8000_0000 == 0
 
     def _is_alive(self, rank: int, pid: int) -> bool:
@@ -230,7 +230,7 @@ class Meeting:
         poll.register(pidfd, select.POLLIN)
         return not poll.poll(0)
 
-    def _come_in_python(self, call: bytes, patience_s: float) -> int:
+    def _arrive_in_python(self, call: bytes, patience_s: float) -> int:
         """As `paceline_meet`."""
         place = _CALLS_AT[self.count & 1]
         here = self._rank * LINE + place
@@ -252,7 +252,7 @@ class Meeting:
         began, nap = time.perf_counter(), 0.0
         for step in range(1, self._size):
             rank = (self._rank + step) % self._size
-            while not self._has_come(rank, target):
+            while not self._has_arrived(rank, target):
                 waited = time.perf_counter() - began
                 if waited > patience_s:
                     return rank
@@ -261,7 +261,7 @@ class Meeting:
                     nap = min(1e-3, nap + 10e-6)
         return -1
 
-    def _come_in_c(self, library: ctypes.CDLL) -> Callable[[bytes, float], int]:
+    def _arrive_in_c(self, library: ctypes.CDLL) -> Callable[[bytes, float], int]:
         meet = library.paceline_meet
         meet.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_int64]
         state = ctypes.addressof(self.state)

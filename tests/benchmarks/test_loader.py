@@ -10,8 +10,10 @@ import pytest
 import torch
 from rich.console import Console
 
-from paceline.bench import loader as bench
 from paceline.errors import ConfigError
+from tests.benchmarks import script
+
+bench = script("loader")
 
 
 def test_both_sides_are_measured_and_shown(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -45,3 +47,9 @@ def test_the_process_is_left_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     before = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
     bench.measure_loader(1, [], lambda _: None)
     assert (torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()) == before
+
+
+def test_more_loader_processes_than_the_host_carries_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        bench.main(["--loader-processes", "100000"])
+    assert "--loader-processes 100000: this host has" in capsys.readouterr().err

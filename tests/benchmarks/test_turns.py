@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from paceline.bench import turns
-from paceline.bench.turns import WARM_UP_ROUNDS, Round, in_turns, rounds_as_json, spread_of
+from collections.abc import Callable
+
+from tests.benchmarks import script
+
+turns = script("turns")
+Round, WARM_UP_ROUNDS, in_turns = turns.Round, turns.WARM_UP_ROUNDS, turns.in_turns
+rounds_as_json, spread_of = turns.rounds_as_json, turns.spread_of
 
 
 def test_every_part_runs_once_a_round_and_each_comes_first_in_its_turn() -> None:
     ran: list[str] = []
 
-    def part(name: str) -> turns.Part:
+    def part(name: str) -> Callable[[], dict[str, float]]:
         return lambda: {name: float(ran.append(name) or len(ran))}  # type: ignore[func-returns-value]
 
     rounds = in_turns([part("a"), part("b"), part("c")], 4)

@@ -1,12 +1,14 @@
 """The order of an epoch: how long until the first batch, until a resume at 90 %, and how much memory that takes.
 
+    python benchmarks/order.py --samples 1000000000
+
     paceline    position ─▶ 32 ids                                      no list
     torch       randperm(n) ─▶ a list of n ids ─▶ skip to the place ─▶ 32 ids, by DistributedSampler(shuffle=True)
 
 Every figure comes from a process of its own, in which the imports are done before the clock starts. torch's sampler has
 no other way to resume than to make the list again and skip. Where its list would not fit it is not run.
 
-    python -m paceline.bench.order SIDE SAMPLES POSITION        one such process; prints its figures as JSON
+    python benchmarks/order.py --turn SIDE SAMPLES POSITION        one such process; prints its figures as JSON
 """
 
 from __future__ import annotations
@@ -22,12 +24,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import psutil  # type: ignore[import-untyped]
+import psutil
+from command_line import command, run, tell
 from rich.console import Console
 
-from paceline.bench.machine_load import machine_facts
 from paceline.bench.report import machine_line, quartiles, table_of
-from paceline.bench.statistics import Spread
+from paceline.bench.statistics import Spread, machine_facts
 from paceline.errors import ConfigError, LaunchError
 
 BATCH = 32
@@ -131,7 +133,7 @@ def measure_side(side: str, samples: int, rounds: int, timeout_s: float = TIMEOU
 
 def in_a_process(side: str, samples: int, position: int, timeout_s: float) -> Turn | str:
     """Its figures, or why there are none."""
-    command = [sys.executable, "-m", "paceline.bench.order", side, str(samples), str(position)]
+    command = [sys.executable, __file__, "--turn", side, str(samples), str(position)]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False)
     except subprocess.TimeoutExpired:
@@ -203,5 +205,18 @@ def _verdict(result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def main(words: Sequence[str] | None = None) -> None:
+    parser = command(__doc__)
+    parser.add_argument("--samples", type=int, default=10**9, help="in the epoch; smaller sizes are measured first")
+    parser.add_argument("--rounds", type=int, default=20, help="turns of paceline's, each in a process of its own")
+    parser.add_argument("--turn", nargs=3, metavar=("SIDE", "SAMPLES", "POSITION"), help="what each process runs")
+    asked = parser.parse_args(words)
+    if asked.turn is not None:
+        side, samples, position = asked.turn
+        print(json.dumps(asdict(measure_here(side, int(samples), int(position)))))
+        return
+    run(parser, asked.json, lambda: measure_order(asked.samples, asked.rounds, tell), show_order)
+
+
 if __name__ == "__main__":
-    print(json.dumps(asdict(measure_here(sys.argv[1], int(sys.argv[2]), int(sys.argv[3])))))
+    main()

@@ -1,5 +1,7 @@
 """The loader: batches per second beside torch's own DataLoader, and what a step costs when data is fetched ahead.
 
+    python benchmarks/loader.py --loader-processes 0 --loader-processes 1
+
     throughput    the same dataset, batch size and loader processes; an epoch of one, then of the other, in turns
     step          compute alone │ load alone │ both, in turns;  both / max(compute, load) is 1 when one hides the other
 
@@ -20,18 +22,20 @@ from typing import Any
 
 import numpy as np
 import torch
+from command_line import command, run, tell
 from rich.console import Console
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
+from turns import WARM_UP_ROUNDS, in_turns, rounds_as_json, spread_of
 
-from paceline.bench.machine_load import DISTURBED_ABOVE, machine_facts
 from paceline.bench.measure import borrowed_settings
 from paceline.bench.report import disturbance, extremes, machine_line, quartiles, table_of
-from paceline.bench.turns import WARM_UP_ROUNDS, in_turns, rounds_as_json, spread_of
+from paceline.bench.statistics import DISTURBED_ABOVE, machine_facts
 from paceline.data.loader import ShardedLoader
 from paceline.data.work_source import Deal
 from paceline.engine.engine import Engine
 from paceline.errors import ConfigError
+from paceline.world.host_limits import check_host
 
 TARGET = 1.05  # both / max(compute, load)
 BATCHES = {"simple": 400, "decoding": 60, "augmenting": 60}
@@ -266,3 +270,23 @@ def _cells(ratio: dict[str, Any]) -> list[str]:
         extremes(ratio, 3),
         "none" if quiet is None else f"{quiet:.3f}",
     ]
+
+
+def main(words: Sequence[str] | None = None) -> None:
+    parser = command(__doc__)
+    parser.add_argument(
+        "--loader-processes", type=int, action="append", metavar="N", help="may be repeated [default: 0 and 1]"
+    )
+    parser.add_argument("--rounds", type=int, default=22, help="measured; one more comes first and is dropped")
+    asked = parser.parse_args(words)
+
+    def measure() -> dict[str, Any]:
+        for count in asked.loader_processes or ():
+            check_host(count, f"--loader-processes {count}")
+        return measure_loader(asked.rounds, asked.loader_processes or [0, 1], tell)
+
+    run(parser, asked.json, measure, show_loader)
+
+
+if __name__ == "__main__":
+    main()

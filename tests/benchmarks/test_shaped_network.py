@@ -2,35 +2,16 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
-from types import ModuleType
-from typing import Any
 
 import pytest
 
-SCRIPT = Path(__file__).parents[2] / "benchmarks" / "shaped_network.py"
+from tests.benchmarks import script
 
-
-def load() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("shaped_network", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["shaped_network"] = module  # its dataclasses look themselves up
-    sys.path.insert(0, str(SCRIPT.parent))  # as for a script: its neighbours are there
-    try:
-        spec.loader.exec_module(module)
-    finally:
-        sys.path.remove(str(SCRIPT.parent))
-    return module
-
-
-shaped_network: Any = load()
+shaped_network = script("shaped_network")
 needs_network = pytest.mark.skipif(
     shaped_network.why_not() is not None, reason=f"a shaped network {shaped_network.why_not()}"
 )

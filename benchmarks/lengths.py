@@ -1,5 +1,7 @@
 """Length grouping, counted and not timed: what padding wastes, and how unevenly the lanes of a step are loaded.
 
+    python benchmarks/lengths.py --lanes 8 --accumulate 4
+
     one step        lane 0   ▆▆▆▆▆▆▆▆▆▆▆▆▆▆░░░░      ▆ tokens   ░ padding, up to the longest of its micro-batch
                     lane 1   ▆▆▆▆▆▆▆▆▆░░             padding   = ░ / (▆ + ░), over the epoch
                     lane 2   ▆▆▆▆▆▆▆▆▆▆▆░░░          spread    = most of a lane / mean of the lanes - 1, mean over steps
@@ -19,6 +21,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 import torch
+from command_line import command, run
 from numpy.typing import NDArray
 from rich.console import Console
 from rich.table import Table
@@ -207,3 +210,22 @@ def _median(weights: list[Weight]) -> Weight:
     return Weight(
         *(statistics.median(values) for values in zip(*(asdict(each).values() for each in weights), strict=True))
     )
+
+
+def main(words: Sequence[str] | None = None) -> None:
+    parser = command(__doc__)
+    parser.add_argument("--samples", type=int, default=20_000, help="in the epoch, of log-normal length")
+    parser.add_argument("--lanes", type=int, default=8, help="that share a step")
+    parser.add_argument("--batch-size", type=int, default=8, help="samples in a micro-batch")
+    parser.add_argument("--accumulate", type=int, default=1, help="micro-batches of a lane in a step")
+    parser.add_argument("--sigma", type=float, default=1.0, help="how much lengths differ: the deviation of their log")
+    asked = parser.parse_args(words)
+
+    def measure() -> dict[str, Any]:
+        return measure_lengths(Grouping(asked.samples, asked.lanes, asked.batch_size, asked.accumulate, asked.sigma))
+
+    run(parser, asked.json, measure, show_lengths)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,5 +1,7 @@
 """Start-up: from the command to the first finished step, of the same script under `paceline run` and under torchrun.
 
+    python benchmarks/startup.py --workers 2
+
     t=0  the command is started ─▶ interpreter, launcher, workers, torch, group, model ─▶ step 1 is done on every worker
 
 The launchers take turns, and the slowest worker counts. The first turn of each fills the page cache and is dropped.
@@ -22,10 +24,22 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from paceline.bench.machine_load import DISTURBED_ABOVE, CpuClock, foreign_and_steal, is_disturbed, machine_facts
-from paceline.bench.statistics import Spread, paired_ratios
+from command_line import command, run, tell
+from rich.console import Console
+
+from paceline.bench.report import disturbance, extremes, machine_line, quartiles, table_of
+from paceline.bench.statistics import (
+    DISTURBED_ABOVE,
+    CpuClock,
+    Spread,
+    foreign_and_steal,
+    is_disturbed,
+    machine_facts,
+    paired_ratios,
+)
 from paceline.errors import ConfigError, LaunchError
 from paceline.launch.rendezvous import free_port
+from paceline.world.host_limits import check_host
 from paceline.world.world import LOOPBACK
 
 WARM_UP_TURNS = 1
@@ -78,6 +92,7 @@ LAUNCHERS: dict[str, Callable[[int, Path], list[str]]] = {"paceline run": paceli
 def measure_startup(workers: int, rounds: int, tell: Callable[[str], None]) -> dict[str, Any]:
     if workers < 1:
         raise ConfigError(f"--workers {workers}: a start needs at least one worker")
+    check_host(workers, f"--workers {workers}")
     if rounds < 1:
         raise ConfigError(f"--rounds {rounds}: at least one round is measured")
     starts: dict[str, list[Start]] = {name: [] for name in LAUNCHERS}
@@ -146,3 +161,38 @@ def summarise_starts(workers: int, starts: dict[str, list[Start]], machine: dict
 def _children_s() -> float:
     usage = resource.getrusage(resource.RUSAGE_CHILDREN)
     return usage.ru_utime + usage.ru_stime
+
+
+def show_startup(result: dict[str, Any], out: Console) -> None:
+    table = table_of("launcher", "first step, s", "quartiles", "least – most", "exit, s")
+    for name, times in result["launchers"].items():
+        first = times["first_step_s"]
+        table.add_row(
+            name,
+            f"{first['median']:.2f}",
+            quartiles(first, 2),
+            extremes(first, 2),
+            f"{times['exit_s']['median']:.2f}",
+        )
+    out.print(f"From the command to the first finished step, {result['workers']} workers")
+    out.print(table)
+    ratio = result["ratio"]
+    out.print(
+        f"paceline run / torchrun: {ratio['median']:.3f}, quartiles {quartiles(ratio, 3)}, "
+        f"least – most {extremes(ratio, 3)}"
+    )
+    starts = sum(len(turns) for turns in result["starts"].values())
+    out.print(disturbance(result["disturbed_starts"], starts, "starts", result["disturbed_above"]))
+    out.print(machine_line(result["machine"]))
+
+
+def main(words: Sequence[str] | None = None) -> None:
+    parser = command(__doc__)
+    parser.add_argument("--workers", type=int, default=2, help="on this host, one thread each")
+    parser.add_argument("--rounds", type=int, default=5, help="measured starts of each; one more comes first")
+    asked = parser.parse_args(words)
+    run(parser, asked.json, lambda: measure_startup(asked.workers, asked.rounds, tell), show_startup)
+
+
+if __name__ == "__main__":
+    main()

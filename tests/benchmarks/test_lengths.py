@@ -9,20 +9,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from typer.testing import CliRunner
 
-from paceline.bench.lengths import (
-    ORDERS,
-    Grouping,
-    Weight,
-    balanced,
-    every_nth,
-    weigh,
-    whole_batches,
-)
-from paceline.cli.bench import app
 from paceline.errors import ConfigError
+from tests.benchmarks import script
 
+bench = script("lengths")
+ORDERS, Grouping, Weight, weigh = bench.ORDERS, bench.Grouping, bench.Weight, bench.weigh
 FIGURES = ("padding", "tokens_spread", "padded_spread", "slowest")
 
 
@@ -53,7 +45,8 @@ def test_ours_pads_less_and_balances_better_than_transformers(lanes: int, accumu
     grouping = Grouping(lanes=lanes, accumulate=accumulate)
     lengths = grouping.lengths(seed)
     ours, *theirs = (
-        asdict(weigh(order(grouping, lengths, seed), lengths)) for order in (balanced, every_nth, whole_batches)
+        asdict(weigh(order(grouping, lengths, seed), lengths))
+        for order in (bench.balanced, bench.every_nth, bench.whole_batches)
     )
     best = {figure: min(weight[figure] for weight in theirs) for figure in FIGURES}
     worse = {figure: (ours[figure], best[figure]) for figure in FIGURES if ours[figure] > best[figure]}
@@ -74,12 +67,29 @@ def test_what_cannot_be_compared_is_refused(options: dict[str, Any], text: str) 
         Grouping(**options)
 
 
-def test_the_verb_shows_a_row_per_order_and_writes_every_number(tmp_path: Path) -> None:
+def test_the_script_shows_a_row_per_order_and_writes_every_number(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     file = tmp_path / "lengths.json"
-    options = ["--samples", "600", "--lanes", "2", "--json", str(file)]
-    shown = CliRunner().invoke(app, ["lengths", *options], catch_exceptions=False).output
+    bench.main(["--samples", "600", "--lanes", "2", "--json", str(file)])
+    shown = capsys.readouterr().out
     written = json.loads(file.read_text())
     assert "600 samples of log-normal length, median 200, σ 1 · 2 lanes × 8 samples, accumulate 1" in shown
     for name in ORDERS:
         assert f"{written['orders'][name]['padding']:.2%}" in shown
         assert len(written["by_seed"][name]) == written["seeds"]
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        (["--lanes", "0"], "--lanes 0: it must be at least 1"),
+        (["--json", "/proc/x/y"], "--json /proc/x/y can't be written"),
+    ],
+)
+def test_bad_input_is_one_line_with_exit_code_2(
+    options: list[str], text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        bench.main(options)
+    assert text in capsys.readouterr().err.splitlines()[-1]

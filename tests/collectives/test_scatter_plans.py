@@ -8,8 +8,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.collectives.canonical_sum import SumPlan, sum_plan
-from paceline.collectives.shipments import Shipment, shipment_of_roots, shipments_by_lane
+from paceline.collectives.canonical_sum import (
+    ScatterPlan,
+    SumPlan,
+    scatter_plan_of_roots,
+    scatter_plans_by_lane,
+    sum_plan,
+)
 from paceline.world.lanes import strided_lanes
 from tests.collectives.one_process import walk
 
@@ -21,11 +26,11 @@ def strided(lanes: int, workers: int, present: tuple[int, ...]) -> SumPlan:
     )
 
 
-def held_after(shipment: Shipment, held: dict[int, Any], values: dict[int, Any]) -> dict[int, Any]:
+def held_after(sent_now: ScatterPlan, held: dict[int, Any], values: dict[int, Any]) -> dict[int, Any]:
     """What an owner holds, with the shape of the tree in place of sums."""
-    known = held | {node: values[node] for nodes in shipment.sent for node in nodes}
+    known = held | {node: values[node] for nodes in sent_now.sent for node in nodes}
     out = {}
-    for total in shipment.sums:
+    for total in sent_now.sums:
         rows = [known[part] for part in total.parts]
         for left, right in total.merges:
             rows[left] = (rows[left], rows[right])
@@ -46,8 +51,8 @@ def test_lane_by_lane_owners_end_with_the_canonical_tree(job: tuple[int, int, st
     lanes, workers, data = job
     present = drawn(lanes, data)
     held: dict[int, Any] = {}
-    for shipment in shipments_by_lane(strided(lanes, workers, present)):
-        held = held_after(shipment, held, {lane: lane for lane in present})
+    for sent_now in scatter_plans_by_lane(strided(lanes, workers, present)):
+        held = held_after(sent_now, held, {lane: lane for lane in present})
     assert held == {present[0]: walk({lane: lane for lane in present}, lambda a, b: (a, b))}
 
 
@@ -56,10 +61,10 @@ def test_lane_by_lane_owners_end_with_the_canonical_tree(job: tuple[int, int, st
 def test_every_lane_is_sent_once_by_its_rider_one_at_a_time(job: tuple[int, int, st.DataObject]) -> None:
     lanes, workers, data = job
     plan = strided(lanes, workers, drawn(lanes, data))
-    shipments = shipments_by_lane(plan)
+    plans = scatter_plans_by_lane(plan)
     for worker, ride in enumerate(plan.holders):
-        assert tuple(lane for shipment in shipments for lane in shipment.sent[worker]) == ride
-    assert all(len(nodes) <= 1 for shipment in shipments for nodes in shipment.sent)
+        assert tuple(lane for sent_now in plans for lane in sent_now.sent[worker]) == ride
+    assert all(len(nodes) <= 1 for sent_now in plans for nodes in sent_now.sent)
 
 
 @settings(max_examples=200, deadline=None)
@@ -69,7 +74,7 @@ def test_roots_end_with_the_canonical_tree_at_once(job: tuple[int, int, st.DataO
     present = drawn(lanes, data)
     plan = sum_plan(lanes, workers, present)
     values = {root: _below(plan, worker, root) for worker in range(workers) for root in plan.roots(worker)}
-    assert held_after(shipment_of_roots(plan), {}, values) == {
+    assert held_after(scatter_plan_of_roots(plan), {}, values) == {
         present[0]: walk({lane: lane for lane in present}, lambda a, b: (a, b))
     }
 
@@ -86,6 +91,6 @@ def _below(plan: SumPlan, worker: int, root: int) -> Any:
 @pytest.mark.parametrize(("workers", "lanes", "most"), [(2, 4, 1), (2, 8, 2), (4, 8, 1), (4, 16, 2)])
 def test_strided_riders_leave_owners_with_one_or_two_partial_sums(workers: int, lanes: int, most: int) -> None:
     """Before the last lanes come: afterwards it is always one."""
-    shipments = shipments_by_lane(strided(lanes, workers, tuple(range(lanes))))
-    assert max(len(shipment.sums) for shipment in shipments) == most
-    assert len(shipments) == lanes // workers
+    plans = scatter_plans_by_lane(strided(lanes, workers, tuple(range(lanes))))
+    assert max(len(sent_now.sums) for sent_now in plans) == most
+    assert len(plans) == lanes // workers

@@ -1,4 +1,4 @@
-"""Messages between two ranks: a small ring of chunks for each pair and direction, and a thread that moves them.
+"""Point-to-point queues: a small ring of chunks for each pair of ranks and direction, and a thread that moves them.
 
     pair (from, to)     written · read · [ tag, bytes of the message, bytes here | data ] × 2
 
@@ -13,12 +13,12 @@ import threading
 import time
 from collections import deque
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from paceline.collectives.shared_memory.meeting import LOOK_EVERY_S, Meeting
-from paceline.collectives.shared_memory.work_line import Event, LineWork
+from paceline.collectives.shared_memory.barrier import LOOK_EVERY_S, Barrier
 from paceline.errors import CollectiveError
 
 CHUNK = 64 * 2**10
@@ -32,12 +32,20 @@ _NAP_S, _LONGEST_NAP_S = 20e-6, 500e-6
 _IDLE_S, _IDLE_NAP_S = 1.0, 5e-3  # nothing for so long: the next message may find its reader that much later
 
 
+class Finishing(Protocol):
+    """What is told when a message is through: a c10d work."""
+
+    source: int
+
+    def finish(self, error: BaseException | None = None) -> None: ...
+
+
 @dataclass(eq=False)
 class _Sending:
     to: int
     tag: int
     data: Tensor
-    work: LineWork
+    work: Finishing
     timeout_s: float
     deadline: float
     sent: int = 0
@@ -49,7 +57,7 @@ class _Receiving:
     source: int
     tag: int
     into: Tensor
-    work: LineWork
+    work: Finishing
     timeout_s: float
     deadline: float
 
@@ -69,10 +77,10 @@ class _Queues:
     receives: list[_Receiving] = field(default_factory=list)
 
 
-class Mailbox:
-    def __init__(self, channels: Tensor, meeting: Meeting, rank: int, size: int) -> None:
+class PointToPointQueues:
+    def __init__(self, channels: Tensor, barrier: Barrier, rank: int, size: int) -> None:
         """`channels`: size × size × CHANNEL_BYTES of shared memory, zeros at first; [from, to]."""
-        self._rank, self._size, self._meeting = rank, size, meeting
+        self._rank, self._size, self._barrier = rank, size, barrier
         self._channels = channels
         self._bytes = [[_view_of(channels[a, b]) for b in range(size)] for a in range(size)]
         self._words = [[channel.cast("I") for channel in row] for row in self._bytes]
@@ -83,22 +91,18 @@ class Mailbox:
         self._closed = self._stopped = False
         self._thread: threading.Thread | None = None
 
-    def send(self, data: Tensor, to: int, tag: int, timeout_s: float, event: Event) -> LineWork:
-        work = LineWork([], event)
+    def send(self, data: Tensor, to: int, tag: int, timeout_s: float, work: Finishing) -> None:
         flat = (
             data.detach().contiguous().view(-1).view(torch.uint8) if data.numel() else torch.empty(0, dtype=torch.uint8)
         )
         self._add(self._pending.sends, _Sending(to, tag, flat, work, timeout_s, time.monotonic() + timeout_s))
-        return work
 
-    def receive(self, into: Tensor, source: int, tag: int, timeout_s: float, event: Event) -> LineWork:
+    def receive(self, into: Tensor, source: int, tag: int, timeout_s: float, work: Finishing) -> None:
         """`source` may be ANY."""
-        work = LineWork([into], event)
         self._add(
             self._pending.receives,
             _Receiving(source, tag, into.detach(), work, timeout_s, time.monotonic() + timeout_s),
         )
-        return work
 
     def close(self) -> None:
         with self._change:
@@ -122,7 +126,7 @@ class Mailbox:
                 raise CollectiveError("the group has been shut down")
             queue.append(job)
             if self._thread is None:
-                self._thread = threading.Thread(target=self._work, name="paceline-mailbox", daemon=True)
+                self._thread = threading.Thread(target=self._work, name="paceline-point-to-point", daemon=True)
                 self._thread.start()
             self._change.notify_all()
 
@@ -257,7 +261,7 @@ class Mailbox:
         for rank in peers:
             try:
                 if rank != self._rank:
-                    self._meeting.check_alive(rank)
+                    self._barrier.check_alive(rank)
             except CollectiveError as error:
                 gone.append(error)
         if gone and len(gone) == len(peers):

@@ -11,10 +11,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import psutil  # type: ignore[import-untyped]
+import psutil
 
-from paceline.bench.machine_load import CpuClock, foreign_and_steal, is_disturbed
-from paceline.bench.statistics import Spread
+from paceline.bench.statistics import CpuClock, Spread, foreign_and_steal, is_disturbed
 
 WARM_UP_ROUNDS = 1
 """Run like the others and dropped: processes start in it, and caches fill."""

@@ -9,11 +9,13 @@ from typing import Any
 import psutil
 import pytest
 
-from paceline.bench import order
-from paceline.bench.order import BATCH, GIB, OURS, PEER, SIDES, does_not_fit, in_a_process, measure_order
 from paceline.bench.report import console
-from paceline.cli import bench
 from paceline.errors import ConfigError, LaunchError
+from tests.benchmarks import script
+
+order = script("order")
+BATCH, GIB, OURS, PEER, SIDES = order.BATCH, order.GIB, order.OURS, order.PEER, order.SIDES
+does_not_fit, in_a_process, measure_order = order.does_not_fit, order.in_a_process, order.measure_order
 
 FIGURES = {"seconds": 0.002, "grown_mib": 0.25}
 
@@ -23,7 +25,7 @@ def no_processes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int, int]]:
     """Every turn takes 2 ms; the turns asked for."""
     asked: list[tuple[str, int, int]] = []
 
-    def turn(side: str, samples: int, position: int, timeout_s: float) -> order.Turn:
+    def turn(side: str, samples: int, position: int, timeout_s: float) -> Any:
         asked.append((side, samples, position))
         return order.Turn(**FIGURES)
 
@@ -50,7 +52,7 @@ def test_both_sides_are_measured_in_processes_of_their_own(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(order, "PEER_ROUNDS", 1)
-    bench.order(samples=1000, rounds=1, json_file=tmp_path / "order.json")
+    order.main(["--samples", "1000", "--rounds", "1", "--json", str(tmp_path / "order.json")])
     result = json.loads((tmp_path / "order.json").read_text())
     (size,) = result["sizes"]
     assert set(size["sides"]) == {OURS, PEER}
@@ -97,7 +99,7 @@ def test_a_side_that_takes_too_long_is_ended_and_said_so() -> None:
 
 def test_a_side_that_fails_is_an_error_with_its_words() -> None:
     with pytest.raises(LaunchError, match=r"paceline, 1,000 samples: the process said:[\s\S]*invalid literal"):
-        in_a_process(OURS, 1000, "nowhere", timeout_s=60)  # type: ignore[arg-type]
+        in_a_process(OURS, 1000, "nowhere", timeout_s=60)
 
 
 def test_memory_that_grows_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
