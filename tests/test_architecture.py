@@ -1,0 +1,36 @@
+"""docs/architecture.md quotes the code and names its files: both are what the code has."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+TEXT = (ROOT / "docs" / "architecture.md").read_text()
+QUOTED = re.findall(r"<!-- verbatim: (\S+) -->\n```python\n(.*?)```", TEXT, re.DOTALL)
+FILES = sorted(set(re.findall(r"[a-z_]+(?:/[a-z_]+)*\.py\b", TEXT)))
+NAMES = sorted(set(re.findall(r"`([A-Z]\w+)(?:\.(\w+))?[`(]", TEXT)))
+
+
+@pytest.mark.parametrize(("file", "code"), QUOTED, ids=[file for file, _ in QUOTED])
+def test_what_is_quoted_stands_in_the_file(file: str, code: str) -> None:
+    assert code in (ROOT / file).read_text(), f"{file} has changed: quote it anew in docs/architecture.md"
+
+
+def test_something_of_the_loop_the_step_and_the_recovery_is_quoted() -> None:
+    assert {Path(file).stem for file, _ in QUOTED} == {"loop", "step", "recovery"}
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_files_that_are_named_are_there(file: str) -> None:
+    places = [ROOT / "src" / "paceline" / file, ROOT / file, *(ROOT / "src").rglob(file)]
+    assert any(place.is_file() for place in places)
+
+
+def test_classes_and_methods_that_are_named_are_there() -> None:
+    code = "\n".join(path.read_text() for path in (ROOT / "src").rglob("*.py"))
+    for name, member in NAMES:
+        assert re.search(rf"\b(class {name}\b|{name} = )", code), name
+        assert not member or re.search(rf"def {member}\(|self\.{member}\b", code), f"{name}.{member}"
