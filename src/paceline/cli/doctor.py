@@ -171,18 +171,18 @@ def network(world: World) -> Iterator[Finding]:
     yield loopback()
     yield host_name(socket.gethostname())
     if isinstance(world.rendezvous, TcpRendezvous):
-        yield meeting_place(world.rendezvous)
+        yield rendezvous_address(world.rendezvous)
     if world.hosts > 1:
         yield tensors_leave_from(world)
 
 
-def meeting_place(rendezvous: TcpRendezvous) -> Finding:
+def rendezvous_address(rendezvous: TcpRendezvous) -> Finding:
     try:
         addresses = resolve(rendezvous.address)
     except OSError as error:
         advice = "set MASTER_ADDR to a name or address of rank 0's host that every host knows"
-        return Finding(Level.PROBLEM, "meeting place", f"{rendezvous.address} does not resolve: {error}", advice)
-    return Finding(Level.OK, "meeting place", f"{rendezvous.address} resolves to {', '.join(addresses)}")
+        return Finding(Level.PROBLEM, "rendezvous", f"{rendezvous.address} does not resolve: {error}", advice)
+    return Finding(Level.OK, "rendezvous", f"{rendezvous.address} resolves to {', '.join(addresses)}")
 
 
 def tensors_leave_from(world: World) -> Finding:
