@@ -129,6 +129,8 @@ def torch_build(world: World) -> Iterator[Finding]:
     import torch
     import torch.distributed as dist
 
+    from paceline import backend
+
     capability = torch.backends.cpu.get_cpu_capability()
     yield Finding(
         Level.OK, "torch", f"{torch.__version__} on Python {platform.python_version()}, CPU kernels {capability}"
@@ -139,6 +141,9 @@ def torch_build(world: World) -> Iterator[Finding]:
         return
     yield accelerator(world.local_size)
     yield backends({"gloo": dist.is_gloo_available(), "nccl": dist.is_nccl_available(), "mpi": dist.is_mpi_available()})
+    if (error := backend.registration_error) is not None:
+        text = f"torch.distributed does not take it: {type(error).__name__}: {error}"
+        yield Finding(Level.WARNING, "paceline backend", text, 'init_process_group("paceline") fails; use gloo there')
 
 
 def accelerator(workers: int) -> Finding:
