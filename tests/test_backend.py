@@ -1,18 +1,76 @@
-"""The backend is there for scripts that have never heard of paceline."""
+"""The backend is there for scripts that have never heard of paceline, and never in their way."""
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+from pathlib import Path
+
+BROKEN = '''
+import importlib.abc, sys
+
+class Broken(importlib.abc.MetaPathFinder):
+    """Of paceline only the entry point can be imported."""
+
+    def find_spec(self, name, path=None, target=None):
+        if name.startswith("paceline.") and name not in ("paceline.backend", "paceline.errors"):
+            raise ImportError(f"no {name} here")
+
+sys.meta_path.insert(0, Broken())
+'''
+
+
+def run(script: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    environment = os.environ | variables
+    return subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False, env=environment
+    )
 
 
 def test_torch_knows_the_backend_without_an_import_of_ours() -> None:
-    script = "import torch.distributed as dist, sys; print('PACELINE' in dist.Backend._plugins, len(sys.modules))"
-    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
-    assert run.stdout.startswith("True"), run.stderr
+    done = run("import torch.distributed as dist, sys; print('PACELINE' in dist.Backend._plugins, len(sys.modules))")
+    assert done.stdout.startswith("True"), done.stderr
 
 
-def test_registering_loads_nothing_of_the_backend_itself() -> None:
-    script = "import torch, sys; print([name for name in sys.modules if 'shared_memory.' in name])"
-    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
-    assert run.stdout.strip() == "[]"
+def test_registering_loads_nothing_else_of_paceline() -> None:
+    done = run("import torch, sys; print(sorted(name for name in sys.modules if name.startswith('paceline')))")
+    assert done.stdout.strip() == "['paceline', 'paceline.backend']", done.stderr
+
+
+def test_torch_is_imported_where_paceline_is_broken_and_a_group_says_so_in_one_line(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(BROKEN)
+    script = """
+import torch.distributed as dist
+print("PACELINE" in dist.Backend._plugins)
+try:
+    dist.init_process_group("paceline", store=dist.HashStore(), rank=0, world_size=1)
+except RuntimeError as error:
+    print(error)
+"""
+    path = f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
+    done = run(script, PYTHONPATH=path)
+    assert done.stdout.splitlines() == [
+        "True",
+        'the backend "paceline" can\'t be used here: ImportError: no paceline.collectives here; use backend="gloo", or '
+        "install paceline again",
+    ], done.stderr
+
+
+def test_torch_is_imported_where_it_does_not_take_the_backend_and_the_doctor_says_so() -> None:
+    script = """
+import torch, torch.distributed as dist
+def refuse(*args, **options):
+    raise TypeError("another signature")
+dist.Backend.register_backend = refuse
+torch._import_device_backends()
+print("imported")
+from paceline.cli.doctor import torch_build
+from paceline.world.world import World
+print([finding.text for finding in torch_build(World()) if finding.about == "paceline backend"])
+"""
+    done = run(script, TORCH_DEVICE_BACKEND_AUTOLOAD="0")
+    assert done.stdout.splitlines() == [
+        "imported",
+        "['torch.distributed does not take it: TypeError: another signature']",
+    ], done.stderr

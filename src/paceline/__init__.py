@@ -5,11 +5,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from paceline import errors
-from paceline.world.world import World
-
 if TYPE_CHECKING:
-    from paceline import data
+    from paceline import data, errors
     from paceline.engine.engine import Engine
     from paceline.engine.stop_signals import StoppedOnRequest
     from paceline.optim.loss_scale import LossScale
@@ -17,6 +14,7 @@ if TYPE_CHECKING:
     from paceline.trainer.callbacks import EarlyStoppingCallback, TrainerCallback
     from paceline.trainer.trainer import Trainer
     from paceline.trainer.training_arguments import TrainingArguments
+    from paceline.world.world import World
 
 __version__ = "0.1.0"
 __all__ = [
@@ -44,13 +42,19 @@ _WHERE = {
     "Trainer": "paceline.trainer",
     "TrainerCallback": "paceline.trainer",
     "TrainingArguments": "paceline.trainer",
+    "World": "paceline.world.world",
 }
+_MODULES = ("data", "errors")
 
 
 def __getattr__(name: str) -> Any:
-    """The launcher imports this package too, and must not wait seconds for torch: the Engine comes when asked for."""
-    if name == "data":
-        return importlib.import_module("paceline.data")
+    """Each name comes when it is asked for: the launcher doesn't wait seconds for torch.
+
+    Nothing is imported before, because `import torch` imports this package (`backend.py`) and has to work even where
+    something in it can't be imported.
+    """
+    if name in _MODULES:
+        return importlib.import_module(f"paceline.{name}")
     if name in _WHERE:
         return getattr(importlib.import_module(_WHERE[name]), name)
     raise AttributeError(f"module 'paceline' has no attribute {name!r}")

@@ -25,9 +25,9 @@ from paceline.cli.doctor import (
     doctor,
     host_name,
     loopback,
-    meeting_place,
     memory,
     open_files,
+    rendezvous_address,
     shared_memory,
     show,
 )
@@ -109,8 +109,8 @@ SICK: dict[str, tuple[Callable[[], Finding], Level, str, str]] = {
         "host.invalid does not resolve",
         "GLOO_SOCKET_IFNAME",
     ),
-    "unknown meeting place": (
-        lambda: meeting_place(TcpRendezvous("head.invalid", 29500)),
+    "unknown rendezvous address": (
+        lambda: rendezvous_address(TcpRendezvous("head.invalid", 29500)),
         Level.PROBLEM,
         "head.invalid does not resolve",
         "set MASTER_ADDR",

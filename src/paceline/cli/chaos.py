@@ -1,10 +1,10 @@
-"""`paceline chaos -- run …`: does a job that is hurt at random end with the bits of one that was left alone?
+"""`paceline chaos -- run …`: does a job under random faults end with the bits of one without?
 
     undisturbed ──▶ hash, ledger ┐
                                  ├─▶ equal?     and every sample once, and nothing left behind
     disturbed   ──▶ hash, ledger ┘
 
-Both runs get a folder of their own, which the job's arguments name as {folder}; what is said on the way is in its log.
+Both runs get a folder of their own, which the job's arguments name as {folder}; its output is in a log there.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ COMMAND = {"context_settings": {"allow_interspersed_args": False}}
 LOOK_EVERY_S = 0.005
 DEFAULT_GAP_S = 3.0
 HASTE = 0.6
-"""Some draws find nobody whom they may hurt, so that more are made than are wanted."""
+"""Some draws find no worker that they may hit, so that more are made than are wanted."""
 WIDTH_OF_A_FILE = 120
 LOG_LINES = 15
 ORDER = ("kill", "stop", "slow", "cut", "joiner")
@@ -56,7 +56,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Finding:
-    """A line of the verdict."""
+    """A line of the result."""
 
     about: str
     text: str
@@ -97,20 +97,20 @@ def chaos(
         raise ConfigError(f"the job fails undisturbed, with code {plain.code}; the end of its log:\n{_tail(plain.log)}")
     if _hash_of(plain) is None:
         raise ConfigError(
-            "the job told no hash of its weights, so there is nothing to compare; let the script call "
+            "the job recorded no hash of its weights, so there is nothing to compare; let the script call "
             "engine.weights_hash() when it has trained"
         )
     out.print(f"paceline chaos: {plain.seconds:.1f} s; now with faults (seed {seed})")
-    storm = Storm(seed, minutes * 60, faults)
-    hurt = _run(command, folder / "disturbed", storm)
+    injected = RandomFaults(seed, minutes * 60, faults)
+    hurt = _run(command, folder / "disturbed", injected)
     findings = list(_compared(plain, hurt, asked=faults))
     _show(hurt, findings, out)
     if not all(finding.fine for finding in findings):
         raise typer.Exit(1)
 
 
-class Storm:
-    """When to hurt a job, and how often: `faults` of them spread over `duration_s`."""
+class RandomFaults:
+    """When to inject a fault, and how many: `faults` of them spread over `duration_s`."""
 
     def __init__(self, seed: int, duration_s: float, faults: int | None) -> None:
         from paceline.elastic.random_faults import draws
@@ -122,8 +122,8 @@ class Storm:
         self._begun: float | None = None
         self._due = 0.0
 
-    def blow(self, job: HurtJob) -> bool:
-        """Do the next fault if it is due, once the job has committed a step; False when the storm is over."""
+    def inject_due(self, job: HurtJob) -> bool:
+        """Inject the next fault if it is due, once the job has committed a step; False when there are no more."""
         now = time.monotonic()
         if self._begun is None:
             if job.rows:
@@ -132,14 +132,14 @@ class Storm:
         if now - self._begun > self._duration_s or len(job.happened) == self._faults:
             return False
         if now >= self._due:
-            job.hurt(self._draw)  # where nobody may be hurt that way now, another is drawn
+            job.hurt(self._draw)  # where no worker can be hit that way now, another is drawn
             self._draw = next(self._draws)
             self._due = now + self._draw.gap_s
         return True
 
 
 def start(command: list[str], log: Path, variables: dict[str, str]) -> subprocess.Popen[bytes]:
-    """`paceline run …` in a process of its own, which speaks to the log alone."""
+    """`paceline run …` in a process of its own, whose output goes to the log alone."""
     with log.open("wb") as out:
         return subprocess.Popen(
             [sys.executable, "-m", "paceline.cli.main", *command],
@@ -158,7 +158,7 @@ def _job_command(job: list[str]) -> list[str]:
     return job[1:]
 
 
-def _run(command: list[str], folder: Path, storm: Storm | None) -> Run:
+def _run(command: list[str], folder: Path, faults: RandomFaults | None) -> Run:
     """The job from start to end in a process of its own; nothing of it is left when this returns or raises."""
     from paceline.elastic.random_faults import HurtJob
     from paceline.world import environment
@@ -171,11 +171,10 @@ def _run(command: list[str], folder: Path, storm: Storm | None) -> Run:
     process = start(["run", *ours, *theirs], run.log, environment.hash_telling_environment(folder / "hashes"))
     job = HurtJob(process.pid, folder / "ledger.jsonl")
     try:
-        blowing = storm is not None
         while process.poll() is None:
             job.look()
-            if blowing and storm is not None and not storm.blow(job):
-                blowing = False
+            if faults is not None and not faults.inject_due(job):
+                faults = None
                 job.calm()
             time.sleep(LOOK_EVERY_S)
         job.look()
@@ -185,8 +184,8 @@ def _run(command: list[str], folder: Path, storm: Storm | None) -> Run:
             process.terminate()
         process.wait()
     run.code, run.seconds, run.faults = process.returncode, time.monotonic() - begun, job.happened
-    vaults = Path("/dev/shm").glob(f"paceline-{process.pid}-*")
-    run.left = [*(f"process {pid}" for pid in job.left()), *map(str, vaults)]
+    segments = Path("/dev/shm").glob(f"paceline-{process.pid}-*")
+    run.left = [*(f"process {pid}" for pid in job.left()), *map(str, segments)]
     return run
 
 
@@ -198,7 +197,7 @@ def _compared(plain: Run, hurt: Run, asked: int | None) -> Iterator[Finding]:
         short = "" if done == asked else "; the job or the minutes ended first: give it more of them"
         yield Finding("faults", f"{done} of {asked}{short}", done == asked)
     expected, came = _hash_of(plain), _hash_of(hurt)
-    text = f"{came}, as undisturbed" if came == expected else f"{came or 'none told'}, but undisturbed {expected}"
+    text = f"{came}, as undisturbed" if came == expected else f"{came or 'none recorded'}, but undisturbed {expected}"
     yield Finding("weights", text, came == expected)
     yield _ledgers(plain, hurt)
     yield from _samples(hurt)
@@ -244,10 +243,10 @@ def _show(hurt: Run, findings: list[Finding], out: Console) -> None:
         times = sorted(fault.commit_s for fault in faults if fault.commit_s is not None and kind != "joiner")
         median = f"{times[len(times) // 2]:.2f} s" if times else ""
         table.add_row(kind, str(len(faults)), median, f"{times[-1]:.2f} s" if times else MEANING.get(kind, ""))
-    verdict = Table.grid(padding=(0, 2))
+    result = Table.grid(padding=(0, 2))
     for finding in findings:
-        verdict.add_row(finding.about, finding.text, style=None if finding.fine else "bold red")
-    out.print("", table, "", verdict, sep="\n")
+        result.add_row(finding.about, finding.text, style=None if finding.fine else "bold red")
+    out.print("", table, "", result, sep="\n")
     if not all(finding.fine for finding in findings):
         out.print(f"the end of {hurt.log}:\n{_tail(hurt.log)}", style="dim")
 

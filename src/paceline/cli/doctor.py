@@ -129,6 +129,8 @@ def torch_build(world: World) -> Iterator[Finding]:
     import torch
     import torch.distributed as dist
 
+    from paceline import backend
+
     capability = torch.backends.cpu.get_cpu_capability()
     yield Finding(
         Level.OK, "torch", f"{torch.__version__} on Python {platform.python_version()}, CPU kernels {capability}"
@@ -139,6 +141,9 @@ def torch_build(world: World) -> Iterator[Finding]:
         return
     yield accelerator(world.local_size)
     yield backends({"gloo": dist.is_gloo_available(), "nccl": dist.is_nccl_available(), "mpi": dist.is_mpi_available()})
+    if (error := backend.registration_error) is not None:
+        text = f"torch.distributed does not take it: {type(error).__name__}: {error}"
+        yield Finding(Level.WARNING, "paceline backend", text, 'init_process_group("paceline") fails; use gloo there')
 
 
 def accelerator(workers: int) -> Finding:
@@ -171,18 +176,18 @@ def network(world: World) -> Iterator[Finding]:
     yield loopback()
     yield host_name(socket.gethostname())
     if isinstance(world.rendezvous, TcpRendezvous):
-        yield meeting_place(world.rendezvous)
+        yield rendezvous_address(world.rendezvous)
     if world.hosts > 1:
         yield tensors_leave_from(world)
 
 
-def meeting_place(rendezvous: TcpRendezvous) -> Finding:
+def rendezvous_address(rendezvous: TcpRendezvous) -> Finding:
     try:
         addresses = resolve(rendezvous.address)
     except OSError as error:
         advice = "set MASTER_ADDR to a name or address of rank 0's host that every host knows"
-        return Finding(Level.PROBLEM, "meeting place", f"{rendezvous.address} does not resolve: {error}", advice)
-    return Finding(Level.OK, "meeting place", f"{rendezvous.address} resolves to {', '.join(addresses)}")
+        return Finding(Level.PROBLEM, "rendezvous", f"{rendezvous.address} does not resolve: {error}", advice)
+    return Finding(Level.OK, "rendezvous", f"{rendezvous.address} resolves to {', '.join(addresses)}")
 
 
 def tensors_leave_from(world: World) -> Finding:

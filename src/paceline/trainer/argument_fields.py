@@ -111,26 +111,26 @@ class _WhatIsTrained:
     per_device_train_batch_size: int = setting(8, "samples of one lane's micro-batch; a worker starts with one lane")
     per_device_eval_batch_size: int = setting(8, "samples of one evaluation batch")
     gradient_accumulation_steps: int = setting(1, "micro-batches per lane and step")
-    num_train_epochs: float = setting(3.0, "times around the data, unless max_steps is given")
+    num_train_epochs: float = setting(3.0, "epochs, unless max_steps is given")
     max_steps: int = setting(-1, "steps in all; -1: num_train_epochs decides")
-    seed: int = setting(42, "of weights made by model_init, dropout and the order of samples")
-    data_seed: int | None = setting(None, "of the order of samples alone; default: seed")
+    seed: int = setting(42, "seed of weights made by model_init, of dropout and of the order of samples")
+    data_seed: int | None = setting(None, "seed of the order of samples alone; default: seed")
     full_determinism: bool = setting(False, "deterministic algorithms; they are used in any case")
     use_cpu: bool = setting(False, "train on the CPU though there is an accelerator")
 
 
 @dataclass
 class _Optimization:
-    learning_rate: float = setting(5e-5, "at its highest")
-    lr_scheduler_type: SchedulerType = setting(SchedulerType.LINEAR, "how it moves")
+    learning_rate: float = setting(5e-5, "the highest of the schedule")
+    lr_scheduler_type: SchedulerType = setting(SchedulerType.LINEAR, "the schedule of the learning rate, by name")
     lr_scheduler_kwargs: dict[str, Any] | str | None = setting(None, "more for the schedule, such as num_cycles")
     warmup_steps: float = setting(0, "steps of warm-up; below 1: a part of all steps")
-    optim: OptimizerNames = setting(OptimizerNames.ADAMW_TORCH_FUSED, "who updates")
+    optim: OptimizerNames = setting(OptimizerNames.ADAMW_TORCH_FUSED, "the optimizer, by name")
     optim_args: str | None = setting(None, "more for the optimizer: name=value,name=value")
-    weight_decay: float = setting(0.0, "of matrices; biases and norms never decay")
-    adam_beta1: float = setting(0.9, "of AdamW: how long the mean gradient remembers")
-    adam_beta2: float = setting(0.999, "of AdamW: how long the mean square remembers")
-    adam_epsilon: float = setting(1e-8, "of AdamW: what is added to the root")
+    weight_decay: float = setting(0.0, "applied to matrices; biases and norms never decay")
+    adam_beta1: float = setting(0.9, "AdamW's decay of the mean gradient")
+    adam_beta2: float = setting(0.999, "AdamW's decay of the mean squared gradient")
+    adam_epsilon: float = setting(1e-8, "AdamW's term for numerical stability")
     max_grad_norm: float = setting(1.0, "the gradient of the global batch is clipped to it; 0: not at all")
     label_smoothing_factor: float = setting(0.0, "how much of each label is spread over all classes")
     average_tokens_across_devices: bool = setting(True, "the loss is the mean over all tokens of a step, always")
@@ -138,14 +138,14 @@ class _Optimization:
 
 @dataclass
 class _Precision:
-    bf16: bool = setting(False, "compute in bf16, keep fp32 masters")
-    fp16: bool = setting(False, "compute in fp16 with loss scaling, keep fp32 masters")
+    bf16: bool = setting(False, "compute in bf16, keep fp32 master weights")
+    fp16: bool = setting(False, "compute in fp16 with loss scaling, keep fp32 master weights")
     tf32: bool | None = setting(None, "fp32 matrix products on tensor cores; needs CUDA")
     gradient_checkpointing: bool = setting(False, "compute activations of blocks again in backward")
     gradient_checkpointing_kwargs: dict[str, Any] | str | None = setting(None, "every_n_layers, use_reentrant=False")
     torch_compile: bool = setting(False, "compile the model")
-    torch_compile_backend: str | None = setting(None, "by whom; default: inductor")
-    torch_compile_mode: str | None = setting(None, "how")
+    torch_compile_backend: str | None = setting(None, "the compiler's backend; default: inductor")
+    torch_compile_mode: str | None = setting(None, "the compiler's mode")
     torch_empty_cache_steps: int | None = setting(None, "give unused device memory back every so many steps")
     use_cache: bool = setting(False, "what a model with a config gets as config.use_cache")
 
@@ -154,12 +154,12 @@ class _Precision:
 class _Logging:
     logging_strategy: IntervalStrategy = setting(IntervalStrategy.STEPS, "when to log: no, steps, epoch")
     logging_steps: float = setting(500, "every so many steps; below 1: a part of all steps")
-    logging_first_step: bool = setting(False, "and after the first")
+    logging_first_step: bool = setting(False, "log after the first step too")
     log_on_each_node: bool = setting(True, "what args.should_log says to callbacks: the first worker of each host")
     include_num_input_tokens_seen: bool | str = setting("no", "count tokens: all, non_padding, no")
     disable_tqdm: bool = setting(False, "no progress bar")
     report_to: list[str] = setting(["none"], "tensorboard, wandb, mlflow, prometheus, all, none")
-    run_name: str | None = setting(None, "of the run in reports; default: output_dir")
+    run_name: str | None = setting(None, "name of the run in reports; default: output_dir")
 
 
 @dataclass
@@ -167,14 +167,14 @@ class _Evaluation:
     eval_strategy: IntervalStrategy = setting(IntervalStrategy.NO, "when to evaluate: no, steps, epoch")
     eval_steps: float | None = setting(None, "every so many steps; default: logging_steps; below 1: a part of all")
     eval_delay: float = setting(0, "steps or epochs before the first evaluation")
-    eval_on_start: bool = setting(False, "and before the first step")
+    eval_on_start: bool = setting(False, "evaluate before the first step too")
     prediction_loss_only: bool = setting(False, "keep no predictions")
     eval_accumulation_steps: int | None = setting(None, "predictions move to the host every so many rounds")
     include_for_metrics: list[str] = setting([], "what compute_metrics gets besides: inputs, loss")
     batch_eval_metrics: bool = setting(False, "compute_metrics is called for each round, with compute_result=")
     label_names: list[str] | None = setting(None, "keys of a batch that are labels; default: labels")
     metric_for_best_model: str | None = setting(None, "a name among the metrics; default where needed: loss")
-    greater_is_better: bool | None = setting(None, "default: unless its name ends in loss")
+    greater_is_better: bool | None = setting(None, "default: true unless its name ends in loss")
     load_best_model_at_end: bool = setting(False, "end with the best weights")
 
 
@@ -185,7 +185,9 @@ class _Checkpoints:
     save_total_limit: int | None = setting(None, "keep the newest so many, and the best")
     save_only_model: bool = setting(False, "weights alone: small, but nothing can resume from them")
     resume_from_checkpoint: str | None = setting(None, "what train() resumes from: a folder, or True for the newest")
-    restore_callback_states_from_checkpoint: bool = setting(True, "callbacks go on too (transformers: False)")
+    restore_callback_states_from_checkpoint: bool = setting(
+        True, "callbacks' states are restored too (transformers: False)"
+    )
     enable_jit_checkpoint: bool = setting(False, "save on SIGTERM; done in any case")
 
 
@@ -194,7 +196,7 @@ class _Data:
     dataloader_drop_last: bool = setting(False, "leave the short last step out")
     dataloader_num_workers: int = setting(0, "loader processes per worker")
     dataloader_pin_memory: bool = setting(True, "where there is an accelerator")
-    dataloader_persistent_workers: bool = setting(False, "loader processes live on between epochs")
+    dataloader_persistent_workers: bool = setting(False, "loader processes are kept between epochs")
     dataloader_prefetch_factor: int | None = setting(None, "batches ahead of each loader process")
     dataloader_multiprocessing_context: str | None = setting(None, "how loader processes start: fork, spawn, …")
     dataloader_in_order: bool = setting(True, "batches come in order, always")
@@ -206,7 +208,7 @@ class _Data:
 @dataclass
 class _Workers:
     ddp_backend: str | None = setting(None, "how tensors travel: paceline, gloo, nccl; default: what fits the device")
-    ddp_timeout: int = setting(1800, "seconds before a silent worker is an error")
+    ddp_timeout: int = setting(1800, "seconds that a collective waits for a late worker before it is an error")
     ddp_bucket_cap_mb: int | None = setting(None, "gradients that travel together; default: 16")
     fsdp: str | None = setting(None, "full_shard: fsdp, shard_grad_op: zero2, hybrid_shard: hybrid, no_shard: ddp")
     fsdp_config: dict[str, Any] | str | None = setting(None, "reshard_after_forward, activation_checkpointing")
@@ -221,10 +223,10 @@ class _Workers:
 @dataclass
 class _Ours:
     strategy: str | None = setting(None, "ours: how work is shared, as Engine(strategy=…); default: ddp")
-    lanes: int | None = setting(None, "ours: logical workers, for life; default: the workers it starts with")
-    threads: int | None = setting(None, "ours: per worker; default: cores // lanes")
+    lanes: int | None = setting(None, "ours: logical workers, fixed for the job; default: the workers it starts with")
+    threads: int | None = setting(None, "ours: threads per worker; default: cores // lanes")
     reduction: str = setting("exact", "ours: exact gives the same bits on any number of workers; or fast")
-    offload: str | None = setting(None, "ours: what waits in the host's memory: optimizer, parameters")
+    offload: str | None = setting(None, "ours: kept in the host's memory: optimizer, parameters")
     on_nonfinite: str = setting("stop", "ours: a loss that is NaN or infinite: stop, skip, continue")
     overwrite_output_dir: bool = setting(False, "ours: remove the checkpoints of an earlier run in output_dir")
     asynchronous_save: bool = setting(True, "ours: checkpoints are written while training goes on")
@@ -249,7 +251,7 @@ _FULL_EVAL = "evaluation computes in the precision of training; use bf16 or fp16
 
 @dataclass
 class UnsupportedFields:
-    optim_target_modules: list[str] | None = setting(None, "GaLore and APOLLO are not here; give optimizers=")
+    optim_target_modules: list[str] | None = setting(None, "GaLore and APOLLO are not available; give optimizers=")
     bf16_full_eval: bool = setting(False, _FULL_EVAL)
     fp16_full_eval: bool = setting(False, _FULL_EVAL)
     use_liger_kernel: bool = setting(False, "patch the model before you give it to the Trainer")
@@ -257,9 +259,7 @@ class UnsupportedFields:
         None, "patch the model before you give it to the Trainer"
     )
     neftune_noise_alpha: float | None = setting(None, "register a forward hook on the embedding that adds the noise")
-    auto_find_batch_size: bool = setting(
-        False, "the batch size is part of the job, for life; `paceline doctor` tells what fits"
-    )
+    auto_find_batch_size: bool = setting(False, "the batch size is fixed for the life of the job")
     logging_nan_inf_filter: bool = setting(
         False, "a loss that is NaN or infinite is never smoothed away; on_nonfinite says what happens"
     )
@@ -279,15 +279,15 @@ class UnsupportedFields:
     hub_strategy: str = setting("every_save", _HUB)
     hub_always_push: bool = setting(False, _HUB)
     hub_revision: str | None = setting(None, _HUB)
-    ignore_data_skip: bool = setting(False, "resuming costs nothing: the place in the data is one number")
+    ignore_data_skip: bool = setting(False, "resuming skips no data: the position in an epoch is one number")
     accelerator_config: dict[str, Any] | str | None = setting(
         None, "there is no Accelerate below; the Engine assigns samples"
     )
     parallelism_config: Any = setting(None, "data parallel only; strategy= says how")
-    ddp_find_unused_parameters: bool | None = setting(None, "unused parameters are found by themselves")
+    ddp_find_unused_parameters: bool | None = setting(None, "unused parameters are found automatically")
     ddp_broadcast_buffers: bool | None = setting(None, "buffers are those of the lowest lane, on every worker")
     ddp_static_graph: bool | None = setting(None, _DDP)
-    debug: str = setting("", "a NaN is found by on_nonfinite, at the step and lane where it is")
+    debug: str = setting("", "on_nonfinite finds a NaN, at the step and lane where it is")
     skip_memory_metrics: bool = setting(True, "peak memory is in every log line already")
 
 

@@ -20,8 +20,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from paceline.checkpoint.retention import all_checkpoints
 from paceline.engine.engine import Engine
 from paceline.engine.progress import Bar
@@ -30,6 +28,7 @@ from paceline.trainer.integrations import Reporters, choose, json_lines
 from paceline.trainer.integrations.json_lines import WrittenByAnother
 from paceline.trainer.integrations.reporter import RunInfo
 from paceline.trainer.meters import Meters
+from paceline.trainer.run_folder import resolved
 from paceline.trainer.training_arguments import TrainingArguments
 from paceline.world.terminal import duration
 
@@ -62,7 +61,7 @@ class ReportCallback(TrainerCallback):
             name=str(args.run_name),
             folder=Path(args.output_dir),
             config=args.to_dict(),
-            world=_world_of(engine),
+            world=resolved(engine),
             resumed_at=state.global_step or None,
         )
         self._reporters.start(self._run)
@@ -78,7 +77,7 @@ class ReportCallback(TrainerCallback):
         self._is_reporting, self._written = True, written
         self._reporters = choose(args.report_to)
         lines, at = written.last_lines, written.last_step
-        self._reporters.start(replace(self._run, world=_world_of(engine), resumed_at=at, taken_over=lines))
+        self._reporters.start(replace(self._run, world=resolved(engine), resumed_at=at, taken_over=lines))
         for step, values in written.missing:
             self._reporters.log(step, values)
         engine.print(f"paceline: reports go on from here: {', '.join(self._reporters.names)}")
@@ -147,19 +146,6 @@ class ReportCallback(TrainerCallback):
             self._ended = self._run.folder if writes else None
             self._reporters.close(ok=ok)
             self._reporters = None
-
-
-def _world_of(engine: Engine) -> dict[str, Any]:
-    config = engine.config
-    return {
-        "workers": engine.world.size,
-        "lanes": config.lanes,
-        "threads": config.threads,
-        "strategy": str(config.strategy),
-        "device": engine.device.type,
-        "precision": str(config.precision),
-        "torch": torch.__version__,
-    }
 
 
 def summary_rows(

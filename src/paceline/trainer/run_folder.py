@@ -61,17 +61,23 @@ def begin(arguments: TrainingArguments, engine: Engine, *, fresh: bool) -> None:
     if engine.is_main_process:
         for path in all_checkpoints(Path(arguments.output_dir)) if fresh else ():
             remove_folder(path)
-        config = engine.config
-        resolved = {
-            "lanes": config.lanes,
-            "threads": config.threads,
-            "strategy": str(config.strategy),
-            "workers": engine.world.size,
-            "device": engine.device.type,
-        }
-        text = json.dumps({"arguments": arguments.to_dict(), "resolved": resolved}, indent=2)
-        _publish(Path(arguments.output_dir) / ARGUMENTS, text + "\n")
+        given = {"arguments": arguments.to_dict(), "resolved": resolved(engine)}
+        _publish(Path(arguments.output_dir) / ARGUMENTS, json.dumps(given, indent=2) + "\n")
     engine.barrier()
+
+
+def resolved(engine: Engine) -> dict[str, Any]:
+    """What followed from the arguments, the launcher and the hardware."""
+    config = engine.config
+    return {
+        "workers": engine.world.size,
+        "lanes": config.lanes,
+        "threads": config.threads,
+        "strategy": str(config.strategy),
+        "device": engine.device.type,
+        "precision": str(config.precision),
+        "torch": torch.__version__,
+    }
 
 
 def write_json(arguments: TrainingArguments, name: str, values: Mapping[str, Any]) -> None:

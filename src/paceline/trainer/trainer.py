@@ -122,9 +122,7 @@ class Trainer:
         self._check_given()
         self._evaluator = Evaluator(self)
         self.is_in_train = self.has_trained = False
-        self.state = TrainerState(
-            is_local_process_zero=self.is_local_process_zero(), is_world_process_zero=self.is_world_process_zero()
-        )
+        self.state = self.new_state()
         self.control = TrainerControl()
         self.reports = ReportCallback(self.args)
         printer = [PrinterCallback()] if self.args.disable_tqdm else []
@@ -179,21 +177,17 @@ class Trainer:
             loop = TrainingLoop(self, resume, accept, ignore_keys_for_eval)
             self.engine.print(self.args.described())
             run_folder.begin(self.args, self.engine, fresh=not resume)
-            self._watch_signals()
+            if threading.current_thread() is threading.main_thread():  # Python hands signals to that one only
+                self.engine.stop_on_signals()
             return loop.run()
         finally:
             self.is_in_train = False
             self.reports.close(ok=self.engine.stop_requested)  # nothing is left to close where training has ended well
             self.engine._stops.close()
 
-    def _watch_signals(self) -> None:
-        """Python hands signals to the main thread only; a Trainer in another is not stopped by them."""
-        if threading.current_thread() is threading.main_thread():
-            self.engine.stop_on_signals()
-
     @property
     def engine(self) -> Engine:
-        """It comes when it is needed: a job that goes on has the lanes that are on record."""
+        """Made when it is needed: a job that is resumed has the lanes that are on record."""
         if self._engine is None:
             self._engine = build_engine(self.args)
         return self._engine
@@ -236,7 +230,7 @@ class Trainer:
         kind = str(self.args.include_num_input_tokens_seen)
         return count_tokens(batch, self.main_input_name, padding=kind == "all")
 
-    # -- what is made of the arguments --------------------------------------------------------------------------------
+    # -- loaders, optimizer, schedule ---------------------------------------------------------------------------------
 
     def get_train_dataloader(self) -> DataLoader[Any]:
         data = self.train_dataset
@@ -281,7 +275,7 @@ class Trainer:
         collator.check(dataset)
         return collator
 
-    # -- measuring ----------------------------------------------------------------------------------------------------
+    # -- evaluation and prediction ------------------------------------------------------------------------------------
 
     def evaluate(
         self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
@@ -333,7 +327,7 @@ class Trainer:
     def main_input_name(self) -> str:
         return str(getattr(self.model, "main_input_name", "input_ids"))
 
-    # -- saving and telling -------------------------------------------------------------------------------------------
+    # -- saving and logging -------------------------------------------------------------------------------------------
 
     def save_model(self, output_dir: str | Path | None = None) -> None:
         """Weights as one safetensors file, with config and tokenizer where there are some; all workers call it."""
@@ -382,6 +376,11 @@ class Trainer:
 
     def remove_callback(self, callback: Any) -> None:
         self.callback_handler.pop(callback)
+
+    def new_state(self) -> TrainerState:
+        return TrainerState(
+            is_local_process_zero=self.is_local_process_zero(), is_world_process_zero=self.is_world_process_zero()
+        )
 
     def is_world_process_zero(self) -> bool:
         return self.args.world.is_main if self._engine is None else self._engine.is_main_process

@@ -173,10 +173,7 @@ class TrainingLoop:
         return loader, plan
 
     def _resume(self, which: bool | Path, accept: Sequence[str]) -> None:
-        state = TrainerState(
-            is_local_process_zero=self.trainer.is_local_process_zero(),
-            is_world_process_zero=self.trainer.is_world_process_zero(),
-        )
+        state = self.trainer.new_state()
         extra = self.checkpoints.resume(which, accept=accept) if which else None
         if extra is not None:
             state = self._restored(extra, state)
@@ -253,7 +250,7 @@ class TrainingLoop:
             if self.loader.epoch == before and trainer.control.should_epoch_stop:
                 self._skip_rest_of_epoch()
             ended = self.loader.epoch > before or trainer.control.should_training_stop
-            if ended and not self.engine.stop_requested:  # then it is done when the job goes on
+            if ended and not self.engine.stop_requested:  # then it is done when the job is resumed
                 self._end_epoch()
         self._end_epochs()
         return self._finish(began)
