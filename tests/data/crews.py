@@ -107,7 +107,7 @@ class Crew(ABC):
         self.interrupted = False
         members = [member for number, member in enumerate(self.members) if number not in change.lost]
         members = members or self.members[:1]
-        places = members[0].merged([member.committed_place() for member in self.members])
+        places = members[0].merged([member.state_after(None) for member in self.members])
         for member in self.members:
             if member not in members:
                 member.close()

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import BatchSampler, DataLoader
 
-from paceline.data.batch_sampler_shard import BatchSamplerShard
+from paceline.data.process_shards import BatchSamplerShard
 from paceline.errors import ConfigError
 
 TRUTH = (False, True)
@@ -194,7 +194,7 @@ def test_a_batch_that_cannot_be_split_equally_is_refused(size: int, nearest: str
 
 
 def test_splitting_without_a_batch_size_is_refused() -> None:
-    with pytest.raises(ConfigError, match="the batch sampler has no batch_size; give it one or deal whole batches"):
+    with pytest.raises(ConfigError, match="the batch sampler has no batch_size; give it one or give out whole batches"):
         BatchSamplerShard(Given([[0, 1]]), 2, 0, split_batches=True)
 
 

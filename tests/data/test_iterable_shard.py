@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from paceline.data.iterable_shard import IterableDatasetShard
+from paceline.data.process_shards import IterableDatasetShard
 from paceline.errors import ConfigError
 
 TRUTH = (False, True)

@@ -23,8 +23,8 @@ from torch.utils.data import (
 )
 from torch.utils.data.distributed import DistributedSampler
 
-from paceline.data.batch_sampler_shard import BatchSamplerShard
 from paceline.data.loader import ShardedLoader
+from paceline.data.process_shards import BatchSamplerShard
 from paceline.data.sharded_sampler import WorkItem
 from paceline.data.work_source import Deal
 from paceline.errors import ConfigError

@@ -145,7 +145,7 @@ def test_a_worker_that_joins_goes_on_where_the_others_are_whichever_epoch_that_i
     committed_steps(loader, loader.items(), 1)
     joins = loader_of(())
     loop = joins.items()
-    joins.restore(loader.committed_place())
+    joins.restore(loader.state_after(None))
     joins.redeal((1,))
     loop = joins.items()
     assert (next(loop)[0].epoch, joins.position) == (2, 16)

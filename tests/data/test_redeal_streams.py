@@ -154,7 +154,7 @@ def test_a_committed_place_is_json_and_small_enough_to_be_told_at_every_step() -
     for item, _ in of_a_step(stream.items()):
         if item.last_of_step:
             stream.commit(item)
-    place = stream.committed_place()
+    place = stream.state_after(None)
     assert json.loads(json.dumps(place)) == place
     assert {lane: value["samples"] for lane, value in place["lanes"].items()} == {"0": 2, "1": 2}
     assert len(json.dumps(place)) < 500
@@ -188,7 +188,7 @@ def test_a_worker_that_has_not_yet_learned_of_the_end_of_the_epoch_ends_its_loop
             break
     assert (first.epoch, second.epoch) == (1, 0)
     for _ in range(2):
-        second.redeal((0, 1, 2, 3), second.merged([second.committed_place(), first.committed_place()]))
+        second.redeal((0, 1, 2, 3), second.merged([second.state_after(None), first.state_after(None)]))
     assert list(second.items()) == []
     assert next(second.items())[0].epoch == 1
 

@@ -14,9 +14,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.data import byte_progress as byte_progress_module
 from paceline.data import token_build
-from paceline.data.byte_progress import byte_progress, in_units
+from paceline.data.token_build import byte_progress, in_units
 from paceline.data.token_file import TokenFile
 from paceline.errors import ConfigError, DataError, PacelineError
 
@@ -262,7 +261,7 @@ def test_a_terminal_gets_a_bar_unless_it_is_unwanted(monkeypatch: pytest.MonkeyP
     monkeypatch.delenv("NO_COLOR", raising=False)
     screen = io.StringIO()
     monkeypatch.setattr(screen, "isatty", lambda: True)
-    monkeypatch.setattr(byte_progress_module.sys, "stderr", screen)
+    monkeypatch.setattr(token_build.sys, "stderr", screen)
     with byte_progress("quiet", 100, show=False) as done:
         done(100)
     assert screen.getvalue() == ""

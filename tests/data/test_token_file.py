@@ -16,8 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
+from paceline.data.token_build import HEADER_BYTES, MAGIC, VERSION, TokenHeader
 from paceline.data.token_file import TokenFile
-from paceline.data.token_header import HEADER_BYTES, MAGIC, VERSION, TokenHeader
 from paceline.errors import ConfigError, DataError
 
 TEXT = bytes(range(65, 91)) * 4

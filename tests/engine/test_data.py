@@ -312,7 +312,7 @@ def test_a_stream_whose_agreement_is_cut_off_goes_on_with_the_communicator_that_
     with pytest.raises(GenerationEnded):
         next(items)
     groups.append(Group())
-    source.redeal((0, 1), source.merged([source.committed_place()]))
+    source.redeal((0, 1), source.merged([source.state_after(None)]))
     again = source.items()
     assert [(item, batch[1].tolist()) for item, batch in (next(again), next(again))] == [
         (item, batch[1].tolist()) for item, batch in handed

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from paceline.data.audit import AttemptReport, EpochReport, Report, Where
-    from paceline.data.token_header import TokenHeader
+    from paceline.data.token_build import TokenHeader
 
 WIDTH_OF_A_FILE = 120
 ROWS = 20
@@ -88,8 +88,7 @@ def tokenize(
     """Make one token file of text files, for paceline.data.TokenFile to open."""
     from rich.console import Console
 
-    from paceline.data.byte_progress import in_units
-    from paceline.data.token_build import build_token_file
+    from paceline.data.token_build import build_token_file, in_units
 
     sources = list(_text_files(files, glob or ["*.txt"]))
     encode = None if tokenizer is None else JsonTokenizer(tokenizer)
@@ -203,7 +202,7 @@ def check(
 
 
 def is_whole(path: Path, console: Console) -> bool:
-    from paceline.data.byte_progress import in_units
+    from paceline.data.token_build import in_units
     from paceline.data.token_file import TokenFile
 
     try:

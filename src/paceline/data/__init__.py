@@ -6,11 +6,10 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from paceline.data.batch_sampler_shard import BatchSamplerShard
     from paceline.data.block_shuffle import BlockShuffleSampler
     from paceline.data.distributed_sampler import DistributedSampler
-    from paceline.data.iterable_shard import IterableDatasetShard
     from paceline.data.length_grouped import DistributedLengthGroupedSampler, LengthGroupedSampler
+    from paceline.data.process_shards import BatchSamplerShard, IterableDatasetShard
     from paceline.data.sharded_sampler import ShardedSampler
     from paceline.data.stream_reading import Stream
     from paceline.data.token_budget import TokenBudgetSampler
@@ -30,11 +29,11 @@ __all__ = [
 ]
 
 _HOMES = {
-    "BatchSamplerShard": "batch_sampler_shard",
+    "BatchSamplerShard": "process_shards",
     "BlockShuffleSampler": "block_shuffle",
     "DistributedLengthGroupedSampler": "length_grouped",
     "DistributedSampler": "distributed_sampler",
-    "IterableDatasetShard": "iterable_shard",
+    "IterableDatasetShard": "process_shards",
     "LengthGroupedSampler": "length_grouped",
     "ShardedSampler": "sharded_sampler",
     "Stream": "stream_reading",

@@ -116,7 +116,7 @@ class Packed:
         return batch
 
     def pin_memory(self) -> Any:
-        return torch_pinning.pin_memory(self.batch(pinned=True))  # type: ignore[no-untyped-call]
+        return pinned(self.batch(pinned=True))
 
 
 class BatchRing:
@@ -250,6 +250,10 @@ class _Emptying:
         fresh: np.ndarray[Any, Any] = np.empty(shape, dtype)
         ctypes.memmove(fresh.ctypes.data, self._address + place, size)
         return fresh
+
+
+def pinned(batch: Any) -> Any:
+    return torch_pinning.pin_memory(batch)  # type: ignore[no-untyped-call]
 
 
 def _tensor(*put: Any) -> Tensor:

@@ -23,8 +23,7 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import replace
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from queue import SimpleQueue
 from typing import Any, NamedTuple
 
@@ -34,7 +33,7 @@ import torch.utils.data._utils.worker as torch_worker
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, default_collate, get_worker_info
 
-from paceline.data.batch_ring import BatchMemory, BatchRing, Packed, RingAddress
+from paceline.data.batch_ring import BatchMemory, BatchRing, Packed, RingAddress, pinned
 from paceline.data.global_order import scrambled
 from paceline.data.loader_watch import COLLATING, HANDING_OVER, LoaderWatch, Slot, Slots, timed_out
 from paceline.data.sharded_sampler import WorkItem
@@ -85,78 +84,50 @@ CUDA = Library(torch.cuda.manual_seed, _cuda_offset)
 class ItemDataset(Dataset[Any]):
     """`dataset[wanted]` is the collated micro-batch of a work item."""
 
-    def __init__(
-        self, dataset: Dataset[Any], collate: Callable[[Any], Any], seed: int,
-        slots: Slots | None = None, rings: RingAddress | None = None,
-    ) -> None:  # fmt: skip
+    def __init__(self, dataset: Dataset[Any], collate: Callable[[Any], Any], seed: int) -> None:
         self.dataset = self._dataset = dataset
-        self._collate, self._seed, self._slots, self._rings = collate, seed, slots, rings
-        self._ring: BatchRing | None = None
+        self._collate, self._seed = collate, seed
+        self._at = Slot()  # which sample it is at, for others to see
         self._epoch: int | None = None
         self._undrawn = self._sample_key = 0
         self._drawn: list[Library] = []  # seeded before each sample
         self._quiet: list[tuple[Library, float]] = []  # seeded before each item, with their marks if nothing is drawn
         self._ready_made = False
         self._fetch_one: Callable[[int], Any] = dataset.__getitem__
-        self._fetch_many_of: Callable[[list[int]], Any] | None = getattr(dataset, "__getitems__", None)
+        self._fetch_many: Callable[[list[int]], Any] | None = getattr(dataset, "__getitems__", None)
 
     def __getitem__(self, wanted: Wanted) -> Any:
-        info = get_worker_info()
-        if info is None:
-            return self._batch(wanted, None)
-        assert self._slots is not None
-        assert self._rings is not None
-        if self._ring is None:
-            self._ring = BatchRing(self._rings, info.id)
-        try:
-            batch = self._batch(wanted, self._slots[info.id])
-            try:
-                return self._ring.packed(batch)
-            except Exception as error:
-                raise _failed(f"the batch of {_names(wanted[2])} can't leave the loader process", error) from error
-        except DataError as error:
-            return Failure(str(error))
-
-    def _batch(self, wanted: Wanted, slot: Slot | None) -> Any:
         epoch, position, ids = wanted
         if epoch != self._epoch:
             self._enter(epoch, position)
-        samples = self._samples(position, ids, slot)
-        if slot is not None:
-            slot.state = COLLATING
+        samples = self._samples(position, ids)
+        self._at.state = COLLATING
         try:
-            batch = self._collated(samples, epoch, position)
+            if self._collate is default_collate:  # which draws nothing
+                batch = self._default_collated(samples)
+            else:
+                seed_everything(mix(self._seed, "collate", epoch, position))
+                batch = self._collate(samples)
         except Exception as error:
             raise _failed(f"collate_fn failed on {_names(ids)}", error) from error
-        if slot is not None:
-            slot.state = HANDING_OVER
+        self._at.state = HANDING_OVER
         return batch
 
-    def _collated(self, samples: Any, epoch: int, position: int) -> Any:
-        if self._collate is not default_collate:
-            seed_everything(mix(self._seed, "collate", epoch, position))
-            return self._collate(samples)
-        # It draws nothing; and where it does not see that this is a loader process, it does not open shared memory.
-        info = torch_worker._worker_info
-        if self._ring is not None and self._ring.took_the_last:
-            torch_worker._worker_info = None
-        try:
-            return default_collate(samples)
-        finally:
-            torch_worker._worker_info = info
+    def _default_collated(self, samples: Any) -> Any:
+        return default_collate(samples)
 
-    def _samples(self, position: int, ids: tuple[int, ...], slot: Slot | None) -> Any:
+    def _samples(self, position: int, ids: tuple[int, ...]) -> Any:
         while True:
             for library, _ in self._quiet:
                 library.seed(self._undrawn)
-            samples = self._fetch_each(position, ids, slot) if self._drawn else self._fetch(ids, slot)
+            samples = self._fetch_each(position, ids) if self._drawn else self._fetch(ids)
             drawn = [library for library, mark in self._quiet if library.mark() != mark]
             if not drawn:
                 return samples
             self._drawn += drawn
             self._quiet = [(library, mark) for library, mark in self._quiet if library not in drawn]
 
-    def _fetch_each(self, position: int, ids: tuple[int, ...], slot: Slot | None) -> Any:
+    def _fetch_each(self, position: int, ids: tuple[int, ...]) -> Any:
         samples: list[Any] = []
         key, libraries = self._sample_key + position, [library.seed for library in self._drawn]
         for place, sample in enumerate(ids):
@@ -164,36 +135,30 @@ class ItemDataset(Dataset[Any]):
             for seed_library in libraries:
                 seed_library(seed)
             if self._ready_made:
-                return self._fetch(ids, slot)
-            samples += self._fetch((sample,), slot)
+                return self._fetch(ids)
+            samples += self._fetch((sample,))
         return samples
 
-    def _fetch(self, ids: Sequence[int], slot: Slot | None) -> Any:
-        fetch_many = self._fetch_many_of
-        if fetch_many is not None:
-            return self._fetch_many(fetch_many, ids, slot)
+    def _fetch(self, ids: Sequence[int]) -> Any:
+        at = self._at
+        if self._fetch_many is not None:
+            at.sample, at.state = ids[0], len(ids)
+            try:
+                fetched = self._fetch_many(list(ids))
+            except Exception as error:
+                raise _failed(f"the dataset failed on {_names(ids)}", error) from error
+            self._ready_made = not isinstance(fetched, list)  # a batch, not to be put together from single samples
+            return fetched
         samples: list[Any] = []
+        at.state = 1
         try:
-            if slot is None:
-                samples.extend(map(self._fetch_one, ids))  # what was fetched before an error is in the list
-            else:
-                slot.state = 1
-                for sample in ids:
-                    slot.sample = sample
-                    samples.append(self._fetch_one(sample))
-        except Exception as error:
+            self._fetch_in_turn(ids, samples)
+        except Exception as error:  # what was fetched before it is in the list
             raise _failed(f"the dataset failed on sample {ids[len(samples)]}", error) from error
         return samples
 
-    def _fetch_many(self, fetch_many: Callable[[list[int]], Any], ids: Sequence[int], slot: Slot | None) -> Any:
-        if slot is not None:
-            slot.sample, slot.state = ids[0], len(ids)
-        try:
-            fetched = fetch_many(list(ids))
-        except Exception as error:
-            raise _failed(f"the dataset failed on {_names(ids)}", error) from error
-        self._ready_made = not isinstance(fetched, list)  # a batch, which can't be put together from single samples
-        return fetched
+    def _fetch_in_turn(self, ids: Sequence[int], samples: list[Any]) -> None:
+        samples.extend(map(self._fetch_one, ids))
 
     def _enter(self, epoch: int, position: int) -> None:
         """A dataset that wants to know its epoch is told; nobody calls set_epoch."""
@@ -211,6 +176,46 @@ class ItemDataset(Dataset[Any]):
             if library not in self._drawn:
                 library.seed(self._undrawn)
                 self._quiet.append((library, library.mark()))
+
+
+class LoaderProcessDataset(ItemDataset):
+    """The same in a loader process: batches leave by the ring, and errors as texts."""
+
+    def __init__(
+        self, dataset: Dataset[Any], collate: Callable[[Any], Any], seed: int, slots: Slots, rings: RingAddress
+    ) -> None:
+        super().__init__(dataset, collate, seed)
+        self._slots, self._rings = slots, rings
+        self._ring: BatchRing | None = None
+
+    def __getitem__(self, wanted: Wanted) -> Any:
+        if self._ring is None:
+            info = get_worker_info()
+            assert info is not None
+            self._ring, self._at = BatchRing(self._rings, info.id), self._slots[info.id]
+        try:
+            batch = super().__getitem__(wanted)
+            try:
+                return self._ring.packed(batch)
+            except Exception as error:
+                raise _failed(f"the batch of {_names(wanted[2])} can't leave the loader process", error) from error
+        except DataError as error:
+            return Failure(str(error))
+
+    def _fetch_in_turn(self, ids: Sequence[int], samples: list[Any]) -> None:
+        for sample in ids:
+            self._at.sample = sample
+            samples.append(self._fetch_one(sample))
+
+    def _default_collated(self, samples: Any) -> Any:
+        """Where it does not see that this is a loader process, it does not open shared memory, which the ring has."""
+        info = torch_worker._worker_info
+        if self._ring is not None and self._ring.took_the_last:
+            torch_worker._worker_info = None
+        try:
+            return default_collate(samples)
+        finally:
+            torch_worker._worker_info = info
 
 
 @contextmanager
@@ -249,42 +254,68 @@ def _names(ids: Sequence[int]) -> str:
 
 
 class ItemFetcher:
-    """Fetches work items as the user's DataLoader `source` would: its dataset, collate_fn and loader processes."""
+    """Fetches work items as the user's DataLoader `source` would, in this process."""
 
     def __init__(self, source: DataLoader[Any], deal: Deal) -> None:
-        self._source, self._deal = source, deal
+        self._dataset = ItemDataset(source.dataset, source.collate_fn, deal.seed)
+        self._pins = source.pin_memory and torch.accelerator.is_available()
+
+    def of(self, items: Iterator[WorkItem]) -> Generator[Pair]:
+        for item in items:
+            batch = self._dataset[item.epoch, item.position, item.sample_ids]
+            yield item, pinned(batch) if self._pins else batch
+
+    def assign(self, lanes: tuple[int, ...]) -> None:
+        """These lanes from now on."""
+
+    def staying(self) -> AbstractContextManager[None]:
+        """What `of` gave is closed, and other items are asked for next: loader processes stay for them."""
+        return nullcontext()
+
+    def close(self) -> None:
+        """End the loader processes."""
+
+
+class ProcessFetcher(ItemFetcher):
+    """… in its loader processes."""
+
+    def __init__(self, source: DataLoader[Any], deal: Deal) -> None:
+        self._source, self._seed, self._lanes = source, deal.seed, deal.ride
         self._timeout_s = source.timeout or deal.timeout_s
-        self._watch = LoaderWatch(source.num_workers) if source.num_workers > 0 else None
-        self._memory = BatchMemory(source.num_workers, source.prefetch_factor or 1) if self._watch is not None else None
-        slots = self._watch.slots if self._watch is not None else None
-        rings = self._memory.address if self._memory is not None else None
-        self._dataset = ItemDataset(source.dataset, source.collate_fn, deal.seed, slots, rings)
+        self._watch = LoaderWatch(source.num_workers)
+        self._memory = BatchMemory(source.num_workers, source.prefetch_factor or 1)
+        slots, rings = self._watch.slots, self._memory.address
+        self._dataset = LoaderProcessDataset(source.dataset, source.collate_fn, deal.seed, slots, rings)
         self._asked = _Asked()
-        self._generator = _generator_of(deal)
+        self._generator = torch.Generator()
+        self._seed_processes()
         self._loader = self._make_loader()
         self._fetched: Any = None
         self._receiver: BatchReceiver | None = None
         self._leaving, self._stay = False, source.persistent_workers
 
-    def ride(self, lanes: tuple[int, ...]) -> None:
-        """These lanes from now on; processes that run already keep the seed of the ones before."""
-        if lanes == self._deal.ride:
-            return
-        self._deal = replace(self._deal, ride=lanes)
-        self._generator = _generator_of(self._deal)
-        if self._fetched is None:
-            self._loader = self._make_loader()
+    def assign(self, lanes: tuple[int, ...]) -> None:
+        """Processes that run already keep the seed of the lanes before."""
+        if lanes != self._lanes:
+            self._lanes = lanes
+            self._seed_processes()
+
+    def _seed_processes(self) -> None:
+        """So that what the user makes there from torch's seed differs from worker to worker.
+
+        No sample's value depends on it: those are seeded each for itself.
+        """
+        self._generator.manual_seed(mix(self._seed, "loader processes", *self._lanes))
 
     @contextmanager
     def staying(self) -> Iterator[None]:
-        """What `of` gave is closed, and other items are asked for next: processes stay for them."""
         self._stay = True
         try:
             yield
         finally:
             self._stay = self._source.persistent_workers
 
-    def of(self, items: Iterator[WorkItem]) -> Generator[tuple[WorkItem, Any]]:
+    def of(self, items: Iterator[WorkItem]) -> Generator[Pair]:
         clean = False
         try:
             self._drop_what_is_on_its_way()
@@ -309,13 +340,10 @@ class ItemFetcher:
                 self._end_processes()
 
     def close(self) -> None:
-        """End the loader processes."""
         self._stop_receiving()
         self._end_processes()
-        if self._watch is not None:
-            self._watch.close()
-        if self._memory is not None:
-            self._memory.close()
+        self._watch.close()
+        self._memory.close()
 
     # -- batches -----------------------------------------------------------------------------------------------------
 
@@ -326,8 +354,6 @@ class ItemFetcher:
 
     def _awaited(self) -> Any:
         """The next batch. torch gives up now and then, so that a process that died or hangs is missed."""
-        if self._watch is None:
-            return next(self._fetched, _NO_MORE)
         deadline = time.monotonic() + self._timeout_s
         while True:
             try:
@@ -343,8 +369,8 @@ class ItemFetcher:
                     raise DataError(self._watch.delayed(what)) from error
 
     def _receive_ahead(self) -> None:
-        if self._watch is None or self._source.pin_memory:
-            return
+        if self._source.pin_memory:
+            return  # torch has such a thread there
         if self._receiver is None:
             self._receiver = BatchReceiver(self._awaited)
         self._receiver.ask()
@@ -358,8 +384,6 @@ class ItemFetcher:
     # -- processes ---------------------------------------------------------------------------------------------------
 
     def _begin(self) -> Iterator[Any]:
-        if self._watch is None:
-            return iter(self._loader) if self._source.pin_memory else map(self._dataset.__getitem__, self._asked)
         with self._watch.starting():
             try:
                 fetched: Any = iter(self._loader)
@@ -380,7 +404,7 @@ class ItemFetcher:
     def _end_processes(self) -> None:
         shutdown = getattr(self._fetched, "_shutdown_workers", None)
         self._fetched = None
-        if shutdown is None or self._watch is None:
+        if shutdown is None:
             return
         shutdown()
         for process in self._watch.processes:  # torch asks one that hangs to terminate, and leaves it at that
@@ -391,15 +415,6 @@ class ItemFetcher:
 
     def _make_loader(self) -> DataLoader[Any]:
         source = self._source
-        options: dict[str, Any] = {}
-        if self._watch is not None:
-            options = {
-                "prefetch_factor": source.prefetch_factor,
-                "multiprocessing_context": source.multiprocessing_context,
-                "worker_init_fn": self._watch.started(source.worker_init_fn),
-                "persistent_workers": True,  # when they end is decided here
-                "timeout": min(LOOK_AFTER_THEM_S, self._timeout_s),
-            }
         return DataLoader(
             self._dataset,
             batch_size=None,
@@ -408,7 +423,11 @@ class ItemFetcher:
             num_workers=source.num_workers,
             pin_memory=source.pin_memory,
             generator=self._generator,
-            **options,
+            prefetch_factor=source.prefetch_factor,
+            multiprocessing_context=source.multiprocessing_context,
+            worker_init_fn=self._watch.started(source.worker_init_fn),
+            persistent_workers=True,  # when they end is decided here
+            timeout=min(LOOK_AFTER_THEM_S, self._timeout_s),
         )
 
 
@@ -435,16 +454,6 @@ class _Asked:
         return self._out.popleft()
 
 
-def _generator_of(deal: Deal) -> torch.Generator:
-    """Seeds loader processes, so that what the user makes there from torch's seed differs from worker to worker.
-
-    No sample's value depends on it: those are seeded each for itself.
-    """
-    generator = torch.Generator()
-    generator.manual_seed(mix(deal.seed, "loader processes", *deal.ride))
-    return generator
-
-
 def as_it_is(batch: Any) -> Any:
     return batch
 
@@ -455,8 +464,7 @@ class BatchReceiver:
         loop       step on batch 1 ▓▓▓▓▓▓▓▓▓▓▓   step on batch 2 ▓▓▓▓▓▓▓▓▓▓▓
         thread      batch 2 ▒▒                    batch 3 ▒▒                    handing over memory takes about 1 ms
 
-    torch has such a thread only where it pins memory. `ask()` has the thread call `take`; `next()` is what it gave, or
-    raises what it raised.
+    `ask()` has the thread call `take`; `next()` is what it gave, or raises what it raised.
     """
 
     def __init__(self, take: Callable[[], Any]) -> None:

@@ -37,7 +37,7 @@ import numpy.typing as npt
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, SequentialSampler
 
-from paceline.data.fetching import ItemFetcher
+from paceline.data.fetching import ItemFetcher, ProcessFetcher
 from paceline.data.global_order import GlobalOrder, Listed, Sequential, Shuffled
 from paceline.data.sharded_sampler import BatchPlan, Cut, ListedPlan, WorkItem, lane_items, work_items
 from paceline.data.work_source import Deal
@@ -277,7 +277,7 @@ class ShardedLoader:
         self._epochs = Epochs(source, deal)
         self._place = self._epochs.first_place(epoch=0)
         self._epochs.of(self._place)  # says now what is wrong with it
-        self._fetching = ItemFetcher(source, deal)
+        self._fetching = (ProcessFetcher if source.num_workers > 0 else ItemFetcher)(source, deal)
         self._loops = Loops()
 
     # -- the place ---------------------------------------------------------------------------------------------------
@@ -380,14 +380,11 @@ class ShardedLoader:
 
     takes_places = False  # every worker knows the place
 
-    def committed_place(self) -> dict[str, Any]:
-        return self.state_after(None)
-
     def redeal(self, ride: tuple[int, ...], places: Mapping[str, Any] | None = None) -> None:
         self._deal = replace(self._deal, ride=ride)
         with self._fetching.staying():
             self._loops.interrupt()
-        self._fetching.ride(ride)
+        self._fetching.assign(ride)
 
     def items(self) -> Iterator[tuple[WorkItem, Any]]:
         return self._loops.begin(

@@ -58,34 +58,6 @@ class WorkItem(NamedTuple):
     shadow: bool = False  # a worker with nothing to do runs the body all the same; everything it computes is dropped
 
 
-class Cut(Protocol):
-    """The cut of an epoch's positions into steps, lanes and micro-batches.
-
-    It begins at 0, or where the epoch was when the job went on with another cut.
-    """
-
-    @property
-    def samples(self) -> int: ...
-
-    @property
-    def steps(self) -> int: ...
-
-    @property
-    def samples_per_epoch(self) -> int: ...
-
-    def step_range(self, step: int) -> tuple[int, int]:
-        """The positions of the epoch's order that this step uses."""
-        ...
-
-    def step_at(self, position: int) -> int:
-        """The step that begins at `position`."""
-        ...
-
-    def micro_batches(self, step: int) -> dict[int, list[range]]:
-        """Per present lane, the position ranges of its micro-batches, in order."""
-        ...
-
-
 class OrderedSampler(Protocol):
     """A sampler that `Engine.prepare` asks for an epoch's order instead of iterating it."""
 
@@ -101,7 +73,10 @@ class OrderedSampler(Protocol):
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """The cut of an epoch of `samples` into equal micro-batches."""
+    """The cut of an epoch of `samples` into equal micro-batches.
+
+    It begins at 0, or at `start`: where the epoch was when the job went on with another cut.
+    """
 
     samples: int
     batch_size: int
@@ -134,13 +109,16 @@ class BatchPlan:
         return min(self.samples, self.start + self.steps * self.global_batch)
 
     def step_range(self, step: int) -> tuple[int, int]:
+        """The positions of the epoch's order that this step uses."""
         low = self.start + step * self.global_batch
         return low, min(low + self.global_batch, self.samples)
 
     def step_at(self, position: int) -> int:
+        """The step that begins at `position`."""
         return -(-(position - self.start) // self.global_batch)
 
     def micro_batches(self, step: int) -> dict[int, list[range]]:
+        """Per present lane, the position ranges of its micro-batches, in order."""
         low, high = self.step_range(step)
         if high - low == self.global_batch:
             size, stride = self.batch_size, self.lanes * self.batch_size
@@ -204,6 +182,9 @@ class ListedPlan:
     def _batches(self, step: int) -> tuple[int, int]:
         first = self._first + step * self._per_step
         return first, min(first + self._per_step, len(self.ends) - 1)
+
+
+Cut = BatchPlan | ListedPlan
 
 
 def _in_lanes(parts: Sequence[range], lanes: int) -> dict[int, list[range]]:

@@ -162,13 +162,10 @@ class StreamLoader:
     def takes_places(self) -> bool:
         return self.splits  # who reads the whole stream knows the place of all lanes
 
-    def committed_place(self) -> dict[str, Any]:
-        return self.state_after(None)
-
     def redeal(self, ride: tuple[int, ...], places: Mapping[str, Any] | None = None) -> None:
         """A part goes on from its committed place in a new iterator, whoever read it before."""
         before = self._deal.ride
-        places = self.committed_place() if places is None else places
+        places = self.state_after(None) if places is None else places
         unknown = [str(lane) for lane in ride if str(lane) not in places["lanes"]] if places["step"] else []
         if unknown:
             raise DataError(

@@ -8,7 +8,7 @@
     sample 1                └────x────┘              x = t4 … t7, y = t5 … t8
 
 The file is mapped, not read: a terabyte opens as quickly as a page, workers of a host share one copy in memory, and
-what is never asked for is never loaded. Its header (token_header.py) is checked on opening, its tokens by `verify`.
+what is never asked for is never loaded. Its header (token_build.py) is checked on opening, its tokens by `verify`.
 """
 
 from __future__ import annotations
@@ -25,9 +25,15 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from paceline.data.byte_progress import byte_progress
-from paceline.data.token_build import Encode, build_token_file
-from paceline.data.token_header import BUILD_AGAIN, HEADER_BYTES, TokenHeader, read_header
+from paceline.data.token_build import (
+    BUILD_AGAIN,
+    HEADER_BYTES,
+    Encode,
+    TokenHeader,
+    build_token_file,
+    byte_progress,
+    read_header,
+)
 from paceline.errors import ConfigError, DataError
 from paceline.input_file import open_input
 

@@ -64,16 +64,15 @@ class WorkSource(Protocol):
 
         It ends what `items()` gave before. If that was not closed yet, the next `items()` goes on with the same loop
         (see `loops`): nothing is left where its epoch's last step has been committed. With the same lanes, the step in
-        progress is handed out again, bit for bit. `places` is `merged(…)` of the `committed_place()` of each worker.
+        progress is handed out again, bit for bit. `places` is `merged(…)` of the `state_after(None)` of each worker.
         """
         ...
 
-    def committed_place(self) -> dict[str, Any]:
-        """The place in the data behind the last committed step, as JSON can hold it; of a stream, of these lanes."""
-        ...
-
     def state_after(self, item: WorkItem | None) -> dict[str, Any]:
-        """The place in the data when the step of `item` is done; with None, as it is now."""
+        """The place in the data when the step of `item` is done, as JSON can hold it; with None, as it is now.
+
+        Of a stream, the places of this worker's lanes.
+        """
         ...
 
     def commit(self, item: WorkItem) -> None: ...

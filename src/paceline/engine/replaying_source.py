@@ -105,9 +105,6 @@ class ReplayingSource:
     def takes_places(self) -> bool:
         return False
 
-    def committed_place(self) -> dict[str, Any]:
-        return self._source.committed_place()
-
     def redeal(self, ride: tuple[int, ...], places: Mapping[str, Any] | None = None) -> None:
         raise ConfigError("a replay is one process that follows the log of its run: workers can't join or leave it")
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.data.published_file import ABANDONED_AFTER_S, published_when_whole
+from paceline.data.token_build import ABANDONED_AFTER_S, published_when_whole
 
 HOST = socket.gethostname()
 
@@ -48,7 +48,7 @@ def test_a_writer_that_fails_leaves_the_older_file_and_nothing_else(
 
 def test_what_a_killed_writer_left_is_removed_by_the_next(tmp_path: Path) -> None:
     script = (
-        "import sys, time, pathlib; from paceline.data.published_file import published_when_whole\n"
+        "import sys, time, pathlib; from paceline.data.token_build import published_when_whole\n"
         "with published_when_whole(pathlib.Path(sys.argv[1])) as file:\n"
         "    print('writing', flush=True); time.sleep(60)"
     )
