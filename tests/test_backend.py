@@ -5,6 +5,10 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
+
+pytestmark = pytest.mark.job
+
 
 def test_torch_knows_the_backend_without_an_import_of_ours() -> None:
     script = "import torch.distributed as dist, sys; print('PACELINE' in dist.Backend._plugins, len(sys.modules))"

@@ -20,6 +20,8 @@ from paceline.errors import GenerationEnded, WorldError
 from paceline.world.world import Elasticity, TcpRendezvous, World
 from tests.workers import run_workers
 
+pytestmark = pytest.mark.workers
+
 BACKENDS = ["paceline", "gloo"]
 CPU = torch.device("cpu")
 

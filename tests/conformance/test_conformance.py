@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.conformance.driver import EXCEPTIONS, complaints, recorded
 from tests.conformance.suite import LikeGloo, Outcome
 
@@ -43,6 +45,7 @@ ONE_OF_EACH = [
 ]
 
 
+@pytest.mark.job
 def test_one_of_each_kind_of_pytorchs_distributed_tests_passes() -> None:
     command = [sys.executable, "-m", "tests.conformance.driver", "--world-size", "3", "--jobs", "3", "--tests"]
     root = Path(__file__).parents[2]

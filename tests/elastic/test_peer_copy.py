@@ -102,6 +102,7 @@ def connected(address: str, *, token: str = TOKEN, timeout_s: float = 20.0) -> I
 # -- reading -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.workers
 def test_a_state_is_put_together_from_this_host_and_from_another(tmp_path: Path) -> None:
     here = tmp_path / "here"
     here.mkdir()
@@ -131,6 +132,7 @@ def test_only_the_bytes_that_are_asked_for_travel(tmp_path: Path, monkeypatch: p
         assert asked == [40]
 
 
+@pytest.mark.workers
 def test_a_slot_or_step_that_is_not_there_is_told_by_the_host_that_was_asked(tmp_path: Path) -> None:
     with host(tmp_path / "there", {2: 0}, step=numbered(5)) as other, connected(other.address) as remote:
         assert (remote.steps_of(2), remote.steps_of(7)) == ([numbered(5)], [])
@@ -157,6 +159,7 @@ def test_a_state_that_was_written_over_is_an_error_and_the_connection_goes_on(tm
 # -- a server that dies ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.workers
 def test_a_reader_whose_server_dies_is_told_who(tmp_path: Path) -> None:
     with host(tmp_path / "there", {2: 0}, step=numbered(5)) as other, connected(other.address) as remote:
         tree = read_anywhere(tmp_path, numbered(5), [2], [remote]).tree
@@ -167,6 +170,7 @@ def test_a_reader_whose_server_dies_is_told_who(tmp_path: Path) -> None:
             tree["weight"].whole()
 
 
+@pytest.mark.workers
 def test_another_worker_of_the_host_stands_in_for_a_server_that_died(tmp_path: Path) -> None:
     there = tmp_path / "there"
     with host(there, {2: 0}, step=5) as first, host(there) as second:
@@ -310,6 +314,7 @@ def place_of(server: PeerServer) -> tuple[str, int]:
 # -- copies ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.workers
 def test_a_copy_on_another_host_survives_the_loss_of_this_one(tmp_path: Path) -> None:
     lost, there = tmp_path / "lost", tmp_path / "there"
     lost.mkdir()
@@ -389,6 +394,7 @@ def pushes_for_ever(folder: Path, address: str, first: int) -> None:
             step += 1
 
 
+@pytest.mark.workers
 def test_a_worker_that_is_killed_while_it_pushes_leaves_whole_copies(tmp_path: Path) -> None:
     mine, there = tmp_path / "mine", tmp_path / "there"
     mine.mkdir()

@@ -20,6 +20,8 @@ from paceline.elastic.ledger import Row
 from paceline.elastic.random_faults import KINDS, Draw, HurtJob, cut_connection, draws
 from paceline.world.process_name import SERVER
 
+pytestmark = pytest.mark.job
+
 # A supervisor, its stable, and four workers that sleep, beside one child of the stable that is no worker.
 TREE = """
 import os, signal, sys, time

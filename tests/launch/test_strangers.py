@@ -208,6 +208,7 @@ def test_one_line_is_said_per_source_and_minute_and_few_sources_have_any() -> No
     assert said.count("crowd") == strangers.MOST_SOURCES
 
 
+@pytest.mark.job
 def test_memory_and_log_of_a_real_job_do_not_grow_with_strangers(launch: Callable[..., Launch], tmp_path: Path) -> None:
     """A small version of 60 connections with 7.5 MiB each, and of 400 with nonsense."""
     port = free_port("127.0.0.1")

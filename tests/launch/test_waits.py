@@ -102,6 +102,7 @@ engine.barrier()
 """
 
 
+@pytest.mark.job
 @pytest.mark.parametrize(
     ("case", "flags", "code", "told"),
     [
