@@ -9,7 +9,7 @@ help:
 	@echo "make demo        train a small GPT on Python's own source with 2 workers, about one minute"
 	@echo "make test        lint, types, import layers, quick unit tests and smoke tests: before a commit"
 	@echo "make test-rest   exactly the tests that \`make test\` leaves out"
-	@echo "make test-all    what CI runs: both, every 97th of bits, fuzz, conformance"
+	@echo "make test-all    what CI runs: both, every 127th of bits, fuzz, conformance"
 	@echo "make bits        the full product of workers, lanes, buckets and models: one hash each"
 	@echo "make fuzz        random models, optimizers, strategies and workers: the bits of one worker, for SECONDS (60)"
 	@echo "make faults      workers killed, stopped and failing in every phase of a step, under every strategy"
@@ -42,7 +42,7 @@ pytest: setup
 test-rest: setup
 	$(PYTHON) -m pytest -m "not ($(QUICK))"
 
-test-all: EVERY = 97
+test-all: EVERY = 127
 test-all: test test-rest bits fuzz conformance
 
 # Of the full product every EVERY-th combination; a prime above 3 meets all values of all its axes.
