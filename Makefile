@@ -38,7 +38,7 @@ layers: setup
 # CONTRIBUTING.md has the table of markers. A file runs whole: `.venv/bin/python -m pytest tests/data/test_loader.py`.
 QUICK := smoke or (unit and not slow)
 pytest: setup
-	$(PYTHON) -m pytest -m "$(QUICK)" -n 2
+	$(PYTHON) -m pytest -m "$(QUICK)" -n logical --maxprocesses 8 --dist worksteal
 test-rest: setup
 	$(PYTHON) -m pytest -m "not ($(QUICK))"
 
@@ -57,8 +57,8 @@ fuzz: setup
 
 faults: setup
 	$(PYTHON) -m pytest tests/faults --full-product --every $(EVERY)
-	$(PYTHON) -m pytest tests/strategies tests/parameter_server/test_killed.py tests/launch/test_network_namespaces.py \
-	  -k "dismantling or killed or namespaces" --full-product
+	$(PYTHON) -m pytest tests/strategies/test_dismantling*.py tests/parameter_server/test_killed.py \
+	  tests/launch/test_network_namespaces.py
 
 conformance: setup
 	$(PYTHON) -m tests.conformance.driver
