@@ -4,11 +4,12 @@ PYTHON := $(VENV)/bin/python
 PIP    := $(PYTHON) -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 READY  := $(VENV)/.ready
 
-.PHONY: help setup demo test lint types layers pytest rest bits fuzz faults conformance clean
+.PHONY: help setup demo test lint types layers pytest test-rest test-all bits fuzz faults conformance clean
 help:
 	@echo "make demo        train a small GPT on Python's own source with 2 workers, about one minute"
-	@echo "make test        lint, types, import layers, tests"
-	@echo "make rest        the tests that \`make test\` leaves out of its longest files"
+	@echo "make test        lint, types, import layers, quick unit tests and smoke tests: before a commit"
+	@echo "make test-rest   exactly the tests that \`make test\` leaves out"
+	@echo "make test-all    what CI runs: both, every 127th of bits, fuzz, conformance"
 	@echo "make bits        the full product of workers, lanes, buckets and models: one hash each"
 	@echo "make fuzz        random models, optimizers, strategies and workers: the bits of one worker, for SECONDS (60)"
 	@echo "make faults      workers killed, stopped and failing in every phase of a step, under every strategy"
@@ -34,16 +35,20 @@ types: setup
 	$(PYTHON) -m mypy
 layers: setup
 	$(VENV)/bin/lint-imports
+# CONTRIBUTING.md has the table of markers. A file runs whole: `.venv/bin/python -m pytest tests/data/test_loader.py`.
+QUICK := smoke or (unit and not slow)
 pytest: setup
-	$(PYTHON) -m pytest
+	$(PYTHON) -m pytest -m "$(QUICK)" -n logical --maxprocesses 8 --dist worksteal
+test-rest: setup
+	$(PYTHON) -m pytest -m "not ($(QUICK))"
 
-rest: setup
-	$(PYTHON) -m pytest --rest
+test-all: EVERY = 127
+test-all: test test-rest bits fuzz conformance
 
 # Of the full product every EVERY-th combination; a prime above 3 meets all values of all its axes.
 EVERY ?= 1
 bits: setup
-	$(PYTHON) -m pytest tests/bits --full-product --every $(EVERY)
+	$(PYTHON) -m pytest -m product --full-product --every $(EVERY) tests/bits
 
 # Seeded by the date; another SEED, or `python -m tests.bits.fuzz --help`, for more.
 SECONDS ?= 60
@@ -52,8 +57,8 @@ fuzz: setup
 
 faults: setup
 	$(PYTHON) -m pytest tests/faults --full-product --every $(EVERY)
-	$(PYTHON) -m pytest tests/strategies tests/parameter_server/test_killed.py tests/launch/test_network_namespaces.py \
-	  -k "dismantling or killed or namespaces" --full-product
+	$(PYTHON) -m pytest tests/strategies/test_dismantling*.py tests/parameter_server/test_killed.py \
+	  tests/launch/test_network_namespaces.py
 
 conformance: setup
 	$(PYTHON) -m tests.conformance.driver

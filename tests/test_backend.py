@@ -27,6 +27,10 @@ def run(script: str, **variables: str) -> subprocess.CompletedProcess[str]:
         [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False, env=environment
     )
 
+import pytest
+
+pytestmark = pytest.mark.job
+
 
 def test_torch_knows_the_backend_without_an_import_of_ours() -> None:
     done = run("import torch.distributed as dist, sys; print('PACELINE' in dist.Backend._plugins, len(sys.modules))")

@@ -1,10 +1,16 @@
-"""What the README says is true: the hello world is the example, and differs from plain PyTorch in four lines."""
+"""What the README says is true: its commands run, and the hello world is the example, four lines from plain PyTorch."""
 
 from __future__ import annotations
 
 import ast
 import re
+import shlex
 from pathlib import Path
+
+import pytest
+
+from tests.examples.running import hash_in
+from tests.faults.jobs import BorrowedPopen
 
 ROOT = Path(__file__).parents[1]
 
@@ -36,6 +42,40 @@ def test_the_hello_world_changes_at_most_four_lines() -> None:
 def test_the_hello_world_is_the_example() -> None:
     _, ours = hello_worlds()
     assert statements((ROOT / "examples/hello.py").read_text()) == statements(ours)
+
+
+def commands_of(section: str) -> list[str]:
+    """What the section has `paceline` do, in fewer steps, and with two workers where it tries several numbers."""
+    text = (ROOT / "README.md").read_text().split(f"## {section}\n")[1].split("\n## ")[0]
+    found = re.findall(r"^ *\.venv/bin/paceline (.*?)(?: \|.*)?$", text, re.MULTILINE)
+    fewer = {"--steps 20": "--steps 4", "--stop-after 7": "--stop-after 2", "$n": "2", "examples/": f"{ROOT}/examples/"}
+    for long, short in fewer.items():
+        found = [command.replace(long, short) for command in found]
+    return found
+
+
+def printed_by(command: str) -> str:
+    log = Path("printed.txt").resolve()
+    log.unlink(missing_ok=True)
+    started = BorrowedPopen(shlex.split(command), log, {})
+    while started.poll() is None:
+        started.wait()
+    assert started.returncode == 0, f"{command}\n{log.read_text()}"
+    return log.read_text()
+
+
+@pytest.mark.job
+@pytest.mark.smoke
+@pytest.mark.timeout(300)
+def test_the_first_commands_show_the_promise_and_that_no_sample_was_lost_by_a_resize(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    straight, stopped, resumed, audited = commands_of("Two commands")
+    expected = hash_in(printed_by(straight))
+    printed_by(stopped)
+    assert hash_in(printed_by(resumed)) == expected
+    assert "\n0 lost, 0 repeated\n" in printed_by(audited)
 
 
 def test_every_page_that_is_linked_exists() -> None:

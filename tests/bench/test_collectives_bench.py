@@ -67,6 +67,7 @@ def a_result(*cases: dict[str, Any]) -> dict[str, Any]:
 # -- between processes -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.workers
 @pytest.mark.parametrize("workers", [2, 3])
 def test_everybody_gets_every_operation_right_and_schedules_send_the_bytes_of_their_formula(workers: int) -> None:
     """`compare` looks at every result before it measures."""

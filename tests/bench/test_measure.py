@@ -23,6 +23,7 @@ from paceline.world.world import World
 from tests.workers import run_workers
 
 
+@pytest.mark.slow
 def test_a_small_race_measures_everyone_and_leaves_the_process_as_it_was(capsys: pytest.CaptureFixture[str]) -> None:
     # What DTensors used stays with this thread, a process group too, and a fork by another thread would hang.
     peers = tuple(peer for peer in PEERS if peer != "torch-fsdp2")
@@ -50,6 +51,7 @@ def steps_of_fsdp2(world: World) -> bool:
         return own < sum(p.numel() for p in parameters)
 
 
+@pytest.mark.workers
 def test_fsdp2_takes_part_and_keeps_a_part() -> None:
     for result in run_workers(steps_of_fsdp2, 2):
         assert result.error is None, result.traceback
@@ -121,6 +123,7 @@ def turns_of(name: str) -> list[dict[str, Any]]:
     return [result.value for result in results]
 
 
+@pytest.mark.workers
 def test_one_process_trains_on_the_batches_of_all_workers_while_the_others_do_nothing() -> None:
     (alone, idle), workers = turns_of("one-process"), turns_of("no-communication")
     assert (alone["batches"], idle["batches"]) == ([64, 64], [])
@@ -129,6 +132,7 @@ def test_one_process_trains_on_the_batches_of_all_workers_while_the_others_do_no
     assert alone["sums"] == pytest.approx([sum(of_all) for of_all in by_step])
 
 
+@pytest.mark.workers
 def test_one_process_works_on_as_many_threads_as_there_are_workers_and_gives_them_back() -> None:
     alone, idle = turns_of("one-process")
     assert alone["threads"] == [2, 2]
@@ -137,6 +141,7 @@ def test_one_process_works_on_as_many_threads_as_there_are_workers_and_gives_the
     assert idle["cpu_s"] < alone["cpu_s"] / 4, "the other worker does not sleep"
 
 
+@pytest.mark.workers
 def test_a_race_of_two_workers_has_one_process_in_its_turns() -> None:
     results = run_workers(measure_given, 2, text=ALONE.to_json())
     for rank, result in enumerate(results):

@@ -50,17 +50,20 @@ def row(contestant: str, workers: int, backend: str = "paceline") -> dict[str, A
     return row_of(MemoryRun(contestant, workers, backend), [result.value for result in results])
 
 
+@pytest.mark.workers
 @pytest.mark.parametrize("contestant", strategies())
 def test_parameters_gradients_and_state_are_within_three_percent_of_the_formula(contestant: str) -> None:
     found = row(contestant, 2)
     assert found["held"] == pytest.approx(found["formula"], rel=0.03), found
 
 
+@pytest.mark.workers
 def test_so_they_are_on_three_workers_over_gloo() -> None:
     found = row("zero1", 3, "gloo")
     assert found["held"] == pytest.approx(found["formula"], rel=0.03), found
 
 
+@pytest.mark.workers
 @pytest.mark.parametrize("contestant", ["torch-ddp", "torch-fsdp2"])
 def test_torch_is_measured_the_same_way(contestant: str) -> None:
     found = row(contestant, 2)
@@ -69,6 +72,7 @@ def test_torch_is_measured_the_same_way(contestant: str) -> None:
         assert found["buffers"] == pytest.approx(found["gradients"], rel=0.05)  # its buckets
 
 
+@pytest.mark.workers
 def test_parts_add_up_to_the_peak_and_activations_are_what_backward_needs() -> None:
     found = row("ddp", 2)
     assert sum(found[part] for part in PARTS) == found["step_peak"]

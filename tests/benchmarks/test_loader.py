@@ -16,6 +16,7 @@ from tests.benchmarks import script
 bench = script("loader")
 
 
+@pytest.mark.slow
 def test_both_sides_are_measured_and_shown(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(bench, "BATCHES", dict.fromkeys(bench.BATCHES, 3))
     monkeypatch.setattr(bench, "STEPS", 3)

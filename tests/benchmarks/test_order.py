@@ -48,6 +48,7 @@ def test_each_side_gives_a_batch_of_different_ids_from_both_places(side: str) ->
         assert all(0 <= sample < 1000 for sample in ids)
 
 
+@pytest.mark.job
 def test_both_sides_are_measured_in_processes_of_their_own(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -92,11 +93,13 @@ def test_what_fits_is_told_by_48_bytes_a_sample() -> None:
     assert does_not_fit(10**9, 46 * GIB) is None
 
 
+@pytest.mark.job
 def test_a_side_that_takes_too_long_is_ended_and_said_so() -> None:
     assert in_a_process(OURS, 1000, 0, timeout_s=0.01) == "had no ids after 0.01 s: ended"
     assert order.measure_side(OURS, 1000, rounds=1, timeout_s=0.01) == {"not_run": "had no ids after 0.01 s: ended"}
 
 
+@pytest.mark.job
 def test_a_side_that_fails_is_an_error_with_its_words() -> None:
     with pytest.raises(LaunchError, match=r"paceline, 1,000 samples: the process said:[\s\S]*invalid literal"):
         in_a_process(OURS, 1000, "nowhere", timeout_s=60)

@@ -22,6 +22,7 @@ def namespaces_of(process: int) -> list[str]:
     return [line.split()[0] for line in listed.splitlines() if line.startswith(f"paceline-{process}-")]
 
 
+@pytest.mark.job
 @needs_network
 def test_two_hosts_move_the_bytes_of_the_formula_and_leave_nothing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -40,6 +41,7 @@ def test_two_hosts_move_the_bytes_of_the_formula_and_leave_nothing(
     assert namespaces_of(os.getpid()) == []
 
 
+@pytest.mark.job
 @needs_network
 def test_an_interrupt_leaves_no_namespace() -> None:
     with pytest.raises(KeyboardInterrupt), shaped_network.network(2, 100) as names:
@@ -49,6 +51,7 @@ def test_an_interrupt_leaves_no_namespace() -> None:
     assert namespaces_of(os.getpid()) == []
 
 
+@pytest.mark.job
 @needs_network
 def test_a_link_that_cannot_be_made_is_one_line_and_leaves_no_namespace() -> None:
     with pytest.raises(SystemExit, match=r"`tc -n .* failed: .+"), shaped_network.network(2, 0):

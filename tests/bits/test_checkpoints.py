@@ -13,7 +13,10 @@ from paceline import Engine, World
 from paceline.checkpoint.load import Checkpoint, differences
 from paceline.strategies.registry import Chosen, synchronous_strategies
 from tests.bits.programs import tied_and_scheduled
+from tests.smoke import first_of_each
 from tests.workers import hashes, run_workers
+
+pytestmark = pytest.mark.workers
 
 STRATEGIES = synchronous_strategies()
 STEPS, HALF = 6, 3
@@ -78,7 +81,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "case" in metafunc.fixturenames:
         whole = EVERYTHING[:: metafunc.config.getoption("--every")]
         cases = whole if metafunc.config.getoption("--full-product") else IN_A_RING
-        metafunc.parametrize("case", cases, ids=map(described, cases))
+        metafunc.parametrize("case", first_of_each(cases, lambda case: "any", described))
 
 
 def described(case: Case) -> str:
@@ -91,6 +94,7 @@ def precision_for(*chosen: Chosen) -> str:
     return "bf16" if all(one.entry.takes_low_precision for one in chosen) else "fp32"
 
 
+@pytest.mark.product
 def test_a_checkpoint_goes_on_elsewhere_to_the_bits_of_the_run_never_stopped(
     case: Case, runs: Path, tmp_path: Path
 ) -> None:

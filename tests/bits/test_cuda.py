@@ -15,7 +15,7 @@ from tests.strategies.test_hybrid import on_hosts
 from tests.workers import hashes, run_workers
 
 SHARDS = Zero3Config(weights="in shards")
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+pytestmark = [pytest.mark.workers, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 
 @pytest.mark.parametrize("program", [gpt, convnet, lstm, clipped])

@@ -13,6 +13,7 @@ from tests.bits.fuzz import Case, Outcome, draw, judge, script_of, shrink
 FOUND = [json.loads(line) for line in Path(__file__).with_name("found_by_fuzzing.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.workers
 @pytest.mark.parametrize("found", FOUND, ids=[f"{row['why']}-{number}" for number, row in enumerate(FOUND)])
 def test_what_was_found_stays_mended(found: dict[str, Any]) -> None:
     case = Case.of(json.dumps(found["case"]))

@@ -11,7 +11,10 @@ import torch
 from paceline.strategies.registry import Chosen, synchronous_strategies
 from paceline.strategies.server import ParameterServer
 from tests.bits.programs import PROGRAMS, RECOMPUTED, compiled, convnet, gpt, wide
+from tests.smoke import first_of_each
 from tests.workers import hashes, run_workers
+
+pytestmark = pytest.mark.workers
 
 
 @cache
@@ -24,6 +27,7 @@ BACKENDS = ("paceline", "gloo")
 KEEPS = (None, "nothing", "matmuls")  # what activation checkpointing keeps; None: there is none
 PRECISIONS = ("fp32", "bf16")
 STRATEGIES = synchronous_strategies()
+Case = tuple[str, int, int, int, float, str, str | None, str, Chosen]
 # program, workers, lanes, accumulate, bucket_mib; backends, keeps and precisions in turn: every pair is in some row.
 PAIRWISE = [
     ("gpt", 2, 4, 1, 4.0), ("gpt", 3, 5, 2, 0.001), ("gpt", 4, 8, 1, 0.01), ("gpt", 3, 4, 1, 0.01),
@@ -58,23 +62,33 @@ def in_turn(place: int, number: int, strategy: Chosen) -> tuple[str, str | None,
     return BACKENDS[number % 2], KEEPS[turn % 3], precision
 
 
+def quick_cases() -> list[Case]:
+    """All of them for the first strategy; each of the others, which share its bookkeeping, runs every third."""
+    return [
+        (*case, *in_turn(place, number, strategy), strategy)
+        for place, strategy in enumerate(STRATEGIES)
+        for number, case in enumerate(PAIRWISE)
+        if place == 0 or number % 3 == place % 3
+    ]
+
+
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "case" in metafunc.fixturenames:
-        # All of them for the first strategy; each of the others, which share its bookkeeping, runs every third.
-        chosen = [
-            (*case, *in_turn(place, number, strategy), strategy)
-            for place, strategy in enumerate(STRATEGIES)
-            for number, case in enumerate(PAIRWISE)
-            if place == 0 or number % 3 == place % 3
-        ]
         whole = EVERYTHING[:: metafunc.config.getoption("--every")]
-        cases = whole if metafunc.config.getoption("--full-product") else chosen
-        metafunc.parametrize("case", cases, ids=["-".join(map(str, case)) for case in cases])
+        cases = whole if metafunc.config.getoption("--full-product") else quick_cases()
+        metafunc.parametrize("case", first_of_each(cases, strategy_and_backend, described))
 
 
-def test_any_number_of_workers_gives_the_bits_of_one_process(
-    case: tuple[str, int, int, int, float, str, str | None, str, Chosen],
-) -> None:
+def strategy_and_backend(case: Case) -> tuple[str, str]:
+    return str(case[-1]), case[5]
+
+
+def described(case: Case) -> str:
+    return "-".join(map(str, case))
+
+
+@pytest.mark.product
+def test_any_number_of_workers_gives_the_bits_of_one_process(case: Case) -> None:
     program, workers, lanes, accumulate, bucket_mib, backend, keep, precision, strategy = case
     job: dict[str, Any] = {"lanes": lanes, "accumulate": accumulate, "bucket_mib": bucket_mib, "backend": backend}
     job["precision"] = precision

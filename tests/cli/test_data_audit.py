@@ -129,6 +129,7 @@ def test_a_json_file_that_can_not_be_written_is_wrong_usage(run: RecordedRun) ->
     assert str(result.exception) == f"--json {run.folder} can't be written: Is a directory"
 
 
+@pytest.mark.job
 def test_wrong_usage_exits_with_2_and_one_line(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "paceline.cli.main", "data", "audit", str(tmp_path / "nowhere")]
     done = subprocess.run(command, capture_output=True, text=True, check=False)

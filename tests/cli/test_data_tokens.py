@@ -143,6 +143,7 @@ def test_a_missing_library_is_named_with_how_to_get_it(
     )
 
 
+@pytest.mark.job
 def test_processes_that_encode_do_not_wait_for_torch() -> None:
     code = "import sys, paceline.data.token_build, paceline.cli.data; print('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "False\n"

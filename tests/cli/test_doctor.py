@@ -150,6 +150,7 @@ def test_a_loopback_that_takes_no_connections_is_a_problem(monkeypatch: pytest.M
     assert "192.0.2.77 does not take connections" in finding.text
 
 
+@pytest.mark.job
 @pytest.mark.timeout(60)
 def test_two_processes_on_a_cpu_host_form_a_world_of_two_without_a_flag() -> None:
     told = r'print(f"{w.rank} {w.size} {w.local_rank}\n", end="")'  # in one write: both have the same pipe

@@ -16,6 +16,8 @@ from paceline.world.rendezvous_store import open_store
 from tests.collectives.one_process import lane_values, one_process_sum, roots_of, same_bits
 from tests.workers import run_workers
 
+pytestmark = pytest.mark.workers
+
 
 def cases(workers: int, how: str) -> list[tuple[SumPlan, int]]:
     """Plans with one root each, with several, and with none on some worker; buffers down to less than one each."""

@@ -154,6 +154,7 @@ def agrees(world: World) -> tuple[Choice, Choice, list[str], dict[str, int]]:
     return measured, given, operations, native
 
 
+@pytest.mark.workers
 def test_all_ranks_agree_on_hosts_and_on_one_measured_network() -> None:
     results = run_workers(agrees, 3)
     for result in results:

@@ -208,6 +208,7 @@ def wrong_sums(world: World) -> list[str]:
     return wrong
 
 
+@pytest.mark.workers
 @pytest.mark.parametrize("workers", [2, 3, 4])
 def test_between_processes_every_algorithm_gives_all_workers_the_sum(workers: int) -> None:
     for result in run_workers(wrong_sums, workers):
@@ -230,6 +231,7 @@ def loses_the_last_worker(world: World, *, name: str) -> str:
     return "nobody was missed"
 
 
+@pytest.mark.workers
 @pytest.mark.parametrize("name", ["ring", "star", "tree", "unsplit-ring"])
 def test_a_killed_peer_is_missed_by_everybody(name: str) -> None:
     *survivors, dead = run_workers(loses_the_last_worker, 3, name=name, timeout_s=30)
@@ -249,6 +251,7 @@ def sums_on_one_gpu(world: World) -> float:
     return error_of(mine.cpu(), tensors)
 
 
+@pytest.mark.workers
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_over_gloo_a_gpus_tensors_are_staged_through_the_host() -> None:
     for result in run_workers(sums_on_one_gpu, 2):

@@ -60,6 +60,7 @@ def exchanges(
     return [same_bits(a, b) for a, b in zip(sums, wanted, strict=True)], max(errors)
 
 
+@pytest.mark.workers
 @pytest.mark.parametrize(
     ("backend", "at_home"), [("gloo", False), ("paceline", False), ("paceline", True)], ids=["gloo", "away", "at home"]
 )
@@ -77,6 +78,7 @@ def test_exact_sums_of_buckets_under_way_together_have_the_bits_of_one_process(
         assert result.value[0] == [True] * len(ELEMENTS)
 
 
+@pytest.mark.workers
 def test_fast_sums_are_close_to_the_exact_ones_also_with_a_worker_without_a_root() -> None:
     for result in run_workers(exchanges, 3, lanes=3, present=(0, 1), reduction="fast"):
         assert result.error is None, result.traceback
@@ -109,6 +111,7 @@ def loses_the_last_worker(world: World) -> tuple[bool, bool]:
     return True, False
 
 
+@pytest.mark.workers
 @pytest.mark.parametrize("workers", [2, 3, 4], ids=["native", "direct", "halving"])
 def test_a_killed_peer_surfaces_where_the_sum_is_waited_for(workers: int) -> None:
     *survivors, dead = run_workers(loses_the_last_worker, workers, timeout_s=30)

@@ -6,12 +6,15 @@ import socket
 from dataclasses import replace
 
 import psutil
+import pytest
 import torch
 
 from paceline.collectives.process_groups import build_groups, shut_down
 from paceline.world.rendezvous_store import open_store
 from paceline.world.world import World
 from tests.workers import run_workers
+
+pytestmark = pytest.mark.workers
 
 ADDRESS = "127.0.0.2"
 """Of this host, and not the one that workers of one host use: as an interface among several is."""

@@ -30,6 +30,8 @@ from paceline.world.rendezvous_store import open_store
 from tests.collectives.one_process import lane_values, one_process_sum, roots_of, same_bits
 from tests.workers import run_workers
 
+pytestmark = pytest.mark.workers
+
 # Of the buckets under way together: ranges of one worker only, empty ones, some that need several pieces of a slot.
 CUTS = {1: (0, 0, 0), 100: (64, 64, 100), 5_000: (1_000, 4_000, 4_500), 600_000: (300_000, 500_000, 590_000)}
 

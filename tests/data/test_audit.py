@@ -162,6 +162,7 @@ def test_an_attempt_without_steps_changes_nothing(tmp_path: Path) -> None:
     assert audit(tmp_path).clean
 
 
+@pytest.mark.job
 def test_reading_a_record_needs_no_torch() -> None:
     ask = "import sys, paceline.data.audit, paceline.data.sample_log; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", ask], check=False).returncode == 0

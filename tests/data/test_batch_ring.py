@@ -167,6 +167,7 @@ def batches_of_another_start(context: str) -> None:
     loader.close()
 
 
+@pytest.mark.job
 @pytest.mark.parametrize("context", ["spawn", "forkserver"])
 def test_processes_started_in_another_way_use_the_memory_too(context: str) -> None:
     """In a process of its own, as the servers that Python starts for this stay."""
@@ -295,6 +296,7 @@ def traces() -> list[str]:
     return [text for text in found if "paceline-batches" in text]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("end", ["closed", "forgotten", "killed"])
 @pytest.mark.parametrize("persistent", [False, True])
 def test_descriptors_mappings_and_processes_end_with_the_loader(end: str, persistent: bool) -> None:

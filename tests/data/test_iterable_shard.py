@@ -208,6 +208,7 @@ def test_the_epoch_moves_on_in_loader_processes_and_set_epoch_reaches_them(persi
     assert (shard.epoch, [batch.tolist() for batch in loader]) == (11, expected(12))
 
 
+@pytest.mark.slow
 def test_loader_processes_of_a_spawned_start_count_too() -> None:
     shard = IterableDatasetShard(Told(), batch_size=2)
     loader: DataLoader[Any] = DataLoader(shard, batch_size=4, num_workers=1, multiprocessing_context="spawn")

@@ -84,6 +84,7 @@ PROCESSES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ahead", [False, True], ids=["", "taken over by a thread"])
 @pytest.mark.parametrize("options", PROCESSES, ids=["one process", "processes", "processes that stay"])
 def test_loader_processes_hand_out_the_same_after_a_change(

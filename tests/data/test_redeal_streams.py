@@ -118,6 +118,7 @@ HISTORY = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [Unsplit, KeepsItsState])
 @pytest.mark.parametrize(
     "options",

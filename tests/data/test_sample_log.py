@@ -102,6 +102,7 @@ def test_a_commit_without_micro_batches_writes_nothing(tmp_path: Path) -> None:
     assert len(lines_of(path_of(tmp_path))) == 1
 
 
+@pytest.mark.job
 def test_a_killed_process_loses_no_committed_step(tmp_path: Path) -> None:
     script = (
         "import os, sys; from pathlib import Path\n"

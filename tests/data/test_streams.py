@@ -266,7 +266,7 @@ def test_the_items_say_what_a_step_holds() -> None:
 
 
 @STREAMS
-@pytest.mark.parametrize("loader_processes", [0, 2])
+@pytest.mark.parametrize("loader_processes", [0, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_stream_goes_on_at_any_step_with_another_number_of_workers(
     make: Callable[[], Any], loader_processes: int
 ) -> None:

@@ -46,6 +46,7 @@ def test_a_writer_that_fails_leaves_the_older_file_and_nothing_else(
     assert (tmp_path / "a").read_bytes() == b"old"
 
 
+@pytest.mark.job
 def test_what_a_killed_writer_left_is_removed_by_the_next(tmp_path: Path) -> None:
     script = (
         "import sys, time, pathlib; from paceline.data.token_build import published_when_whole\n"

@@ -21,6 +21,8 @@ from paceline.elastic.random_faults import KINDS, Draw, HurtJob, cut_connection,
 from paceline.elastic.step_log import line_of
 from paceline.world.process import SERVER
 
+pytestmark = pytest.mark.job
+
 # A supervisor, its stable, and four workers that sleep, beside one child of the stable that is no worker.
 TREE = """
 import os, signal, sys, time

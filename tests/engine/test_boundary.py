@@ -69,6 +69,7 @@ def two_apart(world: World, *, folder: str, result: Any) -> Any:
     return (found.tolist() if isinstance(found, torch.Tensor) else found), len(asked), again
 
 
+@pytest.mark.workers
 @pytest.mark.parametrize("result", [["a", 1], None, torch.arange(5)], ids=["plain", "nothing", "tensor"])
 def test_who_is_behind_gets_the_result_of_who_is_ahead_and_both_go_on(tmp_path: Path, result: Any) -> None:
     ahead, behind, _ = run_workers(two_apart, 3, folder=str(tmp_path), result=result)

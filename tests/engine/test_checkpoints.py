@@ -150,6 +150,7 @@ def trains_on(world: World, *, folder: str, until: int, resume: bool = True) -> 
         return engine.weights_hash()
 
 
+@pytest.mark.workers
 def test_two_one_and_three_workers_take_turns_to_the_same_bits(tmp_path: Path) -> None:
     straight = hashes(run_workers(trains_on, 1, folder=str(tmp_path / "straight"), until=9, resume=False))
     for workers, until in ((2, 3), (1, 5)):  # each ends with a step that is not saved
@@ -376,6 +377,7 @@ def dies_while_saving(world: World, *, folder: str) -> None:
                 checkpoints.wait()
 
 
+@pytest.mark.workers
 def test_a_worker_killed_while_it_writes_leaves_the_checkpoint_before(tmp_path: Path) -> None:
     run_workers(dies_while_saving, 2, folder=str(tmp_path))
     assert [name for name in names(tmp_path) if not name.startswith(".")] == ["checkpoint-1"]
@@ -416,6 +418,7 @@ def saves_a_set(world: World, *, folder: str) -> int:
         return len(told)
 
 
+@pytest.mark.workers
 def test_an_extra_that_cannot_be_saved_is_a_warning_of_the_main_worker_and_all_go_on(tmp_path: Path) -> None:
     results = run_workers(saves_a_set, 2, folder=str(tmp_path))
     assert [(result.value, result.error) for result in results] == [(2, None), (0, None)]
@@ -441,6 +444,7 @@ def loads_at_once(world: World, *, folder: str) -> str:
         return engine.weights_hash()
 
 
+@pytest.mark.workers
 def test_a_checkpoint_can_be_loaded_right_after_it_was_asked_for(tmp_path: Path) -> None:
     assert len(hashes(run_workers(loads_at_once, 2, folder=str(tmp_path)))) == 1
 
@@ -510,6 +514,7 @@ def test_options_without_sense_are_refused(tmp_path: Path, options: dict[str, An
         engine.checkpoints(tmp_path, **options)
 
 
+@pytest.mark.workers
 def test_all_workers_get_whole_weights(tmp_path: Path) -> None:
     found = [result.value for result in run_workers(whole_weights, 2)]
     assert found[0] == found[1]

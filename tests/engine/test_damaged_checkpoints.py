@@ -294,6 +294,7 @@ def _save_beside(world: World, folder: str) -> None:
         checkpoints.close()
 
 
+@pytest.mark.workers
 def test_two_workers_skip_together_what_only_one_of_them_reads(tmp_path: Path) -> None:
     for result in run_workers(_save_beside, 2, folder=str(tmp_path)):
         assert result.error is None, result.traceback

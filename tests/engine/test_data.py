@@ -102,6 +102,7 @@ def trains(
 # -- bits --------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.workers
 @pytest.mark.parametrize("kind", ["stream", "whole stream", "batch sampler"])
 def test_streams_and_batch_samplers_give_one_hash_at_any_number_of_workers(kind: str) -> None:
     alone = hashes(run_workers(trains, 1, kind=kind))
@@ -109,6 +110,7 @@ def test_streams_and_batch_samplers_give_one_hash_at_any_number_of_workers(kind:
         assert hashes(run_workers(trains, workers, kind=kind)) == alone
 
 
+@pytest.mark.workers
 @pytest.mark.parametrize("kind", ["stream", "whole stream", "batch sampler", "shuffled"])
 def test_a_run_stopped_and_continued_on_others_has_the_hash_of_one_that_never_stopped(
     kind: str, tmp_path: Path
@@ -129,6 +131,7 @@ def _quiet(world: World, **options: Any) -> str:
         return trains(world, **options)
 
 
+@pytest.mark.workers
 def test_a_stream_with_loader_processes_gives_one_hash() -> None:
     options = {"kind": "stream", "loader_options": {"num_workers": 2, "persistent_workers": True}}
     assert hashes(run_workers(trains, 2, **options)) == hashes(run_workers(trains, 1, **options))
@@ -145,6 +148,7 @@ def streams_differ(world: World) -> None:
             optimizer.step()
 
 
+@pytest.mark.workers
 def test_a_stream_that_differs_between_workers_is_named() -> None:
     for result in run_workers(streams_differ, 2):
         assert result.error is not None
@@ -164,6 +168,7 @@ def samplers_differ(world: World) -> None:
             optimizer.step()
 
 
+@pytest.mark.workers
 def test_a_sampler_that_differs_between_workers_is_named() -> None:
     for result in run_workers(samplers_differ, 2):
         assert result.error is not None
@@ -190,6 +195,7 @@ class Shuffling(Whole):
         return iter(rows[self.rank :] + rows[: self.rank])
 
 
+@pytest.mark.workers
 def test_a_whole_stream_in_another_order_on_one_worker_is_named() -> None:
     for result in run_workers(content_differs, 2):
         assert result.error is not None
@@ -207,6 +213,7 @@ def draws_after_the_loop(world: World) -> float:
         return float(torch.rand(()))
 
 
+@pytest.mark.workers
 def test_what_is_drawn_after_the_loop_is_the_same_on_every_worker() -> None:
     drawn = {result.value for workers in (1, 2, 3) for result in run_workers(draws_after_the_loop, workers)}
     assert len(drawn) == 1
@@ -275,6 +282,7 @@ def evaluates_a_stream(world: World, *, samples: int, processes: int) -> list[fl
         return torch.cat([engine.gather_for_metrics(y) for _, y in loader]).flatten().tolist()  # type: ignore[no-any-return]
 
 
+@pytest.mark.workers
 @pytest.mark.parametrize(("workers", "samples", "processes"), [(1, 10, 0), (2, 11, 1), (3, 20, 0), (4, 3, 0)])
 def test_an_evaluation_over_a_stream_counts_every_sample_once_in_order(
     workers: int, samples: int, processes: int
@@ -417,6 +425,7 @@ def test_the_loader_s_own_state_goes_on_in_the_middle_of_an_epoch() -> None:
 # -- the sample log ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.workers
 @pytest.mark.parametrize("kind", ["shuffled", "batch sampler", "stream", "whole stream"])
 def test_the_ledger_of_a_run_stopped_twice_proves_that_nothing_was_lost_or_repeated(kind: str, tmp_path: Path) -> None:
     job = {"kind": kind, "record": str(tmp_path), "folder": str(tmp_path / "state"), "accumulate": 2}
@@ -443,6 +452,7 @@ def leaves_out(world: World, *, record: str) -> None:
             optimizer.step()
 
 
+@pytest.mark.workers
 def test_what_the_loop_left_out_is_on_record(tmp_path: Path) -> None:
     hashes(run_workers(leaves_out, 2, record=str(tmp_path)))
     report = audit(tmp_path)

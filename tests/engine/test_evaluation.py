@@ -192,6 +192,7 @@ def test_whoever_is_left_gathers_what_one_undisturbed_worker_does(
         assert worker.rounds == getattr(worker, "length", 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [dataset, stream])
 @pytest.mark.parametrize(
     "options", [{"num_workers": 1}, {"num_workers": 2, "persistent_workers": True}], ids=["a process", "that stay"]

@@ -105,6 +105,7 @@ def test_a_bucket_that_had_left_is_an_error(strategy: str, item: int) -> None:
         trains(strategy=strategy, bucket_mib=1e-5, fails=(item,))
 
 
+@pytest.mark.workers
 def test_the_others_hear_of_a_worker_that_can_not_go_on() -> None:
     errors = {str(result.error) for result in run_workers(_fails_on_worker_0, 2, lanes=2, bucket_mib=1e-5)}
     assert any("LoopError: lane 0 was left in the middle" in error for error in errors), errors
@@ -115,6 +116,7 @@ def _fails_on_worker_0(world: World, item: int = 1, **job: Any) -> str:
     return trains(world, fails=(item,) if world.rank == 0 else (), **job)
 
 
+@pytest.mark.workers
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "zero3", Zero3Config(weights="in shards")], ids=str)
 @pytest.mark.parametrize("item", [0, 2])
 def test_an_item_that_fails_on_one_worker_is_empty_for_all(strategy: Any, item: int) -> None:

@@ -48,6 +48,7 @@ def prepares(world: World, *, strategy: str, group: str, all_together: bool) -> 
         (GROUPS / "cgroup.procs").write_text(str(os.getpid()))
 
 
+@pytest.mark.workers
 def test_a_strategy_that_does_not_fit_is_refused_by_all_workers_with_those_that_do(group: Path) -> None:
     results = run_workers(prepares, 2, strategy="ddp", group=str(group), all_together=False)
     for result in results:
@@ -70,11 +71,13 @@ def sharers(world: World, *, hosts: int) -> int:
         return fit.sharers
 
 
+@pytest.mark.workers
 @pytest.mark.parametrize("hosts", [1, 2])
 def test_hosts_of_the_same_name_do_not_share_their_memory(hosts: int) -> None:
     assert {result.value for result in run_workers(sharers, 2, hosts=hosts)} == {2 // hosts}
 
 
+@pytest.mark.workers
 def test_workers_of_one_group_share_its_limit(group: Path) -> None:
     results = run_workers(prepares, 2, strategy="ddp", group=str(group), all_together=True)
     for result in results:

@@ -28,6 +28,7 @@ def assigns(world: World, **job: Any) -> None:
                 model.load_state_dict(whole, assign=True)
 
 
+@pytest.mark.workers
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "zero3", Zero3Config(weights="in shards")], ids=str)
 def test_weights_loaded_by_assignment_are_refused(strategy: Any) -> None:
     errors = {str(result.error) for result in run_workers(assigns, 2, strategy=strategy, timeout_s=20)}

@@ -48,6 +48,7 @@ def runs_ahead(world: World, *, flag: str) -> tuple[int, dict[str, int], float, 
         return engine.step, natives, mean, float(weights.sum())
 
 
+@pytest.mark.workers
 def test_a_worker_of_a_strategy_that_never_agrees_runs_ahead_as_it_likes(tmp_path: Path) -> None:
     results = run_workers(runs_ahead, 2, flag=str(tmp_path / "flag"))
     for rank, result in enumerate(results):
@@ -68,6 +69,7 @@ def stops_alone(world: World) -> tuple[int, int]:
         return engine.step, loader.position
 
 
+@pytest.mark.workers
 def test_a_stop_is_a_workers_own_where_nobody_listens() -> None:
     assert [result.value for result in run_workers(stops_alone, 2)] == [(3, 24), (4, 32)]
 
@@ -85,6 +87,7 @@ def stops_inside_a_group(world: World) -> int:
         return engine.step
 
 
+@pytest.mark.workers
 def test_a_stop_inside_a_group_that_only_one_worker_takes_is_named_by_the_others() -> None:
     _, second = run_workers(stops_inside_a_group, 2)
     assert second.error is not None
@@ -111,6 +114,7 @@ def leaves_out_a_lane(world: World, *, agree_every: int) -> tuple[int, list[Any]
         return engine.step, [(tally.left_out, tally.weights) for tally in tallies], starts, finite
 
 
+@pytest.mark.workers
 def test_where_nobody_agrees_a_loss_that_is_not_finite_takes_only_its_lane_out_and_the_step_counts() -> None:
     (alone,) = run_workers(leaves_out_a_lane, 1, agree_every=0)
     assert alone.error is None, alone.traceback
@@ -123,6 +127,7 @@ def test_where_nobody_agrees_a_loss_that_is_not_finite_takes_only_its_lane_out_a
     assert second.value == (3, [(left, weights[1:]) for left, weights in tallies], [0, 3, 3], True), second.traceback
 
 
+@pytest.mark.workers
 def test_inside_a_group_a_loss_that_is_not_finite_leaves_the_round_out_and_the_step_counts() -> None:
     (alone,) = run_workers(leaves_out_a_lane, 1, agree_every=3)
     assert alone.error is None, alone.traceback
@@ -139,6 +144,7 @@ def stops_at_nan(world: World) -> list[str]:
         return [call[0] for call in strategy_of(engine).calls]
 
 
+@pytest.mark.workers
 def test_where_nobody_agrees_a_loss_that_is_not_finite_stops_before_any_gradient_leaves() -> None:
     (alone,) = run_workers(stops_at_nan, 1)
     assert alone.value == ["start_step"], alone.traceback
@@ -161,6 +167,7 @@ def weighs(world: World) -> list[tuple[tuple[int, float], ...]]:
         return [tally.weights for tally in found.said("collect")]
 
 
+@pytest.mark.workers
 def test_a_tally_has_all_lanes_where_workers_agreed_and_a_workers_own_where_not() -> None:
     first, second = run_workers(weighs, 2)
     everybody = ((0, 1.0), (1, 11.0), (2, 21.0))
@@ -177,6 +184,7 @@ def drifts(world: World, *, agree_every: int) -> int:
         return engine.step
 
 
+@pytest.mark.workers
 def test_drift_is_looked_for_only_where_workers_agree() -> None:
     assert [result.value for result in run_workers(drifts, 2, agree_every=0)] == [5, 5]
     for result in run_workers(drifts, 2, agree_every=3):
@@ -201,6 +209,7 @@ def histories(world: World, *, agree_every: int, steps: int, look_at: int | None
         return [*starts, float(model.seen)]
 
 
+@pytest.mark.workers
 @pytest.mark.parametrize("workers", [1, 2, 3])
 def test_lanes_that_go_their_own_ways_start_from_their_own_buffers(workers: int) -> None:
     results = run_workers(histories, workers, agree_every=0, steps=3)
@@ -211,6 +220,7 @@ def test_lanes_that_go_their_own_ways_start_from_their_own_buffers(workers: int)
     assert {result.value[-1] for result in results} == {10407}, "a boundary shows lane 0's on every worker"
 
 
+@pytest.mark.workers
 def test_a_boundary_on_the_way_changes_nothing_for_the_lanes() -> None:
     results = run_workers(histories, 2, agree_every=0, steps=3, look_at=1)
     for result in results:
@@ -219,6 +229,7 @@ def test_a_boundary_on_the_way_changes_nothing_for_the_lanes() -> None:
     assert results[1].value[4:6] == [2, 3], "lanes 1 and 2 go on from their own, not from lane 0's"
 
 
+@pytest.mark.workers
 @pytest.mark.parametrize("workers", [1, 2, 3])
 def test_rounds_of_a_group_start_from_the_same_buffers_and_its_last_lowest_lane_leaves_the_next_groups(
     workers: int,
@@ -243,6 +254,7 @@ def buffers_written_between_steps(world: World) -> list[float]:
         return starts
 
 
+@pytest.mark.workers
 def test_buffers_that_the_user_writes_are_where_every_lane_goes_on() -> None:
     (alone,) = run_workers(buffers_written_between_steps, 1)
     assert alone.value == [0, 0, 0, 1, 2, 3, 7, 7, 7], alone.traceback

@@ -44,6 +44,7 @@ def trains(
         return engine.weights_hash(), told
 
 
+@pytest.mark.workers
 @pytest.mark.parametrize("strategy", ["ddp", "star", "zero1", "zero2", "zero3"])
 def test_steps_computed_twice_give_the_same_bits(strategy: str) -> None:
     (once,) = hashes([*run_workers(_hash, 1, strategy="ddp")])
@@ -54,6 +55,7 @@ def _hash(world: World, **options: Any) -> str:
     return trains(world, **options)[0]
 
 
+@pytest.mark.workers
 def test_a_worker_that_computes_wrong_is_named_and_leaves() -> None:
     results = run_workers(trains, 3, every=2, wrong=(1, 4))
     assert results[1].error is not None
@@ -61,6 +63,7 @@ def test_a_worker_that_computes_wrong_is_named_and_leaves() -> None:
     assert "not to be trusted" in results[1].error
 
 
+@pytest.mark.workers
 def test_what_is_wrong_between_two_opinions_is_not_seen() -> None:
     """It costs a pass each time, so it is asked for every so many steps; this says that the test above can fail."""
     results = run_workers(trains, 3, every=2, wrong=(1, 3))

@@ -76,6 +76,7 @@ def trains(world: World, *, folder: str) -> tuple[int, int, list[str]]:
         return engine.step, engine.world.size, there
 
 
+@pytest.mark.workers
 @pytest.mark.parametrize(("workers", "servers"), [(1, 1), (2, 2)])
 def test_servers_leave_in_prepare_when_the_workers_are_done(workers: int, servers: int, tmp_path: Path) -> None:
     results = run_workers(trains, workers, servers=servers, folder=str(tmp_path))
@@ -100,6 +101,7 @@ def waits_for_a_server_that_does_not_come(world: World) -> None:
         engine.barrier()
 
 
+@pytest.mark.workers
 def test_a_barrier_that_a_server_does_not_reach_says_who_was_waited_for() -> None:
     worker, _ = run_workers(waits_for_a_server_that_does_not_come, 1, servers=1)
     assert worker.error is not None

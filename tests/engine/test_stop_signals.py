@@ -53,6 +53,7 @@ def trains(world: World, *, folder: str, signal_at: int | None = None) -> str:
         return engine.weights_hash()
 
 
+@pytest.mark.workers
 def test_a_signal_to_one_worker_stops_all_after_one_step_and_they_go_on_to_the_same_bits(tmp_path: Path) -> None:
     (tmp_path / "whole").mkdir()
     (tmp_path / "cut").mkdir()
@@ -75,6 +76,7 @@ def is_asked_alone(world: World) -> tuple[int, bool]:
         return engine.step, engine.stop_requested
 
 
+@pytest.mark.workers
 def test_workers_that_never_agree_in_the_loop_agree_at_its_end() -> None:
     results = run_workers(is_asked_alone, 2)
     assert [result.value for result in results] == [(5, True), (3, True)], results
@@ -103,6 +105,7 @@ def prepared_evaluation() -> Any:
     return DataLoader(vectors(16), batch_size=4)
 
 
+@pytest.mark.workers
 def test_a_signal_in_an_evaluation_lets_it_end_and_starts_no_other_loop() -> None:
     assert [result.value for result in run_workers(is_asked_between_loops, 2)] == [(4, True)] * 2
 

@@ -21,6 +21,8 @@ from tests.bits.programs import TiedGpt
 from tests.engine.loops import prepared
 from tests.workers import hashes, run_workers
 
+pytestmark = pytest.mark.workers
+
 # -- start-up and drift ------------------------------------------------------------------------------------------------
 
 

@@ -28,11 +28,14 @@ def test_the_page_of_examples_tells_of_all(name: str) -> None:
     assert f"examples/{name}" in (ROOT / "docs" / "examples.md").read_text()
 
 
+@pytest.mark.workers
+@pytest.mark.smoke
 def test_hello_ends_on_one_and_two_workers() -> None:
     for workers in (1, 2):
         assert run_example("hello.py", workers).endswith("done\n")
 
 
+@pytest.mark.workers
 def test_resume_goes_on_after_a_signal_with_fewer_workers_to_the_same_weights(tmp_path: Path) -> None:
     def arguments(folder: str) -> list[str]:
         return ["--run-dir", str(tmp_path / folder), "--samples", "16000"]
@@ -47,6 +50,7 @@ def test_resume_goes_on_after_a_signal_with_fewer_workers_to_the_same_weights(tm
     assert hash_in(again) == straight
 
 
+@pytest.mark.workers
 def test_digits_gives_one_hash_and_the_best_model_on_one_and_two_workers(tmp_path: Path) -> None:
     pytest.importorskip("sklearn")
     printed = [
@@ -62,6 +66,7 @@ def test_digits_gives_one_hash_and_the_best_model_on_one_and_two_workers(tmp_pat
     assert best > 0.85
 
 
+@pytest.mark.workers
 def test_digits_stops_early_when_accuracy_stays(tmp_path: Path) -> None:
     pytest.importorskip("sklearn")
     flags = ("--learning-rate", "0", "--num-train-epochs", "30", "--per-device-train-batch-size", "256")
@@ -69,6 +74,7 @@ def test_digits_stops_early_when_accuracy_stays(tmp_path: Path) -> None:
     assert "step 18/90" in printed, printed  # one evaluation to beat and five that do not, of 3 steps each
 
 
+@pytest.mark.workers
 def test_gpt_gives_one_hash_on_one_and_two_workers_and_learns(tmp_path: Path) -> None:
     printed = [
         run_example("gpt.py", workers, "--max-steps", "12", "--output-dir", str(tmp_path / str(workers)))
@@ -80,6 +86,7 @@ def test_gpt_gives_one_hash_on_one_and_two_workers_and_learns(tmp_path: Path) ->
     assert float(losses[2]) < float(losses[1]) - 1
 
 
+@pytest.mark.workers
 def test_a_hugging_face_model_gives_one_hash_and_is_loaded_again(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     runs = {"alone": (1, "ddp"), "sharded": (2, "fsdp")}
@@ -107,6 +114,7 @@ def test_a_script_moves_from_transformers_by_one_line() -> None:
     assert "\n".join(changed) in page
 
 
+@pytest.mark.workers
 def test_the_moved_script_gives_one_hash_on_one_and_two_workers(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     printed = [
@@ -119,6 +127,7 @@ def test_the_moved_script_gives_one_hash_on_one_and_two_workers(tmp_path: Path) 
     assert re.fullmatch(r"accuracy 0\.\d+", printed[1].splitlines()[-1])
 
 
+@pytest.mark.workers
 def test_the_script_that_was_moved_runs_with_transformers(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     pytest.importorskip("accelerate")

@@ -86,6 +86,7 @@ def test_the_slurm_script_is_bash_and_asks_for_notice_and_requeue() -> None:
     assert int(told["nodes"]) * int(told["ntasks-per-node"]) == 8  # the lanes
 
 
+@pytest.mark.job
 def test_a_slurm_job_trains_to_its_end_with_two_tasks(cluster: dict[str, str]) -> None:
     code, printed = sbatch(cluster, "--max-steps", "3")
     assert code == 0, printed
@@ -94,6 +95,7 @@ def test_a_slurm_job_trains_to_its_end_with_two_tasks(cluster: dict[str, str]) -
     assert hash_in(printed)
 
 
+@pytest.mark.job
 def test_a_slurm_job_that_gets_notice_saves_queues_again_and_goes_on(cluster: dict[str, str]) -> None:
     notice = {**cluster, "NOTICE": "1"}
     code, printed = sbatch(notice, "--max-steps", "100000")
@@ -141,6 +143,7 @@ def test_a_pod_of_the_trainjob_has_time_to_save_and_a_place_for_it() -> None:
     assert args[args.index("--output-dir") + 1].startswith("/runs/")
 
 
+@pytest.mark.job
 def test_the_pods_of_the_trainjob_meet_and_train_together(tmp_path: Path) -> None:
     _, job = documents()
     trainer = job["spec"]["trainer"]

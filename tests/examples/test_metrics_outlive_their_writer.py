@@ -9,6 +9,8 @@ import pytest
 
 from tests.faults.jobs import run_job
 
+pytestmark = pytest.mark.job
+
 SCRIPT = Path(__file__).parents[2] / "examples" / "train_gpt.py"
 STEPS = 10
 

@@ -166,6 +166,7 @@ def test_a_run_leaves_metrics_plot_sample_and_the_hash(
     assert len(digest) == 64
 
 
+@pytest.mark.slow
 def test_a_run_that_stopped_ends_like_one_that_never_did(
     example: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -181,6 +182,7 @@ def test_a_run_that_stopped_ends_like_one_that_never_did(
     assert (tmp_path / "stopped" / "sample.txt").read_text() == (tmp_path / "straight" / "sample.txt").read_text()
 
 
+@pytest.mark.slow
 def test_resuming_a_finished_run_shows_its_hash_again(
     example: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -286,6 +288,7 @@ def shared_hash(folder: Path, strategy: str, workers: int, way: str) -> str:
     return hash_in(run_example("train_gpt.py", workers, *flags, "--strategy", strategy, "--update", way, lanes=4))
 
 
+@pytest.mark.workers
 @pytest.mark.parametrize(("strategy", "workers", "way"), SHARED)
 def test_every_strategy_gives_the_hash_of_one_worker(folder: Path, strategy: str, workers: int, way: str) -> None:
     assert shared_hash(folder, strategy, workers, way) == shared_hash(folder, "ddp", 1, way)

@@ -19,6 +19,9 @@ import pytest
 from paceline.strategies.registry import synchronous_strategies
 from tests.faults.elastic_jobs import WORKERS, check_unharmed, run_elastic
 from tests.faults.training import LANES, ROWS
+from tests.smoke import first_of_each
+
+pytestmark = pytest.mark.job
 
 PHASES = (
     "data", "forward", "backward", "bucket", "exchange", "ready",
@@ -102,7 +105,11 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "case" in metafunc.fixturenames:
         whole = metafunc.config.getoption("--full-product")
         cases = full_product()[:: metafunc.config.getoption("--every")] if whole else quick_cases()
-        metafunc.parametrize("case", cases, ids=list(map(str, cases)))
+        metafunc.parametrize("case", first_of_each(cases, strategy_that_loses_a_worker))
+
+
+def strategy_that_loses_a_worker(case: Case) -> str | None:
+    return case.strategy if any(kind == "kill" for kind, _, _ in case.faults) else None
 
 
 def test_a_worker_lost_at_any_moment_changes_no_bit(case: Case, tmp_path: Path) -> None:

@@ -39,6 +39,7 @@ def storm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str
 JOB = f"run --workers 4 --lanes 8 --heartbeat-timeout-s 1 {SCRIPT} --run-dir {{folder}}/run --step-s 0.03"
 
 
+@pytest.mark.job
 @pytest.mark.timeout(600)
 def test_a_storm_of_faults_changes_nothing(storm: Callable[[str, str], Said], full_product: bool) -> None:
     faults, epochs, minutes = (100, 600, 2.0) if full_product else (6, 30, 0.1)
@@ -51,6 +52,7 @@ def test_a_storm_of_faults_changes_nothing(storm: Callable[[str, str], Said], fu
     assert "left     no process, no port, nothing in /dev/shm" in said.text, said.text
 
 
+@pytest.mark.job
 @pytest.mark.parametrize(
     ("job", "line"),
     [

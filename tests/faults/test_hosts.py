@@ -18,6 +18,8 @@ from paceline.launch.rendezvous import free_port
 from tests.faults.elastic_jobs import STEPS, hash_undisturbed
 from tests.faults.jobs import LEDGER, Job, RunningJob, processes_in, started_job
 
+pytestmark = pytest.mark.job
+
 StartedJob = AbstractContextManager[RunningJob]
 WORKERS = 2  # on each of them
 AWAITS_JOINER = "--step-s 0.1 --await-joiner who"

@@ -6,7 +6,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.faults.jobs import processes_in, run_job
+
+pytestmark = pytest.mark.job
 
 
 def test_a_whole_job_runs_and_leaves_nothing(tmp_path: Path) -> None:

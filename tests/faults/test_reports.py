@@ -11,6 +11,8 @@ from paceline.trainer.integrations.json_lines import rows
 from tests.faults.jobs import run_job
 from tests.faults.trainer_script import EVALUATED, STEPS
 
+pytestmark = pytest.mark.job
+
 SCRIPT = Path(__file__).with_name("trainer_script.py")
 
 

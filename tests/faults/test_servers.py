@@ -20,6 +20,8 @@ import pytest
 from tests.faults.elastic_jobs import WORKERS, check_unharmed, run_elastic
 from tests.faults.test_any_moment import BACKENDS, KINDS
 
+pytestmark = pytest.mark.job
+
 MODES = ("update", "aggregate")
 SERVERS = (WORKERS, WORKERS + 1)
 PHASES_OF_WORKERS = (

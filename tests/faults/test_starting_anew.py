@@ -20,6 +20,8 @@ from paceline.elastic.random_faults import HurtJob
 from tests.faults.elastic_jobs import ELASTIC, WORKERS, check_unharmed
 from tests.faults.jobs import LEDGER, RunningJob, started_job
 
+pytestmark = pytest.mark.job
+
 MOMENTS_S = (0.0, 0.05, 0.15, 0.4)
 KILL, STOP = signal.SIGKILL, signal.SIGSTOP
 

@@ -9,6 +9,8 @@ import pytest
 
 from tests.faults.jobs import Job, run_job
 
+pytestmark = pytest.mark.job
+
 SCRIPT = Path(__file__).with_name("gan_script.py")
 
 

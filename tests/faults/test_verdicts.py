@@ -11,6 +11,8 @@ import pytest
 from tests.faults.elastic_jobs import ELASTIC, check_unharmed, hash_undisturbed, run_elastic
 from tests.faults.jobs import processes_in, run_job, started_job
 
+pytestmark = pytest.mark.job
+
 
 def test_fewer_workers_than_asked_for_end_the_job_and_the_last_checkpoint_is_named(tmp_path: Path) -> None:
     orders = ["kill:rank=1,step=5,phase=forward"]

@@ -573,6 +573,7 @@ def training(faults: str) -> str:
     return TRAINS.replace("    FAULTS", faults)
 
 
+@pytest.mark.job
 def test_a_killed_and_a_stopped_worker_are_replaced_and_every_step_is_committed_once(
     launch: Start, tmp_path: Path
 ) -> None:
@@ -601,6 +602,7 @@ def test_a_killed_and_a_stopped_worker_are_replaced_and_every_step_is_committed_
     assert not Path(vault).exists()
 
 
+@pytest.mark.job
 def test_a_replacement_that_is_forked_while_the_job_is_asked_to_stop_is_asked_too(launch: Start) -> None:
     for _ in range(2):
         finished = launch(
@@ -618,6 +620,7 @@ def test_a_replacement_that_is_forked_while_the_job_is_asked_to_stop_is_asked_to
         assert "sent no heartbeat" not in finished.err
 
 
+@pytest.mark.job
 def test_of_two_that_hold_pythons_lock_the_one_that_computes_is_borne_with(launch: Start) -> None:
     finished = launch(
         "--workers 3 --elastic --heartbeat-timeout-s 1",
@@ -638,6 +641,7 @@ def test_of_two_that_hold_pythons_lock_the_one_that_computes_is_borne_with(launc
     ]
 
 
+@pytest.mark.job
 def test_when_all_die_they_start_anew_and_when_the_supervisor_dies_nothing_is_left(launch: Start) -> None:
     started = launch(
         "--workers 2 --min-workers 1",
@@ -663,6 +667,7 @@ def test_when_all_die_they_start_anew_and_when_the_supervisor_dies_nothing_is_le
     assert started.run_folders() == []
 
 
+@pytest.mark.job
 def test_a_host_that_is_cut_off_is_done_without_and_stops_its_own_workers(launch: Start, tmp_path: Path) -> None:
     (tmp_path / "secret").write_text("known to both")
     where = f"--hosts 2 --coordinator 127.0.0.1:{free_port()} --secret-file secret --workers 2"

@@ -38,6 +38,7 @@ def a_host(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host_limits, "process_limits", lambda: iter(()))
 
 
+@pytest.mark.job
 def test_a_launcher_with_24_open_files_ends_at_once_in_one_line(tmp_path: Path) -> None:
     """It wrote 279,604 lines, each a connection of a worker that could not be accepted."""
     (tmp_path / "train.py").write_text("raise SystemExit(9)")
@@ -94,6 +95,7 @@ def _refused_forks(world: World, folder: str) -> list[dict[str, Any]]:
     return said
 
 
+@pytest.mark.workers
 def test_a_worker_that_cannot_be_forked_is_reported(tmp_path: Path) -> None:
     (result,) = run_workers(_refused_forks, 1, folder=str(tmp_path))
     assert result.error is None, result.traceback
@@ -119,6 +121,7 @@ def in_its_own_mounts(mounts: str, program: str) -> str:
     return ran.stdout
 
 
+@pytest.mark.job
 @pytest.mark.parametrize(
     ("mount", "told"),
     [

@@ -18,6 +18,8 @@ import pytest
 
 from tests.launch.launching import QUICK, Launch, alive, wait_until, wait_until_gone
 
+pytestmark = pytest.mark.job
+
 Start = Callable[..., Launch]
 
 TRAINS_FOR_EVER = """

@@ -6,8 +6,12 @@ import re
 import signal
 from collections.abc import Callable
 
+import pytest
+
 from tests.launch.launching import Launch
 from tests.launch.test_launched_jobs import free_port
+
+pytestmark = pytest.mark.job
 
 Start = Callable[..., Launch]
 

@@ -23,9 +23,12 @@ from paceline.elastic.step_log import read_step_log
 from paceline.launch.folders import RUN, SHARED_MEMORY, sweep
 from tests.faults.elastic_jobs import STEPS, hash_undisturbed
 
-pytestmark = pytest.mark.skipif(
-    os.geteuid() != 0 or shutil.which("ip") is None, reason="needs root and iproute2 to make network namespaces"
-)
+pytestmark = [
+    pytest.mark.job,
+    pytest.mark.skipif(
+        os.geteuid() != 0 or shutil.which("ip") is None, reason="needs root and iproute2 to make network namespaces"
+    ),
+]
 
 SCRIPT = """
 import torch, paceline

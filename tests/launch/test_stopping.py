@@ -48,6 +48,7 @@ def when_all_have_printed(started: Launch, workers: int) -> list[int]:
     return [int(pid) for line in lines for pid in re.findall(r"\d+", line.partition("pids")[2])]
 
 
+@pytest.mark.job
 @pytest.mark.parametrize(
     ("number", "says"),
     [
@@ -69,6 +70,7 @@ def test_workers_that_stop_on_request_save_and_the_job_leaves_with_75(
     assert alive(pids) == []
 
 
+@pytest.mark.job
 def test_a_signal_to_every_process_of_the_job_as_slurm_sends_it_still_lets_workers_save(launch: Start) -> None:
     started = launch("--workers 2", OBEDIENT)
     when_all_have_printed(started, 2)
@@ -81,6 +83,7 @@ def test_a_signal_to_every_process_of_the_job_as_slurm_sends_it_still_lets_worke
     assert (finished.code, finished.err) == (75, "paceline: stopped on request after step 6; start again to continue\n")
 
 
+@pytest.mark.job
 def test_whoever_is_late_is_killed_and_counted(launch: Start) -> None:
     stubborn = OBEDIENT.replace("time.sleep(0.2)", "time.sleep(60 * rank)")
     started = launch("--workers 2 --grace-s 0.5", stubborn)
@@ -92,6 +95,7 @@ def test_whoever_is_late_is_killed_and_counted(launch: Start) -> None:
     assert alive(pids) == []
 
 
+@pytest.mark.job
 def test_a_second_ctrl_c_leaves_at_once(launch: Start) -> None:
     started = launch("--workers 2", OBEDIENT.replace("time.sleep(0.2)", "print('saving', flush=True); time.sleep(60)"))
     pids = when_all_have_printed(started, 2)
@@ -104,6 +108,7 @@ def test_a_second_ctrl_c_leaves_at_once(launch: Start) -> None:
     assert alive(pids) == []
 
 
+@pytest.mark.job
 def test_a_worker_that_fails_while_it_saves_is_named(launch: Start) -> None:
     failing = OBEDIENT.replace("time.sleep(0.2)", "if rank: raise OSError('no space left')\n    time.sleep(60)")
     started = launch("--workers 2", failing)
@@ -114,6 +119,7 @@ def test_a_worker_that_fails_while_it_saves_is_named(launch: Start) -> None:
     assert re.search(r"^paceline: worker 1 \(pid \d+\) raised OSError at step 6: no space left$", finished.err, re.M)
 
 
+@pytest.mark.job
 def test_a_script_that_takes_its_time_without_an_engine_is_waited_for(launch: Start) -> None:
     script = "signal.signal(signal.SIGTERM, lambda *_: (time.sleep(1.5), sys.exit(0)))\nprint('pids')\ntime.sleep(60)"
     started = launch("--workers 1", script)
@@ -126,6 +132,7 @@ def test_a_script_that_takes_its_time_without_an_engine_is_waited_for(launch: St
     )
 
 
+@pytest.mark.job
 def test_an_order_follows_a_notice(launch: Start) -> None:
     script = """
 control.tell("policy", stops_on_request=True)
@@ -147,6 +154,7 @@ while True:
     assert finished.code == 75
 
 
+@pytest.mark.job
 def test_a_signal_to_one_host_stops_all_hosts(launch: Start, tmp_path: Path) -> None:
     (tmp_path / "secret").write_text("a secret of this job\n")
     with socket.socket() as probe:
@@ -203,6 +211,7 @@ def runs_alone(world: World, *, folder: str) -> tuple[int, str]:
     return ended
 
 
+@pytest.mark.job
 def test_a_job_stopped_by_the_launcher_goes_on_to_the_bits_of_one_never_stopped(launch: Start, tmp_path: Path) -> None:
     started = launch("--workers 2", TRAINS, "--slow", torch=True)
     assert started.process.stdout is not None

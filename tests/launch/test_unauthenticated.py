@@ -208,6 +208,7 @@ def test_one_line_is_said_per_source_and_minute_and_few_sources_have_any() -> No
     assert said.count("crowd") == unauthenticated.MOST_SOURCES
 
 
+@pytest.mark.job
 def test_memory_and_log_of_a_real_job_do_not_grow_with_connections(
     launch: Callable[..., Launch], tmp_path: Path
 ) -> None:

@@ -150,6 +150,7 @@ def results(*, workers: int, **job: Any) -> tuple[str, list[Any]]:
     return value
 
 
+@pytest.mark.workers
 def test_an_overflow_in_one_lane_is_skipped_by_all_and_the_scale_recovers() -> None:
     weights, told = results(workers=1)
     steps, stepped, scales, norms = zip(*told, strict=True)
@@ -171,6 +172,7 @@ def test_an_overflow_in_one_lane_is_skipped_by_all_and_the_scale_recovers() -> N
         assert results(workers=workers, strategy=strategy) == (weights, told), (strategy, workers)
 
 
+@pytest.mark.workers
 def test_the_scale_is_saved_and_goes_on(tmp_path: Path) -> None:
     folder = str(tmp_path / "state")
     straight = results(workers=1, folder=folder, strategy="zero1")
@@ -178,6 +180,7 @@ def test_the_scale_is_saved_and_goes_on(tmp_path: Path) -> None:
     assert resumed == (straight[0], straight[1][len(straight[1]) - len(resumed[1]) :])
 
 
+@pytest.mark.workers
 @pytest.mark.parametrize("program", [gpt, convnet, gan])
 def test_fp16_gives_one_hash(program: Any) -> None:
     job: dict[str, Any] = {"lanes": 4, "precision": "fp16", "bucket_mib": 0.01}
@@ -216,6 +219,7 @@ def never_finite(world: World, *, on_nonfinite: Any) -> None:
             optimizer.step()
 
 
+@pytest.mark.workers
 def test_a_gradient_that_no_scale_makes_finite_ends_training_on_all_workers() -> None:
     for result in run_workers(never_finite, 2, on_nonfinite="stop"):
         assert result.error is not None

@@ -27,6 +27,7 @@ def offloaded(world: World, *, run: Callable[..., Any], offload: str = "optimize
     return run(world, offload=offload, **job)
 
 
+@pytest.mark.workers
 @pytest.mark.parametrize(("strategy", "workers"), [("zero1", 1), ("zero2", 3)])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_an_update_in_turns_gives_the_bits_of_one_at_once(strategy: str, workers: int, precision: str) -> None:
@@ -38,6 +39,7 @@ def test_an_update_in_turns_gives_the_bits_of_one_at_once(strategy: str, workers
         assert hashes(run_workers(offloaded, workers, run=program, strategy=strategy, **job)) == plain
 
 
+@pytest.mark.workers
 def test_a_state_saved_with_offload_goes_on_with_it_to_the_same_bits(tmp_path: Path) -> None:
     folder = str(tmp_path / "state")
     job: dict[str, Any] = {"run": trains, "precision": "bf16"}
@@ -95,6 +97,7 @@ def moments(world: World, **job: Any) -> tuple[list[str], int, list[float]]:
         return sorted(set(kept)), torch.cuda.max_memory_allocated(), losses
 
 
+@pytest.mark.workers
 @on_cuda
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_state_and_masters_are_on_the_host_and_training_is_the_same(precision: str) -> None:

@@ -63,6 +63,7 @@ def read_ahead(world: World, *, messages: int) -> tuple[list[float], bool]:
     return heard, any(thread.is_alive() for thread in threads)
 
 
+@pytest.mark.workers
 @pytest.mark.parametrize("messages", [1, 3, 40])
 def test_what_is_read_ahead_arrives_in_order_and_nobody_reads_after_the_last(messages: int) -> None:
     results = run_workers(read_ahead, 2, messages=messages)
@@ -86,6 +87,7 @@ def loses_its_writer(world: World) -> list[str]:
     return [told]
 
 
+@pytest.mark.workers
 def test_a_peer_that_dies_while_it_is_read_ahead_is_noticed_at_once() -> None:
     _, reader = run_workers(loses_its_writer, 2, timeout_s=15)
     assert reader.error is None, reader.traceback
@@ -115,6 +117,7 @@ def exchange(world: World, *, backend: str) -> list[tuple[int, list[float]]]:
     return seen
 
 
+@pytest.mark.workers
 @pytest.mark.parametrize("backend", ["gloo", "paceline"])
 def test_messages_arrive_in_order_each_with_its_payload(backend: str) -> None:
     _, receiver = run_workers(exchange, 2, backend=backend)
@@ -144,6 +147,7 @@ def share(world: World) -> tuple[int, list[float]]:
     return moved, found
 
 
+@pytest.mark.workers
 def test_a_payload_in_shared_memory_is_named_and_read_where_it_lies() -> None:
     writer, reader = run_workers(share, 2)
     assert reader.value == (0, [500, 501, 502]), reader.traceback
@@ -167,6 +171,7 @@ def refuse(world: World) -> str:
     return told
 
 
+@pytest.mark.workers
 def test_a_header_that_does_not_fit_is_refused_before_there_is_room_for_its_payload() -> None:
     assert run_workers(refuse, 2)[1].value == "round 3 is not wanted"
 
@@ -180,6 +185,7 @@ def lose(world: World, *, backend: str) -> str:
     return str(lost.value)
 
 
+@pytest.mark.workers
 @pytest.mark.parametrize("backend", ["gloo", "paceline"])
 def test_a_peer_that_is_gone_ends_the_wait_for_it(backend: str) -> None:
     _, left = run_workers(lose, 2, backend=backend)

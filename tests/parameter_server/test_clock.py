@@ -254,6 +254,7 @@ def test_weights_newer_than_those_of_the_group_are_an_error() -> None:
     )
 
 
+@pytest.mark.job
 def test_clocks_come_without_torch() -> None:
     modules = ["clock", "update_log", "replay_order", "staleness_stats"]
     script = "import sys\n" + "".join(f"import paceline.parameter_server.{name}\n" for name in modules)

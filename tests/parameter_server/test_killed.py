@@ -36,6 +36,8 @@ from paceline.strategies.server import ParameterServer
 from paceline.world.world import LaunchSettings, World
 from tests.workers import Result, run_workers
 
+pytestmark = pytest.mark.workers
+
 ROUNDS, LANES = 40, 3
 TRAINING_S = 0.15  # at least: the naps alone
 

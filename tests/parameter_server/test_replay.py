@@ -27,6 +27,8 @@ from paceline.strategies.server import ParameterServer
 from paceline.world.world import LaunchSettings
 from tests.workers import Result, run_workers
 
+pytestmark = pytest.mark.workers
+
 
 class Net(nn.Module):
     """Everything whose bits could come from the wrong place: buffers, random numbers, a part used only sometimes."""

@@ -16,6 +16,8 @@ from paceline.collectives.canonical_sum import sum_plan
 from paceline.strategies.server import ParameterServer
 from tests.workers import run_workers
 
+pytestmark = pytest.mark.workers
+
 LANES = 4
 ANSWER: dict[str, str] = {"update": "weights", "aggregate": "sum"}
 

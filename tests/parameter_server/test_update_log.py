@@ -137,6 +137,7 @@ def test_settings_that_change_under_the_hands_of_the_log_are_written_again(tmp_p
     assert [record.settings for record in read_log(tmp_path).applied[0]] == [({"lr": 0.1},), ({"lr": 0.2},)]
 
 
+@pytest.mark.job
 def test_a_killed_process_loses_no_line(tmp_path: Path) -> None:
     script = (
         "import os, sys; from pathlib import Path\n"

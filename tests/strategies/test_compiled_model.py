@@ -14,6 +14,8 @@ from paceline.strategies.zero.zero3 import Zero3Config
 from tests.engine.loops import prepared
 from tests.workers import hashes, run_workers
 
+pytestmark = pytest.mark.workers
+
 
 def compiles(world: World, *, how: str, strategy: Any) -> str:
     with Engine(world=world, lanes=2, strategy=strategy, timeout_s=20) as engine, warnings.catch_warnings():

@@ -42,6 +42,8 @@ from paceline.strategies.zero.zero3 import Zero3Config
 from paceline.world.world import Elasticity, World
 from tests.workers import hashes, run_workers
 
+pytestmark = pytest.mark.workers
+
 CPU = torch.device("cpu")
 LANES = 4
 WAYS: dict[str, tuple[Any, str | None]] = {  # and what is offloaded, which the CPU shows as well

@@ -31,6 +31,8 @@ from tests.parameter_server.elastic_training import (
 )
 from tests.workers import hashes, run_workers
 
+pytestmark = pytest.mark.workers
+
 
 @cache
 def undisturbed(clock: str) -> str:

@@ -30,6 +30,8 @@ from tests.strategies.test_zero import (
 )
 from tests.workers import hashes, run_workers
 
+pytestmark = pytest.mark.workers
+
 
 def errors_of(program: Callable[..., Any], workers: int, **options: Any) -> set[str]:
     return {str(result.error) for result in run_workers(program, workers, **options)}

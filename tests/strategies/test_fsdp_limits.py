@@ -15,6 +15,8 @@ from paceline import Engine, World
 from tests.strategies.test_fsdp import errors_of
 from tests.workers import hashes, run_workers
 
+pytestmark = pytest.mark.workers
+
 
 def trains(world: World, *, strategy: str, does: str = "nothing", **job: Any) -> str:
     """Six steps; after the second, or before the first, the script does something else."""

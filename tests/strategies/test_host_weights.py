@@ -22,6 +22,8 @@ from tests.bits.programs import wide
 from tests.engine.loops import prepared, vectors
 from tests.workers import hashes, run_workers
 
+pytestmark = pytest.mark.workers
+
 CONFIGS = {"zero1": Zero1Config, "zero2": Zero2Config}
 
 

@@ -37,6 +37,7 @@ def alone(program: str, lanes: int, accumulate: int) -> frozenset[str]:
     return frozenset(hashes(run_workers(PROGRAMS[program], 1, lanes=lanes, accumulate=accumulate)))
 
 
+@pytest.mark.workers
 @pytest.mark.parametrize(
     ("program", "workers", "hosts", "lanes", "accumulate"),
     [
@@ -52,6 +53,7 @@ def test_any_number_of_hosts_gives_the_bits_of_one_process(
     assert hashes(found) == alone(program, lanes, accumulate)
 
 
+@pytest.mark.workers
 @pytest.mark.parametrize("backend", ["gloo", "paceline"])
 def test_groups_smaller_than_a_host_give_the_bits_of_one_process(backend: str) -> None:
     job = {"lanes": 5, "accumulate": 2, "backend": backend}
@@ -59,6 +61,7 @@ def test_groups_smaller_than_a_host_give_the_bits_of_one_process(backend: str) -
     assert hashes(found) == alone("clipped", 5, 2)
 
 
+@pytest.mark.workers
 @pytest.mark.parametrize(("before", "after"), [("hybrid", "ddp"), ("ddp", "hybrid"), ("fsdp", "hybrid")])
 def test_a_state_saved_under_one_strategy_goes_on_under_another_to_the_same_bits(
     before: str, after: str, tmp_path: Path
@@ -69,6 +72,7 @@ def test_a_state_saved_under_one_strategy_goes_on_under_another_to_the_same_bits
     assert hashes(run_workers(on_hosts, 4, until=6, resume=True, strategy=after, **job)) == straight()
 
 
+@pytest.mark.workers
 def test_a_worker_keeps_its_share_of_a_host() -> None:
     for result in run_workers(on_hosts, 4, run=holds, hosts=2, strategy="hybrid", backend="gloo"):
         assert result.error is None, result.traceback
@@ -132,6 +136,7 @@ def parts_kept(world: World) -> list[int]:
     return counts
 
 
+@pytest.mark.workers
 def test_in_a_step_every_group_keeps_its_own_and_between_steps_the_first_speaks_for_all() -> None:
     results = run_workers(parts_kept, 4)
     assert [result.error for result in results] == [None] * 4

@@ -79,6 +79,7 @@ def test_small_updates_add_up_that_bf16_alone_would_lose() -> None:
         assert float(model.weight.detach()) == pytest.approx(0.99, abs=0.004)
 
 
+@pytest.mark.workers
 @pytest.mark.parametrize(("strategy", "workers"), [("ddp", 2), ("zero1", 3), ("zero2", 4)])
 def test_any_optimizer_with_groups_and_clipping_gives_one_hash(strategy: str, workers: int) -> None:
     for made, settings in (
@@ -89,6 +90,7 @@ def test_any_optimizer_with_groups_and_clipping_gives_one_hash(strategy: str, wo
         assert hashes(in_bf16(wide, workers, strategy=strategy, **job)) == alone
 
 
+@pytest.mark.workers
 @pytest.mark.parametrize("strategy", LOW)
 def test_lanes_rounded_for_the_wire_give_one_hash_and_another_than_unrounded_ones(strategy: str) -> None:
     job: dict[str, Any] = {"lanes": 5, "accumulate": 2, "epochs": 1, "bucket_mib": 0.01}
@@ -100,6 +102,7 @@ def test_lanes_rounded_for_the_wire_give_one_hash_and_another_than_unrounded_one
         assert hashes(in_bf16(gpt, 1, **job)) != {alone}
 
 
+@pytest.mark.workers
 def test_modules_kept_in_fp32_give_one_hash() -> None:
     kept = Precision("bf16", keep_fp32=(nn.LayerNorm,))
     job: dict[str, Any] = {"lanes": 4, "epochs": 1, "precision": kept}
@@ -113,6 +116,7 @@ def test_modules_kept_in_fp32_give_one_hash() -> None:
 # -- saved, loaded, changed --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.workers
 @pytest.mark.parametrize("strategy", LOW)
 def test_a_state_saved_and_loaded_in_the_same_run_repeats_the_run(strategy: str, tmp_path: Path) -> None:
     """Before the first step, when masters have not been dealt yet, and after."""
@@ -121,6 +125,7 @@ def test_a_state_saved_and_loaded_in_the_same_run_repeats_the_run(strategy: str,
     assert len(set(result.value)) == 1
 
 
+@pytest.mark.workers
 def test_a_state_of_another_precision_is_refused_and_can_be_accepted(tmp_path: Path) -> None:
     folder = str(tmp_path / "state")
     hashes(run_workers(trains, 1, until=3, folder=folder))
@@ -130,12 +135,14 @@ def test_a_state_of_another_precision_is_refused_and_can_be_accepted(tmp_path: P
     assert "precision was 'fp32', is 'bf16'" in result.error
 
 
+@pytest.mark.workers
 @pytest.mark.parametrize("strategy", ["zero1", "zero2"])
 def test_parameters_that_are_frozen_thawed_or_added_give_the_bits_of_ddp(strategy: str) -> None:
     ddp = hashes(in_bf16(freezes_and_thaws, 1, strategy="ddp"))
     assert hashes(in_bf16(freezes_and_thaws, 3, strategy=strategy)) == ddp
 
 
+@pytest.mark.workers
 @pytest.mark.parametrize("strategy", ["zero1", "zero2"])
 def test_a_state_dict_loaded_by_the_script_keeps_its_precision(strategy: str) -> None:
     ddp = hashes(in_bf16(loads_by_itself, 1, strategy="ddp"))
@@ -155,6 +162,7 @@ def states(world: World) -> list[torch.dtype]:
         return [v.dtype for state in optimizer.state.values() for v in state.values()]
 
 
+@pytest.mark.workers
 def test_optimizer_state_is_in_fp32_also_after_torch_has_loaded_it() -> None:
     (result,) = run_workers(states, 1)
     assert set(result.value) == {torch.float32}, result.traceback
@@ -178,6 +186,7 @@ def changes_weights(world: World, **job: Any) -> str:
         return engine.weights_hash()
 
 
+@pytest.mark.workers
 def test_what_the_script_writes_to_weights_between_steps_is_trained_on() -> None:
     alone = hashes(run_workers(changes_weights, 1))
     for strategy, workers in (("ddp", 2), ("zero1", 3), ("zero2", 2)):
@@ -207,6 +216,7 @@ def holds(world: World, *, strategy: str) -> tuple[int, int, int]:
         return sum(p.nbytes for p in model.parameters()), sum(m.nbytes for m in masters), sum(v.nbytes for v in kept)
 
 
+@pytest.mark.workers
 @pytest.mark.parametrize(("strategy", "workers"), [("ddp", 2), ("zero1", 2), ("zero2", 3)])
 def test_a_worker_has_bf16_weights_and_its_share_of_masters_and_state(strategy: str, workers: int) -> None:
     results = run_workers(holds, workers, strategy=strategy)

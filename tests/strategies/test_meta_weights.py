@@ -98,6 +98,7 @@ def attends(world: World, **job: Any) -> str:
         return engine.weights_hash()
 
 
+@pytest.mark.workers
 @pytest.mark.parametrize(
     "strategy",
     ["fsdp", FsdpConfig(nn.Linear), FsdpConfig(nn.MultiheadAttention), FsdpConfig("Attends"), SHARDS],
@@ -148,6 +149,7 @@ def trains_from_meta(world: World, *, norm: bool = True, **job: Any) -> str:
         return engine.weights_hash()
 
 
+@pytest.mark.workers
 @pytest.mark.parametrize(
     ("strategy", "workers"),
     [("ddp", 3), ("zero2", 2), ("zero3", 2), (SHARDS, 3), ("fsdp", 1), ("fsdp", 3), ("hybrid", 2)],
@@ -177,6 +179,7 @@ def most_filled(world: World) -> tuple[int, int]:
         return most, sum(p.numel() for p in model.parameters())
 
 
+@pytest.mark.workers
 def test_no_more_than_one_unit_is_whole_at_a_time() -> None:
     for result in run_workers(most_filled, 2):
         assert result.error is None, result.traceback

@@ -13,6 +13,8 @@ from paceline.strategies.server import ParameterServer
 from tests.bits.programs import PROGRAMS
 from tests.workers import hashes, run_workers
 
+pytestmark = pytest.mark.workers
+
 
 @cache
 def hash_of_ddp(program: str, lanes: int, accumulate: int = 1) -> str:

@@ -16,6 +16,8 @@ from paceline.strategies.zero.zero3 import Zero3Config
 from tests.engine.loops import prepared
 from tests.workers import run_workers
 
+pytestmark = pytest.mark.workers
+
 
 def loads_alone(world: World, *, late: bool) -> None:
     """Worker 0 loads weights after the first step; `late`: when the others wait for it in the second."""

@@ -28,6 +28,7 @@ def hash_of_ddp(program: str, workers: int, **job: Any) -> frozenset[str]:
     return frozenset(hashes(run_workers(PROGRAMS[program], workers, strategy="ddp", **job)))
 
 
+@pytest.mark.workers
 @pytest.mark.parametrize("backend", ["paceline", "gloo"])
 @pytest.mark.parametrize(("program", "workers", "lanes"), [("gpt", 2, 4), ("clipped", 3, 5), ("short_last_step", 4, 4)])
 def test_star_gives_the_bits_of_ddp(program: str, workers: int, lanes: int, backend: str) -> None:
@@ -35,6 +36,7 @@ def test_star_gives_the_bits_of_ddp(program: str, workers: int, lanes: int, back
     assert star == hash_of_ddp(program, 2, lanes=lanes) == hash_of_ddp(program, 1, lanes=lanes)
 
 
+@pytest.mark.workers
 def test_alone_star_gives_the_bits_of_ddp() -> None:
     assert hashes(run_workers(gpt, 1, strategy="star", lanes=4)) == hash_of_ddp("gpt", 1, lanes=4)
 
@@ -56,6 +58,7 @@ def a_step(world: World, **job: Any) -> tuple[Traffic, int, int]:
         return engine.traffic, elements, engine.timing.left_during_backward
 
 
+@pytest.mark.workers
 @pytest.mark.parametrize("backend", ["paceline", "gloo"])
 @pytest.mark.parametrize(("workers", "lanes"), [(2, 2), (4, 4), (3, 5)])
 def test_a_step_moves_the_bytes_of_the_formula_and_nothing_before_backward_is_done(
@@ -79,6 +82,7 @@ def test_with_one_root_each_the_canonical_star_is_the_star_of_the_literature() -
         assert theory.canonical_star(100, plan) == theory.star(100, workers)
 
 
+@pytest.mark.workers
 def test_a_fast_star_moves_the_same_bytes() -> None:
     for rank, result in enumerate(run_workers(a_step, 3, strategy="star", reduction="fast")):
         assert result.error is None, result.traceback

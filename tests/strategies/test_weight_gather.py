@@ -16,6 +16,8 @@ from paceline.strategies.zero.weights import WeightGather
 from paceline.world.rendezvous_store import open_store
 from tests.workers import run_workers
 
+pytestmark = pytest.mark.workers
+
 
 def parameters_of(worker: int) -> list[Parameter]:
     """Large and small ones, sideways ones, two precisions, a scalar, an empty one."""

@@ -62,6 +62,7 @@ def hash_of_ddp(optimizer: str) -> str:
     return found
 
 
+@pytest.mark.workers
 @pytest.mark.parametrize(("strategy", "workers"), [("zero1", 2), ("zero2", 3), (SHARDS, 2)])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_any_elementwise_optimizer_gives_the_bits_of_ddp(optimizer: str, strategy: str, workers: int) -> None:
@@ -70,6 +71,7 @@ def test_any_elementwise_optimizer_gives_the_bits_of_ddp(optimizer: str, strateg
     assert hashes(run_workers(wide, workers, strategy=strategy, **job)) == {hash_of_ddp(optimizer)}
 
 
+@pytest.mark.workers
 @pytest.mark.parametrize("strategy", ZERO)
 def test_alone_and_with_two_threads_it_gives_the_bits_of_ddp(strategy: str) -> None:
     for workers, threads in ((1, 1), (2, 2)):
@@ -124,6 +126,7 @@ def saves_twice(world: World, *, folder: str, **job: Any) -> list[str]:
         return found
 
 
+@pytest.mark.workers
 @pytest.mark.parametrize("strategy", ZERO)
 def test_a_state_saved_and_loaded_in_the_same_run_repeats_the_run(strategy: str, tmp_path: Path) -> None:
     """Worker 1 owns nothing of either group here, and still knows their counts."""
@@ -167,6 +170,7 @@ def holds(world: World, *, strategy: str) -> tuple[int, int, int, int]:
         return sum(p.numel() for p in model.parameters()), mine, elements_of_state([optimizer]), kept
 
 
+@pytest.mark.workers
 @pytest.mark.parametrize("workers", [2, 3])
 @pytest.mark.parametrize("strategy", ZERO)
 def test_a_worker_keeps_its_share_of_the_state_and_the_users_optimizer_nothing(strategy: str, workers: int) -> None:
@@ -204,6 +208,7 @@ def freezes_and_thaws(world: World, **job: Any) -> str:
         return engine.weights_hash()
 
 
+@pytest.mark.workers
 @pytest.mark.parametrize("strategy", ZERO)
 def test_parameters_that_are_frozen_thawed_or_added_keep_their_state(strategy: str) -> None:
     ddp = hashes(run_workers(freezes_and_thaws, 1, strategy="ddp"))
@@ -229,6 +234,7 @@ def loads_by_itself(world: World, **job: Any) -> str:
         return engine.weights_hash()
 
 
+@pytest.mark.workers
 @pytest.mark.parametrize("strategy", ZERO)
 def test_a_state_dict_loaded_by_the_script_is_taken_over_by_the_shards(strategy: str) -> None:
     ddp = hashes(run_workers(loads_by_itself, 1, strategy="ddp"))
@@ -250,6 +256,7 @@ def watches(world: World, *, strategy: str) -> tuple[list[str], float]:
         return seen, norm
 
 
+@pytest.mark.workers
 @pytest.mark.parametrize("strategy", ZERO)
 def test_hooks_of_the_optimizer_see_weights_before_and_after_and_clipping_tells_ddps_norm(strategy: str) -> None:
     (alone,) = run_workers(watches, 1, strategy="ddp")
@@ -279,6 +286,7 @@ def clips_with_torch(world: World, *, strategy: str, how: str) -> None:
             optimizer.step()
 
 
+@pytest.mark.workers
 @pytest.mark.parametrize(("strategy", "how"), [("zero1", "norm"), ("zero2", "value"), ("zero2", "look")])
 def test_torchs_clipping_and_a_look_at_gradients_name_the_engines(strategy: str, how: str) -> None:
     for error in errors_of(clips_with_torch, 2, strategy=strategy, how=how):
@@ -298,6 +306,7 @@ def saves_by_itself(world: World) -> None:
             optimizer.state_dict()
 
 
+@pytest.mark.workers
 def test_a_state_dict_of_one_workers_part_is_refused_with_what_to_call() -> None:
     (error,) = errors_of(saves_by_itself, 2)
     assert error.startswith("LoopError: optimizer.state_dict() under strategy='zero1': the state is spread over the")

@@ -26,6 +26,8 @@ from tests.bits.programs import gpt
 from tests.strategies.test_zero import trains
 from tests.workers import hashes, run_workers
 
+pytestmark = pytest.mark.workers
+
 SHARDS = Zero3Config(weights="in shards")
 JOB: dict[str, Any] = {"samples": 32, "epochs": 1, "bucket_mib": 0.02}
 

@@ -25,6 +25,8 @@ from tests.strategies.test_meta_weights import trains_from_meta
 from tests.strategies.test_zero import CountingLion, trains
 from tests.workers import hashes, run_workers
 
+pytestmark = pytest.mark.workers
+
 SHARDS = Zero3Config(weights="in shards")
 
 

@@ -20,6 +20,7 @@ DOC = Path(__file__).parents[2] / "docs" / "algorithms.md"
 UNEVEN = 1_003  # divides by none of 2 … 8
 
 
+@pytest.mark.workers
 @pytest.mark.parametrize(("elements", "sizes_over_servers"), [(53_760, (2, 8)), (UNEVEN, (5,))])
 def test_every_rank_counts_exactly_the_bytes_of_the_formula(elements: int, sizes_over_servers: tuple[int, ...]) -> None:
     ranks = run_workers(bench.count, 11, elements=elements, sizes_over_servers=sizes_over_servers)
@@ -86,6 +87,7 @@ def a_message_and_a_native_sum(world: World) -> tuple[Traffic, int]:
     return found, early
 
 
+@pytest.mark.workers
 def test_messages_count_when_they_move_and_native_collectives_as_calls_without_bytes() -> None:
     sender, receiver = run_workers(a_message_and_a_native_sum, 2)
     assert sender.value == (Traffic({("message", 1): Flow(100, 1)}, {}, {"all_reduce": 1}), 0), sender.traceback

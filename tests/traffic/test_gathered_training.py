@@ -26,6 +26,8 @@ from paceline.strategies.registry import choose
 from paceline.world.lanes import strided_lanes
 from tests.workers import run_workers
 
+pytestmark = pytest.mark.workers
+
 LAYERS = 2
 Z = 4 * LAYERS * 4 * BLOCK  # 2 and 4 workers own the same
 ASKS = "request", "gather of weights"

@@ -24,6 +24,8 @@ from paceline.strategies.server.space import plan_spaces
 from paceline.world.world import TcpRendezvous
 from tests.workers import free_port, run_workers
 
+pytestmark = pytest.mark.workers
+
 STEPS = 3
 HEADER_BYTES = 8 * FIELDS
 BUCKET_MIB = 0.02  # several buckets even here

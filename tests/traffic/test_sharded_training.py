@@ -29,6 +29,8 @@ from paceline.strategies.zero.zero2 import Zero2Config
 from paceline.world.lanes import strided_lanes
 from tests.workers import run_workers
 
+pytestmark = pytest.mark.workers
+
 CONFIGS: dict[str, Any] = {"zero1": Zero1Config, "zero2": Zero2Config}
 GATHER = "all-gather of weights"
 BLOCKS = 12  # of each of the two parameters: 2, 3 and 4 workers own the same

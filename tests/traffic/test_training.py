@@ -96,6 +96,7 @@ def moved_by(name: str, size: int) -> Sequence[Moved]:
     return forms[name](ELEMENTS, size)
 
 
+@pytest.mark.workers
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_over_each_algorithm_the_losses_are_exact_ddps_and_a_step_moves_the_formulas_bytes(size: int) -> None:
     results = run_workers(trains_over_all, size, ports=[free_port() for _ in range(len(ALGORITHMS) + 2)])

@@ -197,6 +197,7 @@ def test_flags_that_are_wrong_are_one_line() -> None:
         assert text in str(caught.value)
 
 
+@pytest.mark.job
 def test_an_error_names_the_line_of_the_script(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text("from paceline import TrainingArguments\n\nTrainingArguments(fp16=True, bf16=True)\n")
@@ -228,6 +229,7 @@ def test_values_go_to_json_and_back(tmp_path: Path) -> None:
     assert again == arguments
 
 
+@pytest.mark.job
 def test_importing_paceline_imports_neither_torch_nor_yaml() -> None:
     code = "import sys, paceline; print([m for m in ('torch', 'yaml', 'transformers') if m in sys.modules])"
     shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)

@@ -148,6 +148,7 @@ def train_gpt(world: World, folder: Path, strategy: str) -> str:
     return trainer.engine.weights_hash()
 
 
+@pytest.mark.workers
 def test_a_model_of_transformers_trains_alike_on_any_number_of_workers_and_is_saved_as_its_own(tmp_path: Path) -> None:
     def job(workers: int, strategy: str) -> set[str]:
         return hashes(

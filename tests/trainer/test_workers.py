@@ -17,6 +17,8 @@ from paceline.world.world import World
 from tests.trainer.jobs import Classifier, Samples, Words, accuracy, make_trainer, padded, texts
 from tests.workers import Result, hashes, run_workers
 
+pytestmark = pytest.mark.workers
+
 JOB: dict[str, Any] = {
     "lanes": 6,
     "gradient_accumulation_steps": 2,

@@ -23,7 +23,7 @@ from paceline.errors import CollectiveError
 from tests.collectives.shared_memory.ranks import group_of, odd_rows, opts, plain_sum, same_numbers, succeeded
 from tests.workers import run_workers
 
-pytestmark = pytest.mark.skipif(compiled_library() is None, reason="no C compiler")
+pytestmark = [pytest.mark.workers, pytest.mark.skipif(compiled_library() is None, reason="no C compiler")]
 
 COUNTS = (1, 64, 1023, 8193, 131_073, 140_000, 600_001)
 LARGE = 3_000_000  # floats: an all-reduce of a dozen barriers

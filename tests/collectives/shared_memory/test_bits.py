@@ -15,6 +15,8 @@ from tests.collectives.one_process import lane_values, one_process_sum
 from tests.collectives.shared_memory.ranks import bits, group_of, odd_rows, opts, plain_sum, same_numbers, succeeded
 from tests.workers import run_workers
 
+pytestmark = pytest.mark.workers
+
 COUNTS = (1, 63, 1000, 8192, 8193, 40_000)
 
 

@@ -170,5 +170,6 @@ def one_without_c(world: World) -> tuple[str, float]:
         return made.kernels, tensor[-1].item()
 
 
+@pytest.mark.workers
 def test_if_one_rank_has_no_compiler_all_use_torch() -> None:
     assert succeeded(run_workers(one_without_c, 3)) == [("torch", 3.0)] * 3

@@ -25,6 +25,8 @@ from tests.collectives.shared_memory.ranks import (
 )
 from tests.workers import run_workers
 
+pytestmark = pytest.mark.workers
+
 TINY_SLOT = 4096
 COUNTS = (0, 1, 7, 1000, 5000)  # the last is larger than a tiny slot, in every dtype
 LARGE = 30_011  # in fp32, more than what is reduced in one round

@@ -23,6 +23,8 @@ from paceline.errors import CollectiveError, ConfigError
 from tests.collectives.shared_memory.ranks import group_of, opts, succeeded, torch_distributed
 from tests.workers import run_workers
 
+pytestmark = pytest.mark.workers
+
 LARGE = 3_000_000  # floats: an all-reduce of several barriers
 
 

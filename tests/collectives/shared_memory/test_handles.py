@@ -17,6 +17,8 @@ from paceline.errors import CollectiveError
 from tests.collectives.shared_memory.ranks import group_of, opts, succeeded, torch_distributed
 from tests.workers import run_workers
 
+pytestmark = pytest.mark.workers
+
 
 def many_at_once(world: World) -> list[float]:
     """All-reduces and broadcasts, alternately of the same tensor, so that only one order gives the right numbers."""

@@ -22,6 +22,8 @@ from paceline import World
 from tests.collectives.shared_memory.ranks import group_of, opts, succeeded, torch_distributed
 from tests.workers import run_workers
 
+pytestmark = pytest.mark.workers
+
 MOST_CPU_S = 0.2  # of a second of waiting
 
 

@@ -14,6 +14,8 @@ from paceline.errors import CollectiveError
 from tests.collectives.shared_memory.ranks import DTYPES, bits, succeeded, torch_distributed, values
 from tests.workers import run_workers
 
+pytestmark = pytest.mark.workers
+
 LARGE = 1_000_003  # floats: many chunks of the ring, the last one not full
 
 

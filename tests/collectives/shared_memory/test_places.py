@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from paceline import World
 from paceline.collectives.communicator import Communicator
 from paceline.world.rendezvous_store import open_store
 from tests.workers import run_workers
+
+pytestmark = pytest.mark.workers
 
 
 def tells_a_place(world: World) -> list[float]:

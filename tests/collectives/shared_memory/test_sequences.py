@@ -17,6 +17,8 @@ from paceline.collectives.shared_memory.group import SharedMemoryGroup
 from tests.collectives.shared_memory.ranks import bits, group_of, is_close, opts, reference, succeeded, values
 from tests.workers import run_workers
 
+pytestmark = pytest.mark.workers
+
 MOST_AT_ONCE = 8
 Begun = tuple[Any, Callable[[], bool]]  # a handle, and whether its result is right
 

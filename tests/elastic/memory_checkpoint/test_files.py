@@ -376,6 +376,7 @@ def killed_after(delay_s: float, folder: Path, newest: int) -> None:
         writer.join(20)
 
 
+@pytest.mark.workers
 def test_a_writer_that_is_killed_at_any_moment_leaves_a_whole_step(tmp_path: Path) -> None:
     MemoryCheckpoint(tmp_path, 0).write(0, {"w": torch.zeros(200_000), "step": 0}, rank=0, size=1)
     delays, midway, newest = random.Random(5), 0, 0

@@ -122,6 +122,7 @@ def state_of(folder: Path, step: int, slots: list[int], remote: RemoteCheckpoint
 # -- reading -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.workers
 def test_a_state_is_put_together_from_this_host_and_from_another(tmp_path: Path) -> None:
     here = tmp_path / "here"
     here.mkdir()
@@ -151,6 +152,7 @@ def test_only_the_bytes_that_are_asked_for_travel(tmp_path: Path, monkeypatch: p
         assert asked == [40]
 
 
+@pytest.mark.workers
 def test_a_slot_or_step_that_is_not_there_is_told_by_the_host_that_was_asked(tmp_path: Path) -> None:
     with host(tmp_path / "there", {2: 0}, step=state_number(5)) as other, connected(other.address) as remote:
         assert (remote.steps_of(2), remote.steps_of(7)) == ([state_number(5)], [])
@@ -176,6 +178,7 @@ def test_a_state_that_was_written_over_is_an_error_and_the_connection_goes_on(tm
 # -- a server that dies ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.workers
 def test_a_reader_whose_server_dies_is_told_who(tmp_path: Path) -> None:
     with host(tmp_path / "there", {2: 0}, step=state_number(5)) as other, connected(other.address) as remote:
         tree = state_of(tmp_path, state_number(5), [2], remote).tree
@@ -188,6 +191,7 @@ def test_a_reader_whose_server_dies_is_told_who(tmp_path: Path) -> None:
             tree["weight"].whole()
 
 
+@pytest.mark.workers
 def test_another_worker_of_the_host_stands_in_for_a_server_that_died(tmp_path: Path) -> None:
     there = tmp_path / "there"
     with host(there, {2: 0}, step=5) as first, host(there) as second:
@@ -331,6 +335,7 @@ def place_of(server: CheckpointServer) -> tuple[str, int]:
 # -- copies ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.workers
 def test_a_copy_on_another_host_survives_the_loss_of_this_one(tmp_path: Path) -> None:
     lost, there = tmp_path / "lost", tmp_path / "there"
     lost.mkdir()
@@ -410,6 +415,7 @@ def pushes_for_ever(folder: Path, address: str, first: int) -> None:
             step += 1
 
 
+@pytest.mark.workers
 def test_a_worker_that_is_killed_while_it_pushes_leaves_whole_copies(tmp_path: Path) -> None:
     mine, there = tmp_path / "mine", tmp_path / "there"
     mine.mkdir()
