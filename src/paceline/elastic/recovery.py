@@ -37,7 +37,7 @@ from paceline.elastic.memory_checkpoint.files import (
 )
 from paceline.elastic.memory_checkpoint.replication import Offer, OneHost, Replication, on_hosts
 from paceline.elastic.memory_checkpoint.shard_checksum import NoShardChecksum
-from paceline.elastic.worker_agent import Abandoned, WorkerAgent
+from paceline.elastic.worker_agent import Abandonable, WorkerAgent
 from paceline.errors import PacelineError, PeerLostError, StateLostError, WorldError
 from paceline.world.world import World
 
@@ -156,7 +156,7 @@ class Recovery:
     def is_main(self) -> bool:
         return self.admitted and self.agent.now.main == self.agent.slot
 
-    def watch(self, one: Abandoned) -> None:
+    def watch(self, one: Abandonable) -> None:
         """It ends with the generation that this worker is in."""
         self.agent.watch(one, self._tried)
 

@@ -541,22 +541,13 @@ class Replication(OneHost):
         self._peers: list[RemoteCheckpoint] = []
 
     def connect(self, tell: Callable[[Offer], Sequence[Offer]], agent: WorkerAgent, generation: int) -> list[int]:
+        """From now on it is the files of these workers that are read and copied to."""
         offers = tell(self.offer())
-        self.meet(offers, agent, generation)
-        return [host for host, _, _ in offers]
-
-    def offer(self) -> Offer:
-        """What the others need to know of this worker."""
-        if self._server is None:
-            self._server = CheckpointServer(tensor_address(self._seat), self._checkpoint.folder, self._token)
-        return self._seat.host_rank, self._server.address, self._token
-
-    def meet(self, offers: Sequence[Offer], agent: WorkerAgent, generation: int) -> None:
-        """The workers of a generation, in rank order: from now on it is their files that are read and copied to."""
         for peer in self._peers:
             peer.close()
         assert self._server is not None
-        mine, on = self._seat.host_rank, hosts_of([host for host, _, _ in offers])
+        hosts = [host for host, _, _ in offers]
+        mine, on = self._seat.host_rank, hosts_of(hosts)
         place = on[mine].index([address for _, address, _ in offers].index(self._server.address))
         after = sorted(on, key=lambda host: (host <= mine, host))[:-1]  # all others, the next one first
         chosen = {host: on[host][place % len(on[host])] for host in after}
@@ -567,6 +558,13 @@ class Replication(OneHost):
         self.copies = len(self._keepers)
         for peer in self._peers:
             agent.watch(peer, generation)
+        return hosts
+
+    def offer(self) -> Offer:
+        """What the others need to know of this worker."""
+        if self._server is None:
+            self._server = CheckpointServer(tensor_address(self._seat), self._checkpoint.folder, self._token)
+        return self._seat.host_rank, self._server.address, self._token
 
     def keep(self, number: int) -> None:
         for keeper in self._keepers:
