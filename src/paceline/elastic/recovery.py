@@ -273,11 +273,12 @@ class Recovery:
         joins = self.agent.slot in generation.joining
         if joins:
             fault_point("join", generation.step + 1)
-        # What all have is laid out for joiners while the strategies, which know where it is, are still open.
+        # Teardown. What all have is laid out for joiners before that, while the strategies know where it is.
         lays_out = bool(generation.joining) and not joins and parts.replicated
         saved = self._lay_out(generation) if lays_out else self._saved
         parts.dismantle(lost=not generation.includes(self.agent.now))
 
+        # Connect, agree with joiners on the state to go on from, and reopen the strategies.
         comm = parts.connect(world)
         hosts = self._connect_replicas(lambda offer: [offer] if comm is None else comm.gather_json(offer))
         world = on_hosts(world, hosts) if hosts else world
@@ -286,6 +287,7 @@ class Recovery:
             parts.put_plain(told)
         parts.assemble(world, comm)
 
+        # The committed state and this worker's lanes; no worker begins the step before all are there.
         places = [told["place"]] if joins else None
         if joins or parts.takes_places or not parts.replicated:
             number, writers = self._saved.number, self._saved.writers
