@@ -341,7 +341,7 @@ class RemoteCheckpoint:
         self._token, self._timeout_s = token, timeout_s
         self._connection: socket.socket | None = None
         self._wire: Wire | None = None  # once both have proved who they are
-        self._abandoned = False
+        self._abandoned = ""  # why
         self._one_at_a_time = threading.Lock()
 
     def steps_of(self, slot: int) -> list[int]:
@@ -384,7 +384,7 @@ class RemoteCheckpoint:
 
     def abandon(self, why: str) -> None:
         """End every wait at once, from any thread; for good."""
-        self._abandoned, connection = True, self._connection
+        self._abandoned, connection = why, self._connection
         if connection is not None:
             with suppress(OSError):  # it is closed already
                 connection.shutdown(socket.SHUT_RDWR)
@@ -437,7 +437,7 @@ class RemoteCheckpoint:
             limit_s = min(self._timeout_s, CONNECT_S)
             self._connection = socket.create_connection((host.strip("[]"), int(port)), timeout=limit_s)
         if self._abandoned or self._connection is None:  # perhaps meanwhile
-            raise EOFError("it was given up")
+            raise EOFError(f"it was given up: {self._abandoned}")
         self._connection.settimeout(self._timeout_s)
         return Wire(self._connection)
 
