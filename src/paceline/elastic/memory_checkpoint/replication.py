@@ -384,7 +384,7 @@ class RemoteCheckpoint:
 
     def abandon(self, why: str) -> None:
         """End every wait at once, from any thread; for good."""
-        self._abandoned, connection = why, self._connection
+        self._abandoned, connection = why or "the workers have changed", self._connection
         if connection is not None:
             with suppress(OSError):  # it is closed already
                 connection.shutdown(socket.SHUT_RDWR)
