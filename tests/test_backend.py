@@ -27,6 +27,7 @@ def run(script: str, **variables: str) -> subprocess.CompletedProcess[str]:
         [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False, env=environment
     )
 
+
 import pytest
 
 pytestmark = pytest.mark.job

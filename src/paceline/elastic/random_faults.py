@@ -43,7 +43,7 @@ MOMENT_S = (0.01, 0.4)
 PIDFD_GETFD = 438  # the number of the system call, the same on every architecture
 
 
-Generation: TypeAlias = tuple[int, int]
+Era: TypeAlias = tuple[int, int]
 """How often all workers had started anew, and the number of their generation since."""
 
 
@@ -63,7 +63,7 @@ class Happened:
 
     kind: str
     at: float
-    generation: Generation
+    generation: Era
     commit_s: float | None = None
     all_anew: bool = False
     """By then all workers had started anew."""
@@ -89,7 +89,7 @@ class HurtJob:
         self._supervisor, self._ledger = supervisor, ledger
         self._read = 0
         self._starts = 0
-        self._harmed: dict[int, Generation] = {}  # pid to the generation in which it was harmed
+        self._harmed: dict[int, Era] = {}  # pid to the generation in which it was harmed
         self._admitted: set[int] = set()
         self._to_continue: dict[int, float] = {}
         self.rows: list[Commit] = []
@@ -150,7 +150,7 @@ class HurtJob:
         self._note("kill" if knows else "joiner", slots)
 
     @property
-    def generation(self) -> Generation:
+    def generation(self) -> Era:
         return self._starts, self.rows[-1].generation if self.rows else 0
 
     def processes(self) -> list[int]:

@@ -37,7 +37,7 @@ from paceline.elastic.memory_checkpoint.files import (
 )
 from paceline.elastic.memory_checkpoint.replication import Offer, OneHost, Replication, on_hosts
 from paceline.elastic.memory_checkpoint.shard_checksum import NoShardChecksum
-from paceline.elastic.worker_agent import Abandoned, WorkerAgent
+from paceline.elastic.worker_agent import Abandonable, WorkerAgent
 from paceline.errors import PacelineError, PeerLostError, StateLostError, WorldError
 from paceline.world.world import World
 
@@ -156,7 +156,7 @@ class Recovery:
     def is_main(self) -> bool:
         return self.admitted and self.agent.now.main == self.agent.slot
 
-    def watch(self, one: Abandoned) -> None:
+    def watch(self, one: Abandonable) -> None:
         """It ends with the generation that this worker is in."""
         self.agent.watch(one, self._tried)
 
@@ -275,11 +275,12 @@ class Recovery:
         joins = self.agent.slot in generation.joining
         if joins:
             fault_point("join", generation.step + 1)
-        # What all have is laid out for joiners while the strategies, which know where it is, are still open.
+        # Teardown. What all have is laid out for joiners before that, while the strategies know where it is.
         lays_out = bool(generation.joining) and not joins and parts.replicated
         saved = self._lay_out(generation) if lays_out else self._saved
         parts.dismantle(lost=not generation.includes(self.agent.now))
 
+        # Connect, agree with joiners on the state to go on from, and reopen the strategies.
         comm = parts.connect(world)
         hosts = self._connect_replicas(comm.gather_json)
         world = on_hosts(world, hosts) if hosts else world
@@ -288,6 +289,7 @@ class Recovery:
             parts.put_plain(told)
         parts.assemble(world)
 
+        # The committed state and this worker's lanes; no worker begins the step before all are there.
         places = [told["place"]] if joins else None
         if joins or parts.takes_places or not parts.replicated:
             number, writers = self._saved.number, self._saved.writers

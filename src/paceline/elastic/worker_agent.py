@@ -33,7 +33,7 @@ ASK_AFTER_S = 1.0
 LAST = 1 << 62  # update of a step that is over
 
 
-class Abandoned(Protocol):
+class Abandonable(Protocol):
     """What ends with a generation: a group of workers, a connection to one of them."""
 
     def abandon(self, why: str) -> None:
@@ -65,7 +65,7 @@ class WorkerAgent:
         self._committed = (0, 0)  # step, update
         self._begun = 0  # the loop that all have entered
         self._announced = 0  # the generation to change to before the next step
-        self._watched: list[tuple[int, Abandoned]] = []  # and of which generation it is
+        self._watched: list[tuple[int, Abandonable]] = []  # and of which generation it is
         self._refused: str | None = None
         self._loop_of_others = 0
         self._news = threading.Condition()
@@ -111,7 +111,7 @@ class WorkerAgent:
     def is_newer_than(self, number: int) -> bool:
         return self._newest.number > number
 
-    def watch(self, one: Abandoned, generation: int) -> None:
+    def watch(self, one: Abandonable, generation: int) -> None:
         """It is of this generation, and is abandoned as soon as there is another: now, where that is known already."""
         with self._news:
             late = self._newest.number > generation

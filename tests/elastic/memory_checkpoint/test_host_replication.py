@@ -14,7 +14,7 @@ import torch
 from paceline.checkpoint.load import whole_tree
 from paceline.elastic.memory_checkpoint.files import MemoryCheckpoint, state_number, steps_of
 from paceline.elastic.memory_checkpoint.replication import Replication, on_hosts
-from paceline.elastic.worker_agent import Abandoned, WorkerAgent
+from paceline.elastic.worker_agent import Abandonable, WorkerAgent
 from paceline.engine.group import among_members
 from paceline.errors import GenerationEnded, PeerLostError, StateLostError
 from paceline.sharding.local_shard import LocalShard
@@ -28,9 +28,9 @@ class Quiet:
     """A worker agent that nothing happens to, unless the test says so."""
 
     def __init__(self) -> None:
-        self.watched: list[Abandoned] = []
+        self.watched: list[Abandonable] = []
 
-    def watch(self, one: Abandoned, generation: int) -> None:
+    def watch(self, one: Abandonable, generation: int) -> None:
         self.watched.append(one)
 
 
@@ -54,7 +54,7 @@ class Job:
         self.slots = slots
         offers = [self.copies[slot].offer() for slot in slots]
         for slot in slots:
-            self.copies[slot].meet(offers, cast(WorkerAgent, self.members[slot]), 1)
+            self.copies[slot].connect(lambda _: offers, cast(WorkerAgent, self.members[slot]), 1)
 
     def write(self, number: int) -> None:
         """Each its slice of one tensor."""

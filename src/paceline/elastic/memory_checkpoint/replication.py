@@ -341,7 +341,7 @@ class RemoteCheckpoint:
         self._token, self._timeout_s = token, timeout_s
         self._connection: socket.socket | None = None
         self._wire: Wire | None = None  # once both have proved who they are
-        self._abandoned = False
+        self._abandoned = ""  # why
         self._one_at_a_time = threading.Lock()
 
     def steps_of(self, slot: int) -> list[int]:
@@ -384,7 +384,7 @@ class RemoteCheckpoint:
 
     def abandon(self, why: str) -> None:
         """End every wait at once, from any thread; for good."""
-        self._abandoned, connection = True, self._connection
+        self._abandoned, connection = why or "the workers have changed", self._connection
         if connection is not None:
             with suppress(OSError):  # it is closed already
                 connection.shutdown(socket.SHUT_RDWR)
@@ -437,7 +437,7 @@ class RemoteCheckpoint:
             limit_s = min(self._timeout_s, CONNECT_S)
             self._connection = socket.create_connection((host.strip("[]"), int(port)), timeout=limit_s)
         if self._abandoned or self._connection is None:  # perhaps meanwhile
-            raise EOFError("it was given up")
+            raise EOFError(f"it was given up: {self._abandoned}")
         self._connection.settimeout(self._timeout_s)
         return Wire(self._connection)
 
@@ -541,22 +541,13 @@ class Replication(OneHost):
         self._peers: list[RemoteCheckpoint] = []
 
     def connect(self, tell: Callable[[Offer], Sequence[Offer]], agent: WorkerAgent, generation: int) -> list[int]:
+        """From now on it is the files of these workers that are read and copied to."""
         offers = tell(self.offer())
-        self.meet(offers, agent, generation)
-        return [host for host, _, _ in offers]
-
-    def offer(self) -> Offer:
-        """What the others need to know of this worker."""
-        if self._server is None:
-            self._server = CheckpointServer(tensor_address(self._seat), self._checkpoint.folder, self._token)
-        return self._seat.host_rank, self._server.address, self._token
-
-    def meet(self, offers: Sequence[Offer], agent: WorkerAgent, generation: int) -> None:
-        """The workers of a generation, in rank order: from now on it is their files that are read and copied to."""
         for peer in self._peers:
             peer.close()
         assert self._server is not None
-        mine, on = self._seat.host_rank, hosts_of([host for host, _, _ in offers])
+        hosts = [host for host, _, _ in offers]
+        mine, on = self._seat.host_rank, hosts_of(hosts)
         place = on[mine].index([address for _, address, _ in offers].index(self._server.address))
         after = sorted(on, key=lambda host: (host <= mine, host))[:-1]  # all others, the next one first
         chosen = {host: on[host][place % len(on[host])] for host in after}
@@ -567,6 +558,13 @@ class Replication(OneHost):
         self.copies = len(self._keepers)
         for peer in self._peers:
             agent.watch(peer, generation)
+        return hosts
+
+    def offer(self) -> Offer:
+        """What the others need to know of this worker."""
+        if self._server is None:
+            self._server = CheckpointServer(tensor_address(self._seat), self._checkpoint.folder, self._token)
+        return self._seat.host_rank, self._server.address, self._token
 
     def keep(self, number: int) -> None:
         for keeper in self._keepers:
