@@ -7,6 +7,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+pytestmark = pytest.mark.job
+
 BROKEN = '''
 import importlib.abc, sys
 
@@ -26,11 +30,6 @@ def run(script: str, **variables: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False, env=environment
     )
-
-
-import pytest
-
-pytestmark = pytest.mark.job
 
 
 def test_torch_knows_the_backend_without_an_import_of_ours() -> None:

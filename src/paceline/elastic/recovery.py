@@ -45,6 +45,10 @@ RECOVERABLE = (PacelineError, RuntimeError, OSError)
 """What building a group out of workers that may die meanwhile raises."""
 
 
+Facts = Callable[[], Mapping[str, str | int]]
+"""What must be the same in all workers; asked for in elastic jobs only, since it reads all code of the script."""
+
+
 class Parts(Protocol):
     """What an engine is made of, as far as it changes with the workers."""
 
@@ -120,8 +124,64 @@ class Saved:
     """Slots, in rank order."""
 
 
-class Recovery:
+class NoRecovery:
+    """What a step and its loop ask of the membership, answered for a job that is not elastic: its workers stay."""
+
+    is_elastic = False
+    admitted = True  # not a worker that has yet to join the others
+    changed = False  # the workers are others than those of this generation
+    before_update = True  # every worker can make the update alone: it is made when the step counts
+    loop = 0
+    loop_is_over = left_early = False  # this worker has joined others that have just left their loop
+    shard_checksum = NoShardChecksum()
+
+    @property
+    def now_in(self) -> int | None:
+        """The generation that this worker is in, or is about to be."""
+        return None
+
+    @property
+    def part(self) -> Sequence[Tensor]:
+        """Those tensors of this worker's part of the state that are watched."""
+        return ()
+
+    def is_main(self, world: World) -> bool:
+        return world.is_main
+
+    def enter(self, step: int, facts: Facts) -> None:
+        """A loop begins."""
+
+    def leave(self) -> None:
+        """It has ended."""
+
+    def join(self, facts: Facts, *, any_loop: bool = False) -> bool:
+        """Become one of the others in front of a loop; False: they are past it."""
+        return True
+
+    def commits(self, step: int, update: int, *, check: int) -> bool:
+        """Whether the step counts; False: the workers have changed, and it is to be done again."""
+        return True
+
+    def ends_updates(self, step: int) -> None:
+        """A step of several updates is over."""
+
+    def check_part(self, step: int) -> None:
+        """That this worker's part of the state is what the last update left."""
+
+    def watch(self, one: Abandonable) -> None:
+        """Have it end with the generation."""
+
+    def recover(self) -> None:
+        """Go on with the workers that are left."""
+        raise NotImplementedError("a job that is not elastic has no other generation")
+
+    def close(self) -> None: ...
+
+
+class Recovery(NoRecovery):
     """`seat` is the world that the launcher gave: its rank is the slot."""
+
+    is_elastic = True
 
     def __init__(self, agent: WorkerAgent, seat: World, parts: Parts, say: Callable[[str], None]) -> None:
         assert seat.elastic is not None
@@ -130,8 +190,6 @@ class Recovery:
         self.agent = agent
         self.loop = 0
         self.admitted = not seat.elastic.joins
-        self.loop_is_over = self.left_early = False  # this worker has joined others that have just left their loop
-        self.shard_checksum = NoShardChecksum()
         self._seat, self._parts, self._say = seat, parts, say
         self._checkpoint = MemoryCheckpoint(Path(seat.elastic.vault), seat.rank)
         across_hosts = seat.hosts > 1 or seat.elastic.across_hosts
@@ -145,15 +203,13 @@ class Recovery:
 
     @property
     def now_in(self) -> int:
-        """The generation that this worker is in, or is about to be."""
         return self._tried
 
     @property
-    def changed(self) -> bool:
+    def changed(self) -> bool:  # type: ignore[override]
         return self.agent.changed
 
-    @property
-    def is_main(self) -> bool:
+    def is_main(self, world: World) -> bool:
         return self.admitted and self.agent.now.main == self.agent.slot
 
     def watch(self, one: Abandonable) -> None:
@@ -165,18 +221,17 @@ class Recovery:
 
     # -- committing --------------------------------------------------------------------------------------------------
 
-    at_once = False
-
     @property
-    def before_update(self) -> bool:
+    def before_update(self) -> bool:  # type: ignore[override]
         return self._parts.replicated
 
-    def enter(self, step: int, facts: Mapping[str, str | int]) -> None:
+    def enter(self, step: int, facts: Facts) -> None:
         """A loop begins: from here on others can go on where this worker ends."""
+        known = facts()
         if not self._has_connected:
             self._connect_replicas(self._parts.told)
         number = number_at_loop_start(step, self._saved.number)
-        while not (self._keep(number) and self.agent.enters(self.loop, step, facts)):
+        while not (self._keep(number) and self.agent.enters(self.loop, step, known)):
             self.recover()
             number = number_at_loop_start(step, self._saved.number)
         self._saved = Saved(number, self.agent.now.members)
@@ -187,7 +242,6 @@ class Recovery:
         self.agent.leave(self.loop)
 
     def commits(self, step: int, update: int, *, check: int) -> bool:
-        """Whether the step counts; False: it is to be done again."""
         number = state_number(step, update)
         if not self._keep(number):
             return False
@@ -356,9 +410,9 @@ class Recovery:
 
     # -- joining -----------------------------------------------------------------------------------------------------
 
-    def join(self, facts: Mapping[str, str | int], *, any_loop: bool = False) -> bool:
+    def join(self, facts: Facts, *, any_loop: bool = False) -> bool:
         """Stand in front of the loop until the others take this worker in; False: they have left it behind."""
-        if self.agent.ask_to_join(0 if any_loop else self.loop, facts) is None:
+        if self.agent.ask_to_join(0 if any_loop else self.loop, facts()) is None:
             return False
         self.recover()
         return True

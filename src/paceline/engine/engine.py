@@ -341,7 +341,7 @@ class Engine:
             self._saver,
             around=self._between.surroundings,
             at_boundary=self._at_boundary,
-            resumes=lambda: self._group.admitted,  # who joins gets its state from others
+            resumes=lambda: self._group.recovery.admitted,  # who joins gets its state from others
             step=lambda: self.step,
             keep=keep,
             asynchronous=asynchronous,
@@ -358,7 +358,7 @@ class Engine:
         group = self._group
         loader = self._objects.loader
         if loader is not None and loader.in_loop:
-            if group.elastic is None:
+            if not group.recovery.is_elastic:
                 loader.say_left()
             else:
                 group.comm.abandon("this worker leaves in the middle of its loop")  # the others go on without it
@@ -373,7 +373,7 @@ class Engine:
         """
         check_boundary(self._objects.step, operation)
         self._between.settle()
-        return self._replay is None and self._group.admitted
+        return self._replay is None and self._group.recovery.admitted
 
     def _training(self) -> TrainStep:
         return self._objects.training()

@@ -20,7 +20,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from paceline.collectives.communicator import Communicator, SingleWorker
 from paceline.elastic.decisions import Generation
 from paceline.elastic.memory_checkpoint.replication import on_hosts
-from paceline.elastic.recovery import Parts, Recovery
+from paceline.elastic.recovery import NoRecovery, Parts, Recovery
 from paceline.elastic.worker_agent import WorkerAgent
 from paceline.engine.config import EngineConfig
 from paceline.engine.evaluation import EvaluationLoader
@@ -47,7 +47,7 @@ class Group:
         self._opened_store, self.store = open_meeting(seat, self.client, config.timeout_s)
         self._watch = WaitWatch(self.client, seat.name) if self.store is not None else None
         self.comm: Communicator = SingleWorker()
-        self.elastic: Recovery | None = None
+        self.recovery: NoRecovery = NoRecovery()
         self.serving: Serving | None = None
         self.lost: Set[int] = frozenset()  # as the strategy knows them
         self.evaluations: list[EvaluationLoader] = []  # whose batches are dealt to these workers
@@ -61,12 +61,7 @@ class Group:
     @property
     def is_main(self) -> bool:
         """One of all workers: the first, or when that one is lost the first of the others."""
-        return self.among.is_main if self.elastic is None else self.elastic.is_main
-
-    @property
-    def admitted(self) -> bool:
-        """Not a worker that has yet to join the others of an elastic job."""
-        return self.elastic is None or self.elastic.admitted
+        return self.recovery.is_main(self.among)
 
     def tell(self, kind: str, **fields: Any) -> None:
         """The supervisor, if there is one."""
@@ -85,8 +80,8 @@ class Group:
         self.comm = connect_workers(
             self.world, self.store, backend=self._config.backend, device=self.device, timeout_s=self.timeout_s
         )
-        if self.elastic is not None and self.comm.size > 1:
-            self.elastic.watch(self)
+        if self.comm.size > 1:
+            self.recovery.watch(self)
 
     def _join_elastic_job(self, parts: Parts) -> None:
         """In an elastic job workers come and go: who commits steps, and how those that are left go on."""
@@ -105,7 +100,7 @@ class Group:
         if seat.is_server:
             self.serving = Serving(agent, seat, self._store_of, self.timeout_s)
         else:
-            self.elastic = Recovery(agent, seat, parts, self.print)
+            self.recovery = Recovery(agent, seat, parts, self.print)
 
     def meet(self, world: World) -> Communicator:
         """The workers of a new generation."""
@@ -116,7 +111,7 @@ class Group:
         self.comm = Communicator.connect(
             world, place, backend=self._config.backend, device=self.device, timeout_s=self.timeout_s
         )
-        self.elastic_parts().watch(self)
+        self.recovery.watch(self)
         return self.comm
 
     def go_on_without_the_lost(self) -> None:
@@ -137,15 +132,14 @@ class Group:
         if self.loop is not None:
             self.loop.start_over()
         else:
-            self.elastic_parts().recover()
+            self.recovery.recover()
 
     # -- generations of an elastic job -------------------------------------------------------------------------------
 
     @property
     def generation(self) -> int | None:
         """The one that this process is in, or is about to be."""
-        part = self.elastic or self.serving
-        return None if part is None else part.now_in
+        return self.recovery.now_in if self.serving is None else self.serving.now_in
 
     def store_of_generation(self) -> Store | None:
         """In an elastic job keys are those of one generation: nobody finds what an older one left there."""
@@ -157,10 +151,6 @@ class Group:
         assert self.store is not None
         return PrefixStore(f"elastic/{generation}", self.store)
 
-    def elastic_parts(self) -> Recovery:
-        assert self.elastic is not None
-        return self.elastic
-
     def abandon(self, why: str) -> None:
         """The workers have changed: from this moment on nothing waits for those that are gone."""
         self.comm.abandon(why)
@@ -171,14 +161,13 @@ class Group:
         if self.serving is not None:
             self.serving.adopt(comm)
         else:
-            self.elastic_parts().watch(comm)
+            self.recovery.watch(comm)
 
     def close(self) -> None:
         if self._watch is not None:
             self._watch.close()
         self.comm.close()
-        if self.elastic is not None:
-            self.elastic.close()
+        self.recovery.close()
         if self.client is not None:
             self.client.close()
 

@@ -68,7 +68,7 @@ class PreparedLoader:
 
     @property
     def epoch(self) -> int:
-        if not self._group.admitted:  # it is the job's, and a loop over what is left of it follows
+        if not self._group.recovery.admitted:  # it is the job's, and a loop over what is left of it follows
             self._join(any_loop=True)
         return self.source.epoch
 
@@ -115,7 +115,7 @@ class PreparedLoader:
                     if step.stop_agreed:
                         break
                     self._recovers(between_steps=True)
-            early = self._group.elastic is not None and self._group.elastic.left_early
+            early = self._group.recovery.left_early
         except GeneratorExit:  # a break, a return or an exception in the body
             whole = not step.inside_step and step.broken is None
             if step.item is not None and step.item.last_of_step and whole:
@@ -130,8 +130,8 @@ class PreparedLoader:
         """The next item; None when the epoch is over, for the workers that there are now."""
         while True:
             assert self._items is not None
-            if self._group.elastic is not None and self._group.elastic.loop_is_over:
-                self._group.elastic.loop_is_over = False
+            if self._group.recovery.loop_is_over:
+                self._group.recovery.loop_is_over = False
                 return None
             fault_point("data", self._step.step + 1)
             try:
@@ -145,11 +145,11 @@ class PreparedLoader:
 
     def _recovers(self, *, between_steps: bool = False) -> bool:
         """Whether the step was lost, or between two steps the workers have changed: then the next item is another."""
-        step, elastic = self._step, self._group.elastic
+        step, recovery = self._step, self._group.recovery
         if step.passes.again or (between_steps and step.passes.are_on(step.rides)):
             self._pass_lanes_on()
             return True
-        if step.is_lost or (between_steps and elastic is not None and elastic.changed):
+        if step.is_lost or (between_steps and recovery.changed):
             self.start_over()
             return True
         return False
@@ -159,7 +159,7 @@ class PreparedLoader:
         if (item := self._step.item_done()) is not None:
             self._commit(item)  # it counts, and the body has not given it back yet
         self._handed_out.clear()
-        self._group.elastic_parts().recover()
+        self._group.recovery.recover()
         self._fetch()
 
     def _pass_lanes_on(self) -> None:
@@ -188,15 +188,15 @@ class PreparedLoader:
 
     def _commit(self, item: WorkItem) -> None:
         """The step is done: its samples are used."""
-        step, elastic = self._step, self._group.elastic
+        step, recovery = self._step, self._group.recovery
         step.end_item()
         if step.is_lost:
             return
         self.write_record()
         in_updates, step.update = step.in_updates, 0
         self.source.commit(item)
-        if in_updates and elastic is not None:
-            elastic.ends_updates(step.rounds)
+        if in_updates:
+            recovery.ends_updates(step.rounds)
 
     # -- engine.update -----------------------------------------------------------------------------------------------
 
@@ -236,10 +236,9 @@ class PreparedLoader:
         group, boundary = self._group, self._boundary
         if self.in_loop:  # it has joined the others in front of it
             return True
-        if group.elastic is not None:
-            group.elastic.loop += 1
-            if not group.elastic.admitted:
-                return self._join(any_loop=False)
+        group.recovery.loop += 1
+        if not group.recovery.admitted:
+            return self._join(any_loop=False)
         group.comm.take_back_note()
         if not self._stops.enter_loop(boundary.told):
             return False
@@ -247,13 +246,12 @@ class PreparedLoader:
         if self.source.digest is not None:
             check_same_order(boundary.told(self.source.digest))
         self._tell_phase("training")
-        if group.elastic is not None:
-            group.elastic.enter(self._step.rounds, self._facts())
+        group.recovery.enter(self._step.rounds, self._facts)
         return True
 
     def _join(self, *, any_loop: bool) -> bool:
         """A worker that comes later, in front of its loop; False: the others are past it."""
-        if not self._group.elastic_parts().join(self._facts(), any_loop=any_loop):
+        if not self._group.recovery.join(self._facts, any_loop=any_loop):
             return False
         self.in_loop = True
         self._tell_phase("training")
@@ -261,12 +259,11 @@ class PreparedLoader:
 
     def _leave(self, early: bool) -> None:
         self.in_loop = False
-        step, elastic = self._step, self._group.elastic
-        if elastic is not None:
-            self.left_early, elastic.left_early = early, False
-            if elastic.changed and not step.inside_step:
-                elastic.recover()  # a worker joins after the last step: it leaves the loop as well
-            elastic.leave()
+        step, recovery = self._step, self._group.recovery
+        self.left_early, recovery.left_early = early, False
+        if recovery.changed and not step.inside_step:
+            recovery.recover()  # a worker joins after the last step: it leaves the loop as well
+        recovery.leave()
         if early:
             step.forget_untouched()
             if step.inside_step:

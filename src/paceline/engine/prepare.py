@@ -42,7 +42,7 @@ from paceline.engine.replicas import (
 from paceline.engine.second_opinion import ComparedPasses, SecondOpinion, check_second_opinion
 from paceline.engine.sources import as_loader, check_same_data, facts_of_data, make_source
 from paceline.engine.state import JobState
-from paceline.engine.step import CommitsAtOnce, OnePass, TrainStep
+from paceline.engine.step import OnePass, TrainStep
 from paceline.engine.stop_signals import StopSignals
 from paceline.engine.strategy_table import StrategyTable
 from paceline.engine.vote import WeightsWatch
@@ -118,7 +118,7 @@ class BetweenSteps:
 
     def end_evaluation(self) -> None:
         """None leaves an evaluation that another has to run a round of again."""
-        if self._group.elastic is not None:
+        if self._group.recovery.is_elastic:
             self.boundary.barrier()
 
     def agreed_hash(self) -> str:
@@ -224,10 +224,9 @@ class Preparation:
         strategies = self.open_strategies()
         trained = (own.models, own.optimizers, own.schedulers)
         passes = OnePass() if self._opinion is None else ComparedPasses(self._opinion, strategies.rides)
-        commitment = group.elastic or CommitsAtOnce()
-        own.step = TrainStep(config, group, *trained, strategies, self._stops, commitment, passes)
-        if group.elastic is not None and self._opinion is not None:
-            group.elastic.shard_checksum = ShardChecksum(group.world.name, WeightsWatch)
+        own.step = TrainStep(config, group, *trained, strategies, self._stops, passes)
+        if self._opinion is not None:
+            group.recovery.shard_checksum = ShardChecksum(group.world.name, WeightsWatch)
         for optimizer in own.optimizers:
             let_optimizer_act_once(optimizer, own.step)
         for scheduler in own.schedulers:
@@ -292,7 +291,9 @@ class Preparation:
         return self._training_loader(thing) if training else self._evaluation_loader(thing)
 
     def _evaluation_loader(self, loader: DataLoader[Any]) -> EvaluationLoader:
-        if self._group.elastic is None:  # a worker that has joined prepares when the others have done so long ago
+        if (
+            not self._group.recovery.is_elastic
+        ):  # a worker that has joined prepares when the others have done so long ago
             self._compare(loader)
         self._group.evaluations.append(
             EvaluationLoader(

@@ -172,45 +172,6 @@ class StepState:
         return ItemPlace(item.lane, item.last_of_lane, item.last_of_step, False, *so_far)
 
 
-class Commitment(Protocol):
-    """What decides whether a step counts."""
-
-    @property
-    def at_once(self) -> bool:
-        """A step counts when it has acted: nothing is lost with a worker but the job."""
-        ...
-
-    @property
-    def before_update(self) -> bool:
-        """Every worker can make the update alone: it is made when the step counts. Otherwise it can be undone."""
-        ...
-
-    def commits(self, step: int, update: int, *, check: int) -> bool:
-        """False: the workers have changed, and the step is to be done again."""
-        ...
-
-    def check_part(self, step: int) -> None:
-        """That this worker's part of the state is what the last update left."""
-        ...
-
-    @property
-    def part(self) -> Sequence[Tensor]:
-        """Those tensors of it that are watched."""
-        ...
-
-
-class CommitsAtOnce:
-    """The commitment of a job that is not elastic."""
-
-    at_once = before_update = True
-    part: Sequence[Tensor] = ()
-
-    def commits(self, step: int, update: int, *, check: int) -> bool:
-        return True
-
-    def check_part(self, step: int) -> None: ...
-
-
 class OnePass:
     """How often a step's lanes are computed: once. `second_opinion` has those that are computed by two workers."""
 
@@ -256,12 +217,11 @@ class TrainStep:
         schedulers: Sequence[Any],
         strategies: StrategyTable,
         stops: StopSignals,
-        commitment: Commitment,
         passes: OnePass,
     ) -> None:
         self._config, self._group, self._stops = config, group, stops
         self.models, self._optimizers, self._schedulers = models, optimizers, schedulers
-        self.strategies, self.commitment, self.passes = strategies, commitment, passes
+        self.strategies, self.passes = strategies, passes
         self.active: Strategy | None = None
         self.loss_scale = None if config.loss_scale is None else MovingScale(config.loss_scale)
         self.buffers = LaneBuffers(models)
@@ -393,7 +353,7 @@ class TrainStep:
             traffic_before=self._traffic_so_far(),
             was_asked_to_stop=self._stops.agreed,
             loss_scale=None if self.loss_scale is None else self.loss_scale.state_dict(),
-            committed=self.commitment.at_once,
+            committed=not self._group.recovery.is_elastic,
         )
         begin_step(self.round)
         for fault in flips_due(self.round):
@@ -497,7 +457,7 @@ class TrainStep:
         affair.
         """
         active, now = self.strategy(), self.now
-        self.commitment.check_part(self.round)
+        self._group.recovery.check_part(self.round)
         vote = self._vote(active)
         fault_point("exchange", self.round)
         votes = self.voting.cast(vote) if now.agreement is Agreement.NOW else [vote]
@@ -583,7 +543,7 @@ class TrainStep:
             return None
         now = self.now
         rules.check_no_closure(closure)
-        if not self.commitment.before_update:
+        if not self._group.recovery.before_update:
             rules.check_one_optimizer(len(self._optimizers))
         now.of_item.step_called = True
         if self.phase is Phase.ITEM and now.item is not None:
@@ -608,7 +568,7 @@ class TrainStep:
                 raise
             except BaseException as error:
                 # No worker may count a step of which this one has half an update.
-                if not self.commitment.at_once:
+                if self._group.recovery.is_elastic:
                     self.broken = f"the update of step {self.step + 1} ended with {type(error).__name__} on this worker"
                 raise
         return result
@@ -616,7 +576,7 @@ class TrainStep:
     def _update_with(self, optimizer: Optimizer) -> Any:
         """Commit, then update; or where updates can be undone, commit when the step's last one has been made."""
         now = self.now
-        if self.phase is Phase.COLLECTED and (now.empty or self.commitment.before_update):
+        if self.phase is Phase.COLLECTED and (now.empty or self._group.recovery.before_update):
             self._commit()
         now.acted.add(id(optimizer))
         now.move(Phase.APPLIED)
@@ -637,7 +597,7 @@ class TrainStep:
         if now.committed:
             return
         fault_point("ready", self.round)
-        if not self.commitment.commits(self.round, self.update, check=now.check):
+        if not self._group.recovery.commits(self.round, self.update, check=now.check):
             raise GenerationEnded(f"the workers changed before step {self.round} was committed")
         now.committed = True
         fault_point("after_commit", self.round)
@@ -657,7 +617,7 @@ class TrainStep:
         self.stepped = True
         if self.replayed is not None:
             self.replayed.acted()
-        elif self.commitment.at_once:  # otherwise READY has said it
+        elif not self._group.recovery.is_elastic:  # otherwise READY has said it
             self._group.tell("step", step=self.step + 1)
         # What the user draws between steps must not depend on how many items this worker ran.
         seed_everything(mix(self._config.seed, "between", self.step, self.update))
@@ -829,11 +789,11 @@ class TrainStep:
         rules.check_learning_rates(self.now.learning_rates, rates, self.step)
 
     def _new_voting(self) -> Voting:
-        return Voting(self._group.comm, self.rides, raises=self.commitment.at_once)
+        return Voting(self._group.comm, self.rides, raises=not self._group.recovery.is_elastic)
 
     def _flip_a_bit(self, wanted: str | None, active: Strategy) -> None:
         """An injected fault: in a parameter, or where this worker has no whole ones in its part of the state."""
-        part = () if active.replicas else self.commitment.part
+        part = () if active.replicas else self._group.recovery.part
         named = [("", tensor) for tensor in part] or [(self.strategies.name_of(p), p) for p in active.parameters]
         flip_a_bit(wanted, named)
 
