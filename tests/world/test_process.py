@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import pytest
 import torch
 
 from paceline.bench.process_memory import Resident
@@ -29,6 +30,7 @@ def nothing() -> None:
     pass
 
 
+@pytest.mark.workers
 def test_asked_for_it_comes_back_at_the_end_or_at_once() -> None:
     for before, after in ((nothing, give_back_free_memory), (keep_no_free_memory, nothing)):
         (result,) = run_workers(resident_with_holes, 1, before=before, after=after)

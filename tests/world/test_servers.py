@@ -13,6 +13,8 @@ from paceline.world.rendezvous_store import open_store
 from paceline.world.world import World
 from tests.workers import hashes, run_workers
 
+pytestmark = pytest.mark.workers
+
 CPU = torch.device("cpu")
 
 
