@@ -87,7 +87,7 @@ def _refused_forks(world: World, folder: str) -> list[dict[str, Any]]:
     os.fork = no_fork
     said = []
     for outputs in ([1, 2], [1]):  # the kernel drops descriptors that a process may not have
-        message = {"kind": "start", "rank": 3, "control": "", "variables": {}}
+        message = {"kind": "start", "rank": 3, "variables": {}}
         socket.send_fds(ours, [json.dumps(message).encode()], outputs)
         assert fork_server._handle_request() is None
         said.append(json.loads(ours.recv(4096)))

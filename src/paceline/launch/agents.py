@@ -121,11 +121,10 @@ class LocalAgent:
         elastic = None
         if rules is not None:
             elastic = Elasticity(incarnation, vault, rules.copies, tuple(members or ()), self._assignment.spans_hosts)
-        control = str(self._server.path)
-        world = self._assignment.world(local_rank, control, elastic)
+        world = self._assignment.world(local_rank, str(self._server.path), elastic)
         pipes = {stream: os.pipe() for stream in Stream}
         outputs = [writing for _, writing in pipes.values()]
-        self._fork_server.start_worker(world.rank, control, worker_variables(world, self._assignment), outputs)
+        self._fork_server.start_worker(world.rank, worker_variables(world, self._assignment), outputs)
         for writing in outputs:
             os.close(writing)
         self._show_output(world, {stream: reading for stream, (reading, _) in pipes.items()})

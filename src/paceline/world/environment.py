@@ -10,13 +10,22 @@ from __future__ import annotations
 import errno
 import os
 import socket
+from dataclasses import asdict
 from pathlib import Path
 
 from paceline.errors import WorldError
 from paceline.world import explanation
 from paceline.world.explanation import Finding
 from paceline.world.launchers import LaunchDefaults, cluster_defaults, world_from
-from paceline.world.variables import DEFAULT_PORT, Variables, is_loopback, is_number, settings_of, text_of
+from paceline.world.variables import (
+    DEFAULT_PORT,
+    Variables,
+    is_loopback,
+    is_number,
+    setting_variable,
+    settings_of,
+    text_of,
+)
 from paceline.world.world import ControlSocket, TcpRendezvous, World
 
 
@@ -51,19 +60,8 @@ def worker_environment(world: World) -> dict[str, str]:
         raise WorldError(
             f"rank {world.rank}: a worker of `paceline run` meets at a control socket, not {world.rendezvous}"
         )
-    settings = world.settings
-    optional = {
-        "PACELINE_HOST_ADDRESS": world.host_address,
-        "PACELINE_LANES": settings.lanes,
-        "PACELINE_THREADS": settings.threads,
-        "PACELINE_BACKEND": settings.backend,
-        "PACELINE_SEED": settings.seed,
-        "PACELINE_STRATEGY": settings.strategy,
-        "PACELINE_PRECISION": settings.precision,
-        "PACELINE_ACTIVATION_CHECKPOINTING": settings.activation_checkpointing,
-        "PACELINE_OFFLOAD": settings.offload,
-        "OMP_NUM_THREADS": settings.threads,
-    }
+    optional = {setting_variable(name): value for name, value in asdict(world.settings).items()}
+    optional |= {"PACELINE_HOST_ADDRESS": world.host_address, "OMP_NUM_THREADS": world.settings.threads}
     if world.elastic is not None:
         optional |= {
             "PACELINE_INCARNATION": world.elastic.incarnation,

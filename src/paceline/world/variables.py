@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
+from dataclasses import fields
 from ipaddress import ip_address
+from typing import Any
 
 from paceline.errors import WorldError
 from paceline.world.world import LOOPBACK, Elasticity, LaunchSettings, TcpRendezvous
@@ -148,17 +150,17 @@ def settings_of(variables: Variables, size: int) -> LaunchSettings:
             f"PACELINE_LANES={lanes} but there are {size} workers: a worker without a lane has nothing to do; "
             f"give at least {size} lanes, or start no more workers than lanes"
         )
-    return LaunchSettings(
-        lanes=lanes,
-        threads=number_of(variables, "PACELINE_THREADS", least=1),
-        backend=text_of(variables, "PACELINE_BACKEND"),
-        seed=number_of(variables, "PACELINE_SEED"),
-        strategy=text_of(variables, "PACELINE_STRATEGY"),
-        precision=text_of(variables, "PACELINE_PRECISION"),
-        activation_checkpointing=text_of(variables, "PACELINE_ACTIVATION_CHECKPOINTING"),
-        offload=text_of(variables, "PACELINE_OFFLOAD"),
-        replay=text_of(variables, "PACELINE_REPLAY"),
-    )
+    settings: dict[str, Any] = {}
+    for name in (one.name for one in fields(LaunchSettings)):
+        least = {"lanes": 1, "threads": 1, "seed": 0}.get(name)
+        variable = setting_variable(name)
+        settings[name] = text_of(variables, variable) if least is None else number_of(variables, variable, least)
+    return LaunchSettings(**settings)
+
+
+def setting_variable(name: str) -> str:
+    """The variable of a field of `LaunchSettings`."""
+    return f"PACELINE_{name.upper()}"
 
 
 def elasticity(variables: Variables) -> Elasticity | None:
