@@ -241,7 +241,7 @@ def test_a_module_runs_as_main(launch: Start, tmp_path: Path) -> None:
         (
             "--workers 4 --lanes 2 {me}",
             2,
-            "4 workers but only 2 lanes; every worker rides at least one: use",
+            "4 workers but only 2 lanes; every worker needs at least one: use",
         ),
         ("--workers 0 {me}", 2, "--workers 0; a job has at least one"),
         ("--workers two {me}", 2, "--workers 'two' is neither a number nor auto"),
@@ -266,7 +266,7 @@ def test_a_module_runs_as_main(launch: Start, tmp_path: Path) -> None:
         (
             "--workers 2 --max-workers 4 --coordinator 127.0.0.1:1 --secret-file {me} {me}",
             2,
-            "--max-workers 4, but 2 lanes; every worker rides at least one: use --lanes 4 or more",
+            "--max-workers 4, but 2 lanes; every worker needs at least one: use --lanes 4 or more",
         ),
         ("--hosts 2 --node-rank 0 --master-addr 127.0.0.1 {me}", 2, "several hosts need a secret"),
         ("--hosts 2 --host-rank 0 --coordinator 127.0.0.1 --secret-file {me} {me}", 2, "is not ADDRESS:PORT"),

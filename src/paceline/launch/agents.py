@@ -1,4 +1,4 @@
-"""Agents: what the coordinator does to workers, on whichever host they are, and what it is told about them.
+"""Agents: what the coordinator does to workers, on whichever host they are, and how their reports come back.
 
     coordinator ──▶ `LocalAgent` ──▶ fork server: fork, signal · control channel: push · in-memory checkpoint: empty
          │      ──▶ `RemoteAgent` ═══ sealed link ═══▶ `HostAgent` of host 1 ──▶ its `LocalAgent`

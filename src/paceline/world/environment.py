@@ -2,7 +2,7 @@
 
 Reading is left to pure functions of a mapping (`launchers`, `explanation`), so that a test can be any worker of any
 cluster; here the mapping is this process's own. Writing happens twice: a forked worker enters its environment, and
-cuBLAS is told its workspace before CUDA starts.
+cuBLAS gets its workspace before CUDA starts.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from paceline.world.world import ControlSocket, TcpRendezvous, World
 
 
 def read_world(variables: Variables | None = None) -> World:
-    """This process's place among the workers; every launcher's variables are told in `launchers`."""
+    """This process's place among the workers; `launchers` lists every launcher's variables."""
     return world_from(os.environ if variables is None else variables)
 
 
@@ -107,8 +107,8 @@ def parent_environment(threads: int | None, *, keep_memory: bool) -> dict[str, s
     """What the process that workers are forked from starts with: the user's variables, without the job's secret.
 
     Thread pools are sized when numpy and torch are imported, so the count must be there before. None keeps what the
-    user set, as torchrun does. With `keep_memory` workers reuse the memory that they free, unless the user has told
-    the allocator something already.
+    user set, as torchrun does. With `keep_memory` workers reuse the memory that they free, unless the user has set up
+    the allocator already.
     """
     variables = {name: value for name, value in os.environ.items() if name != "PACELINE_SECRET"}
     if threads is not None:

@@ -252,7 +252,7 @@ def from_slurm(variables: Variables) -> World | None:
 def started_by_srun(variables: Variables) -> bool:
     """True for a task of an `srun` step; false for the batch script and for a shell inside an allocation.
 
-    Both also see SLURM_NTASKS, often SLURM_PROCID=0, and would wait for ever for tasks that nobody started.
+    Both also see SLURM_NTASKS, often SLURM_PROCID=0, and would wait for ever for tasks that were never started.
     """
     step = number_of(variables, "SLURM_STEP_ID")
     if step is None or step >= FIRST_RESERVED_STEP or text_of(variables, "SLURM_PROCID") is None:
@@ -353,7 +353,7 @@ def _expand_brackets(item: str) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class LaunchDefaults:
-    """Flags of `paceline run` that the cluster has answered; `workers` counts those of one host, None: not said."""
+    """Flags of `paceline run` that the cluster has answered; `workers` counts those of one host, None: not known."""
 
     hosts: int
     host_rank: int
