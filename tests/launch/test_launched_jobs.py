@@ -390,10 +390,13 @@ def test_workers_of_other_hosts_leave_when_the_coordinator_is_killed(launch: Sta
 
 
 def test_the_stable_cleans_up_after_a_supervisor_that_was_killed_before_it_had_read_everything(tmp_path: Path) -> None:
-    run, vault = tmp_path / "run", tmp_path / "paceline-1-0123abcd"  # the name of a vault: nothing else is removed
+    run, vault = (
+        tmp_path / "run",
+        tmp_path / "paceline-1-0123abcd",
+    )  # the name of a memory folder: nothing else is removed
     run.mkdir(mode=0o700)
     vault.mkdir(mode=0o700)
-    (run / "vault").symlink_to(vault)
+    (run / "memory").symlink_to(vault)
     ours, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     told = [str(its.fileno()), str(os.getpid()), str(run), "json", "script", "nothing.py"]
     fork_server = subprocess.Popen(
