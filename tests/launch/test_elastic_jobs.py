@@ -409,7 +409,7 @@ def test_words_of_a_dead_process_are_not_taken_for_its_successors(tmp_path: Path
         def __init__(self) -> None:
             self.heard: list[tuple[int, str]] = []
 
-        def told(self, rank: int, kind: str, body: Body) -> None:
+        def report(self, rank: int, kind: str, body: Body) -> None:
             self.heard.append((rank, kind))
 
         async def answer(self, rank: int, kind: str, body: Body, timeout_s: float) -> Body:

@@ -191,7 +191,7 @@ def test_no_process_and_no_folder_outlives_a_killed_supervisor_by_two_seconds(la
     wait_until(lambda: not started.run_folders(), 1, "the run folder is gone")
 
 
-def test_killing_the_stable_ends_the_job_with_its_grandchildren(launch: Start) -> None:
+def test_killing_the_fork_server_ends_the_job_with_its_grandchildren(launch: Start) -> None:
     started = launch("--workers 2", TRAINS_FOR_EVER)
     pids_printed(started, 2)
     (fork_server,) = psutil.Process(started.process.pid).children()
@@ -389,11 +389,13 @@ def test_workers_of_other_hosts_leave_when_the_coordinator_is_killed(launch: Sta
     )
 
 
-def test_the_stable_cleans_up_after_a_supervisor_that_was_killed_before_it_had_read_everything(tmp_path: Path) -> None:
+def test_the_fork_server_cleans_up_after_a_supervisor_that_was_killed_before_it_had_read_everything(
+    tmp_path: Path,
+) -> None:
     run, vault = (
         tmp_path / "run",
         tmp_path / "paceline-1-0123abcd",
-    )  # the name of a memory folder: nothing else is removed
+    )  # only a folder of such a name is removed
     run.mkdir(mode=0o700)
     vault.mkdir(mode=0o700)
     (run / "memory").symlink_to(vault)
