@@ -18,8 +18,8 @@ from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
-from torch._C._distributed_c10d import HashStore, Store, TCPStore
-from torch.distributed import DistStoreError
+# Public names, which torch's `__all__` leaves out.
+from torch.distributed import DistStoreError, HashStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from paceline.errors import WorldError
 from paceline.world.control import ControlClient
