@@ -102,7 +102,7 @@ class ControlServer:
         return pid in self._retired
 
     def silence_s(self, pid: int) -> float:
-        """Since its last heartbeat, or its birth."""
+        """Since its last heartbeat, or its start."""
         return time.monotonic() - self.heartbeats[pid]
 
     async def drain(self, pid: int, timeout_s: float) -> None:
@@ -296,7 +296,7 @@ class KeyValueStore:
         self._wake()
 
     def clear(self) -> None:
-        """Everyone starts anew."""
+        """All workers start anew."""
         self._generation = 0
         self._values.clear()
 

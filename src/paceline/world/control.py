@@ -36,6 +36,7 @@ import struct
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from typing import Any, NoReturn
 
 from paceline.errors import LaunchError, WorldError
@@ -70,7 +71,7 @@ class ControlClient:
         self._rank = rank
         self._sending = threading.Lock()
         self._waiting = threading.Lock()
-        self._questions: dict[int, _Question] = {}
+        self._questions: dict[int, Future[dict[str, Any]]] = {}
         self._asked = 0
         self._closing = False
         self.heard: Callable[[str, dict[str, Any]], None] = lambda kind, body: None
@@ -111,24 +112,25 @@ class ControlClient:
 
     def ask(self, kind: str, *, timeout_s: float, **fields: JSON) -> dict[str, Any]:
         """The supervisor's answer; `WorldError` with its text when it refuses, or when time is up."""
-        question = _Question()
+        question: Future[dict[str, Any]] = Future()
         with self._waiting:
             self._asked += 1
             number = self._asked
             self._questions[number] = question
         try:
             self._send({"kind": kind, "body": fields, "id": number, "timeout_s": timeout_s})
-            if not question.answered.wait(timeout_s + ANSWER_MARGIN_S):
-                raise WorldError(
-                    f"rank {self._rank}: the supervisor did not answer {kind!r} within "
-                    f"{timeout_s + ANSWER_MARGIN_S:g} s; it is overloaded or stopped (SIGSTOP?)"
-                )
+            answer = question.result(timeout_s + ANSWER_MARGIN_S)
+        except TimeoutError:
+            raise WorldError(
+                f"rank {self._rank}: the supervisor did not answer {kind!r} within "
+                f"{timeout_s + ANSWER_MARGIN_S:g} s; it is overloaded or stopped (SIGSTOP?)"
+            ) from None
         finally:
             with self._waiting:
                 del self._questions[number]
-        if "error" in question.answer:
-            raise WorldError(f"rank {self._rank}: {question.answer['error']}")
-        body: dict[str, Any] = question.answer["body"]
+        if "error" in answer:
+            raise WorldError(f"rank {self._rank}: {answer['error']}")
+        body: dict[str, Any] = answer["body"]
         return body
 
     def close(self) -> None:
@@ -169,8 +171,7 @@ class ControlClient:
         with self._waiting:
             question = self._questions.get(message["id"])
         if question is not None:  # otherwise its asker ran out of time and left
-            question.answer = message
-            question.answered.set()
+            question.set_result(message)
 
     def _supervisor_gone(self) -> NoReturn:
         # Not an exception: no thread could handle it, and a half-alive worker would hold its port and memory.
@@ -183,9 +184,3 @@ def peer_user(connection: socket.socket) -> int:
     pid_user_group = struct.Struct("3i")
     packed = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, pid_user_group.size)
     return int(pid_user_group.unpack(packed)[1])
-
-
-class _Question:
-    def __init__(self) -> None:
-        self.answered = threading.Event()
-        self.answer: dict[str, Any] = {}

@@ -21,10 +21,7 @@ this process, so its word counts. From the inside out:
 | SkyPilot     | SKYPILOT_NODE_RANK, _NODE_IPS | SKYPILOT_NUM_NODES, _NUM_GPUS_PER_NODE, _TASK_ID               |
 | alone        | none of these                 |                                                                |
 
-Under every launcher PACELINE_LANES, _THREADS, _BACKEND, _SEED, _STRATEGY, _PRECISION, _ACTIVATION_CHECKPOINTING and
-_OFFLOAD fix what `paceline run`'s flags fix, and PACELINE_HOST_ADDRESS names the address that tensors leave this host
-from. PACELINE_REPLAY is the folder of a recorded run that one process should do again (`paceline replay`). An empty
-variable counts as unset.
+Under every launcher the PACELINE_* settings (`variables`) fix what `paceline run`'s flags fix.
 
 Servers are started by `paceline run --servers S` alone. The others know only workers: there `World.servers` is 0, and
 worker 0 doubles as the parameter server.
