@@ -12,7 +12,7 @@
 | the exit of one who said why it failed             | DYING_S                    | it is fenced                     |
 
 Who holds Python's lock for long gives no heartbeat, and computes; who is stopped or blocked does not. The supervisor of
-its host looks, and tells of it (`launch/busy_check.py`).
+its host looks, and tells of it (`launch/vigil.py`).
 
 A tick of our own that comes late means that we were stopped or starved. Others' silence proves nothing then, and all of
 it is counted anew.
