@@ -1,4 +1,4 @@
-"""A peer without the secret costs little memory and few lines, and keeps no host out; a malformed message costs a line."""
+"""A peer without the secret costs little memory, few lines, and keeps no host out; a malformed message costs a line."""
 
 from __future__ import annotations
 
