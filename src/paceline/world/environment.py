@@ -29,24 +29,24 @@ from paceline.world.variables import (
 from paceline.world.world import ControlSocket, TcpRendezvous, World
 
 
-def read_world(variables: Variables | None = None) -> World:
+def read_world(variables: Variables = os.environ) -> World:
     """This process's place among the workers; `launchers` lists every launcher's variables."""
-    return world_from(os.environ if variables is None else variables)
+    return world_from(variables)
 
 
-def launch_defaults(variables: Variables | None = None) -> LaunchDefaults | None:
+def launch_defaults(variables: Variables = os.environ) -> LaunchDefaults | None:
     """What `paceline run` may take from the cluster it is started on."""
-    return cluster_defaults(os.environ if variables is None else variables)
+    return cluster_defaults(variables)
 
 
-def check_settings(variables: Variables | None = None) -> None:
+def check_settings(variables: Variables = os.environ) -> None:
     """That PACELINE_* settings which workers will inherit from here make sense."""
-    settings_of(os.environ if variables is None else variables, size=1)
+    settings_of(variables, size=1)
 
 
-def explain(variables: Variables | None = None) -> list[Finding]:
+def explain(variables: Variables = os.environ) -> list[Finding]:
     """The reading in words."""
-    return explanation.explain(os.environ if variables is None else variables)
+    return explanation.explain(variables)
 
 
 def enter(variables: Variables) -> None:

@@ -375,8 +375,6 @@ def from_kubeflow(variables: Variables) -> World | None:
     pod = _kubeflow_pod(variables)
     if pod is None:
         return None
-    if pod.workers is not None and pod.workers > 1:
-        raise launcher_needed("Kubeflow", f"PET_NPROC_PER_NODE={pod.workers}")
     if text_of(variables, "PET_NPROC_PER_NODE") not in (None, "auto", "1"):
         raise launcher_needed("Kubeflow", f"PET_NPROC_PER_NODE={variables['PET_NPROC_PER_NODE']}")
     return _one_worker_per_host(variables, pod)
