@@ -5,7 +5,7 @@
     job.hashes                            of the final weights, by slot
     job.ledger                            the committed steps
     job.samples                           the audit of the samples used
-    job.left                              what should have gone with it: processes, vaults, run folders
+    job.left                              what should have gone with it: processes, memory folders, run folders
 
 The job's supervisor is forked from the parent of all test workers (`borrowed_fork_server`) and runs in `folder`, by
 which its processes are found again, whoever their parents are by then.

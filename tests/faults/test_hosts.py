@@ -1,6 +1,6 @@
 """Several hosts: whichever of their workers or supervisors is killed, what is left goes on to the same bits.
 
-Both hosts are on this machine, each with its own supervisor, vault and folder; what they have in common is loopback.
+Both hosts are on this machine, each with its own supervisor and folders; what they have in common is loopback.
 """
 
 from __future__ import annotations

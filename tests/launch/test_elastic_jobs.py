@@ -20,7 +20,7 @@ from paceline.launch import elastic_job
 from paceline.launch.agents import Members, RemoteAgent, carry_out
 from paceline.launch.control import Body, ControlServer, KeyValueStore
 from paceline.launch.coordinator import Coordinator
-from paceline.launch.folders import LOCK, RUN, VAULT, open_run_folder, remove_folders, run_folder, sweep, vault_folder
+from paceline.launch.folders import LOCK, MEMORY, RUN, memory_folder, open_run_folder, remove_folders, run_folder, sweep
 from paceline.launch.host_link import Keepalive
 from paceline.launch.rendezvous import HostAssignment
 from paceline.world.control import ControlClient
@@ -48,8 +48,8 @@ class NotedAgent:
     def start(self, rank: int, incarnation: int, members: Members) -> None:
         self.done.append(("start", rank, incarnation, *([members] if members else [])))
 
-    def empty_vault(self) -> None:
-        self.done.append(("empty_vault",))
+    def empty_memory(self) -> None:
+        self.done.append(("empty_memory",))
 
     def pushed(self, kind: str) -> dict[int, Body]:
         """The last of a kind to each."""
@@ -206,7 +206,7 @@ def test_what_old_processes_say_while_all_start_anew_counts_for_nothing() -> Non
         job = Job(2)
         job.step(1, 1, [0, 1])
         job.tell(0, "lost", generation=1, why="a part is lost")
-        assert [done for done in job.agent.done if done[0] != "push"] == [("empty_vault",), ("fence", 0), ("fence", 1)]
+        assert [done for done in job.agent.done if done[0] != "push"] == [("empty_memory",), ("fence", 0), ("fence", 1)]
         membership = job.coordinator.job.membership  # type: ignore[union-attr]
         for slot in (0, 1):
             job.tell(slot, "enter", generation=1, loop=1, step=7, facts=FACTS)
@@ -409,7 +409,7 @@ def test_words_of_a_dead_process_are_not_taken_for_its_successors(tmp_path: Path
         def __init__(self) -> None:
             self.heard: list[tuple[int, str]] = []
 
-        def told(self, rank: int, kind: str, body: Body) -> None:
+        def report(self, rank: int, kind: str, body: Body) -> None:
             self.heard.append((rank, kind))
 
         async def answer(self, rank: int, kind: str, body: Body, timeout_s: float) -> Body:
@@ -451,14 +451,14 @@ def test_hands_reach_another_host_as_lines() -> None:
     far.fence(2)
     far.start(2, 1, None)
     far.start(4, 0, [(0, 0), (4, 2)])
-    far.empty_vault()
+    far.empty_memory()
     assert all(carry_out(near, message) for message in sent)
     assert near.done == [
         ("push", 2, "elastic.commit", {"step": 1}),
         ("fence", 2),
         ("start", 2, 1),
         ("start", 4, 0, [(0, 0), (4, 2)]),
-        ("empty_vault",),
+        ("empty_memory",),
     ]
     assert not carry_out(near, {"kind": "outcome"})
 
@@ -477,10 +477,10 @@ def test_a_silent_host_is_given_up_but_not_for_a_pause_of_our_own() -> None:
     assert keepalive.check()
 
 
-def test_a_vault_goes_with_its_job_and_is_swept_when_nobody_holds_it(tmp_path: Path) -> None:
+def test_a_memory_folder_goes_with_its_job_and_is_swept_when_nobody_holds_it(tmp_path: Path) -> None:
     memory = tmp_path / "shm"
     memory.mkdir()
-    with run_folder() as run, vault_folder(run, memory) as vault:
+    with run_folder() as run, memory_folder(run, memory) as vault:
         assert vault.parent == memory
         assert vault.stat().st_mode & 0o777 == 0o700
         sweep(memory)
@@ -498,14 +498,14 @@ def test_a_vault_goes_with_its_job_and_is_swept_when_nobody_holds_it(tmp_path: P
     assert list(memory.iterdir()) == [other]
 
 
-def test_the_run_folder_of_a_swept_vault_goes_too_unless_it_is_anothers_by_now(tmp_path: Path) -> None:
+def test_the_run_folder_of_a_swept_memory_folder_goes_too_unless_it_is_anothers_by_now(tmp_path: Path) -> None:
     memory = tmp_path / "shm"
     memory.mkdir()
     for name, points_to in (("mine", "paceline-1-0123abcd"), ("anothers", "paceline-2-0123abcd")):
         run, left = tmp_path / name, memory / "paceline-1-0123abcd"
         run.mkdir()
         left.mkdir()
-        (run / VAULT).symlink_to(memory / points_to)
+        (run / MEMORY).symlink_to(memory / points_to)
         (left / RUN).symlink_to(run)
         (left / LOCK).touch()
         sweep(memory)

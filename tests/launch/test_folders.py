@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from paceline.errors import LaunchError
-from paceline.launch.folders import LOCK, RUN, VAULT, empty, run_folder, sweep, vault_folder
+from paceline.launch.folders import LOCK, MEMORY, RUN, empty, memory_folder, run_folder, sweep
 from tests.other_user import NOBODY, as_nobody, needs_root, shared_folder
 
 PLANTED = "paceline-1-0123abcd"
@@ -53,8 +53,8 @@ def place(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 @needs_root
-def test_a_planted_vault_that_points_to_another_folder_removes_nothing(memory: Path, victim: Path) -> None:
-    back = f"ln -s {memory / PLANTED} {victim / VAULT}"
+def test_a_planted_memory_folder_that_points_to_another_folder_removes_nothing(memory: Path, victim: Path) -> None:
+    back = f"ln -s {memory / PLANTED} {victim / MEMORY}"
     as_nobody(f"mkdir {PLANTED}; : > {PLANTED}/{LOCK}; ln -s {victim} {PLANTED}/{RUN}; {back}", memory)
     sweep(memory)
     assert (victim / "precious").exists()
@@ -62,11 +62,11 @@ def test_a_planted_vault_that_points_to_another_folder_removes_nothing(memory: P
 
 
 @needs_root
-def test_a_link_in_the_place_of_a_vault_is_not_followed(memory: Path, victim: Path) -> None:
+def test_a_link_in_the_place_of_a_memory_folder_is_not_followed(memory: Path, victim: Path) -> None:
     victim.chmod(0o755)
     (victim / LOCK).touch()
     (victim / RUN).symlink_to(victim)
-    (victim / VAULT).symlink_to(memory / PLANTED)
+    (victim / MEMORY).symlink_to(memory / PLANTED)
     as_nobody(f"ln -s {victim} {PLANTED}", memory)
     sweep(memory)
     assert (victim / "precious").exists()
@@ -74,29 +74,29 @@ def test_a_link_in_the_place_of_a_vault_is_not_followed(memory: Path, victim: Pa
 
 
 @needs_root
-def test_a_vault_of_ours_to_which_others_may_write_is_left_alone(memory: Path, victim: Path) -> None:
+def test_a_memory_folder_of_ours_to_which_others_may_write_is_left_alone(memory: Path, victim: Path) -> None:
     left = memory / PLANTED
     left.mkdir()
     left.chmod(0o777)
     (left / LOCK).touch()
-    as_nobody(f"ln -s {victim} {left / RUN}; ln -s {left} {victim / VAULT}", memory)
+    as_nobody(f"ln -s {victim} {left / RUN}; ln -s {left} {victim / MEMORY}", memory)
     sweep(memory)
     assert (victim / "precious").exists()
 
 
 @needs_root
-def test_a_run_folder_that_another_user_made_is_not_swept_with_our_vault(memory: Path, shared: Path) -> None:
+def test_a_run_folder_that_another_user_made_is_not_swept_with_our_memory_folder(memory: Path, shared: Path) -> None:
     left = memory / PLANTED
     left.mkdir(mode=0o700)
     (left / LOCK).touch()
     (left / RUN).symlink_to(shared / "run")
-    as_nobody(f"mkdir run; echo theirs > run/file; ln -s {left} run/{VAULT}", shared)
+    as_nobody(f"mkdir run; echo theirs > run/file; ln -s {left} run/{MEMORY}", shared)
     sweep(memory)
     assert not left.exists()
     assert (shared / "run" / "file").exists()
 
 
-def test_links_in_a_vault_lead_the_sweep_nowhere(memory: Path, victim: Path) -> None:
+def test_links_in_a_memory_folder_lead_the_sweep_nowhere(memory: Path, victim: Path) -> None:
     left = memory / PLANTED
     (left / "folder").mkdir(mode=0o700, parents=True)
     left.chmod(0o700)
@@ -149,7 +149,7 @@ def test_a_run_folder_that_was_swapped_before_it_was_opened_is_refused(
 
 
 def test_an_emptied_vault_keeps_its_lock_and_follows_no_link(memory: Path, victim: Path) -> None:
-    with run_folder() as run, vault_folder(run, memory) as vault:
+    with run_folder() as run, memory_folder(run, memory) as vault:
         (vault / "slot-0-0").touch()
         (vault / "link").symlink_to(victim)
         empty(vault)
@@ -159,11 +159,11 @@ def test_an_emptied_vault_keeps_its_lock_and_follows_no_link(memory: Path, victi
 
 
 @needs_root
-def test_what_another_user_put_in_the_place_of_a_vault_is_not_removed(shared: Path, victim: Path) -> None:
+def test_what_another_user_put_in_the_place_of_a_memory_folder_is_not_removed(shared: Path, victim: Path) -> None:
     memory = shared / "shm"
     memory.mkdir()
     os.chown(memory, NOBODY, NOBODY)
-    with run_folder() as run, vault_folder(run, memory) as vault:
+    with run_folder() as run, memory_folder(run, memory) as vault:
         as_nobody(f"mv {vault.name} elsewhere; ln -s {victim} {vault.name}", memory)
         with pytest.raises(OSError):
             empty(vault)

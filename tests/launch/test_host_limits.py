@@ -18,7 +18,7 @@ import pytest
 
 from paceline.data import loader_watch
 from paceline.errors import DataError
-from paceline.launch.folders import VAULT, elsewhere_than_asked, vault_folder
+from paceline.launch.folders import MEMORY, elsewhere_than_asked, memory_folder
 from paceline.launch.fork_server import ForkServer
 from paceline.launch.job import Job
 from paceline.launch.supervisor import Supervisor
@@ -88,7 +88,7 @@ def _refused_forks(world: World, folder: str) -> list[dict[str, Any]]:
     os.fork = no_fork
     said = []
     for outputs in ([1, 2], [1]):  # the kernel drops descriptors that a process may not have
-        message = {"kind": "start", "rank": 3, "control": "", "variables": {}}
+        message = {"kind": "start", "rank": 3, "variables": {}}
         socket.send_fds(ours, [json.dumps(message).encode()], outputs)
         assert fork_server._handle_request() is None
         said.append(json.loads(ours.recv(4096)))
@@ -132,9 +132,9 @@ def in_its_own_mounts(mounts: str, program: str) -> str:
 )
 def test_an_elastic_job_without_shared_memory_says_where_it_keeps_its_state(mount: str, told: str) -> None:
     program = (
-        "from paceline.launch.folders import run_folder, vault_folder\n"
-        "with run_folder() as run, vault_folder(run, log=print) as vault:\n"
-        "    assert vault == run / 'vault' and vault.is_dir() and not vault.is_symlink()\n"
+        "from paceline.launch.folders import run_folder, memory_folder\n"
+        "with run_folder() as run, memory_folder(run, log=print) as vault:\n"
+        "    assert vault == run / 'memory' and vault.is_dir() and not vault.is_symlink()\n"
         "assert not run.exists()"
     )
     said = in_its_own_mounts(mount, program).splitlines()
@@ -143,12 +143,12 @@ def test_an_elastic_job_without_shared_memory_says_where_it_keeps_its_state(moun
     assert "what workers keep for each other is in " in said[0]
 
 
-def test_a_vault_in_shared_memory_is_not_spoken_of(tmp_path: Path) -> None:
+def test_a_memory_folder_in_shared_memory_is_not_spoken_of(tmp_path: Path) -> None:
     said: list[str] = []
     (tmp_path / "shm").mkdir()
     (tmp_path / "run").mkdir()
-    with vault_folder(tmp_path / "run", tmp_path / "shm", said.append) as vault:
-        assert (tmp_path / "run" / VAULT).readlink() == vault
+    with memory_folder(tmp_path / "run", tmp_path / "shm", said.append) as vault:
+        assert (tmp_path / "run" / MEMORY).readlink() == vault
     assert said == []
 
 

@@ -193,7 +193,7 @@ def test_no_process_and_no_folder_outlives_a_killed_supervisor_by_two_seconds(la
     wait_until(lambda: not started.run_folders(), 1, "the run folder is gone")
 
 
-def test_killing_the_stable_ends_the_job_with_its_grandchildren(launch: Start) -> None:
+def test_killing_the_fork_server_ends_the_job_with_its_grandchildren(launch: Start) -> None:
     started = launch("--workers 2", TRAINS_FOR_EVER)
     pids_printed(started, 2)
     (fork_server,) = psutil.Process(started.process.pid).children()
@@ -243,7 +243,7 @@ def test_a_module_runs_as_main(launch: Start, tmp_path: Path) -> None:
         (
             "--workers 4 --lanes 2 {me}",
             2,
-            "4 workers but only 2 lanes; every worker rides at least one: use",
+            "4 workers but only 2 lanes; every worker needs at least one: use",
         ),
         ("--workers 0 {me}", 2, "--workers 0; a job has at least one"),
         ("--workers two {me}", 2, "--workers 'two' is neither a number nor auto"),
@@ -268,7 +268,7 @@ def test_a_module_runs_as_main(launch: Start, tmp_path: Path) -> None:
         (
             "--workers 2 --max-workers 4 --coordinator 127.0.0.1:1 --secret-file {me} {me}",
             2,
-            "--max-workers 4, but 2 lanes; every worker rides at least one: use --lanes 4 or more",
+            "--max-workers 4, but 2 lanes; every worker needs at least one: use --lanes 4 or more",
         ),
         ("--hosts 2 --node-rank 0 --master-addr 127.0.0.1 {me}", 2, "several hosts need a secret"),
         ("--hosts 2 --host-rank 0 --coordinator 127.0.0.1 --secret-file {me} {me}", 2, "is not ADDRESS:PORT"),
@@ -391,11 +391,16 @@ def test_workers_of_other_hosts_leave_when_the_coordinator_is_killed(launch: Sta
     )
 
 
-def test_the_stable_cleans_up_after_a_supervisor_that_was_killed_before_it_had_read_everything(tmp_path: Path) -> None:
-    run, vault = tmp_path / "run", tmp_path / "paceline-1-0123abcd"  # the name of a vault: nothing else is removed
+def test_the_fork_server_cleans_up_after_a_supervisor_that_was_killed_before_it_had_read_everything(
+    tmp_path: Path,
+) -> None:
+    run, vault = (
+        tmp_path / "run",
+        tmp_path / "paceline-1-0123abcd",
+    )  # only a folder of such a name is removed
     run.mkdir(mode=0o700)
     vault.mkdir(mode=0o700)
-    (run / "vault").symlink_to(vault)
+    (run / "memory").symlink_to(vault)
     ours, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     told = [str(its.fileno()), str(os.getpid()), str(run), "json", "script", "nothing.py"]
     fork_server = subprocess.Popen(

@@ -213,5 +213,5 @@ def test_a_tcp_store_that_nobody_serves_is_named() -> None:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     host = World(rank=1, size=2, local_rank=1, local_size=2, rendezvous=TcpRendezvous("127.0.0.1", port))
-    with pytest.raises(WorldError, match=f"rank 1: nobody answers at 127.0.0.1:{port} within 0.3 s"):
+    with pytest.raises(WorldError, match=f"rank 1: no store answers at 127.0.0.1:{port} within 0.3 s"):
         open_store(host, None, 0.3)

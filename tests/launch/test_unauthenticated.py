@@ -1,4 +1,4 @@
-"""Whoever does not know the secret costs little memory and few lines, and keeps nobody out; nonsense costs a line."""
+"""A peer without the secret costs little memory, few lines, and keeps no host out; a malformed message costs a line."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ async def until_dropped(connection: socket.socket) -> None:
 
 
 @pytest.mark.parametrize("words", WORDS.values(), ids=WORDS)
-def test_words_of_a_stranger_cost_one_line_and_the_next_host_joins(
+def test_messages_without_the_secret_cost_one_line_and_the_next_host_joins(
     words: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(unauthenticated, "PROOF_S", 0.2)
@@ -119,7 +119,7 @@ def test_words_of_a_stranger_cost_one_line_and_the_next_host_joins(
     story_of(story)
 
 
-def test_a_stranger_that_trickles_is_dropped_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unauthenticated_peer_that_trickles_is_dropped_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(unauthenticated, "PROOF_S", 0.3)
 
     async def story(job: OpenJob) -> None:
@@ -212,7 +212,7 @@ def test_one_line_is_said_per_source_and_minute_and_few_sources_have_any() -> No
 def test_memory_and_log_of_a_real_job_do_not_grow_with_connections(
     launch: Callable[..., Launch], tmp_path: Path
 ) -> None:
-    """A small version of 60 connections with 7.5 MiB each, and of 400 with nonsense."""
+    """A small version of 60 connections with 7.5 MiB each, and of 400 with malformed lines."""
     port = free_port("127.0.0.1")
     (tmp_path / "secret").write_text("secret")
     flags = f"--elastic --max-workers 3 --lanes 3 --coordinator 127.0.0.1:{port} --secret-file secret"
@@ -222,8 +222,8 @@ def test_memory_and_log_of_a_real_job_do_not_grow_with_connections(
     before = supervisor.memory_info().rss
     with ExitStack() as crowd:
         for data in [b"x" * 2 * 2**20] * 20 + list(WORDS.values()) * 8:
-            stranger = crowd.enter_context(socket.create_connection(("127.0.0.1", port), timeout=10))
-            crowd.enter_context(sending(stranger, data))
+            peer = crowd.enter_context(socket.create_connection(("127.0.0.1", port), timeout=10))
+            crowd.enter_context(sending(peer, data))
         request = JoinRequest(1, None, 1, LaunchSettings())
 
         async def join_and_leave() -> None:
@@ -293,7 +293,7 @@ MALFORMED: list[Any] = [
 
 
 @pytest.mark.parametrize("message", MALFORMED, ids=str)
-def test_a_host_that_talks_nonsense_is_lost_in_one_line(message: Any) -> None:
+def test_a_host_that_sends_malformed_messages_is_lost_in_one_line(message: Any) -> None:
     async def story(job: OpenJob) -> None:
         _, link = await job.join(1)
         link.send(message)
@@ -340,7 +340,7 @@ def spoiled(dumps: Callable[..., str], line: str) -> Callable[..., str]:
     ],
     ids=str,
 )
-def test_a_host_that_brings_nonsense_is_refused_in_one_line(brought: Any) -> None:
+def test_a_host_with_a_malformed_join_request_is_refused_in_one_line(brought: Any) -> None:
     async def story(job: OpenJob) -> None:
         loop = asyncio.get_running_loop()
         _, link = await loop.create_connection(Link, job.address.host, job.address.port)
@@ -358,7 +358,7 @@ def test_a_host_that_brings_nonsense_is_refused_in_one_line(brought: Any) -> Non
     [{}, {"kind": "log"}, {"kind": "outcome"}, {"kind": "pass_on", "signal": "x"}, {"kind": "start"}],
     ids=str,
 )
-def test_a_coordinator_that_talks_nonsense_ends_the_host_s_part_in_one_line(message: Any) -> None:
+def test_a_coordinator_that_sends_malformed_messages_ends_the_host_s_part_in_one_line(message: Any) -> None:
     async def story(job: OpenJob) -> None:
         _, link = await job.join(1)
         member = HostAgent(link, print)
@@ -467,7 +467,7 @@ def odd_message(chance: random.Random) -> Any:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_a_worker_that_talks_nonsense_costs_few_lines_and_no_traceback(channel: Channel, seed: int) -> None:
+def test_a_worker_that_sends_malformed_messages_costs_few_lines_and_no_traceback(channel: Channel, seed: int) -> None:
     chance = random.Random(seed)
     hello = b'{"kind": "hello", "body": {"rank": 1, "pid": 1}}\n'
     nowhere = os.open(os.devnull, os.O_WRONLY)
@@ -485,7 +485,7 @@ def test_a_worker_that_talks_nonsense_costs_few_lines_and_no_traceback(channel: 
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_an_elastic_job_is_not_broken_by_a_worker_that_talks_nonsense(seed: int) -> None:
+def test_an_elastic_job_is_not_broken_by_a_worker_that_sends_malformed_messages(seed: int) -> None:
     chance = random.Random(seed)
 
     async def story() -> None:

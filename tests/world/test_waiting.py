@@ -30,7 +30,7 @@ class Heard:
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(waiting, "LOOK_EVERY_S", 0.01)
-    monkeypatch.setattr(waiting, "TELL_AFTER_S", 0.05)
+    monkeypatch.setattr(waiting, "REPORT_AFTER_S", 0.05)
     monkeypatch.setattr(waiting, "PRINT_AFTER_S", 0.05)
 
 

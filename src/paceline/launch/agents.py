@@ -1,4 +1,4 @@
-"""Agents: what the coordinator does to workers, on whichever host they are, and what it is told about them.
+"""Agents: what the coordinator does to workers, on whichever host they are, and how their reports come back.
 
     coordinator ──▶ `LocalAgent` ──▶ fork server: fork, signal · control channel: push · in-memory checkpoint: empty
          │      ──▶ `RemoteAgent` ═══ sealed link ═══▶ `HostAgent` of host 1 ──▶ its `LocalAgent`
@@ -49,7 +49,7 @@ class Agent(Protocol):
     def start(self, rank: int, incarnation: int, members: Members) -> None:
         """Start a new process in a slot whose last one has ended."""
 
-    def empty_vault(self) -> None:
+    def empty_memory(self) -> None:
         """Delete what dead workers left in the in-memory checkpoint; no worker reads it."""
 
 
@@ -89,10 +89,10 @@ class LocalAgent:
         fork_server: ForkServerProcess,
         server: ControlServer,
         assignment: HostAssignment,
-        vault: Path | None,
+        memory: Path | None,
     ) -> None:
         self._show_output, self._fork_server, self._server = show_output, fork_server, server
-        self._assignment, self._vault = assignment, vault
+        self._assignment, self._memory = assignment, memory
 
     def start_all(self) -> None:
         for local_rank in range(self._assignment.processes):
@@ -112,20 +112,19 @@ class LocalAgent:
     def start(self, rank: int, incarnation: int, members: Members) -> None:
         self._start(self._assignment.local_rank_of(rank), incarnation, members)
 
-    def empty_vault(self) -> None:
-        if self._vault is not None:
-            empty(self._vault)
+    def empty_memory(self) -> None:
+        if self._memory is not None:
+            empty(self._memory)
 
     def _start(self, local_rank: int, incarnation: int, members: Members) -> None:
-        rules, vault = self._assignment.elastic, None if self._vault is None else str(self._vault)
+        rules, memory = self._assignment.elastic, None if self._memory is None else str(self._memory)
         elastic = None
         if rules is not None:
-            elastic = Elasticity(incarnation, vault, rules.copies, tuple(members or ()), self._assignment.spans_hosts)
-        control = str(self._server.path)
-        world = self._assignment.world(local_rank, control, elastic)
+            elastic = Elasticity(incarnation, memory, rules.copies, tuple(members or ()), self._assignment.spans_hosts)
+        world = self._assignment.world(local_rank, str(self._server.path), elastic)
         pipes = {stream: os.pipe() for stream in Stream}
         outputs = [writing for _, writing in pipes.values()]
-        self._fork_server.start_worker(world.rank, control, worker_variables(world, self._assignment), outputs)
+        self._fork_server.start_worker(world.rank, worker_variables(world, self._assignment), outputs)
         for writing in outputs:
             os.close(writing)
         self._show_output(world, {stream: reading for stream, (reading, _) in pipes.items()})
@@ -175,8 +174,8 @@ class RemoteAgent:
     def start(self, rank: int, incarnation: int, members: Members) -> None:
         self._link.send({"kind": "start", "rank": rank, "incarnation": incarnation, "members": members})
 
-    def empty_vault(self) -> None:
-        self._link.send({"kind": "empty_vault"})
+    def empty_memory(self) -> None:
+        self._link.send({"kind": "empty_memory"})
 
 
 def carry_out(agent: Agent, message: Body) -> bool:
@@ -190,8 +189,8 @@ def carry_out(agent: Agent, message: Body) -> bool:
             members = message["members"]
             among = None if members is None else [(slot, host) for slot, host in members]
             agent.start(message["rank"], message["incarnation"], among)
-        case "empty_vault":
-            agent.empty_vault()
+        case "empty_memory":
+            agent.empty_memory()
         case _:
             return False
     return True

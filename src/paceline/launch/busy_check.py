@@ -28,14 +28,19 @@ from paceline.launch.agents import Decider
 IDLE_SHARE = 0.01
 """Of one processor. Waiting with a look every now and then (threads that poll) stays below, work does not."""
 
+BUSY_SHARE = 0.05
+"""Of one processor. Threads that poll stay far below; a computation stays above it, though many share the machine."""
+BUSY_S = 0.025
+"""At least: the kernel counts in hundredths of a second, and a thread that waits for Python's lock looks up often."""
+LOOK_EVERY_S = 0.5
+
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
 def processor_seconds(pid: int, proc: Path = Path("/proc")) -> float:
     """What a process and its descendants have used so far; those that have just ended may be missing."""
     try:
-        # The name in brackets may hold anything, spaces and brackets too.
-        fields = (proc / str(pid) / "stat").read_text().rpartition(")")[2].split()
+        fields = _stat(pid, proc)
         children = [
             int(child)
             for task in (proc / str(pid) / "task").iterdir()
@@ -49,10 +54,15 @@ def processor_seconds(pid: int, proc: Path = Path("/proc")) -> float:
 def own_processor_seconds(pid: int, proc: Path = Path("/proc")) -> float | None:
     """What all threads of a process have used, without its children's; None where it is stopped, or gone."""
     try:
-        fields = (proc / str(pid) / "stat").read_text().rpartition(")")[2].split()
+        fields = _stat(pid, proc)
     except OSError:
         return None
     return None if fields[0] in "TtZX" else sum(map(int, fields[11:13])) / _TICKS_PER_S
+
+
+def _stat(pid: int, proc: Path) -> list[str]:
+    """The fields from the state on; the name in brackets before it may hold anything, spaces and brackets too."""
+    return (proc / str(pid) / "stat").read_text().rpartition(")")[2].split()
 
 
 class ActivityCheck:
@@ -72,13 +82,6 @@ class ActivityCheck:
         active = first or worked or printed != self._printed
         self._looked_at, self._used_s, self._printed = now, used_s, printed
         return active
-
-
-BUSY_SHARE = 0.05
-"""Of one processor. Threads that poll stay far below; a computation stays above it, though many share the machine."""
-BUSY_S = 0.025
-"""At least: the kernel counts in hundredths of a second, and a thread that waits for Python's lock looks up often."""
-LOOK_EVERY_S = 0.5
 
 
 class BusyCheck:

@@ -102,7 +102,7 @@ class ControlServer:
         return pid in self._retired
 
     def silence_s(self, pid: int) -> float:
-        """Since its last heartbeat, or its birth."""
+        """Since its last heartbeat, or its start."""
         return time.monotonic() - self.heartbeats[pid]
 
     async def drain(self, pid: int, timeout_s: float) -> None:
@@ -121,7 +121,6 @@ class _Connection(asyncio.Protocol):
         self.pid: int | None = None
         self.gone: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._server, self._rank = server, 0
-        self._transport: asyncio.Transport | None = None
         self._begun = bytearray()
         self._questions: set[asyncio.Task[None]] = set()
 
@@ -148,7 +147,7 @@ class _Connection(asyncio.Protocol):
         self._begun = rest
         try:
             for line in lines:
-                if self._transport is None or self._transport.is_closing():
+                if self._transport.is_closing():
                     return
                 self._refuse_longer(line)
                 self._handle(decoded(line))
@@ -218,16 +217,14 @@ class _Connection(asyncio.Protocol):
         self.write(encoded(message))
 
     def write(self, line: bytes) -> None:
-        if self._transport is not None and not self._transport.is_closing():
+        if not self._transport.is_closing():
             self._transport.write(line)
 
     def close(self) -> None:
-        if self._transport is not None:
-            self._transport.close()
+        self._transport.close()
 
     def abort(self) -> None:
-        if self._transport is not None:
-            self._transport.abort()
+        self._transport.abort()
 
 
 async def stop_accepting(server: asyncio.Server) -> None:
@@ -299,7 +296,7 @@ class KeyValueStore:
         self._wake()
 
     def clear(self) -> None:
-        """Everyone starts anew."""
+        """All workers start anew."""
         self._generation = 0
         self._values.clear()
 

@@ -5,8 +5,8 @@
                              └──▶ Outcome, the same on every host
 
 A failure is not attributed at once: the death of one worker brings the others down, and which failure arrives first is
-luck. So the coordinator waits `SETTLE_S`, longer while only consequences have arrived, shorter when every process has
-ended. Then the failure is attributed or, where the job goes on without those that failed, each gets a line.
+luck. So the coordinator waits `CONSEQUENCES_S`, longer while only consequences have arrived, shorter when every process
+has ended. Then the failure is attributed or, where the job goes on without those that failed, each gets a line.
 """
 
 from __future__ import annotations
@@ -59,8 +59,9 @@ from paceline.launch.rendezvous import HostAssignment, HostRendezvous, JoinedHos
 from paceline.world.terminal import ProgressLine, SummaryTable
 from paceline.world.unauthenticated import RateLimitedLog
 
-SETTLE_S = 0.5
-SETTLE_LONGER_S = 3.0
+CONSEQUENCES_S = 0.5
+CONSEQUENCES_ALONE_S = 3.0
+"""How long other failures are waited for: once a cause has arrived, and while none has."""
 LOOK_EVERY_S = 0.5
 
 
@@ -93,7 +94,7 @@ class Coordinator:
         self._rendezvous = rendezvous
         self._checkpoint: str | None = None
         self._failures = 0
-        self._settling = False
+        self._collecting = False
         self._news = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
         self.job: FixedJob | ElasticJob = FixedJob()
@@ -229,7 +230,7 @@ class Coordinator:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._news.wait(), min(self._request.deadline - now, LOOK_EVERY_S))
         late = still_running(self.processes)
-        if late or (not self._settling and any(map(stopped_as_asked, self.processes))):
+        if late or (not self._collecting and any(map(stopped_as_asked, self.processes))):
             self.decide(stopped_early(self._request, self.processes, late=late))
 
     def fail(self, text: str, code: int) -> None:
@@ -252,15 +253,16 @@ class Coordinator:
         if process.failed_as is None and not expected:
             process.failed_as = self._failures
             self._failures += 1
-            if not self._settling:
-                self._settling = True
-                self._spawn(self._settle())
+            if not self._collecting:
+                self._collecting = True
+                self._spawn(self._collect_failures())
         self._news.set()
 
-    async def _settle(self) -> None:
+    async def _collect_failures(self) -> None:
+        """Wait for the consequences of a failure, then attribute it, or go on without the processes that failed."""
         begun = self.clock()
         while not all(process.ended for process in self.processes):
-            patience = begun + (SETTLE_S if has_cause(self.processes) else SETTLE_LONGER_S) - self.clock()
+            patience = begun + (CONSEQUENCES_S if has_cause(self.processes) else CONSEQUENCES_ALONE_S) - self.clock()
             if patience <= 0:
                 break
             self._news.clear()
@@ -268,7 +270,7 @@ class Coordinator:
                 await asyncio.wait_for(self._news.wait(), patience)
             except TimeoutError:
                 continue
-        self._settling = False
+        self._collecting = False
         self._end_if_all_is_well()  # a worker may have left a moment before the others, and all ended well
         if self.outcome.done():
             return

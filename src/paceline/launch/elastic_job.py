@@ -392,7 +392,7 @@ class ElasticJob:
         """In the slots of the hosts that are there, once what is in them has gone."""
         self._coordinator.keys.clear()
         for agent in self._coordinator.all_agents():
-            agent.empty_vault()
+            agent.empty_memory()
         # Sent even where all slots start: hosts may have joined since, which the others' assignments don't list.
         self._starters = [(slot, self._coordinator.remote_hosts.host_of(slot)) for slot in members]
         for slot in (*members, *self.membership.table.serving):

@@ -240,8 +240,8 @@ def _same_error_everywhere(processes: Sequence[Process], root: Process) -> str |
     others = [process for process in processes if process not in same]
     if len(same) == 1 or any(not process.is_server or process.failed_as is not None for process in others):
         return None
-    everyone = f"all {count(same)}" if sum(not process.is_server for process in same) > 1 else count(same)
-    return f"{everyone} raised {first.type}{root.at_step}: {first.text}"
+    those = f"all {count(same)}" if sum(not process.is_server for process in same) > 1 else count(same)
+    return f"{those} raised {first.type}{root.at_step}: {first.text}"
 
 
 def what_happened(process: Process, processes: Sequence[Process], where: str | None = None) -> str:

@@ -1,13 +1,14 @@
 """The folders of a job, on each of its hosts; both are gone when the job is.
 
     TMPDIR/paceline-XXXXXXXX/              run folder: the control socket; only this user can enter
-    TMPDIR/paceline-XXXXXXXX/vault ──▶     so that the fork server finds it, should the supervisor be killed
-    /dev/shm/paceline-<pid>-<token>/       vault of an elastic job: state that outlives the worker that wrote it
+    TMPDIR/paceline-XXXXXXXX/memory ─▶     so that the fork server finds it, should the supervisor be killed
+    /dev/shm/paceline-<pid>-<token>/       memory folder of an elastic job: its in-memory checkpoint, which outlives
+                                           the worker that wrote it
     /dev/shm/paceline-<pid>-<token>/run ─▶ so that the sweep of a later job finds the run folder
 
-The vault is memory where /dev/shm has room, and part of the run folder otherwise. Its supervisor holds a lock on it:
-one that is not held any more (host-wide kill, both killed at once) is swept away by the next elastic job, with its
-run folder. Both places are open to every local user: what is removed there goes by the rules of `owned_folder`.
+The memory folder is in /dev/shm where that has room, and part of the run folder otherwise. Its supervisor holds a lock
+on it: one that is not held any more (host-wide kill, both killed at once) is swept away by the next elastic job, with
+its run folder. Both places are open to every local user: what is removed there goes by the rules of `owned_folder`.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ SHARED_MEMORY = Path("/dev/shm")
 LEAST_FREE = 256 * 2**20
 """A container's default of 64 MiB is soon full, and a write to a full one is a SIGBUS."""
 LONGEST_SOCKET_PATH = 100
-VAULT = "vault"
+MEMORY = "memory"
 RUN = "run"
 LOCK = "held-by-supervisor"
 
@@ -60,41 +61,43 @@ def open_run_folder(path: Path) -> OwnedFolder:
 
 
 def remove_folders(run: OwnedFolder) -> None:
-    """The run folder, and the vault it points to; the second of two that remove them finds nothing."""
-    vault = run.link(VAULT)
-    if vault is not None and _NAME.fullmatch(vault.name):
-        with contextlib.suppress(OSError), OwnedFolder(vault) as held:
+    """The run folder, and the memory folder it points to; the second of two that remove them finds nothing."""
+    memory = run.link(MEMORY)
+    if memory is not None and _NAME.fullmatch(memory.name):
+        with contextlib.suppress(OSError), OwnedFolder(memory) as held:
             held.remove()
     run.remove()
 
 
 @contextlib.contextmanager
-def vault_folder(
+def memory_folder(
     run: Path, shared_memory: Path = SHARED_MEMORY, log: Callable[[str], None] = lambda line: None
 ) -> Iterator[Path]:
-    """Where workers of an elastic job leave what others need should they die; removed with the run folder."""
+    """Where workers of an elastic job keep what others need should they die; removed with the run folder."""
     sweep(shared_memory)
     if (reason := why_not_in(shared_memory)) is not None:
-        log(f"paceline: elastic: {reason}; what workers keep for each other is in {run / VAULT}, which a disk may slow")
-        (run / VAULT).mkdir(mode=0o700)
-        yield run / VAULT
+        log(
+            f"paceline: elastic: {reason}; what workers keep for each other is in {run / MEMORY}, which a disk may slow"
+        )
+        (run / MEMORY).mkdir(mode=0o700)
+        yield run / MEMORY
         return
     folder = shared_memory / f"paceline-{os.getpid()}-{secrets.token_hex(4)}"
-    (run / VAULT).symlink_to(folder)  # first, so that a folder never exists that the fork server does not know
-    with OwnedFolder.make(folder) as vault:
-        (vault.through / RUN).symlink_to(run)
-        lock = os.open(vault.through / LOCK, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    (run / MEMORY).symlink_to(folder)  # first, so that a folder never exists that the fork server does not know
+    with OwnedFolder.make(folder) as memory:
+        (memory.through / RUN).symlink_to(run)
+        lock = os.open(memory.through / LOCK, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX)
             yield folder
         finally:
             os.close(lock)
             with contextlib.suppress(OSError):
-                vault.remove()
+                memory.remove()
 
 
 def why_not_in(shared_memory: Path) -> str | None:
-    """What keeps a job from having its vault there; None: nothing does."""
+    """What keeps a job from having its memory folder there; None: nothing does."""
     try:
         free = shutil.disk_usage(shared_memory).free
     except OSError as error:
@@ -125,27 +128,27 @@ def elsewhere_than_asked(run: Path, asked: str | None) -> str | None:
 
 
 def sweep(shared_memory: Path = SHARED_MEMORY) -> None:
-    """Remove vaults of this user that no supervisor holds, and the run folders of the jobs that left them."""
+    """Remove memory folders of this user that no supervisor holds, and the run folders of the jobs that left them."""
     for path in shared_memory.glob("paceline-*"):
         if not _NAME.fullmatch(path.name):
             continue
         # Another user's, or just gone, or held.
-        with contextlib.suppress(OSError), OwnedFolder(path) as vault, open_own_file(vault.through / LOCK) as lock:
+        with contextlib.suppress(OSError), OwnedFolder(path) as memory, open_own_file(memory.through / LOCK) as lock:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            _remove_run_of(vault)
-            vault.remove()
+            _remove_run_of(memory)
+            memory.remove()
 
 
-def _remove_run_of(vault: OwnedFolder) -> None:
+def _remove_run_of(memory: OwnedFolder) -> None:
     """Only where it points back: a name may have been given again since."""
-    path = vault.link(RUN)
+    path = memory.link(RUN)
     if path is not None:
         with contextlib.suppress(OSError), OwnedFolder(path) as run:
-            if run.link(VAULT) == vault.path:
+            if run.link(MEMORY) == memory.path:
                 run.remove()
 
 
-def empty(vault: Path) -> None:
+def empty(memory: Path) -> None:
     """The workers whose state it is are gone."""
-    with OwnedFolder(vault) as held:
+    with OwnedFolder(memory) as held:
         held.empty(keep=(LOCK, RUN))

@@ -17,7 +17,7 @@ the fork server takes SIGTERM for the supervisor's death only where its parent h
 
 A request to start comes with the worker's stdout and stderr as open descriptors:
 
-    supervisor ──▶ {"kind": "start", "rank": 0, "control": …, "variables": {…}}
+    supervisor ──▶ {"kind": "start", "rank": 0, "variables": {…}}
                ──▶ {"kind": "signal", "signal": 15}                       to the process group of every worker
                ──▶ {"kind": "signal", "signal": 63, "rank": 0}            to one worker, without its children
                ◀── {"kind": "ready"}, {"kind": "started", "rank", "pid"}, {"kind": "exited", "rank", "status"}
@@ -46,7 +46,7 @@ from types import FrameType
 from typing import Any, Protocol
 
 from paceline.launch.folders import open_run_folder, remove_folders
-from paceline.launch.worker_main import Script, WorkerAssignment, run_worker
+from paceline.launch.worker_main import Script, run_worker
 from paceline.world import environment
 
 PR_SET_PDEATHSIG = 1
@@ -82,8 +82,8 @@ class ForkServer:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGUSR1, signal.SIG_IGN)
 
-    def serve(self) -> WorkerAssignment | None:
-        """Fork workers until the supervisor ends: None in the fork server itself, an assignment in each new worker."""
+    def serve(self) -> dict[str, str] | None:
+        """Fork workers until the supervisor ends: None in the fork server itself, its variables in each new worker."""
         self._serving = True
         self._report({"kind": "ready"})
         with selectors.DefaultSelector() as selector:
@@ -95,9 +95,9 @@ class ForkServer:
                     self._woken.recv(4096)
                 self._reap()
                 if self._channel in ready:
-                    assignment = self._handle_request()
-                    if assignment is not None:
-                        return assignment
+                    variables = self._handle_request()
+                    if variables is not None:
+                        return variables
         return None
 
     def end(self) -> None:
@@ -118,7 +118,7 @@ class ForkServer:
                 os.kill(pid, signal.SIGKILL)  # ours to reap, so the number is still its own
                 os.waitpid(pid, 0)
 
-    def _handle_request(self) -> WorkerAssignment | None:
+    def _handle_request(self) -> dict[str, str] | None:
         try:
             data, descriptors, _, _ = socket.recv_fds(self._channel, MESSAGE_LIMIT, len(STANDARD))
         except ConnectionResetError:  # the supervisor was killed before it had read all reports
@@ -134,19 +134,19 @@ class ForkServer:
                 elif rank == message["rank"]:
                     os.kill(pid, message["signal"])
             return None
-        assignment = WorkerAssignment(message["rank"], message["control"], message["variables"])
+        rank, variables = int(message["rank"]), dict(message["variables"])
         try:
             if len(descriptors) < len(STANDARD):  # the kernel has dropped what there was no room for
                 raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
-            if self._fork(assignment, descriptors):
-                return assignment
+            if self._fork(rank, descriptors):
+                return variables
         except OSError as error:
-            self._report({"kind": "failed", "rank": assignment.rank, "text": error.strerror})
+            self._report({"kind": "failed", "rank": rank, "text": error.strerror})
         for descriptor in descriptors:
             os.close(descriptor)
         return None
 
-    def _fork(self, assignment: WorkerAssignment, outputs: list[int]) -> bool:
+    def _fork(self, rank: int, outputs: list[int]) -> bool:
         """True in the child."""
         own_pid = os.getpid()
         # A signal to a child that still has our handlers would be lost: it waits until they are its own.
@@ -158,8 +158,8 @@ class ForkServer:
             raise
         if pid:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
-            self._ranks[pid] = assignment.rank
-            self._report({"kind": "started", "rank": assignment.rank, "pid": pid})
+            self._ranks[pid] = rank
+            self._report({"kind": "started", "rank": rank, "pid": pid})
             return False
         os.setsid()  # Ctrl-C at the terminal reaches only the supervisor, and killpg reaches the worker's children
         die_with_parent(own_pid, signal.SIGKILL)
@@ -296,9 +296,8 @@ class ForkServerProcess:
             )
         self._channel.setblocking(False)
 
-    def start_worker(self, rank: int, control: str, variables: dict[str, str], outputs: list[int]) -> None:
-        message = {"kind": "start", "rank": rank, "control": control, "variables": variables}
-        self._send(message, outputs)
+    def start_worker(self, rank: int, variables: dict[str, str], outputs: list[int]) -> None:
+        self._send({"kind": "start", "rank": rank, "variables": variables}, outputs)
 
     def signal_worker(self, rank: int, number: int) -> None:
         """The process alone, and not what it started."""
@@ -336,7 +335,7 @@ class ForkServerProcess:
         try:
             socket.send_fds(self._channel, [json.dumps(message).encode()], descriptors)
         except (BrokenPipeError, ConnectionResetError):
-            pass  # it has died; `receive` tells the same in a moment, with more to say
+            pass  # it has died; `receive` returns None in a moment, and its exit code says more
         finally:
             self._channel.setblocking(False)
 
@@ -347,11 +346,11 @@ def main() -> None:
     die_with_parent(int(supervisor), signal.SIGTERM)
     _prctl(PR_SET_CHILD_SUBREAPER, 1)
     preload(modules.split())
-    assignment = fork_server.serve()
-    if assignment is None:
+    variables = fork_server.serve()
+    if variables is None:
         fork_server.end()
         os._exit(0)  # nothing is left to flush, and taking torch apart politely costs a third of a second
-    run_worker(assignment, Script(target, tuple(arguments), is_module=form == "module"))
+    run_worker(variables, Script(target, tuple(arguments), is_module=form == "module"))
 
 
 if __name__ == "__main__":

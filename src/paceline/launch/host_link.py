@@ -53,7 +53,6 @@ class Link(asyncio.BufferedProtocol):
     def __init__(self, on_connect: Callable[[Link], None] = lambda link: None) -> None:
         self.local_address = self.remote_address = "an unknown address"
         self._on_connect = on_connect
-        self._transport: asyncio.Transport | None = None
         self._limit = unauthenticated.LINE_LIMIT
         self._room = bytearray(self._limit)
         self._begin = self._end = 0  # of what was received and not read
@@ -67,7 +66,6 @@ class Link(asyncio.BufferedProtocol):
 
     def watch_for_silence(self, silent_s: int) -> None:
         """Have the kernel notice a peer that is cut off, whose connection would otherwise look open for hours."""
-        assert self._transport is not None
         connection: socket.socket = self._transport.get_extra_info("socket")
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for option, value in (("TCP_KEEPIDLE", silent_s // 2), ("TCP_KEEPINTVL", 2), ("TCP_KEEPCNT", 3)):
@@ -76,7 +74,7 @@ class Link(asyncio.BufferedProtocol):
 
     def send(self, message: Body) -> None:
         """Queue a message; a peer that has gone is noticed by `receive`, not here."""
-        if self._transport is not None and not self._transport.is_closing():
+        if not self._transport.is_closing():
             self._transport.write(encoded(message))
 
     async def receive(self) -> Body | None:
@@ -95,16 +93,14 @@ class Link(asyncio.BufferedProtocol):
 
     def abort(self) -> None:
         """End it at once, without sending what is queued: the other side does not answer."""
-        if self._transport is not None:
-            self._transport.abort()
+        self._transport.abort()
 
     async def close(self) -> None:
-        if self._transport is not None:
-            self._transport.close()
-            try:
-                await asyncio.wait_for(self._lost.wait(), CLOSE_TIMEOUT_S)
-            except TimeoutError:
-                self._transport.abort()
+        self._transport.close()
+        try:
+            await asyncio.wait_for(self._lost.wait(), CLOSE_TIMEOUT_S)
+        except TimeoutError:
+            self._transport.abort()
 
     # ---- what the event loop calls ------------------------------------------------------------------------
 
@@ -140,7 +136,7 @@ class Link(asyncio.BufferedProtocol):
             self._room = held + bytes(size - len(held))  # a new one: the event loop still holds the old
             self._begin, self._end = 0, len(held)
         full = self._end == len(self._room)
-        if self._transport is not None and full != self._paused and not self._transport.is_closing():
+        if full != self._paused and not self._transport.is_closing():
             self._paused = full
             (self._transport.pause_reading if full else self._transport.resume_reading)()
 

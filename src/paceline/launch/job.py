@@ -106,7 +106,7 @@ class Job:
         lanes, most = self.settings.lanes or size, self.elastic.max_workers or size
         if self.hosts is not None and most > max(lanes, size):
             raise LaunchError(
-                f"--max-workers {most}, but {lanes} lane{'s' if lanes > 1 else ''}; every worker rides at least one: "
+                f"--max-workers {most}, but {lanes} lane{'s' if lanes > 1 else ''}; every worker needs at least one: "
                 f"use --lanes {most} or more (lanes are fixed for the life of a job)"
             )
         return _check_lanes(replace(self.settings, lanes=lanes), size)  # workers may go, lanes stay
@@ -116,7 +116,7 @@ def _check_lanes(settings: LaunchSettings, size: int) -> LaunchSettings:
     lanes = settings.lanes
     if lanes is not None and lanes < size:
         raise LaunchError(
-            f"{size} workers but only {lanes} lane{'s' if lanes > 1 else ''}; every worker rides at least one: "
+            f"{size} workers but only {lanes} lane{'s' if lanes > 1 else ''}; every worker needs at least one: "
             f"use --workers {lanes}, or --lanes {size} or more (lanes are fixed for the life of a job)"
         )
     return settings

@@ -164,85 +164,7 @@ def _values_of(message: Mapping[str, Any]) -> Body:
     }
 
 
-async def join(
-    address: Address, request: JoinRequest, secret: bytes, timeout_s: float
-) -> tuple[HostAssignment, SealedLink]:
-    """Join the coordinator, which may start later than this host, and wait for the slot assignment."""
-    loop = asyncio.get_running_loop()
-    deadline = loop.time() + timeout_s
-    sealed = await _prove(address, secret, deadline, timeout_s)
-    try:
-        sealed.send(request.as_message())
-        answer = await asyncio.wait_for(sealed.receive(), max(0.1, deadline - loop.time()) + PROOF_S)
-        if answer is None:
-            raise WorldError(f"the coordinator at {address} ended before the job began; its own output says why")
-        if "refused" in answer:
-            raise WorldError(f"the coordinator at {address} refused this host: {answer['refused']}")
-        return HostAssignment.from_message({**answer["assignment"], "host_address": sealed.local_address}), sealed
-    except TimeoutError:
-        await sealed.close()
-        raise WorldError(
-            f"the coordinator at {address} accepted the connection but sent no slot assignment; do all hosts run?"
-        ) from None
-    except WorldError:
-        await sealed.close()
-        raise
-    except MALFORMED as error:
-        await sealed.close()
-        raise WorldError(
-            f"the slot assignment from the coordinator at {address} is malformed ({type(error).__name__}: {error}); "
-            "use one version of paceline on all hosts"
-        ) from error
-
-
-async def _prove(address: Address, secret: bytes, deadline: float, timeout_s: float) -> SealedLink:
-    """A connection on which both have proved the secret."""
-    loop = asyncio.get_running_loop()
-    crowded_until = None
-    while True:
-        link = await _connect(address, deadline, timeout_s)
-        try:
-            return await prove_as_host(link, secret)
-        except ConnectionClosedError as error:
-            link.abort()
-            crowded_until = crowded_until or min(deadline, loop.time() + CROWDED_S)
-            if loop.time() + RETRY_EVERY_S >= crowded_until:
-                raise WorldError(f"{address}: {error}") from error
-            await asyncio.sleep(RETRY_EVERY_S)
-        except TimeoutError:
-            link.abort()
-            raise WorldError(
-                f"{address} accepted the connection but sent nothing for {PROOF_S:g} s; is that a paceline coordinator?"
-            ) from None
-        except WorldError:
-            await link.close()
-            raise
-
-
-async def _connect(address: Address, deadline: float, timeout_s: float) -> Link:
-    loop = asyncio.get_running_loop()
-    while True:
-        try:
-            _, link = await asyncio.wait_for(
-                loop.create_connection(Link, address.host, address.port), max(0.1, deadline - loop.time())
-            )
-        except (OSError, TimeoutError) as error:
-            if loop.time() + RETRY_EVERY_S >= deadline:
-                raise WorldError(
-                    f"no coordinator answered at {address} within {timeout_s:g} s ({error or 'timed out'}); "
-                    "start `paceline run --host-rank 0` there first, and check the address"
-                ) from error
-            await asyncio.sleep(RETRY_EVERY_S)
-            continue
-        link.watch_for_silence(SILENT_PEER_S)
-        return link
-
-
-def free_port(address: str) -> int:
-    """A port that is free now, for scripts that call `init_process_group()` themselves; it is not reserved for them."""
-    with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as probe:
-        probe.bind((address, 0))
-        return int(probe.getsockname()[1])
+# ---- the coordinator's side ------------------------------------------------------------------------------------
 
 
 class HostRendezvous:
@@ -448,3 +370,87 @@ def _read(message: Body) -> JoinRequest:
             f"its join request is malformed ({type(error).__name__}: {str(error)[:200]}); use one version of paceline "
             "on all hosts"
         ) from error
+
+
+# ---- the side of a host that joins -----------------------------------------------------------------------------
+
+
+async def join(
+    address: Address, request: JoinRequest, secret: bytes, timeout_s: float
+) -> tuple[HostAssignment, SealedLink]:
+    """Join the coordinator, which may start later than this host, and wait for the slot assignment."""
+    loop = asyncio.get_running_loop()
+    deadline = loop.time() + timeout_s
+    sealed = await _prove(address, secret, deadline, timeout_s)
+    try:
+        sealed.send(request.as_message())
+        answer = await asyncio.wait_for(sealed.receive(), max(0.1, deadline - loop.time()) + PROOF_S)
+        if answer is None:
+            raise WorldError(f"the coordinator at {address} ended before the job began; its own output says why")
+        if "refused" in answer:
+            raise WorldError(f"the coordinator at {address} refused this host: {answer['refused']}")
+        return HostAssignment.from_message({**answer["assignment"], "host_address": sealed.local_address}), sealed
+    except TimeoutError:
+        await sealed.close()
+        raise WorldError(
+            f"the coordinator at {address} accepted the connection but sent no slot assignment; do all hosts run?"
+        ) from None
+    except WorldError:
+        await sealed.close()
+        raise
+    except MALFORMED as error:
+        await sealed.close()
+        raise WorldError(
+            f"the slot assignment from the coordinator at {address} is malformed ({type(error).__name__}: {error}); "
+            "use one version of paceline on all hosts"
+        ) from error
+
+
+async def _prove(address: Address, secret: bytes, deadline: float, timeout_s: float) -> SealedLink:
+    """A connection on which both have proved the secret."""
+    loop = asyncio.get_running_loop()
+    crowded_until = None
+    while True:
+        link = await _connect(address, deadline, timeout_s)
+        try:
+            return await prove_as_host(link, secret)
+        except ConnectionClosedError as error:
+            link.abort()
+            crowded_until = crowded_until or min(deadline, loop.time() + CROWDED_S)
+            if loop.time() + RETRY_EVERY_S >= crowded_until:
+                raise WorldError(f"{address}: {error}") from error
+            await asyncio.sleep(RETRY_EVERY_S)
+        except TimeoutError:
+            link.abort()
+            raise WorldError(
+                f"{address} accepted the connection but sent nothing for {PROOF_S:g} s; is that a paceline coordinator?"
+            ) from None
+        except WorldError:
+            await link.close()
+            raise
+
+
+async def _connect(address: Address, deadline: float, timeout_s: float) -> Link:
+    loop = asyncio.get_running_loop()
+    while True:
+        try:
+            _, link = await asyncio.wait_for(
+                loop.create_connection(Link, address.host, address.port), max(0.1, deadline - loop.time())
+            )
+        except (OSError, TimeoutError) as error:
+            if loop.time() + RETRY_EVERY_S >= deadline:
+                raise WorldError(
+                    f"no coordinator answered at {address} within {timeout_s:g} s ({error or 'timed out'}); "
+                    "start `paceline run --host-rank 0` there first, and check the address"
+                ) from error
+            await asyncio.sleep(RETRY_EVERY_S)
+            continue
+        link.watch_for_silence(SILENT_PEER_S)
+        return link
+
+
+def free_port(address: str) -> int:
+    """A port that is free now, for scripts that call `init_process_group()` themselves; it is not reserved for them."""
+    with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as probe:
+        probe.bind((address, 0))
+        return int(probe.getsockname()[1])

@@ -25,7 +25,7 @@ from paceline.launch.control import ControlServer
 from paceline.launch.coordinator import Coordinator
 from paceline.launch.exit_rules import NOTICE
 from paceline.launch.failure_attribution import ENDED_WELL, WORKER_FAILED, Outcome, signal_name
-from paceline.launch.folders import elsewhere_than_asked, run_folder, vault_folder
+from paceline.launch.folders import elsewhere_than_asked, memory_folder, run_folder
 from paceline.launch.fork_server import LAST_MOMENT_S, ForkServerProcess
 from paceline.launch.job import Hosts, Job
 from paceline.launch.output import Screen, Stream, WorkerOutput
@@ -88,11 +88,11 @@ class Supervisor:
         self._decider = decider
         server = ControlServer(folder / "control.sock", decider, self._screen.log)
         threads = default_threads(assignment.settings, assignment.size)
-        vault = None
+        memory = None
         if assignment.elastic is not None:
-            vault = owned.enter_context(vault_folder(folder, log=self._screen.log))
+            memory = owned.enter_context(memory_folder(folder, log=self._screen.log))
         fork_server = ForkServerProcess(self._job.script, folder, threads, PRELOADED, keep_memory=self._job.keep_memory)
-        decider.agent = agent = LocalAgent(self.show_output, fork_server, server, assignment, vault)
+        decider.agent = agent = LocalAgent(self.show_output, fork_server, server, assignment, memory)
         try:
             await server.start()
             watching = asyncio.create_task(self._watch(fork_server, server, agent, is_late=assignment.late))

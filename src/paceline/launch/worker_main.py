@@ -30,6 +30,7 @@ from paceline.errors import GenerationEnded, PacelineError, PeerLostError, World
 from paceline.world import environment
 from paceline.world.control import ControlClient, no_thread
 from paceline.world.process import SERVER, set_process_name
+from paceline.world.world import ControlSocket, World
 
 STACK_SIGNAL = int(signal.SIGRTMAX) - 1
 """Makes a worker write the stacks of its threads to stderr. SIGUSR1 and 2 are left to scripts and to SLURM."""
@@ -52,31 +53,24 @@ class Script:
         return [*(["-m"] if self.is_module else []), self.target, *self.arguments]
 
 
-@dataclass(frozen=True)
-class WorkerAssignment:
-    """What makes a forked process a particular worker."""
-
-    rank: int
-    control: str
-    variables: Mapping[str, str]
-
-
-def run_worker(assignment: WorkerAssignment, script: Script) -> NoReturn:
-    environment.enter(assignment.variables)
-    if environment.read_world().is_server:
+def run_worker(variables: Mapping[str, str], script: Script) -> NoReturn:
+    """`variables` make a forked process a particular worker."""
+    environment.enter(variables)
+    world = environment.read_world()
+    if world.is_server:
         set_process_name(SERVER)
     faulthandler.register(STACK_SIGNAL)
     _differ_from_siblings()
     heartbeat: Heartbeat | None = None
     try:
-        heartbeat = Heartbeat.start(assignment) if assignment.variables.get("PACELINE_INCARNATION") else None
+        heartbeat = Heartbeat.start(world) if world.elastic is not None else None
         names = run_script(script)
     except SystemExit:
         _let_threads_finish(heartbeat)
         raise  # the script's own choice; the supervisor reads the code
     except BaseException as error:
         sys.stdout.flush()
-        _report(error, assignment)
+        _report(error, world)
         sys.exit(1)
     _let_threads_finish(heartbeat)
     del names
@@ -92,15 +86,15 @@ class Heartbeat:
         self._thread = threading.Thread(target=self._beat, name="paceline-heartbeat", daemon=True)
 
     @classmethod
-    def start(cls, assignment: WorkerAssignment) -> Heartbeat | None:
+    def start(cls, world: World) -> Heartbeat | None:
         try:
-            heartbeat = cls(ControlClient.connect(assignment.control, assignment.rank, timeout_s=REPORT_TIMEOUT_S))
+            heartbeat = cls(_connect(world))
         except WorldError:  # the job is ending already
             return None
         try:
             heartbeat._thread.start()
         except RuntimeError as error:
-            raise no_thread(assignment.rank, error) from error
+            raise no_thread(world.rank, error) from error
         return heartbeat
 
     def stop(self) -> None:
@@ -111,13 +105,17 @@ class Heartbeat:
     def _beat(self) -> None:
         while True:
             ending = self._stopped.is_set()
-            with contextlib.suppress(
-                WorldError
-            ):  # a supervisor that is stopped (SIGSTOP) takes nothing; it restarts its deadlines later
+            # A supervisor that is stopped (SIGSTOP) takes nothing; it restarts its deadlines later.
+            with contextlib.suppress(WorldError):
                 self._client.tell("heartbeat", ending=ending)
             if ending:
                 return
             self._stopped.wait(BEAT_EVERY_S)
+
+
+def _connect(world: World) -> ControlClient:
+    assert isinstance(world.rendezvous, ControlSocket), "a forked worker meets at its supervisor's socket"
+    return ControlClient.connect(world.rendezvous.path, world.rank, timeout_s=REPORT_TIMEOUT_S)
 
 
 def _let_threads_finish(heartbeat: Heartbeat | None) -> None:
@@ -153,10 +151,10 @@ def _differ_from_siblings() -> None:
         sys.modules["numpy.random"].seed()
 
 
-def _report(error: BaseException, assignment: WorkerAssignment) -> None:
+def _report(error: BaseException, world: World) -> None:
     text = "".join(traceback.format_exception(type(error), error, _script_frames(error.__traceback__)))
     try:
-        client = ControlClient.connect(assignment.control, assignment.rank, timeout_s=REPORT_TIMEOUT_S)
+        client = _connect(world)
         client.ask(
             "failed",
             timeout_s=REPORT_TIMEOUT_S,
@@ -170,7 +168,7 @@ def _report(error: BaseException, assignment: WorkerAssignment) -> None:
         client.close()
     except PacelineError as lost:
         text = f"paceline: {error}\n" if isinstance(error, PacelineError) else text
-        print(f"{text}paceline: rank {assignment.rank}: could not report this: {lost}", file=sys.stderr, flush=True)
+        print(f"{text}paceline: rank {world.rank}: could not report this: {lost}", file=sys.stderr, flush=True)
 
 
 def _script_frames(frames: TracebackType | None) -> TracebackType | None:

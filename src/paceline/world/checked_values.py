@@ -1,4 +1,4 @@
-"""Values that somebody gave, held to what they can be: one line that says which value, and what it may be.
+"""Values that a user gave, checked: one line that says which value is wrong, and what it may be.
 
     whole_number("lanes", "2", least=1)      lanes='2': expected a whole number of at least 1, got a str
     number("timeout_s", nan, above=0)        timeout_s=nan: expected a number above 0, and a finite one
@@ -21,18 +21,18 @@ from paceline.input_file import one_line
 
 BEYOND = 2**63
 LONGEST_WAIT_S = 10 * 366 * 24 * 3600.0
-"""Ten years: what clocks of the system can still count, and nobody waits for."""
+"""Ten years: what clocks of the system can still count."""
 
 
 def whole_number(name: str, value: Any, *, least: int = 0, most: int = BEYOND - 1, why: str = "") -> int:
-    """The value as an int; `why` is said of one that is too small."""
+    """The value as an int; `why` is the error's text where it is too small."""
     try:
         if isinstance(value, bool):
             raise TypeError
         found = operator.index(value)
     except (TypeError, ValueError, RuntimeError):  # torch's: a tensor of several elements, or of floats
-        said = f"a whole number of at least {least}" + (f" and at most {most:,}" if most < BEYOND - 1 else "")
-        raise ConfigError(f"{_given(name, value)}: expected {said}, got a {type(value).__name__}") from None
+        expected = f"a whole number of at least {least}" + (f" and at most {most:,}" if most < BEYOND - 1 else "")
+        raise ConfigError(f"{_given(name, value)}: expected {expected}, got a {type(value).__name__}") from None
     if found < least:
         raise ConfigError(f"{_given(name, found)}: {why or f'it is at least {least}'}")
     if found > most:
@@ -50,27 +50,27 @@ def number(
     below: float | None = None,
     why: str = "",
 ) -> float:
-    """The value as a float within its bounds; `why` is said of one that is outside."""
+    """The value as a float within its bounds; `why` is the error's text where it is outside."""
     bounds = {"of at least": least, "above": above, "of at most": most, "below": below}
-    said = "a number" + " and".join(f" {word} {bound:g}" for word, bound in bounds.items() if bound is not None)
+    expected = "a number" + " and".join(f" {word} {bound:g}" for word, bound in bounds.items() if bound is not None)
     real = isinstance(value, numbers.Real) or hasattr(value, "item")
     try:
         if isinstance(value, bool) or not real:
             raise TypeError
         found = float(value)
     except (TypeError, ValueError, RuntimeError):
-        raise ConfigError(f"{_given(name, value)}: expected {said}, got a {type(value).__name__}") from None
+        raise ConfigError(f"{_given(name, value)}: expected {expected}, got a {type(value).__name__}") from None
     except OverflowError:
         found = math.inf
     if not math.isfinite(found):
-        raise ConfigError(f"{_given(name, value)}: expected {said}, and a finite one")
+        raise ConfigError(f"{_given(name, value)}: expected {expected}, and a finite one")
     if (
         (least is not None and found < least)
         or (above is not None and found <= above)
         or (most is not None and found > most)
         or (below is not None and found >= below)
     ):
-        raise ConfigError(f"{_given(name, value)}: {why or f'it is {said}'}")
+        raise ConfigError(f"{_given(name, value)}: {why or f'it is {expected}'}")
     return found
 
 
@@ -107,6 +107,6 @@ def path_of(name: str, value: Any) -> Path:
 def _given(name: str, value: Any) -> str:
     try:
         shown = repr(value)
-    except Exception:  # somebody's __repr__
+    except Exception:  # a user's __repr__
         shown = f"a {type(value).__name__}"
     return f"{name}={one_line(shown, 60)}"

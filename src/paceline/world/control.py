@@ -1,28 +1,29 @@
 """The worker's end of the control channel: JSON lines over the Unix socket of this host's supervisor.
 
-    worker ──▶ {"kind": "step", "body": {"step": 17}}                                   tell: nobody answers
+    worker ──▶ {"kind": "step", "body": {"step": 17}}                                   tell: no answer
     worker ──▶ {"kind": "store.get", "body": {"keys": ["a"]}, "id": 4, "timeout_s": 30}  ask: waits for its id
     worker ◀── {"id": 4, "body": {"values": ["MQ=="]}}   or   {"id": 4, "error": "…"}
 
-| told       | fields                              | so that                                                     |
+| report     | fields                              | so that                                                     |
 |------------|-------------------------------------|-------------------------------------------------------------|
-| hello      | rank, pid                           | the supervisor knows who speaks; said by `connect`          |
-| step       | step                                | a verdict says where it happened                            |
+| hello      | rank, pid                           | the supervisor knows which process it is; sent by `connect` |
+| step       | step                                | a failure is reported with its step                         |
 | phase      | name: training, idle                | leaving while others train counts as a failure              |
 | progress   | step, total, fields, final          | one line is drawn below the output                          |
 | table      | title, rows                         | a summary is drawn at the end                               |
-| policy     | survive_worker_loss, hang_timeout_s | the end is judged by what the strategy needs: `ending`      |
+| policy     | survive_worker_loss, hang_timeout_s | the job ends by what the strategy needs: `exit_rules`       |
 |            | stops_on_request                    | SIGTERM is known to end it after a step, with time to save  |
-| holds      | what                                | a verdict says what went with it: `keys 4…7`                |
-| checkpoint | folder                              | whoever reads why the job failed sees where to resume       |
-| waits      | call, place, seconds                | who waits for one that won't come is told so: `waits`       |
+| holds      | what                                | a failure is reported with what is lost: `keys 4…7`         |
+| checkpoint | folder                              | the line about a failure says where to resume               |
+| waits      | call, place, seconds                | a wait that can't end is found: `exit_rules`                |
 | goes_on    |                                     | it waits no more                                            |
 
-Unasked, the supervisor says only what an elastic job needs (`elastic.commit`, `elastic.generation`, …): `heard` is
+Unasked, the supervisor sends only what an elastic job needs (`elastic.commit`, `elastic.generation`, …): `heard` is
 called with it, on the reading thread.
 
-Any thread may tell or ask. One daemon thread reads; when the line goes dead the supervisor is gone, nobody is left to
-coordinate with, and the process ends itself with `SUPERVISOR_GONE`. Tensors never travel here; torch isn't imported.
+Any thread may tell or ask. One daemon thread reads; when the connection ends the supervisor is gone, nothing
+coordinates this process any more, and it ends itself with `SUPERVISOR_GONE`. Tensors never travel here, and torch is
+not imported.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ import struct
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from typing import Any, NoReturn
 
 from paceline.errors import LaunchError, WorldError
@@ -62,14 +64,14 @@ def no_thread(rank: int, error: RuntimeError) -> LaunchError:
 
 
 class ControlClient:
-    """A connection to the supervisor. Whoever connects closes it; the end of the process does so too."""
+    """A connection to the supervisor. The caller that connects closes it; the end of the process does so too."""
 
     def __init__(self, connection: socket.socket, rank: int) -> None:
         self._connection = connection
         self._rank = rank
         self._sending = threading.Lock()
         self._waiting = threading.Lock()
-        self._questions: dict[int, _Question] = {}
+        self._questions: dict[int, Future[dict[str, Any]]] = {}
         self._asked = 0
         self._closing = False
         self.heard: Callable[[str, dict[str, Any]], None] = lambda kind, body: None
@@ -109,25 +111,26 @@ class ControlClient:
         self._send({"kind": kind, "body": fields})
 
     def ask(self, kind: str, *, timeout_s: float, **fields: JSON) -> dict[str, Any]:
-        """The supervisor's answer; `WorldError` with its own words when it says no, or when time is up."""
-        question = _Question()
+        """The supervisor's answer; `WorldError` with its text when it refuses, or when time is up."""
+        question: Future[dict[str, Any]] = Future()
         with self._waiting:
             self._asked += 1
             number = self._asked
             self._questions[number] = question
         try:
             self._send({"kind": kind, "body": fields, "id": number, "timeout_s": timeout_s})
-            if not question.answered.wait(timeout_s + ANSWER_MARGIN_S):
-                raise WorldError(
-                    f"rank {self._rank}: the supervisor did not answer {kind!r} within "
-                    f"{timeout_s + ANSWER_MARGIN_S:g} s; it is overloaded or stopped (SIGSTOP?)"
-                )
+            answer = question.result(timeout_s + ANSWER_MARGIN_S)
+        except TimeoutError:
+            raise WorldError(
+                f"rank {self._rank}: the supervisor did not answer {kind!r} within "
+                f"{timeout_s + ANSWER_MARGIN_S:g} s; it is overloaded or stopped (SIGSTOP?)"
+            ) from None
         finally:
             with self._waiting:
                 del self._questions[number]
-        if "error" in question.answer:
-            raise WorldError(f"rank {self._rank}: {question.answer['error']}")
-        body: dict[str, Any] = question.answer["body"]
+        if "error" in answer:
+            raise WorldError(f"rank {self._rank}: {answer['error']}")
+        body: dict[str, Any] = answer["body"]
         return body
 
     def close(self) -> None:
@@ -168,8 +171,7 @@ class ControlClient:
         with self._waiting:
             question = self._questions.get(message["id"])
         if question is not None:  # otherwise its asker ran out of time and left
-            question.answer = message
-            question.answered.set()
+            question.set_result(message)
 
     def _supervisor_gone(self) -> NoReturn:
         # Not an exception: no thread could handle it, and a half-alive worker would hold its port and memory.
@@ -182,9 +184,3 @@ def peer_user(connection: socket.socket) -> int:
     pid_user_group = struct.Struct("3i")
     packed = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, pid_user_group.size)
     return int(pid_user_group.unpack(packed)[1])
-
-
-class _Question:
-    def __init__(self) -> None:
-        self.answered = threading.Event()
-        self.answer: dict[str, Any] = {}

@@ -2,7 +2,7 @@
 
 Reading is left to pure functions of a mapping (`launchers`, `explanation`), so that a test can be any worker of any
 cluster; here the mapping is this process's own. Writing happens twice: a forked worker enters its environment, and
-cuBLAS is told its workspace before CUDA starts.
+cuBLAS gets its workspace before CUDA starts.
 """
 
 from __future__ import annotations
@@ -10,34 +10,43 @@ from __future__ import annotations
 import errno
 import os
 import socket
+from dataclasses import asdict
 from pathlib import Path
 
 from paceline.errors import WorldError
 from paceline.world import explanation
 from paceline.world.explanation import Finding
 from paceline.world.launchers import LaunchDefaults, cluster_defaults, world_from
-from paceline.world.variables import DEFAULT_PORT, Variables, is_loopback, is_number, settings_of, text_of
+from paceline.world.variables import (
+    DEFAULT_PORT,
+    Variables,
+    is_loopback,
+    is_number,
+    setting_variable,
+    settings_of,
+    text_of,
+)
 from paceline.world.world import ControlSocket, TcpRendezvous, World
 
 
-def read_world(variables: Variables | None = None) -> World:
-    """This process's place among the workers; every launcher's variables are told in `launchers`."""
-    return world_from(os.environ if variables is None else variables)
+def read_world(variables: Variables = os.environ) -> World:
+    """This process's place among the workers; `launchers` lists every launcher's variables."""
+    return world_from(variables)
 
 
-def launch_defaults(variables: Variables | None = None) -> LaunchDefaults | None:
+def launch_defaults(variables: Variables = os.environ) -> LaunchDefaults | None:
     """What `paceline run` may take from the cluster it is started on."""
-    return cluster_defaults(os.environ if variables is None else variables)
+    return cluster_defaults(variables)
 
 
-def check_settings(variables: Variables | None = None) -> None:
+def check_settings(variables: Variables = os.environ) -> None:
     """That PACELINE_* settings which workers will inherit from here make sense."""
-    settings_of(os.environ if variables is None else variables, size=1)
+    settings_of(variables, size=1)
 
 
-def explain(variables: Variables | None = None) -> list[Finding]:
+def explain(variables: Variables = os.environ) -> list[Finding]:
     """The reading in words."""
-    return explanation.explain(os.environ if variables is None else variables)
+    return explanation.explain(variables)
 
 
 def enter(variables: Variables) -> None:
@@ -51,19 +60,8 @@ def worker_environment(world: World) -> dict[str, str]:
         raise WorldError(
             f"rank {world.rank}: a worker of `paceline run` meets at a control socket, not {world.rendezvous}"
         )
-    settings = world.settings
-    optional = {
-        "PACELINE_HOST_ADDRESS": world.host_address,
-        "PACELINE_LANES": settings.lanes,
-        "PACELINE_THREADS": settings.threads,
-        "PACELINE_BACKEND": settings.backend,
-        "PACELINE_SEED": settings.seed,
-        "PACELINE_STRATEGY": settings.strategy,
-        "PACELINE_PRECISION": settings.precision,
-        "PACELINE_ACTIVATION_CHECKPOINTING": settings.activation_checkpointing,
-        "PACELINE_OFFLOAD": settings.offload,
-        "OMP_NUM_THREADS": settings.threads,
-    }
+    optional = {setting_variable(name): value for name, value in asdict(world.settings).items()}
+    optional |= {"PACELINE_HOST_ADDRESS": world.host_address, "OMP_NUM_THREADS": world.settings.threads}
     if world.elastic is not None:
         optional |= {
             "PACELINE_INCARNATION": world.elastic.incarnation,
@@ -109,8 +107,8 @@ def parent_environment(threads: int | None, *, keep_memory: bool) -> dict[str, s
     """What the process that workers are forked from starts with: the user's variables, without the job's secret.
 
     Thread pools are sized when numpy and torch are imported, so the count must be there before. None keeps what the
-    user set, as torchrun does. With `keep_memory` workers reuse the memory that they free, unless the user has told
-    the allocator something already.
+    user set, as torchrun does. With `keep_memory` workers reuse the memory that they free, unless the user has set up
+    the allocator already.
     """
     variables = {name: value for name, value in os.environ.items() if name != "PACELINE_SECRET"}
     if threads is not None:

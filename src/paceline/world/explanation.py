@@ -105,8 +105,8 @@ def _passed_over(launcher: Launcher, world: World, variables: Variables) -> Find
         )
     if (other.rank, other.size) == (world.rank, world.size):
         return Finding(Level.OK, launcher.name, f"passed over for {world.source}, and says the same ({evidence})")
-    said = f"says rank {other.rank} of {other.size}; passed over because {world.source} is the inner launcher"
-    return Finding(Level.OK, launcher.name, f"{said} ({evidence})")
+    text = f"says rank {other.rank} of {other.size}; passed over because {world.source} is the inner launcher"
+    return Finding(Level.OK, launcher.name, f"{text} ({evidence})")
 
 
 def _settings_in_words(world: World) -> list[Finding]:

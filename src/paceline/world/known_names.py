@@ -1,6 +1,6 @@
-"""The words that a job may be started with, known without torch: a launcher refuses a wrong one before anything starts.
+"""The names that a job may be started with, known without torch: a launcher refuses a wrong one before it starts.
 
-What the words mean is told where it is done (`strategies/`, `optim/`, `collectives/`); a test holds both together.
+What they mean is documented where it is done (`strategies/`, `optim/`, `collectives/`); a test holds both together.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ SEEDS = 2**63
 
 @dataclass(frozen=True)
 class StrategyTraits:
-    """What can be said with a strategy."""
+    """Which options a strategy takes."""
 
     uses_servers: bool = False
     takes_offload: bool = False

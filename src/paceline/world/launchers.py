@@ -21,10 +21,7 @@ this process, so its word counts. From the inside out:
 | SkyPilot     | SKYPILOT_NODE_RANK, _NODE_IPS | SKYPILOT_NUM_NODES, _NUM_GPUS_PER_NODE, _TASK_ID               |
 | alone        | none of these                 |                                                                |
 
-Under every launcher PACELINE_LANES, _THREADS, _BACKEND, _SEED, _STRATEGY, _PRECISION, _ACTIVATION_CHECKPOINTING and
-_OFFLOAD fix what `paceline run`'s flags fix, and PACELINE_HOST_ADDRESS names the address that tensors leave this host
-from. PACELINE_REPLAY is the folder of a recorded run that one process should do again (`paceline replay`). An empty
-variable counts as unset.
+Under every launcher the PACELINE_* settings (`variables`) fix what `paceline run`'s flags fix.
 
 Servers are started by `paceline run --servers S` alone. The others know only workers: there `World.servers` is 0, and
 worker 0 doubles as the parameter server.
@@ -252,7 +249,7 @@ def from_slurm(variables: Variables) -> World | None:
 def started_by_srun(variables: Variables) -> bool:
     """True for a task of an `srun` step; false for the batch script and for a shell inside an allocation.
 
-    Both also see SLURM_NTASKS, often SLURM_PROCID=0, and would wait for ever for tasks that nobody started.
+    Both also see SLURM_NTASKS, often SLURM_PROCID=0, and would wait for ever for tasks that were never started.
     """
     step = number_of(variables, "SLURM_STEP_ID")
     if step is None or step >= FIRST_RESERVED_STEP or text_of(variables, "SLURM_PROCID") is None:
@@ -353,7 +350,7 @@ def _expand_brackets(item: str) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class LaunchDefaults:
-    """Flags of `paceline run` that the cluster has answered; `workers` counts those of one host, None: not said."""
+    """Flags of `paceline run` that the cluster has answered; `workers` counts those of one host, None: not known."""
 
     hosts: int
     host_rank: int
@@ -378,8 +375,6 @@ def from_kubeflow(variables: Variables) -> World | None:
     pod = _kubeflow_pod(variables)
     if pod is None:
         return None
-    if pod.workers is not None and pod.workers > 1:
-        raise launcher_needed("Kubeflow", f"PET_NPROC_PER_NODE={pod.workers}")
     if text_of(variables, "PET_NPROC_PER_NODE") not in (None, "auto", "1"):
         raise launcher_needed("Kubeflow", f"PET_NPROC_PER_NODE={variables['PET_NPROC_PER_NODE']}")
     return _one_worker_per_host(variables, pod)

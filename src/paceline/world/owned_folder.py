@@ -3,7 +3,7 @@
     /tmp/paceline-x1y2z3      a name: any user may have made it, and who owns the parent may change what it means
          │ open, not through a link
          ▼
-    descriptor ─ fstat ─▶     a folder of this user, to which nobody else may write: so are the entries in it
+    descriptor ─ fstat ─▶     a folder of this user, to which no other user may write: so are the entries in it
          │ readlinkat, openat, unlinkat
          ▼
     its entries               wherever the folder is by now, and whatever has its name
@@ -24,11 +24,11 @@ from io import FileIO
 from pathlib import Path
 
 WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
-_NO_LINK = os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK  # a fifo that nobody writes to must not hold us
+_NO_LINK = os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK  # a fifo without a writer must not block us
 
 
 class OwnedFolder:
-    """Whoever opens it closes it; `with` does."""
+    """The caller that opens it closes it; `with` does."""
 
     def __init__(self, path: Path) -> None:
         """`PermissionError` where it is another user's, or others may write to it; `OSError` where it is no folder."""

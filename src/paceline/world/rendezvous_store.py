@@ -18,8 +18,8 @@ from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
-from torch._C._distributed_c10d import HashStore, Store, TCPStore
-from torch.distributed import DistStoreError
+# Public names, which torch's `__all__` leaves out.
+from torch.distributed import DistStoreError, HashStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from paceline.errors import WorldError
 from paceline.world.control import ControlClient
@@ -28,15 +28,15 @@ from paceline.world.world import ControlSocket, TcpRendezvous, World
 
 
 class StoreTimeoutError(WorldError, DistStoreError):
-    """A key that nobody set in time. torch retries on `DistStoreError`, so it is one of those too."""
+    """A key that no worker set in time. torch retries on `DistStoreError`, so it is one of those too."""
 
 
 class ControlStore(Store):
     """A store over the control channel.
 
     torch's C++ side holds a bare pointer to this object and calls its methods by name, some in Python's spelling and
-    some in its own (`deleteKey`, `getNumKeys`). If the Python half were collected those calls would fail, so whoever
-    opens a store keeps it for as long as groups built from it live.
+    some in its own (`deleteKey`, `getNumKeys`). If the Python half were collected those calls would fail, so the
+    caller that opens a store keeps it for as long as groups built from it live.
     """
 
     def __init__(self, client: ControlClient, timeout_s: float) -> None:
@@ -124,7 +124,7 @@ def _tcp_store(world: World, meeting: TcpRendezvous, timeout_s: float) -> Store:
         )
     except RuntimeError as error:  # DistNetworkError and DistStoreError are RuntimeErrors
         raise WorldError(
-            f"rank {world.rank}: nobody answers at {meeting.address}:{meeting.port} within {timeout_s:g} s "
+            f"rank {world.rank}: no store answers at {meeting.address}:{meeting.port} within {timeout_s:g} s "
             f"({_first_line(error)}); is rank 0 running, and are MASTER_ADDR and MASTER_PORT the same on every worker?"
         ) from error
     if listener is not None:

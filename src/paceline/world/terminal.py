@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 IMPORTANCE = {"lr": 0, "learning_rate": 0, "epoch": 1, "samples/s": 2, "tokens/s": 3, "eta": 5, "loss": 6}
-"""Of fields; others, which somebody chose to show, have 4."""
+"""Of fields; others, which the script chose to show, have 4."""
 
 LONG_BAR, SHORT_BAR = 20, 10
 WIDE, NARROW = 107, 57

@@ -3,7 +3,8 @@
 Below the readers of single variables are those of the families that every launcher shares: addresses and ports, and the
 PACELINE_* settings, which fix the same things as the flags of `paceline run`:
 
-PACELINE_LANES, _THREADS, _BACKEND, _SEED, _STRATEGY, _PRECISION, _ACTIVATION_CHECKPOINTING, _OFFLOAD, _REPLAY
+PACELINE_LANES, _THREADS, _BACKEND, _SEED, _STRATEGY, _PRECISION, _ACTIVATION_CHECKPOINTING, _OFFLOAD
+PACELINE_REPLAY           the folder of a recorded run that one process does again (`paceline replay`)
 PACELINE_HOST_ADDRESS     the address that tensors leave this host from
 PACELINE_INCARNATION, _VAULT, _COPIES, _MEMBERS, _ACROSS_HOSTS     of an elastic job, by `paceline run` alone
 """
@@ -12,7 +13,9 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
+from dataclasses import fields
 from ipaddress import ip_address
+from typing import Any
 
 from paceline.errors import WorldError
 from paceline.world.world import LOOPBACK, Elasticity, LaunchSettings, TcpRendezvous
@@ -148,17 +151,17 @@ def settings_of(variables: Variables, size: int) -> LaunchSettings:
             f"PACELINE_LANES={lanes} but there are {size} workers: a worker without a lane has nothing to do; "
             f"give at least {size} lanes, or start no more workers than lanes"
         )
-    return LaunchSettings(
-        lanes=lanes,
-        threads=number_of(variables, "PACELINE_THREADS", least=1),
-        backend=text_of(variables, "PACELINE_BACKEND"),
-        seed=number_of(variables, "PACELINE_SEED"),
-        strategy=text_of(variables, "PACELINE_STRATEGY"),
-        precision=text_of(variables, "PACELINE_PRECISION"),
-        activation_checkpointing=text_of(variables, "PACELINE_ACTIVATION_CHECKPOINTING"),
-        offload=text_of(variables, "PACELINE_OFFLOAD"),
-        replay=text_of(variables, "PACELINE_REPLAY"),
-    )
+    settings: dict[str, Any] = {}
+    for name in (one.name for one in fields(LaunchSettings)):
+        least = {"lanes": 1, "threads": 1, "seed": 0}.get(name)
+        variable = setting_variable(name)
+        settings[name] = text_of(variables, variable) if least is None else number_of(variables, variable, least)
+    return LaunchSettings(**settings)
+
+
+def setting_variable(name: str) -> str:
+    """The variable of a field of `LaunchSettings`."""
+    return f"PACELINE_{name.upper()}"
 
 
 def elasticity(variables: Variables) -> Elasticity | None:

@@ -1,7 +1,7 @@
-"""Waits for other workers that last: which call of the script waits is told to whoever can say for whom.
+"""Long waits for other workers: the call of the script that waits is reported to the supervisor, which knows for whom.
 
     a wait begins              noted: one entry of a dictionary, and nothing else on the way of a step
-    it lasts TELL_AFTER_S      {"kind": "waits", …} to the supervisor, who knows where the others are
+    it lasts REPORT_AFTER_S      {"kind": "waits", …} to the supervisor, who knows where the others are
     it lasts PRINT_AFTER_S     a line on stderr, where there is no supervisor (torchrun, SLURM, MPI)
     it ends                    {"kind": "goes_on"}
 
@@ -23,7 +23,7 @@ from paceline.errors import WorldError
 from paceline.world.control import ControlClient
 
 LOOK_EVERY_S = 0.5
-TELL_AFTER_S = 1.0
+REPORT_AFTER_S = 1.0
 PRINT_AFTER_S = 5.0
 
 LOOP = "the training loop"
@@ -68,12 +68,12 @@ class Waiting:
 
 
 class WaitWatch:
-    """Looks whether the thread that made it waits. Whoever makes one closes it."""
+    """Watches whether the thread that made it waits; its maker closes it."""
 
     def __init__(self, client: ControlClient | None, name: str) -> None:
         self._client, self._name = client, name
         self._thread = threading.get_ident()
-        self._told_since: float | None = None
+        self._reported_since: float | None = None
         self._printed: set[tuple[str, str]] = set()
         self._closed = threading.Event()
         threading.Thread(target=self._keep, name="paceline-waits", daemon=True).start()
@@ -87,23 +87,23 @@ class WaitWatch:
 
     def _look(self, now: float) -> None:
         noted = _noted.get(self._thread)
-        if self._told_since is not None and (noted is None or noted[1] != self._told_since):
-            self._told_since = None
+        if self._reported_since is not None and (noted is None or noted[1] != self._reported_since):
+            self._reported_since = None
             self._tell("goes_on")
-        if noted is None or noted[1] == self._told_since:
+        if noted is None or noted[1] == self._reported_since:
             return
         whom, since = noted
-        if now - since < (PRINT_AFTER_S if self._client is None else TELL_AFTER_S):
+        if now - since < (PRINT_AFTER_S if self._client is None else REPORT_AFTER_S):
             return
         call, place = waiting_call(sys._current_frames().get(self._thread))
-        self._told_since = since
+        self._reported_since = since
         if self._client is not None:
             self._tell("waits", call=call, place=place, seconds=now - since)
-        elif call != LOOP and (call, place) not in self._printed:  # a slow step is nothing to tell of
+        elif call != LOOP and (call, place) not in self._printed:  # a slow step is not reported
             self._printed.add((call, place))
             where = f"{call} ({place})" if place else call
-            said = f"paceline: {self._name} has waited {now - since:.0f} s in {where} for {whom}"
-            print(said, file=sys.stderr, flush=True)
+            line = f"paceline: {self._name} has waited {now - since:.0f} s in {where} for {whom}"
+            print(line, file=sys.stderr, flush=True)
 
     def _tell(self, kind: str, **fields: str | float) -> None:
         if self._client is not None:
@@ -112,7 +112,7 @@ class WaitWatch:
 
 
 def waiting_call(innermost: FrameType | None) -> tuple[str, str]:
-    """What a thread was asked to do by the script, and at which line of it; empty where that can't be told."""
+    """What a thread was asked to do by the script, and at which line of it; empty where that is not known."""
     inside: list[FrameType] = []
     for frame in _outwards(innermost):
         if not frame.f_code.co_filename.startswith(_not_the_script()):

@@ -89,7 +89,7 @@ def _setting(name: str) -> str:
 
 @dataclass(frozen=True)
 class Elasticity:
-    """What a worker of an elastic job is told. `rank` of its world is its *slot* then: a dead worker's is given again.
+    """What a worker of an elastic job needs to know. `rank` of its world is its *slot*: a dead worker's is given again.
 
     `incarnation` counts the processes that a slot has had; all but those that the job began with (0) join it later.
     `copies` of sharded state are kept in `vault`, a folder that outlives the workers of this host. `members` are the
@@ -162,7 +162,7 @@ class World:
 
     @property
     def is_main(self) -> bool:
-        """Worker 0, who speaks for the job; never a server."""
+        """Worker 0, which logs and saves for the job; never a server."""
         return self.rank == 0
 
     @property
@@ -218,9 +218,9 @@ class Topology:
 
     @classmethod
     def of(cls, host_of_rank: Sequence[int]) -> Topology:
-        """From the host number that each rank tells."""
+        """From the host number of each rank."""
         numbers = sorted(set(host_of_rank))
-        return cls(tuple(tuple(r for r, told in enumerate(host_of_rank) if told == number) for number in numbers))
+        return cls(tuple(tuple(r for r, host in enumerate(host_of_rank) if host == number) for number in numbers))
 
     @property
     def size(self) -> int:
