@@ -7,8 +7,8 @@
     on_log after it    values go to metrics.jsonl alone
 
 It is the first callback of a Trainer. Reporters and the line belong to the main worker; the others are silent. Where an
-elastic job loses that one, the next main worker takes over: the line goes on, and so do the reports, with what the lost
-one had not written yet (`WrittenByAnother` in `integrations/json_lines.py`).
+elastic job loses that one, the next main worker takes over: the line continues, and so do the reports, with what the
+lost one had not written yet (`WrittenByAnother` in `integrations/json_lines.py`).
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class ReportCallback(TrainerCallback):
         self._reporters.start(replace(self._run, world=resolved(engine), resumed_at=at, taken_over=lines))
         for step, values in written.missing:
             self._reporters.log(step, values)
-        engine.print(f"paceline: reports go on from here: {', '.join(self._reporters.names)}")
+        engine.print(f"paceline: this worker takes over the reports: {', '.join(self._reporters.names)}")
         return True
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
@@ -113,7 +113,7 @@ class ReportCallback(TrainerCallback):
         except OSError as error:
             self._ended = None
             warnings.warn(
-                f"{folder / json_lines.FILE_NAME} gets no more lines: {error.strerror or error}", stacklevel=6
+                f"{folder / json_lines.FILE_NAME} can't be written any more: {error.strerror or error}", stacklevel=6
             )
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
