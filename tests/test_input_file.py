@@ -121,7 +121,7 @@ def test_what_may_be_missing_is_missing_or_a_warning(tmp_path: Path, instead: st
     assert recorded_lanes(tmp_path) is None
     INSTEAD[instead](tmp_path / "wandb_run.json")
     if (tmp_path / "wandb_run.json").exists() or instead == "a link to itself":
-        with pytest.warns(UserWarning, match="so a new run begins there"):
+        with pytest.warns(UserWarning, match="so a new run is started there"):
             assert known_id(tmp_path / "wandb_run.json") is None
     else:
         assert known_id(tmp_path / "wandb_run.json") is None

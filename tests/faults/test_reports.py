@@ -26,7 +26,7 @@ def test_progress_and_reports_outlive_the_worker_that_makes_them_twice(arguments
     assert [row["step"] for row in logged if "loss" in row] == list(range(1, STEPS + 1)), job.text
     assert [row["step"] for row in logged if "eval_loss" in row] == list(range(EVALUATED, STEPS + 1, EVALUATED))
     assert [row["step"] for row in logged if "train_runtime" in row] == [STEPS]
-    assert job.text.count("paceline: reports go on from here: json lines, tensorboard") == 2, job.text
+    assert job.text.count("paceline: this worker takes over the reports: json lines, tensorboard") == 2, job.text
     assert f"paceline: step {STEPS}/{STEPS}" in job.text
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 

@@ -151,7 +151,7 @@ def test_who_takes_over_goes_on_in_the_files_and_says_so(run: RunInfo) -> None:
 
 def test_one_that_cannot_go_on_elsewhere_does_not_end_the_run(run: RunInfo) -> None:
     several = Reporters([Fails("start"), Fails("never")])
-    with pytest.warns(UserWarning, match="fails reports no more"):
+    with pytest.warns(UserWarning, match="fails stopped reporting"):
         several.start(replace(run, resumed_at=3, taken_over=[]))
     assert several.names == ["fails"]
 
@@ -220,7 +220,7 @@ def test_a_reporter_that_fails_on_the_way_is_dropped_and_the_others_go_on(run: R
     broken, whole = Fails("log"), Fails("never")
     reporters = Reporters([broken, whole])
     reporters.start(run)
-    with pytest.warns(UserWarning, match="fails reports no more: OSError: the network is away; training goes on"):
+    with pytest.warns(UserWarning, match="fails stopped reporting: OSError: the network is away; training continues"):
         reporters.log(1, {"loss": 1.0})
     reporters.log(2, {"loss": 1.0})
     reporters.close(ok=False)
@@ -234,7 +234,7 @@ def test_one_that_cannot_start_is_an_error_if_named_and_left_out_of_all(run: Run
         Reporters([before, Fails("start")]).start(run)
     assert before.calls[1:] == ["start", "close False"]
     several = Reporters([Fails("start"), Fails("never")], strict=False)
-    with pytest.warns(UserWarning, match="reports no more"):
+    with pytest.warns(UserWarning, match="stopped reporting"):
         several.start(run)
     assert several.names == ["fails"]
 

@@ -81,7 +81,7 @@ GraceSeconds = Annotated[
 ]
 IsModule = Annotated[bool, typer.Option("-m", "--module", help="run a module, as python -m does")]
 Elastic = Annotated[
-    bool, typer.Option("--elastic", help="go on when workers die, with the same bits; and replace them")
+    bool, typer.Option("--elastic", help="continue when workers die, with the same bits; and replace them")
 ]
 MinWorkers = Annotated[
     int | None, typer.Option(help="elastic: end when fewer are left [default: 1]", show_default=False)

@@ -69,7 +69,7 @@ def share_weights(engine: Engine, model: nn.Module) -> None:
         whole = value.detach().contiguous()
         engine._group.comm.broadcast(whole, root=0).wait()
         value.detach().copy_(whole)
-    engine.print("paceline: the workers had built different weights; all go on with those of worker 0")
+    engine.print("paceline: the workers had built different weights; all now use those of worker 0")
 
 
 def start_seed(arguments: TrainingArguments) -> int:

@@ -46,14 +46,6 @@ class Called:
         return model(*self.positional, **self.named)
 
 
-@dataclass(frozen=True)
-class Loss:
-    value: Tensor | None
-    outputs: Any
-    labels: Any
-    weight: float | None  # None: the samples
-
-
 class LossRule:
     """How this job makes a loss of a batch."""
 
@@ -87,8 +79,10 @@ class LossRule:
             return Called(tuple(batch), {}, batch[-1] if len(batch) > 1 else None)
         return Called((batch,), {})
 
-    def of(self, model: nn.Module, batch: Any, *, needed: bool = True, weight: float | None = None) -> Loss:
-        """Run the model; the loss is None where there is none and it is not needed.
+    def of(
+        self, model: nn.Module, batch: Any, *, needed: bool = True, weight: float | None = None
+    ) -> tuple[Tensor | None, Any]:
+        """Run the model: the loss and its outputs. The loss is None where there is none and it is not needed.
 
         `weight` is what the batch's labels count, where the caller knows: counting waits for the device.
         """
@@ -106,7 +100,7 @@ class LossRule:
             raise ConfigError(_no_loss(model, outputs, batch))
         if value is not None and weight == 0:
             value = _nothing(outputs, value)  # the mean of no labels is 0/0, and would poison the step
-        return Loss(value, outputs, called.labels, weight)
+        return value, outputs
 
     def weight(self, labels: Any, batch: Any) -> float | None:
         """How many labels count; None where samples do."""
@@ -121,7 +115,12 @@ class LossRule:
         return float((labels != IGNORED).sum())
 
     def _smoothed(self, outputs: Any, labels: Tensor) -> Tensor:
-        logits = first_logits(outputs)
+        logits = _first_prediction(outputs)
+        if logits is None:
+            raise ConfigError(
+                f"label_smoothing_factor needs the model's logits, but it returned {_described(outputs)}; return them, "
+                "or smooth the labels in compute_loss_func"
+            )
         if self._shifts:
             logits, labels = logits[..., :-1, :], labels[..., 1:]
         return F.cross_entropy(
@@ -163,15 +162,10 @@ def predictions_of(outputs: Any, ignored: Sequence[str] = ()) -> Any:
     return None if not rest else rest[0] if len(rest) == 1 else rest
 
 
-def first_logits(outputs: Any) -> Tensor:
+def _first_prediction(outputs: Any) -> Tensor | None:
     found = predictions_of(outputs)
     first = found[0] if isinstance(found, tuple) else found
-    if not isinstance(first, Tensor):
-        raise ConfigError(
-            f"label_smoothing_factor needs the model's logits, but it returned {_described(outputs)}; return them, or "
-            "smooth the labels in compute_loss_func"
-        )
-    return first
+    return first if isinstance(first, Tensor) else None
 
 
 def label_names_of(model: nn.Module) -> list[str]:
@@ -193,9 +187,8 @@ def shifts_labels(model: nn.Module) -> bool:
 
 def _nothing(outputs: Any, value: Tensor) -> Tensor:
     """A loss of 0 whose gradient is 0, so that a micro-batch without a label takes part all the same."""
-    found = predictions_of(outputs)
-    first = found[0] if isinstance(found, tuple) else found
-    return first.float().sum() * 0.0 if isinstance(first, Tensor) and first.is_floating_point() else value
+    first = _first_prediction(outputs)
+    return first.float().sum() * 0.0 if first is not None and first.is_floating_point() else value
 
 
 def takes(function: Callable[..., Any], name: str) -> bool:

@@ -7,24 +7,24 @@
     on_log after it    values go to metrics.jsonl alone
 
 It is the first callback of a Trainer. Reporters and the line belong to the main worker; the others are silent. Where an
-elastic job loses that one, the next main worker takes over: the line goes on, and so do the reports, with what the lost
-one had not written yet (`WrittenByAnother` in `integrations/json_lines.py`).
+elastic job loses that one, the next main worker takes over: the line continues, and so do the reports, with what the
+lost one had not written yet (`WrittenByAnother` in `integrations/json_lines.py`).
 """
 
 from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from paceline.checkpoint.retention import all_checkpoints
 from paceline.engine.engine import Engine
-from paceline.engine.progress import Bar
 from paceline.trainer.callbacks import TrainerCallback, full_metric_name
-from paceline.trainer.integrations import Reporters, choose, json_lines
+from paceline.trainer.integrations import choose, json_lines
 from paceline.trainer.integrations.json_lines import WrittenByAnother
 from paceline.trainer.integrations.reporter import RunInfo
 from paceline.trainer.meters import Meters
@@ -36,27 +36,60 @@ SHOWN = {"learning_rate": "lr", "eval_loss": "eval loss"}
 
 
 class ReportCallback(TrainerCallback):
+    """Passes a run's events on to what reports it: nothing, then the reports of a training, then its file alone."""
+
     def __init__(self, arguments: TrainingArguments) -> None:
         choose(arguments.report_to)  # a wrong name is an error now, not when training starts
-        self._engine: Engine | None = None
-        self._meters = Meters()
-        self._reporters: Reporters | None = None  # while training
-        self._run = RunInfo("", Path(arguments.output_dir))
-        self._is_reporting = False
-        self._written: WrittenByAnother | None = None
-        self._ended: Path | None = None  # the folder of a run that was reported, and has ended
-        self._bar: Bar | None = None
-        self._began = 0.0
+        self._reports = NoReports()
+        self._begin: Callable[[Any, Any], NoReports] = lambda args, state: NoReports()
 
     def attach(self, engine: Engine, meters: Meters) -> None:
-        """The training that begins now."""
-        self._engine, self._meters = engine, meters
+        """The training that begins next."""
+        self._begin = partial(TrainingReports, engine, meters)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
-        engine = self._engine
-        assert engine is not None
-        self._is_reporting, self._written = engine.is_main_process, None
+        self._reports = self._begin(args, state)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
+        self._reports.step(args, state)
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> Any:
+        values = {name: value for name, value in (logs or {}).items() if isinstance(value, int | float)}
+        self._reports.log(args, state, values)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
+        reports = self._reports
+        rows = reports.summary(args, state)
+        self.close(ok=True)
+        reports.show(f"{args.run_name} has ended", rows)
+
+    def close(self, *, ok: bool) -> None:
+        """However training ends."""
+        self._reports = self._reports.close(ok=ok)
+
+
+class NoReports:
+    """Before a training."""
+
+    def step(self, args: Any, state: Any) -> None: ...
+
+    def log(self, args: Any, state: Any, values: dict[str, float]) -> None: ...
+
+    def summary(self, args: Any, state: Any) -> list[tuple[str, str]]:
+        return []
+
+    def show(self, title: str, rows: list[tuple[str, str]]) -> None: ...
+
+    def close(self, *, ok: bool) -> NoReports:
+        return self
+
+
+class TrainingReports(NoReports):
+    def __init__(self, engine: Engine, meters: Meters, args: Any, state: Any) -> None:
+        self._engine, self._meters = engine, meters
+        self._is_reporting = engine.is_main_process
         self._reporters = choose(args.report_to, main=self._is_reporting)
+        self._written: WrittenByAnother | None = None  # where this worker has taken over
         self._run = RunInfo(
             name=str(args.run_name),
             folder=Path(args.output_dir),
@@ -65,13 +98,31 @@ class ReportCallback(TrainerCallback):
             resumed_at=state.global_step or None,
         )
         self._reporters.start(self._run)
-        self._bar = None if args.disable_tqdm else engine.bar(state.max_steps)
+        self._bar = NoBar() if args.disable_tqdm else engine.bar(state.max_steps)
         self._began = time.monotonic()
+
+    def step(self, args: Any, state: Any) -> None:
+        self._take_over(args, state)
+        loss = self._meters.last_loss
+        shown = {} if loss is None else {"loss": loss}
+        self._bar.show(**shown, epoch=f"{state.epoch:.2f}")  # always as wide: a line that jumps is hard to read
+        self._bar.step_done(state.global_step, self._engine.step_samples)
+
+    def log(self, args: Any, state: Any, values: dict[str, float]) -> None:
+        known = self._take_over(args, state) or (self._written and self._written.has(state.global_step, values))
+        if not known:
+            self._reporters.log(state.global_step, values)
+        shown = {label: values[name] for name, label in SHOWN.items() if name in values}
+        best = full_metric_name(args.metric_for_best_model or "loss")
+        if best in values and best not in SHOWN:  # what the run is judged by, in the place of the loss
+            shown.pop("eval loss", None)
+            shown[best.replace("_", " ")] = values[best]
+        self._bar.show(**shown)
 
     def _take_over(self, args: Any, state: Any) -> bool:
         """Whether this worker has just become the main one of a run under way; its history is written by then."""
         engine = self._engine
-        if self._reporters is None or self._is_reporting or engine is None or not engine.is_main_process:
+        if self._is_reporting or not engine.is_main_process:
             return False
         written = WrittenByAnother(self._run.folder, state.log_history)
         self._is_reporting, self._written = True, written
@@ -80,45 +131,10 @@ class ReportCallback(TrainerCallback):
         self._reporters.start(replace(self._run, world=resolved(engine), resumed_at=at, taken_over=lines))
         for step, values in written.missing:
             self._reporters.log(step, values)
-        engine.print(f"paceline: reports go on from here: {', '.join(self._reporters.names)}")
+        engine.print(f"paceline: this worker takes over the reports: {', '.join(self._reporters.names)}")
         return True
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
-        self._take_over(args, state)
-        if self._bar is not None and self._engine is not None:
-            loss = self._meters.last_loss
-            shown = {} if loss is None else {"loss": loss}
-            self._bar.show(**shown, epoch=f"{state.epoch:.2f}")  # always as wide: a line that jumps is hard to read
-            self._bar.step_done(state.global_step, self._engine.step_samples)
-
-    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> Any:
-        values = {name: value for name, value in (logs or {}).items() if isinstance(value, int | float)}
-        if self._reporters is not None:
-            known = self._take_over(args, state) or (self._written and self._written.has(state.global_step, values))
-            if not known:
-                self._reporters.log(state.global_step, values)
-        elif self._ended is not None and self._engine is not None and self._engine.is_main_process:
-            self._add_line(self._ended, state.global_step, values)
-        if self._bar is not None:
-            shown = {label: values[name] for name, label in SHOWN.items() if name in values}
-            best = full_metric_name(args.metric_for_best_model or "loss")
-            if best in values and best not in SHOWN:  # what the run is judged by, in the place of the loss
-                shown.pop("eval loss", None)
-                shown[best.replace("_", " ")] = values[best]
-            self._bar.show(**shown)
-
-    def _add_line(self, folder: Path, step: int, values: dict[str, float]) -> None:
-        try:
-            json_lines.append(folder, step, values)
-        except OSError as error:
-            self._ended = None
-            warnings.warn(
-                f"{folder / json_lines.FILE_NAME} gets no more lines: {error.strerror or error}", stacklevel=6
-            )
-
-    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
-        engine = self._engine
-        assert engine is not None
+    def summary(self, args: Any, state: Any) -> list[tuple[str, str]]:
         rows: list[tuple[str, str]] = []
         if not args.disable_tqdm:
             best = None
@@ -129,23 +145,47 @@ class ReportCallback(TrainerCallback):
                 seconds=time.monotonic() - self._began,
                 best=best,
                 checkpoints=all_checkpoints(Path(args.output_dir)),
-                weights_hash=engine.weights_hash(),  # a collective: a worker that is lost by then is known to be
+                weights_hash=self._engine.weights_hash(),  # a collective: a worker that is lost by then is known to be
             )
         self._take_over(args, state)
-        self.close(ok=True)
-        if rows:
-            engine.show_table(f"{args.run_name} has ended", rows)
+        return rows
 
-    def close(self, *, ok: bool) -> None:
-        """However training ends."""
-        if self._bar is not None:
-            self._bar.close()
-            self._bar = None
-        if self._reporters is not None:
-            writes = not self._is_reporting or json_lines.JsonLines.name in self._reporters.names
-            self._ended = self._run.folder if writes else None
-            self._reporters.close(ok=ok)
-            self._reporters = None
+    def show(self, title: str, rows: list[tuple[str, str]]) -> None:
+        if rows:
+            self._engine.show_table(title, rows)
+
+    def close(self, *, ok: bool) -> NoReports:
+        self._bar.close()
+        has_file = not self._is_reporting or json_lines.JsonLines.name in self._reporters.names
+        self._reporters.close(ok=ok)
+        return FileAlone(self._engine, self._run.folder) if has_file else NoReports()
+
+
+class FileAlone(NoReports):
+    """After a training: what is measured then is a line of metrics.jsonl too."""
+
+    def __init__(self, engine: Engine, folder: Path) -> None:
+        self._engine, self._folder, self._is_writable = engine, folder, True
+
+    def log(self, args: Any, state: Any, values: dict[str, float]) -> None:
+        if not self._engine.is_main_process or not self._is_writable:
+            return
+        try:
+            json_lines.append(self._folder, state.global_step, values)
+        except OSError as error:
+            self._is_writable = False
+            path, why = self._folder / json_lines.FILE_NAME, error.strerror or error
+            warnings.warn(f"{path} can't be written any more: {why}", stacklevel=6)
+
+
+class NoBar:
+    """Where disable_tqdm is set."""
+
+    def show(self, **fields: float | str | int) -> None: ...
+
+    def step_done(self, step: int, samples: int) -> None: ...
+
+    def close(self) -> None: ...
 
 
 def summary_rows(

@@ -50,7 +50,7 @@ def where_to_begin(arguments: TrainingArguments, resume: bool | str | Path | Non
     if found and not arguments.overwrite_output_dir:
         raise ConfigError(
             f"{arguments.output_dir} has {counted(len(found), 'checkpoint')} of another run, the newest is "
-            f"{found[0].name}: train(resume_from_checkpoint=True) goes on from it; choose another output_dir, or set "
+            f"{found[0].name}: train(resume_from_checkpoint=True) resumes from it; choose another output_dir, or set "
             "overwrite_output_dir=True to remove them"
         )
     return False

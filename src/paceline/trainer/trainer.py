@@ -219,8 +219,8 @@ class Trainer:
         self, model: nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: float | None = None
     ) -> Any:
         """The loss of a micro-batch: the mean over its `num_items_in_batch` labels, or samples. Override it at will."""
-        loss = self.loss_rule.of(model, inputs, weight=num_items_in_batch)
-        return (loss.value, loss.outputs) if return_outputs else loss.value
+        loss, outputs = self.loss_rule.of(model, inputs, weight=num_items_in_batch)
+        return (loss, outputs) if return_outputs else loss
 
     def weight_of(self, batch: Any) -> float | None:
         """How many labels the loss of this batch is the mean of; None: its samples."""
@@ -314,8 +314,7 @@ class Trainer:
         if called.labels is not None:
             loss, outputs = self.compute_loss(model, inputs, return_outputs=True)
         else:
-            found = self.loss_rule.of(model, inputs, needed=False)
-            loss, outputs = found.value, found.outputs
+            loss, outputs = self.loss_rule.of(model, inputs, needed=False)
         if prediction_loss_only:
             return loss, None, None
         if ignore_keys is None:

@@ -369,7 +369,7 @@ _FSDP = {
     "hybrid_shard": "hybrid",
     "no_shard": "ddp",
 }
-_UNITS = ("auto_wrap",)  # units are found by themselves
+_UNITS = ("auto_wrap",)  # units are found automatically
 _STAGES = {0: "ddp", 1: "zero1", 2: "zero2", 3: "zero3"}
 
 # Parts of DeepSpeed's config that say how fast, not what: sizes and overlaps of its own communication.

@@ -262,7 +262,7 @@ class TrainingLoop:
         return self.engine.step < self.plan.max_steps and not (by_epochs and self.loader.epoch >= self.plan.epochs)
 
     def _leaves_here(self) -> bool:
-        """A callback wants it. After the last step of all the loop ends by itself."""
+        """A callback asks for it. After the last step of the run the loop ends without."""
         control = self.trainer.control
         return (control.should_epoch_stop or control.should_training_stop) and self.engine.step < self.plan.max_steps
 
@@ -406,7 +406,7 @@ class TrainingLoop:
             score = None if score is None or math.isnan(score) else score
             greater = True if score is None else bool(self.args.greater_is_better)
             if self.checkpoints.save(self._extra(), score=score, greater_is_better=greater) is None:
-                return  # a warning says why; training goes on
+                return  # a warning says why; training continues
         self.saved_step = state.global_step
         if trainer.callback_handler.listens("on_save"):
             self.checkpoints.wait()  # a callback may want to look at it

@@ -117,6 +117,6 @@ class Reporters:
         if reporter in self._reporters:
             self._reporters.remove(reporter)
         warnings.warn(
-            f"{reporter.name} reports no more: {type(error).__name__}: {error}; training goes on without it",
+            f"{reporter.name} stopped reporting: {type(error).__name__}: {error}; training continues without it",
             stacklevel=3,
         )

@@ -5,7 +5,7 @@
     {"step": 20, "time": …, "loss": "NaN", "nonfinite": ["loss"]}            JSON has no NaN; the line says so itself
     {"event": "resume", "time": …, "step": 10, "superseded": "lines above of steps after 10"}
     {"step": 20, "time": …, "loss": 2.17}                                    the one that counts
-    {"event": "takeover", "time": …, "step": 20, "world": {…}}               the writer was lost, another goes on
+    {"event": "takeover", "time": …, "step": 20, "world": {…}}               the writer was lost, another takes over
     {"event": "end", "time": …, "ok": true}
     {"step": 20, "time": …, "eval_loss": 2.05}                               measured after the end of training
 
@@ -98,7 +98,7 @@ def rows(path: Path) -> list[dict[str, Any]]:
 
 
 class WrittenByAnother:
-    """The worker that reports is lost, and this one goes on: what the file lacks, and what it has already.
+    """The worker that reports is lost, and this one takes over: what the file lacks, and what it has already.
 
         the lost one wrote       step 10    step 20                              or    10   20   20 eval
         this one has logged      step 10    step 20    20 eval    step 30              10   20

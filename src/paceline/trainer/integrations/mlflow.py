@@ -1,6 +1,6 @@
 """MLflow: a run in the tracking store that its own settings name (`MLFLOW_TRACKING_URI`, `MLFLOW_EXPERIMENT_NAME`).
 
-A resumed run goes on in the same run there; its id lies in `mlflow_run.json` of the run's folder. Parameters are logged
+A resumed run continues the same run there; its id is in `mlflow_run.json` of the run's folder. Parameters are logged
 by the first start alone, because MLflow refuses to change them.
 """
 

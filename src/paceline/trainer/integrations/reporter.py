@@ -45,7 +45,7 @@ class Reporter(Protocol):
 
 
 def known_id(file: Path) -> str | None:
-    """The id of a run elsewhere that goes on; None, with a warning where it can't be read: a new one begins."""
+    """The id of the tool's run to continue; None, with a warning where it can't be read: a new one is started."""
     try:
         known = read_json(file)["id"]
         if not isinstance(known, str) or not known:
@@ -54,7 +54,7 @@ def known_id(file: Path) -> str | None:
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError) as error:
-        warnings.warn(f"{file} can't be read, so a new run begins there: {cause_of(error)}", stacklevel=3)
+        warnings.warn(f"{file} can't be read, so a new run is started there: {cause_of(error)}", stacklevel=3)
         return None
 
 

@@ -1,4 +1,4 @@
-"""Weights & Biases: a resumed run goes on in the same run there; its id lies in `wandb_run.json` of the run's folder.
+"""Weights & Biases: a resumed run continues the same run there; its id is in `wandb_run.json` of the run's folder.
 
 Values are logged over `train/global_step` and not over W&B's own counter, which can't go back to the step of a
 checkpoint. Login, mode (`WANDB_MODE=offline`) and project (`WANDB_PROJECT`) are W&B's own affair.
