@@ -144,7 +144,7 @@ class ServerConnections:
         return GenerationEnded(self.failure) if self._over else PeerLostError(self.failure)
 
     def flush(self) -> None:
-        """Wait until the servers have dealt with everything that this worker said."""
+        """Wait until the servers have handled everything that this worker sent."""
         number = next(self._pings)
         self._ping(number)
         self.wait_until(lambda: min(self._answered) >= number, "a sign of life of the servers")

@@ -72,17 +72,17 @@ def check_same_job(
     """
     if comm is None:
         return [{**facts, **own}]
-    told: list[dict[str, Any]] = comm.gather_json({"layout": layout.digest, **facts, **own})
-    if len({one["layout"] for one in told}) > 1:
+    gathered: list[dict[str, Any]] = comm.gather_json({"layout": layout.digest, **facts, **own})
+    if len({one["layout"] for one in gathered}) > 1:
         _name_parameter(comm, world, layout)
-    for rank, one in enumerate(told):
+    for rank, one in enumerate(gathered):
         for name in facts:
-            if one[name] != told[0][name]:
+            if one[name] != gathered[0][name]:
                 raise ReplicaError(
-                    f"{name_of(world, rank)} has {name} {one[name]}, worker 0 has {told[0][name]}; "
+                    f"{name_of(world, rank)} has {name} {one[name]}, worker 0 has {gathered[0][name]}; "
                     "start every process from the same script, with the same arguments"
                 )
-    return told
+    return gathered
 
 
 def _name_parameter(comm: Communicator, world: World, layout: FlatLayout) -> None:

@@ -26,7 +26,7 @@ from paceline.parameter_server.round_by_round import Mode, Recycle, RoundByRound
 from paceline.parameter_server.server_key import ServerKey, pack_states, unpack_states
 from paceline.parameter_server.staleness_policy import StalenessPolicy
 from paceline.parameter_server.staleness_stats import StalenessCounter
-from paceline.parameter_server.update_log import Applied, UpdateRecorder
+from paceline.parameter_server.update_log import Applied
 from paceline.parameter_server.wire import (
     ALL,
     LOADS_STATE,
@@ -64,17 +64,19 @@ class ServerCore:
         log: Callable[[Applied], None] | None = None,
         stats: StalenessCounter | None = None,
     ) -> None:
-        """`held`: the server's keys, none in mode aggregate. `log` hears of an update before its effect can be seen."""
+        """`held`: the server's keys, none in mode aggregate.
+
+        `log` hears of an asynchronous update before its effect can be seen.
+        """
         self._protocol, self._table, self._server = protocol, protocol.table, server
         self._rank = protocol.workers + server
         self._keys = [key.number for key in self._table.of_server(server)]
         self._held, self._mode, self._recycle = held, mode, recycle
         self._stats = stats or StalenessCounter(len(self._keys))
-        recorder = UpdateRecorder(server, settings.by_group, log, self._stats)
         self._applying: RoundByRound | OnArrival
         if clock.deterministic:
             self._applying = RoundByRound(
-                *(self._table, server, held, settings, recorder),
+                *(self._table, server, held, settings, self._stats),
                 clock=clock,
                 mode=mode,
                 workers=protocol.workers,
@@ -82,11 +84,12 @@ class ServerCore:
             )
         else:
             self._applying = OnArrival(
-                *(held, settings, recorder),
+                *(server, held, settings, self._stats),
                 staleness_policy=staleness_policy or StalenessPolicy(),
                 workers=protocol.workers,
                 lanes=protocol.lanes,
                 recycle=recycle,
+                log=log,
             )
         self._here = set(range(protocol.workers))
         self._waiting = WaitingPulls(self._keys)

@@ -106,19 +106,19 @@ def hold_keys(
     optimizers: Sequence[Optimizer],
     settings: GroupSettings,
     devices: Sequence[torch.device | str] = ("cpu",),
-    homes: Mapping[int, Tensor] | None = None,
+    shared: Mapping[int, Tensor] | None = None,
     *,
     look_ahead: bool = False,
 ) -> dict[int, ServerKey]:
-    """A server's keys by number, spread over its devices by size; a key whose home is given lives there instead."""
+    """A server's keys by number, spread over its devices by size, or in shared memory where that is given."""
     ahead = look_ahead and bool(settings.momentum(settings.read()))
     held: dict[int, ServerKey] = {}
     load = [0] * len(devices)
     for key in sorted(keys, key=lambda key: (-key.gradient_bytes, key.number)):
         place = load.index(min(load))
         load[place] += key.gradient_bytes
-        home = None if homes is None else homes[key.number]
-        held[key.number] = ServerKey(key, parameters, optimizers, settings, devices[place], home, look_ahead=ahead)
+        memory = None if shared is None else shared[key.number]
+        held[key.number] = ServerKey(key, parameters, optimizers, settings, devices[place], memory, look_ahead=ahead)
     return dict(sorted(held.items()))
 
 
@@ -143,14 +143,14 @@ class ServerKey:
         optimizers: Sequence[Optimizer],
         settings: GroupSettings,
         device: torch.device | str = "cpu",
-        home: Tensor | None = None,
+        memory: Tensor | None = None,
         *,
         look_ahead: bool = False,
     ) -> None:
-        """`home`: memory for the weights, such as workers can read; otherwise they get some on `device`."""
+        """`memory`: shared memory for the weights, which workers can read; otherwise they get some on `device`."""
         self.key = key
         self.version = 0
-        self.weights = key.gathered(parameters).to(device) if home is None else home.copy_(key.gathered(parameters))
+        self.weights = key.gathered(parameters).to(device) if memory is None else memory.copy_(key.gathered(parameters))
         self._settings = settings
         self._in_force: Sequence[float] | None = None
         self._copy: Tensor | None = None

@@ -320,7 +320,7 @@ class UpdatesOnServers(PushedRounds):
             self._end_round()
 
     def clip(self, max_norm: float) -> float:
-        """The servers find the norm and clip by it; the one returned is the last that they told."""
+        """The servers find the norm and clip by it; the one returned is the last that they sent."""
         self._max_norm = max_norm
         return self._client.norm
 
