@@ -25,7 +25,7 @@ from tests.parameter_server.core_jobs import (
     Job,
     Setup,
     adamw,
-    ask,
+    goodbye,
     model,
     one_process,
     open_of,
@@ -325,7 +325,7 @@ def test_aggregate_does_not_keep_a_sum_for_a_worker_that_left() -> None:
     job.say(0, 0, job.header(Kind.PULL, 0, round=0, complete=0, key=0))
     job.deliver_all()
     assert sums_kept(job) == 1
-    ask(job, Kind.BYE, 1)
+    goodbye(job, 1)
     assert sums_kept(job) == 0
 
 

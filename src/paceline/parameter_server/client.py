@@ -191,12 +191,9 @@ class ServerConnections:
         return not is_last(header, from_server=True)
 
     def _lose(self, server: int, why: str) -> None:
-        held = next(iter(self._clients.values())).table.held_by(server)
+        protocol = next(iter(self._clients.values())).protocol
         with self.change:
-            self.failure = self.failure or (
-                f"server {server}, which held {held}, was lost ({end_of(why)}); what it had learned is gone: resume "
-                "from the last saved state"
-            )
+            self.failure = self.failure or protocol.lost_server(server, end_of(why))
             self._all_fail = True
             self.change.notify_all()
 

@@ -15,7 +15,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -66,7 +66,7 @@ class Server:
         self._on_leave, self._log = on_leave, log or NoLog()
         self._shared_sums, self._shared_round = shared_sums or {}, dict[int, int]()
         self._cores: dict[int, ServerCore] = {}
-        self._gone: dict[int, Header | None] = {}  # workers that left, with their goodbye if they said any
+        self._gone: dict[int, bool] = {}  # workers that left, and whether they said goodbye
         self._lock = threading.Lock()
         self._arrived = 0
         self._change = threading.Condition()
@@ -165,7 +165,7 @@ class Server:
             self._last_s = time.monotonic()
             from_server = peer >= self._protocol.workers
             if header.kind is Kind.BYE:
-                self._leave(peer, header)
+                self._leave(peer, said_goodbye=True)
             elif header.kind is Kind.ERROR:
                 self._fail(PeerLostError(text_of(payload)))
             elif header.kind is Kind.PING and (from_server or self._error is None):
@@ -188,11 +188,9 @@ class Server:
     def _lose(self, peer: int, why: str) -> None:
         with self._lock:
             if peer >= self._protocol.workers:
-                held = self._protocol.table.held_by(peer - self._protocol.workers)
-                lost = f"{self._protocol.name(peer)}, which held {held}, was lost ({end_of(why)})"
-                self._fail(PeerLostError(f"{lost}; what it had learned is gone: resume from the last saved state"))
+                self._fail(PeerLostError(self._protocol.lost_server(peer - self._protocol.workers, end_of(why))))
                 return
-            self._leave(peer, None)
+            self._leave(peer, said_goodbye=False)
             failure = next((core.failure for core in self._cores.values() if core.failure is not None), None)
             if failure is not None:
                 self._fail(PeerLostError(failure))
@@ -207,16 +205,16 @@ class Server:
         core = self._cores.get(header.digest)
         if core is None:
             core = self._cores[header.digest] = maker.make()
-            for worker, goodbye in self._gone.items():
-                self._send(_departure(core, header.digest, worker, goodbye))
+            for worker, said_goodbye in self._gone.items():
+                self._send(core.worker_left(worker, said_goodbye=said_goodbye))
         if not self._first_s:
             self._first_s = time.monotonic()
         return core
 
-    def _leave(self, worker: int, goodbye: Header | None) -> None:
-        self._gone[worker] = goodbye
-        for digest, core in self._cores.items():
-            self._send(_departure(core, digest, worker, goodbye))
+    def _leave(self, worker: int, *, said_goodbye: bool) -> None:
+        self._gone[worker] = said_goodbye
+        for core in self._cores.values():
+            self._send(core.worker_left(worker, said_goodbye=said_goodbye))
         self._on_leave(worker, self.stats)
 
     def _fail(self, error: Exception) -> None:
@@ -264,7 +262,3 @@ class Server:
 
     def _ping_of(self, round: int, digest: int | None = None) -> Header:
         return Header(Kind.PING, sender=self._rank, digest=digest or self._protocol.table.digest, round=round)
-
-
-def _departure(core: ServerCore, digest: int, worker: int, goodbye: Header | None) -> Iterable[Reply]:
-    return core.worker_lost(worker) if goodbye is None else core.handle(replace(goodbye, digest=digest))

@@ -157,6 +157,12 @@ class Protocol:
     def name(self, rank: int) -> str:
         return f"worker {rank}" if rank < self.workers else f"server {rank - self.workers}"
 
+    def lost_server(self, server: int, how: str) -> str:
+        return (
+            f"server {server}, which held {self.table.held_by(server)}, was lost ({how}); what it had learned is gone: "
+            "resume from the last saved state"
+        )
+
     def check(self, header: Header, *, server: int) -> Header:
         """Refuse what does not fit; `server` is the one that sends or receives it."""
         kinds = _FROM_WORKERS if header.sender < self.workers else _FROM_SERVERS

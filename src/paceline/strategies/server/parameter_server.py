@@ -201,7 +201,7 @@ class Assembly:
             "recorded": {"script": started_script(), "engine": dict(self.job.facts)},
             "attempt": 0 if config.record is None else next_attempt(Path(config.record)),
         }
-        gathered = handshake.check_same_job(self.comm, self.job.world, space.table.layout, facts, own)
+        gathered = handshake.check_same_job(self.comm, space.protocol, facts, own)
         if self.comm is not None and len({one["weights"] for one in gathered}) > 1:
             handshake.take_over_weights(self.comm, space.parameters)
         return gathered
