@@ -155,6 +155,10 @@ class StoreBarrier:
         self._worker, self._workers, self._timeout_s = worker, workers, timeout_s
         self._barriers = count()
 
+    @classmethod
+    def of_one(cls) -> StoreBarrier:
+        return cls(None, worker=0, workers=1, timeout_s=0.0)
+
     def wait(self) -> Set[int]:
         """No worker goes on before all that are left have come; those that did not and never will."""
         if self._store is None or self._workers == 1:

@@ -86,12 +86,22 @@ class LookAhead:
         return min(1.0, delay) * momentum * (1 - kept) / (1 - momentum)
 
     def seen_by(self, worker: int, weights: Tensor) -> Tensor:
-        """What the worker reads; a tensor of its own."""
+        """What the worker reads: these weights, or a tensor of its own."""
         reach = self.reach(worker)
-        return weights.clone() if self._change is None or reach == 0 else weights.add(self._change, alpha=reach)
+        return weights if self._change is None or reach == 0 else weights.add(self._change, alpha=reach)
 
     def copy(self) -> LookAhead:
         return LookAhead(None if self._change is None else self._change.clone(), self._delays, self._momentum)
+
+
+class NoLookAhead(LookAhead):
+    """Every worker reads the weights as they are."""
+
+    def came_back(self, worker: int, updates: int) -> None: ...
+
+    def before(self, weights: Tensor) -> None: ...
+
+    def after(self, weights: Tensor, momentum: float | None) -> None: ...
 
 
 def hold_keys(
@@ -121,10 +131,10 @@ class Snapshot:
     """A key as it was."""
 
     weights: Tensor
-    ahead: LookAhead | None
+    ahead: LookAhead
 
     def seen_by(self, worker: int) -> Tensor:
-        return self.weights if self.ahead is None else self.ahead.seen_by(worker, self.weights)
+        return self.ahead.seen_by(worker, self.weights)
 
 
 class ServerKey:
@@ -148,7 +158,7 @@ class ServerKey:
         self._settings = settings
         self._in_force: Sequence[float] | None = None
         self._copy: Tensor | None = None
-        self._ahead = LookAhead() if look_ahead else None
+        self._ahead = LookAhead() if look_ahead else NoLookAhead()
         views = key.views(self.weights)
         self._pieces = [
             Parameter(view.view(()) if parameters[piece.parameter].dim() == 0 else view)
@@ -207,14 +217,12 @@ class ServerKey:
         views = self.key.views(gradient)
         for place, (piece, view) in enumerate(zip(self._pieces, views, strict=True)):
             piece.grad = view.view(piece.shape) if used >> place & 1 else None
-        if self._ahead is not None:
-            self._ahead.before(self.weights)
+        self._ahead.before(self.weights)
         for twin in self._twins:
             twin.step()
         for piece in self._pieces:
             piece.grad = None
-        if self._ahead is not None:
-            self._ahead.after(self.weights, self._settings.momentum(settings) if settings else None)
+        self._ahead.after(self.weights, self._settings.momentum(settings) if settings else None)
         self.version += 1
         self._copy = None
 
@@ -227,8 +235,7 @@ class ServerKey:
 
     def came_back(self, worker: int, version: int) -> None:
         """A push of the worker is about to be applied, made of the weights of this version."""
-        if self._ahead is not None:
-            self._ahead.came_back(worker, self.version - version)
+        self._ahead.came_back(worker, self.version - version)
 
     # -- reading -----------------------------------------------------------------------------------------------------
 
@@ -245,10 +252,11 @@ class ServerKey:
 
     def seen_by(self, worker: int) -> Tensor:
         """What the worker computes with: the weights, ahead of where they are as far as its pushes come late."""
-        return self.copy() if self._ahead is None else self._ahead.seen_by(worker, self.weights).cpu()
+        seen = self._ahead.seen_by(worker, self.weights)
+        return self.copy() if seen is self.weights else seen.cpu()
 
     def snapshot(self) -> Snapshot:
-        return Snapshot(self.weights.clone(), None if self._ahead is None else self._ahead.copy())
+        return Snapshot(self.weights.clone(), self._ahead.copy())
 
     def states(self) -> list[State]:
         """What the optimizers keep for each piece; their own tensors, not copies."""
@@ -260,8 +268,7 @@ class ServerKey:
     def load_weights(self, weights: Tensor, version: int) -> None:
         self.weights.copy_(weights)
         self.version, self._copy = version, None
-        if self._ahead is not None:
-            self._ahead.forget()
+        self._ahead.forget()
 
     def load_states(self, states: Sequence[State]) -> None:
         for piece, state in zip(self._pieces, states, strict=True):

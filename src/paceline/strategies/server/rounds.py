@@ -65,7 +65,7 @@ class Wiring:
     gradients: Sequence[Tensor] | None = None  # shared memory for each bucket's; only a synchronous clock may use it
     log: UpdateLog | NoLog = field(default_factory=NoLog)
     group: Communicator | None = None  # of workers and servers
-    barrier: StoreBarrier | None = None  # of asynchronous workers
+    barrier: StoreBarrier = field(default_factory=StoreBarrier.of_one)  # of asynchronous workers
     # What was loaded, by optimizer: where there are several, strategies that are made later need it too.
     loads: dict[int, tuple[dict[str, Any], int]] | None = None
 
@@ -527,8 +527,7 @@ class UpdatesOnArrival(UpdatesOnServers):
 
     def _all_workers_are_here(self) -> None:
         """Those that are left."""
-        if self._barrier is not None:
-            self._lost |= self._barrier.wait()
+        self._lost |= self._barrier.wait()
 
     def _hand_over(self, round: int, states: Sequence[State] | None) -> None:
         super()._hand_over(round, states)
