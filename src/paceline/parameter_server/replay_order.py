@@ -71,7 +71,7 @@ def replay_order(run: RecordedRun) -> tuple[Turn, ...]:
     return _Planner(reads, run.applied).plan()
 
 
-def _item_of(record: Applied) -> Item:
+def item_of(record: Applied) -> Item:
     return Item(record.round, record.lane, record.worker)
 
 
@@ -85,7 +85,7 @@ class _Planner:
         self._keys_of: dict[Item, list[int]] = defaultdict(list)
         for key, queue in updates.items():
             for record in queue:
-                self._keys_of[_item_of(record)] += [] if record.outcome.dropped else [key]
+                self._keys_of[item_of(record)] += [] if record.outcome.dropped else [key]
         self._computed: set[Item] = set()
         self._readers: Counter[KeyVersion] = Counter()  # items that are not computed yet, by what they read
         self._missing: dict[Item, int] = {}  # how many versions that it read do not exist yet
@@ -126,8 +126,8 @@ class _Planner:
         done = []
         while self._place[key] < len(self._updates[key]):
             record = self._updates[key][self._place[key]]
-            if _item_of(record) not in self._computed:
-                self._want(_item_of(record), key)
+            if item_of(record) not in self._computed:
+                self._want(item_of(record), key)
                 break
             self._place[key] += 1
             if not record.outcome.dropped:
@@ -156,7 +156,7 @@ class _Planner:
         steps: list[str] = []
         while key not in seen:
             seen.append(key)
-            item = _item_of(self._updates[key][self._place[key]])
+            item = item_of(self._updates[key][self._place[key]])
             other, version = next(place for place in self._reads[item].items() if place[1] > self._version[place[0]])
             steps.append(
                 f"after version {self._version[key]} key {key} has the gradient of {item}, "
@@ -192,7 +192,7 @@ def _check_updates(run: RecordedRun, reads: Mapping[Item, object]) -> None:
                     f"{where}: the gradient of {whose} was there already as application {first}; "
                     "it may be applied once: the log is of two runs, or the server has a fault"
                 )
-            if _item_of(record) not in reads:
+            if item_of(record) not in reads:
                 raise CheckpointError(
                     f"{where}: no worker's log says from which weights the gradient of {whose} was computed; "
                     "lines of it are missing"
