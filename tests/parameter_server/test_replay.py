@@ -60,6 +60,7 @@ def train(
     look_every: int | None = None,
     kill: tuple[int, int] | None = None,
     policy: StalenessPolicy | None = None,
+    shrink: float | None = None,
     **job: Any,
 ) -> tuple[str, list[str]]:
     """The last hash, and those that were looked at inside the loops."""
@@ -83,6 +84,10 @@ def train(
         )
         update = how(model.parameters())
         model, update, loader = engine.prepare(model, update, DataLoader(data, batch_size=3, shuffle=True))
+        if shrink is not None:
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.mul_(shrink)
         schedule = torch.optim.lr_scheduler.OneCycleLR(update, 0.1, total_steps=epochs * len(loader) + 1)
         if scheduled:
             engine.prepare(schedule)
@@ -154,6 +159,7 @@ JOBS: dict[str, tuple[int, int, str, dict[str, Any]]] = {
     "stops": (2, 1, "s=1,from=0", {"lanes": 4, "epochs": 1, "stop_at": 3}),
     "breaks": (2, 1, "s=1,from=0", {"lanes": 4, "epochs": 1, "break_at": 4}),
     "looks": (3, 1, "s=2,from=3", {"lanes": 3, "look_every": 4}),
+    "weights changed before the first step": (2, 1, "s=1,from=0", {"lanes": 2, "epochs": 1, "shrink": 0.5}),
 }  # fmt: skip
 
 
