@@ -30,7 +30,7 @@ from paceline.parameter_server.wire import AS_THEY_ARE, Close, Header, WireError
 
 @dataclass
 class _Worker:
-    """What one worker has state."""
+    """What one worker has sent."""
 
     lanes: dict[int, tuple[int, ...]] = field(default_factory=dict)  # by round, of those that are not complete
     opened: int = -1  # the last round

@@ -7,7 +7,7 @@
                          attempt-0001-server-00000.jsonl   {"paceline": "parameter server", …}
                                                            {"kind": "settings", "groups": [{"lr": "0x1.9p-4"}]}
                                                            {"kind": "apply", "key": 0, "order": 0, "round": 0, …}
-                                                           {"kind": "end", "records": 1, …}
+                                                           {"kind": "end", "records": 1}
 
 A line is written, in one write, before its effect can be seen: a read before the first push of its round leaves, an
 application before an answer has the new version. From then on the kernel has it, and killing the process loses none. So
