@@ -313,6 +313,10 @@ def ask(job: Job, kind: Kind, worker: int, **fields: Any) -> list[Reply]:
     return tell(job, (job.header(kind, worker, **fields), None))
 
 
+def goodbye(job: Job, worker: int) -> list[Reply]:
+    return job.take(job.cores[0].worker_left(worker, said_goodbye=True), 0)
+
+
 def two_workers(clock: Clock, **options: Any) -> Job:
     """Three weights, one lane each."""
     return Job([torch.zeros(3)], sgd, clock, holders=[[0], [1]], **options)

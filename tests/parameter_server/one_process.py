@@ -27,8 +27,7 @@ from paceline.parameter_server.server_key import hold_keys
 from paceline.parameter_server.staleness_stats import StalenessCounter
 from paceline.parameter_server.wire import Close
 from paceline.sharding.flat_layout import BLOCK
-from paceline.strategies.server.rounds import ModelWeights
-from paceline.strategies.server.space import Space, plan_spaces
+from paceline.strategies.server.space import ModelWeights, Space, plan_spaces
 
 
 def space_of(workers: int, servers: int) -> Space:

@@ -213,7 +213,7 @@ def test_inside_a_process_a_push_is_copied_only_where_its_memory_may_be_used_aga
 
 def test_inside_a_process_a_wait_ends_too() -> None:
     worker, _ = local_channels(timeout_s=0.01, copies_pushes=False)
-    with pytest.raises(PeerLostError, match=r"^nothing was said for 0.01 s inside worker 0$"):
+    with pytest.raises(PeerLostError, match=r"^no message came for 0.01 s inside worker 0$"):
         worker.receive()
 
 

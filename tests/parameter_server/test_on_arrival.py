@@ -19,6 +19,7 @@ from paceline.parameter_server.wire import ALL, Kind, WireError, lanes_payload
 from tests.parameter_server.core_jobs import (
     Job,
     ask,
+    goodbye,
     model,
     open_of,
     plain,
@@ -104,7 +105,7 @@ def test_an_answer_has_all_that_it_says_even_when_workers_are_lost(
         if sender in victims and random.random() < 0.2:
             lost.add(sender)
             job.channels[sender, server].clear()
-            replies = job.take(job.cores[0].worker_lost(sender), 0)
+            replies = job.take(job.cores[0].worker_left(sender, said_goodbye=False), 0)
         else:
             replies = job.deliver(sender, server)
         applied = {(a.round, a.lane) for a in told}
@@ -216,7 +217,7 @@ def test_nobody_waits_for_a_lost_worker_and_what_it_pushed_stays(pushed: bool) -
     if pushed:
         tell(job, push_of(job, 1, 0, 1))
     assert len(ask(job, Kind.PULL, 0, round=2, complete=0, key=0)) == pushed
-    assert [reply.to for reply in job.cores[0].worker_lost(1)] == ([] if pushed else [0])
+    assert [reply.to for reply in job.cores[0].worker_left(1, said_goodbye=False)] == ([] if pushed else [0])
     assert job.held[0][0].version == 1 + pushed
     tell(job, open_of(job, 0, 1, [0]))
     tell(job, push_of(job, 0, 1, 0))
@@ -225,7 +226,7 @@ def test_nobody_waits_for_a_lost_worker_and_what_it_pushed_stays(pushed: bool) -
 
 def test_a_lost_worker_s_late_messages_are_ignored() -> None:
     job = two_workers(ASYNCHRONOUS)
-    list(job.cores[0].worker_lost(1))
+    list(job.cores[0].worker_left(1, said_goodbye=False))
     for message in (open_of(job, 1, 0, [1]), push_of(job, 1, 0, 1)):
         assert tell(job, message) == []
     assert job.held[0][0].version == 0
@@ -236,7 +237,7 @@ def test_a_worker_may_leave_before_the_others() -> None:
     tell(job, open_of(job, 0, 0, [0]))
     tell(job, push_of(job, 0, 0, 0))
     assert ask(job, Kind.PULL, 0, round=2, complete=0, key=0) == []
-    assert [reply.to for reply in ask(job, Kind.BYE, 1)] == [0]
+    assert [reply.to for reply in goodbye(job, 1)] == [0]
 
 
 def test_when_all_workers_have_left_what_they_pushed_is_complete() -> None:
@@ -244,7 +245,7 @@ def test_when_all_workers_have_left_what_they_pushed_is_complete() -> None:
     for worker in (0, 1):
         tell(job, open_of(job, worker, 0, [worker]))
         tell(job, push_of(job, worker, 0, worker))
-        assert ask(job, Kind.BYE, worker) == []
+        assert goodbye(job, worker) == []
     assert job.cores[0].complete(0) == 0
 
 

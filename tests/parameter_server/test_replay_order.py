@@ -14,13 +14,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.errors import CheckpointError
-from paceline.parameter_server.clock import BoundedDelay, BoundedStaleness, Clock
+from paceline.parameter_server.clock import BoundedStaleness, Clock
 from paceline.parameter_server.replay_order import Item, Turn, replay_order
 from paceline.parameter_server.staleness_policy import Outcome
 from paceline.parameter_server.update_log import Applied, JobFacts, Read, RecordedRun, UpdateLog, read_log
 from tests.parameter_server.clock_model import CHOICES, CLOCKS, Miniature, Shape, shapes
 
 SETTINGS = ({"lr": 0.1},)
+ASYNCHRONOUS = [clock for clock in CLOCKS if not clock.deterministic]  # the others are not recorded
 Value = int
 
 
@@ -50,7 +51,7 @@ def final_weights(run: RecordedRun) -> dict[int, Value]:
     reads = {Item(read.round, lane, read.worker): read.versions for read in run.reads for lane in read.lanes}
 
     def items_of(record: Applied) -> list[Item]:
-        return [i for i in sorted(reads) if i.round == record.round and record.lane in (None, i.lane)]
+        return [i for i in sorted(reads) if (i.round, i.lane) == (record.round, record.lane)]
 
     @cache
     def weights(key: int, version: int) -> Value:
@@ -99,7 +100,7 @@ class Replay:
             self.copies[key, self.version[key]] = self.weights[key]
         self.most_copies = max(self.most_copies, len(self.copies))
         of_round = [i for i, k in sorted(self.gradients) if k == key and i.round == record.round]
-        whose = [item for item in of_round if record.lane in (None, item.lane)]
+        whose = [item for item in of_round if record.lane == item.lane]
         assert whose, f"no gradient for {record}"
         self.weights[key] = hash((self.weights[key], *(self.gradients.pop((item, key)) for item in whose)))
         self.version[key] += 1
@@ -117,7 +118,7 @@ def check(run: RecordedRun) -> Replay:
 
 
 @settings(max_examples=150, deadline=None)
-@given(shape=shapes(), clock=st.sampled_from(CLOCKS), choices=CHOICES, to_the_end=st.booleans())
+@given(shape=shapes(), clock=st.sampled_from(ASYNCHRONOUS), choices=CHOICES, to_the_end=st.booleans())
 def test_any_run_can_be_replayed_also_one_that_was_cut(
     shape: Shape, clock: Clock, choices: list[int], to_the_end: bool
 ) -> None:
@@ -197,12 +198,9 @@ def test_an_item_that_was_never_applied_is_not_computed() -> None:
     assert [turn.item for turn in order.turns] == [Item(0, 1, 0)]
 
 
-@pytest.mark.parametrize(
-    ("clock", "copies"), [(BoundedDelay(3), 2), (BoundedStaleness(2, from_round=0), 2 * 3 * 4)], ids=str
-)
-def test_what_is_kept_does_not_grow_with_the_run(clock: Clock, copies: int) -> None:
-    shape = Shape(workers=3, lanes=3, servers=2, keys=2, rounds=40)
-    miniature = Miniature(clock, shape)
+def test_what_is_kept_does_not_grow_with_the_run() -> None:
+    shape, copies = Shape(workers=3, lanes=3, servers=2, keys=2, rounds=40), 2 * 3 * 4
+    miniature = Miniature(BoundedStaleness(2, from_round=0), shape)
     miniature.run_to_end([7, 0, 3, 11, 2, 5, 13, 1])
     order = check(recorded(miniature))
     assert len(order.turns) == 120
@@ -241,9 +239,6 @@ def test_a_gradient_without_its_read_is_told() -> None:
     assert refused([], [APPLIED]) == (
         "server 0, key 0, application 0: no worker's log says from which weights the gradient of round 0, lane 0 was "
         "computed; lines of it are missing"
-    )
-    assert "the gradient of round 3 was computed" in refused(
-        [READ], [replace(APPLIED, round=3, lane=None, worker=None)]
     )
 
 

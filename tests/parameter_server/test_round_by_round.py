@@ -18,7 +18,6 @@ from paceline.parameter_server.clock import BoundedDelay, BoundedStaleness, Cloc
 from paceline.parameter_server.round_by_round import RoundByRound
 from paceline.parameter_server.server_key import ServerKey, hold_keys
 from paceline.parameter_server.staleness_stats import StalenessCounter
-from paceline.parameter_server.update_log import Applied
 from paceline.parameter_server.wire import Close, Kind, WireError, lanes_payload
 from paceline.sharding.flat_layout import BLOCK
 from tests.parameter_server.core_jobs import (
@@ -26,7 +25,7 @@ from tests.parameter_server.core_jobs import (
     Job,
     Setup,
     adamw,
-    ask,
+    goodbye,
     model,
     one_process,
     open_of,
@@ -220,22 +219,13 @@ def test_a_push_becomes_a_node_without_a_copy_and_all_memory_is_handed_back_once
     assert sorted(map(id, given_back)) == sorted(map(id, pushed))
 
 
-def test_every_update_is_told_before_its_weights_can_be_seen() -> None:
-    told: list[Applied] = []
+def test_a_round_is_as_late_as_its_place_in_its_group() -> None:
     stats = StalenessCounter()
-    job = Job(model(), adamw, BoundedDelay(1), holders=[[0], [1]], log=told.append, stats=stats)
-    job.say_round(0, plain([0, 1], learning_rate=0.25))
-    job.say_round(1, plain([0, 1], learning_rate=0.5))
-    job.say_pulls(2, 1)
-    for queue in job.channels.values():
-        for header, payload in queue:
-            for reply in job.cores[0].handle(header, payload):
-                assert reply.header.version == len([a for a in told if a.key == reply.header.key])
-    keys = len(job.table.keys)
-    assert [(a.round, a.lane, a.worker) for a in told] == [(0, None, None)] * keys + [(1, None, None)] * keys
-    assert [(a.outcome.delay, a.order) for a in told] == [(0, 0)] * keys + [(1, 1)] * keys
-    assert [a.settings[0]["lr"] for a in told] == [0.25] * keys + [0.5] * keys
-    assert stats.stats(1.0).delays == {0: keys, 1: keys}
+    job = Job(model(), adamw, BoundedDelay(1), holders=[[0], [1]], stats=stats)
+    for round in (0, 1):
+        job.say_round(round, plain([0, 1]))
+    job.deliver_all()
+    assert stats.stats(1.0).delays == dict.fromkeys([0, 1], len(job.table.keys))
 
 
 # -- said twice --------------------------------------------------------------------------------------------------------
@@ -335,7 +325,7 @@ def test_aggregate_does_not_keep_a_sum_for_a_worker_that_left() -> None:
     job.say(0, 0, job.header(Kind.PULL, 0, round=0, complete=0, key=0))
     job.deliver_all()
     assert sums_kept(job) == 1
-    ask(job, Kind.BYE, 1)
+    goodbye(job, 1)
     assert sums_kept(job) == 0
 
 
@@ -375,7 +365,7 @@ def test_workers_that_clip_differently_are_named() -> None:
 def test_two_workers_on_one_lane_are_named() -> None:
     job = two_workers(SYNCHRONOUS)
     tell(job, open_of(job, 0, 0, [0, 1]))
-    with pytest.raises(ReplicaError, match=r"lanes \[1\] of round 0 are ridden by worker 0 and by worker 1"):
+    with pytest.raises(ReplicaError, match=r"lanes \[1\] of round 0 are assigned to worker 0 and to worker 1"):
         tell(job, open_of(job, 1, 0, [1]))
 
 

@@ -13,12 +13,14 @@ from torch import Tensor
 from paceline.errors import CheckpointError
 from paceline.parameter_server.clock import BoundedDelay, BoundedStaleness, Clock
 from paceline.parameter_server.server_core import Reply
-from paceline.parameter_server.server_key import pack_states, states_of_keys, unpack_states, whole_states
+from paceline.parameter_server.server_key import pack_states, unpack_states
 from paceline.parameter_server.wire import LOADS_STATE, LOADS_WEIGHTS, Header, Kind, WireError, text_of
+from paceline.strategies.server.space import states_of_keys, whole_states
 from tests.parameter_server.core_jobs import (
     Job,
     adamw,
     ask,
+    goodbye,
     model,
     one_process,
     open_of,
@@ -143,7 +145,7 @@ def error_texts(replies: list[Reply]) -> dict[int, str]:
 def test_a_lost_worker_ends_a_synchronous_job_for_everybody_by_name() -> None:
     job = Job([torch.zeros(3)], sgd, SYNCHRONOUS, holders=[[0], [1], [2]])
     tell(job, open_of(job, 0, 0, [0]))
-    texts = error_texts(list(job.cores[0].worker_lost(1)))
+    texts = error_texts(list(job.cores[0].worker_left(1, said_goodbye=False)))
     assert texts == dict.fromkeys(
         [0, 2],
         "worker 1 was lost in round 0, before it had pushed all of it; a round needs the gradients of all workers, so "
@@ -158,25 +160,25 @@ def test_a_lost_worker_ends_a_synchronous_job_for_everybody_by_name() -> None:
 def test_the_first_reason_stays() -> None:
     job = two_workers(SYNCHRONOUS)
     assert error_texts(list(job.cores[0].fail("the disk is full"))) == dict.fromkeys([0, 1], "the disk is full")
-    assert error_texts(list(job.cores[0].worker_lost(1))) == {0: "the disk is full"}
+    assert error_texts(list(job.cores[0].worker_left(1, said_goodbye=False))) == {0: "the disk is full"}
 
 
 def test_workers_that_left_are_not_told_and_losing_them_is_nothing() -> None:
     job = two_workers(SYNCHRONOUS)
-    assert ask(job, Kind.BYE, 0) == []
-    assert list(job.cores[0].worker_lost(0)) == []
-    assert ask(job, Kind.BYE, 1) == []
+    assert goodbye(job, 0) == []
+    assert list(job.cores[0].worker_left(0, said_goodbye=False)) == []
+    assert goodbye(job, 1) == []
 
 
 def test_a_worker_that_leaves_early_is_named_to_those_who_go_on() -> None:
     job = two_workers(SYNCHRONOUS)
-    ask(job, Kind.BYE, 1)
+    goodbye(job, 1)
     assert error_texts(tell(job, open_of(job, 0, 0, [0]))) == {
         0: "worker 1 said goodbye but worker 0 starts round 0; all workers must take the same number of steps"
     }
     job = two_workers(SYNCHRONOUS)
     tell(job, open_of(job, 0, 3, [0]))
-    assert "worker 1 said goodbye in round 3, which others are waiting for" in error_texts(ask(job, Kind.BYE, 1))[0]
+    assert "worker 1 said goodbye in round 3, which others are waiting for" in error_texts(goodbye(job, 1))[0]
 
 
 def test_a_ping_is_answered() -> None:

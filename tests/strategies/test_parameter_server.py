@@ -134,3 +134,13 @@ def test_aggregate_with_an_asynchronous_clock_is_one_clear_line() -> None:
         ConfigError, match=r"\(mode='aggregate'\) with clock s=2,from=100: pushes that are applied on arrival need"
     ):
         ParameterServer(clock=parse_clock("s=2"), mode="aggregate")
+
+
+@pytest.mark.parametrize("clock", ["s=0", "d=2"])
+def test_a_run_whose_order_is_fixed_is_not_recorded(clock: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        ParameterServer(clock=parse_clock(clock), record="runs/mine")
+    assert str(caught.value) == (
+        f"ParameterServer(record='runs/mine') with clock {clock}: its rounds are applied in order, so the run gives "
+        "the same bits when it is simply run again; leave record out"
+    )

@@ -18,7 +18,7 @@ Over gloo a channel is read ahead: the receives of the next messages are posted 
     one by one      ready ► header ► ready ► tensor ► ready ► header ► …     two waits for every key
     ahead           ready × 16 ► headers ► ready × 4 ► tensor tensor …       a wait for every burst of keys
 
-gloo sends a tensor when its reader has said that it is ready for it, and on a slow link that word waits behind what
+gloo sends a tensor when its reader has signalled that it is ready, and on a slow link that signal waits behind what
 goes the other way: at 100 Mbit/s a round of two servers took 1.6 times as long as a ring that moves the same bytes,
 and takes 1.16 times as long now.
 """
@@ -125,7 +125,7 @@ class ReadAhead:
         return found.header, found.payload
 
     def abandon(self, why: str) -> None:
-        """The group is over: what has come is dropped, so that the thread sees it too, and the reader is told."""
+        """The group is over: what has come is dropped, so that the thread sees it too, and `receive` raises."""
         with contextlib.suppress(queue.Empty):
             while True:
                 self._coming.get_nowait()
@@ -278,7 +278,7 @@ class LocalChannel:
         try:
             return self._incoming.get(self._timeout_s)
         except queue.Empty:
-            raise PeerLostError(f"nothing was said for {self._timeout_s:g} s inside worker 0") from None
+            raise PeerLostError(f"no message came for {self._timeout_s:g} s inside worker 0") from None
 
     def abandon(self, why: str) -> None:
         """Both ends of it, in both directions."""
@@ -319,7 +319,7 @@ class BufferPool:
 
 def end_of(why: str) -> str:
     """How a peer was lost, for people: a group counts workers and servers through, and calls all of them workers."""
-    said = why.lower()
-    if any(word in said for word in ("died", "closed", "reset", "broken pipe")):
+    reason = why.lower()
+    if any(word in reason for word in ("died", "closed", "reset", "broken pipe")):
         return "its process has ended"
-    return "it said nothing in time" if "timed out" in said or "timeout" in said else why
+    return "it sent nothing in time" if "timed out" in reason or "timeout" in reason else why

@@ -21,6 +21,7 @@ import itertools
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -144,7 +145,7 @@ class ServerConnections:
         return GenerationEnded(self.failure) if self._over else PeerLostError(self.failure)
 
     def flush(self) -> None:
-        """Wait until the servers have dealt with everything that this worker said."""
+        """Wait until the servers have handled everything that this worker sent."""
         number = next(self._pings)
         self._ping(number)
         self.wait_until(lambda: min(self._answered) >= number, "a sign of life of the servers")
@@ -169,11 +170,9 @@ class ServerConnections:
         except PeerLostError as error:
             self._lose(server, str(error))
         except GenerationEnded as error:
-            self._end(str(error))
+            self._fail(str(error), over=True)
         except Exception as error:
-            with self.change:
-                self.failure = self.failure or f"{type(error).__name__}: {error}"
-                self.change.notify_all()
+            self._fail(f"{type(error).__name__}: {error}")
 
     def _hear(self, server: int, header: Header, payload: Tensor | None) -> bool:
         """Whether more will come."""
@@ -181,8 +180,7 @@ class ServerConnections:
             self.stats.received(f"server {server}", payload.nbytes)
         with self.change:
             if header.kind is Kind.ERROR:
-                self._over = self._over or (self._elastic and self.failure is None)
-                self.failure, self._all_fail = self.failure or text_of(payload), True
+                self._fail(text_of(payload), over=self._elastic, all_fail=True)
             elif header.kind is Kind.PING:
                 self._answered[server] = max(self._answered[server], header.round)
             else:
@@ -191,19 +189,15 @@ class ServerConnections:
         return not is_last(header, from_server=True)
 
     def _lose(self, server: int, why: str) -> None:
-        held = next(iter(self._clients.values())).table.held_by(server)
-        with self.change:
-            self.failure = self.failure or (
-                f"server {server}, which held {held}, was lost ({end_of(why)}); what it had learned is gone: resume "
-                "from the last saved state"
-            )
-            self._all_fail = True
-            self.change.notify_all()
+        protocol = next(iter(self._clients.values())).protocol
+        self._fail(protocol.lost_server(server, end_of(why)), all_fail=True)
 
-    def _end(self, why: str) -> None:
+    def _fail(self, failure: str, *, over: bool = False, all_fail: bool = False) -> None:
+        """Every wait ends; the first reason stays. `over`: the job goes on. `all_fail`: the servers have to know it."""
         with self.change:
             if self.failure is None:
-                self.failure, self._over = why, True
+                self.failure, self._over = failure, over
+            self._all_fail = self._all_fail or all_fail
             self.change.notify_all()
 
     # -- the end -----------------------------------------------------------------------------------------------------
@@ -211,7 +205,7 @@ class ServerConnections:
     def abandon(self, why: str) -> None:
         """The group is over: every wait ends, nothing is sent, and no thread is left."""
         self._silent.set()
-        self._end(why)
+        self._fail(why, over=True)
         for channel in self._channels:
             channel.abandon(why)
         for thread in self._threads:
@@ -299,27 +293,25 @@ class Client:
     def start(self, round: int, put: Put) -> float:
         """Wait until `round` may start, and put the weights it reads; the seconds that were waited."""
         with self._connections.change:
-            ask = bool(self._hand.lacking(round))
-        if ask:
+            lacking = set(self._hand.lacking(round))
+        if lacking:
             self.ask(round)
         waited = 0.0
-        with self._connections.change:
-            while lacking := set(self._hand.lacking(round)):
-                here = self._take_arrived()
-                if not here:
-                    fewer = lambda: bool(self._arrived) or set(self._hand.lacking(round)) != lacking  # noqa: E731
-                    what = f"the weights that round {round} needs{self._whose(lacking)}"
-                    waited += self._connections.wait_until(fewer, what)
-                    continue
-                self._connections.change.release()
-                try:
-                    self._put(here, put)
-                finally:
-                    self._connections.change.acquire()
-            self.versions = self._hand.start(round)
-            here = self._take_arrived()
-        self._put(here, put)
-        return waited
+        while True:
+            with self._connections.change:
+                lacking = set(self._hand.lacking(round))
+                here, self._arrived = self._arrived, {}
+                if not lacking:
+                    self.versions = self._hand.start(round)
+            self._put(here, put)  # without the lock: more may arrive meanwhile
+            if not lacking:
+                return waited
+            if not here:
+                what = f"the weights that round {round} needs{self._whose(lacking)}"
+                waited += self._connections.wait_until(partial(self._has_news, round, lacking), what)
+
+    def _has_news(self, round: int, lacking: set[int]) -> bool:
+        return bool(self._arrived) or set(self._hand.lacking(round)) != lacking
 
     def newest(self, round: int, put: Put) -> None:
         """Put weights with all updates before `round`, also those that the clock would not show it."""
@@ -358,10 +350,6 @@ class Client:
                 used[number] = header.flags
                 self._recycle(total)
         return used
-
-    def _take_arrived(self) -> dict[int, Tensor]:
-        here, self._arrived = self._arrived, {}
-        return here
 
     def _put(self, here: Mapping[int, Tensor], put: Put) -> None:
         for number, weights in here.items():

@@ -30,7 +30,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from paceline.collectives.communicator import Communicator
 from paceline.errors import PeerLostError, ReplicaError, WorldError
 from paceline.parameter_server.key_ranges import KeyTable
-from paceline.sharding.flat_layout import FlatLayout
+from paceline.parameter_server.wire import Protocol
 from paceline.world.world import World
 
 _ALIGNED = 64
@@ -64,7 +64,7 @@ def await_ranks(store: Store, ranks: int, timeout_s: float) -> None:
 
 
 def check_same_job(
-    comm: Communicator | None, world: World, layout: FlatLayout, facts: Mapping[str, Any], own: Mapping[str, Any]
+    comm: Communicator | None, protocol: Protocol, facts: Mapping[str, Any], own: Mapping[str, Any]
 ) -> list[dict[str, Any]]:
     """What every process says, workers first: facts, which must be alike, and others of its own.
 
@@ -72,20 +72,21 @@ def check_same_job(
     """
     if comm is None:
         return [{**facts, **own}]
-    told: list[dict[str, Any]] = comm.gather_json({"layout": layout.digest, **facts, **own})
-    if len({one["layout"] for one in told}) > 1:
-        _name_parameter(comm, world, layout)
-    for rank, one in enumerate(told):
+    gathered: list[dict[str, Any]] = comm.gather_json({"layout": protocol.table.layout.digest, **facts, **own})
+    if len({one["layout"] for one in gathered}) > 1:
+        _name_parameter(comm, protocol)
+    for rank, one in enumerate(gathered):
         for name in facts:
-            if one[name] != told[0][name]:
+            if one[name] != gathered[0][name]:
                 raise ReplicaError(
-                    f"{name_of(world, rank)} has {name} {one[name]}, worker 0 has {told[0][name]}; "
+                    f"{protocol.name(rank)} has {name} {one[name]}, worker 0 has {gathered[0][name]}; "
                     "start every process from the same script, with the same arguments"
                 )
-    return told
+    return gathered
 
 
-def _name_parameter(comm: Communicator, world: World, layout: FlatLayout) -> None:
+def _name_parameter(comm: Communicator, protocol: Protocol) -> None:
+    layout = protocol.table.layout
     columns: tuple[Sequence[Any], ...] = layout.names, layout.shapes, layout.dtypes
     rows = [f"{name} {tuple(shape)} {dtype}" for name, shape, dtype in zip(*columns, strict=True)]
     tables: list[list[str]] = comm.gather_json(rows)
@@ -96,7 +97,7 @@ def _name_parameter(comm: Communicator, world: World, layout: FlatLayout) -> Non
             if place is not None:
                 what = f"{theirs[place]!r} where worker 0 has {tables[0][place]!r}"
             raise ReplicaError(
-                f"the models differ: {name_of(world, rank)} has {what}; build the same model in every process"
+                f"the models differ: {protocol.name(rank)} has {what}; build the same model in every process"
             )
 
 
@@ -114,10 +115,6 @@ def take_over_weights(comm: Communicator, parameters: Sequence[Tensor]) -> None:
         comm.broadcast(values, root=0).wait()
         with torch.no_grad():
             parameter.copy_(values)
-
-
-def name_of(world: World, rank: int) -> str:
-    return f"worker {rank}" if rank < world.size else f"server {rank - world.size}"
 
 
 # -- shared memory -----------------------------------------------------------------------------------------------------
@@ -157,6 +154,10 @@ class StoreBarrier:
         self._store = None if store is None else PrefixStore("parameter_server/barriers", store)
         self._worker, self._workers, self._timeout_s = worker, workers, timeout_s
         self._barriers = count()
+
+    @classmethod
+    def of_one(cls) -> StoreBarrier:
+        return cls(None, worker=0, workers=1, timeout_s=0.0)
 
     def wait(self) -> Set[int]:
         """No worker goes on before all that are left have come; those that did not and never will."""

@@ -12,7 +12,8 @@ was skipped). A worker that is lost takes what it has not pushed with it: no wor
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -22,13 +23,14 @@ from paceline.optim.group_settings import GroupSettings
 from paceline.parameter_server.round_by_round import FinishedSum, Recycle
 from paceline.parameter_server.server_key import ServerKey
 from paceline.parameter_server.staleness_policy import Outcome, StalenessPolicy, corrected_momentum, delay_in_rounds
-from paceline.parameter_server.update_log import UpdateRecorder
+from paceline.parameter_server.staleness_stats import StalenessCounter
+from paceline.parameter_server.update_log import Applied
 from paceline.parameter_server.wire import AS_THEY_ARE, Close, Header, WireError
 
 
 @dataclass
 class _Worker:
-    """What one worker has said."""
+    """What one worker has sent."""
 
     lanes: dict[int, tuple[int, ...]] = field(default_factory=dict)  # by round, of those that are not complete
     opened: int = -1  # the last round
@@ -41,16 +43,19 @@ class OnArrival:
 
     def __init__(
         self,
+        server: int,
         held: Mapping[int, ServerKey],
         settings: GroupSettings,
-        recorder: UpdateRecorder,
+        stats: StalenessCounter,
         *,
         staleness_policy: StalenessPolicy,
         workers: int,
         lanes: int,
         recycle: Recycle,
+        log: Callable[[Applied], None] | None,
     ) -> None:
-        self._held, self._settings, self._recorder = held, settings, recorder
+        self._server, self._held, self._settings, self._stats = server, held, settings, stats
+        self._log, self._order = log, Counter[int]()  # what is applied and dropped, by key
         self._policy, self._lanes, self._recycle = staleness_policy, lanes, recycle
         self._workers = {worker: _Worker() for worker in range(workers)}
         self._complete = dict.fromkeys(held, -1)
@@ -70,10 +75,10 @@ class OnArrival:
     # -- what arrives; each says whether it was new ------------------------------------------------------------------
 
     def open(self, worker: int, round: int, lanes: tuple[int, ...]) -> bool:
-        said = self._workers[worker]
-        if round <= said.opened:
+        state = self._workers[worker]
+        if round <= state.opened:
             return False
-        said.opened, said.lanes[round] = round, lanes
+        state.opened, state.lanes[round] = round, lanes
         return True
 
     def set(self, worker: int, settings: tuple[float, ...]) -> None:
@@ -86,22 +91,22 @@ class OnArrival:
         if header.round <= self._complete[key] or place in self._in[key]:
             self._recycle(gradient)
             return False
-        said = self._workers[header.sender]
-        if header.lane not in said.lanes.get(header.round, ()):
+        state = self._workers[header.sender]
+        if header.lane not in state.lanes.get(header.round, ()):
             raise WireError(
                 f"worker {header.sender} pushed lane {header.lane} of round {header.round}, but opened the round with "
-                f"lanes {list(said.lanes.get(header.round, ()))}"
+                f"lanes {list(state.lanes.get(header.round, ()))}"
             )
         self._in[key].add(place)
-        self._apply(header, gradient, said.settings or tuple(self._settings.read()))
+        self._apply(header, gradient, state.settings or tuple(self._settings.read()))
         self._recycle(gradient)
         return True
 
     def close(self, worker: int, round: int, _: Close) -> bool:
-        said = self._workers[worker]
-        if round <= said.closed:
+        state = self._workers[worker]
+        if round <= state.closed:
             return False
-        said.closed = round
+        state.closed = round
         return True
 
     def leave(self, worker: int) -> str | None:
@@ -119,12 +124,16 @@ class OnArrival:
         if not outcome.dropped:
             held.came_back(header.sender, header.version)
             apply_push(held, gradient, header.weight, header.flags, values, outcome)
-        self._recorder.tell(
-            *(header.key, header.round, values, outcome),
-            lane=header.lane,
-            worker=header.sender,
-            check=held.check,
-        )
+            self._stats.applied(delay)
+        else:
+            self._stats.dropped(delay)
+        if self._log is not None:
+            # The sum of the bits that it made: a replay that differs finds out where it begins to.
+            check = None if outcome.dropped else held.check()
+            order, named = self._order[header.key], self._settings.by_group(values)
+            place = (self._server, header.key, order, header.round, header.lane, header.sender)
+            self._log(Applied(*place, named, outcome, check))
+        self._order[header.key] += 1
 
     # -- what is pulled ----------------------------------------------------------------------------------------------
 
@@ -161,14 +170,14 @@ class OnArrival:
         if among is not None:
             return
         done = min(self._complete.values(), default=-1)
-        for said in self._workers.values():
-            said.lanes = {round: lanes for round, lanes in said.lanes.items() if round > done}
+        for state in self._workers.values():
+            state.lanes = {round: lanes for round, lanes in state.lanes.items() if round > done}
 
     def _has_all(self, key: int, round: int) -> bool:
         return bool(self._workers) and all(
-            said.opened >= round
-            and (said.closed >= round or all((round, lane) in self._in[key] for lane in said.lanes.get(round, ())))
-            for said in self._workers.values()
+            state.opened >= round
+            and (state.closed >= round or all((round, lane) in self._in[key] for lane in state.lanes.get(round, ())))
+            for state in self._workers.values()
         )
 
 

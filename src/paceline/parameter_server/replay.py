@@ -99,13 +99,13 @@ class Replay:
             )
         workers = self.run.job.workers
         mine = "their weights were not looked at" if self._weights is None else self._weights
-        told = f"replayed {self.pushes:,} pushes of {workers} worker{'s' if workers > 1 else ''}: {mine}"
+        replayed = f"replayed {self.pushes:,} pushes of {workers} worker{'s' if workers > 1 else ''}: {mine}"
         if self._equal:
-            return f"{told} equal to the recorded run"
+            return f"{replayed} equal to the recorded run"
         if self.run.cut:
             cut = ", ".join(self.run.cut)
-            return f"{told} where the log ends; the run was cut before it could record its own ({cut})"
-        return f"{told}; the run recorded none (let loops end, or call engine.weights_hash() after a break)"
+            return f"{replayed} where the log ends; the run was cut before it could record its own ({cut})"
+        return f"{replayed}; the run recorded none (let loops end, or call engine.weights_hash() after a break)"
 
 
 @lru_cache(maxsize=4)

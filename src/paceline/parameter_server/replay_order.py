@@ -44,15 +44,9 @@ class Item:
 
 
 @dataclass(frozen=True, slots=True)
-class Update:
-    """One record of a key, and the items whose gradients it has."""
-
-    record: Applied
-    items: tuple[Item, ...]
-
-
-@dataclass(frozen=True, slots=True)
 class Application:
+    """A gradient becomes an update of one key."""
+
     record: Applied
     version: int  # that it makes
     keep_old: bool  # an item that is computed later read the version before it: copy that first
@@ -65,30 +59,33 @@ class Turn:
     item: Item
     reads: Mapping[int, int]
     keys: tuple[int, ...]  # those whose gradient is applied, now or in a later turn; the others' are not needed
-    forget: tuple[KeyVersion, ...]  # copies that nobody reads after this item
+    forget: tuple[KeyVersion, ...]  # copies that no item reads after this one
     applications: tuple[Application, ...]
 
 
 def replay_order(run: RecordedRun) -> tuple[Turn, ...]:
     """The order for this log; CheckpointError when there is none. Pushes that were dropped are applied nowhere."""
     reads = _reads_by_item(run)
-    updates = _updates_by_key(run, reads)
-    _check_versions(reads, updates)
-    return _Planner(reads, updates).plan()
+    _check_updates(run, reads)
+    _check_versions(run, reads)
+    return _Planner(reads, run.applied).plan()
+
+
+def item_of(record: Applied) -> Item:
+    return Item(record.round, record.lane, record.worker)
 
 
 class _Planner:
     """Walks the orders of all keys at once, one item at a time."""
 
-    def __init__(self, reads: Mapping[Item, Mapping[int, int]], updates: Mapping[int, Sequence[Update]]) -> None:
+    def __init__(self, reads: Mapping[Item, Mapping[int, int]], updates: Mapping[int, Sequence[Applied]]) -> None:
         self._reads, self._updates = reads, updates
         self._version = dict.fromkeys(updates, 0)
         self._place = dict.fromkeys(updates, 0)  # in the key's records, the dropped ones included
         self._keys_of: dict[Item, list[int]] = defaultdict(list)
         for key, queue in updates.items():
-            for update in queue:
-                for item in update.items:
-                    self._keys_of[item] += [] if update.record.outcome.dropped else [key]
+            for record in queue:
+                self._keys_of[item_of(record)] += [] if record.outcome.dropped else [key]
         self._computed: set[Item] = set()
         self._readers: Counter[KeyVersion] = Counter()  # items that are not computed yet, by what they read
         self._missing: dict[Item, int] = {}  # how many versions that it read do not exist yet
@@ -125,28 +122,24 @@ class _Planner:
         return Turn(item, reads, tuple(self._keys_of[item]), forget, applications)
 
     def _go_on(self, key: int) -> list[Application]:
-        """Apply to the key what is computed, up to an update that lacks an item: that is wanted from now on."""
+        """Apply to the key what is computed, up to an item that is not: that is wanted from now on."""
         done = []
         while self._place[key] < len(self._updates[key]):
-            update = self._updates[key][self._place[key]]
-            lacking = self._lacking(update)
-            if lacking is not None:
-                self._want(lacking, key)
+            record = self._updates[key][self._place[key]]
+            if item_of(record) not in self._computed:
+                self._want(item_of(record), key)
                 break
             self._place[key] += 1
-            if not update.record.outcome.dropped:
-                done.append(self._apply(key, update))
+            if not record.outcome.dropped:
+                done.append(self._apply(key, record))
         return done
-
-    def _lacking(self, update: Update) -> Item | None:
-        return next((item for item in update.items if item not in self._computed), None)
 
     def _want(self, item: Item, key: int) -> None:
         if item not in self._wanted_by and not self._missing[item]:
             heapq.heappush(self._ready, item)
         self._wanted_by.setdefault(item, []).append(key)
 
-    def _apply(self, key: int, update: Update) -> Application:
+    def _apply(self, key: int, record: Applied) -> Application:
         old = self._version[key]
         keep_old = self._readers[key, old] > 0
         self._version[key] = old + 1
@@ -154,24 +147,23 @@ class _Planner:
             self._missing[item] -= 1
             if not self._missing[item] and item in self._wanted_by:
                 heapq.heappush(self._ready, item)
-        return Application(update.record, old + 1, keep_old)
+        return Application(record, old + 1, keep_old)
 
     def _circle(self) -> str:
         """Which keys wait for each other."""
         key = next(key for key, queue in self._updates.items() if self._place[key] < len(queue))
         seen: list[int] = []
-        said: list[str] = []
+        steps: list[str] = []
         while key not in seen:
             seen.append(key)
-            item = self._lacking(self._updates[key][self._place[key]])
-            assert item is not None, "an update whose items are computed would have been applied"
+            item = item_of(self._updates[key][self._place[key]])
             other, version = next(place for place in self._reads[item].items() if place[1] > self._version[place[0]])
-            said.append(
+            steps.append(
                 f"after version {self._version[key]} key {key} has the gradient of {item}, "
                 f"which read version {version} of key {other}"
             )
             key = other
-        return "; ".join(said[seen.index(key) :])
+        return "; ".join(steps[seen.index(key) :])
 
 
 # -- what is wrong with a log ------------------------------------------------------------------------------------------
@@ -188,39 +180,27 @@ def _reads_by_item(run: RecordedRun) -> dict[Item, Mapping[int, int]]:
     return reads
 
 
-def _updates_by_key(run: RecordedRun, reads: Mapping[Item, object]) -> dict[int, list[Update]]:
-    rounds: dict[int, list[Item]] = defaultdict(list)
-    for item in reads:
-        rounds[item.round].append(item)
-    updates: dict[int, list[Update]] = {}
+def _check_updates(run: RecordedRun, reads: Mapping[Item, object]) -> None:
     for key, records in run.applied.items():
-        updates[key] = []
-        seen: dict[tuple[int, int | None], int] = {}
+        seen: dict[tuple[int, int], int] = {}
         for record in records:
             where = f"server {record.server}, key {key}, application {record.order}"
-            whose = f"round {record.round}" + ("" if record.lane is None else f", lane {record.lane}")
+            whose = f"round {record.round}, lane {record.lane}"
             first = seen.setdefault((record.round, record.lane), record.order)
             if first != record.order:
                 raise CheckpointError(
                     f"{where}: the gradient of {whose} was there already as application {first}; "
                     "it may be applied once: the log is of two runs, or the server has a fault"
                 )
-            if record.lane is None or record.worker is None:
-                items = tuple(sorted(rounds[record.round]))
-            else:
-                item = Item(record.round, record.lane, record.worker)
-                items = (item,) if item in reads else ()
-            if not items:
+            if item_of(record) not in reads:
                 raise CheckpointError(
                     f"{where}: no worker's log says from which weights the gradient of {whose} was computed; "
                     "lines of it are missing"
                 )
-            updates[key].append(Update(record, items))
-    return updates
 
 
-def _check_versions(reads: Mapping[Item, Mapping[int, int]], updates: Mapping[int, Sequence[Update]]) -> None:
-    made = {key: sum(not update.record.outcome.dropped for update in queue) for key, queue in updates.items()}
+def _check_versions(run: RecordedRun, reads: Mapping[Item, Mapping[int, int]]) -> None:
+    made = {key: sum(not record.outcome.dropped for record in records) for key, records in run.applied.items()}
     for item, versions in reads.items():
         for key, version in versions.items():
             if version > made[key]:

@@ -30,8 +30,7 @@ from paceline.optim.group_settings import GroupSettings
 from paceline.parameter_server.clock import Clock
 from paceline.parameter_server.key_ranges import KeyTable
 from paceline.parameter_server.server_key import ServerKey
-from paceline.parameter_server.staleness_policy import Outcome
-from paceline.parameter_server.update_log import UpdateRecorder
+from paceline.parameter_server.staleness_stats import StalenessCounter
 from paceline.parameter_server.wire import Close, Header, WireError
 
 Mode = Literal["update", "aggregate"]
@@ -77,7 +76,7 @@ class KeySum:
 
 
 class Round:
-    """What the workers have said of one round."""
+    """What the workers have sent of one round."""
 
     def __init__(self, number: int, workers: int, keys: Iterable[int], recycle: Recycle) -> None:
         self.number = number
@@ -92,7 +91,7 @@ class Round:
     # -- what arrives ------------------------------------------------------------------------------------------------
 
     def open(self, worker: int, lanes: tuple[int, ...]) -> bool:
-        """False: it was said before."""
+        """False: it came before."""
         before = self._lanes.get(worker)
         if before is not None and before != lanes:
             raise WireError(f"worker {worker} opened round {self.number} with lanes {before} and now with {lanes}")
@@ -100,8 +99,8 @@ class Round:
             both = sorted(set(theirs) & set(lanes)) if other != worker else []
             if both:
                 raise ReplicaError(
-                    f"lanes {both} of round {self.number} are ridden by worker {other} and by worker {worker}; "
-                    "their loaders deal lanes differently"
+                    f"lanes {both} of round {self.number} are assigned to worker {other} and to worker {worker}; "
+                    "their loaders assign lanes differently"
                 )
         self._lanes[worker] = lanes
         if before is None and len(self._lanes) == self._workers:
@@ -127,7 +126,7 @@ class Round:
         return True
 
     def close(self, worker: int, close: Close) -> bool:
-        """False: it was said before."""
+        """False: it came before."""
         if worker in self._closes:
             return False
         lanes = tuple(sorted(lane for lane, _ in close.lanes))
@@ -150,7 +149,7 @@ class Round:
         return [worker for worker in range(self._workers) if worker not in self._closes]
 
     @property
-    def said(self) -> Close:
+    def agreed(self) -> Close:
         """What all workers say alike (not their lanes)."""
         return self._closes[0]
 
@@ -165,7 +164,7 @@ class Round:
 
     @property
     def scale(self) -> float:
-        return self.said.samples / self.weight if self.weight > 0 else 0.0
+        return self.agreed.samples / self.weight if self.weight > 0 else 0.0
 
     def check(self, table: KeyTable, settings: GroupSettings) -> None:
         """All workers closed it: nothing is missing, and they agree."""
@@ -189,7 +188,7 @@ class Round:
 
     def _check_agrees(self, worker: int, close: Close, settings: GroupSettings) -> None:
         for name in ("samples", "max_norm"):
-            mine, theirs = getattr(self.said, name), getattr(close, name)
+            mine, theirs = getattr(self.agreed, name), getattr(close, name)
             if mine != theirs:
                 raise ReplicaError(
                     f"round {self.number}: {name} is {mine} on worker 0 but {theirs} on worker {worker}; "
@@ -197,9 +196,9 @@ class Round:
                 )
         if close.settings:
             settings.check(close.settings)
-        different = settings.difference(self.said.settings, close.settings) if close.settings else None
-        if different is not None or len(close.settings) != len(self.said.settings):
-            name, mine, theirs = different or ("the number of settings", len(self.said.settings), len(close.settings))
+        different = settings.difference(self.agreed.settings, close.settings) if close.settings else None
+        if different is not None or len(close.settings) != len(self.agreed.settings):
+            name, mine, theirs = different or ("the number of settings", len(self.agreed.settings), len(close.settings))
             raise ReplicaError(
                 f"round {self.number}: {name} is {mine} on worker 0 but {theirs} on worker {worker}; the update "
                 "happens once, for all: set learning rates alike on every worker"
@@ -224,7 +223,7 @@ class RoundByRound:
         server: int,
         held: Mapping[int, ServerKey],
         settings: GroupSettings,
-        recorder: UpdateRecorder,
+        stats: StalenessCounter,
         *,
         clock: Clock,
         mode: Mode,
@@ -234,7 +233,7 @@ class RoundByRound:
         self._table, self._server, self._held, self._settings = table, server, held, settings
         self._keys = [key.number for key in table.of_server(server)]
         self._clock, self._mode, self._workers = clock, mode, workers
-        self._recorder, self._recycle = recorder, recycle
+        self._stats, self._recycle = stats, recycle
         self._next = 0
         self._rounds: dict[int, Round] = {}
         self._squares: dict[int, dict[int, list[float]]] = {}  # by round and server
@@ -247,7 +246,7 @@ class RoundByRound:
         return self._complete[key]
 
     def needs_all_workers(self, round: int) -> bool:
-        """A round that was applied before needs none: a worker says again what it said."""
+        """A round that was applied before needs none: a worker sends again what it sent."""
         return round >= self._next
 
     def reset(self, key: int, complete: int) -> None:
@@ -331,8 +330,8 @@ class RoundByRound:
 
     def norms_to_tell(self) -> Iterator[tuple[int, Tensor]]:
         """(round, squares) that the other servers have to hear."""
-        told, self._to_tell = self._to_tell, []
-        yield from told
+        news, self._to_tell = self._to_tell, []
+        yield from news
 
     # -- what can be applied -----------------------------------------------------------------------------------------
 
@@ -354,7 +353,7 @@ class RoundByRound:
 
     def _norm_is_known(self, round: Round) -> bool:
         """Without clipping there is none to know."""
-        if round.said.max_norm is None or self._mode == "aggregate" or round.empty:
+        if round.agreed.max_norm is None or self._mode == "aggregate" or round.empty:
             self.norm = math.nan
             return True
         if round.squares is None:
@@ -390,20 +389,19 @@ class RoundByRound:
         if not total.nodes:
             return
         if self._mode == "aggregate":
-            everybody = set(range(self._workers))
+            all_workers = set(range(self._workers))
             used = 0 if round.empty else total.used  # workers then have no gradient, and change nothing either
-            self.sums[key, round.number] = FinishedSum(self._gradient(round, key), used, everybody)
+            self.sums[key, round.number] = FinishedSum(self._gradient(round, key), used, all_workers)
             return
         if not round.empty:
             gradient = total.total if round.squares is not None else self._gradient(round, key)
             self._clip(round, gradient)
-            self._held[key].update(gradient, total.used, round.said.settings)
-            late = Outcome(delay=round.number - 1 - self._clock.needs(round.number))
-            self._recorder.tell(key, round.number, round.said.settings or self._settings.read(), late)
+            self._held[key].update(gradient, total.used, round.agreed.settings)
+            self._stats.applied(delay=round.number - 1 - self._clock.needs(round.number))
         self._recycle(total.total)
 
     def _clip(self, round: Round, gradient: Tensor) -> None:
-        max_norm = round.said.max_norm
+        max_norm = round.agreed.max_norm
         if max_norm is not None and not self.norm <= max_norm:
             gradient.mul_(clip_coefficient(self.norm, max_norm))
 

@@ -5,7 +5,7 @@
     server 1 ══ thread ─┘             └─► log, statistics
 
 Updates run inside the lock, in torch's own threads; receiving and sending run outside of it. A worker that is lost ends
-one thread: an asynchronous job goes on without it, any other is told so and ends. The server itself ends when all
+one thread: an asynchronous job goes on without it, any other gets the reason and ends. The server itself ends when all
 workers have said goodbye; in an elastic job also when its group is over, to be made again in the next one.
 """
 
@@ -15,7 +15,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -52,21 +52,21 @@ class Server:
         grace_s: float = GRACE_S,
         on_leave: Callable[[int, StalenessStats], None] = lambda worker, stats: None,
         log: UpdateLog | NoLog | None = None,
-        sum_homes: Mapping[int, Tensor] | None = None,
+        shared_sums: Mapping[int, Tensor] | None = None,
     ) -> None:
         """`channels` lead to all workers and to the other servers.
 
-        `grace_s`: for workers to leave when it has failed; in an elastic job they are told so by the coordinator.
-        `sum_homes`: where sums are read, by key of the first of `makers`.
+        `grace_s`: for workers to leave when it has failed; in an elastic job the coordinator tells them.
+        `shared_sums`: where sums are read, by key of the first of `makers`.
         """
         self._makers = {maker.protocol.table.digest: maker for maker in makers}
         self._protocol = next(iter(self._makers.values())).protocol
         self._server, self._rank = server, self._protocol.workers + server
         self._channels, self._stats, self._timeout_s, self._grace_s = channels, stats, timeout_s, grace_s
         self._on_leave, self._log = on_leave, log or NoLog()
-        self._sum_homes, self._home_holds = sum_homes or {}, dict[int, int]()
+        self._shared_sums, self._shared_round = shared_sums or {}, dict[int, int]()
         self._cores: dict[int, ServerCore] = {}
-        self._gone: dict[int, Header | None] = {}  # workers that left, with their goodbye if they said any
+        self._gone: dict[int, bool] = {}  # workers that left, and whether they said goodbye
         self._lock = threading.Lock()
         self._arrived = 0
         self._change = threading.Condition()
@@ -108,7 +108,7 @@ class Server:
             raise self._error
 
     def abandon(self, why: str) -> None:
-        """The group is over: nothing is said to anybody, and no thread is left, nor an update under way."""
+        """The group is over: nothing is sent, and no thread is left, nor an update under way."""
         self._end(GenerationEnded(why))
         self._join_threads()
         self._log.end(well=False)
@@ -128,7 +128,7 @@ class Server:
     def states(self, digest: int, round: int) -> dict[int, list[State]] | None:
         """What the optimizers keep for each key, as it lies here before `round` is applied; None: it is not there yet.
 
-        For the process that the server is in, where a deterministic clock lets nobody write to it meanwhile.
+        For the process that the server is in, where a deterministic clock lets no message change it meanwhile.
         """
         with self._lock:
             core = self._cores.get(digest)
@@ -165,7 +165,7 @@ class Server:
             self._last_s = time.monotonic()
             from_server = peer >= self._protocol.workers
             if header.kind is Kind.BYE:
-                self._leave(peer, header)
+                self._leave(peer, said_goodbye=True)
             elif header.kind is Kind.ERROR:
                 self._fail(PeerLostError(text_of(payload)))
             elif header.kind is Kind.PING and (from_server or self._error is None):
@@ -188,11 +188,9 @@ class Server:
     def _lose(self, peer: int, why: str) -> None:
         with self._lock:
             if peer >= self._protocol.workers:
-                held = self._protocol.table.held_by(peer - self._protocol.workers)
-                lost = f"{self._protocol.name(peer)}, which held {held}, was lost ({end_of(why)})"
-                self._fail(PeerLostError(f"{lost}; what it had learned is gone: resume from the last saved state"))
+                self._fail(PeerLostError(self._protocol.lost_server(peer - self._protocol.workers, end_of(why))))
                 return
-            self._leave(peer, None)
+            self._leave(peer, said_goodbye=False)
             failure = next((core.failure for core in self._cores.values() if core.failure is not None), None)
             if failure is not None:
                 self._fail(PeerLostError(failure))
@@ -207,23 +205,23 @@ class Server:
         core = self._cores.get(header.digest)
         if core is None:
             core = self._cores[header.digest] = maker.make()
-            for worker, goodbye in self._gone.items():
-                self._send(_departure(core, header.digest, worker, goodbye))
+            for worker, said_goodbye in self._gone.items():
+                self._send(core.worker_left(worker, said_goodbye=said_goodbye))
         if not self._first_s:
             self._first_s = time.monotonic()
         return core
 
-    def _leave(self, worker: int, goodbye: Header | None) -> None:
-        self._gone[worker] = goodbye
-        for digest, core in self._cores.items():
-            self._send(_departure(core, digest, worker, goodbye))
+    def _leave(self, worker: int, *, said_goodbye: bool) -> None:
+        self._gone[worker] = said_goodbye
+        for core in self._cores.values():
+            self._send(core.worker_left(worker, said_goodbye=said_goodbye))
         self._on_leave(worker, self.stats)
 
     def _fail(self, error: Exception) -> None:
         with self._change:
             self._error = self._error or error
             self._change.notify_all()
-        if not self._cores:  # nobody has said anything yet that makes sense; a core knows how to tell them
+        if not self._cores:  # no sensible message has come yet; a core knows how to tell the workers
             digest, maker = next(iter(self._makers.items()))
             self._cores[digest] = maker.make()
         for core in self._cores.values():
@@ -231,24 +229,24 @@ class Server:
 
     def _send(self, replies: Iterable[Reply]) -> None:
         for reply in replies:
-            payload = self._at_home(reply)
+            payload = self._shared_payload(reply)
             if payload is not None:
                 self._stats.sent(self._protocol.name(reply.to), payload.nbytes)
             # A peer that is lost is noticed by the thread that listens to it.
             with contextlib.suppress(*GONE):
                 self._channels[reply.to].send(reply.header, payload)
 
-    def _at_home(self, reply: Reply) -> Tensor | None:
-        """A sum is told to all workers from memory of the server's own: where it was made, one of them writes again."""
+    def _shared_payload(self, reply: Reply) -> Tensor | None:
+        """A sum is sent to all workers from memory of the server's own: where it was made, one of them writes again."""
         header, payload = reply.header, reply.payload
         ours = header.kind is Kind.SUM and header.digest == self._protocol.table.digest
-        home = self._sum_homes.get(header.key) if ours else None
-        if home is None or payload is None:
+        shared = self._shared_sums.get(header.key) if ours else None
+        if shared is None or payload is None:
             return payload
-        if self._home_holds.get(header.key) != header.round:
-            self._home_holds[header.key] = header.round
-            home.copy_(payload)
-        return home
+        if self._shared_round.get(header.key) != header.round:
+            self._shared_round[header.key] = header.round
+            shared.copy_(payload)
+        return shared
 
     # -- servers among each other ------------------------------------------------------------------------------------
 
@@ -264,7 +262,3 @@ class Server:
 
     def _ping_of(self, round: int, digest: int | None = None) -> Header:
         return Header(Kind.PING, sender=self._rank, digest=digest or self._protocol.table.digest, round=round)
-
-
-def _departure(core: ServerCore, digest: int, worker: int, goodbye: Header | None) -> Iterable[Reply]:
-    return core.worker_lost(worker) if goodbye is None else core.handle(replace(goodbye, digest=digest))

@@ -26,7 +26,7 @@ from paceline.parameter_server.round_by_round import Mode, Recycle, RoundByRound
 from paceline.parameter_server.server_key import ServerKey, pack_states, unpack_states
 from paceline.parameter_server.staleness_policy import StalenessPolicy
 from paceline.parameter_server.staleness_stats import StalenessCounter
-from paceline.parameter_server.update_log import Applied, UpdateRecorder
+from paceline.parameter_server.update_log import Applied
 from paceline.parameter_server.wire import (
     ALL,
     LOADS_STATE,
@@ -64,17 +64,19 @@ class ServerCore:
         log: Callable[[Applied], None] | None = None,
         stats: StalenessCounter | None = None,
     ) -> None:
-        """`held`: the server's keys, none in mode aggregate. `log` hears of an update before its effect can be seen."""
+        """`held`: the server's keys, none in mode aggregate.
+
+        `log` hears of an asynchronous update before its effect can be seen.
+        """
         self._protocol, self._table, self._server = protocol, protocol.table, server
         self._rank = protocol.workers + server
         self._keys = [key.number for key in self._table.of_server(server)]
         self._held, self._mode, self._recycle = held, mode, recycle
         self._stats = stats or StalenessCounter(len(self._keys))
-        recorder = UpdateRecorder(server, settings.by_group, log, self._stats)
         self._applying: RoundByRound | OnArrival
         if clock.deterministic:
             self._applying = RoundByRound(
-                *(self._table, server, held, settings, recorder),
+                *(self._table, server, held, settings, self._stats),
                 clock=clock,
                 mode=mode,
                 workers=protocol.workers,
@@ -82,11 +84,12 @@ class ServerCore:
             )
         else:
             self._applying = OnArrival(
-                *(held, settings, recorder),
+                *(server, held, settings, self._stats),
                 staleness_policy=staleness_policy or StalenessPolicy(),
                 workers=protocol.workers,
                 lanes=protocol.lanes,
                 recycle=recycle,
+                log=log,
             )
         self._here = set(range(protocol.workers))
         self._waiting = WaitingPulls(self._keys)
@@ -100,7 +103,6 @@ class ServerCore:
             Kind.NORMS: self._on_norms,
             Kind.LOAD: self._on_load,
             Kind.PING: self._on_ping,
-            Kind.BYE: self._on_bye,
         }
         self.failure: str | None = None
 
@@ -115,7 +117,7 @@ class ServerCore:
                 if payload is not None:
                     self._recycle(payload)
                 return
-            if self.failure is not None and header.kind is not Kind.BYE:
+            if self.failure is not None:
                 if header.kind is not Kind.PUSH:
                     yield self._error(header.sender, self.failure)
                 return
@@ -124,11 +126,14 @@ class ServerCore:
             raise WireError(f"{self._protocol.name(header.sender)} sent {header.kind.name}, which is not for servers")
         yield from handler(header, payload)
 
-    def worker_lost(self, worker: int) -> Iterator[Reply]:
-        """Its connection is gone without a goodbye."""
-        if worker in self._here:
-            self._forget(worker)
-            yield from self._fail_or_advance(self._applying.lose(worker))
+    def worker_left(self, worker: int, *, said_goodbye: bool) -> Iterator[Reply]:
+        """It said goodbye, or its connection is gone; both ways of applying know whether the others can go on."""
+        if worker not in self._here:
+            return
+        self._here.discard(worker)
+        self._waiting.forget(worker)
+        failure = self._applying.leave(worker) if said_goodbye else self._applying.lose(worker)
+        yield from self._advance() if failure is None else self.fail(failure)
 
     def fail(self, text: str) -> Iterator[Reply]:
         """Tell every worker, now and whenever one comes; the first reason stays."""
@@ -247,22 +252,11 @@ class ServerCore:
         self._applying.reset(header.key, header.complete)
         yield Reply(header.sender, self._header(Kind.LOAD, round=header.round, key=header.key))
 
-    # -- coming and going --------------------------------------------------------------------------------------------
+    # -- other messages ---------------------------------------------------------------------------------------------
 
     def _on_ping(self, header: Header, _: Tensor | None) -> Iterator[Reply]:
         if header.sender < self._protocol.workers:
             yield Reply(header.sender, self._header(Kind.PING, round=header.round))
-
-    def _on_bye(self, header: Header, _: Tensor | None) -> Iterator[Reply]:
-        self._forget(header.sender)
-        yield from self._fail_or_advance(self._applying.leave(header.sender))
-
-    def _forget(self, worker: int) -> None:
-        self._here.discard(worker)
-        self._waiting.forget(worker)
-
-    def _fail_or_advance(self, failure: str | None) -> Iterator[Reply]:
-        yield from self._advance() if failure is None else self.fail(failure)
 
     def _error(self, worker: int, text: str) -> Reply:
         payload = text_payload(text)

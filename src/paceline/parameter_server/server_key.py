@@ -19,13 +19,9 @@ have had lately, in updates, and the update that its gradient will be part of. T
 weights as they are, as in synchronous training. All of it follows from the updates of the key up to the version that is
 read, so a replay finds the same bits.
 
-The optimizer state of keys, on the wire and as that of whole parameters:
+A key's optimizer state on the wire:
 
-    key 0: [state of each piece] ┐                              ┌ weight: {"step": 7, "exp_avg": (6, 4096)}
-    key 1: [state of each piece] ┴── whole_states / of_keys ──► ┴ bias:   {"step": 7, "exp_avg": (6,)}
-
-    one key's, as bytes: 8 for the length of the head │ head, JSON: the tree, and of each tensor its type, shape and
-                         place │ tensors, aligned
+    8 bytes: length of the head │ head, JSON: the tree, and of each tensor its type, shape and place │ tensors, aligned
 """
 
 from __future__ import annotations
@@ -46,11 +42,9 @@ from paceline.checkpoint.tree import flatten, unflatten
 from paceline.errors import CheckpointError
 from paceline.optim.gradient_norm import block_norms
 from paceline.optim.group_settings import GroupSettings
-from paceline.optim.piece_state import State, gather_state, scatter_state
+from paceline.optim.piece_state import State, scatter_state
 from paceline.optim.range_optimizer import optimizer_on
-from paceline.parameter_server.key_ranges import Key, KeyTable
-from paceline.sharding.flat_layout import Piece
-from paceline.sharding.local_shard import LocalShard
+from paceline.parameter_server.key_ranges import Key
 
 SMOOTHING = 1 / 8  # of a worker's delays: about its last eight pushes count
 _ALIGN = 64
@@ -92,12 +86,22 @@ class LookAhead:
         return min(1.0, delay) * momentum * (1 - kept) / (1 - momentum)
 
     def seen_by(self, worker: int, weights: Tensor) -> Tensor:
-        """What the worker reads; a tensor of its own."""
+        """What the worker reads: these weights, or a tensor of its own."""
         reach = self.reach(worker)
-        return weights.clone() if self._change is None or reach == 0 else weights.add(self._change, alpha=reach)
+        return weights if self._change is None or reach == 0 else weights.add(self._change, alpha=reach)
 
     def copy(self) -> LookAhead:
         return LookAhead(None if self._change is None else self._change.clone(), self._delays, self._momentum)
+
+
+class NoLookAhead(LookAhead):
+    """Every worker reads the weights as they are."""
+
+    def came_back(self, worker: int, updates: int) -> None: ...
+
+    def before(self, weights: Tensor) -> None: ...
+
+    def after(self, weights: Tensor, momentum: float | None) -> None: ...
 
 
 def hold_keys(
@@ -106,19 +110,19 @@ def hold_keys(
     optimizers: Sequence[Optimizer],
     settings: GroupSettings,
     devices: Sequence[torch.device | str] = ("cpu",),
-    homes: Mapping[int, Tensor] | None = None,
+    shared: Mapping[int, Tensor] | None = None,
     *,
     look_ahead: bool = False,
 ) -> dict[int, ServerKey]:
-    """A server's keys by number, spread over its devices by size; a key whose home is given lives there instead."""
+    """A server's keys by number, spread over its devices by size, or in shared memory where that is given."""
     ahead = look_ahead and bool(settings.momentum(settings.read()))
     held: dict[int, ServerKey] = {}
     load = [0] * len(devices)
     for key in sorted(keys, key=lambda key: (-key.gradient_bytes, key.number)):
         place = load.index(min(load))
         load[place] += key.gradient_bytes
-        home = None if homes is None else homes[key.number]
-        held[key.number] = ServerKey(key, parameters, optimizers, settings, devices[place], home, look_ahead=ahead)
+        memory = None if shared is None else shared[key.number]
+        held[key.number] = ServerKey(key, parameters, optimizers, settings, devices[place], memory, look_ahead=ahead)
     return dict(sorted(held.items()))
 
 
@@ -127,10 +131,10 @@ class Snapshot:
     """A key as it was."""
 
     weights: Tensor
-    ahead: LookAhead | None
+    ahead: LookAhead
 
     def seen_by(self, worker: int) -> Tensor:
-        return self.weights if self.ahead is None else self.ahead.seen_by(worker, self.weights)
+        return self.ahead.seen_by(worker, self.weights)
 
 
 class ServerKey:
@@ -143,18 +147,18 @@ class ServerKey:
         optimizers: Sequence[Optimizer],
         settings: GroupSettings,
         device: torch.device | str = "cpu",
-        home: Tensor | None = None,
+        memory: Tensor | None = None,
         *,
         look_ahead: bool = False,
     ) -> None:
-        """`home`: memory for the weights, such as workers can read; otherwise they get some on `device`."""
+        """`memory`: shared memory for the weights, which workers can read; otherwise they get some on `device`."""
         self.key = key
         self.version = 0
-        self.weights = key.gathered(parameters).to(device) if home is None else home.copy_(key.gathered(parameters))
+        self.weights = key.gathered(parameters).to(device) if memory is None else memory.copy_(key.gathered(parameters))
         self._settings = settings
         self._in_force: Sequence[float] | None = None
         self._copy: Tensor | None = None
-        self._ahead = LookAhead() if look_ahead else None
+        self._ahead = LookAhead() if look_ahead else NoLookAhead()
         views = key.views(self.weights)
         self._pieces = [
             Parameter(view.view(()) if parameters[piece.parameter].dim() == 0 else view)
@@ -213,14 +217,12 @@ class ServerKey:
         views = self.key.views(gradient)
         for place, (piece, view) in enumerate(zip(self._pieces, views, strict=True)):
             piece.grad = view.view(piece.shape) if used >> place & 1 else None
-        if self._ahead is not None:
-            self._ahead.before(self.weights)
+        self._ahead.before(self.weights)
         for twin in self._twins:
             twin.step()
         for piece in self._pieces:
             piece.grad = None
-        if self._ahead is not None:
-            self._ahead.after(self.weights, self._settings.momentum(settings) if settings else None)
+        self._ahead.after(self.weights, self._settings.momentum(settings) if settings else None)
         self.version += 1
         self._copy = None
 
@@ -233,8 +235,7 @@ class ServerKey:
 
     def came_back(self, worker: int, version: int) -> None:
         """A push of the worker is about to be applied, made of the weights of this version."""
-        if self._ahead is not None:
-            self._ahead.came_back(worker, self.version - version)
+        self._ahead.came_back(worker, self.version - version)
 
     # -- reading -----------------------------------------------------------------------------------------------------
 
@@ -251,10 +252,11 @@ class ServerKey:
 
     def seen_by(self, worker: int) -> Tensor:
         """What the worker computes with: the weights, ahead of where they are as far as its pushes come late."""
-        return self.copy() if self._ahead is None else self._ahead.seen_by(worker, self.weights).cpu()
+        seen = self._ahead.seen_by(worker, self.weights)
+        return self.copy() if seen is self.weights else seen.cpu()
 
     def snapshot(self) -> Snapshot:
-        return Snapshot(self.weights.clone(), None if self._ahead is None else self._ahead.copy())
+        return Snapshot(self.weights.clone(), self._ahead.copy())
 
     def states(self) -> list[State]:
         """What the optimizers keep for each piece; their own tensors, not copies."""
@@ -266,8 +268,7 @@ class ServerKey:
     def load_weights(self, weights: Tensor, version: int) -> None:
         self.weights.copy_(weights)
         self.version, self._copy = version, None
-        if self._ahead is not None:
-            self._ahead.forget()
+        self._ahead.forget()
 
     def load_states(self, states: Sequence[State]) -> None:
         for piece, state in zip(self._pieces, states, strict=True):
@@ -284,7 +285,7 @@ class ServerKey:
         return value.to(self.weights.device, copy=True) if value.dim() else value.clone()
 
 
-# -- optimizer state ---------------------------------------------------------------------------------------------------
+# -- optimizer state on the wire ---------------------------------------------------------------------------------------
 
 
 def pack_states(states: Sequence[State]) -> Tensor:
@@ -326,59 +327,3 @@ def _tensor(data: Tensor, dtype: torch.dtype, shape: Sequence[int], start: int) 
 
 def _aligned(size: int) -> int:
     return -(-size // _ALIGN) * _ALIGN
-
-
-def whole_states(table: KeyTable, by_key: Mapping[int, Sequence[State]], parameters: Sequence[Tensor]) -> list[State]:
-    """The state of each parameter, from the states of the pieces of all keys."""
-    found = _by_parameter(table, by_key)
-    wholes: list[State] = []
-    for parameter, name, parts in zip(parameters, table.layout.names, found, strict=True):
-        pieces, states = [piece for piece, _ in parts], [state for _, state in parts]
-        wholes.append(gather_state(states, pieces, parameter, name))
-    return wholes
-
-
-def sliced_states(table: KeyTable, by_key: Mapping[int, Sequence[State]], parameters: Sequence[Tensor]) -> list[State]:
-    """The same without a copy: what is kept for each element as slices, which lie where they are."""
-    wholes: list[State] = []
-    for parameter, parts in zip(parameters, _by_parameter(table, by_key), strict=True):
-        pieces, states = [piece for piece, _ in parts], [state for _, state in parts]
-        if any(state.keys() != states[0].keys() for state in states):  # `gather_state` says what is wrong with that
-            return whole_states(table, by_key, parameters)
-        shapes = [() if parameter.dim() == 0 else (piece.elements,) for piece in pieces]
-        whole: State = {}
-        for entry, value in max(states, key=_steps, default={}).items():  # no element, no piece
-            values = [state[entry] for state in states]
-            if all(isinstance(v, Tensor) and v.shape == shape for v, shape in zip(values, shapes, strict=True)):
-                places = [(piece.start, values[place]) for place, piece in enumerate(pieces)]
-                whole[entry] = LocalShard.of(parameter.shape, value.dtype, places)
-            else:
-                whole[entry] = value
-        wholes.append(whole)
-    return wholes
-
-
-def _steps(state: State) -> float:
-    """An asynchronous run may have dropped late pushes of some pieces: what belongs to the whole is of the others."""
-    return float(state.get("step", 0))
-
-
-def _by_parameter(table: KeyTable, by_key: Mapping[int, Sequence[State]]) -> list[list[tuple[Piece, State]]]:
-    found: list[list[tuple[Piece, State]]] = [[] for _ in table.layout.names]
-    for key in table.keys:
-        for piece, state in zip(key.pieces, by_key[key.number], strict=True):
-            found[piece.parameter].append((piece, state))
-    for parts in found:
-        parts.sort(key=lambda part: part[0].start)
-    return found
-
-
-def states_of_keys(table: KeyTable, wholes: Sequence[State]) -> dict[int, list[State]]:
-    """The states of each key's pieces, from those of the parameters."""
-    shapes = table.layout.shapes
-    return {
-        key.number: [
-            scatter_state(wholes[piece.parameter], shapes[piece.parameter], [piece])[0] for piece in key.pieces
-        ]
-        for key in table.keys
-    }

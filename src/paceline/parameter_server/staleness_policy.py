@@ -10,9 +10,10 @@ The learning rate: a gradient from weights that are τ rounds old is a step in a
 already; dividing by τ bounds what they add up to (staleness-aware asynchronous SGD, Zhang et al. 2015).
 
 Momentum: applying gradients late mixes old directions into new ones, as momentum does. With a mean delay of τ updates
-(each multiplies by μ once more) it acts like a momentum of 1 - 1/(τ+1) that nobody asked for (Mitliagkas et al. 2016).
-The two combine as (1-μ_total) = (1-μ_explicit)/(τ+1); to keep the total at the μ that was tuned synchronously, the
-optimizer's own must shrink. From τ+1 ≥ 1/(1-μ) on asynchrony alone has as much momentum as was wanted; the rest is 0.
+(each multiplies by μ once more) it acts like a momentum of 1 - 1/(τ+1) besides the optimizer's (Mitliagkas et al.
+2016). The two combine as (1-μ_total) = (1-μ_explicit)/(τ+1); to keep the total at the μ that was tuned synchronously,
+the optimizer's own must shrink. From τ+1 ≥ 1/(1-μ) on asynchrony alone has as much momentum as was wanted; the rest is
+0.
 """
 
 from __future__ import annotations
@@ -65,16 +66,16 @@ class StalenessPolicy:
         return Outcome(delay, factor, corrected, updates=updates)
 
     def __str__(self) -> str:
-        said = []
+        parts = []
         if self.learning_rate == "divide by delay":
-            said.append("learning rate divided by the delay")
+            parts.append("learning rate divided by the delay")
         if self.momentum == "corrected":
-            said.append("momentum corrected")
+            parts.append("momentum corrected")
         if self.drop_beyond is not None:
-            said.append(f"dropped beyond {self.drop_beyond} round{'' if self.drop_beyond == 1 else 's'}")
+            parts.append(f"dropped beyond {self.drop_beyond} round{'' if self.drop_beyond == 1 else 's'}")
         if not self.look_ahead:
-            said.append("weights not looked ahead")
-        return ", ".join(said) or "as given"
+            parts.append("weights not looked ahead")
+        return ", ".join(parts) or "as given"
 
 
 def lr_factor(delay: int) -> float:

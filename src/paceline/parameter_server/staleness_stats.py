@@ -4,8 +4,8 @@
     worker     rounds, seconds waited at the clock                 ├─► sum ─► a few lines, JSON
     both       bytes to and from each peer                        ─┘
 
-An update is counted for each key and told for the whole model: N updates of each of K keys are N updates. Nothing here
-reads a clock: a caller that waited says for how long.
+An update is counted for each key and reported for the whole model: N updates of each of K keys are N updates. Nothing
+here reads a clock: a caller that waited says for how long.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ MOST_PEERS = 8
 
 @dataclass(frozen=True)
 class StalenessStats:
-    """One process's numbers, or the sum of several's: a value, so that it can be kept, added and told."""
+    """One process's numbers, or the sum of several's: a value, so that it can be kept, added and reported."""
 
     keys: int = 0  # on this server
     key_updates: int = 0
@@ -69,7 +69,7 @@ class StalenessStats:
         together["seconds"] = max(self.seconds, other.seconds)
         return StalenessStats(**together)
 
-    # -- told ----------------------------------------------------------------------------------------------------------
+    # -- reported ----------------------------------------------------------------------------------------------------
 
     def lines(self) -> list[str]:
         """For the end of a run."""
@@ -99,12 +99,12 @@ class StalenessStats:
 
     def _traffic(self) -> str:
         peers = sorted({*self.sent_bytes, *self.received_bytes}, key=_by_number)
-        told = [
+        traffic = [
             f"{_mib(self.sent_bytes.get(peer, 0))} to and {_mib(self.received_bytes.get(peer, 0))} from {peer}"
             for peer in peers[:MOST_PEERS]
         ]
         more = len(peers) - MOST_PEERS
-        return "; ".join([*told, f"and {more} more"] if more > 0 else told)
+        return "; ".join([*traffic, f"and {more} more"] if more > 0 else traffic)
 
     def to_json(self) -> dict[str, Any]:
         numbers = asdict(self) | {"delays": {str(delay): count for delay, count in sorted(self.delays.items())}}

@@ -7,7 +7,7 @@
                          attempt-0001-server-00000.jsonl   {"paceline": "parameter server", …}
                                                            {"kind": "settings", "groups": [{"lr": "0x1.9p-4"}]}
                                                            {"kind": "apply", "key": 0, "order": 0, "round": 0, …}
-                                                           {"kind": "end", "records": 1, …}
+                                                           {"kind": "end", "records": 1}
 
 A line is written, in one write, before its effect can be seen: a read before the first push of its round leaves, an
 application before an answer has the new version. From then on the kernel has it, and killing the process loses none. So
@@ -34,8 +34,7 @@ import os
 import re
 import sys
 import threading
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
@@ -43,7 +42,6 @@ from typing import Any, Literal, TypeAlias
 from paceline.errors import CheckpointError, ConfigError, LoopError
 from paceline.input_file import cause_of, parse_json, read_input
 from paceline.parameter_server.staleness_policy import Outcome
-from paceline.parameter_server.staleness_stats import StalenessCounter
 
 FOLDER = "parameter_server"
 VERSION = 1
@@ -87,8 +85,8 @@ class Applied:
     key: int
     order: int
     round: int
-    lane: int | None  # None: the sum of all lanes of the round
-    worker: int | None  # whose push it was; None: all workers'
+    lane: int
+    worker: int  # whose push it was
     settings: Settings
     outcome: Outcome = field(default_factory=Outcome)
     check: int | None = None  # a sum over the bits of the key's new weights
@@ -253,50 +251,6 @@ def recorded_attempts(folder: Path) -> list[int]:
     return sorted({int(name[1]) for name in names if name})
 
 
-class UpdateRecorder:
-    """Every update of a server's keys is told to the log and counted, before what it made can be seen."""
-
-    def __init__(
-        self,
-        server: int,
-        by_group: Callable[[Sequence[float]], Settings],
-        log: Callable[[Applied], None] | None,
-        stats: StalenessCounter,
-    ) -> None:
-        """`by_group` names the settings that messages carry as numbers."""
-        self._server, self._by_group, self._log = server, by_group, log
-        self._order: Counter[int] = Counter()  # by key
-        self._named: tuple[Sequence[float], Settings] = ((), ())
-        self.stats = stats
-
-    def tell(
-        self,
-        key: int,
-        round: int,
-        values: Sequence[float],
-        outcome: Outcome,
-        *,
-        lane: int | None = None,
-        worker: int | None = None,
-        check: Callable[[], int] | None = None,
-    ) -> None:
-        """A push of one lane, or (neither lane nor worker) the sum of all lanes of a round.
-
-        `check` sums up the bits of what it made: a replay that differs finds out where it begins to.
-        """
-        if outcome.dropped:
-            self.stats.dropped(outcome.delay)
-        else:
-            self.stats.applied(outcome.delay)
-        if self._log is not None:
-            if values != self._named[0] or not self._named[1]:
-                self._named = values, self._by_group(values)
-            order, named = self._order[key], self._named[1]
-            made = None if check is None or outcome.dropped else check()
-            self._log(Applied(self._server, key, order, round, lane, worker, named, outcome, made))
-        self._order[key] += 1
-
-
 # -- how the run was started -------------------------------------------------------------------------------------------
 
 
@@ -368,8 +322,7 @@ def _check_files(folder: Path, attempt: int, files: list[_LogFile]) -> None:
     names = [file_name(attempt, "server", number) for number in range(job.servers)]
     # A worker that was lost before its first round has left nothing behind, and replay does not need it.
     pushed = {record.worker for file in files for records in file.applied.values() for record in records}
-    needed = [number for number in range(job.workers) if number in pushed or None in pushed]
-    names += [file_name(attempt, "worker", number) for number in needed]
+    names += [file_name(attempt, "worker", number) for number in sorted(pushed)]
     missing = sorted(set(names) - {file.path.name for file in files})
     if missing:
         raise CheckpointError(
@@ -465,8 +418,8 @@ class _LogFile:
             key,
             expected,
             _whole(row, "round"),
-            None if row["lane"] is None else _whole(row, "lane", self.job.lanes),
-            None if row["worker"] is None else _whole(row, "worker", self.job.workers),
+            _whole(row, "lane", self.job.lanes),
+            _whole(row, "worker", self.job.workers),
             self._settings,
             Outcome(_whole(row, "delay"), float.fromhex(row["lr_factor"]), momentum, row["dropped"], row["updates"]),
             None if row["check"] is None else int(row["check"]),

@@ -157,6 +157,12 @@ class Protocol:
     def name(self, rank: int) -> str:
         return f"worker {rank}" if rank < self.workers else f"server {rank - self.workers}"
 
+    def lost_server(self, server: int, how: str) -> str:
+        return (
+            f"server {server}, which held {self.table.held_by(server)}, was lost ({how}); what it had learned is gone: "
+            "resume from the last saved state"
+        )
+
     def check(self, header: Header, *, server: int) -> Header:
         """Refuse what does not fit; `server` is the one that sends or receives it."""
         kinds = _FROM_WORKERS if header.sender < self.workers else _FROM_SERVERS
@@ -192,36 +198,31 @@ class Protocol:
         self._expect(header, "weight", "a number, 0 or more", header.weight, good)
 
     def _check_payload(self, header: Header, key: Key | None) -> None:
-        exact = self._exact_payload(header, key)
-        if exact is not None:
-            elements, dtype = exact
-            self._expect(header, "elements", elements, header.elements, header.elements == elements)
-        else:
-            most, dtype = self._largest_payload(header)
-            self._expect(header, "elements", f"0 to {most}", header.elements, 0 <= header.elements <= most)
+        least, most, dtype = self._payload(header, key)
+        expected = least if least == most else f"{least} to {most}"
+        self._expect(header, "elements", expected, header.elements, least <= header.elements <= most)
         if header.elements:
             self._expect(header, "dtype", dtype, header.dtype, header.dtype == dtype)
 
-    def _exact_payload(self, header: Header, key: Key | None) -> tuple[int, torch.dtype] | None:
-        if key is not None and header.kind in (Kind.PUSH, Kind.SUM):
-            return key.elements, key.sum_dtype
-        loads_weights = header.kind is Kind.LOAD and header.flags == LOADS_WEIGHTS and header.sender < self.workers
-        if key is not None and (header.kind is Kind.WEIGHTS or loads_weights):
-            return key.elements, key.dtype
-        if header.kind in (Kind.PULL, Kind.PING, Kind.BYE):
-            return 0, torch.float32
-        return None
-
-    def _largest_payload(self, header: Header) -> tuple[int, torch.dtype]:
-        if header.kind is Kind.OPEN:
-            return self.lanes, torch.int64
-        if header.kind is Kind.NORMS:
-            return self.table.layout.blocks, torch.float64
-        if header.kind in (Kind.STATE, Kind.LOAD):
-            return MOST_STATE, torch.uint8
-        if header.kind is Kind.ERROR:
-            return MOST_TEXT, torch.uint8
-        return MOST_SETTINGS + 2 * self.lanes, torch.float64
+    def _payload(self, header: Header, key: Key | None) -> tuple[int, int, torch.dtype]:
+        """How many elements it has, at least and at most, and of which type."""
+        kind = header.kind
+        loads_weights = kind is Kind.LOAD and header.flags == LOADS_WEIGHTS and header.sender < self.workers
+        if key is not None and kind in (Kind.PUSH, Kind.SUM):
+            return key.elements, key.elements, key.sum_dtype
+        if key is not None and (kind is Kind.WEIGHTS or loads_weights):
+            return key.elements, key.elements, key.dtype
+        if kind in (Kind.PULL, Kind.PING, Kind.BYE):
+            return 0, 0, torch.float32
+        if kind is Kind.OPEN:
+            return 0, self.lanes, torch.int64
+        if kind is Kind.NORMS:
+            return 0, self.table.layout.blocks, torch.float64
+        if kind in (Kind.STATE, Kind.LOAD):
+            return 0, MOST_STATE, torch.uint8
+        if kind is Kind.ERROR:
+            return 0, MOST_TEXT, torch.uint8
+        return 0, MOST_SETTINGS + 2 * self.lanes, torch.float64
 
     def _expect(self, header: Header, field: str, expected: object, found: object, ok: bool) -> None:
         if not ok:

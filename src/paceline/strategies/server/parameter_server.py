@@ -4,7 +4,7 @@
     Engine(strategy=ParameterServer(clock=BoundedStaleness(steps=2)))            at most 2 rounds apart
     Engine(strategy=ParameterServer(clock=BoundedDelay(rounds=1)))               2 rounds on the same weights
 
-    paceline run --workers 4 --servers 2 train.py        two processes hold the weights, the keys dealt by size
+    paceline run --workers 4 --servers 2 train.py        two processes hold the weights, the keys spread by size
     paceline run --workers 4 train.py                    worker 0 doubles as the server, as under other launchers
 
 A server runs the same script as the workers, up to `engine.prepare`, where it begins to serve.
@@ -70,8 +70,8 @@ class ParameterServer:
     receive and send as one; by default 4, or less in a small model. `server_devices`: where a server holds its keys,
     spread over these by size; by default in the host's memory.
 
-    `record` is a run folder, in which every process writes what it read and applied. An asynchronous run can be
-    replayed from that, bit for bit; without it nothing is written, and the run can't be repeated.
+    `record`, for asynchronous clocks, is a run folder, in which every process writes what it read and applied. The run
+    can be replayed from that, bit for bit; without it nothing is written, and the run can't be repeated.
     """
 
     clock: Clock = field(default_factory=BoundedStaleness)
@@ -89,10 +89,10 @@ class ParameterServer:
                 f"ParameterServer(mode='aggregate') with clock {self.clock}: pushes that are applied on arrival need "
                 "an optimizer on the server; use mode='update', or a clock whose rounds are summed (s=0, d=N)"
             )
-        if self.mode == "aggregate" and self.record is not None:
+        if self.record is not None and self.clock.deterministic:
             raise ConfigError(
-                f"ParameterServer(mode='aggregate', record={str(self.record)!r}): servers that only add have no order "
-                "of updates to record, and the run has one hash without it; leave record out"
+                f"ParameterServer(record={str(self.record)!r}) with clock {self.clock}: its rounds are applied in "
+                "order, so the run gives the same bits when it is simply run again; leave record out"
             )
         if self.key_mib is not None:
             number(
@@ -164,9 +164,9 @@ class Assembly:
         self.comm = handshake.connect(world, job.store, workers_use=job.backend, timeout_s=job.timeout_s)
         try:
             self._end_with_the_generation()
-            told = self._agree()
-            self._main = told[0]
-            self.memory = self._share_memory(on_host=all(one["device"] == "cpu" for one in told))
+            gathered = self._agree()
+            self._main = gathered[0]
+            self.memory = self._share_memory(on_host=all(one["device"] == "cpu" for one in gathered))
         except BaseException:
             self.close()
             raise
@@ -201,10 +201,10 @@ class Assembly:
             "recorded": {"script": started_script(), "engine": dict(self.job.facts)},
             "attempt": 0 if config.record is None else next_attempt(Path(config.record)),
         }
-        told = handshake.check_same_job(self.comm, self.job.world, space.table.layout, facts, own)
-        if self.comm is not None and len({one["weights"] for one in told}) > 1:
+        gathered = handshake.check_same_job(self.comm, space.protocol, facts, own)
+        if self.comm is not None and len({one["weights"] for one in gathered}) > 1:
             handshake.take_over_weights(self.comm, space.parameters)
-        return told
+        return gathered
 
     def _share_memory(self, *, on_host: bool) -> Memory:
         space, clock, aggregates = self.spaces[0], self.config.clock, self.config.mode == "aggregate"
@@ -288,7 +288,7 @@ class Assembly:
             grace_s=GRACE_S if world.elastic is None else 0.0,
             on_leave=left,
             log=log,
-            sum_homes=self.memory.sums,
+            shared_sums=self.memory.sums,
         )
 
     def _check_devices(self, index: int) -> None:
@@ -305,9 +305,9 @@ class Assembly:
         def make() -> ServerCore:
             config = self.config
             keys = space.table.of_server(index) if config.mode == "update" else ()
-            homes = self.memory.weights if space is self.spaces[0] else None
+            shared = self.memory.weights if space is self.spaces[0] else None
             held = hold_keys(
-                *(keys, space.parameters, space.optimizers, space.settings, config.server_devices, homes),
+                *(keys, space.parameters, space.optimizers, space.settings, config.server_devices, shared),
                 look_ahead=config.staleness_policy.look_ahead and not config.clock.deterministic,
             )
             return ServerCore(
@@ -438,7 +438,7 @@ class ParameterServerMaker(Maker):
         assembly, world = self._assembly, self._assembly.job.world
         well = self._connections.failure is None and all(made.between_rounds for made in self._made)
         if world.elastic is not None and not (well and sys.exc_info()[0] is None):
-            self.dismantle()  # the others go on without this worker, and are told so by the coordinator
+            self.dismantle()  # the others go on without this worker; the coordinator tells them
             return
         assembly.barrier.publish(f"stats/worker {world.rank}", self._connections.stats_so_far().to_json())
         self._connections.close()

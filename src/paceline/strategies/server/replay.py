@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from torch import Tensor
 from torch.nn import Parameter
@@ -27,7 +28,7 @@ from paceline.parameter_server.handshake import weights_digest
 from paceline.parameter_server.key_ranges import Key, KeyTable
 from paceline.parameter_server.on_arrival import apply_push
 from paceline.parameter_server.replay import WHY, Replay
-from paceline.parameter_server.replay_order import Application, Item, KeyVersion
+from paceline.parameter_server.replay_order import Application, Item, KeyVersion, item_of
 from paceline.parameter_server.server_key import ServerKey, Snapshot, hold_keys
 from paceline.parameter_server.staleness_stats import StalenessCounter
 from paceline.parameter_server.update_log import Applied
@@ -53,18 +54,21 @@ class ReplayedClient(Client):
     def __init__(
         self, replay: Replay, table: KeyTable, settings: GroupSettings, hold: Callable[[], Mapping[int, ServerKey]]
     ) -> None:
-        """`hold` makes the keys when they are first needed, as servers do."""
+        """`hold` makes the keys."""
         self.table, self._replay, self._settings, self._hold = table, replay, settings, hold
-        self._held: Mapping[int, ServerKey] = {}
         self._shown: dict[int, tuple[int, int]] = {}  # which version the model holds, as which worker read it
         self._copies: dict[KeyVersion, Snapshot] = {}  # of versions that a later item read
         self._pushed: dict[tuple[Item, int], _Pushed] = {}
         self.norm, self.versions = math.nan, {}
 
+    @cached_property
+    def _held(self) -> Mapping[int, ServerKey]:
+        """Made when they are first needed, as servers make them."""
+        return self._hold()
+
     # -- one turn ----------------------------------------------------------------------------------------------------
 
     def start(self, round: int, put: Put) -> float:
-        self._have_keys()
         turn = self._replay.turn
         for number, version in turn.reads.items():
             self._show(number, version, turn.item.worker, put)
@@ -89,9 +93,7 @@ class ReplayedClient(Client):
         held = self._held[record.key]
         if application.keep_old:
             self._copies[record.key, held.version] = held.snapshot()
-        assert record.lane is not None
-        assert record.worker is not None
-        item = Item(record.round, record.lane, record.worker)
+        item = item_of(record)
         pushed = self._pushed.pop((item, record.key), None)
         if pushed is None:
             raise CheckpointError(
@@ -118,7 +120,6 @@ class ReplayedClient(Client):
     # -- weights -----------------------------------------------------------------------------------------------------
 
     def newest(self, round: int, put: Put) -> None:
-        self._have_keys()
         for number, held in self._held.items():
             put(self.table.keys[number], held.weights)
         self._shown.clear()
@@ -133,19 +134,14 @@ class ReplayedClient(Client):
             put(self.table.keys[number], there.seen_by(worker))
             self._shown[number] = version, worker
 
-    def _have_keys(self) -> None:
-        self._held = self._held or self._hold()
-
     # -- saving and loading ------------------------------------------------------------------------------------------
 
     def states(self, round: int) -> dict[int, list[State]]:
-        self._have_keys()
         return {number: held.states() for number, held in self._held.items()}
 
     def load(
         self, round: int, parameters: Sequence[Tensor] | None, states: Mapping[int, Sequence[State]] | None
     ) -> None:
-        self._have_keys()
         for number, held in self._held.items():
             if parameters is not None:
                 held.load_weights(held.key.gathered([parameter.detach() for parameter in parameters]).cpu(), 0)
@@ -172,11 +168,6 @@ class ReplayedMaker(Maker):
     def __init__(self, config: ParameterServer, job: Job, replay: Replay) -> None:
         self._config, self._job, self._replay = config, job, replay
         recorded = replay.run.job
-        if config.clock.deterministic:
-            raise ConfigError(
-                f"replay: with clock {config.clock} the order of updates is fixed, so the run in {replay.folder} gives "
-                "the same bits when it is simply run again"
-            )
         if str(config.clock) != recorded.clock or job.lanes != recorded.lanes:
             raise CheckpointError(
                 f"replay: the run in {replay.folder} had clock {recorded.clock} and {recorded.lanes} lanes, but the "

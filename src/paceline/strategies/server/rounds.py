@@ -37,17 +37,15 @@ from paceline.parameter_server.client import Client
 from paceline.parameter_server.clock import Clock
 from paceline.parameter_server.handshake import StoreBarrier
 from paceline.parameter_server.key_ranges import Key
-from paceline.parameter_server.server_key import sliced_states, states_of_keys
 from paceline.parameter_server.staleness_stats import StalenessCounter
 from paceline.parameter_server.update_log import NoLog, Read, UpdateLog
 from paceline.parameter_server.wire import Close
 from paceline.sharding.bucket import plan_buckets
-from paceline.sharding.flat_layout import Piece
 from paceline.sharding.local_shard import LocalShard, all_here
 from paceline.strategies.buckets import GradientBuckets, GradientPlaceholder
 from paceline.strategies.master_weights import load_exactly
 from paceline.strategies.registry import Job
-from paceline.strategies.server.space import Space
+from paceline.strategies.server.space import ModelWeights, Space, sliced_states, states_of_keys
 from paceline.strategies.strategy import Agreement, ItemPlace, Tally, WeightsInTheModel
 
 READS = "weights being read"  # in a saved state
@@ -66,7 +64,7 @@ class Wiring:
     gradients: Sequence[Tensor] | None = None  # shared memory for each bucket's; only a synchronous clock may use it
     log: UpdateLog | NoLog = field(default_factory=NoLog)
     group: Communicator | None = None  # of workers and servers
-    barrier: StoreBarrier | None = None  # of asynchronous workers
+    barrier: StoreBarrier = field(default_factory=StoreBarrier.of_one)  # of asynchronous workers
     # What was loaded, by optimizer: where there are several, strategies that are made later need it too.
     loads: dict[int, tuple[dict[str, Any], int]] | None = None
 
@@ -319,7 +317,7 @@ class UpdatesOnServers(PushedRounds):
             self._end_round()
 
     def clip(self, max_norm: float) -> float:
-        """The servers find the norm and clip by it; the one returned is the last that they told."""
+        """The servers find the norm and clip by it; the one returned is the last that they sent."""
         self._max_norm = max_norm
         return self._client.norm
 
@@ -528,8 +526,7 @@ class UpdatesOnArrival(UpdatesOnServers):
 
     def _all_workers_are_here(self) -> None:
         """Those that are left."""
-        if self._barrier is not None:
-            self._lost |= self._barrier.wait()
+        self._lost |= self._barrier.wait()
 
     def _hand_over(self, round: int, states: Sequence[State] | None) -> None:
         super()._hand_over(round, states)
@@ -692,84 +689,6 @@ class SumsOnServers(PushedRounds):
         self._waiting, self._newest, self._round = [], None, round
         self._weights.remember(reads)
         self._note_load(optimizer, state, round)
-
-
-# -- weights and states of parameters ----------------------------------------------------------------------------------
-
-
-class ModelWeights:
-    """Weights on their way into the model: what a server holds by key is copied into the parameters it is made of.
-
-        key 3 |── ln.weight ──|─ ln.bias ─|── head[0:4096] ──|  ──put──►  ln.weight, ln.bias, the first part of head
-
-    A parameter whose memory is not in logical order has no part that could be written to: it goes through a copy.
-    """
-
-    def __init__(self, parameters: Sequence[Parameter]) -> None:
-        self._parameters = parameters
-        self._flat: dict[int, tuple[int, Tensor]] = {}  # by parameter: its address when that was found
-        self._kept: list[Tensor] | None = None
-
-    def put(self, key: Key, weights: Tensor) -> None:
-        device = self._parameters[key.pieces[0].parameter].device
-        with torch.no_grad():
-            targets: list[Tensor] = []
-            parts: list[Tensor] = []
-            for piece, part in zip(key.pieces, key.views(weights.to(device)), strict=True):
-                parameter = self._parameters[piece.parameter]
-                if parameter.is_contiguous():
-                    targets.append(self._flat_of(piece.parameter)[piece.start : piece.stop])
-                    parts.append(part)
-                else:
-                    _put_piece(parameter, piece, part)
-            if targets:
-                torch._foreach_copy_(targets, parts)
-
-    def _flat_of(self, index: int) -> Tensor:
-        parameter = self._parameters[index]
-        address, flat = self._flat.get(index, (0, parameter))
-        if address != parameter.data_ptr():
-            flat = parameter.detach().view(-1)
-            self._flat[index] = parameter.data_ptr(), flat
-        return flat
-
-    # -- a round's weights while others are shown --------------------------------------------------------------------
-
-    def keep(self) -> None:
-        """Remember the weights as they are, unless some are remembered already."""
-        if self._kept is None:
-            self._kept = self.copies()
-
-    def restore(self) -> None:
-        """Put back what was remembered, if anything."""
-        if self._kept is not None:
-            self.put_all(self._kept)
-            self._kept = None
-
-    def copies(self) -> list[Tensor]:
-        return [parameter.detach().clone() for parameter in self._parameters]
-
-    def put_all(self, weights: Sequence[Tensor]) -> None:
-        with torch.no_grad():
-            torch._foreach_copy_(list(self._parameters), list(weights))
-
-    def remember(self, weights: Sequence[Tensor] | None) -> None:
-        """Others than the model holds; None: nothing."""
-        self._kept = None if weights is None else list(weights)
-
-    @property
-    def remembered(self) -> Sequence[Tensor] | None:
-        return self._kept
-
-    def versions(self) -> list[int]:
-        """They change when a parameter is written to."""
-        return [parameter._version for parameter in self._parameters]
-
-
-def _put_piece(parameter: Parameter, piece: Piece, part: Tensor) -> None:
-    flat = parameter.detach().reshape(-1)
-    flat[piece.start : piece.stop] = part
-    parameter.copy_(flat.view(parameter.shape))
 
 
 def by_place(optimizer: Optimizer, parameters: Sequence[Parameter], values: Sequence[Any]) -> dict[int, Any]:

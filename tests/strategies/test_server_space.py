@@ -9,7 +9,7 @@ from torch.nn import Parameter
 from paceline.parameter_server.key_ranges import KeyTable, plan_keys
 from paceline.sharding.bucket import GradientSpec, plan_buckets
 from paceline.sharding.flat_layout import BLOCK, FlatLayout
-from paceline.strategies.server.rounds import ModelWeights
+from paceline.strategies.server.space import ModelWeights
 
 
 def parameters() -> list[Parameter]:
