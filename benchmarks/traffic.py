@@ -19,10 +19,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
+import traffic_theory as theory
 from server_round import TENSORS, ServerJob, held_by_servers
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from paceline.collectives import traffic_theory as theory
 from paceline.collectives.canonical_sum import SumPlan, sum_plan
 from paceline.collectives.choice import FLAT, HIERARCHICAL, schedule_named
 from paceline.collectives.communicator import Communicator

@@ -146,7 +146,7 @@ def test_bus_bandwidth_has_the_factors_of_nccl_tests(name: str, factor: float) -
         (["--sizes", "0"], "'0' is no size"),
         (["--workers", "1"], "--workers 1: a collective needs at least two"),
         (["--rounds", "0"], "--rounds 0"),
-        (["--operation", "broadcast", "--backend", "bound"], "--operation broadcast: nobody who was chosen has it"),
+        (["--operation", "broadcast", "--backend", "bound"], "--operation broadcast: no chosen contestant has it"),
         (["--json", "no/such/folder/f.json"], "--json no/such/folder/f.json can't be written"),
         (["--png", "no/such/folder/f.png"], "--png no/such/folder/f.png can't be written"),
     ],
@@ -161,7 +161,7 @@ def test_bad_input_is_refused_before_anything_starts(options: list[str], words: 
 def test_who_is_not_installed_is_left_out_with_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(comparing.importlib.util, "find_spec", lambda name: None if name == "deepspeed" else object())
     monkeypatch.setattr(comparing.shutil, "which", lambda name: None)
-    monkeypatch.setattr(comparing, "compiled_library", lambda: None)
+    monkeypatch.setattr(comparing, "_has_c_kernels", lambda: False)
     asked, lines = without_the_missing(replace(SMALL, backends=BACKENDS))
     assert asked.backends == ("paceline", "paceline-torch", "paceline-buckets", "gloo")
     assert lines == [

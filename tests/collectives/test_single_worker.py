@@ -61,7 +61,7 @@ def test_it_has_no_memory_to_share() -> None:
     assert comm.shared(8, torch.float32) is None
     assert comm.common(64) is None
     assert comm.number_of(torch.zeros(3)) is None
-    assert comm.home_of_bucket(0, 0, 8, torch.float32) is None
+    assert comm.bucket_buffer(0, 0, 8, torch.float32) is None
 
 
 def test_messages_are_refused_because_there_is_no_peer() -> None:
@@ -104,5 +104,5 @@ def test_every_public_call_that_would_reach_a_group_is_its_own() -> None:
         if not name.startswith("_") and (inspect.isfunction(member) or isinstance(member, property))
     }
     reaching = {name for name, text in source.items() if "_groups" in text or "_group_of" in text or "_store" in text}
-    only_in_shared_memory = {"shared", "common", "number_of", "there", "home_of_bucket", "forget_buckets"}
+    only_in_shared_memory = {"shared", "common", "number_of", "there", "bucket_buffer", "forget_buckets"}
     assert reaching - only_in_shared_memory <= vars(SingleWorker).keys()

@@ -10,13 +10,15 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from paceline import Engine, World
-from paceline.collectives import traffic_theory as theory
 from paceline.collectives.byte_count import Traffic
 from paceline.collectives.canonical_sum import sum_plan
 from paceline.strategies.server import ParameterServer
+from tests.benchmarks import script
 from tests.workers import run_workers
 
 pytestmark = pytest.mark.workers
+
+theory = script("traffic_theory")
 
 LANES = 4
 ANSWER: dict[str, str] = {"update": "weights", "aggregate": "sum"}

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from paceline.collectives import traffic_theory as theory
 from paceline.collectives.canonical_sum import sum_plan
 from paceline.errors import ConfigError
 from paceline.sharding.footprint import FOOTPRINTS, Footprint, Model, footprint
+from tests.benchmarks import script
+
+theory = script("traffic_theory")
 
 PSI = 840_000  # divides by every number of workers here
 

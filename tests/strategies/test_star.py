@@ -12,13 +12,15 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from paceline import Engine, World
-from paceline.collectives import traffic_theory as theory
 from paceline.collectives.byte_count import Traffic
 from paceline.collectives.canonical_sum import sum_plan
 from paceline.errors import ConfigError
+from tests.benchmarks import script
 from tests.bits.programs import clipped, gpt, short_last_step
 from tests.engine.loops import prepared
 from tests.workers import hashes, run_workers
+
+theory = script("traffic_theory")
 
 PROGRAMS = {"gpt": gpt, "clipped": clipped, "short_last_step": short_last_step}
 

@@ -12,19 +12,21 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from paceline import Engine, World
-from paceline.collectives import traffic_theory as theory
 from paceline.collectives.byte_count import Traffic
 from paceline.collectives.canonical_sum import sum_plan
 from paceline.collectives.communicator import Communicator
-from paceline.collectives.traffic_theory import Moved
 from paceline.parameter_server import handshake
 from paceline.parameter_server.wire import FIELDS
 from paceline.strategies.server import ParameterServer
 from paceline.strategies.server.space import plan_spaces
 from paceline.world.world import TcpRendezvous
+from tests.benchmarks import script
 from tests.workers import free_port, run_workers
 
 pytestmark = pytest.mark.workers
+
+theory = script("traffic_theory")
+Moved = theory.Moved
 
 STEPS = 3
 HEADER_BYTES = 8 * FIELDS

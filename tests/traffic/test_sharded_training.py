@@ -17,19 +17,21 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from paceline import Engine, Precision, World
-from paceline.collectives import traffic_theory as theory
 from paceline.collectives.byte_count import Traffic
 from paceline.collectives.canonical_sum import sum_plan
 from paceline.collectives.direct_all_reduce import CANONICAL_SCATTER
-from paceline.collectives.traffic_theory import Moved
 from paceline.sharding.flat_layout import BLOCK
 from paceline.strategies.strategy import Strategy
 from paceline.strategies.zero.zero1 import Zero1Config
 from paceline.strategies.zero.zero2 import Zero2Config
 from paceline.world.lanes import strided_lanes
+from tests.benchmarks import script
 from tests.workers import run_workers
 
 pytestmark = pytest.mark.workers
+
+theory = script("traffic_theory")
+Moved = theory.Moved
 
 CONFIGS: dict[str, Any] = {"zero1": Zero1Config, "zero2": Zero2Config}
 GATHER = "all-gather of weights"

@@ -8,15 +8,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.collectives import traffic_theory as theory
 from paceline.collectives.canonical_sum import sum_plan
 from paceline.collectives.direct_all_reduce import canonical_schedule
 from paceline.collectives.hierarchical_all_reduce import hierarchical
 from paceline.collectives.ring_all_reduce import RING_ALL_GATHER, RING_REDUCE_SCATTER
 from paceline.collectives.schedule import Schedule
-from paceline.collectives.traffic_theory import Moved
 from paceline.world.world import Topology
+from tests.benchmarks import script
 from tests.collectives.simulator import FLAT
+
+theory = script("traffic_theory")
+Moved = theory.Moved
 
 FORMS: dict[str, tuple[Schedule, Callable[[int, int], list[Moved]]]] = {
     "star": (FLAT["star"], theory.star),

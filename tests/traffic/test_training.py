@@ -16,13 +16,15 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from paceline import Engine, World
-from paceline.collectives import traffic_theory as theory
 from paceline.collectives.byte_count import Traffic
 from paceline.collectives.choice import ALGORITHMS, AUTO, FLAT, HIERARCHICAL
-from paceline.collectives.traffic_theory import Moved
 from paceline.errors import ConfigError
 from paceline.world.world import TcpRendezvous, Topology
+from tests.benchmarks import script
 from tests.workers import free_port, run_workers
+
+theory = script("traffic_theory")
+Moved = theory.Moved
 
 NAMED = [name for name in ALGORITHMS if name != AUTO]
 STEPS = 3

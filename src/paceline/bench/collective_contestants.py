@@ -11,7 +11,7 @@ Every call is checked once before it is timed: rank r brings r + 1 everywhere.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -23,9 +23,8 @@ from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from paceline.bench.collectives import ALGORITHMS, ITEM_BYTES, OPERATIONS, Comparison
-from paceline.collectives import traffic_theory as theory
 from paceline.collectives.canonical_sum import owner_ranges
-from paceline.collectives.choice import HIERARCHICAL, Choice
+from paceline.collectives.choice import Choice
 from paceline.collectives.communicator import Communicator
 from paceline.collectives.executor import Scratch, run_schedule
 from paceline.collectives.ring_all_reduce import RING_ALL_GATHER, RING_REDUCE_SCATTER
@@ -91,7 +90,7 @@ class Contestant(Protocol):
         ...
 
     def formula_bytes(self, operation: str, elements: int) -> float:
-        """What the busiest rank sends of one call."""
+        """What the busiest rank has to send of one call."""
         ...
 
     def close(self) -> None: ...
@@ -224,13 +223,7 @@ class Scheduled:
         return self._comm.traffic.sent_bytes
 
     def formula_bytes(self, operation: str, elements: int) -> float:
-        size, name = self._comm.size, self._schedule(operation, elements).name
-        moved: Sequence[theory.Moved]
-        if name == HIERARCHICAL:
-            moved = theory.hierarchical(elements, self._choice.topology)
-        else:
-            moved = getattr(theory, name.replace("-", "_"))(elements, size)
-        return max(each.sent for each in moved) * ITEM_BYTES
+        return self._schedule(operation, elements).most_sent(elements, self._comm.size) * ITEM_BYTES
 
     def close(self) -> None:
         self._comm.close()

@@ -122,7 +122,7 @@ class Comparison:
             raise ConfigError("--sizes names no size")
         for name in self.operations:
             if not self.contestants(name):
-                raise ConfigError(f"--operation {name}: nobody who was chosen has it; add --backend {BASELINE}")
+                raise ConfigError(f"--operation {name}: no chosen contestant has it; add --backend {BASELINE}")
 
     @property
     def all_rounds(self) -> int:

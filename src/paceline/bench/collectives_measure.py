@@ -198,7 +198,7 @@ def _times_baseline(name: str, rounds: Sequence[Mapping[str, float]]) -> dict[st
 
 
 def told(case: Mapping[str, Any]) -> str:
-    """One line per case, for whoever watches."""
+    """One line per case, for the user who watches."""
     times = " · ".join(f"{name} {1e6 * facts['time_s']['median']:,.0f}" for name, facts in case["contestants"].items())
     disturbed = f"{case['disturbed_rounds']} of {len(case['rounds'])} rounds disturbed"
     return f"{case['operation']} {case['size']}: {times} µs · {disturbed}"

@@ -126,7 +126,7 @@ def meeting(world: World) -> Iterator[None]:
         dist.init_process_group("gloo", store=PrefixStore("bench", store), rank=world.rank, world_size=world.size)
         try:
             yield
-            dist.barrier()  # under torchrun rank 0 may serve the store: nobody leaves before all have closed theirs
+            dist.barrier()  # under torchrun rank 0 may serve the store: no worker leaves before all have closed theirs
         finally:
             dist.destroy_process_group()
     finally:
@@ -178,7 +178,7 @@ def workload_facts(workload: Workload) -> dict[str, Any]:
 
 
 def told(number: int, race: Race, measured: Round, workload: Workload, steps: int) -> str:
-    """One line per round, for whoever watches."""
+    """One line per round, for the user who watches."""
     units = steps * race.workers * workload.batch_size * workload.units_per_sample
     speeds = " · ".join(f"{name} {units / measured.seconds[name]:,.0f}" for name in race.contestants)
     others = f"other work {measured.foreign + measured.steal:.0%}"

@@ -147,7 +147,7 @@ def _in_shared(spans: dict[str, Any], share: float) -> float:
     return share - private
 
 
-# -- spans: which bytes of which memory somebody holds -----------------------------------------------------------------
+# -- spans: which bytes of which memory a worker holds -----------------------------------------------------------------
 
 Memory = str  # a mapped file that workers share, or one worker's private memory
 Spans = Mapping[Memory, Sequence[tuple[int, int]]]  # by memory: (start, stop), in order and apart from each other

@@ -67,7 +67,7 @@ def formula(run: MemoryRun, parameters: int) -> int | None:
 
 
 def _use_everything_once() -> None:
-    """What libraries load and allocate at first use is nobody's memory."""
+    """What libraries load and allocate at first use is no contestant's memory."""
     layer = torch.nn.Linear(256, 256)
     optimizer = adamw(layer)
     for _ in range(2):

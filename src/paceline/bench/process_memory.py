@@ -2,7 +2,7 @@
 
 PSS         pages that only this process has, and its share of those that others have too
 peak        the highest resident size since `reset_peak`, with shared pages counted as PSS counts them
-tensors     what is alive in the process, asked of the interpreter: nobody's books are trusted
+tensors     what is alive in the process, asked of the interpreter: no contestant's own books are trusted
 
             parameters         of the model, and of every optimizer there is (a sharded one's own pieces)
             gradients          their .grad

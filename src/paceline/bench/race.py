@@ -1,17 +1,17 @@
 """A race: which contestants do the same work, in which order, and how many times.
 
     round 1   A A A   B B B   C C C          K steps each, timed between barriers; the slowest worker counts
-    round 2   B B B   C C C   A A A          the order turns, so that nobody always comes first
+    round 2   B B B   C C C   A A A          the order turns, so that none always comes first
     round 3   C C C   A A A   B B B
-    round 4   C C C   B B B   A A A          and then backwards, so that nobody always follows the same one
+    round 4   C C C   B B B   A A A          and then backwards, so that none always follows the same one
 
 All contestants live in the same worker processes, each with its own copy of the model, so that they meet the same
-machine in the same minute. Plan, start and summary are here, without torch; `measure` runs the plan. Whoever trains, a
-step is one global batch on as many threads:
+machine in the same minute. Plan, start and summary are here, without torch; `measure` runs the plan. For all of
+them a step is one global batch on as many threads:
 
                      processes   threads of each   batch of each
     one-process          1              N               N·b          in worker 0, while the others wait
-    everyone else        N              1                 b
+    all others           N              1                 b
 
 The result is one JSON object, with the same keys for every race:
 

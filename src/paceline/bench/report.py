@@ -184,7 +184,7 @@ def _times(cases: list[dict[str, Any]]) -> Table:
 
 def _bytes(cases: list[dict[str, Any]]) -> Table:
     """Of those that count what they send."""
-    table = table_of("size", "algorithm", "sent by the busiest rank, bytes", "by formula")
+    table = table_of("size", "algorithm", "sent by the busiest rank, bytes", "by its schedule")
     table.columns[1].justify = "left"
     for case in cases:
         for name, facts in case["contestants"].items():

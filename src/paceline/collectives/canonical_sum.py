@@ -8,8 +8,8 @@
               ┌─┴─┐   ┌─┴─┐   ┌─┘                list of merges "left += right":
     lanes     0   1   2   3   4                      (0,1) (2,3) (0,2) (0,4)
 
-A worker performs the merges whose lanes it all holds and is left with its *roots*; whoever receives the roots of all
-workers performs the rest. Both sides do the same additions in the same order, so the cut between them changes no bit.
+A worker performs the merges whose lanes it all holds and is left with its *roots*; the owner that receives the roots of
+all workers performs the rest. Both do the same additions in the same order, so the cut between them changes no bit.
 
 A *reduce-scatter plan* says what the workers send to the owners of ranges at one moment, and which sums an owner then
 holds:

@@ -165,7 +165,7 @@ class Choice:
 
 
 def measure_network(comm: Communicator, topology: Topology) -> Network:
-    """A collective. One pair inside a host and one across play ping-pong; rank 0's view of both is everybody's."""
+    """A collective. One pair inside a host and one across play ping-pong; all ranks take rank 0's view of both."""
     crowded = max(topology.hosts, key=len)
     inside = _ping_pong(comm, crowded[0], crowded[1]) if len(crowded) > 1 else None
     across = _ping_pong(comm, topology.hosts[0][0], topology.hosts[1][0]) if len(topology.hosts) > 1 else None

@@ -64,65 +64,47 @@ class Work:
         """What the operation gave, once it has been waited for."""
         return self._work.result()
 
-    def wait(self, timeout_s: float | None = None) -> None:
-        """`timeout_s`: another one than the group's."""
+    def wait(self, timeout_s: float | None = None, *, vote: int | None = None, look_every_s: float = 0.5) -> None:
+        """`timeout_s`: another one than the group's. `vote`: it is that step vote (see `wait_for_vote`)."""
         if not self._done:
-            self._wait(timeout_s)
+            try:
+                with Waiting():
+                    self._wait_in_c10d(timeout_s, vote, look_every_s)
+            except (RuntimeError, TimeoutError, WorldError) as error:  # WorldError: the store knows of a new generation
+                raise self._owner.lost(error, self._doing) from error
+            self._done = True
         if self.when_done is not None:
             self.when_done()
             self.when_done = None
 
-    def _wait(self, timeout_s: float | None) -> None:
-        try:
-            with Waiting():
-                self._wait_in_c10d(timeout_s)
-        except (RuntimeError, TimeoutError, WorldError) as error:
-            raise self._owner.lost(error, self._doing) from error
-        self._done = True
+    def wait_for_vote(self, vote: int, look_every_s: float = 0.5) -> None:
+        """Wait for step vote number `vote`, and look at the peers' notes while it takes long."""
+        self.wait(vote=vote, look_every_s=look_every_s)
 
-    def _wait_in_c10d(self, timeout_s: float | None) -> None:
+    def _wait_in_c10d(self, timeout_s: float | None, vote: int | None, look_every_s: float) -> None:
         if timeout_s is not None:
             self._work.wait(timedelta(seconds=timeout_s))
         elif self.is_gloo_message:
             _wait_for_messages([self])
-        elif self.looks_up:
-            self._wait_and_look_up()
+        elif self.looks_up or vote is not None:
+            self._wait_and_look_up(vote, look_every_s)
         else:
             self._work.wait()
 
-    def _wait_and_look_up(self) -> None:
+    def _wait_and_look_up(self, vote: int | None, look_every_s: float) -> None:
         """In a group that is over gloo was seen to wait on, once in a while, for connections that are shut down."""
-        deadline = time.monotonic() + self._owner.timeout_s
-        while not self._work.is_completed():
-            try:
-                self._work.wait(timedelta(seconds=LOOK_UP_EVERY_S))
-            except RuntimeError:
-                if self._work.is_completed() or self._owner.is_quiet or time.monotonic() > deadline:
-                    raise
-        self._work.wait()
-
-    def wait_for_vote(self, vote: int, look_every_s: float = 0.5) -> None:
-        """Wait for ballot number `vote`, and look at the peers' notes while it takes long."""
-        with Waiting():
-            self._wait_for_vote(vote, look_every_s)
-        self.wait()
-
-    def _wait_for_vote(self, vote: int, look_every_s: float) -> None:
         begun = looked_at = time.monotonic()
         while not self._work.is_completed():
             try:
                 self._work.wait(timedelta(seconds=LOOK_UP_EVERY_S))
-            except RuntimeError as error:
+            except RuntimeError:
                 now = time.monotonic()
                 if self._work.is_completed() or self._owner.is_quiet or now - begun > self._owner.timeout_s:
-                    raise self._owner.lost(error, self._doing) from error
-                if now - looked_at < look_every_s:
-                    continue
-                looked_at = now
-                try:
+                    raise
+                if vote is not None and now - looked_at >= look_every_s:
+                    looked_at = now
                     self._owner.raise_if_left(vote)
-                except WorldError as lost:  # the store knows of a new generation already
-                    raise self._owner.lost(lost, self._doing) from error
+        self._work.wait()
 
 
 class Done(Work):
@@ -135,10 +117,7 @@ class Done(Work):
     def result(self) -> Any:
         return self._result
 
-    def wait(self, timeout_s: float | None = None) -> None:
-        """At once."""
-
-    def wait_for_vote(self, vote: int, look_every_s: float = 0.5) -> None:
+    def wait(self, timeout_s: float | None = None, *, vote: int | None = None, look_every_s: float = 0.5) -> None:
         """At once."""
 
 
@@ -175,7 +154,7 @@ def _wait_for_messages(works: Sequence[Work]) -> None:
 LAST_BREATH_S = 0.02
 LEAVE_IN_S = 0.5
 QUIET_S = 1.0
-"""After so long in a group that is over nobody waits for a message any more, though gloo has not closed all of it."""
+"""After so long in a group that is over no wait for a message goes on, though gloo has not closed all of it."""
 
 
 class Communicator:
@@ -184,7 +163,7 @@ class Communicator:
     def __init__(
         self, groups: Mapping[str, Any], store: Store, world: World, *, backend: str, timeout_s: float
     ) -> None:
-        self._groups = groups  # by kind of device: NCCL moves CUDA tensors only, so ballots and checks go through gloo
+        self._groups = groups  # by kind of device: NCCL moves CUDA tensors only, so votes and checks go through gloo
         self._store = store
         self._world = world
         self.backend = backend
@@ -261,7 +240,7 @@ class Communicator:
         self._count = other._count if ranks is None else other._count.of_group(ranks)
 
     def explain_losses(self, explain: Callable[[], str | None]) -> None:
-        """Somebody hears of lost peers in another way, and can tell more than this group."""
+        """`explain` hears of lost peers in another way, and can tell more than this group."""
         self._explain = explain
 
     def reconnect(self, world: World, store: Store) -> None:
@@ -390,15 +369,15 @@ class Communicator:
             "scatter_bucket", lambda: group.scatter_bucket(owner, scatter), "in the reduce-scatter of a bucket"
         )
 
-    def home_of_bucket(self, owner: int, bucket: int, elements: int, dtype: torch.dtype) -> Tensor | None:
+    def bucket_buffer(self, owner: int, bucket: int, elements: int, dtype: torch.dtype) -> Tensor | None:
         """Where this worker's root of the bucket is best made, if the backend adds it up where it lies."""
         if self.backend != "paceline":
             return None
         group = self._groups["cpu"]
-        work = self._started(lambda: group.home_of_bucket(owner, bucket, elements, dtype), "making room for a bucket")
+        work = self._started(lambda: group.bucket_buffer(owner, bucket, elements, dtype), "making room for a bucket")
         work.wait()
-        home: Tensor = work.result()[0]
-        return home
+        buffer: Tensor = work.result()[0]
+        return buffer
 
     def forget_buckets(self, owner: int) -> None:
         if self.backend == "paceline":
@@ -430,14 +409,14 @@ class Communicator:
     # -- notes: what a worker says about itself when it can no longer take part -----------------------------------
 
     def leave_note(self, text: str, *, votes: int) -> None:
-        """Tell peers that wait for us why we won't come; `votes` says how many ballots we did take part in."""
+        """Tell peers that wait for us why we won't come; `votes` says how many step votes we did take part in."""
         self._store.set(f"left/{self.rank}", f"{votes} {text}")
 
     def take_back_note(self) -> None:
         self._store.delete_key(f"left/{self.rank}")
 
     def notes(self) -> dict[int, tuple[int, str]]:
-        """Per worker that has left: the ballots it took part in, and its words."""
+        """Per worker that has left: the step votes it took part in, and its words."""
         found: dict[int, tuple[int, str]] = {}
         for rank in range(self.size):
             if rank != self.rank and self._store.check([f"left/{rank}"]):
@@ -446,7 +425,7 @@ class Communicator:
         return found
 
     def raise_if_left(self, vote: int) -> None:
-        """Raise if somebody has left before ballot number `vote`; who left after it has sent theirs."""
+        """Raise if a worker has left before step vote number `vote`; one that left after it has sent its own."""
         if self._ended is not None:
             raise GenerationEnded(self._ended)
         for rank, (votes, note) in self.notes().items():
@@ -579,7 +558,7 @@ class SingleWorker(Communicator):
         return [value]
 
     def leave_note(self, text: str, *, votes: int) -> None:
-        """Nobody would read it."""
+        """No peer would read it."""
 
     def take_back_note(self) -> None:
         """None was left."""
@@ -588,7 +567,7 @@ class SingleWorker(Communicator):
         return {}
 
     def raise_if_left(self, vote: int) -> None:
-        """There is nobody who could have left."""
+        """There is no peer that could have left."""
 
     def close(self) -> None:
         """Nothing is open."""

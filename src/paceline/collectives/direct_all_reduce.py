@@ -2,7 +2,7 @@
 
     scatter    every rank sends each owner its part of the owner's chunk
     finish     the owner adds the N parts
-    gather     the owner sends the finished chunk to everybody
+    gather     the owner sends the finished chunk to all
 
 Rank r sends and receives Z + (N-2)·|r| bytes: the ring's bytes in 2 steps of N-1 messages instead of 2·(N-1) of one.
 
@@ -15,7 +15,7 @@ Without the gather it is the *canonical reduce-scatter*: owners keep what they f
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -66,28 +66,35 @@ def canonical_schedule(plan: SumPlan) -> Schedule:
 def direct_all_reduce(
     comm: Communicator, plan: SumPlan, roots: Mapping[int, Tensor], out: Tensor, *, tag: int, scratch: Scratch
 ) -> None:
-    """Finish the canonical sum of all workers' roots into `out`, which may be one of the roots."""
-    ranges = owner_ranges(out.numel(), comm.size)
-    own = slice(*ranges[comm.rank])
-    others = [(comm.rank + hop) % comm.size for hop in range(1, comm.size)]
-    foreign = [(peer, root) for peer in others for root in plan.roots(peer)]
+    """Finish the canonical sum of all workers' roots into `out`, which may be one of the roots. Takes two tags."""
+    sum_at_owners(comm, plan, owner_ranges(out.numel(), comm.size), roots, out, CANONICAL, tag=tag, scratch=scratch)
 
+
+def sum_at_owners(
+    comm: Communicator,
+    plan: SumPlan,
+    ranges: Sequence[tuple[int, int]],
+    roots: Mapping[int, Tensor],
+    out: Tensor,
+    operation: str,
+    *,
+    tag: int,
+    scratch: Scratch,
+) -> None:
+    """The same with any owners of ranges: a star has one owner of all."""
+    own = slice(*ranges[comm.rank])
     width = own.stop - own.start
+    others = [(comm.rank + hop) % comm.size for hop in range(1, comm.size)]
+    owners = [peer for peer in others if ranges[peer][0] < ranges[peer][1]]
+    foreign = [(peer, root) for peer in others for root in plan.roots(peer)] if width else []
     received = scratch.take(out, width * len(foreign)).view(len(foreign), width)
-    incoming: list[Handle] = []
-    outgoing: list[Handle] = []
-    if width:
-        incoming = [
-            comm.receive(row, source=peer, tag=tag, operation=CANONICAL)
-            for (peer, _), row in zip(foreign, received, strict=True)
-        ]
-    for peer in others:
-        low, high = ranges[peer]
-        if low < high:
-            outgoing += [
-                comm.send(roots[root][low:high], to=peer, tag=tag, operation=CANONICAL)
-                for root in plan.roots(comm.rank)
-            ]
+    outgoing, incoming = _start(
+        comm,
+        sends=[(roots[root][slice(*ranges[peer])], peer) for peer in owners for root in plan.roots(comm.rank)],
+        receives=[(row, peer) for (peer, _), row in zip(foreign, received, strict=True)],
+        tag=tag,
+        operation=operation,
+    )
     wait_all(incoming)
     if width:
         parts = {root: tensor[own] for root, tensor in roots.items()}
@@ -98,15 +105,32 @@ def direct_all_reduce(
         if total.data_ptr() != out[own].data_ptr():
             out[own].copy_(total)
     wait_all(outgoing)
+    outgoing, incoming = _start(
+        comm,
+        sends=[(out[own], peer) for peer in others] if width else [],
+        receives=[(out[slice(*ranges[peer])], peer) for peer in owners],
+        tag=tag + 1,
+        operation=operation,
+    )
+    wait_all([*incoming, *outgoing])
 
-    handles: list[Handle] = []
-    for peer in others:
-        low, high = ranges[peer]
-        if low < high:
-            handles.append(comm.receive(out[low:high], source=peer, tag=tag + 1, operation=CANONICAL))
-    if width:
-        handles += [comm.send(out[own], to=peer, tag=tag + 1, operation=CANONICAL) for peer in others]
-    wait_all(handles)
+
+def _start(
+    comm: Communicator,
+    *,
+    sends: Sequence[tuple[Tensor, int]],
+    receives: Sequence[tuple[Tensor, int]],
+    tag: int,
+    operation: str,
+) -> tuple[list[Handle], list[Handle]]:
+    """Handles of the sends, and of the receives; as one group where messages between two ranks run in line."""
+    tensors = [tensor for tensor, _ in (*sends, *receives)]
+    if tensors and comm.batches(tensors[0].device):
+        handles = comm.send_and_receive(sends, receives, operation=operation)
+        return handles[: len(sends)], handles[len(sends) :]
+    incoming: list[Handle] = [comm.receive(t, source=peer, tag=tag, operation=operation) for t, peer in receives]
+    outgoing: list[Handle] = [comm.send(t, to=peer, tag=tag, operation=operation) for t, peer in sends]
+    return outgoing, incoming
 
 
 def direct_all_reduce_by_collectives(
@@ -143,26 +167,24 @@ def direct_reduce_scatter(comm: Communicator, scatter: Scatter, *, tag: int, scr
     """Send the slices of this worker's nodes to their owners, and add up those of the range that it owns itself."""
     start, stop = scatter.ranges[comm.rank]
     others = [(comm.rank + hop) % comm.size for hop in range(1, comm.size)]
-    outgoing: list[Handle] = []
+    owners = [peer for peer in others if scatter.ranges[peer][0] < scatter.ranges[peer][1]]
     wire = scatter.wire or scatter.dtype
-    parting = {node: scatter.nodes[node].to(wire) for node in scatter.plan.sent[comm.rank]}
-    for peer in others:
-        low, high = scatter.ranges[peer]
-        if low < high:
-            outgoing += [
-                comm.send(tensor[low:high], to=peer, tag=tag, operation=CANONICAL_SCATTER)
-                for tensor in parting.values()
-            ]
+    parting = [scatter.nodes[node].to(wire) for node in scatter.plan.sent[comm.rank]]
+    foreign = [(peer, node) for peer in others for node in scatter.plan.sent[peer]] if start < stop else []
+    outs = scatter.outs() if start < stop else {}
+    like = next(iter(outs.values())) if outs else torch.empty(0)
+    received = scratch.take(like.new_empty(0, dtype=wire), (stop - start) * len(foreign)).view(
+        len(foreign), stop - start
+    )
+    outgoing, incoming = _start(
+        comm,
+        sends=[(tensor[slice(*scatter.ranges[peer])], peer) for peer in owners for tensor in parting],
+        receives=[(row, peer) for (peer, _), row in zip(foreign, received, strict=True)],
+        tag=tag,
+        operation=CANONICAL_SCATTER,
+    )
+    wait_all(incoming)
     if start < stop:
-        foreign = [(peer, node) for peer in others for node in scatter.plan.sent[peer]]
-        outs, width = scatter.outs(), stop - start
-        like = next(iter(outs.values()))
-        received = scratch.take(like.new_empty(0, dtype=wire), width * len(foreign)).view(len(foreign), width)
-        incoming: list[Handle] = [
-            comm.receive(row, source=peer, tag=tag, operation=CANONICAL_SCATTER)
-            for (peer, _), row in zip(foreign, received, strict=True)
-        ]
-        wait_all(incoming)
         arrived = {node: row for (_, node), row in zip(foreign, received.to(scatter.dtype), strict=True)}
         scatter.finish(arrived, outs, start, stop)
     wait_all(outgoing)

@@ -20,8 +20,6 @@ after another on a thread of their own, matched by tag; torch and gloo release t
 from __future__ import annotations
 
 import itertools
-import queue
-import threading
 from collections.abc import Callable, Mapping
 from typing import Literal
 
@@ -40,6 +38,7 @@ from paceline.collectives.direct_all_reduce import (
 from paceline.collectives.executor import Scratch, run_schedule
 from paceline.collectives.halving_doubling import HALVING_DOUBLING
 from paceline.collectives.schedule import Schedule
+from paceline.collectives.shared_memory.group import CollectiveQueue, Event, QueuedWork
 from paceline.elastic.faults import fault_point
 from paceline.world.waiting import Waiting
 
@@ -50,6 +49,7 @@ Reduction = Literal["exact", "fast"]
 HALVING_UP_TO = 256 * 2**10
 # The two rounds of the canonical sum have a tag each; schedules need one, their messages are matched by order.
 TAGS_PER_BUCKET = 2
+CLOSE_IN_S = 1.0
 
 
 class PendingSum:
@@ -75,8 +75,8 @@ class GradientExchange:
         self._comm = comm = comm or SingleWorker()
         self._reduction = reduction
         self._choice = Choice.agreed(comm, algorithm) if algorithm is not None and comm.size > 1 else None
-        self._thread = _ExchangeThread()
-        self._scratch = Scratch()
+        self._queue = CollectiveQueue("paceline-exchange")
+        self._scratch, self._scratch_of_queue = Scratch(), Scratch()
         self._sets = itertools.count()
 
     def new_set(self, old: int | None = None) -> int:
@@ -92,7 +92,7 @@ class GradientExchange:
         """
         if self._reduction == "fast":
             return None
-        return self._comm.home_of_bucket(of, bucket, elements, dtype)
+        return self._comm.bucket_buffer(of, bucket, elements, dtype)
 
     def start(
         self, of: int, bucket: int, plan: SumPlan, roots: Mapping[int, Tensor], spare: Callable[[], Tensor]
@@ -129,7 +129,7 @@ class GradientExchange:
             direct_all_reduce_by_collectives(comm, plan, roots, out)
             return PendingSum(out)
         return PendingSum(
-            out, self._thread.run(lambda scratch: direct_all_reduce(comm, plan, roots, out, tag=tag, scratch=scratch))
+            out, self._queued(lambda scratch: direct_all_reduce(comm, plan, roots, out, tag=tag, scratch=scratch))
         )
 
     def start_scatter(self, of: int, scatter: Scatter, like: Tensor) -> Handle:
@@ -149,17 +149,23 @@ class GradientExchange:
             direct_reduce_scatter_by_collectives(comm, scatter, like)
             return Done()
         tag = scatter.bucket * TAGS_PER_BUCKET
-        return self._thread.run(lambda scratch: direct_reduce_scatter(comm, scatter, tag=tag, scratch=scratch))
+        return self._queued(lambda scratch: direct_reduce_scatter(comm, scatter, tag=tag, scratch=scratch))
+
+    def _queued(self, exchange: Callable[[Scratch], None]) -> Handle:
+        event = Event("paceline:exchange")
+        work = self._queue.run(lambda: exchange(self._scratch_of_queue), [], event, at_once=False)
+        return _OnTheThread(work)
 
     def close(self) -> None:
-        self._thread.close()
+        self._queue.close()
+        self._queue.join(CLOSE_IN_S)
 
     def _run(self, schedule: Schedule, out: Tensor, tag: int) -> Handle | None:
         comm = self._comm
         if out.device.type != "cpu":  # in line with what the caller's stream computes
             run_schedule(comm, schedule, out, tag=tag, scratch=self._scratch)
             return None
-        return self._thread.run(lambda scratch: run_schedule(comm, schedule, out, tag=tag, scratch=scratch))
+        return self._queued(lambda scratch: run_schedule(comm, schedule, out, tag=tag, scratch=scratch))
 
 
 def _sum_in_order(roots: Mapping[int, Tensor], spare: Callable[[], Tensor]) -> Tensor:
@@ -171,51 +177,12 @@ def _sum_in_order(roots: Mapping[int, Tensor], spare: Callable[[], Tensor]) -> T
     return first
 
 
-class _ExchangeThread:
-    """Runs exchanges in the order given; a failure is raised where the result is waited for."""
+class _OnTheThread:
+    """An exchange in the queue; a failure is raised where its result is waited for."""
 
-    def __init__(self) -> None:
-        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
-
-    def run(self, exchange: Callable[[Scratch], None]) -> Handle:
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._work, name="paceline-exchange", daemon=True)
-            self._thread.start()
-        job = _Job(exchange)
-        self._jobs.put(job)
-        return job
-
-    def close(self) -> None:
-        if self._thread is not None:
-            self._jobs.put(None)
-            self._thread.join(timeout=1.0)
-
-    def _work(self) -> None:
-        scratch = Scratch()
-        while (job := self._jobs.get()) is not None:
-            job.run(scratch)
-
-
-class _Job:
-    def __init__(self, exchange: Callable[[Scratch], None]) -> None:
-        self._exchange: Callable[[Scratch], None] | None = exchange
-        self._done = threading.Event()
-        self._error: BaseException | None = None
-
-    def run(self, scratch: Scratch) -> None:
-        assert self._exchange is not None
-        try:
-            with torch.no_grad():
-                self._exchange(scratch)
-        except BaseException as error:
-            self._error = error
-        finally:
-            self._exchange = None  # what it sent may be freed
-            self._done.set()
+    def __init__(self, work: QueuedWork) -> None:
+        self._work = work
 
     def wait(self) -> None:
         with Waiting():
-            self._done.wait()  # ends: every message inside the exchange has the group's timeout
-        if self._error is not None:
-            raise self._error
+            self._work.wait()  # ends: every message inside the exchange has the group's timeout

@@ -72,7 +72,7 @@ def build_groups(world: World, store: Store, backend: str, device: torch.device,
 
 
 def _gather(world: World, store: Store, timeout_s: float) -> None:
-    """All come to one place first: who has not come can be named there, and an elastic build waits for nobody."""
+    """All come to one place first, where one that has not come can be named; an elastic build waits for none."""
     keys, deadline = {rank: f"{_HERE}{rank}" for rank in range(world.size)}, time.monotonic() + timeout_s
     store.set(keys[world.rank], "")
     with Waiting() as waiting:
@@ -262,7 +262,7 @@ def _serve(jobs: queue.SimpleQueue[_Job]) -> None:
             job.result = job.call()
         except BaseException as error:
             job.error = error
-        job.call = None  # whoever was left behind holds nothing
+        job.call = None  # a thread that was left behind holds nothing
         _idle.append(jobs)
         job.done.set()
         del job

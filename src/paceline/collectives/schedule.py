@@ -86,6 +86,14 @@ class Schedule:
     def ranges(self, elements: int, size: int) -> Ranges:
         return self.cut(elements, self.chunks(size))
 
+    def most_sent(self, elements: int, size: int) -> int:
+        """Elements that the busiest rank sends."""
+        lengths = [high - low for low, high in self.ranges(elements, size)]
+        return max(
+            sum(lengths[chunk] for hop in self.hops(rank, size) for send in hop.sends for chunk in send.chunks)
+            for rank in range(size)
+        )
+
 
 def whole_tensor(size: int) -> int:
     """The number of chunks of an algorithm that does not cut."""

@@ -179,7 +179,7 @@ def test_a_message_of_another_size_or_none_at_all_is_told() -> None:
     assert succeeded(run_workers(bad_messages, 2))[1] == [
         "rank 0 sent 12 bytes to rank 1 (tag 0), which expects 16",
         "rank 1: the timeout of 0.5 s ended while it waited for rank 0 to send a message (tag 4)",
-        "rank 1: the timeout of 0.5 s ended while it waited for anybody to send a message (tag 4)",
+        "rank 1: the timeout of 0.5 s ended while it waited for any rank to send a message (tag 4)",
     ]
 
 

@@ -1,11 +1,11 @@
 """The shared-memory barrier: every rank says what it is about to do, and goes on when all have said the same.
 
-    a rank's line    count of barriers (a futex word)  · sleepers · pid and its birth · how it is
+    a rank's line    count of barriers (a futex word) · sleepers · pid and its birth · how it is
                      what it calls now (two places, taken in turn)
 
-A rank that waits spins briefly and then sleeps in the kernel, so more ranks than cores don't burn the cores. Whoever
-waits long looks whether the others are alive: a peer that died is named within a second, one that is stopped when the
-timeout ends.
+A rank that waits spins briefly and then sleeps in the kernel, so more ranks than cores don't burn the cores. A rank
+that waits long looks whether the others are alive: a peer that died is named within a second, one that is stopped when
+the timeout ends.
 
 What the ranks call is compared at every barrier. If it differs, each of them says both calls, and the group goes on:
 all have come to the same barrier, and nothing has been read. A rank that gives up on a peer is a barrier ahead of it,
@@ -88,7 +88,7 @@ class Barrier:
         self._pidfds: dict[int, int] = {}
         if crowded is None:
             crowded = size > len(os.sched_getaffinity(0))
-        # With fewer cores than ranks, whoever spins takes time from the one it waits for.
+        # With fewer cores than ranks, a rank that spins takes time from the one it waits for.
         self._spin_s = 0.0 if crowded else _SPIN_S
         self.state = State(lines.data_ptr(), 0, int(self._spin_s * 1e9), rank, size)
         library = compiled_library() if use_c else None
@@ -248,7 +248,7 @@ class Barrier:
         return DONE
 
     def _await_in_python(self, target: int, patience_s: float) -> int:
-        """-1 when all have come, or a rank that has not. Without C nobody can sleep on a word: naps get longer."""
+        """-1 when all have come, or a rank that has not. Without C no rank can sleep on a word: naps get longer."""
         began, nap = time.perf_counter(), 0.0
         for step in range(1, self._size):
             rank = (self._rank + step) % self._size

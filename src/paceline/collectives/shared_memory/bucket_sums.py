@@ -1,33 +1,33 @@
 """The canonical sum of gradient buckets over shared memory: exact mode, on any number of workers and roots.
 
-    a root at home       barrier ─► every worker adds its own range of all roots along the tree, and writes the sum
+    a root in its buffer barrier ─► every worker adds its own range of all roots along the tree, and writes the sum
                          over that range of every root ─► barrier
 
-    several roots        every worker copies its roots' foreign ranges into its slot ─► barrier ─► adds its own range
-                         of all roots, and writes the sum into every worker's total ─► barrier
+    several roots        every worker copies its roots' foreign ranges into its slot, a piece of each range at a time
+                         ─► barrier ─► adds its own range of all roots, and writes it into every total ─► barrier
 
 Totals lie in shared memory, one for each bucket and worker, and are that worker's gradients as they stand: nothing is
-copied out. A worker's total is also the home of its root, if it has one and makes it there: then nothing is copied in
+copied out. A worker's total is also the buffer of its root, if it has one and makes it there: then nothing is copied in
 either. Each has one owner at a time: between the barriers its ranges belong to the workers that write them, and
 otherwise to the worker itself.
 
 In a *scatter* only the owner of a range gets its sum, and only it writes:
 
-    a root at home       barrier ─► the owner adds its range of all homes, in its own
+    a root in its buffer barrier ─► the owner adds its range of all buffers, in its own
     other nodes          foreign ranges into slots, a piece of each range at a time ─► barrier ─► the owner adds
 
-There is no barrier at the end. A home may still be read when the scatter is over, but no worker comes to a later
-barrier before it has read it: who has passed one, such as the step vote's, may write to its home again.
+There is no barrier at the end. A buffer may still be read when the scatter is over, but no worker comes to a later
+barrier before it has read it: who has passed one, such as the step vote's, may write to its buffer again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from paceline.collectives.canonical_sum import Scatter, SumPlan, owner_ranges
+from paceline.collectives.canonical_sum import Scatter, ScatterPlan, SumPlan, owner_ranges, scatter_plan_of_roots
 from paceline.collectives.shared_memory.barrier import Call
 from paceline.collectives.shared_memory.kernels import Merges
 from paceline.collectives.shared_memory.operations import ALIGNED, Operations, combined
@@ -39,9 +39,9 @@ class BucketSums:
 
     def __init__(self, operations: Operations, arenas: Arenas, rank: int, size: int) -> None:
         self._operations, self._arenas, self._rank, self._size = operations, arenas, rank, size
-        self._totals: dict[tuple[int, int], list[Tensor]] = {}  # by owner and bucket: everybody's, in rank order
+        self._totals: dict[tuple[int, int], list[Tensor]] = {}  # by owner and bucket: those of all ranks, in order
 
-    def home(self, owner: int, bucket: int, elements: int, dtype: torch.dtype) -> Tensor:
+    def buffer(self, owner: int, bucket: int, elements: int, dtype: torch.dtype) -> Tensor:
         """This worker's total, for its root to be made in. All workers ask for the same ones in the same order."""
         return self._totals_of((owner, bucket), elements, dtype)[self._rank]
 
@@ -52,18 +52,17 @@ class BucketSums:
         totals = self._totals_of((owner, bucket), elements, dtype)
         call = Call(f"bucket {bucket}", str(dtype), elements)
         if all(len(plan.roots(worker)) == 1 for worker in range(self._size)):
-            return self._sum_at_home(totals, plan, roots, call)
-        owners = [(worker, lane) for worker in range(self._size) for lane in plan.roots(worker)]
-        merges = _by_row(plan, [lane for _, lane in owners])
-        most_roots = max(len(plan.roots(worker)) for worker in range(self._size))
-        step = self._operations.slot_bytes // (most_roots * dtype.itemsize) // ALIGNED * ALIGNED
-        for low in range(0, elements, step):
-            high = min(low + step, elements)
-            self._sum_piece(totals, owners, merges, roots, low, high, call)
+            return self._sum_in_buffers(totals, plan, roots, call)
+        sending = scatter_plan_of_roots(plan)
+        (total,) = sending.sums
+        ranges = owner_ranges(elements, self._size, ALIGNED)
+        start, stop = ranges[self._rank]
+        outs = {total.node: [each[start:stop] for each in totals]}
+        self._sum_by_slots(sending, ranges, roots, {}, outs, dtype, call)
         self._operations.wait_for_all(call)
         return totals[self._rank]
 
-    def _sum_at_home(self, totals: list[Tensor], plan: SumPlan, roots: Mapping[int, Tensor], call: Call) -> Tensor:
+    def _sum_in_buffers(self, totals: list[Tensor], plan: SumPlan, roots: Mapping[int, Tensor], call: Call) -> Tensor:
         mine = totals[self._rank]
         (root,) = roots.values()
         if root.data_ptr() != mine.data_ptr():
@@ -72,57 +71,36 @@ class BucketSums:
         self._operations.sum_in_place(totals, merges, call)
         return mine
 
-    def _sum_piece(
-        self,
-        totals: list[Tensor],
-        owners: list[tuple[int, int]],
-        merges: Merges,
-        roots: Mapping[int, Tensor],
-        low: int,
-        high: int,
-        call: Call,
-    ) -> None:
-        operations, width, dtype = self._operations, high - low, totals[0].dtype
-        begin, end = owner_ranges(width, self._size, ALIGNED)[self._rank]
-        for place, root in enumerate(roots.values()):
-            room = operations.slot(self._rank, dtype, (place + 1) * width)[place * width :]
-            piece = root[low:high]
-            operations.copy(room[:begin], piece[:begin])
-            operations.copy(room[end:], piece[end:])
-        operations.wait_for_all(call)
-        if end == begin:
-            return
-        rows, seen = [], [0] * self._size
-        for worker, lane in owners:
-            place = seen[worker]
-            seen[worker] += 1
-            if worker == self._rank:
-                rows.append(roots[lane][low + begin : low + end])
-            else:
-                rows.append(operations.read(worker, dtype, place * width + end)[place * width + begin :])
-        self._add([total[low + begin : low + end] for total in totals], rows, merges)
-
-    def _add(self, outs: list[Tensor], rows: list[Tensor], merges: Merges) -> None:
-        if rows[0].dtype == torch.float32:
+    def _add(self, outs: Sequence[Tensor], rows: Sequence[Tensor], merges: Merges) -> None:
+        if not merges:  # a node that is whole already, and may be where it belongs
+            for out in outs:
+                if rows[0].data_ptr() != out.data_ptr():
+                    self._operations.copy(out, rows[0])
+        elif rows[0].dtype == torch.float32:
             self._operations.kernels.sum_into(outs, rows, merges)
-            return
-        total = combined(rows, merges)
-        for out in outs:
-            out.copy_(total)
+        else:
+            total = combined(rows, merges)
+            for out in outs:
+                out.copy_(total)
 
     # -- only for the owners of ranges -------------------------------------------------------------------------------
 
     def scatter(self, owner: int, scatter: Scatter) -> None:
-        """Add a bucket up at the owners of its ranges. Roots that are one each belong at home."""
+        """Add a bucket up at the owners of its ranges. Roots that are one each belong in their buffers."""
         elements = scatter.ranges[-1][1]
         call = Call(f"bucket {scatter.bucket}", str(scatter.dtype), elements, "scattered")
         totals = self._totals.get((owner, scatter.bucket))
         if totals is not None and scatter.plan.one_each:
-            self._scatter_at_home(totals, scatter, call)
+            self._scatter_in_buffers(totals, scatter, call)
         else:
-            self._scatter_by_slots(scatter, call)
+            start, stop = scatter.ranges[self._rank]
+            outs = scatter.outs() if start < stop else {}
+            where = {node: [out] for node, out in outs.items()}
+            self._sum_by_slots(scatter.plan, scatter.ranges, scatter.nodes, scatter.held, where, scatter.dtype, call)
+            if start < stop:
+                scatter.keep(outs)
 
-    def _scatter_at_home(self, totals: list[Tensor], scatter: Scatter, call: Call) -> None:
+    def _scatter_in_buffers(self, totals: list[Tensor], scatter: Scatter, call: Call) -> None:
         (node,) = scatter.nodes.values()
         if node.data_ptr() != totals[self._rank].data_ptr():
             self._operations.copy(totals[self._rank], node)
@@ -136,48 +114,45 @@ class BucketSums:
         self._add([out], [totals[worker_of[part]][low:high] for part in total.parts], total.merges)
         scatter.keep({total.node: out})
 
-    def _scatter_by_slots(self, scatter: Scatter, call: Call) -> None:
-        """A slot has a row for each other worker and each node that the busiest worker sends."""
-        sent = scatter.plan.sent
-        most = max(map(len, sent))
-        rows = max(1, self._size - 1) * most
-        fit = self._operations.slot_bytes // (rows * scatter.dtype.itemsize)
+    def _sum_by_slots(
+        self,
+        sending: ScatterPlan,
+        ranges: Sequence[tuple[int, int]],
+        nodes: Mapping[int, Tensor],
+        held: Mapping[int, Tensor],
+        outs: Mapping[int, Sequence[Tensor]],
+        dtype: torch.dtype,
+        call: Call,
+    ) -> None:
+        """Owners write each of their sums to all its `outs`, a piece of every range at a time.
+
+        A slot has a row for each other worker and each node that the busiest worker sends.
+        """
+        most = max(map(len, sending.sent))
+        fit = self._operations.slot_bytes // (max(1, self._size - 1) * most * dtype.itemsize)
         step = fit // ALIGNED * ALIGNED or fit
-        start, stop = scatter.ranges[self._rank]
-        outs = scatter.outs() if start < stop else {}
-        for low in range(0, max(high - low for low, high in scatter.ranges), step):
-            self._write_rows(scatter, most, step, low)
+        start, stop = ranges[self._rank]
+        for low in range(0, max(high - low for low, high in ranges), step):
+            for peer, (begin, end) in enumerate(ranges):
+                if peer != self._rank:
+                    for place, name in enumerate(sending.sent[self._rank]):
+                        piece = nodes[name][begin + low : min(begin + low + step, end)]
+                        at = self._row(self._rank, peer, most, place) * step
+                        self._operations.copy(self._operations.slot(self._rank, dtype, at + piece.numel())[at:], piece)
             self._operations.wait_for_all(call)
-            if start + low < stop:
-                self._add_rows(scatter, most, step, low, outs)
-        if start < stop:
-            scatter.keep(outs)
-
-    def _write_rows(self, scatter: Scatter, most: int, step: int, low: int) -> None:
-        for peer, (begin, end) in enumerate(scatter.ranges):
-            if peer == self._rank:
+            width = min(step, stop - start - low)
+            if width <= 0:
                 continue
-            for place, name in enumerate(scatter.plan.sent[self._rank]):
-                piece = scatter.nodes[name][begin + low : min(begin + low + step, end)]
-                at = self._row(self._rank, peer, most, place) * step
-                self._operations.copy(self._operations.slot(self._rank, scatter.dtype, at + piece.numel())[at:], piece)
-
-    def _add_rows(self, scatter: Scatter, most: int, step: int, low: int, outs: Mapping[int, Tensor]) -> None:
-        start, stop = scatter.ranges[self._rank]
-        width = min(step, stop - start - low)
-        parts = {name: tensor[low : low + width] for name, tensor in scatter.held.items()}
-        parts |= {name: node[start + low : start + low + width] for name, node in scatter.nodes.items()}
-        for worker, names in enumerate(scatter.plan.sent):
-            if worker != self._rank:
-                for place, name in enumerate(names):
-                    at = self._row(worker, self._rank, most, place) * step
-                    parts[name] = self._operations.read(worker, scatter.dtype, at + width)[at:]
-        for total in scatter.plan.sums:
-            out = outs[total.node][low : low + width]
-            if total.merges:
-                self._add([out], [parts[part] for part in total.parts], total.merges)
-            elif parts[total.node].data_ptr() != out.data_ptr():
-                self._operations.copy(out, parts[total.node])
+            parts = {name: tensor[low : low + width] for name, tensor in held.items()}
+            parts |= {name: node[start + low : start + low + width] for name, node in nodes.items()}
+            for worker, names in enumerate(sending.sent):
+                if worker != self._rank:
+                    for place, name in enumerate(names):
+                        at = self._row(worker, self._rank, most, place) * step
+                        parts[name] = self._operations.read(worker, dtype, at + width)[at:]
+            for total in sending.sums:
+                places = [out[low : low + width] for out in outs[total.node]]
+                self._add(places, [parts[part] for part in total.parts], total.merges)
 
     def _row(self, worker: int, peer: int, most: int, place: int) -> int:
         """Which row of the worker's slot has a node's piece for `peer`."""

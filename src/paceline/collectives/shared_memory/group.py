@@ -10,7 +10,7 @@ The *collective queue* runs a group's operations in the order in which they were
 
     asked for with async_op, or while others are under way ──► the queue's thread        the caller goes on
     asked for to be waited for, with nothing under way     ──► the caller itself         no thread is woken
-    asked for by a callback that the queue's thread runs   ──► there, after what came before: nobody else would
+    asked for by a callback that the queue's thread runs   ──► there, after what came before: no other thread would
 
 While a profiler records, all of them run in the thread, and show as asynchronous events like those of torch's backends.
 """
@@ -78,7 +78,7 @@ class QueuedWork(dist.Work):
 
     def finish(self, error: BaseException | None = None) -> None:
         self._error = error
-        if self._record is not None:  # before anybody who waits can stop the profiler
+        if self._record is not None:  # before a thread that waits can stop the profiler
             _record_function_with_args_exit(self._record)
             self._record = None
         with _ending:
@@ -196,6 +196,7 @@ class CollectiveQueue:
                 operation, work = self._jobs.popleft()
                 self._busy = True
             self._do(operation, work)
+            del operation, work  # what it moved may be freed
 
     def _help(self, work: QueuedWork) -> None:
         """Called in the line's own thread, by a callback that wants `work` to end: do what is waiting up to there."""
@@ -351,10 +352,10 @@ class SharedMemoryGroup(dist.ProcessGroup):
         """Start the canonical reduce-scatter of a gradient bucket (see `BucketSums.scatter`)."""
         return self._run(lambda: self._bucket_sums.scatter(*bucket), [], None, "scatter_bucket")
 
-    def home_of_bucket(self, *bucket: Any) -> QueuedWork:
-        """Room in shared memory for this rank's root of a bucket (see `BucketSums.home`)."""
+    def bucket_buffer(self, *bucket: Any) -> QueuedWork:
+        """Shared memory for this rank's root of a bucket (see `BucketSums.buffer`)."""
         result: list[Any] = []
-        return self._run(lambda: result.append(self._bucket_sums.home(*bucket)), result, None, "home_of_bucket")
+        return self._run(lambda: result.append(self._bucket_sums.buffer(*bucket)), result, None, "bucket_buffer")
 
     def forget_buckets(self, owner: int) -> QueuedWork:
         return self._run(lambda: self._bucket_sums.forget(owner), [], None, "forget_buckets")
@@ -582,7 +583,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
             try:
                 operation()
             except CollectiveError:
-                raise  # either nobody has begun, or the barrier has drawn the consequences
+                raise  # either no rank has begun, or the barrier has drawn the consequences
             except BaseException as error:
                 if self._barrier.count != passed:
                     what = f"{type(error).__name__} in {name}"

@@ -8,7 +8,8 @@ memory and writes what others will read past the caches; torch's takes a pass pe
 kernels.c is built at first use by the system's compiler and kept in the user's cache; absent without complaint. The
 file's name holds a digest of the source, the compiler and the processor: another of these is another file. It is
 published by a rename, so processes that build it at the same time don't meet, and loaded only if it is the user's own:
-the folder and the file are checked and used through their descriptors, so whoever can rename the folder gains nothing.
+the folder and the file are checked and used through their descriptors, so renaming the folder gains another user
+nothing.
 """
 
 from __future__ import annotations

@@ -206,7 +206,7 @@ class Operations:
         table = [torch.empty_like(lengths) for _ in range(self._size)]
         self.all_gather([row.view(-1) for row in table], lengths.view(-1), call)
         sent, expected = torch.stack(table).unbind(1)
-        for source, to in (sent != expected.t()).nonzero()[:1].tolist():  # everybody sees it: nobody goes on alone
+        for source, to in (sent != expected.t()).nonzero()[:1].tolist():  # all ranks see it: none goes on alone
             raise CollectiveError(
                 f"all_to_all: rank {source} sends {sent[source, to]:,} elements to rank {to}, "
                 f"which expects {expected[to, source]:,}"
@@ -430,7 +430,7 @@ class AllReduceInC:
         self._whole_bytes = WHOLE_BYTES_OF_TWO if self._size == 2 else WHOLE_BYTES
 
     def run(self, flat: Tensor, call: bytes, timeout_s: float) -> None:
-        """Add up everybody's `flat`: fp32, contiguous, not empty."""
+        """Add up all ranks' `flat`: fp32, contiguous, not empty."""
         whole = flat.nbytes <= self._whole_bytes
         step = self._step(flat.numel(), whole)
         work = _AllReduce(flat.data_ptr(), self._slots.data_ptr(), call, None, flat.numel(), self._slot_bytes, step)

@@ -3,7 +3,7 @@
     pair (from, to)     written · read · [ tag, bytes of the message, bytes here | data ] × 2
 
 Sends don't wait for their receiver: the thread pushes chunks as room appears, of every pending message in turn, so that
-one slow receiver holds nobody else up. A message that nobody has asked for yet by its tag is put aside.
+one slow receiver does not hold up the others. A message that was not asked for yet by its tag is put aside.
 """
 
 from __future__ import annotations
@@ -255,7 +255,7 @@ class PointToPointQueues:
                 self._done(job, error)
 
     def _check_peers(self, peer: int) -> None:
-        """Anybody may send what is wanted from anybody, as long as there is somebody left."""
+        """What is wanted from ANY may come from every rank that is left."""
         gone = []
         peers = [peer] if peer != ANY else [rank for rank in range(self._size) if rank != self._rank]
         for rank in peers:
@@ -274,4 +274,4 @@ def _view_of(channel: Tensor) -> memoryview:
 
 def _whom(job: _Sending | _Receiving) -> str:
     peer = job.to if isinstance(job, _Sending) else job.source
-    return "anybody" if peer == ANY else f"rank {peer}"
+    return "any rank" if peer == ANY else f"rank {peer}"

@@ -7,8 +7,8 @@
     rank 0   memfd_create ──► fd 7 ──► store: {"pid": 4711, "fd": 7, "bytes": …, "token": …}
     rank 1   open /proc/4711/fd/7 ──► map it ──► compare size, owner and token
 
-Anonymous memory has no name, so nothing can stay behind in /dev/shm and nobody else's segment can be opened by mistake;
-the kernel lets only the same user look into /proc/PID/fd. Pages exist from the moment they are touched.
+Anonymous memory has no name, so nothing stays behind in /dev/shm and no other job's segment is opened by mistake; the
+kernel lets only the same user look into /proc/PID/fd. Pages exist from the moment they are touched.
 
 An *arena* is a segment with one tensor of the same size for every rank, and every rank sees all of them. A tensor's
 address tells whether it lies in an arena. Its position (which arena, how far in) has to be the same on every rank,
@@ -42,7 +42,7 @@ HEARING_S = 5.0
 
 @dataclass(frozen=True)
 class Agreement:
-    use_c: bool  # only if everybody has it: who sleeps on a word must be woken by the others
+    use_c: bool  # only if all have it: a rank that sleeps on a word must be woken by the others
     crowded: bool  # more ranks than cores that any of them may use
 
 
@@ -138,7 +138,7 @@ class Segment:
         return segment
 
     def close_descriptor(self) -> None:
-        """From now on nobody else can open the segment; who has it keeps it."""
+        """From now on no other process can open the segment; those that have it keep it."""
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
@@ -210,7 +210,7 @@ class Arenas:
         return rows[self._rank, : elements * dtype.itemsize].view(dtype)
 
     def common(self, bytes_wanted: int) -> Tensor:
-        """Memory that exists once for all ranks, as bytes; it belongs to nobody, so they agree on who writes when."""
+        """Memory that exists once for all ranks, as bytes; no rank owns it, so they agree on which writes when."""
         segment = self._make(max(1, bytes_wanted))
         self._commons.append(segment)
         return segment.memory[PAGE : PAGE + bytes_wanted]
