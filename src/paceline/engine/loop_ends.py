@@ -144,5 +144,5 @@ class LoopEnds:
     def start_record(self, source: WorkSource, attempt: int) -> SampleLog:
         assert self._record_folder is not None
         world = self._group.world
-        header = LogHeader(worker=world.rank, workers=world.size, lanes=self._config.lanes, **source.record_header())
+        header = LogHeader(worker=world.rank, workers=world.size, lanes=self._config.lanes, **source.log_header())
         return SampleLog.start(self._record_folder, attempt, header)

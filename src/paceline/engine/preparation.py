@@ -14,7 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from paceline.data.work_source import Deal, WorkSource
+from paceline.data.work_source import Assignment, WorkSource
 from paceline.engine import activation_checkpointing as recomputing
 from paceline.engine.acting_once import is_scheduler, let_optimizer_act_once, let_scheduler_follow
 from paceline.engine.between_steps import BetweenSteps
@@ -201,7 +201,7 @@ class Preparation:
 
     def _training_loader(self, loader: DataLoader[Any]) -> PreparedLoader:
         step, config, group, loop = self._objects.training(), self._config, self._group, self._loop
-        deal = Deal(
+        deal = Assignment(
             config.lanes,
             config.accumulate,
             step.rides[group.world.rank],
@@ -239,7 +239,7 @@ class Preparation:
     def deal_lanes(self, source: WorkSource) -> None:
         """The lanes that this worker has now, from the committed place on."""
         step = self._objects.training()
-        source.redeal(step.rides[self._group.world.rank])
+        source.reassign(step.rides[self._group.world.rank])
 
     def _replayed(self, source: WorkSource, step: TrainStep) -> WorkSource:
         if self._replay is None:

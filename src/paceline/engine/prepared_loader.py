@@ -259,7 +259,7 @@ class PreparedLoader:
             attempt = self._attempt(False)
             if self._record is None:  # else the workers have changed meanwhile, and it is that of those who are left
                 self._record = self._record_of(attempt)
-        elif not (header := self.source.record_header())["stream"]:
+        elif not (header := self.source.log_header())["stream"]:
             self._record.begin_epoch(header["epoch"], header["samples"], header["samples_per_epoch"])
 
     def record_anew(self) -> None:

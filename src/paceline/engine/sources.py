@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from paceline.collectives.communicator import Communicator
 from paceline.data.loader import ShardedLoader
 from paceline.data.streams import Counts, StreamLoader
-from paceline.data.work_source import Deal, WorkSource
+from paceline.data.work_source import Assignment, WorkSource
 from paceline.engine.config import EngineConfig
 from paceline.engine.train_step import TrainStep
 from paceline.errors import ConfigError, ReplicaError
@@ -38,7 +38,7 @@ def as_loader(thing: Any, config: EngineConfig, *, shuffle: bool) -> Any:
 
 def make_source(
     loader: DataLoader[Any],
-    deal: Deal,
+    deal: Assignment,
     comm: Callable[[], Communicator | None],
     step: TrainStep,
 ) -> WorkSource:
@@ -53,7 +53,7 @@ def make_source(
     return StreamLoader(loader, deal, agreed)
 
 
-def _agreed(mine: Counts, check: int, deal: Deal, comm: Communicator, step: TrainStep) -> Counts:
+def _agreed(mine: Counts, check: int, deal: Assignment, comm: Communicator, step: TrainStep) -> Counts:
     """What the lanes of all workers have for the next step, in one small all-gather.
 
     `check` is the same everywhere where all workers read the same stream.
