@@ -32,7 +32,7 @@ from paceline.bench.measure import borrowed_settings
 from paceline.bench.report import disturbance, extremes, machine_line, quartiles, table_of
 from paceline.bench.statistics import DISTURBED_ABOVE, machine_facts
 from paceline.data.loader import ShardedLoader
-from paceline.data.work_source import Deal
+from paceline.data.work_source import Assignment
 from paceline.engine.engine import Engine
 from paceline.errors import ConfigError
 from paceline.world.host_limits import check_host
@@ -129,7 +129,7 @@ def _throughput(
         return DataLoader(dataset, batch_size=size, shuffle=True, num_workers=processes, persistent_workers=keep)
 
     theirs = loader()
-    with closing(ShardedLoader(loader(), Deal(1, 1, (0,), 0))) as ours:
+    with closing(ShardedLoader(loader(), Assignment(1, 1, (0,), 0))) as ours:
         measured = in_turns(
             [lambda: {"paceline": _batches_per_s(_epoch(ours))}, lambda: {"torch": _batches_per_s(theirs)}], rounds
         )
@@ -169,7 +169,7 @@ def _step(compute_ms: int, load_ms: int, rounds: int, tell: Callable[[str], None
     with (
         closing(_Loop(weight, products, Work(samples, 0), processes=0)) as computing,
         closing(_Loop(weight, products, Work(samples, units), processes=1)) as both,
-        closing(ShardedLoader(_one_by_one(Work(samples, units), 1), Deal(1, 1, (0,), 0))) as loading,
+        closing(ShardedLoader(_one_by_one(Work(samples, units), 1), Assignment(1, 1, (0,), 0))) as loading,
     ):
         measured = in_turns(
             [

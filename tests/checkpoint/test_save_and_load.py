@@ -17,8 +17,8 @@ from safetensors.torch import load_file
 
 from paceline.checkpoint import disk
 from paceline.checkpoint.load import Checkpoint
-from paceline.checkpoint.manifest import seal_of
-from paceline.checkpoint.save import Room, portion_of
+from paceline.checkpoint.manifest import complete_text
+from paceline.checkpoint.save import SnapshotBuffer, portion_of
 from paceline.errors import CheckpointError
 from paceline.sharding.local_shard import LocalShard
 from tests.checkpoint.folders import first_weight, read, state, write
@@ -65,7 +65,7 @@ def test_elements_that_nobody_saved_are_an_error_and_not_a_checkpoint(tmp_path: 
     def mine(worker: int) -> dict[str, Any]:
         return {"w": LocalShard.of((100,), torch.float32, [(60 * worker, torch.zeros(40))])}
 
-    with pytest.raises(CheckpointError, match=r"/w has 100 elements, but those from 40 to 60 were saved by nobody"):
+    with pytest.raises(CheckpointError, match=r"/w has 100 elements, but those from 40 to 60 were saved by no worker"):
         write(tmp_path / "state", mine, workers=2)
     assert not (tmp_path / "state").exists()
 
@@ -200,7 +200,7 @@ def test_a_newer_format_is_refused_with_both_numbers(tmp_path: Path) -> None:
     manifest = tmp_path / "state" / "manifest.json"
     text = manifest.read_text().replace('"format": 2', '"format": 7').encode()
     manifest.write_bytes(text)
-    (tmp_path / "state" / "COMPLETE").write_bytes(seal_of(text))
+    (tmp_path / "state" / "COMPLETE").write_bytes(complete_text(text))
     with pytest.raises(CheckpointError, match=r"has format 7; this version reads format 2. It was written by a newer"):
         read(tmp_path / "state")
 
@@ -258,7 +258,7 @@ def test_a_snapshot_holds_every_bit_and_does_not_follow_its_source(threads: int)
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        portion, room = portion_of(tree, 0, 1), Room()
+        portion, room = portion_of(tree, 0, 1), SnapshotBuffer()
         for _ in range(2):  # the second time in the memory of the first
             copied = portion.copied(room)
             assert [part.name for part in copied.parts] == [part.name for part in portion.parts]

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from typer.testing import CliRunner, Result
 
 from paceline import Engine, World
-from paceline.checkpoint.manifest import seal_of
+from paceline.checkpoint.manifest import complete_text
 from paceline.cli.checkpoint import app
 from paceline.errors import CheckpointError
 from tests.damage import INSTEAD
@@ -155,7 +155,7 @@ def test_a_manifest_of_nothing_that_we_wrote_is_shown_all_the_same(saved: Path, 
     manifest["tree"] = {"job": 3}
     text = json.dumps(manifest).encode()
     (broken / "manifest.json").write_bytes(text)
-    (broken / "COMPLETE").write_bytes(seal_of(text))
+    (broken / "COMPLETE").write_bytes(complete_text(text))
     listed = paceline("list", tmp_path)
     assert listed.exit_code == 0, listed.exception
     assert "[/]\\x1b[31m" in listed.stdout

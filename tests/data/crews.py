@@ -56,11 +56,11 @@ class Crew(ABC):
     interrupted: bool = False
 
     @abstractmethod
-    def member(self, ride: tuple[int, ...]) -> WorkSource: ...
+    def member(self, own_lanes: tuple[int, ...]) -> WorkSource: ...
 
     def run(self, workers: int, changes: tuple[Change, ...] = (), epochs: int = 1) -> list[Handed]:
         """What was committed, by epoch."""
-        self.members = [self.member(ride) for ride in self._rides(workers)]
+        self.members = [self.member(own_lanes) for own_lanes in self._all_lanes(workers)]
         self._deal_to(self.members)
         try:
             return [self._epoch(changes) for _ in range(epochs)]
@@ -117,11 +117,11 @@ class Crew(ABC):
         self._deal_to(members, places)
 
     def _deal_to(self, members: list[WorkSource], places: Mapping[str, Any] | None = None) -> None:
-        self.members, rides = members, self._rides(len(members))
-        for member, ride in zip(members, rides, strict=True):
-            member.redeal(ride, places if member.takes_places else None)
+        self.members, all_lanes = members, self._all_lanes(len(members))
+        for member, own_lanes in zip(members, all_lanes, strict=True):
+            member.reassign(own_lanes, places if member.takes_places else None)
 
-    def _rides(self, workers: int) -> tuple[tuple[int, ...], ...]:
+    def _all_lanes(self, workers: int) -> tuple[tuple[int, ...], ...]:
         return (strided_lanes if self.strided else neighbouring_lanes)(self.lanes, workers)
 
 
@@ -136,5 +136,5 @@ def of_a_step(loop: Pairs, most: int | None = None) -> Pairs:
 
 
 def as_a_fact(item: WorkItem) -> WorkItem:
-    """Without what depends on who else rides in this worker."""
+    """Without what depends on who else all_lanes in this worker."""
     return item._replace(first_of_step=False, last_of_step=False)

@@ -114,10 +114,10 @@ class RecordedRun:
         )
         return SampleLog.start(self.folder, number, header)
 
-    def _entries(self, place: Place, ride: tuple[int, ...]) -> Iterator[MicroBatch]:
+    def _entries(self, place: Place, own_lanes: tuple[int, ...]) -> Iterator[MicroBatch]:
         plan, order = self.plan(place), Shuffled(self.samples, 0, place.epoch)
         step = plan.step_at(place.position)
-        for lane, number, positions, shadow in assigned(plan, step, ride):
+        for lane, number, positions, shadow in assigned(plan, step, own_lanes):
             if not shadow:
                 ids = order.samples_at(positions)
                 yield MicroBatch(place.step + 1, place.epoch, step, lane, number, positions.start, ids)

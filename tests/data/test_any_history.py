@@ -20,7 +20,7 @@ from paceline.data.length_grouped import LengthGroupedSampler
 from paceline.data.loader import ShardedLoader
 from paceline.data.sharded_sampler import ShardedSampler
 from paceline.data.token_budget import TokenBudgetSampler
-from paceline.data.work_source import Deal
+from paceline.data.work_source import Assignment
 from paceline.errors import ConfigError, DataError
 from paceline.world.lanes import neighbouring_lanes
 
@@ -77,10 +77,10 @@ class Job:
         self.state, self.changed = after[0], frozenset()
         return ledger
 
-    def _loader(self, ride: tuple[int, ...]) -> ShardedLoader:
+    def _loader(self, own_lanes: tuple[int, ...]) -> ShardedLoader:
         options = {"batch_size": self.batch_size, "collate_fn": list} | self.loader
         return ShardedLoader(
-            DataLoader(Ids(self.samples), **options), Deal(self.lanes, self.accumulate, ride, self.seed)
+            DataLoader(Ids(self.samples), **options), Assignment(self.lanes, self.accumulate, own_lanes, self.seed)
         )
 
 
@@ -232,7 +232,9 @@ def test_a_sampler_that_gives_something_else_is_refused_in_the_middle_of_an_epoc
 )
 def test_another_block_or_other_lengths_are_another_order(sampler: Any, other: Any) -> None:
     facts = [
-        ShardedLoader(DataLoader(Ids(64), batch_size=4, sampler=one), Deal(4, 1, (0, 1, 2, 3), 0)).facts()["order"]
+        ShardedLoader(DataLoader(Ids(64), batch_size=4, sampler=one), Assignment(4, 1, (0, 1, 2, 3), 0)).facts()[
+            "order"
+        ]
         for one in (sampler, other)
     ]
     assert facts[0] != facts[1]
@@ -297,7 +299,7 @@ def test_an_inner_sampler_that_wants_to_know_its_epoch_is_told() -> None:
 def test_batches_that_are_empty_or_come_only_once_are_named() -> None:
     with pytest.raises(ConfigError, match="batch 1 of the batch sampler list is empty"):
         Job(4, loader={"batch_size": 1, "batch_sampler": [[0, 1], [], [2, 3]]}).run(1)
-    loader = ShardedLoader(DataLoader(Ids(4), batch_sampler=iter([[0, 1], [2, 3]])), Deal(1, 1, (0,), 0))  # type: ignore[arg-type]
+    loader = ShardedLoader(DataLoader(Ids(4), batch_sampler=iter([[0, 1], [2, 3]])), Assignment(1, 1, (0,), 0))  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=r"gave no batches again: an iterator can be used only once"):
         for _ in range(2):
             for item, _ in loader.items():

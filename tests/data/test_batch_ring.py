@@ -28,7 +28,7 @@ from torch.utils.data import DataLoader, Dataset, get_worker_info
 from paceline.data import fetching
 from paceline.data.batch_ring import SLOT_BYTES, BatchMemory, BatchRing, Packed
 from paceline.data.loader import ShardedLoader
-from paceline.data.work_source import Deal
+from paceline.data.work_source import Assignment
 from paceline.errors import DataError
 
 Point = namedtuple("Point", "x y")
@@ -139,7 +139,7 @@ def test_batches_of_any_kind_in_any_order_come_through_loader_processes(
     monkeypatch.setattr(fetching, "WORTH_A_THREAD_S", 0.0 if receiver else 60.0)
     names = list(TREES) * 2
     with_numbers = Made(lambda index: index, samples=len(names))
-    loader = dealt(with_numbers, num_workers=2, batch_size=1, collate_fn=lambda samples: TREES[names[samples[0]]])
+    loader = sharded(with_numbers, num_workers=2, batch_size=1, collate_fn=lambda samples: TREES[names[samples[0]]])
     wrong = [name for (_, batch), name in zip(loader.items(), names, strict=True) if not same(batch, TREES[name])]
     loader.close()
     assert not wrong
@@ -161,7 +161,7 @@ def test_a_batch_is_made_on_the_cpu_whatever_the_default_device(memory: BatchMem
 
 
 def batches_of_another_start(context: str) -> None:
-    loader = dealt(Counted(), num_workers=1, batch_size=4, multiprocessing_context=context)
+    loader = sharded(Counted(), num_workers=1, batch_size=4, multiprocessing_context=context)
     assert [batch[:, 1].tolist() for _, batch in loader.items()] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
     assert bytes_in(loader) > 0
     loader.close()
@@ -181,14 +181,14 @@ def test_a_dataset_knows_in_which_loader_process_it_is_batch_after_batch() -> No
         assert info is not None
         return info.id
 
-    loader = dealt(Made(number_of_process), num_workers=2, batch_size=4)
+    loader = sharded(Made(number_of_process), num_workers=2, batch_size=4)
     found = [batch.tolist() for _, batch in loader.items()]
     loader.close()
     assert found == [[0] * 4, [1] * 4] * (len(found) // 2)
 
 
 def test_a_batch_that_cannot_be_pickled_is_told_of_at_once() -> None:
-    loader = dealt(Made(int), num_workers=1, batch_size=4, collate_fn=lambda samples: threading.Lock())
+    loader = sharded(Made(int), num_workers=1, batch_size=4, collate_fn=lambda samples: threading.Lock())
     with pytest.raises(
         DataError, match=r"^the batch of the samples 0, 1, 2, 3 can't leave the loader process: TypeErr"
     ):
@@ -222,7 +222,7 @@ def test_no_batch_is_torn_by_fast_and_slow_processes(
 ) -> None:
     no_slot_to_spare(monkeypatch)
     options = {"num_workers": processes, "prefetch_factor": prefetch_factor, "persistent_workers": True}
-    loader = dealt(Made(filled, samples=400), batch_size=4, **options)
+    loader = sharded(Made(filled, samples=400), batch_size=4, **options)
     for stop_after in (100, 3, 17, 100):
         items = loader.items()
         assert assert_whole(pair for pair, _ in zip(items, range(stop_after), strict=False)) == stop_after
@@ -245,7 +245,7 @@ def read_late(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_one_slot_more_than_is_fetched_ahead_is_enough(prefetch_factor: int, monkeypatch: pytest.MonkeyPatch) -> None:
     read_late(monkeypatch)
     no_slot_to_spare(monkeypatch)
-    loader = dealt(Made(filled), batch_size=1, num_workers=2, prefetch_factor=prefetch_factor)
+    loader = sharded(Made(filled), batch_size=1, num_workers=2, prefetch_factor=prefetch_factor)
     assert assert_whole(loader.items()) == 24
     loader.close()
 
@@ -254,7 +254,7 @@ def test_with_fewer_slots_a_torn_batch_is_told_of(monkeypatch: pytest.MonkeyPatc
     read_late(monkeypatch)
     no_slot_to_spare(monkeypatch)
     no_slot_to_spare(monkeypatch)
-    loader = dealt(Made(filled), batch_size=1, num_workers=2)
+    loader = sharded(Made(filled), batch_size=1, num_workers=2)
     told = (
         r"slot 0 of the loader processes' memory should hold batch 0 of its process, and holds batch 2: this torch "
         r"\(.*\) asks for more batches ahead than prefetch_factor says; use a tested one, or num_workers=0"
@@ -275,7 +275,7 @@ def test_a_batch_is_gone_when_the_loop_lets_go_of_it(memory: BatchMemory) -> Non
 
 
 def test_batches_that_the_loop_keeps_stay_as_they_were() -> None:
-    loader = dealt(Made(lambda index: torch.full((40_000,), index), samples=40), batch_size=1, num_workers=2)
+    loader = sharded(Made(lambda index: torch.full((40_000,), index), samples=40), batch_size=1, num_workers=2)
     kept = [batch[0, 100:200] for _, batch in loader.items()]
     loader.close()
     assert [set(row.tolist()) for row in kept] == [{index} for index in range(40)]
@@ -302,7 +302,7 @@ def traces() -> list[str]:
 def test_descriptors_mappings_and_processes_end_with_the_loader(end: str, persistent: bool) -> None:
     gc.collect()
     before = traces()
-    loader = dealt(Counted(), num_workers=2, batch_size=1, persistent_workers=persistent)
+    loader = sharded(Counted(), num_workers=2, batch_size=1, persistent_workers=persistent)
     items = loader.items()
     next(items)
     assert len(traces()) > len(before)
@@ -329,7 +329,9 @@ def bytes_in(loader: ShardedLoader) -> int:
 
 
 def test_the_memory_takes_what_its_slots_hold_however_many_batches_come() -> None:
-    loader = dealt(Made(lambda index: torch.zeros(MIB // 4), 40), num_workers=2, batch_size=1, persistent_workers=True)
+    loader = sharded(
+        Made(lambda index: torch.zeros(MIB // 4), 40), num_workers=2, batch_size=1, persistent_workers=True
+    )
     for _ in range(3):
         list(loader.items())
     taken = bytes_in(loader)
@@ -359,7 +361,7 @@ def test_torch_s_pinning_thread_gets_the_batch_in_pinned_memory(
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("name", ["tensor", "dtypes", "transposed", "nested", "namedtuples", "large", "too large"])
 def test_batches_are_pinned_however_they_came(name: str) -> None:
-    loader = dealt(Made(int), num_workers=2, batch_size=2, pin_memory=True, collate_fn=lambda samples: TREES[name])
+    loader = sharded(Made(int), num_workers=2, batch_size=2, pin_memory=True, collate_fn=lambda samples: TREES[name])
     for _, batch in loader.items():
         assert same(batch, TREES[name])
         assert all(tensor.is_pinned() for tensor in tensors_in(batch) if tensor.numel())
@@ -397,5 +399,5 @@ class Counted(Dataset[Tensor]):
         return torch.full((3,), index)
 
 
-def dealt(dataset: Any, **options: Any) -> ShardedLoader:
-    return ShardedLoader(DataLoader(dataset, **options), Deal(1, 1, (0,), 0, timeout_s=60.0))
+def sharded(dataset: Any, **options: Any) -> ShardedLoader:
+    return ShardedLoader(DataLoader(dataset, **options), Assignment(1, 1, (0,), 0, timeout_s=60.0))

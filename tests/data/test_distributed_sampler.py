@@ -18,7 +18,7 @@ from torch.utils.data.distributed import DistributedSampler as TorchDistributedS
 
 from paceline.data.distributed_sampler import DistributedSampler
 from paceline.data.global_order import Shuffled
-from paceline.data.loader import Deal, ShardedLoader
+from paceline.data.loader import Assignment, ShardedLoader
 from paceline.errors import ConfigError
 
 TRUTH = (False, True)
@@ -173,7 +173,7 @@ def test_prepare_refuses_it_as_it_refuses_torchs() -> None:
     dataset = TensorDataset(torch.arange(10))
     source: DataLoader[Any] = DataLoader(dataset, batch_size=2, sampler=DistributedSampler(dataset, 2, 0))
     with pytest.raises(ConfigError, match="already has a DistributedSampler"):
-        ShardedLoader(source, Deal(lanes=1, accumulate=1, ride=(0,), seed=0))
+        ShardedLoader(source, Assignment(lanes=1, accumulate=1, own_lanes=(0,), seed=0))
 
 
 def test_a_copy_goes_on_where_the_original_stands() -> None:

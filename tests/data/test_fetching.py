@@ -31,7 +31,7 @@ from paceline.data import fetching
 from paceline.data.global_order import Shuffled, scrambled
 from paceline.data.loader import ShardedLoader
 from paceline.data.sharded_sampler import WorkItem
-from paceline.data.work_source import Deal
+from paceline.data.work_source import Assignment
 from paceline.errors import DataError
 from paceline.world.determinism import mix, seed_everything
 from paceline.world.lanes import neighbouring_lanes
@@ -73,13 +73,13 @@ def with_one_library(index: int) -> Tensor:
     return torch.tensor([index, draw()], dtype=torch.float64)
 
 
-def dealt(
+def sharded(
     dataset: Any, *, batch_size: int = 4, lanes: int = 1, accumulate: int = 1, worker: int = 0, workers: int = 1,
     timeout_s: float = 60.0, **options: Any,
 ) -> ShardedLoader:  # fmt: skip
-    ride = neighbouring_lanes(lanes, workers)[worker]
+    own_lanes = neighbouring_lanes(lanes, workers)[worker]
     source = DataLoader(dataset, batch_size=batch_size, shuffle=True, **options)
-    return ShardedLoader(source, Deal(lanes, accumulate, ride, SEED, timeout_s=timeout_s))
+    return ShardedLoader(source, Assignment(lanes, accumulate, own_lanes, SEED, timeout_s=timeout_s))
 
 
 def in_epoch(loader: ShardedLoader, epoch: int) -> Iterator[tuple[WorkItem, Any]]:
@@ -91,7 +91,7 @@ def by_sample(dataset: Any, epoch: int = 1, *, workers: int = 1, **layout: Any) 
     """What each sample was in this epoch, from all workers together."""
     found = {}
     for worker in range(workers):
-        loader = dealt(dataset, worker=worker, workers=workers, **layout)
+        loader = sharded(dataset, worker=worker, workers=workers, **layout)
         for item, batch in in_epoch(loader, epoch):
             if not item.shadow:
                 found |= dict(zip(item.sample_ids, batch.tolist(), strict=True))
@@ -188,7 +188,7 @@ def test_a_collate_function_that_draws_gives_the_same_with_any_workers_and_loade
 def test_a_generator_made_from_torch_s_seed_is_another_one_in_every_process_and_epoch() -> None:
     seeds = set()
     for worker, epoch in itertools.product(range(2), range(2)):
-        loader = dealt(Samples(lambda index: torch.initial_seed()), lanes=2, worker=worker, workers=2, num_workers=2)
+        loader = sharded(Samples(lambda index: torch.initial_seed()), lanes=2, worker=worker, workers=2, num_workers=2)
         seeds |= {int(seed) for _, batch in in_epoch(loader, epoch) for seed in batch}
         loader.close()
     assert len(seeds) == 8
@@ -237,7 +237,7 @@ class KnowsItsEpoch(Samples):
     ids=["here", "one process", "two processes", "processes that stay"],
 )
 def test_a_dataset_is_told_its_epoch_wherever_it_lives(options: dict[str, Any]) -> None:
-    loader = dealt(KnowsItsEpoch(), **options)
+    loader = sharded(KnowsItsEpoch(), **options)
     drawn = set()
     for epoch in (0, 1, 4):
         told = {
@@ -257,7 +257,7 @@ def pids_of(items: Iterator[tuple[WorkItem, Any]]) -> set[int]:
 
 
 def test_processes_that_stay_are_the_same_over_epochs_and_after_a_loop_that_ended_early() -> None:
-    loader = dealt(KnowsItsEpoch(), num_workers=2, persistent_workers=True)
+    loader = sharded(KnowsItsEpoch(), num_workers=2, persistent_workers=True)
     pids = pids_of(in_epoch(loader, 0))
     early = in_epoch(loader, 1)
     next(early)
@@ -268,7 +268,7 @@ def test_processes_that_stay_are_the_same_over_epochs_and_after_a_loop_that_ende
 
 
 def test_nothing_that_was_on_its_way_to_a_loop_that_ended_early_reaches_the_next() -> None:
-    loader = dealt(Samples(noisy), batch_size=3, num_workers=2, persistent_workers=True)
+    loader = sharded(Samples(noisy), batch_size=3, num_workers=2, persistent_workers=True)
     for epoch, items in itertools.product((0, 1), (0, 1, 4)):
         early = in_epoch(loader, epoch)
         list(itertools.islice(early, items))
@@ -279,7 +279,7 @@ def test_nothing_that_was_on_its_way_to_a_loop_that_ended_early_reaches_the_next
 
 
 def test_a_loop_that_ended_early_goes_on_behind_its_last_step() -> None:
-    loader = dealt(Samples(noisy), batch_size=4, num_workers=1, persistent_workers=True)
+    loader = sharded(Samples(noisy), batch_size=4, num_workers=1, persistent_workers=True)
     early = loader.items()
     for item, _ in itertools.islice(early, 3):
         loader.commit(item)
@@ -291,7 +291,7 @@ def test_a_loop_that_ended_early_goes_on_behind_its_last_step() -> None:
 def test_slow_batches_on_their_way_do_not_count_as_late() -> None:
     slow = Samples(lambda index: time.sleep(0.1) or index, samples=6)
     staying = {"num_workers": 1, "persistent_workers": True, "prefetch_factor": 5}
-    loader = dealt(slow, batch_size=1, timeout_s=0.4, **staying)
+    loader = sharded(slow, batch_size=1, timeout_s=0.4, **staying)
     early = loader.items()
     next(early)
     early.close()  # type: ignore[attr-defined]
@@ -310,7 +310,7 @@ def fails_at_17(index: int) -> int:
 
 @pytest.mark.parametrize("processes", [0, 1, 2])
 def test_a_sample_that_fails_is_named_with_the_error_and_the_line(processes: int) -> None:
-    loader = dealt(Samples(fails_at_17), num_workers=processes)
+    loader = sharded(Samples(fails_at_17), num_workers=processes)
     with pytest.raises(DataError) as caught:
         list(loader.items())
     loader.close()
@@ -322,7 +322,7 @@ def test_a_sample_that_fails_is_named_with_the_error_and_the_line(processes: int
 
 @pytest.mark.parametrize("processes", [0, 1])
 def test_samples_that_fail_together_are_named_together(processes: int) -> None:
-    loader = dealt(FetchesMany(fails_at_17), num_workers=processes)
+    loader = sharded(FetchesMany(fails_at_17), num_workers=processes)
     with pytest.raises(DataError, match=r"failed on the samples (\d+, )*17(, \d+)*: ValueError: no such") as caught:
         list(loader.items())
     loader.close()
@@ -335,7 +335,7 @@ def ragged_collate(samples: list[int]) -> Tensor:
 
 @pytest.mark.parametrize("processes", [0, 1])
 def test_a_collate_function_that_fails_is_named_with_the_samples(processes: int) -> None:
-    loader = dealt(Samples(lambda index: index), batch_size=10, num_workers=processes, collate_fn=ragged_collate)
+    loader = sharded(Samples(lambda index: index), batch_size=10, num_workers=processes, collate_fn=ragged_collate)
     with pytest.raises(DataError) as caught:
         list(loader.items())
     loader.close()
@@ -353,7 +353,7 @@ class RefusesItsEpoch(Samples):
 
 def test_a_set_epoch_that_fails_is_named() -> None:
     with pytest.raises(DataError, match=r"the dataset's set_epoch\(0\) failed: KeyError: 'no shards for epoch 0'"):
-        list(dealt(RefusesItsEpoch(int)).items())
+        list(sharded(RefusesItsEpoch(int)).items())
 
 
 # -- loader processes that die -----------------------------------------------------------------------------------------
@@ -390,7 +390,7 @@ def test_a_loader_process_that_dies_is_named_with_its_sample(
     make: Callable[[int], int], how: str, persistent: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(fetching, "LOOK_AFTER_THEM_S", 0.1)
-    loader = dealt(Samples(make), num_workers=2, persistent_workers=persistent)
+    loader = sharded(Samples(make), num_workers=2, persistent_workers=persistent)
     with pytest.raises(DataError, match=rf"^loader process [01] \(pid \d+\) died at sample 17: {how}"):
         list(loader.items())
     with pytest.raises(DataError, match="died at sample 17"):  # and the next loop has new processes
@@ -399,7 +399,7 @@ def test_a_loader_process_that_dies_is_named_with_its_sample(
 
 
 def test_a_crash_is_told_with_the_place_in_the_user_s_code() -> None:
-    loader = dealt(Samples(segfaults_at_17), num_workers=1)
+    loader = sharded(Samples(segfaults_at_17), num_workers=1)
     with pytest.raises(DataError, match="Segmentation fault") as caught:
         list(loader.items())
     loader.close()
@@ -418,14 +418,14 @@ def test_a_crash_is_told_with_the_place_in_the_user_s_code() -> None:
 )
 def test_a_place_that_is_no_single_sample_is_told_as_it_is(kind: type[Samples], collate: Any, place: str) -> None:
     make = leaves_at_17(3) if collate is None else int
-    loader = dealt(kind(make), num_workers=1, collate_fn=collate)
+    loader = sharded(kind(make), num_workers=1, collate_fn=collate)
     with pytest.raises(DataError, match=f"died {place}: it exited with code 3"):
         list(loader.items())
     loader.close()
 
 
 def test_a_process_that_dies_between_batches_is_not_blamed_on_its_last_sample() -> None:
-    loader = dealt(KnowsItsEpoch(), num_workers=1, persistent_workers=True)
+    loader = sharded(KnowsItsEpoch(), num_workers=1, persistent_workers=True)
     (pid,) = pids_of(in_epoch(loader, 0))
     os.kill(pid, signal.SIGKILL)
     for process in multiprocessing.active_children():
@@ -465,7 +465,7 @@ def test_a_loader_process_that_dies_while_the_body_runs_is_told_at_the_next_batc
 
 
 def test_torch_still_raises_for_processes_that_are_not_ours() -> None:
-    list(dealt(Samples(noisy), num_workers=1).items())
+    list(sharded(Samples(noisy), num_workers=1).items())
     of_others = iter(DataLoader(DiesAtSample7(), batch_size=4, num_workers=1))
     next(of_others)
     with pytest.raises(RuntimeError, match="is killed by signal: Killed"):
@@ -481,7 +481,7 @@ def test_batches_taken_over_while_the_body_runs_are_the_same_in_the_same_order(
     persistent: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(fetching, "WORTH_A_THREAD_S", 0.0)
-    loader = dealt(Samples(noisy), batch_size=3, num_workers=2, persistent_workers=persistent)
+    loader = sharded(Samples(noisy), batch_size=3, num_workers=2, persistent_workers=persistent)
     for stop_after in (2, 100, 5):
         items = in_epoch(loader, 1)
         found = [(item.position, dict(zip(item.sample_ids, rows.tolist(), strict=True))) for item, rows in items][
@@ -499,7 +499,7 @@ def test_what_goes_wrong_while_the_body_runs_is_told_by_the_loop(
     make: Callable[[int], int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(fetching, "WORTH_A_THREAD_S", 0.0)
-    loader = dealt(Samples(make), batch_size=1, num_workers=1)
+    loader = sharded(Samples(make), batch_size=1, num_workers=1)
     order = Shuffled(SAMPLES, SEED, 0).samples_at(range(SAMPLES))
     handed = []
     with pytest.raises(DataError, match=r"(at|on) sample 17"):
@@ -527,7 +527,7 @@ def test_a_loader_process_that_hangs_is_named_with_its_sample_and_leaves_nothing
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr(torch.utils.data._utils, "MP_STATUS_CHECK_INTERVAL", 0.1)  # torch's patience at the end
     before = in_shared_memory()
-    loader = dealt(Samples(hangs_at_17), num_workers=2, persistent_workers=persistent, timeout_s=0.5)
+    loader = sharded(Samples(hangs_at_17), num_workers=2, persistent_workers=persistent, timeout_s=0.5)
     text = (
         r"the loader processes gave no batch for 0\.5 s: process 0 is (.*), process 1 is (.*); where that is no error"
     )
@@ -560,7 +560,7 @@ def in_shared_memory() -> list[str]:
 
 
 def test_a_loop_left_by_an_error_leaves_no_process_while_the_error_is_at_hand() -> None:
-    loader = dealt(Samples(noisy), num_workers=2)
+    loader = sharded(Samples(noisy), num_workers=2)
     items = loader.items()
     next(items)
     try:
@@ -575,10 +575,10 @@ def test_a_loop_left_by_an_error_leaves_no_process_while_the_error_is_at_hand() 
 
 
 def test_a_loader_that_is_forgotten_leaves_no_descriptor() -> None:
-    list(dealt(Samples(noisy), num_workers=1).items())  # what the first one opens for good is open now
+    list(sharded(Samples(noisy), num_workers=1).items())  # what the first one opens for good is open now
     gc.collect()
     before = len(os.listdir("/proc/self/fd"))
-    list(dealt(Samples(noisy), num_workers=1).items())
+    list(sharded(Samples(noisy), num_workers=1).items())
     gc.collect()
     assert len(os.listdir("/proc/self/fd")) == before
 
@@ -589,7 +589,7 @@ def test_worker_init_fn_sees_the_dataset_that_the_user_gave() -> None:
         assert info is not None
         info.dataset.shift = 100
 
-    handed = [batch for _, batch in dealt(Shifted(), num_workers=1, worker_init_fn=shift, collate_fn=list).items()]
+    handed = [batch for _, batch in sharded(Shifted(), num_workers=1, worker_init_fn=shift, collate_fn=list).items()]
     assert sorted(number for batch in handed for number in batch) == list(range(100, 130))
 
 

@@ -23,7 +23,7 @@ from paceline.data.length_grouped import (
     LengthGrouped,
     LengthGroupedSampler,
     Lengths,
-    deal,
+    assign_pieces,
 )
 from paceline.data.sharded_sampler import BatchPlan
 from paceline.errors import ConfigError
@@ -94,10 +94,10 @@ def test_a_lane_has_the_same_samples_whoever_rides_it(case: Case, workers: int) 
 
     def dealt(workers: int) -> dict[tuple[int, int, int], list[int]]:
         found = {}
-        for ride in neighbouring_lanes(cut.lanes, workers):
+        for own_lanes in neighbouring_lanes(cut.lanes, workers):
             order = LengthGrouped(lengths, 5, 2, cut, window)
             for step in range(cut.steps):
-                for lane, micro_batch, positions, shadow in assigned(cut, step, ride):
+                for lane, micro_batch, positions, shadow in assigned(cut, step, own_lanes):
                     if not shadow:
                         found[step, lane, micro_batch] = order.samples_at(positions)
         return found
@@ -173,13 +173,13 @@ def test_what_drop_last_drops_is_what_the_shuffle_put_last() -> None:
     assert dropped == Shuffled(100, 4, 0).samples_at(range(96, 100))
 
 
-# -- the deal ----------------------------------------------------------------------------------------------------------
+# -- pieces ----------------------------------------------------------------------------------------------------------
 
 
 def lanes_of(lengths: Lengths, batch_size: int, lanes: int) -> list[list[list[int]]]:
     """Per lane, the lengths of its micro-batches in one step of these lengths."""
     lengths = np.sort(lengths)[::-1]
-    dealt = lengths[deal(lengths[None], batch_size, lanes)[0]]
+    dealt = lengths[assign_pieces(lengths[None], batch_size, lanes)[0]]
     cut = BatchPlan(len(lengths), batch_size, lanes, -(-len(lengths) // batch_size // lanes))
     return [[dealt[list(places)].tolist() for places in ranges] for ranges in cut.micro_batches(0).values()]
 
@@ -210,7 +210,7 @@ def test_a_deal_hands_out_every_sample_once_in_every_step(
     steps: int, samples: int, batch_size: int, lanes: int, seed: int
 ) -> None:
     lengths = -np.sort(-np.random.default_rng(seed).integers(0, 50, (steps, samples)))
-    assert np.sort(deal(lengths, batch_size, lanes)).tolist() == [list(range(samples))] * steps
+    assert np.sort(assign_pieces(lengths, batch_size, lanes)).tolist() == [list(range(samples))] * steps
 
 
 @settings(max_examples=100, deadline=None)

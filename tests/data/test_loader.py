@@ -1,4 +1,4 @@
-"""The user's DataLoader, re-dealt: the same batches with any number of workers and loader processes."""
+"""The user's DataLoader, shared out to lanes: the same batches with any number of workers and loader processes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from torch.utils.data.distributed import DistributedSampler
 from paceline.data.loader import ShardedLoader
 from paceline.data.process_shards import BatchSamplerShard
 from paceline.data.sharded_sampler import WorkItem
-from paceline.data.work_source import Deal
+from paceline.data.work_source import Assignment
 from paceline.errors import ConfigError
 from paceline.world.lanes import neighbouring_lanes
 
@@ -44,9 +44,11 @@ class Noisy(Dataset[Tensor]):
         return torch.tensor([index, torch.rand(()).item(), np.random.rand(), random.random()], dtype=torch.float64)
 
 
-def dealt(source: DataLoader[Any], *, worker: int = 0, workers: int = 1, **options: Any) -> ShardedLoader:
-    ride = neighbouring_lanes(LANES, workers)[worker]
-    return ShardedLoader(source, Deal(**{"lanes": LANES, "accumulate": 2, "ride": ride, "seed": 3} | options))
+def sharded(source: DataLoader[Any], *, worker: int = 0, workers: int = 1, **options: Any) -> ShardedLoader:
+    lanes = neighbouring_lanes(LANES, workers)[worker]
+    return ShardedLoader(
+        source, Assignment(**{"lanes": LANES, "accumulate": 2, "own_lanes": lanes, "seed": 3} | options)
+    )
 
 
 def items_at(loader: ShardedLoader, epoch: int = 0, position: int = 0) -> Iterator[tuple[WorkItem, Any]]:
@@ -59,7 +61,7 @@ def everything(source: DataLoader[Any], *, workers: int = 1, epoch: int = 0) -> 
     """What all workers together are handed, by (step, lane, micro-batch)."""
     found = {}
     for worker in range(workers):
-        for item, batch in items_at(dealt(source, worker=worker, workers=workers), epoch):
+        for item, batch in items_at(sharded(source, worker=worker, workers=workers), epoch):
             if not item.shadow:
                 found[item.step, item.lane, item.micro_batch] = batch.tolist() if isinstance(batch, Tensor) else batch
     return found
@@ -75,18 +77,18 @@ def order_of(loader: ShardedLoader, epoch: int = 0) -> list[int]:
 
 
 def test_a_loader_that_does_not_shuffle_deals_the_dataset_in_order() -> None:
-    assert order_of(dealt(DataLoader(NUMBERS, batch_size=3))) == list(range(30))
+    assert order_of(sharded(DataLoader(NUMBERS, batch_size=3))) == list(range(30))
 
 
 def test_a_loader_that_shuffles_deals_every_sample_once_in_an_order_of_its_epoch() -> None:
-    loader = dealt(DataLoader(NUMBERS, batch_size=3, shuffle=True))
+    loader = sharded(DataLoader(NUMBERS, batch_size=3, shuffle=True))
     first, second = order_of(loader, epoch=0), order_of(loader, epoch=1)
     assert sorted(first) == sorted(second) == list(range(30))
     assert first != second
 
 
 def test_a_batch_holds_the_samples_that_its_item_names() -> None:
-    for item, (batch,) in dealt(DataLoader(NUMBERS, batch_size=3, shuffle=True)).items():
+    for item, (batch,) in sharded(DataLoader(NUMBERS, batch_size=3, shuffle=True)).items():
         assert batch.tolist() == list(item.sample_ids)
 
 
@@ -108,13 +110,13 @@ def test_loader_processes_give_the_batches_that_the_worker_itself_would() -> Non
 
 
 def test_beginning_at_a_step_gives_what_is_left_of_the_epoch() -> None:
-    loader = dealt(DataLoader(Noisy(), batch_size=1, shuffle=True))
+    loader = sharded(DataLoader(Noisy(), batch_size=1, shuffle=True))
     tail = [(item, batch.tolist()) for item, batch in loader.items() if item.step >= 2]
     assert [(item, batch.tolist()) for item, batch in items_at(loader, position=16)] == tail
 
 
 def test_items_know_the_first_and_last_of_their_step_and_lane() -> None:
-    items = [item for item, _ in dealt(DataLoader(NUMBERS, batch_size=2), worker=1, workers=2).items()]
+    items = [item for item, _ in sharded(DataLoader(NUMBERS, batch_size=2), worker=1, workers=2).items()]
 
     def flags(item: WorkItem) -> tuple[int, int, int, str]:
         names = ("first_of_step", "first_of_lane", "last_of_lane", "last_of_step")
@@ -156,7 +158,7 @@ def test_a_dataset_that_fetches_many_at_once_is_asked_to() -> None:
 
 def test_the_order_of_a_custom_sampler_is_respected() -> None:
     ids = [5, 29, 5, 0, 7, 7, 11]
-    assert order_of(dealt(DataLoader(NUMBERS, batch_size=1, sampler=ids))) == ids
+    assert order_of(sharded(DataLoader(NUMBERS, batch_size=1, sampler=ids))) == ids
 
 
 @pytest.mark.parametrize(
@@ -165,14 +167,14 @@ def test_the_order_of_a_custom_sampler_is_respected() -> None:
 def test_a_random_sampler_draws_the_same_order_on_every_worker_and_another_in_every_epoch(sampler: Any) -> None:
     source = DataLoader(NUMBERS, batch_size=2, sampler=sampler)
     torch.manual_seed(1)
-    first = order_of(dealt(source))
+    first = order_of(sharded(source))
     torch.manual_seed(2)
-    assert order_of(dealt(source)) == first
-    assert order_of(dealt(source), epoch=1) != first
+    assert order_of(sharded(source)) == first
+    assert order_of(sharded(source), epoch=1) != first
 
 
 def test_drawing_a_sampler_s_order_leaves_torch_s_random_numbers_where_they_were() -> None:
-    loader = dealt(DataLoader(NUMBERS, batch_size=2, sampler=SubsetRandomSampler(range(30)), num_workers=0))
+    loader = sharded(DataLoader(NUMBERS, batch_size=2, sampler=SubsetRandomSampler(range(30)), num_workers=0))
     torch.manual_seed(1)
     expected = torch.rand(1)
     torch.manual_seed(1)
@@ -182,7 +184,7 @@ def test_drawing_a_sampler_s_order_leaves_torch_s_random_numbers_where_they_were
 
 def test_a_sampler_with_a_generator_of_its_own_fetches_what_the_items_name() -> None:
     sampler = SubsetRandomSampler(range(30), generator=torch.Generator().manual_seed(5))
-    for item, (batch,) in dealt(DataLoader(NUMBERS, batch_size=2, sampler=sampler)).items():
+    for item, (batch,) in sharded(DataLoader(NUMBERS, batch_size=2, sampler=sampler)).items():
         assert batch.tolist() == list(item.sample_ids)
 
 
@@ -199,22 +201,22 @@ class ShufflesWithPython(Sampler[int]):
 def test_a_sampler_that_uses_python_s_random_draws_the_same_order_on_every_worker() -> None:
     source = DataLoader(NUMBERS, batch_size=2, sampler=ShufflesWithPython())
     random.seed(1)
-    first = order_of(dealt(source))
+    first = order_of(sharded(source))
     random.seed(2)
-    assert order_of(dealt(source)) == first
+    assert order_of(sharded(source)) == first
 
 
 def test_a_random_sampler_of_few_samples_draws_them_from_the_whole_dataset() -> None:
-    loader = dealt(DataLoader(NUMBERS, batch_size=1, sampler=RandomSampler(NUMBERS, num_samples=5)))
+    loader = sharded(DataLoader(NUMBERS, batch_size=1, sampler=RandomSampler(NUMBERS, num_samples=5)))
     assert max(max(order_of(loader, epoch)) for epoch in range(10)) >= 5
 
 
 def test_a_random_sampler_with_replacement_stays_inside_the_dataset() -> None:
     sampler = RandomSampler(NUMBERS, replacement=True, num_samples=60)
-    assert max(order_of(dealt(DataLoader(NUMBERS, batch_size=1, sampler=sampler)))) < 30
+    assert max(order_of(sharded(DataLoader(NUMBERS, batch_size=1, sampler=sampler)))) < 30
 
 
-# -- what can't be dealt -----------------------------------------------------------------------------------------------
+# -- what can't be assigned --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -222,27 +224,27 @@ def test_a_random_sampler_with_replacement_stays_inside_the_dataset() -> None:
     [
         (
             DataLoader(NUMBERS, batch_size=2, sampler=DistributedSampler(NUMBERS, num_replicas=2, rank=0)),
-            r"already has a DistributedSampler, so samples would be dealt twice; pass shuffle=True .* instead",
+            r"already has a DistributedSampler, so samples would be split twice; pass shuffle=True .* instead",
         ),
         (
             DataLoader(NUMBERS, batch_sampler=BatchSamplerShard(BatchSampler(SequentialSampler(NUMBERS), 2, False), 2)),
-            "already has a BatchSamplerShard, so samples would be dealt twice",
+            "already has a BatchSamplerShard, so samples would be split twice",
         ),
-        (DataLoader(NUMBERS, batch_size=None), "batch_size=None can't be dealt to lanes; give it batch_size="),
+        (DataLoader(NUMBERS, batch_size=None), "batch_size=None can't be assigned to lanes; give it batch_size="),
         (DataLoader(TensorDataset(torch.zeros(0)), batch_size=2), "the dataset is empty"),
     ],
     ids=["distributed sampler", "batch sampler shard", "no batch size", "empty"],
 )
-def test_what_cannot_be_dealt_is_refused_with_what_to_do(source: DataLoader[Any], text: str) -> None:
+def test_what_cannot_be_assigned_is_refused_with_what_to_do(source: DataLoader[Any], text: str) -> None:
     with pytest.raises(ConfigError, match=text):
-        dealt(source)
+        sharded(source)
 
 
 def test_a_global_batch_size_is_cut_into_lanes_and_micro_batches() -> None:
-    assert dealt(DataLoader(NUMBERS, batch_size=5), global_batch_size=24).plan.batch_size == 3
+    assert sharded(DataLoader(NUMBERS, batch_size=5), global_batch_size=24).plan.batch_size == 3
 
 
 def test_a_global_batch_size_that_cannot_be_cut_is_refused_with_the_nearest_that_can() -> None:
     text = "global_batch_size=20 can't be cut into 4 lanes × 2 micro-batches of equal size; nearest that can: 16 or 24"
     with pytest.raises(ConfigError, match=text):
-        dealt(DataLoader(NUMBERS, batch_size=5), global_batch_size=20)
+        sharded(DataLoader(NUMBERS, batch_size=5), global_batch_size=20)

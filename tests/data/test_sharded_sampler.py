@@ -82,10 +82,10 @@ def test_lower_lanes_and_first_micro_batches_are_filled_first(plan: BatchPlan) -
 
 @settings(max_examples=80, deadline=None)
 @given(plans(), st.integers(1, 10))
-def test_the_workers_together_ride_every_micro_batch_once(plan: BatchPlan, workers: int) -> None:
+def test_the_workers_together_do_every_micro_batch_once(plan: BatchPlan, workers: int) -> None:
     step = plan.steps - 1
-    ridden = [item for ride in neighbouring_lanes(plan.lanes, workers) for item in assigned(plan, step, ride)]
-    real = [(lane, number, positions) for lane, number, positions, shadow in ridden if not shadow]
+    done = [item for own_lanes in neighbouring_lanes(plan.lanes, workers) for item in assigned(plan, step, own_lanes)]
+    real = [(lane, number, positions) for lane, number, positions, shadow in done if not shadow]
     cut = plan.micro_batches(step)
     assert real == [(lane, number, positions) for lane in cut for number, positions in enumerate(cut[lane])]
 
@@ -94,9 +94,9 @@ def test_the_workers_together_ride_every_micro_batch_once(plan: BatchPlan, worke
 @given(plans(), st.integers(1, 10))
 def test_a_worker_without_samples_gets_one_shadow_and_no_other_worker_gets_any(plan: BatchPlan, workers: int) -> None:
     cut = plan.micro_batches(plan.steps - 1)
-    for ride in neighbouring_lanes(plan.lanes, workers):
-        shadows = [item for item in assigned(plan, plan.steps - 1, ride) if item[3]]
-        assert shadows == ([] if set(ride) & set(cut) else [(0, 0, cut[0][0], True)])
+    for own_lanes in neighbouring_lanes(plan.lanes, workers):
+        shadows = [item for item in assigned(plan, plan.steps - 1, own_lanes) if item[3]]
+        assert shadows == ([] if set(own_lanes) & set(cut) else [(0, 0, cut[0][0], True)])
 
 
 @settings(max_examples=200, deadline=None)

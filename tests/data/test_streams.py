@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from paceline.data.sharded_sampler import WorkItem
 from paceline.data.stream_reading import Stream, splits_itself
 from paceline.data.streams import Counts, StreamLoader
-from paceline.data.work_source import Deal
+from paceline.data.work_source import Assignment
 from paceline.errors import ConfigError, DataError
 from paceline.world.lanes import neighbouring_lanes, strided_lanes
 
@@ -124,12 +124,12 @@ class Job:
                 work_in_turn(worker)
 
         def work_in_turn(worker: int) -> None:
-            ride = neighbouring_lanes(self._lanes, workers)[worker]
+            own_lanes = neighbouring_lanes(self._lanes, workers)[worker]
             dataset = self._make()
             self.datasets.append(dataset)
             loader = StreamLoader(
                 DataLoader(dataset, **self._options),
-                Deal(self._lanes, self._accumulate, ride, seed=3),
+                Assignment(self._lanes, self._accumulate, own_lanes, seed=3),
                 lambda mine, _: table.agree(worker, mine),
             )
             try:
@@ -240,14 +240,14 @@ class Ready(Numbers):
             yield {"x": torch.tensor(numbers[low : low + 4])}
 
 
-def test_a_stream_of_ready_made_batches_is_dealt_as_it_is() -> None:
+def test_a_stream_of_ready_made_batches_is_assigned_as_it_is() -> None:
     job = Job(lambda: Ready(50), batch_size=None)
     handed = job.run(2)
     assert samples_of({key: batch["x"].tolist() for key, batch in handed.items()}) == list(range(50))
 
 
 def test_the_items_say_what_a_step_holds() -> None:
-    loader = StreamLoader(DataLoader(Numbers(10), batch_size=2), Deal(3, 1, (0, 1, 2), 0), lambda mine, _: mine)
+    loader = StreamLoader(DataLoader(Numbers(10), batch_size=2), Assignment(3, 1, (0, 1, 2), 0), lambda mine, _: mine)
 
     def facts(item: WorkItem) -> tuple[Any, ...]:
         return item.step, item.lane, item.position, item.samples, item.present, item.step_samples, item.last_of_step
@@ -371,8 +371,8 @@ class OddState(Numbers):
     ("state", "text"),
     [
         ({"at": torch.ones(1)}, r"the state_dict\(\) of part 0 of 4 of the stream is not JSON: Object of type Tensor"),
-        ({0: 1}, r"the state_dict\(\) of part 0 of 4 of the stream changes when kept as JSON: use text for keys"),
-        ({"at": (1, 2)}, "changes when kept as JSON"),
+        ({0: 1}, r"the state_dict\(\) of part 0 of 4 of the stream changes when saved as JSON: use text for keys"),
+        ({"at": (1, 2)}, "changes when saved as JSON"),
     ],
     ids=["tensor", "number as key", "tuple"],
 )
@@ -388,7 +388,7 @@ def test_the_length_of_a_stream_in_parts_is_no_less_than_its_steps() -> None:
 
     for samples in range(4, 60):
         loader = StreamLoader(
-            DataLoader(Counted(samples), batch_size=3, num_workers=0), Deal(2, 2, (0, 1), 0), lambda mine, _: mine
+            DataLoader(Counted(samples), batch_size=3, num_workers=0), Assignment(2, 2, (0, 1), 0), lambda mine, _: mine
         )
         steps = {item.step for item, _ in loader.items()}
         assert loader.steps is not None
@@ -449,7 +449,7 @@ def test_a_stream_is_split_only_where_it_is_told_or_seen(dataset: Any, splits: b
 def test_a_stream_of_few_shards_is_read_in_fewer_parts() -> None:
     loader = StreamLoader(
         DataLoader(Stream(Shards(), splits_itself=True), num_workers=2),
-        Deal(4, 1, (0, 1, 2, 3), 0),
+        Assignment(4, 1, (0, 1, 2, 3), 0),
         lambda mine, _: mine,
     )
     assert loader.readers == 1
@@ -490,15 +490,17 @@ def test_a_stream_that_fails_is_named_with_its_part_and_traceback(loader_process
 
 
 def test_ready_made_batches_of_an_unsplit_stream_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"a stream of ready-made batches .* can't be dealt to lanes"):
-        StreamLoader(DataLoader(Unsplit(5), batch_size=None), Deal(2, 1, (0, 1), 0), lambda mine, _: mine)
+    with pytest.raises(ConfigError, match=r"a stream of ready-made batches .* can't be assigned to lanes"):
+        StreamLoader(DataLoader(Unsplit(5), batch_size=None), Assignment(2, 1, (0, 1), 0), lambda mine, _: mine)
 
 
 def test_another_batch_size_in_the_middle_of_an_epoch_is_refused() -> None:
     job = Job(lambda: Resumable(50))
     job.run(1, steps=1)
     assert job.state is not None
-    loader = StreamLoader(DataLoader(Resumable(50), batch_size=5), Deal(4, 1, (0, 1, 2, 3), 3), lambda mine, _: mine)
+    loader = StreamLoader(
+        DataLoader(Resumable(50), batch_size=5), Assignment(4, 1, (0, 1, 2, 3), 3), lambda mine, _: mine
+    )
     with pytest.raises(DataError, match="in the middle of epoch 0 can't go on with another batch size"):
         loader.restore(job.state, changed=frozenset({"batch size"}))
 
@@ -511,8 +513,8 @@ class FewNumbers(IterableDataset[torch.Tensor]):
 def test_a_stream_hands_out_shadows_that_are_copies() -> None:
     """16 samples are two micro-batches for each of four lanes; the 2 left make one, of lane 0."""
     seen, shadows = [], 0
-    for worker, ride in enumerate(strided_lanes(4, 3)):
-        deal = Deal(4, 2, ride, seed=0)
+    for worker, own_lanes in enumerate(strided_lanes(4, 3)):
+        deal = Assignment(4, 2, own_lanes, seed=0)
         loader = StreamLoader(DataLoader(FewNumbers(), batch_size=2), deal, lambda mine, _: mine)
         for item, batch in loader.items():
             if item.shadow:

@@ -203,7 +203,7 @@ def test_a_source_that_shrinks_meanwhile_is_reported(tmp_path: Path, sources: li
         sources[3].write_text("\n")
         return [1]
 
-    with pytest.raises(DataError, match=r"3.txt became shorter while it was read; build again when nobody writes"):
+    with pytest.raises(DataError, match=r"3.txt became shorter while it was read; build again when no process writes"):
         built(tmp_path / "t.tokens", sources, shrink)
 
 

@@ -20,7 +20,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from paceline import Engine, World
-from paceline.checkpoint.manifest import COMPLETE, MANIFEST, seal_of
+from paceline.checkpoint.manifest import COMPLETE, MANIFEST, complete_text
 from paceline.checkpoint.retention import best_checkpoint, prune
 from paceline.errors import CheckpointError
 from tests.damage import INSTEAD
@@ -78,7 +78,7 @@ def test_resume_goes_to_the_one_before_whatever_stands_there(
     (damaged / name).unlink()
     INSTEAD[instead](damaged / name)
     if name == MANIFEST and (damaged / name).is_file() and (damaged / name).stat().st_size < 2**30:
-        (damaged / COMPLETE).write_bytes(seal_of((damaged / name).read_bytes()))
+        (damaged / COMPLETE).write_bytes(complete_text((damaged / name).read_bytes()))
     assert resumed(damaged.parent) == 1
     lines = [line for line in capsys.readouterr().out.splitlines() if "checkpoint-2" in line]
     assert len(lines) == 1, lines
@@ -138,7 +138,7 @@ def test_resume_goes_to_the_one_before_a_damaged_header(
 def sealed(folder: Path, manifest: Any) -> None:
     text = json.dumps(manifest).encode()
     (folder / MANIFEST).write_bytes(text)
-    (folder / COMPLETE).write_bytes(seal_of(text))
+    (folder / COMPLETE).write_bytes(complete_text(text))
 
 
 def nested(depth: int) -> Any:

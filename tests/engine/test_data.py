@@ -17,7 +17,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSa
 from paceline import Engine, World
 from paceline.data.audit import audit
 from paceline.data.loader import ShardedLoader
-from paceline.data.work_source import Deal
+from paceline.data.work_source import Assignment
 from paceline.engine.replaying_source import ReplayingSource
 from paceline.engine.sources import make_source
 from paceline.errors import CheckpointError, ConfigError, DataError, GenerationEnded
@@ -311,7 +311,10 @@ class Group:
 
 def test_a_stream_whose_agreement_is_cut_off_goes_on_with_the_communicator_that_there_is_then() -> None:
     groups = [Group()]
-    deal, step = Deal(lanes=2, accumulate=1, ride=(0, 1), seed=3), cast("TrainStep", SimpleNamespace(votes=None))
+    deal, step = (
+        Assignment(lanes=2, accumulate=1, own_lanes=(0, 1), seed=3),
+        cast("TrainStep", SimpleNamespace(votes=None)),
+    )
     loader = DataLoader(Rows(16), batch_size=2)
     source = make_source(loader, deal, lambda: cast("Communicator", groups[-1]), step)
     items = source.items()
@@ -320,7 +323,7 @@ def test_a_stream_whose_agreement_is_cut_off_goes_on_with_the_communicator_that_
     with pytest.raises(GenerationEnded):
         next(items)
     groups.append(Group())
-    source.redeal((0, 1), source.merged([source.state_after(None)]))
+    source.reassign((0, 1), source.merged([source.state_after(None)]))
     again = source.items()
     assert [(item, batch[1].tolist()) for item, batch in (next(again), next(again))] == [
         (item, batch[1].tolist()) for item, batch in handed
@@ -328,16 +331,19 @@ def test_a_stream_whose_agreement_is_cut_off_goes_on_with_the_communicator_that_
 
 
 def test_a_worker_that_is_left_alone_has_nobody_to_agree_with() -> None:
-    deal, step = Deal(lanes=2, accumulate=1, ride=(0, 1), seed=3), cast("TrainStep", SimpleNamespace(votes=None))
+    deal, step = (
+        Assignment(lanes=2, accumulate=1, own_lanes=(0, 1), seed=3),
+        cast("TrainStep", SimpleNamespace(votes=None)),
+    )
     source = make_source(DataLoader(Rows(16), batch_size=2), deal, lambda: None, step)
     assert sum(item.samples for item, _ in source.items()) == 16
 
 
 def test_workers_can_not_join_or_leave_a_replay() -> None:
-    deal = Deal(lanes=2, accumulate=1, ride=(0, 1), seed=3)
+    deal = Assignment(lanes=2, accumulate=1, own_lanes=(0, 1), seed=3)
     source = ReplayingSource(ShardedLoader(loader_of("shuffled", 16), deal), cast("Replay", None), cast("TrainStep", 0))
     with pytest.raises(ConfigError, match="a replay is one process that follows the log of its run: workers can't"):
-        source.redeal((0,))
+        source.reassign((0,))
 
 
 # -- a resume that differs ---------------------------------------------------------------------------------------------

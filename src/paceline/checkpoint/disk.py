@@ -73,7 +73,7 @@ def rename(old: Path, new: Path) -> None:
 
 
 def remove_folder(folder: Path) -> None:
-    """It loses its name first: nobody takes what is half removed for a checkpoint."""
+    """It loses its name first, so that what is half removed is not taken for a checkpoint."""
     doomed = folder.with_name(f".{folder.name}.removed")
     shutil.rmtree(doomed, ignore_errors=True)
     rename(folder, doomed)

@@ -1,6 +1,6 @@
 """Loading: any worker reads what it needs from a checkpoint of any number of workers, and checks every byte it reads.
 
-checkpoint = Checkpoint.open(folder)          manifest read, seal and sizes checked
+checkpoint = Checkpoint.open(folder)          manifest read, its checksum and sizes checked
 checkpoint.tree["models"][0]["weight"]        a StoredTensor: nothing is read yet
 .whole(), .part(0, 4096)                      its ranges, from whichever files, as one tensor
 """
@@ -27,7 +27,7 @@ class RangeSource(Protocol):
     """What has the bytes of stored tensors: a checkpoint's files, or workers' in-memory checkpoints."""
 
     def read(self, where: Range, start: int, stop: int) -> Tensor:
-        """Elements [start, stop) of the tensor, which lie in the range; one dimension, and nobody else's memory."""
+        """Elements [start, stop) of the tensor, which lie in the range; one dimension, in memory of its own."""
         ...
 
 

@@ -7,7 +7,7 @@
       COMPLETE                              the checksum of the manifest; written last
 
 Every worker describes its own file (`worker-00001-of-00002.json`); the main worker merges what they say and checks that
-every element of every tensor is there once. So saving needs no words between workers but those on the disk.
+every element of every tensor is there once. So workers need no messages to save but what they write to the disk.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from paceline.errors import CheckpointError
 from paceline.input_file import LARGEST, cause_of, one_line, parse_json, read_input
 
 FORMAT = 2
-LONGEST_SEAL = 4096
+LONGEST_COMPLETE = 4096
 MANIFEST, COMPLETE = "manifest.json", "COMPLETE"
 
 
@@ -158,20 +158,20 @@ def _of(kind: type, value: Any, what: str) -> Any:
     return value
 
 
-def seal_of(manifest: bytes) -> bytes:
+def complete_text(manifest: bytes) -> bytes:
     """What COMPLETE holds."""
     return f"sha256:{hashlib.sha256(manifest).hexdigest()}\n".encode()
 
 
-def read_seal(folder: Path) -> bytes:
+def read_complete(folder: Path) -> bytes:
     """What the COMPLETE of a checkpoint holds."""
-    return _read(folder, COMPLETE, LONGEST_SEAL)
+    return _read(folder, COMPLETE, LONGEST_COMPLETE)
 
 
 def read_manifest(folder: Path) -> Manifest:
     """The manifest of a complete checkpoint."""
-    seal, text = read_seal(folder), _read(folder, MANIFEST)
-    if seal != seal_of(text):
+    complete, text = read_complete(folder), _read(folder, MANIFEST)
+    if complete != complete_text(text):
         raise CheckpointError(f"{folder} is damaged: {MANIFEST} does not have the checksum that {COMPLETE} says")
     return Manifest.parse(folder, text)
 
@@ -187,12 +187,12 @@ def _read(folder: Path, name: str, most: int = LARGEST) -> bytes:
         raise CheckpointError(f"{folder}/{name} can't be read: {cause_of(error)}") from error
 
 
-def merge(kind: str, about: dict[str, Any], told: Iterable[Mapping[str, Any]]) -> Manifest:
+def merge(kind: str, about: dict[str, Any], parts: Iterable[Mapping[str, Any]]) -> Manifest:
     """One manifest from what all workers say about their parts, in rank order; the first worker speaks first."""
     tree: Any = {}
     rows: dict[str, tuple[str, tuple[int, ...], list[Range]]] = {}
     files: dict[str, StoredFile] = {}
-    for worker, part in enumerate(told):
+    for worker, part in enumerate(parts):
         tree = _merged(tree, part["tree"], worker, "")
         files[part["file"]["name"]] = StoredFile(part["file"]["bytes"], part["file"]["checksum"])
         for path, row in part["tensors"].items():
@@ -211,7 +211,7 @@ def merge(kind: str, about: dict[str, Any], told: Iterable[Mapping[str, Any]]) -
         if (gap := stored.gap()) is not None:
             raise CheckpointError(
                 f"{path} has {stored.elements:,} elements, but those from {min(gap):,} to {max(gap):,} were saved "
-                f"{'by nobody' if gap[0] < gap[1] else 'twice'}: not all of it was updated yet, or workers differ"
+                f"{'by no worker' if gap[0] < gap[1] else 'twice'}: not all of it was updated yet, or workers differ"
             )
     return Manifest(kind, about, tree, tensors, files)
 

@@ -2,8 +2,8 @@
 
     runs/demo/   checkpoint-10  checkpoint-20 (best)  checkpoint-30  checkpoint-40        keep=2: 10 and 30 go
 
-So many stay: the newest always, the best always, others from the newest on. What has no seal is not counted, and not
-touched: it may be all there is.
+So many stay: the newest always, the best always, others from the newest on. What has no COMPLETE is not counted, and
+not touched: it may be all there is.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def prune(folder: Path, keep: int | None) -> list[Path]:
 
 
 def set_aside(folder: Path, step: int) -> list[Path]:
-    """Give checkpoints of later steps a name that nobody resumes from; their new paths."""
+    """Give checkpoints of later steps a name that no job resumes from; their new paths."""
     moved = []
     for path in all_checkpoints(folder):
         if int(path.name.removeprefix("checkpoint-")) > step:

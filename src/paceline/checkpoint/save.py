@@ -1,4 +1,4 @@
-"""Saving: each worker writes the ranges of tensors that it has, and the main one puts its name under all of them.
+"""Saving: each worker writes the ranges of tensors that it has, and the main one publishes all of them together.
 
     tree of states ──portion_of──► this worker's ranges ──write_portion──► worker-k.safetensors, worker-k.json
                                                          ──complete──────► manifest.json, COMPLETE, the final name
@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from paceline.checkpoint.disk import make_folder, publish, rename, write_file
-from paceline.checkpoint.manifest import COMPLETE, MANIFEST, merge, seal_of
+from paceline.checkpoint.manifest import COMPLETE, MANIFEST, complete_text, merge
 from paceline.checkpoint.tensor_file import code_of, write_tensors
 from paceline.checkpoint.tree import flatten
 from paceline.collectives.shared_memory.kernels import choose_kernels
@@ -66,13 +66,13 @@ class Portion:
     def file(self) -> str:
         return f"worker-{self.worker:05}-of-{self.workers:05}"
 
-    def copied(self, room: Room) -> Portion:
+    def copied(self, buffer: SnapshotBuffer) -> Portion:
         """The same with its tensors as they are now."""
-        return Portion(self.worker, self.workers, self.tree, self.shapes, tuple(room.filled(self.parts)))
+        return Portion(self.worker, self.workers, self.tree, self.shapes, tuple(buffer.filled(self.parts)))
 
 
-class Room:
-    """Memory on the host for one snapshot, kept from save to save: new pages would cost more than the copies.
+class SnapshotBuffer:
+    """Memory on the host for one snapshot, used again by every save: new pages would cost more than the copies.
 
     The training waits for the copies, so all threads of the worker share them, and write past the caches: 1.2 GB took
     60 ms so, and 104 ms with torch's copies of one tensor after another.
@@ -81,10 +81,6 @@ class Room:
     def __init__(self) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8)
         self._kernels = choose_kernels()
-
-    @property
-    def bytes(self) -> int:
-        return self._memory.numel()
 
     def filled(self, parts: tuple[PartOfTensor, ...]) -> Iterator[PartOfTensor]:
         sizes = [part.values.numel() * part.values.element_size() for part in parts]
@@ -179,13 +175,13 @@ def give_up(partial: Path, portion: Portion, reason: str) -> None:
 
 
 def complete(partial: Path, folder: Path, workers: int, about: dict[str, Any], checksum: str, timeout_s: float) -> None:
-    """The main worker's last act: wait for all portions, describe them together, seal, publish."""
-    told = [read_json(path) for path in _all_there(partial, workers, timeout_s)]
-    text = merge(checksum, about, told).text().encode()
+    """The main worker's last act: wait for all portions, describe them together, publish."""
+    parts = [read_json(path) for path in _all_there(partial, workers, timeout_s)]
+    text = merge(checksum, about, parts).text().encode()
     for path in partial.glob("worker-*.json"):
         path.unlink()
     write_file(partial / MANIFEST, [text])
-    write_file(partial / COMPLETE, [seal_of(text)])
+    write_file(partial / COMPLETE, [complete_text(text)])
     publish(partial, folder)
 
 

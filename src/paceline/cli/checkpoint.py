@@ -54,9 +54,9 @@ def list_checkpoints(
             broken.append(f"{path.name} is not usable: {error}")
             continue
         score = about.get("score")
-        told = "" if score is None else f"{score:g}{' (best)' if path == best else ''}"
+        rated = "" if score is None else f"{score:g}{' (best)' if path == best else ''}"
         step, workers, strategy, saved = (about.get(name, "") for name in ("step", "workers", "strategy", "saved at"))
-        table.add_row(*(one_line(str(cell)) for cell in (path.name, step, workers, strategy, size, saved, told)))
+        table.add_row(*(one_line(str(cell)) for cell in (path.name, step, workers, strategy, size, saved, rated)))
     Console(width=None if sys.stdout.isatty() else 160, markup=False).print(table)
     for line in broken:
         print(line)

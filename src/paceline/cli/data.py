@@ -209,7 +209,7 @@ def is_whole(path: Path, console: Console) -> bool:
         with TokenFile(path) as file:
             _show(console, "file", f"{path}, {in_units(file.header.file_bytes)}")
             _show(console, "tokens", _kind(file.header))
-            _show(console, "made of", file.description or "(nobody wrote it down)")
+            _show(console, "made of", file.description or "(no description)")
             _show(console, "sha256", file.header.sha256)
             file.verify(progress=True)
     except PacelineError as error:
@@ -224,7 +224,7 @@ def _kind(header: TokenHeader) -> str:
 
 
 def _show(console: Console, name: str, text: str, style: str = "") -> None:
-    """A fact in two columns; where nobody looks (grep, logs) it stays one line, however long."""
+    """A fact in two columns; off a terminal (grep, logs) it stays one line, however long."""
     if not console.is_terminal:
         print(f"{name:<8} {text}", file=console.file)
         return

@@ -43,7 +43,7 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    """`paceline data audit` reads ledgers without waiting for torch: each name comes when asked for."""
+    """`paceline data audit` reads sample logs without waiting for torch: each name comes when asked for."""
     if name in _HOMES:
         return getattr(importlib.import_module(f"paceline.data.{_HOMES[name]}"), name)
     raise AttributeError(f"module 'paceline.data' has no attribute {name!r}")

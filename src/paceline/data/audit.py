@@ -516,10 +516,10 @@ def _missing(run: LoggedRun, attempt: Attempt, rows: Ints) -> Ints:
     parts = _parts(run, rows, lanes)
     end = int((entries.position[rows] + entries.count[rows]).max())
     if end == attempt.length(int(entries.epoch[rows[0]]))[1]:
-        dealt = int(parts.max()) + 1
+        assigned = int(parts.max()) + 1
     else:
-        dealt = lanes * (int(entries.micro_batch[attempt.rows].max()) + 1)
-    return np.setdiff1d(np.arange(dealt), parts)
+        assigned = lanes * (int(entries.micro_batch[attempt.rows].max()) + 1)
+    return np.setdiff1d(np.arange(assigned), parts)
 
 
 def _parts(run: LoggedRun, rows: Ints, lanes: int) -> Ints:
@@ -589,7 +589,7 @@ def place_of_lost(run: LoggedRun, rows: Ints, epoch: int, track: int, position: 
 
 
 def _responsible(run: LoggedRun, epoch: int, track: int, position: int) -> Attempt | None:
-    """The last attempt that began at or before a position: nobody redid what it did there."""
+    """The last attempt that began at or before a position: no later one redid what it did there."""
     had = [attempt for attempt in run.attempts if attempt.places.get(track, (0, 0)) <= (epoch, position)]
     return had[-1] if had else None
 

@@ -4,7 +4,7 @@
     position in the epoch's order     0  1  2  3  4  5  6 │ 0  1      completed from the start; drop_last: 0 … 5
     replica                           0  1  2  0  1  2  0 │ 1  2
 
-A loop of one's own takes it where it took torch's; `Engine.prepare` deals samples itself and refuses both.
+A loop of one's own takes it where it took torch's; `Engine.prepare` assigns samples itself and refuses both.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from queue import SimpleQueue
 from typing import Any, NamedTuple
@@ -37,7 +37,7 @@ from paceline.data.batch_ring import BatchMemory, BatchRing, Packed, RingAddress
 from paceline.data.global_order import scrambled
 from paceline.data.loader_watch import COLLATING, HANDING_OVER, LoaderWatch, Slot, Slots, timed_out
 from paceline.data.sharded_sampler import WorkItem
-from paceline.data.work_source import Deal
+from paceline.data.work_source import Assignment
 from paceline.errors import DataError
 from paceline.world.determinism import mix, seed_everything
 
@@ -161,7 +161,7 @@ class ItemDataset(Dataset[Any]):
         samples.extend(map(self._fetch_one, ids))
 
     def _enter(self, epoch: int, position: int) -> None:
-        """A dataset that wants to know its epoch is told; nobody calls set_epoch."""
+        """The dataset's `set_epoch` is called here, so that the user need not."""
         set_epoch = getattr(self._dataset, "set_epoch", None)
         if set_epoch is not None:
             seed_everything(mix(self._seed, "set_epoch", epoch))
@@ -256,8 +256,8 @@ def _names(ids: Sequence[int]) -> str:
 class ItemFetcher:
     """Fetches work items as the user's DataLoader `source` would, in this process."""
 
-    def __init__(self, source: DataLoader[Any], deal: Deal) -> None:
-        self._dataset = ItemDataset(source.dataset, source.collate_fn, deal.seed)
+    def __init__(self, source: DataLoader[Any], assignment: Assignment) -> None:
+        self._dataset = ItemDataset(source.dataset, source.collate_fn, assignment.seed)
         self._pins = source.pin_memory and torch.accelerator.is_available()
 
     def of(self, items: Iterator[WorkItem]) -> Generator[Pair]:
@@ -279,13 +279,13 @@ class ItemFetcher:
 class ProcessFetcher(ItemFetcher):
     """… in its loader processes."""
 
-    def __init__(self, source: DataLoader[Any], deal: Deal) -> None:
-        self._source, self._seed, self._lanes = source, deal.seed, deal.ride
-        self._timeout_s = source.timeout or deal.timeout_s
+    def __init__(self, source: DataLoader[Any], assignment: Assignment) -> None:
+        self._source, self._seed, self._lanes = source, assignment.seed, assignment.own_lanes
+        self._timeout_s = source.timeout or assignment.timeout_s
         self._watch = LoaderWatch(source.num_workers)
         self._memory = BatchMemory(source.num_workers, source.prefetch_factor or 1)
         slots, rings = self._watch.slots, self._memory.address
-        self._dataset = LoaderProcessDataset(source.dataset, source.collate_fn, deal.seed, slots, rings)
+        self._dataset = LoaderProcessDataset(source.dataset, source.collate_fn, assignment.seed, slots, rings)
         self._asked = _Asked()
         self._generator = torch.Generator()
         self._seed_processes()
@@ -360,7 +360,7 @@ class ProcessFetcher(ItemFetcher):
                 batch = next(self._fetched, _NO_MORE)
                 return batch.batch() if type(batch) is Packed else batch
             except RuntimeError as error:
-                if dead := self._watch.obituaries(self._watch.processes):
+                if dead := self._watch.deaths(self._watch.processes):
                     raise DataError(dead) from error
                 if not timed_out(error) or self._leaving:
                     raise
@@ -388,7 +388,7 @@ class ProcessFetcher(ItemFetcher):
             try:
                 fetched: Any = iter(self._loader)
             except RuntimeError as error:  # one of the processes that stayed has not answered in time
-                if dead := self._watch.obituaries(self._watch.processes):
+                if dead := self._watch.deaths(self._watch.processes):
                     raise DataError(dead) from error
                 self._end_processes()
                 fetched = iter(self._loader)
@@ -414,18 +414,13 @@ class ProcessFetcher(ItemFetcher):
         self._loader = self._make_loader()  # that one would hand out the ended ones again
 
     def _make_loader(self) -> DataLoader[Any]:
-        source = self._source
-        return DataLoader(
+        return loader_like(
+            self._source,
             self._dataset,
-            batch_size=None,
-            sampler=self._asked,
-            collate_fn=as_it_is,
-            num_workers=source.num_workers,
-            pin_memory=source.pin_memory,
+            self._asked,
+            self._watch,
+            num_workers=self._source.num_workers,
             generator=self._generator,
-            prefetch_factor=source.prefetch_factor,
-            multiprocessing_context=source.multiprocessing_context,
-            worker_init_fn=self._watch.started(source.worker_init_fn),
             persistent_workers=True,  # when they end is decided here
             timeout=min(LOOK_AFTER_THEM_S, self._timeout_s),
         )
@@ -454,7 +449,24 @@ class _Asked:
         return self._out.popleft()
 
 
-def as_it_is(batch: Any) -> Any:
+def loader_like(
+    source: DataLoader[Any], dataset: Dataset[Any], requests: Iterable[Any], watch: LoaderWatch, **options: Any
+) -> DataLoader[Any]:
+    """torch's DataLoader with the settings of the user's, over requests in the place of samples."""
+    return DataLoader(
+        dataset,
+        batch_size=None,
+        sampler=requests,
+        collate_fn=_as_it_is,
+        pin_memory=source.pin_memory,
+        prefetch_factor=source.prefetch_factor,
+        multiprocessing_context=source.multiprocessing_context,
+        worker_init_fn=watch.started(source.worker_init_fn),
+        **options,
+    )
+
+
+def _as_it_is(batch: Any) -> Any:
     return batch
 
 

@@ -3,7 +3,7 @@
     shuffled order     ├──── window 0 ────┼──── window 1 ────┼─ …     random samples, about 128 steps of them
     inside a window    sort by length ──► cut into steps of neighbours ──► shuffle the steps
 
-    one step, dealt in pieces of neighbours (3 lanes, two samples a piece), longest first:
+    one step, assigned in pieces of neighbours (3 lanes, two samples a piece), longest first:
 
         round 0      aa ► lane 0    bb ► lane 1    cc ► lane 2        a lane's first piece decides its padding, so the
         round 1      dd ► lane 2    ee ► lane 1    ff ► lane 0        pieces are long; after it, the longest piece goes
@@ -39,16 +39,16 @@ GivenLengths: TypeAlias = Sequence[int] | NDArray[Any] | Tensor
 
 WINDOW_STEPS = 128  # measured: twice as many take two fifths off the padding, and double the wait for the first batch
 PIECES = 4  # a lane's share of a step, and at least two of each micro-batch
-WINDOWS_KEPT = 2  # a batch may lie across two
+WINDOWS_AT_HAND = 2  # a batch may lie across two
 
 MEGA_BATCHES = 50  # transformers' grouping: this many batches are sorted together, or a quarter of the dataset
 MEGA_BATCHES_AT_LEAST = 4
 
 
 class LengthGrouped:
-    """A `GlobalOrder` whose steps hold samples of similar length, dealt so that the lanes' sums are nearly equal.
+    """A `GlobalOrder` whose steps hold samples of similar length, assigned so that the lanes' sums are nearly equal.
 
-    There are at least two windows, drawn anew every epoch, so that a sample doesn't meet the same ones each time. The
+    There are at least two windows, drawn again every epoch, so that a sample doesn't meet the same ones each time. The
     short last step takes neighbours too, from a place that a key chooses; where it is dropped, it is what the shuffle
     put last, so that no length is dropped more often than another.
     """
@@ -61,14 +61,14 @@ class LengthGrouped:
         if cut.start:
             raise ConfigError(
                 f"epoch {epoch} was grouped by length for the batch size, lanes and accumulate it began with, so it "
-                f"can't be cut anew at position {cut.start:,}: go on with those until the epoch ends"
+                f"can't be cut again at position {cut.start:,}: go on with those until the epoch ends"
             )
         if window < 1:
             raise ConfigError(f"window={window}: a window has at least one step")
         self._lengths, self._seed, self._epoch, self._cut = lengths, seed, epoch, cut
         self._shuffled = Shuffled(cut.samples, seed, epoch)
         self._starts = _window_starts(cut, window)
-        self._kept: dict[int, NDArray[np.int64]] = {}
+        self._windows: dict[int, NDArray[np.int64]] = {}
 
     def sample_at(self, position: int) -> int:
         return self.samples_at(range(position, position + 1))[0]
@@ -85,14 +85,14 @@ class LengthGrouped:
 
     def _window(self, number: int) -> NDArray[np.int64]:
         """The sample ids of a window, in the order of their positions."""
-        if number not in self._kept:
-            while len(self._kept) >= WINDOWS_KEPT:
-                del self._kept[next(iter(self._kept))]
+        if number not in self._windows:
+            while len(self._windows) >= WINDOWS_AT_HAND:
+                del self._windows[next(iter(self._windows))]
             low, high = int(self._starts[number]), int(self._starts[number + 1])
             ids = np.array(self._shuffled.samples_at(range(low, high)), np.int64)
             dropped = low >= self._cut.samples_per_epoch
-            self._kept[number] = ids if dropped else self._grouped(ids, number)
-        return self._kept[number]
+            self._windows[number] = ids if dropped else self._grouped(ids, number)
+        return self._windows[number]
 
     def _grouped(self, ids: NDArray[np.int64], number: int) -> NDArray[np.int64]:
         ids = ids[_longest_first(self._lengths[ids])]
@@ -101,19 +101,21 @@ class LengthGrouped:
         short = slice(slot, slot + left)
         steps = np.delete(ids, short).reshape(whole, self._cut.global_batch)
         order = Shuffled(whole, mix(self._seed, "steps of a window", number), self._epoch).samples_at(range(whole))
-        return np.concatenate([self._dealt(steps[np.array(order, np.intp)]), self._dealt(ids[short].reshape(1, left))])
+        return np.concatenate(
+            [self._assigned(steps[np.array(order, np.intp)]), self._assigned(ids[short].reshape(1, left))]
+        )
 
-    def _dealt(self, steps: NDArray[np.int64]) -> NDArray[np.int64]:
+    def _assigned(self, steps: NDArray[np.int64]) -> NDArray[np.int64]:
         if steps.size == 0:
             return steps.ravel()
-        table = deal(self._lengths[steps], self._cut.batch_size, self._cut.lanes)
+        table = assign_pieces(self._lengths[steps], self._cut.batch_size, self._cut.lanes)
         return np.take_along_axis(steps, table, axis=1).ravel()
 
 
-def deal(lengths: Lengths, batch_size: int, lanes: int) -> NDArray[np.intp]:
+def assign_pieces(lengths: Lengths, batch_size: int, lanes: int) -> NDArray[np.intp]:
     """Which of a step's samples stands at each of its positions.
 
-    A row is a step, longest sample first. All steps are dealt at once, since each round is a few calls of numpy.
+    A row is a step, longest sample first. All steps are assigned at once, since each round is a few calls of numpy.
     """
     steps, samples = lengths.shape
     parts = -(-samples // batch_size)  # as BatchPlan.micro_batches cuts them: part p belongs to lane p % lanes

@@ -18,7 +18,7 @@ sampler that gives something else there would lose and repeat samples.
 The place moves when a step commits (`state_after`), so what loader processes fetched ahead is never counted. When
 workers come or go in the middle of a step, the loop goes on from that place with other lanes:
 
-    items()   step 4: lane 0, lane 1   step 5: lane 0 ┊ redeal((0, 1, 2))   items()   step 5: lane 0, lane 1, lane 2
+    items()   step 4: lane 0, lane 1   step 5: lane 0 ┊ reassign((0, 1, 2))   items()   step 5: lane 0, lane 1, lane 2
                                      commit           ┊ a worker was lost
     └──────────────────────────────────────── one loop, of one epoch ─────────────────────────────────────────────┘
 """
@@ -40,7 +40,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler
 from paceline.data.fetching import ItemFetcher, ProcessFetcher
 from paceline.data.global_order import GlobalOrder, Listed, Sequential, Shuffled
 from paceline.data.sharded_sampler import BatchPlan, Cut, ListedPlan, WorkItem, lane_items, work_items
-from paceline.data.work_source import Deal
+from paceline.data.work_source import Assignment
 from paceline.errors import ConfigError, DataError
 from paceline.world.determinism import drawing_from, mix
 
@@ -61,7 +61,7 @@ class Place:
 
     epoch: int
     position: int
-    start: int  # where the cut begins: where the epoch was when it was cut anew
+    start: int  # where the cut begins: where the epoch was when the cut changed
     seed: int
     samples: int | None  # None: as many as the sampler gives
     cut: BegunWith  # an order that balances lanes depends on it
@@ -78,10 +78,10 @@ class Epoch:
 class Epochs:
     """The epochs that a DataLoader gives."""
 
-    def __init__(self, source: DataLoader[Any], deal: Deal) -> None:
-        self._source, self._deal = source, deal
+    def __init__(self, source: DataLoader[Any], assignment: Assignment) -> None:
+        self._source, self._assignment = source, assignment
         self._sampler: Any = source.sampler if source.batch_size is not None else source.batch_sampler
-        self.batch_size = 0 if source.batch_size is None else batch_size_of(source, deal)
+        self.batch_size = 0 if source.batch_size is None else batch_size_of(source, assignment)
         self._known: tuple[tuple[Any, ...], Epoch] | None = None
 
     @property
@@ -114,25 +114,25 @@ class Epochs:
 
     def first_place(self, epoch: int) -> Place:
         samples = None if self.kind in ("batches", "drawn") else self.samples
-        begun = (self.batch_size, self._deal.lanes, self._deal.accumulate, self._source.drop_last)
-        return Place(epoch, 0, 0, self._deal.seed, samples, begun)
+        begun = (self.batch_size, self._assignment.lanes, self._assignment.accumulate, self._source.drop_last)
+        return Place(epoch, 0, 0, self._assignment.seed, samples, begun)
 
     def of(self, place: Place) -> Epoch:
-        """The epoch that `place` stands in; kept, since a sampler of the user's own is drawn for it."""
+        """The epoch that `place` stands in; remembered, since a sampler of the user's own is drawn for it."""
         key = (place.epoch, place.start, place.seed, place.samples, place.cut)
         if self._known is None or self._known[0] != key:
             self._known = key, self._listed_epoch(place) if self.listed else self._even_epoch(place)
         return self._known[1]
 
     def _even_epoch(self, place: Place) -> Epoch:
-        deal, drop_last = self._deal, self._source.drop_last
+        assignment, drop_last = self._assignment, self._source.drop_last
         if self.kind == "drawn":
             with self._drawing(place):
                 ids = np.fromiter((int(index) for index in self._sampler), dtype=np.int64)
-            plan = BatchPlan(len(ids), self.batch_size, deal.lanes, deal.accumulate, drop_last, place.start)
+            plan = BatchPlan(len(ids), self.batch_size, assignment.lanes, assignment.accumulate, drop_last, place.start)
             return Epoch(plan, Listed(tuple(ids.tolist())), _digest(ids))
         samples = self.samples if place.samples is None else place.samples
-        plan = BatchPlan(samples, self.batch_size, deal.lanes, deal.accumulate, drop_last, place.start)
+        plan = BatchPlan(samples, self.batch_size, assignment.lanes, assignment.accumulate, drop_last, place.start)
         match self.kind:
             case "shuffled":
                 return Epoch(plan, Shuffled(samples, place.seed, place.epoch))
@@ -151,7 +151,7 @@ class Epochs:
                 raise ConfigError(f"batch {number} of the batch sampler {type(self._sampler).__name__} is empty")
         ends = np.cumsum([0, *(len(batch) for batch in batches)])
         ids = np.array([index for batch in batches for index in batch], dtype=np.int64)
-        plan = ListedPlan(ends, self._deal.lanes, self._deal.accumulate, place.start)
+        plan = ListedPlan(ends, self._assignment.lanes, self._assignment.accumulate, place.start)
         return Epoch(plan, Listed(tuple(ids.tolist())), _digest(ids, ends))
 
     @contextmanager
@@ -180,15 +180,15 @@ def _digest(*arrays: npt.NDArray[np.int64]) -> str:
     return hashlib.blake2b(b"".join(array.tobytes() for array in arrays), digest_size=12).hexdigest()
 
 
-def batch_size_of(source: DataLoader[Any], deal: Deal) -> int:
-    size, wanted = source.batch_size, deal.global_batch_size
+def batch_size_of(source: DataLoader[Any], assignment: Assignment) -> int:
+    size, wanted = source.batch_size, assignment.global_batch_size
     assert size is not None
     if wanted is None:
         return size
-    parts = deal.lanes * deal.accumulate
+    parts = assignment.lanes * assignment.accumulate
     if wanted % parts or wanted < parts:
         raise ConfigError(
-            f"global_batch_size={wanted} can't be cut into {deal.lanes} lanes × {deal.accumulate} "
+            f"global_batch_size={wanted} can't be cut into {assignment.lanes} lanes × {assignment.accumulate} "
             f"micro-batches of equal size; nearest that can: "
             + (f"{wanted // parts * parts} or {(wanted // parts + 1) * parts}" if wanted >= parts else f"{parts}")
         )
@@ -207,7 +207,8 @@ def _length_of(sampler: Any) -> int:
         return len(sampler)
     except TypeError as error:
         raise ConfigError(
-            f"the sampler {type(sampler).__name__} has no length, so its samples can't be dealt; give it a __len__"
+            f"the sampler {type(sampler).__name__} has no length, so its samples can't be assigned to lanes; give it a "
+            "__len__"
         ) from error
 
 
@@ -236,29 +237,28 @@ class Loops:
     nothing left, and does not run on into the next one."""
 
     def __init__(self) -> None:
-        self._current: weakref.ref[Loop] | None = None
-        self._goes_on = False
-        self._epoch: int | None = None  # of the one that goes on
+        self._current: Callable[[], Loop | None] = lambda: None
+        self._epoch: int | None = None  # of an interrupted loop
 
     def begin(self, epoch: int, pairs: Callable[[bool], Pairs]) -> Loop:
         """A loop, or the interrupted one again, of `pairs(whether its epoch is over)`."""
-        of = self._epoch if self._goes_on and self._epoch is not None else epoch
-        self._goes_on = False
+        of = epoch if self._epoch is None else self._epoch
+        self._epoch = None
         loop = Loop(pairs(of != epoch), of)
         self._current = weakref.ref(loop)
         return loop
 
     def interrupt(self) -> None:
         """End what was given for the loop under way; it goes on with the next `begin`."""
-        loop = self._current() if self._current is not None else None
+        loop = self._current()
         if loop is not None and not loop.closed:
-            self._goes_on, self._epoch = True, loop.epoch
+            self._epoch = loop.epoch
             loop.close()
 
     def moved(self) -> None:
         """The place is another one: the loop under way goes on there, in whichever epoch that is."""
         self._epoch = None
-        loop = self._current() if self._current is not None else None
+        loop = self._current()
         if loop is not None:
             loop.epoch = None
 
@@ -269,15 +269,15 @@ class Loops:
 class ShardedLoader:
     """Items of a map-style dataset, from any place; a `WorkSource`."""
 
-    def __init__(self, source: DataLoader[Any], deal: Deal) -> None:
-        refuse_what_cannot_be_dealt(source)
-        self._deal = deal
+    def __init__(self, source: DataLoader[Any], assignment: Assignment) -> None:
+        check_assignable(source)
+        self._assignment = assignment
         self.dataset: Dataset[Any] = source.dataset
         self._source = source
-        self._epochs = Epochs(source, deal)
+        self._epochs = Epochs(source, assignment)
         self._place = self._epochs.first_place(epoch=0)
         self._epochs.of(self._place)  # says now what is wrong with it
-        self._fetching = (ProcessFetcher if source.num_workers > 0 else ItemFetcher)(source, deal)
+        self._fetching = (ProcessFetcher if source.num_workers > 0 else ItemFetcher)(source, assignment)
         self._loops = Loops()
 
     # -- the place ---------------------------------------------------------------------------------------------------
@@ -336,7 +336,7 @@ class ShardedLoader:
         if place.samples is not None and place.samples > self._epochs.samples:
             raise DataError(
                 f"the dataset has shrunk from {place.samples:,} to {self._epochs.samples:,} samples {middle}; "
-                "what is left of that epoch can't be dealt"
+                "what is left of that epoch can't be assigned to lanes"
             )
         recut = changed & {"lanes", "accumulate", "batch size", "drop_last"}
         place = replace(place, start=place.position) if recut else place
@@ -356,7 +356,7 @@ class ShardedLoader:
             return facts
         return {"batch size": self._epochs.batch_size, **facts, "drop_last": self._source.drop_last}
 
-    def record_header(self) -> dict[str, Any]:
+    def log_header(self) -> dict[str, Any]:
         plan = self.plan
         return {
             "epoch": self.epoch,
@@ -368,23 +368,23 @@ class ShardedLoader:
         }
 
     def described(self) -> tuple[str, str]:
-        plan, deal = self.plan, self._deal
-        shape = f"{_count(deal.lanes, 'lane')} × {_count(deal.accumulate, 'micro-batch', 'es')}"
+        plan, lanes, accumulate = self.plan, self._assignment.lanes, self._assignment.accumulate
+        shape = f"{_count(lanes, 'lane')} × {_count(accumulate, 'micro-batch', 'es')}"
         if isinstance(plan, BatchPlan):
             batch = f"{plan.global_batch} = {shape} × {_count(plan.batch_size, 'sample')}"
         else:
-            batch = f"{shape} of about {plan.samples / max(1, plan.steps * deal.lanes * deal.accumulate):.0f} samples"
+            batch = f"{shape} of about {plan.samples / max(1, plan.steps * lanes * accumulate):.0f} samples"
         return batch, f"{plan.samples:,} samples, {_count(plan.steps, 'step')} an epoch"
 
     # -- items -------------------------------------------------------------------------------------------------------
 
     takes_places = False  # every worker knows the place
 
-    def redeal(self, ride: tuple[int, ...], places: Mapping[str, Any] | None = None) -> None:
-        self._deal = replace(self._deal, ride=ride)
+    def reassign(self, lanes: tuple[int, ...], places: Mapping[str, Any] | None = None) -> None:
+        self._assignment = replace(self._assignment, own_lanes=lanes)
         with self._fetching.staying():
             self._loops.interrupt()
-        self._fetching.assign(ride)
+        self._fetching.assign(lanes)
 
     def items(self) -> Iterator[tuple[WorkItem, Any]]:
         return self._loops.begin(
@@ -392,14 +392,14 @@ class ShardedLoader:
         )
 
     def _what_is_left(self) -> Iterator[WorkItem]:
-        place, epoch, deal = self._place, self._epochs.of(self._place), self._deal
+        place, epoch, assignment = self._place, self._epochs.of(self._place), self._assignment
         first_step = epoch.plan.step_at(place.position)
-        return work_items(epoch.plan, epoch.order, deal.ride, epoch=place.epoch, first_step=first_step)
+        return work_items(epoch.plan, epoch.order, assignment.own_lanes, epoch=place.epoch, first_step=first_step)
 
-    def items_in(self, rides: Iterable[tuple[int, int]]) -> Iterator[tuple[WorkItem, Any]]:
+    def items_in(self, turns: Iterable[tuple[int, int]]) -> Iterator[tuple[WorkItem, Any]]:
         """Items of this epoch in another order: those of (step, lane) after (step, lane)."""
         epoch = self._epochs.of(self._place)
-        return self._fetching.of(lane_items(epoch.plan, epoch.order, rides, epoch=self._place.epoch))
+        return self._fetching.of(lane_items(epoch.plan, epoch.order, turns, epoch=self._place.epoch))
 
     def close(self) -> None:
         """End the loader processes."""
@@ -413,16 +413,16 @@ class ShardedLoader:
         return replace(self._place, epoch=item.epoch, position=done)
 
 
-def refuse_what_cannot_be_dealt(source: DataLoader[Any]) -> None:
+def check_assignable(source: DataLoader[Any]) -> None:
     for sampler in (source.sampler, source.batch_sampler, source.dataset):
         if is_distributed(sampler):
             raise ConfigError(
-                f"the DataLoader already has a {type(sampler).__name__}, so samples would be dealt twice; "
-                "pass shuffle=True (or a sampler over the whole dataset) instead and let prepare deal them"
+                f"the DataLoader already has a {type(sampler).__name__}, so samples would be split twice; "
+                "pass shuffle=True (or a sampler over the whole dataset) instead and let prepare split them"
             )
     if source.batch_size is None and source.batch_sampler is None and not isinstance(source.dataset, IterableDataset):
         raise ConfigError(
-            "a DataLoader with batch_size=None can't be dealt to lanes; give it batch_size= (per lane), or a "
+            "a DataLoader with batch_size=None can't be assigned to lanes; give it batch_size= (per lane), or a "
             "batch_sampler whose batches are micro-batches"
         )
 

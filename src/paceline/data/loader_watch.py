@@ -4,10 +4,10 @@ loader process    slot in shared memory ◄── the sample, before it is fetch
 worker            "loader process 1 (pid 4711) died at sample 1234: killed by SIGSEGV", and the stack
 
 torch itself raises when a loader process dies, in the middle of whatever the main thread does: while it takes a lock,
-say, which is then never given back. Here a death is noticed at the next batch, and torch is kept from raising.
+say, which is then never given back. Here a death is noticed at the next batch, and torch does not raise.
 
 The crash text goes to anonymous memory of the worker, which the loader process opens by its descriptor: no file can be
-left behind, whoever is killed.
+left behind, whichever process is killed.
 """
 
 from __future__ import annotations
@@ -59,11 +59,11 @@ Slots = ctypes.Array[Slot]
 
 
 class LoaderWatch:
-    """Watches the loader processes of one torch DataLoader."""
+    """Watches the loader processes of one torch DataLoader, which may have none."""
 
     def __init__(self, processes: int) -> None:
-        with what_processes_need():
-            self.slots: Slots = RawArray(Slot, processes)
+        with startup_explained():
+            self.slots: Slots = RawArray(Slot, processes) if processes else (Slot * 0)()  # no shared memory for none
             self._crashes = [os.memfd_create("paceline-crash", os.MFD_CLOEXEC) for _ in range(processes)]
         self.close = weakref.finalize(self, _close_all, self._crashes)
         self.processes: Sequence[Any] = ()
@@ -80,31 +80,32 @@ class LoaderWatch:
         _keep_torch_from_raising()
         self._starting = True
         try:
-            with what_processes_need():
+            with startup_explained():
                 yield
         finally:
             self._starting = False
 
     @property
-    def will_tell(self) -> bool:
+    def reports_it(self) -> bool:
         """Of a death: that of a process of ours, as far as one can know."""
         return self._starting or any(process.exitcode is not None for process in self.processes)
 
-    def explained(self, error: RuntimeError, processes: Sequence[Any]) -> Exception:
-        """What torch's DataLoader raised, told with who died at which sample and how, or who is slow."""
-        if dead := self.obituaries(processes):
-            return DataError(dead)
-        return DataError(self.delayed(str(error))) if timed_out(error) else error
+    def explain(self, error: RuntimeError, processes: Sequence[Any]) -> None:
+        """What torch's DataLoader raised, explained by which process died at which sample and how, or is slow."""
+        if dead := self.deaths(processes):
+            raise DataError(dead) from error
+        if timed_out(error):
+            raise DataError(self.delayed(str(error))) from error
 
     def delayed(self, what: str) -> str:
         places = ", ".join(f"process {number} is {slot}" for number, slot in enumerate(self.slots))
         return f"{what}: {places}; where that is no error, give the DataLoader a longer timeout="
 
-    def obituaries(self, processes: Sequence[Any]) -> str:
+    def deaths(self, processes: Sequence[Any]) -> str:
         """A paragraph for each process that has died; empty while all live."""
-        return "\n".join(self._obituary(n, p) for n, p in enumerate(processes) if p.exitcode is not None)
+        return "\n".join(self._death_of(n, p) for n, p in enumerate(processes) if p.exitcode is not None)
 
-    def _obituary(self, number: int, process: Any) -> str:
+    def _death_of(self, number: int, process: Any) -> str:
         text = f"loader process {number} (pid {process.pid}) died {self.slots[number]}: {_death(process.exitcode)}"
         crash = self._crashes[number]
         stack = os.pread(crash, os.fstat(crash).st_size, 0).decode(errors="replace").rstrip()
@@ -112,7 +113,7 @@ class LoaderWatch:
 
 
 @contextmanager
-def what_processes_need() -> Iterator[None]:
+def startup_explained() -> Iterator[None]:
     """While it is taken from the system: shared memory, semaphores, processes, open files."""
     try:
         yield
@@ -160,17 +161,17 @@ def _keep_torch_from_raising() -> None:
         return  # where torch sets none either
     torch_signals._set_SIGCHLD_handler()
     before = signal.getsignal(signal.SIGCHLD)
-    if not callable(before) or getattr(before, "tells_torch", False):
+    if not callable(before) or getattr(before, "calls_torch", False):
         return
 
     def handler(number: int, frame: Any) -> None:
         try:
             before(number, frame)
         except RuntimeError:
-            if not any(watch.will_tell for watch in _watches):
+            if not any(watch.reports_it for watch in _watches):
                 raise
 
-    handler.tells_torch = True  # type: ignore[attr-defined]
+    handler.calls_torch = True  # type: ignore[attr-defined]
     signal.signal(signal.SIGCHLD, handler)
 
 

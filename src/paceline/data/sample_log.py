@@ -55,7 +55,7 @@ def file_name(attempt: int, worker: int) -> str:
 
 @dataclass(frozen=True)
 class LogHeader:
-    """What a start of the job was dealt, and the place in the data where it began."""
+    """The lanes and lengths of a start of the job, and the place in the data where it began."""
 
     worker: int
     workers: int

@@ -6,7 +6,7 @@
 
 A *cut* says which positions of the epoch's order a micro-batch holds; the order says which samples stand there.
 
-    BatchPlan      every micro-batch has `batch_size` samples; the last, smaller step deals what is left into as few
+    BatchPlan      every micro-batch has `batch_size` samples; the last, smaller step cuts what is left into as few
                    micro-batches as can hold it, of equal length
     ListedPlan     micro-batches as a batch sampler gave them, of any length
 
@@ -239,7 +239,7 @@ def _items_of(
         for cut, (_, lanes) in zip(cuts, steps, strict=True)
     ]
     positions = [cut[key.lane][key.micro_batch] for cut, mine in zip(cuts, keys, strict=True) for key in mine]
-    looked_up = zip(positions, samples_in(order, positions), strict=True)
+    looked_up = zip(positions, _ids_at(order, positions), strict=True)
     for (step, _), cut, mine in zip(steps, cuts, keys, strict=True):
         low, high = plan.step_range(step)
         present = tuple(cut)
@@ -263,7 +263,7 @@ def _items_of(
             )
 
 
-def samples_in(order: GlobalOrder, ranges: Sequence[range]) -> list[list[int]]:
+def _ids_at(order: GlobalOrder, ranges: Sequence[range]) -> list[list[int]]:
     """`order.samples_at` of each range; a shuffle does all of them in one array."""
     if not isinstance(order, Shuffled):
         return [order.samples_at(positions) for positions in ranges]
@@ -277,9 +277,9 @@ def samples_in(order: GlobalOrder, ranges: Sequence[range]) -> list[list[int]]:
 
 
 class ShardedSampler(Sampler[list[int]]):
-    """The deal behind `Engine.prepare` for other loops: `DataLoader(data, batch_sampler=ShardedSampler(…))`.
+    """The assignment behind `Engine.prepare` for other loops: `DataLoader(data, batch_sampler=ShardedSampler(…))`.
 
-    Yields the micro-batches of the lanes that worker `rank` of `workers` rides; every iteration is the next epoch. The
+    Yields the micro-batches of the lanes of worker `rank` of `workers`; every iteration is the next epoch. The
     state counts whole steps as they are handed out, and a DataLoader with loader processes asks ahead of its loop: save
     `position` yourself there (the Engine's own loader counts committed steps).
     """
@@ -298,20 +298,22 @@ class ShardedSampler(Sampler[list[int]]):
         drop_last: bool = False,
     ) -> None:
         if not 0 <= rank < workers <= lanes:
-            raise ConfigError(f"worker {rank} of {workers} can't ride {lanes} lanes: 0 ≤ rank < workers ≤ lanes")
+            raise ConfigError(f"worker {rank} of {workers} can't have one of {lanes} lanes: 0 ≤ rank < workers ≤ lanes")
         samples = data if isinstance(data, int) else len(data)
         self.plan = BatchPlan(samples, batch_size, lanes, accumulate, drop_last)
-        self._ride = neighbouring_lanes(lanes, workers)[rank]
+        self._own_lanes = neighbouring_lanes(lanes, workers)[rank]
         self._shuffle, self._seed = shuffle, seed
         self.epoch, self.position = 0, 0
 
     def __len__(self) -> int:
-        return sum(len(self.plan.micro_batches(step).get(lane, ())) for step in self._steps() for lane in self._ride)
+        return sum(
+            len(self.plan.micro_batches(step).get(lane, ())) for step in self._steps() for lane in self._own_lanes
+        )
 
     def __iter__(self) -> Iterator[list[int]]:
         samples = self.plan.samples
         order = Shuffled(samples, self._seed, self.epoch) if self._shuffle else Sequential(samples)
-        for item in work_items(self.plan, order, self._ride, epoch=self.epoch, first_step=self._steps().start):
+        for item in work_items(self.plan, order, self._own_lanes, epoch=self.epoch, first_step=self._steps().start):
             if item.last_of_step:
                 self.position = self.plan.step_range(item.step)[1]
             if not item.shadow:

@@ -15,9 +15,9 @@ import types
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -25,9 +25,10 @@ import torch.utils.data._utils.worker as torch_worker
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from paceline.data.fetching import Failure, as_it_is, named, samples_in
-from paceline.data.loader_watch import LoaderWatch, what_processes_need
+from paceline.data.fetching import Failure, loader_like, named, samples_in
+from paceline.data.loader_watch import LoaderWatch, startup_explained
 from paceline.data.sharded_sampler import BatchPlan
+from paceline.data.work_source import Assignment
 from paceline.errors import DataError
 from paceline.world.determinism import mix, seed_everything
 
@@ -53,7 +54,7 @@ class Stream(IterableDataset[Any]):
 
 
 def splits_itself(dataset: Any) -> bool:
-    """Whether the stream gives each loader process a part of its own: told by `Stream`, or seen in its code."""
+    """Whether the stream gives each loader process a part of its own: said by `Stream`, or seen in its code."""
     if isinstance(dataset, Stream):
         return dataset.splits_itself
     names = {name for code in _own_code(type(dataset)) for name in _names_in(code)}
@@ -97,21 +98,28 @@ class Request:
     resume: Mapping[str, Any] | None = None  # where the part's iterator begins, with its first request
 
 
+class Reply(NamedTuple):
+    """What a request gives."""
+
+    run: int
+    part: int
+    batches: list[tuple[int, int, Any]]  # (part, samples, batch); of the whole: (lane, samples, batch). None: it ended
+    progress: dict[str, Any]  # of the part, from which it can go on
+    check: int  # to compare between workers that read the same
+
+
 @dataclass(frozen=True)
 class StreamShape:
     """How the stream is cut, for its readers."""
 
-    lanes: int
-    accumulate: int
-    ride: tuple[int, ...]
-    seed: int
+    assignment: Assignment
     batch_size: int | None  # None: the stream's elements are micro-batches
     drop_last: bool
     parts: int  # of all lanes together
 
 
 class StreamReader(Dataset[Any]):
-    """`reader[request]` is (run, part, batches, progress of the part), or a `Failure`."""
+    """`reader[request]` is a `Reply`, or a `Failure`."""
 
     def __init__(self, dataset: Any, collate: Callable[[Any], Any], shape: StreamShape) -> None:
         self.dataset = dataset
@@ -124,7 +132,7 @@ class StreamReader(Dataset[Any]):
             part = self._parts.get(request.part)
             if part is None or part.run != request.run:
                 part = self._parts[request.part] = _Part(self._dataset, self._collate, self._shape, request)
-            return request.run, request.part, part.next_batches(), part.progress() | {"check": part.check}
+            return Reply(request.run, request.part, part.next_batches(), part.progress(), part.check)
         except DataError as error:
             if torch_worker._worker_info is None:
                 raise
@@ -174,9 +182,10 @@ class _Part:
             return [(self._number, samples_in(chunk[0]), chunk[0])]
         if not self._whole:
             return [(self._number, len(chunk), self._collated(chunk))]
-        cut = BatchPlan(len(chunk), shape.batch_size, shape.lanes, shape.accumulate).micro_batches(0)
+        lanes, accumulate, mine = shape.assignment.lanes, shape.assignment.accumulate, shape.assignment.own_lanes
+        cut = BatchPlan(len(chunk), shape.batch_size, lanes, accumulate).micro_batches(0)
         # A worker without samples runs lane 0's first micro-batch as a shadow.
-        needed = shape.ride if any(lane in cut for lane in shape.ride) else (0,)
+        needed = mine if any(lane in cut for lane in mine) else (0,)
         return [
             (lane, len(places), self._collated(chunk[places.start : places.stop]) if lane in needed else None)
             for lane, ranges in cut.items()
@@ -190,23 +199,23 @@ class _Part:
         return {"chunks": self._chunks, "samples": self._samples, "ended": self._ended, "state": state}
 
     def _check_state(self, state: Any) -> None:
-        """It travels and is kept as JSON; what would come back changed is refused before it is needed."""
+        """It travels and is saved as JSON; what would come back changed is refused before it is needed."""
         try:
             same = json.loads(json.dumps(state)) == state
         except (TypeError, ValueError) as error:
             raise DataError(f"the state_dict() of {self._name} is not JSON: {error}") from error
         if not same:
             raise DataError(
-                f"the state_dict() of {self._name} changes when kept as JSON: use text for keys, lists for tuples"
+                f"the state_dict() of {self._name} changes when saved as JSON: use text for keys, lists for tuples"
             )
         self._state_checked = True
 
     def _read(self) -> list[Any]:
         """The next micro-batch's samples, of the whole: the next step's."""
-        shape = self._shape
+        shape, job = self._shape, self._shape.assignment
         size = shape.batch_size or 1
-        wanted = size * shape.lanes * shape.accumulate if self._whole else size
-        seed_everything(mix(shape.seed, "stream", self._epoch, self._number, self._chunks))
+        wanted = size * job.lanes * job.accumulate if self._whole else size
+        seed_everything(mix(job.seed, "stream", self._epoch, self._number, self._chunks))
         with self._reading(f"failed after {self._samples} samples"):
             chunk = self._take(wanted)
         self._ended = len(chunk) < wanted
@@ -242,7 +251,7 @@ class _Part:
         info = torch_worker.WorkerInfo(
             id=self._number,
             num_workers=self._shape.parts,
-            seed=mix(self._shape.seed, "part", self._epoch, self._number),
+            seed=mix(self._shape.assignment.seed, "part", self._epoch, self._number),
             dataset=self._dataset,
         )
         torch_worker._worker_info = None if self._whole else info
@@ -284,31 +293,27 @@ class PartFetcher:
 
     def __init__(self, source: DataLoader[Any], reader: StreamReader, parts: Sequence[int], timeout_s: float) -> None:
         self.parts = parts
-        self._watch = LoaderWatch(1) if source.num_workers > 0 else None
-        self._persistent = source.persistent_workers
-        options: dict[str, Any] = {}
-        if self._watch is not None:
-            options = {
-                "num_workers": 1,
-                "prefetch_factor": source.prefetch_factor,
-                "multiprocessing_context": source.multiprocessing_context,
-                "worker_init_fn": self._watch.started(source.worker_init_fn),
-                "persistent_workers": self._persistent,
-                "timeout": source.timeout or timeout_s,
-            }
-        self._loader = DataLoader(
-            reader, batch_size=None, sampler=self, collate_fn=as_it_is, pin_memory=source.pin_memory, **options
+        processes = min(1, source.num_workers)
+        self._watch = LoaderWatch(processes)
+        self._loader = loader_like(
+            source,
+            reader,
+            self,
+            self._watch,
+            num_workers=processes,
+            persistent_workers=source.persistent_workers,
+            timeout=processes * (source.timeout or timeout_s),
         )
         self._replies: Iterator[Any] | None = None
 
     def begin(self, run: int, epoch: int, resume: Mapping[int, Mapping[str, Any]]) -> None:
         self._run, self._epoch = run, epoch
         self._resume: dict[int, Mapping[str, Any] | None] = {part: resume.get(part) for part in self.parts}
-        self._buffers: dict[int, deque[Any]] = {part: deque() for part in self.parts}
+        self._buffers: dict[int, deque[Reply]] = {part: deque() for part in self.parts}
         self._on_their_way = dict.fromkeys(self.parts, 0)
         self._ended = {part for part in self.parts if (resume.get(part) or {}).get("ended")}
         self._wanted = self.parts[0]
-        with what_processes_need() if self._watch is not None else nullcontext():
+        with startup_explained():
             self._replies = iter(self._loader)
 
     def __iter__(self) -> Iterator[Request]:
@@ -318,39 +323,35 @@ class PartFetcher:
             self._on_their_way[part] += 1
             yield Request(self._run, self._epoch, part, self._resume.pop(part, None))
 
-    def next_of(self, part: int) -> tuple[list[tuple[int, int, Any]], dict[str, Any]] | None:
+    def next_of(self, part: int) -> Reply | None:
         """The part's next micro-batch and its progress then; None when it has ended."""
         self._wanted = part
         while not self._buffers[part]:
             if part in self._ended:
                 return None
             self._receive()
-        batches, progress = self._buffers[part].popleft()
-        return batches, progress
+        return self._buffers[part].popleft()
 
     def _receive(self) -> None:
         assert self._replies is not None
         try:
             reply = next(self._replies)
         except RuntimeError as error:
-            if self._watch is None:
-                raise
-            raise self._watch.explained(error, getattr(self._replies, "_workers", ())) from error
+            self._watch.explain(error, getattr(self._replies, "_workers", ()))
+            raise
         if isinstance(reply, Failure):
             raise DataError(reply.text)
-        run, part, batches, progress = reply
-        if run != self._run:
+        if reply.run != self._run:
             return
-        self._on_their_way[part] -= 1
-        if batches:
-            self._buffers[part].append((batches, progress))
-        if not batches or progress["ended"]:
-            self._ended.add(part)
+        self._on_their_way[reply.part] -= 1
+        if reply.batches:
+            self._buffers[reply.part].append(reply)
+        if not reply.batches or reply.progress["ended"]:
+            self._ended.add(reply.part)
 
     def close(self) -> None:
         shutdown = getattr(self._replies, "_shutdown_workers", None)
         self._replies = None
         if shutdown is not None:
             shutdown()
-        if self._watch is not None:
-            self._watch.close()
+        self._watch.close()

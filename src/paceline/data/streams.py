@@ -1,15 +1,15 @@
-"""Streams: iterable datasets, dealt to lanes so that the same samples meet in a step at any number of workers.
+"""Streams: iterable datasets, assigned to lanes so that the same samples meet in a step at any number of workers.
 
 A stream that splits itself (by torch's `get_worker_info()`, as its documentation teaches) is read in parts, and no part
 twice: lane l has `readers` parts, and each part's reader is told to be one of lanes × readers loader processes.
 
     lane 0   part 0 ─ batch, batch, batch …      a lane takes its parts in turn, as torch takes its loader processes;
-             part 1 ─ batch, batch …             parts live in whichever worker rides the lane
+             part 1 ─ batch, batch …             parts live in the worker that has the lane
     lane 1   part 2 ─ …
 
 A stream that can't be split is read whole by every worker, which keeps the samples of its lanes. Lanes run dry at
-different times, which nobody can know beforehand: before each step the workers tell each other what their lanes have.
-Each worker knows the places of its own lanes; where workers come or go, all of them are put together (`merged`).
+different times, which can't be known beforehand: before each step the workers tell each other what their lanes have.
+Each worker knows the places of its own lanes; where workers come or go, all of them are merged (`merged`).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
-from paceline.data.loader import Loops, batch_size_of, refuse_what_cannot_be_dealt
+from paceline.data.loader import Loops, batch_size_of, check_assignable
 from paceline.data.sharded_sampler import WorkItem, assigned_items
 from paceline.data.stream_reading import (
     WHOLE,
@@ -33,7 +33,7 @@ from paceline.data.stream_reading import (
     shards_of,
     splits_itself,
 )
-from paceline.data.work_source import Deal
+from paceline.data.work_source import Assignment
 from paceline.errors import ConfigError, DataError
 
 Counts = dict[int, list[int]]  # per lane, the samples of its micro-batches
@@ -56,22 +56,20 @@ class StreamLoader:
 
     fetches_ahead = False  # the workers agree on each step before it begins
 
-    def __init__(self, source: DataLoader[Any], deal: Deal, agree: Callable[[Counts, int], Counts]) -> None:
-        refuse_what_cannot_be_dealt(source)
+    def __init__(self, source: DataLoader[Any], assignment: Assignment, agree: Callable[[Counts, int], Counts]) -> None:
+        check_assignable(source)
         self.dataset: Any = source.dataset
-        self._deal, self._agree, self._source = deal, agree, source
+        self._assignment, self._agree, self._source = assignment, agree, source
         self.splits = splits_itself(self.dataset)
-        batch_size = batch_size_of(source, deal) if source.batch_size is not None else None
+        batch_size = batch_size_of(source, assignment) if source.batch_size is not None else None
         if batch_size is None and not self.splits:
             raise ConfigError(
                 "a stream of ready-made batches (batch_size=None) that does not split itself by get_worker_info() "
-                "can't be dealt to lanes; give the DataLoader batch_size= (per lane), or split the stream"
+                "can't be assigned to lanes; give the DataLoader batch_size= (per lane), or split the stream"
             )
         self.readers = self._readers() if self.splits else 1
-        parts = deal.lanes * self.readers
-        self._shape = StreamShape(
-            deal.lanes, deal.accumulate, deal.ride, deal.seed, batch_size, source.drop_last, parts
-        )
+        parts = assignment.lanes * self.readers
+        self._shape = StreamShape(assignment, batch_size, source.drop_last, parts)
         self._fetchers = self._make_fetchers()
         self._epoch = self._step = self._runs = 0
         self._lanes = self._fresh()
@@ -89,7 +87,7 @@ class StreamLoader:
     @property
     def position(self) -> int:
         """Samples of this epoch that the lanes of this worker have used."""
-        return sum(self._lanes[lane].samples for lane in self._deal.ride)
+        return sum(self._lanes[lane].samples for lane in self._assignment.own_lanes)
 
     digest = None
 
@@ -100,9 +98,9 @@ class StreamLoader:
         if getattr(type(self.dataset), "__len__", None) is None or size is None:
             return None
         if not self.splits:
-            return -(-len(self.dataset) // (size * self._deal.lanes * self._deal.accumulate))
+            return -(-len(self.dataset) // (size * self._assignment.lanes * self._assignment.accumulate))
         of_a_part = -(-len(self.dataset) // self._shape.parts)
-        return -(-self.readers * -(-of_a_part // size) // self._deal.accumulate)
+        return -(-self.readers * -(-of_a_part // size) // self._assignment.accumulate)
 
     @property
     def steps_left(self) -> int | None:
@@ -110,7 +108,7 @@ class StreamLoader:
 
     def state_after(self, item: WorkItem | None) -> dict[str, Any]:
         epoch, step, lanes = (self._epoch, self._step, self._lanes) if item is None else self._fetched
-        known = self._deal.ride if self.splits else lanes
+        known = self._assignment.own_lanes if self.splits else lanes
         return {
             "kind": "stream",
             "epoch": epoch,
@@ -162,19 +160,20 @@ class StreamLoader:
     def takes_places(self) -> bool:
         return self.splits  # who reads the whole stream knows the place of all lanes
 
-    def redeal(self, ride: tuple[int, ...], places: Mapping[str, Any] | None = None) -> None:
-        """A part goes on from its committed place in a new iterator, whoever read it before."""
-        before = self._deal.ride
+    def reassign(self, lanes: tuple[int, ...], places: Mapping[str, Any] | None = None) -> None:
+        """A part goes on from its committed place in a new iterator, whichever worker read it before."""
+        before = self._assignment.own_lanes
         places = self.state_after(None) if places is None else places
-        unknown = [str(lane) for lane in ride if str(lane) not in places["lanes"]] if places["step"] else []
+        unknown = [str(lane) for lane in lanes if str(lane) not in places["lanes"]] if places["step"] else []
         if unknown:
             raise DataError(
-                f"lanes {', '.join(unknown)} of the stream can't go on here: only the worker that rode them knew their "
-                "places; give redeal() those of all workers, merged"
+                f"lanes {', '.join(unknown)} of the stream can't go on here: only the worker that had them knew their "
+                "places; give reassign() those of all workers, merged"
             )
         self._loops.interrupt()
-        self._deal, self._shape = replace(self._deal, ride=ride), replace(self._shape, ride=ride)
-        if ride != before:
+        self._assignment = replace(self._assignment, own_lanes=lanes)
+        self._shape = replace(self._shape, assignment=self._assignment)
+        if lanes != before:
             self.close()
             self._fetchers = self._make_fetchers()
         self._go_to(places)
@@ -187,7 +186,7 @@ class StreamLoader:
             "readers per lane": self.readers,
         }
 
-    def record_header(self) -> dict[str, Any]:
+    def log_header(self) -> dict[str, Any]:
         return {
             "epoch": self.epoch,
             "lane_positions": {lane: progress.samples for lane, progress in self._lanes.items()},
@@ -204,7 +203,7 @@ class StreamLoader:
             how = f"a stream in {shape.parts} parts, {self.readers} for each lane"
         else:
             how = "a stream that is not split: every worker reads all of it and keeps its lanes' samples"
-        return f"up to {shape.lanes} lanes × {shape.accumulate} micro-batches × {size}", how
+        return f"up to {self._assignment.lanes} lanes × {self._assignment.accumulate} micro-batches × {size}", how
 
     # -- items -------------------------------------------------------------------------------------------------------
 
@@ -231,9 +230,9 @@ class StreamLoader:
         yielded = False
         while True:
             mine = self._next_step(lanes)
-            known = self._deal.ride if self.splits else range(self._deal.lanes)
+            known = self._assignment.own_lanes if self.splits else range(self._assignment.lanes)
             counts = self._agree({lane: [count for count, _ in mine.get(lane, ())] for lane in known}, self._check)
-            present = tuple(lane for lane in range(self._deal.lanes) if counts.get(lane))
+            present = tuple(lane for lane in range(self._assignment.lanes) if counts.get(lane))
             if not present:
                 self._epoch, self._step, self._lanes = epoch + 1, 0, self._fresh()
                 return yielded
@@ -248,10 +247,10 @@ class StreamLoader:
     ) -> Iterator[tuple[WorkItem, Any]]:
         after = self._fetched[2]
         total = sum(sum(counts[lane]) for lane in present)
-        keys = assigned_items({lane: len(counts[lane]) for lane in present}, self._deal.ride)
+        keys = assigned_items({lane: len(counts[lane]) for lane in present}, self._assignment.own_lanes)
         for number, key in enumerate(keys):
             lane, place = key.lane, key.micro_batch
-            if lane in self._deal.ride:
+            if lane in self._assignment.own_lanes:
                 samples, batch = mine[lane][place]
             else:
                 samples, batch = self._shadow_batch(mine, lane)
@@ -285,12 +284,12 @@ class StreamLoader:
             return mine[lane][0]  # type: ignore[no-any-return]
         if not self._last:  # resumed when its lanes had run dry: their first batch will do
             reader = self._reader()
-            replies = (reader[Request(0, self._epoch, part)] for part in self._parts_of_ride())
-            self._last = next(([samples, batch] for _, _, batches, _ in replies for _, samples, batch in batches), [])
+            replies = (reader[Request(0, self._epoch, part)] for part in self._own_parts())
+            self._last = next(([samples, batch] for reply in replies for _, samples, batch in reply.batches), [])
         if not self._last:
             raise ConfigError(
-                f"the stream gave lanes {', '.join(map(str, self._deal.ride))} nothing: it has fewer shards than the "
-                f"{self._shape.parts} parts it is read in; use fewer lanes or loader processes, or more shards"
+                f"the stream gave lanes {', '.join(map(str, self._assignment.own_lanes))} nothing: it has fewer shards "
+                f"than the {self._shape.parts} parts it is read in; use fewer lanes or loader processes, or more shards"
             )
         samples, batch = self._last
         return samples, batch
@@ -298,23 +297,23 @@ class StreamLoader:
     def _next_step(self, lanes: dict[int, LaneProgress]) -> dict[int, list[tuple[int, Any]]]:
         """Per lane that this worker knows of, the (samples, batch) of its next micro-batches."""
         if self.splits:
-            return {lane: self._next_of_lane(lane, lanes[lane]) for lane in self._deal.ride}
+            return {lane: self._next_of_lane(lane, lanes[lane]) for lane in self._assignment.own_lanes}
         step: dict[int, list[tuple[int, Any]]] = {}
         reply = self._fetchers[0].next_of(WHOLE)
-        self._check = 0 if reply is None else reply[1].pop("check")
+        self._check = 0 if reply is None else reply.check
         if reply is not None:
-            for lane, samples, batch in reply[0]:
+            for lane, samples, batch in reply.batches:
                 step.setdefault(lane, []).append((samples, batch))
             for lane, progress in lanes.items():
                 progress.samples += sum(samples for samples, _ in step.get(lane, ()))
-                progress.parts = {WHOLE: reply[1]}
+                progress.parts = {WHOLE: reply.progress}
         return step
 
     def _next_of_lane(self, lane: int, progress: LaneProgress) -> list[tuple[int, Any]]:
         """Its next `accumulate` micro-batches, one part after the other, passing over those that have ended."""
         found: list[tuple[int, Any]] = []
         dry = 0
-        while len(found) < self._deal.accumulate and dry < self.readers:
+        while len(found) < self._assignment.accumulate and dry < self.readers:
             part = lane * self.readers + progress.turn
             reply = self._fetcher_of(part).next_of(part)
             progress.turn = (progress.turn + 1) % self.readers
@@ -322,9 +321,9 @@ class StreamLoader:
                 dry += 1
                 continue
             dry = 0
-            ((_, samples, batch),) = reply[0]
+            ((_, samples, batch),) = reply.batches
             progress.samples += samples
-            progress.parts[part] = {name: value for name, value in reply[1].items() if name != "check"}
+            progress.parts[part] = reply.progress
             found.append((samples, batch))
         return found
 
@@ -335,31 +334,31 @@ class StreamLoader:
     # -- parts -------------------------------------------------------------------------------------------------------
 
     def _fresh(self) -> dict[int, LaneProgress]:
-        return {lane: LaneProgress() for lane in range(self._deal.lanes)}
+        return {lane: LaneProgress() for lane in range(self._assignment.lanes)}
 
     def _readers(self) -> int:
-        """Parts of each lane: a loader process each when a worker rides one lane, never a function of the workers."""
+        """Parts of each lane: a loader process each when a worker has one lane, never a function of the workers."""
         wanted = max(1, self._source.num_workers)
         shards = shards_of(self.dataset)
-        return wanted if shards is None else max(1, min(wanted, shards // self._deal.lanes))
+        return wanted if shards is None else max(1, min(wanted, shards // self._assignment.lanes))
 
     def _make_fetchers(self) -> list[PartFetcher]:
-        mine = self._parts_of_ride() if self.splits else [WHOLE]
+        mine = self._own_parts() if self.splits else [WHOLE]
         count = min(len(mine), max(1, self._source.num_workers))
         groups = [mine[number::count] for number in range(count)]
-        return [PartFetcher(self._source, self._reader(), parts, self._deal.timeout_s) for parts in groups]
+        return [PartFetcher(self._source, self._reader(), parts, self._assignment.timeout_s) for parts in groups]
 
     def _reader(self) -> StreamReader:
         return StreamReader(self.dataset, self._source.collate_fn, self._shape)
 
-    def _parts_of_ride(self) -> list[int]:
-        return [lane * self.readers + number for lane in self._deal.ride for number in range(self.readers)]
+    def _own_parts(self) -> list[int]:
+        return [lane * self.readers + number for lane in self._assignment.own_lanes for number in range(self.readers)]
 
     def _fetcher_of(self, part: int) -> PartFetcher:
         return next(fetcher for fetcher in self._fetchers if part in fetcher.parts)
 
     def _warn_of_reading_again(self) -> None:
-        parts = [p for lane in self._deal.ride for p in self._lanes[lane].parts.values()]
+        parts = [p for lane in self._assignment.own_lanes for p in self._lanes[lane].parts.values()]
         again = [progress["samples"] for progress in parts if progress["state"] is None]
         if any(again):
             warnings.warn(

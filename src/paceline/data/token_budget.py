@@ -37,8 +37,8 @@ class TokenBudgetSampler(Sampler[list[int]]):
 
     A batch has at most `tokens` tokens, counted with padding (samples × the longest of them) or, with padded=False,
     without; and at most `max_samples` samples. `window` says how many batches' worth of samples are sorted together;
-    there are at least two windows, so that every epoch groups anew. Random numbers come from torch's global generator,
-    as in torch's own samplers.
+    there are at least two windows, so that every epoch groups differently. Random numbers come from torch's global
+    generator, as in torch's own samplers.
 
     `len()` is the number of batches of the epoch drawn last. Another epoch may have a few more or fewer; before the
     first, it is the number in an epoch drawn from a fixed seed.

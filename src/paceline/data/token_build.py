@@ -266,7 +266,7 @@ class Piece:
         except OSError as error:
             raise _unreadable(self.path, error) from error
         if len(text) != self.stop - self.start:
-            raise DataError(f"{self.path} became shorter while it was read; build again when nobody writes to it")
+            raise DataError(f"{self.path} became shorter while it was read; build again when no process writes to it")
         return text
 
 
@@ -475,7 +475,7 @@ def _locked_partial(path: Path) -> tuple[Path, BinaryIO]:
     while True:
         partial = path.with_name(f".{path.name}.{socket.gethostname()}.{uuid4().hex[:12]}.partial")
         file = partial.open("xb")
-        with suppress(OSError):  # a file system without locks: nobody removes anything there
+        with suppress(OSError):  # a file system without locks: leftovers stay there
             fcntl.flock(file, fcntl.LOCK_EX)
         if partial.exists():
             return partial, file

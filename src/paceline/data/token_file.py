@@ -77,7 +77,7 @@ class TokenFile:
         encode        text (str) to ids below `vocabulary`; without it, the tokens are the bytes themselves. A file of
                       more than 1 MiB is encoded in pieces, cut after newlines
         separator     the id that follows each source file
-        description   kept in the header, for whoever has to know what the file was made of
+        description   written into the header, to say what the file was made of
         processes     encode in so many [default: the cores; one for bytes and for little text]; no byte depends on it
         """
         build_token_file(

@@ -10,12 +10,12 @@ from paceline.data.sharded_sampler import WorkItem
 
 
 @dataclass(frozen=True)
-class Deal:
-    """What this worker is dealt, and from which seed: the job's constants that the loader needs."""
+class Assignment:
+    """The lanes that this worker has of all, and the job's constants that a loader needs."""
 
     lanes: int
     accumulate: int
-    ride: tuple[int, ...]
+    own_lanes: tuple[int, ...]
     seed: int
     global_batch_size: int | None = None
     timeout_s: float = 600.0
@@ -52,19 +52,20 @@ class WorkSource(Protocol):
 
     @property
     def takes_places(self) -> bool:
-        """Whether `redeal` needs the places of all workers, because each knows those of its own lanes only."""
+        """Whether `reassign` needs the places of all workers, because each knows those of its own lanes only."""
         ...
 
     def items(self) -> Iterator[tuple[WorkItem, Any]]:
         """This worker's items of what is left of the epoch."""
         ...
 
-    def redeal(self, ride: tuple[int, ...], places: Mapping[str, Any] | None = None) -> None:
-        """Other lanes from the place that is committed on; what was fetched ahead is dropped. Call `items()` anew.
+    def reassign(self, lanes: tuple[int, ...], places: Mapping[str, Any] | None = None) -> None:
+        """Other lanes from the place that is committed on; what was fetched ahead is dropped. Call `items()` again.
 
         It ends what `items()` gave before. If that was not closed yet, the next `items()` goes on with the same loop
-        (see `loops`): nothing is left where its epoch's last step has been committed. With the same lanes, the step in
-        progress is handed out again, bit for bit. `places` is `merged(…)` of the `state_after(None)` of each worker.
+        (see `loader.Loops`): nothing is left where its epoch's last step has been committed. With the same lanes, the
+        step in progress is handed out again, bit for bit. `places` is `merged(…)` of the `state_after(None)` of each
+        worker.
         """
         ...
 
@@ -89,7 +90,7 @@ class WorkSource(Protocol):
         """What the samples of a step depend on besides seed, lanes and accumulate."""
         ...
 
-    def record_header(self) -> dict[str, Any]:
+    def log_header(self) -> dict[str, Any]:
         """What the sample log says about this place: fields of a `LogHeader`."""
         ...
 

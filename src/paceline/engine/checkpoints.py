@@ -33,7 +33,7 @@ import torch
 
 from paceline import __version__
 from paceline.checkpoint.load import Checkpoint, whole_tree
-from paceline.checkpoint.manifest import COMPLETE, read_seal, size_text
+from paceline.checkpoint.manifest import COMPLETE, read_complete, size_text
 from paceline.checkpoint.retention import (
     all_checkpoints,
     best_checkpoint,
@@ -42,7 +42,7 @@ from paceline.checkpoint.retention import (
     remove_leftovers,
     set_aside,
 )
-from paceline.checkpoint.save import AsyncWriter, Portion, Room, complete, give_up, portion_of, write_portion
+from paceline.checkpoint.save import AsyncWriter, Portion, SnapshotBuffer, complete, give_up, portion_of, write_portion
 from paceline.checkpoint.tensor_file import best_checksum
 from paceline.elastic.faults import fault_point
 from paceline.engine.config import EngineConfig
@@ -280,7 +280,7 @@ class Save:
 class Saver:
     def __init__(self, config: EngineConfig, around: Callable[[], Surroundings], state: Callable[[], JobState]) -> None:
         self._config, self._around, self._state = config, around, state
-        self._writer, self._room = AsyncWriter(), Room()
+        self._writer, self._room = AsyncWriter(), SnapshotBuffer()
         self._under_way: Save | None = None
 
     def save(self, folder: Path, extra: Any = None, about: dict[str, Any] | None = None) -> None:
@@ -380,7 +380,7 @@ class Saver:
             if not (folder / COMPLETE).exists() and (inside := all_checkpoints(folder)):
                 failure = f"{folder} is a folder of checkpoints; give one of them, the newest is {inside[0]}"
             else:
-                checkpoint, seal = Checkpoint.open(folder), read_seal(folder).decode(errors="replace")
+                checkpoint, seal = Checkpoint.open(folder), read_complete(folder).decode(errors="replace")
                 check_whole(checkpoint)
         except (CheckpointError, OSError) as error:
             failure = str(error)

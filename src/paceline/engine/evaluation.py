@@ -38,7 +38,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, SequentialSampler
 
 from paceline.data.fetching import to_device
-from paceline.data.loader import is_plain_shuffle, refuse_what_cannot_be_dealt
+from paceline.data.loader import check_assignable, is_plain_shuffle
 from paceline.errors import ConfigError
 from paceline.world.determinism import drawing_from, mix, seed_everything
 from paceline.world.world import World
@@ -101,7 +101,7 @@ class EvaluationLoader:
         on_end: Callable[[], None] = lambda: None,
         count: EvaluationCount | None = None,
     ) -> None:
-        refuse_what_cannot_be_dealt(source)
+        check_assignable(source)
         self._seed, self._timeout_s, self._on_start, self._on_end = seed, timeout_s, on_start, on_end
         self._source = source
         self._world = world

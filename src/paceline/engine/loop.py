@@ -166,7 +166,7 @@ class PreparedLoader:
         """The step once more with other lanes for every worker, or the next one with those that it had."""
         self._handed_out.clear()
         self._step.pass_lanes_on()
-        self.source.redeal(self._step.rides[self._group.world.rank])
+        self.source.reassign(self._step.rides[self._group.world.rank])
         self._fetch()
 
     def _fetch(self) -> None:
@@ -336,7 +336,7 @@ class PreparedLoader:
     def _open_record(self) -> None:
         self._handed_out.clear()
         if self._record is not None:
-            if not (header := self.source.record_header())["stream"]:
+            if not (header := self.source.log_header())["stream"]:
                 self._record.begin_epoch(header["epoch"], header["samples"], header["samples_per_epoch"])
         elif self._record_folder is not None:
             attempt = int(max(self._boundary.told(next_attempt(self._record_folder))))
@@ -352,7 +352,7 @@ class PreparedLoader:
             self._record = self._start_record(self._record_folder, attempt)
 
     def _start_record(self, folder: Path, attempt: int) -> SampleLog:
-        world, about = self._group.world, self.source.record_header()
+        world, about = self._group.world, self.source.log_header()
         header = LogHeader(worker=world.rank, workers=world.size, lanes=self._config.lanes, **about)
         return SampleLog.start(folder, attempt, header)
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from paceline.data.work_source import Deal, WorkSource
+from paceline.data.work_source import Assignment, WorkSource
 from paceline.elastic.memory_checkpoint.shard_checksum import ShardChecksum
 from paceline.engine import activation_checkpointing as recomputing
 from paceline.engine.activation_checkpointing import Recomputed
@@ -311,7 +311,7 @@ class Preparation:
 
     def _training_loader(self, loader: DataLoader[Any]) -> PreparedLoader:
         step, config, group = self._objects.training(), self._config, self._group
-        deal = Deal(
+        assignment = Assignment(
             config.lanes,
             config.accumulate,
             step.rides[group.world.rank],
@@ -319,7 +319,7 @@ class Preparation:
             config.global_batch_size,
             config.timeout_s,
         )
-        source = self._replayed(make_source(loader, deal, lambda: group.comm, step), step)
+        source = self._replayed(make_source(loader, assignment, lambda: group.comm, step), step)
         self._compare(loader)
         if self._opinion is not None:
             check_second_opinion(config, source)

@@ -105,7 +105,7 @@ class ReplayingSource:
     def takes_places(self) -> bool:
         return False
 
-    def redeal(self, ride: tuple[int, ...], places: Mapping[str, Any] | None = None) -> None:
+    def reassign(self, ride: tuple[int, ...], places: Mapping[str, Any] | None = None) -> None:
         raise ConfigError("a replay is one process that follows the log of its run: workers can't join or leave it")
 
     def state_after(self, item: WorkItem | None) -> dict[str, Any]:
@@ -120,8 +120,8 @@ class ReplayingSource:
     def facts(self) -> dict[str, Any]:
         return self._source.facts()
 
-    def record_header(self) -> dict[str, Any]:
-        return self._source.record_header()
+    def log_header(self) -> dict[str, Any]:
+        return self._source.log_header()
 
     def described(self) -> tuple[str, str]:
         return self._source.described()

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from paceline.collectives.communicator import Communicator
 from paceline.data.loader import ShardedLoader
 from paceline.data.streams import Counts, StreamLoader
-from paceline.data.work_source import Deal, WorkSource
+from paceline.data.work_source import Assignment, WorkSource
 from paceline.engine.config import EngineConfig
 from paceline.engine.step import TrainStep
 from paceline.errors import ConfigError, ReplicaError
@@ -38,32 +38,32 @@ def as_loader(thing: Any, config: EngineConfig, *, shuffle: bool) -> Any:
 
 def make_source(
     loader: DataLoader[Any],
-    deal: Deal,
+    assignment: Assignment,
     comm: Callable[[], Communicator],
     step: TrainStep,
 ) -> WorkSource:
     """`comm` gives the current group: it is another after workers came or went."""
     if not isinstance(loader.dataset, IterableDataset):
-        return ShardedLoader(loader, deal)
+        return ShardedLoader(loader, assignment)
 
     def agreed(mine: Counts, check: int) -> Counts:
         current = comm()
-        return mine if current.size == 1 else _agreed(mine, check, deal, current, step)
+        return mine if current.size == 1 else _agreed(mine, check, assignment, current, step)
 
-    return StreamLoader(loader, deal, agreed)
+    return StreamLoader(loader, assignment, agreed)
 
 
-def _agreed(mine: Counts, check: int, deal: Deal, comm: Communicator, step: TrainStep) -> Counts:
+def _agreed(mine: Counts, check: int, assignment: Assignment, comm: Communicator, step: TrainStep) -> Counts:
     """What the lanes of all workers have for the next step, in one small all-gather.
 
     `check` is the same everywhere where all workers read the same stream.
     """
-    table = torch.full((deal.lanes, deal.accumulate), _UNKNOWN, dtype=torch.int64)
+    table = torch.full((assignment.lanes, assignment.accumulate), _UNKNOWN, dtype=torch.int64)
     for lane, counts in mine.items():
-        table[lane] = torch.tensor([*counts, *[0] * (deal.accumulate - len(counts))])
+        table[lane] = torch.tensor([*counts, *[0] * (assignment.accumulate - len(counts))])
     rows, handle = comm.all_gather(torch.cat([table.view(-1), torch.tensor([check])]))
     handle.wait_for_vote(step.votes)
-    tables = rows[:, :-1].reshape(comm.size, deal.lanes, deal.accumulate)
+    tables = rows[:, :-1].reshape(comm.size, assignment.lanes, assignment.accumulate)
     agreed = tables.amax(0)
     told = (tables == agreed) | (tables == _UNKNOWN)
     if not bool(told.all()):
@@ -75,7 +75,7 @@ def _agreed(mine: Counts, check: int, deal: Deal, comm: Communicator, step: Trai
     if len(set(rows[:, -1].tolist())) > 1:
         rank = next(r for r in range(1, comm.size) if rows[r, -1] != rows[0, -1])
         raise ReplicaError(f"the stream gives worker {rank} other samples than worker 0; {_SAME}")
-    return {lane: [n for n in agreed[lane].tolist() if n > 0] for lane in range(deal.lanes)}
+    return {lane: [n for n in agreed[lane].tolist() if n > 0] for lane in range(assignment.lanes)}
 
 
 def facts_of_data(loader: DataLoader[Any]) -> dict[str, Any]:

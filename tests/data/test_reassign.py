@@ -22,7 +22,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, SubsetRandomSamp
 
 from paceline.data import fetching
 from paceline.data.loader import ShardedLoader
-from paceline.data.work_source import Deal
+from paceline.data.work_source import Assignment
 from tests.data.crews import Change, Crew, Pairs, changes, of_a_step
 
 
@@ -46,9 +46,9 @@ class DatasetCrew(Crew):
     batch_size: int = 3
     loader: dict[str, Any] = field(default_factory=lambda: {"shuffle": True})
 
-    def member(self, ride: tuple[int, ...]) -> ShardedLoader:
+    def member(self, own_lanes: tuple[int, ...]) -> ShardedLoader:
         source = DataLoader(Noisy(self.samples), **{"batch_size": self.batch_size} | self.loader)
-        return ShardedLoader(source, Deal(self.lanes, self.accumulate, ride, seed=3))
+        return ShardedLoader(source, Assignment(self.lanes, self.accumulate, own_lanes, seed=3))
 
 
 @settings(max_examples=150, deadline=None)
@@ -105,9 +105,9 @@ def test_loader_processes_hand_out_the_same_after_a_change(
 # -- the same lanes once more ------------------------------------------------------------------------------------------
 
 
-def loader_of(ride: tuple[int, ...] = (0, 1), *, samples: int = 30, **options: Any) -> ShardedLoader:
+def loader_of(own_lanes: tuple[int, ...] = (0, 1), *, samples: int = 30, **options: Any) -> ShardedLoader:
     source = DataLoader(Noisy(samples), **{"batch_size": 2, "shuffle": True} | options)
-    return ShardedLoader(source, Deal(lanes=4, accumulate=2, ride=ride, seed=3))
+    return ShardedLoader(source, Assignment(lanes=4, accumulate=2, own_lanes=own_lanes, seed=3))
 
 
 def committed_steps(loader: ShardedLoader, loop: Pairs, steps: int) -> None:
@@ -125,7 +125,7 @@ def test_dealing_the_same_lanes_anew_hands_out_the_same_step_again(options: dict
     loop = loader.items()
     committed_steps(loader, loop, 1)
     lost = list(of_a_step(loop))
-    loader.redeal((0, 1))
+    loader.reassign((0, 1))
     assert list(of_a_step(loader.items())) == lost
     loader.close()
 
@@ -135,7 +135,7 @@ def test_a_loop_that_has_come_to_its_end_but_was_not_left_does_not_run_on_into_t
     loop = loader.items()
     committed_steps(loader, loop, loader.steps)
     assert next(loop, None) is None
-    loader.redeal((0, 3))
+    loader.reassign((0, 3))
     assert list(loader.items()) == []
 
 
@@ -147,7 +147,7 @@ def test_a_worker_that_joins_goes_on_where_the_others_are_whichever_epoch_that_i
     joins = loader_of(())
     loop = joins.items()
     joins.restore(loader.state_after(None))
-    joins.redeal((1,))
+    joins.reassign((1,))
     loop = joins.items()
     assert (next(loop)[0].epoch, joins.position) == (2, 16)
 
@@ -157,22 +157,22 @@ def test_what_was_handed_out_before_ends_with_the_new_deal(end: Callable[[Any], 
     loader = loader_of()
     before = loader.items()
     next(before)
-    loader.redeal((2,))
+    loader.reassign((2,))
     assert next(before, None) is None
     after = loader.items()
     end(before)
     assert {item.lane for item, _ in after} == {2}
 
 
-def test_nothing_is_left_of_a_loop_whose_last_step_is_committed_however_often_it_is_dealt_anew() -> None:
+def test_nothing_is_left_of_a_loop_whose_last_step_is_committed_however_often_it_is_reassigned() -> None:
     loader = loader_of()
     committed_steps(loader, loader.items(), loader.steps)
     loop = loader.items()
     committed_steps(loader, loop, loader.steps)
     for _ in range(3):
-        loader.redeal((0, 1, 2, 3))
+        loader.reassign((0, 1, 2, 3))
         loop = loader.items()
-    loader.redeal((0, 1, 2, 3))
+    loader.reassign((0, 1, 2, 3))
     assert list(loader.items()) == []
     assert next(loader.items())[0].epoch == 2
 
@@ -183,7 +183,7 @@ def test_between_two_loops_a_new_deal_leaves_the_next_epoch_as_it_is() -> None:
     committed_steps(loader, loop, loader.steps)
     assert list(loop) == []
     loop.close()  # type: ignore[attr-defined]
-    loader.redeal((0, 3))
+    loader.reassign((0, 3))
     assert [(item.epoch, item.lane) for item, _ in itertools.islice(loader.items(), 3)] == [(1, 0), (1, 0), (1, 3)]
 
 
@@ -205,11 +205,11 @@ def pids_in(pairs: Pairs) -> set[int]:
 @pytest.mark.parametrize("persistent", [False, True])
 def test_loader_processes_stay_over_a_new_deal_and_end_when_they_would(persistent: bool) -> None:
     source = DataLoader(SaysWho(), batch_size=1, num_workers=2, persistent_workers=persistent)
-    loader = ShardedLoader(source, Deal(lanes=4, accumulate=2, ride=(0, 1), seed=3))
+    loader = ShardedLoader(source, Assignment(lanes=4, accumulate=2, own_lanes=(0, 1), seed=3))
     loop = loader.items()
     pids = pids_in(itertools.islice(loop, 2))
-    for ride in ((0, 1, 2, 3), (0, 1, 2, 3), (2,)):
-        loader.redeal(ride)
+    for own_lanes in ((0, 1, 2, 3), (0, 1, 2, 3), (2,)):
+        loader.reassign(own_lanes)
         loop = loader.items()
         assert pids_in(itertools.islice(loop, 5)) == pids
     assert pids_in(loop) == pids
@@ -218,41 +218,41 @@ def test_loader_processes_stay_over_a_new_deal_and_end_when_they_would(persisten
     assert not any(psutil.pid_exists(pid) for pid in pids)
 
 
-def test_a_loader_that_is_dealt_anew_and_closed_without_another_loop_leaves_no_process() -> None:
+def test_a_loader_that_is_reassigned_and_closed_without_another_loop_leaves_no_process() -> None:
     loader = loader_of(num_workers=2)
     loop = loader.items()
     next(loop)
-    loader.redeal((3,))
+    loader.reassign((3,))
     assert len(multiprocessing.active_children()) == 2
     loader.close()
     assert not multiprocessing.active_children()
 
 
-def test_a_loader_that_is_dealt_anew_leaves_no_descriptor() -> None:
-    def dealt_anew() -> None:
+def test_a_loader_that_is_reassigned_leaves_no_descriptor() -> None:
+    def reassigned() -> None:
         loader = loader_of(num_workers=1)
         loop = loader.items()
         next(loop)
-        for ride in ((2,), (0, 1, 2)):
-            loader.redeal(ride)
+        for own_lanes in ((2,), (0, 1, 2)):
+            loader.reassign(own_lanes)
             loop = loader.items()
             next(loop)
 
-    dealt_anew()
+    reassigned()
     gc.collect()
     before = len(os.listdir("/proc/self/fd"))
-    dealt_anew()
+    reassigned()
     gc.collect()
     assert len(os.listdir("/proc/self/fd")) == before
 
 
-def seed_in_process(options: dict[str, Any], rides: list[tuple[int, ...]]) -> list[int]:
-    """torch's seed in the loader process of each ride's loop."""
+def seed_in_process(options: dict[str, Any], all_lanes: list[tuple[int, ...]]) -> list[int]:
+    """torch's seed in the loader process of the loop of each lanes."""
     source = DataLoader(Seeds(), batch_size=1, num_workers=1, **options)
-    loader = ShardedLoader(source, Deal(lanes=4, accumulate=1, ride=rides[0], seed=3))
+    loader = ShardedLoader(source, Assignment(lanes=4, accumulate=1, own_lanes=all_lanes[0], seed=3))
     seeds = []
-    for ride in rides:
-        loader.redeal(ride)
+    for own_lanes in all_lanes:
+        loader.reassign(own_lanes)
         loop = loader.items()
         seeds.append(int(next(loop)[1]))
         loop.close()  # type: ignore[attr-defined]

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from paceline.data.streams import Counts, StreamLoader
-from paceline.data.work_source import Deal
+from paceline.data.work_source import Assignment
 from paceline.errors import DataError, GenerationEnded
 from tests.data.crews import Change, Crew, Handed, changes, of_a_step
 from tests.data.test_streams import Numbers, Resumable, Unsplit
@@ -61,10 +61,12 @@ class StreamCrew(Crew):
     loader: dict[str, Any] = field(default_factory=dict)
     undisturbed: list[Handed] | None = None
 
-    def member(self, ride: tuple[int, ...]) -> StreamLoader:
+    def member(self, own_lanes: tuple[int, ...]) -> StreamLoader:
         source = DataLoader(self.make(self.samples), **{"batch_size": 3} | self.loader)
         member = StreamLoader(
-            source, Deal(self.lanes, self.accumulate, ride, seed=3), lambda mine, _: self._agree(member, mine)
+            source,
+            Assignment(self.lanes, self.accumulate, own_lanes, seed=3),
+            lambda mine, _: self._agree(member, mine),
         )
         return member
 
@@ -132,9 +134,9 @@ def test_lanes_of_the_lost_go_on_where_their_last_committed_step_ended(make: Mak
     assert not multiprocessing.active_children()
 
 
-def stream_of(make: Make = Resumable, ride: tuple[int, ...] = (0, 1), **options: Any) -> StreamLoader:
+def stream_of(make: Make = Resumable, own_lanes: tuple[int, ...] = (0, 1), **options: Any) -> StreamLoader:
     source = DataLoader(make(50), **{"batch_size": 2} | options)
-    return StreamLoader(source, Deal(lanes=4, accumulate=1, ride=ride, seed=3), lambda mine, _: mine)
+    return StreamLoader(source, Assignment(lanes=4, accumulate=1, own_lanes=own_lanes, seed=3), lambda mine, _: mine)
 
 
 @pytest.mark.parametrize("make", KINDS)
@@ -145,7 +147,7 @@ def test_dealing_the_same_lanes_anew_hands_out_the_same_step_again(make: Make) -
         if item.last_of_step:
             stream.commit(item)
     lost = list(of_a_step(loop))
-    stream.redeal((0, 1))
+    stream.reassign((0, 1))
     assert next(loop, None) is None
     assert list(of_a_step(stream.items())) == lost
 
@@ -163,12 +165,12 @@ def test_a_committed_place_is_json_and_small_enough_to_be_told_at_every_step() -
 
 def test_lanes_whose_places_nobody_told_are_refused_once_something_is_committed() -> None:
     stream = stream_of()
-    stream.redeal((1, 2))  # at the beginning everyone knows all places
+    stream.reassign((1, 2))  # at the beginning everyone knows all places
     for item, _ in of_a_step(stream.items()):
         if item.last_of_step:
             stream.commit(item)
-    with pytest.raises(DataError, match=r"lanes 0, 3 of the stream can't go on here: .* give redeal\(\) those of all"):
-        stream.redeal((0, 1, 3))
+    with pytest.raises(DataError, match=r"lanes 0, 3 of the stream can't go on here: .* give reassign\(\) those of"):
+        stream.reassign((0, 1, 3))
 
 
 def test_only_a_stream_in_parts_needs_the_places_of_others() -> None:
@@ -177,7 +179,7 @@ def test_only_a_stream_in_parts_needs_the_places_of_others() -> None:
 
 
 def test_a_worker_that_has_not_yet_learned_of_the_end_of_the_epoch_ends_its_loop_too() -> None:
-    first, second = stream_of(ride=(0, 1)), stream_of(ride=(2, 3))
+    first, second = stream_of(own_lanes=(0, 1)), stream_of(own_lanes=(2, 3))
     for item, _ in first.items():
         if item.last_of_step:
             first.commit(item)
@@ -189,7 +191,7 @@ def test_a_worker_that_has_not_yet_learned_of_the_end_of_the_epoch_ends_its_loop
             break
     assert (first.epoch, second.epoch) == (1, 0)
     for _ in range(2):
-        second.redeal((0, 1, 2, 3), second.merged([second.state_after(None), first.state_after(None)]))
+        second.reassign((0, 1, 2, 3), second.merged([second.state_after(None), first.state_after(None)]))
     assert list(second.items()) == []
     assert next(second.items())[0].epoch == 1
 
@@ -200,7 +202,7 @@ def test_reading_again_is_told() -> None:
         if item.last_of_step:
             stream.commit(item)
     with pytest.warns(UserWarning, match=r"Numbers has no state_dict\(\): to go on, up to 2 samples are read again"):
-        stream.redeal((0, 1))
+        stream.reassign((0, 1))
 
 
 class SaysWho(Numbers):
@@ -214,7 +216,7 @@ def test_loader_processes_end_with_the_lanes_they_read(persistent: bool) -> None
     stream = stream_of(SaysWho, num_workers=2, persistent_workers=persistent)
     loop = stream.items()
     before = {int(pid) for _, batch in of_a_step(loop) for pid in batch}
-    stream.redeal((1, 2))
+    stream.reassign((1, 2))
     assert not any(psutil.pid_exists(pid) for pid in before)
     loop = stream.items()
     after = {int(pid) for _, batch in of_a_step(loop) for pid in batch}
