@@ -5,13 +5,14 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from paceline import torch_compat
+from paceline import Precision, torch_compat
 from paceline.torch_compat import Missing, TorchFeatureError, memory_written_by, nothing_else_views, require, resolve
 
 
@@ -58,9 +59,9 @@ def test_weights_in_shards_refuse_a_torch_that_lacks_a_name(monkeypatch: pytest.
     from paceline.strategies.fsdp import fsdp
 
     monkeypatch.setattr(fsdp, "NEEDED", (*fsdp.NEEDED, Missing("torch._C._gone", "weights in shards")))
-    made: Any = object
+    job: Any = SimpleNamespace(facts={"offload": "parameters"}, precision=Precision())
     with pytest.raises(TorchFeatureError, match=r"weights in shards needs torch._C._gone"):
-        fsdp.FsdpMaker(made, None, made, on_host=False)
+        fsdp.open_weights(job, "fsdp", None, None)
 
 
 def test_views_of_memory_are_counted() -> None:

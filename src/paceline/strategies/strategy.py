@@ -14,7 +14,7 @@ A *round* is a step of the loop, counted from the start of the job, the ones lef
 workers tell each other their ballots is the strategy's choice:
 
     agreement   ballots      step, means, stop        buffers such as BatchNorm's
-    NOW         exchanged    of all workers           the lowest lane's become everybody's
+    NOW         exchanged    of all workers           the lowest lane's become all workers'
     LATER       none         of this worker alone     put back: rounds up to the next agreed one start from the same
     NEVER       none         of this worker alone     each lane goes on from its own; boundaries see lane 0's
 """

@@ -35,7 +35,7 @@ _LAYOUT = frozenset({"stride", "is_contiguous", "is_non_overlapping_and_dense"})
 
 
 class Owner(Protocol):
-    """Who can gather a parameter's weights."""
+    """What can gather a parameter's weights."""
 
     def fetch(self, parameter: Parameter) -> None:
         """Make it an ordinary parameter with all of its weights."""
@@ -86,7 +86,7 @@ def engine_is_closed() -> LoopError:
 
 
 def dematerialise(parameter: Parameter, owner: Owner) -> None:
-    """Let its memory go; whoever still has a view of it keeps that."""
+    """Let its memory go; what still has a view of it keeps that."""
     layout = torch.empty_strided(parameter.shape, parameter.stride(), dtype=parameter.dtype, device="meta")
     parameter.data = torch.full((), torch.nan, dtype=parameter.dtype, device=parameter.device).expand(parameter.shape)
     _owners[id(parameter)], _classes[id(parameter)] = weakref.ref(owner), type(parameter)
