@@ -10,7 +10,7 @@ from paceline.collectives.byte_count import Traffic
 from paceline.strategies.ddp import Ddp
 from paceline.strategies.fsdp.fsdp import Fsdp
 from paceline.strategies.fsdp.hybrid import HybridInShards, HybridInTheModel
-from paceline.strategies.strategy import Strategy, WeightsInTheModel, WriteWatch
+from paceline.strategies.strategy import Strategy, StrategyBase, WriteWatch
 from paceline.strategies.zero.zero1 import Zero1
 from paceline.strategies.zero.zero2 import Zero2
 
@@ -25,7 +25,7 @@ def test_every_member_of_the_protocol_is_declared_by_the_class(kind: type) -> No
 
 
 def test_a_strategy_whose_lanes_can_not_be_watched_says_nothing_about_them() -> None:
-    base = WeightsInTheModel()
+    base = StrategyBase()
     base.watch_lanes(wanted=True)
     assert base.lane_checks is None
     assert base.traffic == Traffic()

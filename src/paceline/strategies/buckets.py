@@ -27,7 +27,7 @@ from paceline.collectives.canonical_sum import SumPlan
 from paceline.collectives.communicator import Communicator
 from paceline.errors import LoopError
 from paceline.sharding.bucket import ALIGNED, Bucket, GradientSpec, Member
-from paceline.strategies.strategy import Agreement, ItemPlace, WeightsInTheModel
+from paceline.strategies.strategy import Agreement, ItemPlace, StrategyBase
 from paceline.torch_compat import foreach_copy_, nothing_else_views, plain_torch_function, version_of
 
 Cut = Callable[[Sequence[GradientSpec], Sequence[int]], tuple[Bucket, ...]]  # of (specs, order of parameters)
@@ -323,7 +323,7 @@ def bits_sum(tensor: Tensor) -> int:
     return int(tensor.contiguous().view(whole).sum(dtype=torch.int64).item())
 
 
-class InBuckets(WeightsInTheModel):
+class InBuckets(StrategyBase):
     """The base of strategies whose gradients leave in buckets: what the loop says of an item is theirs to do."""
 
     _buckets: GradientBuckets

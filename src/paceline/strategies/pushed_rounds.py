@@ -35,7 +35,7 @@ from paceline.sharding.bucket import plan_buckets
 from paceline.strategies.buckets import GradientBuckets
 from paceline.strategies.registry import Job
 from paceline.strategies.server_space import Space
-from paceline.strategies.strategy import Agreement, ItemPlace, Tally, WeightsInTheModel
+from paceline.strategies.strategy import Agreement, ItemPlace, StrategyBase, Tally
 
 READS = "weights being read"  # in a saved state
 ROUNDS_UNDER_WAY = 2  # whose pushes may still be on their way; a worker that no clock holds back is held back by this
@@ -51,7 +51,7 @@ class _Pushed:
     sent: Sequence[Sent]
 
 
-class PushedRounds(WeightsInTheModel):
+class PushedRounds(StrategyBase):
     """`homes`: memory that servers can see, for the gradient of each bucket; only a synchronous clock may use it."""
 
     def __init__(

@@ -5,6 +5,10 @@
 
 A file registers its `Registered` when it is imported; `strategies/__init__.py` lists the files. What iterates over
 strategies (the planner, the tests of bits) iterates over `STRATEGIES`, so a new one is tested by existing.
+
+To add one, write in a file of its own: a class with the members of `Strategy` (most come from `InBuckets` in
+buckets.py, or from `ShardedStrategy` in zero/sharded.py), a `Maker` that makes it for some optimizers' parameters, a
+frozen config, and `register(Registered(name, config, open))`; then name the file in `strategies/__init__.py`.
 """
 
 from __future__ import annotations

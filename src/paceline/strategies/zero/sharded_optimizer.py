@@ -190,7 +190,7 @@ class OptimizerShard:
             self.load_full(self.pieces.index[id(parameter)], self.optimizer.state.pop(parameter))
 
     def load_full(self, number: int, whole: State) -> None:
-        """PieceOf of a parameter's state, and of its master if that is with it, what belongs to the own pieces."""
+        """Keep of a parameter's state, and of its master if that is with it, what belongs to the own pieces."""
         parameter, mine = self.pieces.parameters[number], self._mine[number]
         master = whole.pop(MASTER, None)
         if master is not None:
@@ -517,7 +517,7 @@ class ShardedOptimizers:
         return pieces.shard_of(pieces.index[id(parameter)], self._masters.dtype_of(parameter))
 
     def load_master(self, parameter: Parameter, whole: Tensor) -> bool:
-        """PieceOf this worker's part of a master, with a parameter that holds it rounded; whether there is a master."""
+        """Keep this worker's part of a master, with a parameter that holds it rounded; whether there is a master."""
         if not self._masters.has(parameter):
             return False
         pieces = self._pieces_of(parameter)
