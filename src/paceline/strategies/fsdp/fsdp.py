@@ -33,8 +33,8 @@ from paceline.sharding.bucket import Shards
 from paceline.sharding.flat_layout import Piece
 from paceline.sharding.local_shard import LocalShard
 from paceline.sharding.unit import Classes
-from paceline.strategies.fsdp.meta_device import fill, module_names
 from paceline.strategies.fsdp.weights import WeightsInShards
+from paceline.strategies.meta_device import fill, module_names
 from paceline.strategies.registry import Job, Maker, Registered, register
 from paceline.strategies.strategy import ItemPlace, Strategy, Tally
 from paceline.strategies.zero.sharded import ShardedMaker, ShardedParts, whole_weights
@@ -137,7 +137,8 @@ class Fsdp(Zero2):
 
     def _round(self, pieces: Sequence[Piece]) -> None:
         """Into the shards, wherever they are."""
-        super()._round([piece for piece in pieces if self._has_master(self.parameters[piece.parameter])])
+        if self._parts.masters.any:
+            super()._round([piece for piece in pieces if self._has_master(self.parameters[piece.parameter])])
 
     # -- between steps -----------------------------------------------------------------------------------------------
 

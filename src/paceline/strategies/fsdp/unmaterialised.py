@@ -57,10 +57,14 @@ class UnmaterialisedParameter(Parameter):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        kwargs = kwargs or {}
-        if func.__name__ in _LAYOUT and id(args[0]) in _layouts:
+        kwargs, name = kwargs or {}, func.__name__
+        if name in _LAYOUT and id(args[0]) in _layouts:
             return func(_layouts[id(args[0])], *args[1:], **kwargs)
-        if not _only_looks(func):
+        if name in ("__get__", "__set__", "__delete__"):
+            needs_values = getattr(getattr(func, "__self__", None), "__name__", None) not in _LOOKS
+        else:
+            needs_values = name not in _ASKS
+        if needs_values:
             for parameter in _unmaterialised((*args, *kwargs.values())):
                 if id(parameter) not in _owners:  # a copy of one, with weights of its own
                     parameter.__class__ = Parameter
@@ -111,12 +115,6 @@ def is_unmaterialised(parameter: Tensor) -> bool:
 def _forget(key: int, _: Any) -> None:
     for known in (_owners, _classes, _layouts, _alive):
         known.pop(key, None)
-
-
-def _only_looks(func: Callable[..., Any]) -> bool:
-    if func.__name__ in ("__get__", "__set__", "__delete__"):
-        return getattr(getattr(func, "__self__", None), "__name__", None) in _LOOKS
-    return func.__name__ in _ASKS
 
 
 def _writes(func: Callable[..., Any], parameter: Tensor, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:

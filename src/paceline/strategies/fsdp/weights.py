@@ -36,10 +36,10 @@ from paceline.sharding.flat_layout import Piece, extent, in_logical_order, part_
 from paceline.sharding.local_shard import LocalShard
 from paceline.sharding.unit import Classes, Unit, cut_units, unit_buckets
 from paceline.strategies.buckets import BufferPool, gradient_specs
-from paceline.strategies.fsdp.meta_device import fill, fill_modules, module_names
 from paceline.strategies.fsdp.shard_pulls import NoPeers, ShardPulls
 from paceline.strategies.fsdp.unmaterialised import dematerialise, engine_is_closed, is_unmaterialised, materialise
 from paceline.strategies.master_weights import MasterShards
+from paceline.strategies.meta_device import fill, fill_modules, module_names
 from paceline.strategies.registry import Job
 from paceline.strategies.strategy import WriteWatch
 from paceline.strategies.zero.sharded_optimizer import OptimizerShard, check_apart
