@@ -13,12 +13,18 @@ import torch
 from torch import nn
 
 from paceline import Precision, torch_compat
-from paceline.torch_compat import Missing, TorchFeatureError, memory_written_by, nothing_else_views, require, resolve
+from paceline.errors import ConfigError
+from paceline.torch_compat import Missing, attribute, memory_written_by, nothing_else_views, require, resolve
 
 
 def test_a_name_that_torch_has_is_itself() -> None:
     assert resolve("torch:_foreach_copy_", "anything") is torch._foreach_copy_
     assert not [name for name, value in vars(torch_compat).items() if isinstance(value, Missing)]
+
+
+def test_an_attribute_that_a_class_neither_defines_nor_declares_raises() -> None:
+    with pytest.raises(ConfigError, match=r"a look needs torch.Tensor._no_such_attribute"):
+        attribute(torch.Tensor, "_no_such_attribute", "a look")(torch.zeros(1))
 
 
 def test_a_name_that_torch_has_not_raises_when_it_is_used_and_says_what_for() -> None:
@@ -27,9 +33,9 @@ def test_a_name_that_torch_has_not_raises_when_it_is_used_and_says_what_for() ->
         gone, ("clip_grad_norm_() needs torch._no_such_name", "fsdp needs torch._no"), strict=True
     ):
         for use in (missing, lambda missing=missing: require(print, missing)):
-            with pytest.raises(TorchFeatureError, match=words.replace("(", r"\(").replace(")", r"\)")):
+            with pytest.raises(ConfigError, match=words.replace("(", r"\(").replace(")", r"\)")):
                 use()
-    with pytest.raises(TorchFeatureError, match=torch.__version__.replace("+", r"\+")):
+    with pytest.raises(ConfigError, match=torch.__version__.replace("+", r"\+")):
         gone[0]()
 
 
@@ -60,7 +66,7 @@ def test_weights_in_shards_refuse_a_torch_that_lacks_a_name(monkeypatch: pytest.
 
     monkeypatch.setattr(fsdp, "NEEDED", (*fsdp.NEEDED, Missing("torch._C._gone", "weights in shards")))
     job: Any = SimpleNamespace(facts={"offload": "parameters"}, precision=Precision())
-    with pytest.raises(TorchFeatureError, match=r"weights in shards needs torch._C._gone"):
+    with pytest.raises(ConfigError, match=r"weights in shards needs torch._C._gone"):
         fsdp.open_weights(job, "fsdp", None, None)
 
 
