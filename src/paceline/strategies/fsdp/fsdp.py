@@ -202,7 +202,11 @@ def open_weights(
     classes = units if isinstance(units, tuple) or units is None else (units,)
 
     def weights(parts: ShardedParts) -> WeightsInShards:
-        return WeightsInShards(job, name, classes, parts.masters, on_host=on_host)
+        try:
+            return WeightsInShards(job, name, classes, parts.masters, on_host=on_host)
+        except BaseException:  # as when a worker dies while all of them begin
+            parts.teardown()
+            raise
 
     return ShardedMaker(ShardedParts(job, name, weights, everyone), sharded)
 

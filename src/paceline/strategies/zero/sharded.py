@@ -92,12 +92,8 @@ class ShardedParts:
         self.offload: Offload | _NoOffload = offload or _NoOffload()
         self.masters = MasterShards(job, offload)
         self.optimizers = ShardedOptimizers(job.comm, name, self.masters)
-        self.weights = ModelWeights()
-        try:
-            self.weights = weights(self)
-        except BaseException:  # as when a worker dies while all of them begin
-            self.teardown()
-            raise
+        self.weights = ModelWeights()  # until they are somewhere
+        self.weights = weights(self)
 
     def finite_everywhere(self, gradients: Sequence[Tensor]) -> bool:
         """Of all workers, each of which has its own."""
