@@ -5,19 +5,26 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from paceline import torch_compat
-from paceline.torch_compat import Missing, TorchFeatureError, memory_written_by, nothing_else_views, require, resolve
+from paceline import Precision, torch_compat
+from paceline.errors import ConfigError
+from paceline.torch_compat import Missing, attribute, memory_written_by, nothing_else_views, require, resolve
 
 
 def test_a_name_that_torch_has_is_itself() -> None:
     assert resolve("torch:_foreach_copy_", "anything") is torch._foreach_copy_
     assert not [name for name, value in vars(torch_compat).items() if isinstance(value, Missing)]
+
+
+def test_an_attribute_that_a_class_neither_defines_nor_declares_raises() -> None:
+    with pytest.raises(ConfigError, match=r"a look needs torch.Tensor._no_such_attribute"):
+        attribute(torch.Tensor, "_no_such_attribute", "a look")(torch.zeros(1))
 
 
 def test_a_name_that_torch_has_not_raises_when_it_is_used_and_says_what_for() -> None:
@@ -26,9 +33,9 @@ def test_a_name_that_torch_has_not_raises_when_it_is_used_and_says_what_for() ->
         gone, ("clip_grad_norm_() needs torch._no_such_name", "fsdp needs torch._no"), strict=True
     ):
         for use in (missing, lambda missing=missing: require(print, missing)):
-            with pytest.raises(TorchFeatureError, match=words.replace("(", r"\(").replace(")", r"\)")):
+            with pytest.raises(ConfigError, match=words.replace("(", r"\(").replace(")", r"\)")):
                 use()
-    with pytest.raises(TorchFeatureError, match=torch.__version__.replace("+", r"\+")):
+    with pytest.raises(ConfigError, match=torch.__version__.replace("+", r"\+")):
         gone[0]()
 
 
@@ -58,9 +65,9 @@ def test_weights_in_shards_refuse_a_torch_that_lacks_a_name(monkeypatch: pytest.
     from paceline.strategies.fsdp import fsdp
 
     monkeypatch.setattr(fsdp, "NEEDED", (*fsdp.NEEDED, Missing("torch._C._gone", "weights in shards")))
-    made: Any = object
-    with pytest.raises(TorchFeatureError, match=r"weights in shards needs torch._C._gone"):
-        fsdp.FsdpMaker(made, None, made, on_host=False)
+    job: Any = SimpleNamespace(facts={"offload": "parameters"}, precision=Precision())
+    with pytest.raises(ConfigError, match=r"weights in shards needs torch._C._gone"):
+        fsdp.open_weights(job, "fsdp", None, None)
 
 
 def test_views_of_memory_are_counted() -> None:

@@ -1,7 +1,7 @@
 """Private names of torch, all in one place: looked up when this module is imported, each with its own error.
 
     torch has the name       it is that object, at no cost
-    torch has it no more     a stand-in: whatever calls it raises TorchFeatureError, which names feature and name
+    torch has it no more     a stand-in: whatever calls it raises ConfigError, which names feature and name
 
 So a torch release that drops a name disables the feature that needs it and nothing else: a strategy that can't work
 says so in `engine.prepare()`, and ddp trains on.
@@ -29,10 +29,6 @@ else:
 __all__ = ["PrefixStore", "Store"]  # public in torch.distributed, but not exported there for type checkers
 
 
-class TorchFeatureError(ConfigError):
-    """This release of torch has no longer what a feature is built on."""
-
-
 class Missing:
     """Stands for a private name that torch does not have."""
 
@@ -40,7 +36,7 @@ class Missing:
         self.name, self.feature = name, feature
 
     def __call__(self, *_: Any, **__: Any) -> Any:
-        raise TorchFeatureError(
+        raise ConfigError(
             f"{self.feature} needs {self.name}, which torch {torch.__version__} does not have; install a torch release "
             "that paceline was tested with (see its requirements), or train without it"
         )
@@ -55,6 +51,12 @@ def resolve(name: str, feature: str) -> Any:
         return Missing(f"{module}.{path}", feature)
 
 
+def attribute(of: type, name: str, feature: str) -> Any:
+    """What gets the private attribute of an object of that class, which defines or declares it; or what raises."""
+    declared = hasattr(of, name) or name in getattr(of, "__annotations__", {})
+    return attrgetter(name) if declared else Missing(f"{of.__module__}.{of.__name__}.{name}", feature)
+
+
 def require(*needed: Any) -> None:
     """Raise for the first of these that torch does not have: for a strategy to ask before it touches a model."""
     for one in needed:
@@ -62,13 +64,15 @@ def require(*needed: Any) -> None:
             one()
 
 
+_META = "a model on the meta device"
+
 # -- tensors -----------------------------------------------------------------------------------------------------------
 
 foreach_copy_: Callable[[list[Tensor], list[Tensor]], None] = resolve("torch:_foreach_copy_", "copying gradients")
 foreach_mul_: Callable[[list[Tensor], float], None] = resolve("torch:_foreach_mul_", "clip_grad_norm_()")
 foreach_norm: Callable[[list[Tensor], float], list[Tensor]] = resolve("torch:_foreach_norm", "loss scaling")
 
-version_of: Callable[[Tensor], int] = attrgetter("_version")  # it counts writes in place
+version_of: Callable[[Tensor], int] = attribute(Tensor, "_version", "a look for writes to weights")  # it counts them
 
 plain_torch_function = resolve("torch._C:DisableTorchFunctionSubclass", "a strategy with sharded gradients")
 
@@ -77,7 +81,7 @@ without_modes = resolve("torch.utils._python_dispatch:_disable_current_modes", "
 eval_frame_callback = resolve("torch._C._dynamo.eval_frame:get_eval_frame_callback", "weights in shards")
 
 _use_count = resolve("torch._C:_storage_Use_Count", "using the memory of gathered weights again")
-_storage_id: Callable[[Any], int] = attrgetter("_cdata")
+_storage_id: Callable[[Any], int] = attribute(torch.UntypedStorage, "_cdata", _META)
 
 
 def memory_id(tensor: Tensor) -> int:
@@ -91,7 +95,7 @@ def _uses(tensor: Tensor) -> int:
 
 def _counts_views() -> bool:
     """Whether torch counts who looks at memory as it did when this was written: by trying it."""
-    if isinstance(_use_count, Missing):
+    if isinstance(_use_count, Missing) or isinstance(_storage_id, Missing):
         return False
     tensor = torch.empty(1)
     alone = _uses(tensor)
@@ -116,18 +120,19 @@ _batch_norm = resolve("torch.nn.modules.batchnorm:_BatchNorm", "BatchNorm of you
 _known_norms = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 BATCH_NORMS: tuple[type[nn.Module], ...] = _known_norms if isinstance(_batch_norm, Missing) else (_batch_norm,)
 
-own_parameters: Callable[[nn.Module], dict[str, nn.Parameter | None]] = attrgetter("_parameters")
-own_buffers: Callable[[nn.Module], dict[str, Tensor | None]] = attrgetter("_buffers")
+own_parameters: Callable[[nn.Module], dict[str, nn.Parameter | None]] = attribute(nn.Module, "_parameters", _META)
+own_buffers: Callable[[nn.Module], dict[str, Tensor | None]] = attribute(nn.Module, "_buffers", _META)
+_apply: Callable[[nn.Module], Callable[[Callable[[Tensor], Tensor]], Any]] = attribute(nn.Module, "_apply", _META)
 
 
 def apply_to_tensors(model: nn.Module, change: Callable[[Tensor], Tensor]) -> None:
     """As model.to() does it: parameters and buffers stay the objects that they are."""
-    model._apply(change)  # type: ignore[no-untyped-call]
+    _apply(model)(change)
 
 
 def memory_written_by(run: Callable[[], Any]) -> set[int]:
     """The `memory_id` of every tensor that is written to while `run` runs."""
-    mode = resolve("torch.utils._python_dispatch:TorchDispatchMode", "models on the meta device")
+    mode = resolve("torch.utils._python_dispatch:TorchDispatchMode", _META)
     require(mode)
     written: set[int] = set()
 
@@ -145,8 +150,9 @@ def memory_written_by(run: Callable[[], Any]) -> set[int]:
 
 # -- optimizers --------------------------------------------------------------------------------------------------------
 
-step_pre_hooks: Callable[[Optimizer], dict[int, Any]] = attrgetter("_optimizer_step_pre_hooks")
-step_post_hooks: Callable[[Optimizer], dict[int, Any]] = attrgetter("_optimizer_step_post_hooks")
+_HOOKS = "hooks on the step of a sharded optimizer"
+step_pre_hooks: Callable[[Optimizer], dict[int, Any]] = attribute(Optimizer, "_optimizer_step_pre_hooks", _HOOKS)
+step_post_hooks: Callable[[Optimizer], dict[int, Any]] = attribute(Optimizer, "_optimizer_step_post_hooks", _HOOKS)
 OPTIMIZER_HOOKS = (
     "_optimizer_step_pre_hooks",
     "_optimizer_step_post_hooks",

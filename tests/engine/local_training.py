@@ -23,7 +23,7 @@ from paceline.collectives.canonical_sum import SumPlan
 from paceline.sharding.bucket import plan_buckets
 from paceline.strategies.buckets import GradientBuckets
 from paceline.strategies.registry import Job, Registered, register
-from paceline.strategies.strategy import Agreement, ItemPlace, Tally, WeightsInTheModel
+from paceline.strategies.strategy import Agreement, ItemPlace, StrategyBase, Tally
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class LocalTraining:
     watched: bool = False
 
 
-class Strategy(WeightsInTheModel):
+class Strategy(StrategyBase):
     def __init__(self, config: LocalTraining, job: Job, named: Sequence[tuple[str, Parameter]]) -> None:
         self._config, self._comm = config, job.comm
         self._buckets = GradientBuckets(

@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from paceline import Engine, World
 from paceline.sharding.local_shard import LocalShard
 from paceline.strategies.fsdp.fsdp import FsdpConfig
+from paceline.strategies.zero.weights import WeightsPerHost
 from paceline.strategies.zero.zero2 import Zero2
 from tests.bits.programs import TiedGpt, clipped, convnet, gpt, wide
 from tests.engine.loops import prepared
@@ -173,7 +174,7 @@ def holds(world: World, **job: Any) -> tuple[int, int, int, int]:
         assert isinstance(strategy, Zero2)
         kept = [strategy.kept(p) for p in model.parameters()]
         weights = sum(part.numel() for one in kept if isinstance(one, LocalShard) for _, part in one.parts)
-        if strategy._parts.weights.shared:  # once for all workers of the group
+        if isinstance(strategy._parts.weights, WeightsPerHost):  # once for all workers of the group
             weights = elements // strategy._parts.workers
         gradients = sum(total.numel() for total in strategy._sums)
         return elements, weights, elements_of_state([strategy._parts.optimizers.of(optimizer)._on_pieces]), gradients

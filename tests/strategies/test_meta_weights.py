@@ -13,8 +13,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from paceline import Engine, World
 from paceline.errors import ConfigError
 from paceline.strategies.fsdp.fsdp import FsdpConfig
-from paceline.strategies.fsdp.meta_device import fill, fill_modules, is_on_meta, module_names
 from paceline.strategies.fsdp.unmaterialised import is_unmaterialised
+from paceline.strategies.meta_device import fill, fill_modules, is_on_meta, module_names
 from paceline.strategies.zero.zero3 import Zero3Config
 from tests.bits.programs import TiedGpt
 from tests.workers import hashes, run_workers

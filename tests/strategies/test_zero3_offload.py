@@ -16,7 +16,7 @@ from paceline.engine import config as arguments
 from paceline.errors import ConfigError
 from paceline.optim.offload import HOST, Lift
 from paceline.strategies.fsdp.fsdp import Fsdp
-from paceline.strategies.fsdp.shard_pulls import NobodyToAsk
+from paceline.strategies.fsdp.shard_pulls import NoPeers
 from paceline.strategies.fsdp.unmaterialised import is_unmaterialised
 from paceline.strategies.zero.zero3 import Zero3Config
 from tests.bits.programs import gan, gpt, wide
@@ -107,11 +107,11 @@ def test_weights_once_per_host_and_on_the_host_of_each_worker_exclude_each_other
 
 def test_without_streams_a_lift_copies_at_once() -> None:
     lift, flat = Lift(HOST), torch.zeros(4)
-    room = lift.room(4, torch.float32).fill_(3.0)
+    room = lift.host_buffer(4, torch.float32).fill_(3.0)
     lift.arrive(lift.start([(room, flat)]))
     lift.finish()
     assert flat.tolist() == [3.0] * 4
-    assert NobodyToAsk().start(0, {}) == []
+    assert NoPeers().start(0, {}) == []
 
 
 def lands(world: World, *, lanes: int) -> tuple[int, int, int, list[int]]:

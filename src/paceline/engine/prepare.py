@@ -49,7 +49,7 @@ from paceline.engine.vote import WeightsWatch
 from paceline.errors import ConfigError, LoopError, ReplicaError
 from paceline.optim.precision import Precision
 from paceline.parameter_server.replay import Replay
-from paceline.strategies.fsdp.meta_device import check_states, fill, is_on_meta, module_names, moved
+from paceline.strategies.meta_device import check_states, fill, is_on_meta, module_names, moved
 from paceline.strategies.registry import Job
 
 

@@ -37,7 +37,7 @@ def global_norm(gradients: Iterable[Tensor]) -> float:
 
 
 def all_block_norms(gradients: Iterable[Tensor]) -> Tensor:
-    """The norms of all blocks, in fp64 on the host, to be told to other workers."""
+    """The norms of all blocks, in fp64 on the host, to be sent to other workers."""
     norms = [block_norms(gradient).to("cpu", torch.float64) for gradient in gradients]
     return torch.cat(norms) if norms else torch.zeros(0, dtype=torch.float64)
 

@@ -3,7 +3,7 @@
     groups   {lr 0.1, betas (0.9, 0.95), maximize False}   {lr 0.01, betas (0.9, 0.95), maximize False}
     vector   [0.1, 0.9, 0.95, 0.0,                          0.01, 0.9, 0.95, 0.0]
 
-A schedule changes learning rates where the loop runs; the update happens elsewhere, on a twin of the optimizer. Which
+A schedule changes learning rates where the loop runs; the update happens elsewhere, on a copy of the optimizer. Which
 numbers there are is fixed when training starts, from the groups that both sides built from the same script.
 """
 
@@ -77,7 +77,7 @@ class GroupSettings:
         lr_factor: float = 1.0,
         momentum: Callable[[float], float] | None = None,
     ) -> None:
-        """Write a vector into a twin's groups, given by their numbers.
+        """Write a vector into the groups of a copy, given by their numbers.
 
         On the way learning rates are multiplied by `lr_factor`, and `momentum` makes another of each momentum.
         """

@@ -2,12 +2,12 @@
 
     loss ─×65536─► backward ─► sums over all lanes ─÷65536─► clip ─► update
                                        │
-                     not finite        └─► nobody updates, the scale is halved         a gradient was too large for fp16
+                     not finite        └─► no worker updates, the scale is halved     a gradient was too large for fp16
                      2000 good steps   └─► the scale is doubled                        smaller gradients count again
 
-A gradient that is not finite in one lane makes the sum so, and with it everybody's decision. Powers of two change no
-bit of a gradient that fits. When the scale can't get smaller, a gradient that is not finite is like such a loss: with
-on_nonfinite="stop" training ends, otherwise the step is left out. Such a gradient is never applied.
+A gradient that is not finite in one lane makes the sum so, and with it the decision of all workers. Powers of two
+change no bit of a gradient that fits. When the scale can't get smaller, a gradient that is not finite is like such a
+loss: with on_nonfinite="stop" training ends, otherwise the step is left out. Such a gradient is never applied.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class MovingScale:
         self.good_steps = 0  # since it last moved
 
     def drops(self, finite: bool, on_nonfinite: OnNonFinite, step: int) -> bool:
-        """Move on after a gradient; whether nobody may apply it."""
+        """Move on after a gradient; whether no worker may apply it."""
         if finite:
             self._grow()
             return False

@@ -9,9 +9,9 @@
     host                            update 0 ─────────► update 1 ─► update 2     as soon as a bucket's gradient is there
 
 Only pinned memory is copied while others compute. Masters go up as they are and are rounded on the device: the way is
-free while the host updates, and the host is what everybody waits for. Nothing on the host is written again before the
+free while the host updates, and the host is what all wait for. Nothing on the host is written again before the
 device has it: the next gradient that is waited for was computed from it. Shards of weights go up when their unit is
-used, the next one's while this one computes (`Lift`); nobody writes to them before all of that has ended.
+used, the next one's while this one computes (`Lift`); nothing writes to them before all of that has ended.
 """
 
 from __future__ import annotations
@@ -59,27 +59,27 @@ class Offload:
         self._up = torch.cuda.Stream(device) if self._has_streams else None  # type: ignore[no-untyped-call]
         self._landed: dict[int, tuple[Tensor, Any]] = {}  # by bucket: where its gradient is, and the event of the copy
 
-    def room(self, like: Tensor, dtype: torch.dtype) -> Tensor:
+    def host_buffer(self, like: Tensor, dtype: torch.dtype) -> Tensor:
         """Memory on the host for a tensor of this layout."""
         return torch.empty_like(like, dtype=dtype, device=HOST, pin_memory=self._has_streams).detach()
 
     def land(self, number: int, total: Tensor) -> Tensor:
         """Where a bucket's gradient will be, once it is waited for; what has landed is where it is."""
-        room, _ = self._landed.get(number, (None, None))
-        if room is total:
+        landed, _ = self._landed.get(number, (None, None))
+        if landed is total:
             return total
-        if room is None or room.shape != total.shape:
-            room = self.room(total, total.dtype)
+        if landed is None or landed.shape != total.shape:
+            landed = self.host_buffer(total, total.dtype)
         event = None
         if self._down is not None:
             self._down.wait_stream(torch.cuda.current_stream(total.device))
             total.record_stream(self._down)  # the caller may let go of it
         with self._on(self._down):
-            room.copy_(total, non_blocking=True)
+            landed.copy_(total, non_blocking=True)
             if self._down is not None:
                 event = self._down.record_event()
-        self._landed[number] = room, event
-        return room
+        self._landed[number] = landed, event
+        return landed
 
     def wait(self, number: int | None = None) -> None:
         """Until a bucket's gradient is on the host; without a number all of them."""
@@ -100,7 +100,7 @@ class Offload:
             torch.cuda.current_stream(self._up.device).wait_stream(self._up)
 
     def forget(self) -> None:
-        """Buckets and pieces have been cut anew."""
+        """Buckets have been rebuilt."""
         self.wait()
         self._landed.clear()
 
@@ -114,14 +114,14 @@ class Lift:
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
-    def room(self, elements: int, dtype: torch.dtype) -> Tensor:
+    def host_buffer(self, elements: int, dtype: torch.dtype) -> Tensor:
         """Memory on the host from which the device can read by itself."""
         return torch.empty(elements, dtype=dtype, device=HOST, pin_memory=self._stream is not None)
 
     def start(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> Any:
         """From the host to the device, beside what is computed from now on; what was asked for before comes first.
 
-        Memory on the device may have been somebody else's, who still computes with it.
+        Memory on the device may have been another tensor's, with which something is still computed.
         """
         if self._stream is None:
             for here, there in pairs:

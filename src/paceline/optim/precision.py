@@ -10,7 +10,7 @@
     Precision("bf16", keep_fp32=(nn.LayerNorm,))                modules of these classes compute in fp32
     Precision("bf16", reduction="bf16")   every lane's gradient is rounded to bf16, then lanes are added in fp32
 
-`lower` changes a model. Which values its parameters had before is kept by whoever keeps the masters (strategies/).
+`lower` changes a model. The values of its parameters before are kept as master weights (strategies/master_weights.py).
 """
 
 from __future__ import annotations
@@ -88,9 +88,9 @@ class Precision:
         return (*self.keep_fp32, *statistics)
 
     def __str__(self) -> str:
-        told = [f.name for f in dataclasses.fields(self)[1:-1] if getattr(self, f.name) != "fp32"]
+        lowered = [f.name for f in dataclasses.fields(self)[1:-1] if getattr(self, f.name) != "fp32"]
         kept = [f"{', '.join(kept.__name__ for kept in self.keep_fp32)} in fp32"] if self.keep_fp32 else []
-        return ", ".join([self.parameters, *(f"{name} {getattr(self, name)}" for name in told), *kept])
+        return ", ".join([self.parameters, *(f"{name} {getattr(self, name)}" for name in lowered), *kept])
 
 
 def precision_of(given: str | Precision) -> Precision:

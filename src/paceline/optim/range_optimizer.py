@@ -1,7 +1,7 @@
 """Range optimizers: the user's optimizer, updating pieces of parameters instead of whole ones.
 
     the user's    AdamW   lr 0.1   params: weight (6, 4096), bias (6,)      state of its own
-    its twin      AdamW   lr 0.1   params: weight[0:8192]                   state of its own        copied: all the rest
+    on pieces     AdamW   lr 0.1   params: weight[0:8192]                   state of its own        copied: all the rest
 
 Most optimizers update each element from that element's own history, so a parameter cut into pieces gets the same bits.
 Whether the user's does is not looked up in a list but tried at the start (`check_elementwise`), on random values.
@@ -37,7 +37,7 @@ TRIAL_SHAPE = (17, 4099)  # seventeen blocks and a tail: threads share it, and n
 TRIAL_STEPS = 8  # RAdam changes its rule in the sixth
 PIECES = 3
 
-# What belongs to one optimizer and not to its twin. `step` is there when the engine or a scheduler has put its own in
+# What belongs to one optimizer and not to its copy. `step` is there when the engine or a scheduler has put its own in
 # place of the class's; that one would update the user's parameters.
 _NOT_TAKEN_OVER = ("step", "zero_grad", "param_groups", "state")
 
@@ -47,28 +47,28 @@ def optimizer_on(
     pieces_per_group: Sequence[Sequence[Tensor]],
     states: Mapping[Tensor, State] | None = None,
 ) -> Optimizer:
-    """A twin of `optimizer` that updates the given pieces, starting from the given states where there are any.
+    """A copy of `optimizer` that updates the given pieces, starting from the given states where there are any.
 
-    There is one list of pieces for each of the optimizer's groups; a group without pieces is left out of the twin.
+    There is one list of pieces for each of the optimizer's groups; a group without pieces is left out of the copy.
     The user's hooks stay with the user's optimizer.
     """
-    twin: Optimizer = object.__new__(type(optimizer))
+    made: Optimizer = object.__new__(type(optimizer))
     for name, value in optimizer.__dict__.items():
         if name not in _NOT_TAKEN_OVER:
-            twin.__dict__[name] = _own(value)
+            made.__dict__[name] = _own(value)
     for name in OPTIMIZER_HOOKS:
-        twin.__dict__[name] = OrderedDict()
-    twin.param_groups = [
+        made.__dict__[name] = OrderedDict()
+    made.param_groups = [
         {**_settings_of(group), "params": list(pieces)}
         for group, pieces in zip(optimizer.param_groups, pieces_per_group, strict=True)
         if pieces
     ]
-    twin.state = defaultdict(dict)
-    for group in twin.param_groups:
+    made.state = defaultdict(dict)
+    for group in made.param_groups:
         for piece in group["params"]:
             if states is not None and piece in states:
-                twin.state[piece] = states[piece]
-    return twin
+                made.state[piece] = states[piece]
+    return made
 
 
 def _settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
@@ -114,7 +114,7 @@ def _why_not(optimizer: Optimizer, device: torch.device | str | None) -> str | N
 
 
 def _trial(optimizer: Optimizer, device: torch.device | str | None) -> str | None:
-    """A random matrix for each group and precision in it, updated whole, and in pieces that nobody updates together.
+    """A random matrix for each group and precision in it, updated whole, and in pieces that are not updated together.
 
     What differs says why pieces won't do: the updated values, what is kept for each element, or the group's settings
     (a step size that the optimizer finds from all elements may stay what it was for the few steps of a trial).
@@ -142,16 +142,16 @@ def _trial(optimizer: Optimizer, device: torch.device | str | None) -> str | Non
         optimizer_on(optimizer, [[parts[number][piece] for number in some] for some in groups], states)
         for piece in range(PIECES)
     ]
-    for twin in (on_wholes, *on_parts):
-        for group in twin.param_groups:
+    for made in (on_wholes, *on_parts):
+        for group in made.param_groups:
             _wake(group)
     for _ in range(TRIAL_STEPS):
         for number, whole in enumerate(wholes):
             whole.grad = torch.randn_like(whole) * torch.rand_like(whole)
             for part, cut in zip(parts[number], cuts[number], strict=True):
                 part.grad = part_of(whole.grad, cut).clone()
-        for twin in (on_wholes, *on_parts):
-            twin.step()
+        for made in (on_wholes, *on_parts):
+            made.step()
     for number, (whole, model) in enumerate(zip(wholes, models, strict=True)):
         if _same_bits(whole, model):
             return "its step() did not change the parameters in its param_groups"
@@ -159,11 +159,11 @@ def _trial(optimizer: Optimizer, device: torch.device | str | None) -> str | Non
             return "it gave a parameter cut into pieces another update than the whole one"
         for name, value in on_wholes.state[whole].items():
             if isinstance(value, Tensor) and value.shape == whole.shape:
-                kept_parts = [twin.state[part][name] for twin, part in zip(on_parts, parts[number], strict=True)]
+                kept_parts = [made.state[part][name] for made, part in zip(on_parts, parts[number], strict=True)]
                 if not _same_bits(value, joined(kept_parts, TRIAL_SHAPE)):
                     return f"what it keeps as {name!r} differs for a parameter cut into pieces"
-    for twin in on_parts:
-        for mine, theirs in zip(twin.param_groups, on_wholes.param_groups, strict=True):
+    for made in on_parts:
+        for mine, theirs in zip(made.param_groups, on_wholes.param_groups, strict=True):
             changed = [name for name, value in _settings_of(theirs).items() if not _equal(value, mine.get(name))]
             if changed:
                 return f"its step() finds {changed[0]!r} from all elements of its parameters together"
@@ -255,11 +255,11 @@ def _updated(optimizer: Optimizer, dtype: torch.dtype, parts: int) -> list[Tenso
         if example is not None:
             kept = optimizer.state[example]
             states |= {whole: {name: grown(value, example, whole) for name, value in kept.items()} for whole in group}
-    twin = optimizer_on(optimizer, groups, states)
+    made = optimizer_on(optimizer, groups, states)
     for _ in range(_STEPS):
         for parameter in (p for group in groups for p in group):
             parameter.grad = values()
-        twin.step()
+        made.step()
     return [parameter.detach() for group in groups for parameter in group]
 
 
@@ -276,11 +276,11 @@ def state_bytes(optimizer: Optimizer) -> float | None:
     for (piece,) in pieces:
         piece.grad = torch.zeros(_TRIED)
     try:
-        twin = optimizer_on(optimizer, pieces)
-        twin.step()
+        made = optimizer_on(optimizer, pieces)
+        made.step()
     except Exception:  # whatever an optimizer of the user's own raises: it is only a question
         return None
-    kept = [sum(value.nbytes for value in twin.state[piece].values() if _per_element(value)) for (piece,) in pieces]
+    kept = [sum(value.nbytes for value in made.state[piece].values() if _per_element(value)) for (piece,) in pieces]
     everything = sum(sizes)
     return sum(k * size for k, size in zip(kept, sizes, strict=True)) / _TRIED / everything if everything else 0.0
 

@@ -103,11 +103,11 @@ def plan_buckets(
         if size * 2 >= bucket_bytes:
             planned.append((place, [index]))
             continue
-        room = filling.setdefault((spec.sum_dtype, spec.device), _Filling(max(1, bucket_bytes // LAST_PART)))
-        room.add(place, index, size)
-        if room.bytes >= room.wanted:
-            planned.append(room.empty(bucket_bytes))
-    planned += [room.empty(bucket_bytes) for room in filling.values() if room.members]
+        bucket = filling.setdefault((spec.sum_dtype, spec.device), _Filling(max(1, bucket_bytes // LAST_PART)))
+        bucket.add(place, index, size)
+        if bucket.bytes >= bucket.wanted:
+            planned.append(bucket.empty(bucket_bytes))
+    planned += [bucket.empty(bucket_bytes) for bucket in filling.values() if bucket.members]
     step = ALIGNED if aligned else 1
     return tuple(packed(specs, members[::-1], step) for _, members in sorted(planned))
 

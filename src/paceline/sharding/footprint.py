@@ -21,7 +21,7 @@ That is one lane per worker, one micro-batch and one holder of each shard. Other
     copies      holders of each shard: state and sums as many times, and reduce-scatter to as many
     per_host    workers that share memory: where all do, sharded strategies have weights once for them all, and gather
                 none
-    shard_over  workers that share weights under hybrid: those of a host, n above; all, unless told otherwise
+    shard_over  workers that share weights under hybrid: those of a host, n above; all, unless given
 
 Numbers are those of the busiest worker. Buffers for what is under way are not in them.
 """
@@ -38,7 +38,7 @@ from paceline.world.lanes import neighbouring_lanes, strided_lanes
 
 @dataclass(frozen=True)
 class Model:
-    """The number of parameters, and the bytes that each takes in its roles: Adam's in fp32, unless told otherwise."""
+    """The number of parameters, and the bytes that each takes in its roles: Adam's in fp32, unless given."""
 
     parameters: int
     weight: int = 4
@@ -93,7 +93,7 @@ class _Job:
 
     def __post_init__(self) -> None:
         if not 1 <= self.workers <= self.lanes:
-            raise ConfigError(f"{self.workers} workers and {self.lanes} lanes: every worker rides at least one")
+            raise ConfigError(f"{self.workers} workers and {self.lanes} lanes: every worker has at least one")
         if not 1 <= self.copies <= self.workers:
             raise ConfigError(f"{self.copies} holders of each shard, of {self.workers} workers: there are too few")
         if not 1 <= self.shard_over <= self.workers or self.workers % self.shard_over:
@@ -163,8 +163,10 @@ def _hybrid(job: _Job) -> Footprint:
     inside = _fsdp(replace(job, workers=job.shard_over, lanes=max(map(len, spans))))
     if groups == 1:
         return inside
-    rides = [tuple(span[n] for n in ride) for span in spans for ride in strided_lanes(len(span), job.shard_over)]
-    plan = SumPlan(tuple(range(job.lanes)), tuple(rides))
+    assignment = [
+        tuple(span[n] for n in lanes_of) for span in spans for lanes_of in strided_lanes(len(span), job.shard_over)
+    ]
+    plan = SumPlan(tuple(range(job.lanes)), tuple(assignment))
     members = [tuple(range(low, low + job.shard_over)) for low in range(0, job.workers, job.shard_over)]
     partial_sums = max(len(shipment.sums) for group in members for shipment in scatter_plans_by_lane(plan, group))
     share, gradient = -(-job.model.parameters // job.shard_over), job.model.gradient
@@ -176,19 +178,19 @@ def _hybrid(job: _Job) -> Footprint:
 
 
 def _by_lane(job: _Job, *, weights_whole: bool) -> Footprint:
-    rides = strided_lanes(job.lanes, job.workers)
-    shipments = scatter_plans_by_lane(SumPlan(tuple(range(job.lanes)), rides))
+    assignment = strided_lanes(job.lanes, job.workers)
+    shipments = scatter_plans_by_lane(SumPlan(tuple(range(job.lanes)), assignment))
     partial_sums = max(len(shipment.sums) for shipment in shipments)
     gradients = job.copies * partial_sums * job.share * job.model.gradient
     if job.accumulate > 1:
         gradients += job.model.parameters * job.model.gradient
-    most = max(map(len, rides))
+    most = max(map(len, assignment))
     # Whoever gathers weights to use them sends its part to all others each time, forward and backward.
     return _sharded(job, gradients, nodes=most, gathers=None if weights_whole else 2 * most * job.accumulate)
 
 
 def _sharded(job: _Job, gradients: int, nodes: int, gathers: int | None = None) -> Footprint:
-    """`gathers` of weights in a step, where nobody keeps them whole; otherwise there is one, after the update."""
+    """`gathers` of weights in a step, where no worker keeps them whole; otherwise there is one, after the update."""
     model = job.model
     weights = model.parameters * model.weight
     scattered = job.copies * nodes * job.foreign * model.gradient

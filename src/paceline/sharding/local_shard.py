@@ -54,7 +54,7 @@ def all_here(tree: Any) -> Any:
 
 
 def others_have_it(tree: Any) -> Any:
-    """A tree of states whose slices another worker has just so, and saves."""
+    """A tree of states whose shards another worker has too, and saves."""
     return _mapped(lambda leaf: leaf.nothing_here() if isinstance(leaf, LocalShard) else leaf, tree)
 
 

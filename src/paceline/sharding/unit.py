@@ -2,7 +2,7 @@
 
     gpt              unit 0   gpt itself: pos                 a module is a unit, with all that is below it, if it is
     ├─ tok           unit 1   tok                             of a named class, or small enough
-    ├─ blocks        (a list: nobody calls it)
+    ├─ blocks        (a list is never called)
     │  ├─ 0          unit 2   all of block 0                  otherwise its own parameters are one, held while it
     │  └─ 1          unit 3   all of block 1                  runs, and its children are looked at
     └─ head          (head.weight is tok.weight)              a shared parameter belongs to the first unit that has it
@@ -46,8 +46,8 @@ def cut_units(
     cut = _Cut(index, specs, classes, unit_bytes)
     units = [unit for model in models for unit in cut.units("", model)]
     if classes is not None and not cut.met_class:
-        told = ", ".join(wanted if isinstance(wanted, str) else wanted.__name__ for wanted in classes)
-        raise ConfigError(f"units={told}: the model has no module of that class; name one that it repeats")
+        named = ", ".join(wanted if isinstance(wanted, str) else wanted.__name__ for wanted in classes)
+        raise ConfigError(f"units={named}: the model has no module of that class; name one that it repeats")
     units += [Unit("no module", None, (number,)) for number in sorted(cut.free)]
     return tuple(units)
 

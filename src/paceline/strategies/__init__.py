@@ -1,7 +1,8 @@
 """The strategies that there are: each file registers itself when it is imported."""
 
 from paceline.strategies import ddp, server, star
-from paceline.strategies.fsdp import fsdp, hybrid
+from paceline.strategies.fsdp import fsdp as fully_sharded  # as `fsdp` it would hide the package of that name
+from paceline.strategies.fsdp import hybrid
 from paceline.strategies.zero import zero1, zero2, zero3
 
-__all__ = ["ddp", "fsdp", "hybrid", "server", "star", "zero1", "zero2", "zero3"]
+__all__ = ["ddp", "fully_sharded", "hybrid", "server", "star", "zero1", "zero2", "zero3"]

@@ -8,8 +8,9 @@ leaves once a step (by lane: once for each lane with samples), in the order of t
 Buckets are rebuilt once, after the first step: in the order in which worker 0's gradients came, agreed by all, with the
 parameters that no worker used in the last bucket, so that they don't hold a used one back.
 
-What is below: `GradientBuckets`, all gradients of a strategy; `LaneSums`, one bucket of them; `BufferPool`, the memory
-that they use; `GradientPlaceholder`, what `.grad` is where the sum of a gradient is sharded.
+What is below: `GradientBuckets`, all gradients of a strategy, and the base of those that have them (`InBuckets`);
+`LaneSums`, one bucket; `BufferPool`, the memory that they use; `GradientPlaceholder`, what `.grad` is where the sum of
+a gradient is sharded.
 """
 
 from __future__ import annotations
@@ -26,11 +27,12 @@ from paceline.collectives.canonical_sum import SumPlan
 from paceline.collectives.communicator import Communicator
 from paceline.errors import LoopError
 from paceline.sharding.bucket import ALIGNED, Bucket, GradientSpec, Member
-from paceline.strategies.strategy import ItemPlace
+from paceline.strategies.strategy import Agreement, ItemPlace, StrategyBase
 from paceline.torch_compat import foreach_copy_, nothing_else_views, plain_torch_function, version_of
 
 Cut = Callable[[Sequence[GradientSpec], Sequence[int]], tuple[Bucket, ...]]  # of (specs, order of parameters)
 Leave = Callable[[int, dict[int, Tensor]], None]  # of (bucket, its nodes by lane)
+SlotOf = Callable[[int, int, torch.dtype], Tensor | None]  # of (bucket, elements, dtype): shared memory, if there is
 
 
 class GradientBuckets:
@@ -254,6 +256,13 @@ class GradientBuckets:
 
     # -- which gradients travel together -----------------------------------------------------------------------------
 
+    def use_slots(self, slot_of: SlotOf) -> None:
+        """Make roots where they travel best, as long as buckets are not rebuilt."""
+        for number, sums in enumerate(self.sums):
+            slot = slot_of(number, sums.bucket.elements, sums.bucket.dtype)
+            if slot is not None:
+                sums.use_slot(slot)
+
     def _set_buckets(self, order: Sequence[int]) -> None:
         buckets = self._cut(self._specs, order)
         self.sums = [LaneSums(bucket, self.parameters, self._pool) for bucket in buckets]
@@ -314,6 +323,38 @@ def bits_sum(tensor: Tensor) -> int:
     return int(tensor.contiguous().view(whole).sum(dtype=torch.int64).item())
 
 
+class InBuckets(StrategyBase):
+    """The base of strategies whose gradients leave in buckets: what the loop says of an item is theirs to do."""
+
+    _buckets: GradientBuckets
+
+    @property
+    def left_during_backward(self) -> int:
+        return self._buckets.left_during_backward
+
+    @property
+    def lane_checks(self) -> Mapping[int, int] | None:
+        return self._buckets.lane_checks
+
+    def watch_lanes(self, wanted: bool) -> None:
+        self._buckets.lane_checks = {} if wanted else None
+
+    def agreement(self, round: int) -> Agreement:
+        return Agreement.NOW
+
+    def start_backward(self, place: ItemPlace, *, last: bool) -> None:
+        self._buckets.start_backward(place, last=last)
+
+    def finish_backward(self, place: ItemPlace) -> None:
+        self._buckets.finish_backward(place)
+
+    def skip(self, place: ItemPlace) -> None:
+        self._buckets.skip(place)
+
+    def used(self) -> Sequence[bool]:
+        return self._buckets.used
+
+
 # -- one bucket: from .grad to this worker's partial sums --------------------------------------------------------------
 
 
@@ -350,7 +391,7 @@ class LaneSums:
         """Make roots in this memory from now on."""
         self._moves = False
         self._clear_gaps(slot)
-        self._pool = [slot]  # whoever asks first gets it, and the lane that a worker takes first becomes its root
+        self._pool = [slot]  # the first to ask gets it, and the lane that a worker takes first becomes its root
 
     def put(self, place: int, gradient: Tensor) -> bool:
         """Copy one member's gradient before the others are there; whether it is that member's first."""

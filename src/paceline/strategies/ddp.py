@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -25,10 +26,10 @@ from paceline.collectives.communicator import Communicator
 from paceline.collectives.gradient_exchange import GradientExchange
 from paceline.optim.gradient_norm import all_finite, clip_coefficient, global_norm
 from paceline.sharding.bucket import plan_buckets
-from paceline.strategies.buckets import GradientBuckets, drop_gradients
+from paceline.strategies.buckets import GradientBuckets, InBuckets, drop_gradients
 from paceline.strategies.master_weights import FullMasters, load_exactly
 from paceline.strategies.registry import Job, Maker, Registered, register
-from paceline.strategies.strategy import Agreement, ItemPlace, Tally, WeightsInTheModel
+from paceline.strategies.strategy import Tally
 from paceline.torch_compat import foreach_mul_
 
 
@@ -52,7 +53,7 @@ class Exchange(Protocol):
     def close(self) -> None: ...
 
 
-class Ddp(WeightsInTheModel):
+class Ddp(InBuckets):
     def __init__(
         self,
         named: Sequence[tuple[str, Parameter]],
@@ -80,53 +81,20 @@ class Ddp(WeightsInTheModel):
         self._roots: list[dict[int, Tensor]] = []
         self._has_slots = False
 
-    @property
-    def left_during_backward(self) -> int:
-        return self._buckets.left_during_backward
-
-    def agreement(self, round: int) -> Agreement:
-        return Agreement.NOW
-
     # -- one step --------------------------------------------------------------------------------------------------
 
     def start_step(self, round: int, plan: SumPlan) -> None:
         self._plan = plan
-        if not self._has_slots:
-            self._make_slots()
+        if not self._has_slots:  # once for each set of buckets, when all workers are here
+            self._buckets.use_slots(partial(self._exchange.home, self._set))
+            self._has_slots = True
         self._pending, self._roots = [], []
         self._buckets.start_step(plan)
-
-    def _make_slots(self) -> None:
-        """Once for each set of buckets, when all workers are here."""
-        self._has_slots = True
-        for number, sums in enumerate(self._buckets.sums):
-            slot = self._exchange.home(self._set, number, sums.bucket.elements, sums.bucket.dtype)
-            if slot is not None:
-                sums.use_slot(slot)
-
-    def start_backward(self, place: ItemPlace, *, last: bool) -> None:
-        self._buckets.start_backward(place, last=last)
-
-    def finish_backward(self, place: ItemPlace) -> None:
-        self._buckets.finish_backward(place)
-
-    def skip(self, place: ItemPlace) -> None:
-        self._buckets.skip(place)
 
     def _send(self, number: int, roots: dict[int, Tensor]) -> None:
         self._roots.append(roots)
         spare = self._buckets.sums[number].buffer
         self._pending.append(self._exchange.start(self._set, number, self._plan, roots, spare))
-
-    def watch_lanes(self, wanted: bool) -> None:
-        self._buckets.lane_checks = {} if wanted else None
-
-    @property
-    def lane_checks(self) -> dict[int, int] | None:
-        return self._buckets.lane_checks
-
-    def used(self) -> Sequence[bool]:
-        return self._buckets.used
 
     def collect(self, tally: Tally) -> None:
         """`.grad` becomes the gradient of the global batch."""

@@ -5,7 +5,7 @@
     zero1, zero2     bf16 parameter        this worker's pieces of it, in fp32          they are rounded, then gathered
 
 A master rounds to its parameter. Where it does not, the script has written to the parameter (it loaded weights, or
-clamped them) and the parameter is right there: `take_over` settles it element by element. A parameter that is frozen
+clamped them) and the parameter is right there: `take_over` decides it element by element. A parameter that is frozen
 loses its master; when it is trained again it starts from what it computed with.
 
 A job in fp32 has these objects too: no parameter has a master then, and nothing is done.
@@ -41,13 +41,13 @@ def take_over(master: Tensor, parameter: Tensor) -> None:
 class _Masters(WriteWatch):
     """Which parameters have masters, and when they were last right."""
 
-    def __init__(self, job: Job, home: torch.device | None = None) -> None:
+    def __init__(self, job: Job, kept_on: torch.device | None = None) -> None:
         super().__init__()
         self._lowered = lowered = lower(job.models, job.precision)
         self._originals = lowered.originals if lowered else {}
         self._low = {id(parameter): parameter for parameter in lowered.low} if lowered else {}
-        some = lowered is not None or home is not None
-        self._hooks = [h for o in job.optimizers for h in _load_in_full_precision(o, self, home)] if some else []
+        self.any = lowered is not None or kept_on is not None  # whether a parameter can have one
+        self._hooks = [h for o in job.optimizers for h in _load_in_full_precision(o, self, kept_on)] if self.any else []
 
     def has(self, parameter: Tensor) -> bool:
         return id(parameter) in self._low
@@ -137,7 +137,7 @@ class MasterShards(_Masters):
     """
 
     def __init__(self, job: Job, offload: Offload | None = None) -> None:
-        super().__init__(job, home=None if offload is None else HOST)
+        super().__init__(job, kept_on=None if offload is None else HOST)
         self._offload = offload
         self.rounded: PieceOf = piece_of  # where a piece lies rounded: in the model, or wherever its weights are
 
@@ -155,7 +155,7 @@ class MasterShards(_Masters):
             master = part_of(original, piece) if in_logical_order(parameter) else original
             take_over(master, rounded)
         if self._offload is not None:
-            return self._offload.room(master, master.dtype).copy_(master)
+            return self._offload.host_buffer(master, master.dtype).copy_(master)
         return master if piece.elements == parameter.numel() else master.clone()
 
     def before_assignment(self, parameter: Parameter) -> Tensor:
@@ -185,7 +185,7 @@ class MasterShards(_Masters):
 
     def take_over_writes(self, pieces: Pieces) -> None:
         """Before a step: take over what the script wrote to parameters since the last one."""
-        if not self._low and self._offload is None:
+        if not self.any:
             return
         written = {number for number, p in enumerate(pieces.parameters) if self.has(p) and self.was_written(p)}
         for piece, tensor in pieces.tensors.items():
@@ -195,7 +195,7 @@ class MasterShards(_Masters):
 
     def round(self, pieces: Pieces, of: Iterable[Piece]) -> None:
         """Write own pieces into the model, or wherever its weights are."""
-        changed = [piece for piece in of if self.has(pieces.parameters[piece.parameter])]
+        changed = [piece for piece in of if self.has(pieces.parameters[piece.parameter])] if self.any else []
         if not changed:
             return
         parts = [self.rounded(pieces.parameters[piece.parameter], piece) for piece in changed]
@@ -220,10 +220,10 @@ class MasterShards(_Masters):
 # -- states of optimizers ----------------------------------------------------------------------------------------------
 
 
-def _load_in_full_precision(optimizer: Optimizer, masters: _Masters, home: torch.device | None) -> list[Any]:
+def _load_in_full_precision(optimizer: Optimizer, masters: _Masters, kept_on: torch.device | None) -> list[Any]:
     """torch would cast a state that it loads to its parameter's precision and device; a master's is elsewhere.
 
-    So the states of masters are taken out before and put in afterwards; `home` is where masters are kept.
+    So the states of masters are taken out before and put in afterwards; `kept_on` is where masters are kept.
     """
     given: list[dict[str, Any]] = []
 
@@ -242,7 +242,7 @@ def _load_in_full_precision(optimizer: Optimizer, masters: _Masters, home: torch
         given.clear()
         for number, (parameter, group) in masters_of(state).items():
             if number in state["state"]:
-                where = home or parameter.device, masters.dtype_of(parameter)
+                where = kept_on or parameter.device, masters.dtype_of(parameter)
                 kept = {k: placed(k, v, group, *where) for k, v in state["state"][number].items()}
                 optimizer.state[parameter] = kept
 

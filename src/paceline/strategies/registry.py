@@ -5,6 +5,10 @@
 
 A file registers its `Registered` when it is imported; `strategies/__init__.py` lists the files. What iterates over
 strategies (the planner, the tests of bits) iterates over `STRATEGIES`, so a new one is tested by existing.
+
+To add one, write in a file of its own: a class with the members of `Strategy` (most come from `InBuckets` in
+buckets.py, or from `ShardedStrategy` in zero/sharded.py), a `Maker` that makes it for some optimizers' parameters, a
+frozen config, and `register(Registered(name, config, open))`; then name the file in `strategies/__init__.py`.
 """
 
 from __future__ import annotations
@@ -43,7 +47,7 @@ class Job:
 
     world: World
     comm: Communicator | None  # between the workers; None: there is one, or this is a server
-    store: Store | None  # for groups of its own; None: nobody else is there
+    store: Store | None  # for groups of its own; None: there is no other process
     client: ControlClient | None  # to the supervisor that started this process, if one did
     device: torch.device
     models: Sequence[nn.Module]
@@ -106,7 +110,7 @@ class Registered:
     takes_offload: bool = False
     takes_low_precision: bool = False  # it lowers the models when it opens, and keeps their fp32 masters
     fills_meta: bool = False  # it gives models that were built on the meta device their first weights itself
-    replicated: bool = False  # every worker has all of the state, and an update needs nobody else
+    replicated: bool = False  # every worker has all of the state, and an update needs no other worker
 
 
 @dataclass(frozen=True)
@@ -155,8 +159,8 @@ class Chosen:
     def __str__(self) -> str:
         default = self.entry.config()
         given = [f for f in fields(self.config) if f.compare]  # not what changes nothing about the result
-        told = [f.name for f in given if getattr(self.config, f.name) != getattr(default, f.name)]
-        return " ".join([self.name, *(f"{name}={getattr(self.config, name)}" for name in told)])
+        changed = [f.name for f in given if getattr(self.config, f.name) != getattr(default, f.name)]
+        return " ".join([self.name, *(f"{name}={getattr(self.config, name)}" for name in changed)])
 
 
 _registered: dict[str, Registered] = {}

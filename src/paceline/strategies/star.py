@@ -26,7 +26,7 @@ from paceline.strategies.registry import Job, Registered, register
 
 
 class StarExchange:
-    """Nothing moves before the sum is waited for: by then the ballots are in, so everybody is there."""
+    """Nothing moves before the sum is waited for: by then the workers' votes are in, so all of them are there."""
 
     def __init__(self, comm: Communicator | None) -> None:
         self._comm = comm

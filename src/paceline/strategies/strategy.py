@@ -11,10 +11,10 @@ end_step()
 settle()                     at a boundary: updates under way are in, the model holds the newest weights
 
 A *round* is a step of the loop, counted from the start of the job, the ones left out included. In which rounds the
-workers tell each other their ballots is the strategy's choice:
+workers exchange their votes is the strategy's choice:
 
-    agreement   ballots      step, means, stop        buffers such as BatchNorm's
-    NOW         exchanged    of all workers           the lowest lane's become everybody's
+    agreement   votes        step, means, stop        buffers such as BatchNorm's
+    NOW         exchanged    of all workers           the lowest lane's become all workers'
     LATER       none         of this worker alone     put back: rounds up to the next agreed one start from the same
     NEVER       none         of this worker alone     each lane goes on from its own; boundaries see lane 0's
 """
@@ -62,7 +62,7 @@ class ItemPlace:
 
 @dataclass(frozen=True)
 class Tally:
-    """What the ballots add up to: those of all workers where they agreed, otherwise this worker's own."""
+    """What the votes add up to: those of all workers where they agreed, otherwise this worker's own."""
 
     agreed: bool
     weights: tuple[tuple[int, float], ...]  # (lane, weight), in lane order
@@ -192,7 +192,7 @@ class Strategy(Protocol):
     def close(self) -> None: ...
 
 
-class WeightsInTheModel:
+class StrategyBase:
     """The base of all strategies: a parameter's own values are all there is, and nothing is watched."""
 
     frozen: Sequence[Parameter] = ()

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -29,18 +28,17 @@ from torch.optim import Optimizer
 
 from paceline.collectives.canonical_sum import SumPlan
 from paceline.collectives.communicator import Communicator
-from paceline.errors import ConfigError
 from paceline.optim.offload import HOST, PARAMETERS
 from paceline.sharding.bucket import Shards
-from paceline.sharding.flat_layout import Piece, extent, in_logical_order
+from paceline.sharding.flat_layout import Piece
 from paceline.sharding.local_shard import LocalShard
 from paceline.sharding.unit import Classes
-from paceline.strategies.fsdp.meta_device import fill, module_names
-from paceline.strategies.fsdp.weights import SavedWeights, ShardedWeights, check_not_compiled
+from paceline.strategies.fsdp.weights import WeightsInShards
+from paceline.strategies.meta_device import fill, module_names
 from paceline.strategies.registry import Job, Maker, Registered, register
 from paceline.strategies.strategy import ItemPlace, Strategy, Tally
-from paceline.strategies.zero.sharded import ShardedMaker, ShardedParts, check_apart
-from paceline.strategies.zero.sharded_optimizer import LocalPieces, OptimizerShard
+from paceline.strategies.zero.sharded import ShardedMaker, ShardedParts, whole_weights
+from paceline.strategies.zero.sharded_optimizer import LocalPieces
 from paceline.strategies.zero.weights import Weights, WeightsPerHost
 from paceline.strategies.zero.zero2 import Departed, Zero2
 from paceline.torch_compat import eval_frame_callback, plain_torch_function, require, without_modes
@@ -52,14 +50,12 @@ NEEDED = plain_torch_function, without_modes, eval_frame_callback  # of torch
 
 class Fsdp(Zero2):
     def __init__(
-        self,
-        named: Sequence[tuple[str, Parameter]],
-        optimizers: Sequence[Optimizer],
-        parts: ShardedParts,
-        weights: Sequence[ShardedWeights],
+        self, named: Sequence[tuple[str, Parameter]], optimizers: Sequence[Optimizer], parts: ShardedParts
     ) -> None:
-        """`weights`: those of `prepare`, and one more for parameters that came later; together they have all."""
-        self._weights = weights
+        assert isinstance(parts.weights, WeightsInShards)
+        parts.weights.hold(named)
+        self._weights = weights = parts.weights.all
+        self._weights_of = parts.weights.of
         self._leaving: int | None = None
         parameters = [parameter for _, parameter in named]
         self._shards = Shards(parts.workers, tuple(b for some in weights for b in some.buckets_of(parameters)))
@@ -68,27 +64,20 @@ class Fsdp(Zero2):
         self._trained = frozenset(id(parameter) for parameter in parameters)
         self.frozen = [p for some in weights for p in some.parameters if id(p) not in self._trained]
 
-    @property
-    def replicas(self) -> Sequence[Parameter]:
-        return ()
-
     def _assigned_pieces(self) -> LocalPieces:
         return LocalPieces(self._named, self._shards, self._parts.rank, self._values)
 
     def _values(self, parameter: Parameter, piece: Piece) -> Tensor:
         if self._has_master(parameter):
             return self._parts.masters.of_piece(parameter, piece)
-        return self._of(parameter).mine.of_piece(parameter, piece)
+        return self._weights_of(parameter).mine.of_piece(parameter, piece)
 
     def _has_master(self, parameter: Parameter) -> bool:
         """Besides its shard: one in full precision that lies on the host needs none."""
         masters = self._parts.masters
         if not masters.has(parameter):
             return False
-        return not self._of(parameter).on_host or masters.dtype_of(parameter) != parameter.dtype
-
-    def _of(self, parameter: Parameter) -> ShardedWeights:
-        return next(some for some in self._weights if some.knows(parameter))
+        return not self._weights_of(parameter).on_host or masters.dtype_of(parameter) != parameter.dtype
 
     def start_step(self, round: int, plan: SumPlan) -> None:
         super().start_step(round, plan)
@@ -146,33 +135,22 @@ class Fsdp(Zero2):
                 self._parts.offload.wait()  # they are multiplied where they are
         super().collect(tally)
 
-    # -- the update --------------------------------------------------------------------------------------------------
-
-    def _update(self, shard: OptimizerShard) -> Any:
-        if self._parts.comm is not None:
-            self._parts.comm.barrier()  # until now a worker may look at weights, and gets those before the update
-        for some in self._weights:
-            some.drain()
-        result = self._step(shard)
-        for some in self._weights:
-            some.updated()
-        return result
-
     def _round(self, pieces: Sequence[Piece]) -> None:
         """Into the shards, wherever they are."""
-        super()._round([piece for piece in pieces if self._has_master(self.parameters[piece.parameter])])
+        if self._parts.masters.any:
+            super()._round([piece for piece in pieces if self._has_master(self.parameters[piece.parameter])])
 
     # -- between steps -----------------------------------------------------------------------------------------------
 
     def whole(self, parameter: Parameter) -> Tensor:
-        weights = self._of(parameter)
+        weights = self._weights_of(parameter)
         weights.check(parameter)
         whole = super().whole(parameter) if self._is_trained(parameter) else parameter.detach()
         weights.check_here(parameter)
         return whole
 
     def kept(self, parameter: Parameter) -> Tensor | LocalShard:
-        weights, optimizers, masters = self._of(parameter), self._parts.optimizers, self._parts.masters
+        weights, optimizers, masters = self._weights_of(parameter), self._parts.optimizers, self._parts.masters
         weights.check(parameter)
         if not self._has_master(parameter) or not self._is_trained(parameter):
             return weights.mine.shard_of(parameter)
@@ -182,7 +160,7 @@ class Fsdp(Zero2):
         return LocalShard.of(parameter.shape, masters.dtype_of(parameter), mine)
 
     def put(self, parameter: Parameter, whole: Tensor) -> None:
-        self._of(parameter).load_full(parameter, whole)
+        self._weights_of(parameter).load_full(parameter, whole)
         if self._has_master(parameter) and self._is_trained(parameter):
             self._parts.optimizers.load_master(parameter, whole)
 
@@ -192,52 +170,6 @@ class Fsdp(Zero2):
 
 
 # -- how it is chosen --------------------------------------------------------------------------------------------------
-
-
-class FsdpMaker(Maker):
-    """Strategies of one job share its weights, which are cut here."""
-
-    def __init__(self, parts: ShardedParts, units: Units, kind: Callable[..., Strategy], *, on_host: bool) -> None:
-        require(*NEEDED)
-        self._parts, self._kind, self._on_host = parts, kind, on_host
-        self._classes = units if isinstance(units, tuple) or units is None else (units,)
-        self._weights: list[ShardedWeights] = []
-        parts.masters.rounded = self._own_piece
-        self._saved = SavedWeights(self._weights)
-        try:
-            self._shard([p for o in parts.job.optimizers for group in o.param_groups for p in group["params"]])
-        except BaseException:  # as when a worker dies while all of them begin
-            self.dismantle()
-            raise
-
-    def _own_piece(self, parameter: Parameter, piece: Piece) -> Tensor:
-        return next(some for some in self._weights if some.knows(parameter)).mine.of_piece(parameter, piece)
-
-    def _shard(self, parameters: Sequence[Parameter]) -> None:
-        """All workers call it, with the same: also parameters that are frozen now, or that an optimizer got later."""
-        unique = list({id(parameter): parameter for parameter in parameters}.values())
-        job, number = self._parts.job, len(self._weights)
-        check_shardable(job, unique, self._parts.name)
-        classes = self._classes if number == 0 else None
-        self._weights.append(ShardedWeights(job, unique, classes, number, on_host=self._on_host))
-
-    def make(self, named: Sequence[tuple[str, Parameter]], optimizers: Sequence[Optimizer]) -> Strategy:
-        new = [parameter for _, parameter in named if not any(some.knows(parameter) for some in self._weights)]
-        if new:
-            self._shard(new)
-        return self._kind(named, optimizers, self._parts, self._weights)
-
-    def close(self) -> None:
-        self._saved.close()
-        for some in self._weights:
-            some.close()
-        self._parts.close()
-
-    def dismantle(self) -> None:
-        self._saved.close()
-        for some in self._weights:
-            some.teardown()
-        self._parts.teardown()
 
 
 def open_weights(
@@ -264,8 +196,19 @@ def open_weights(
             fill(model, names, seed=job.seed, device=HOST if on_host else job.device)
         if on_host:
             _hold_on_host(job)
-    parts = ShardedParts(job, name, wanted, everyone)
-    return FsdpMaker(parts, units, sharded, on_host=on_host) if in_shards else ShardedMaker(parts, whole)
+    if not in_shards:
+        return ShardedMaker(ShardedParts(job, name, whole_weights(wanted), everyone), whole)
+    require(*NEEDED)
+    classes = units if isinstance(units, tuple) or units is None else (units,)
+
+    def weights(parts: ShardedParts) -> WeightsInShards:
+        try:
+            return WeightsInShards(job, name, classes, parts.masters, on_host=on_host)
+        except BaseException:  # as when a worker dies while all of them begin
+            parts.teardown()
+            raise
+
+    return ShardedMaker(ShardedParts(job, name, weights, everyone), sharded)
 
 
 def _hold_on_host(job: Job) -> None:
@@ -273,17 +216,6 @@ def _hold_on_host(job: Job) -> None:
     held = {id(p) for optimizer in job.optimizers for group in optimizer.param_groups for p in group["params"]}
     for tensor in (t for model in job.models for t in (*model.parameters(), *model.buffers())):
         tensor.data = tensor.data.to(HOST if id(tensor) in held else job.device)
-
-
-def check_shardable(job: Job, parameters: Sequence[Parameter], strategy: str) -> None:
-    check_apart([(job.names.get(id(parameter), "unnamed"), parameter) for parameter in parameters])
-    for parameter in parameters:
-        if not in_logical_order(parameter) and extent(parameter) != parameter.numel():
-            raise ConfigError(
-                f"strategy={strategy!r}: parameter {job.names.get(id(parameter))!r} has gaps between its elements in "
-                "memory and can't be gathered; make it contiguous(), or use strategy='zero2'"
-            )
-    check_not_compiled(job.models)
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@
              │          │
              └ range 0  └ range 1      once a step the owners of a range finish its canonical sum across hosts
 
-What crosses is a host's roots: one for each range where its lanes are an aligned part of the tree, so hosts ride
+What crosses is a host's roots: one for each range where its lanes are an aligned part of the tree, so hosts have
 neighbouring lanes and the workers inside one every N-th of them. A worker holds 1/n of weights, gradients and optimizer
 state, n being the workers of a host; slow links carry 2·(H-1)/H · Z/n bytes a step and no weights at all.
 """
@@ -74,11 +74,11 @@ def groups_of(topology: Topology, shard_over: int | None, *, elastic: bool = Fal
 
 
 def hybrid_rides(lanes: int, groups: Groups) -> Rides:
-    """Groups ride neighbouring lanes, the workers of a group every n-th of these."""
+    """Groups have neighbouring lanes, the workers of a group every n-th of these."""
     found: dict[int, tuple[int, ...]] = {}
     for group, span in zip(groups, neighbouring_lanes(lanes, len(groups)), strict=True):
-        for place, ride in enumerate(strided_lanes(len(span), len(group))):
-            found[group[place]] = tuple(span[number] for number in ride)
+        for place, lanes_of in enumerate(strided_lanes(len(span), len(group))):
+            found[group[place]] = tuple(span[number] for number in lanes_of)
     return tuple(found[worker] for worker in sorted(found))
 
 

@@ -1,19 +1,19 @@
-"""Pulls: a worker asks the owners for their parts of a unit, whenever it needs it; nobody has to be in step with it.
+"""Pulls: a worker asks the owners for their parts of a unit, whenever it needs it; no worker has to be in step with it.
 
     worker 0                        worker 1
     unit 3, version 7? ────────►    a thread of its own, one for each peer: waits until version 7 is there
-    room for its part  ◄────────    sends its part from where it lies
+    memory for it      ◄────────    sends its part from where it lies
 
 So workers may have different numbers of items, run different branches of a model or evaluate alone: there is no
 collective whose order could differ. *Version* counts updates. A part is not written to before all workers have finished
 their backward (their ballots say so), and by then every answer has arrived.
 
 The group is one for this alone. Its receives wait for as long as the job lasts, since a peer may have nothing to ask
-for; who waits for an answer waits no longer than the job's timeout. A worker that leaves between steps says so, and
-answers until all others do.
+for; a worker that waits for an answer waits no longer than the job's timeout. A worker that leaves between steps says
+so, and answers until all others do.
 
 Weights that scripts load are written when all workers *meet* in it. One that has started another step instead will
-never come: whoever sees that first, of those two, raises.
+never come: the first of those two that sees it raises.
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ FOREVER_S = 10 * 86400.0
 LEAVES_WITHIN_S = 2.0
 _ASK, _ANSWER = 0, 1  # tags
 _LEAVES, _MEETS, _REFUSES = -1, -2, -3  # in place of a unit
-_STEPS = 2**32  # a meeting is told as its number · _STEPS + the steps that its worker has started
+_STEPS = 2**32  # a meeting is sent as its number · _STEPS + the steps that its worker has started
 _OPERATION = "gather of weights"
 _KEPT = 8  # answers whose memory is kept until they are known to have been sent
 
 Parts = Callable[[int], Sequence[Tensor]]  # of a unit: what this worker owns, on the host, in the order of buckets
 
 
-class NobodyToAsk:
+class NoPeers:
     """One worker has all parts itself."""
 
     peers: Sequence[int] = ()
 
-    def start(self, unit: int, rooms: Mapping[int, Sequence[Tensor]]) -> list[Work]:
+    def start(self, unit: int, buffers: Mapping[int, Sequence[Tensor]]) -> list[Work]:
         return []
 
     def changed(self) -> None: ...
@@ -67,7 +67,7 @@ class ShardPulls:
         self._timeout_s, self._parts = job.timeout_s, parts
         self._at_rest = True
         self.peers = [worker for worker in range(self._comm.size) if worker != self._comm.rank]
-        self._asks: deque[Work] = deque(maxlen=4 * len(self.peers))  # gloo forgets a message whose work nobody keeps
+        self._asks: deque[Work] = deque(maxlen=4 * len(self.peers))  # gloo forgets a message whose work is not kept
         self._change = threading.Condition()
         self._version, self._closing = 0, False
         self._steps, self._meetings = 0, 0  # that this worker has started, and come to
@@ -91,25 +91,25 @@ class ShardPulls:
             self._version += 1
             self._change.notify_all()
 
-    def start(self, unit: int, rooms: Mapping[int, Sequence[Tensor]]) -> list[Work]:
-        """Ask every peer that owns something of the unit; `rooms` has memory on the host for each one's parts."""
+    def start(self, unit: int, buffers: Mapping[int, Sequence[Tensor]]) -> list[Work]:
+        """Ask every peer that owns something of the unit; `buffers` has memory on the host for each one's parts."""
         works = [
             self._comm.receive(part, source=peer, tag=_ANSWER, operation=_OPERATION)
-            for peer, parts in rooms.items()
+            for peer, parts in buffers.items()
             for part in parts
         ]
-        for peer in rooms:
+        for peer in buffers:
             self._ask(peer, unit)
         return works
 
     def _ask(self, peer: int, unit: int, number: int | None = None) -> Work:
-        told = torch.tensor([unit, self._version if number is None else number])
-        work = self._comm.send(told, to=peer, tag=_ASK, operation="request")
+        request = torch.tensor([unit, self._version if number is None else number])
+        work = self._comm.send(request, to=peer, tag=_ASK, operation="request")
         self._asks.append(work)
         return work
 
     def _answer(self, peer: int) -> None:
-        """Until the peer leaves or is lost; then whoever waits for it hears of it."""
+        """Until the peer leaves or is lost; then a worker that waits for it hears of it."""
         asked, answers = torch.empty(2, dtype=torch.int64), deque[Work]()
         try:
             while True:
@@ -170,8 +170,8 @@ class ShardPulls:
         if ahead:
             raise self._not_all(ahead[0], self._comm.rank)
 
-    def _hear(self, peer: int, what: int, told: int) -> None:
-        number, steps = divmod(told, _STEPS)
+    def _hear(self, peer: int, what: int, sent: int) -> None:
+        number, steps = divmod(sent, _STEPS)
         with self._change:
             if what == _REFUSES:
                 self._refused_by = peer
@@ -180,7 +180,7 @@ class ShardPulls:
             trains_on = what == _MEETS and number > self._meetings and self._steps > steps
             self._change.notify_all()
         if trains_on:
-            self._ask(peer, _REFUSES, told)
+            self._ask(peer, _REFUSES, sent)
 
     def _not_all(self, loads: int, trains: int) -> LoopError:
         return LoopError(
@@ -211,7 +211,7 @@ class ShardPulls:
         self._close()
 
     def abandon(self) -> None:
-        """In place of `close`, when the workers have changed: whoever still asks hears nothing any more."""
+        """In place of `close`, when the workers have changed: a worker that still asks hears nothing any more."""
         with self._change:
             self._closing = True
             self._change.notify_all()

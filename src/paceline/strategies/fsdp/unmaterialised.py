@@ -35,7 +35,7 @@ _LAYOUT = frozenset({"stride", "is_contiguous", "is_non_overlapping_and_dense"})
 
 
 class Owner(Protocol):
-    """Who can gather a parameter's weights."""
+    """What can gather a parameter's weights."""
 
     def fetch(self, parameter: Parameter) -> None:
         """Make it an ordinary parameter with all of its weights."""
@@ -57,10 +57,14 @@ class UnmaterialisedParameter(Parameter):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        kwargs = kwargs or {}
-        if func.__name__ in _LAYOUT and id(args[0]) in _layouts:
+        kwargs, name = kwargs or {}, func.__name__
+        if name in _LAYOUT and id(args[0]) in _layouts:
             return func(_layouts[id(args[0])], *args[1:], **kwargs)
-        if not _only_looks(func):
+        if name in ("__get__", "__set__", "__delete__"):
+            needs_values = getattr(getattr(func, "__self__", None), "__name__", None) not in _LOOKS
+        else:
+            needs_values = name not in _ASKS
+        if needs_values:
             for parameter in _unmaterialised((*args, *kwargs.values())):
                 if id(parameter) not in _owners:  # a copy of one, with weights of its own
                     parameter.__class__ = Parameter
@@ -86,7 +90,7 @@ def engine_is_closed() -> LoopError:
 
 
 def dematerialise(parameter: Parameter, owner: Owner) -> None:
-    """Let its memory go; whoever still has a view of it keeps that."""
+    """Let its memory go; what still has a view of it keeps that."""
     layout = torch.empty_strided(parameter.shape, parameter.stride(), dtype=parameter.dtype, device="meta")
     parameter.data = torch.full((), torch.nan, dtype=parameter.dtype, device=parameter.device).expand(parameter.shape)
     _owners[id(parameter)], _classes[id(parameter)] = weakref.ref(owner), type(parameter)
@@ -111,12 +115,6 @@ def is_unmaterialised(parameter: Tensor) -> bool:
 def _forget(key: int, _: Any) -> None:
     for known in (_owners, _classes, _layouts, _alive):
         known.pop(key, None)
-
-
-def _only_looks(func: Callable[..., Any]) -> bool:
-    if func.__name__ in ("__get__", "__set__", "__delete__"):
-        return getattr(getattr(func, "__self__", None), "__name__", None) in _LOOKS
-    return func.__name__ in _ASKS
 
 
 def _writes(func: Callable[..., Any], parameter: Tensor, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:

@@ -9,8 +9,9 @@ Autograd keeps no gathered weight (`SavedWeights`). So a release is nothing but 
 stays alive, and nothing is ever read that was freed. Weights that are used in other ways than by their module are
 gathered by `UnmaterialisedParameter`. With shards on the host a device has the units in use and nothing else.
 
-What is below: `ShardedWeights`, all weights of a job; `GatheredUnit`, one unit while it is here; `UnitOrder`, what is
-gathered ahead; `LocalRanges`, what this worker owns; `SavedWeights`, what autograd keeps.
+What is below: `WeightsInShards`, all weights of a job; `ShardedWeights`, those that were cut together; `GatheredUnit`,
+one unit while it is here; `UnitOrder`, what is gathered ahead; `LocalRanges`, what this worker owns; `SavedWeights`,
+what autograd keeps.
 """
 
 from __future__ import annotations
@@ -31,22 +32,92 @@ from paceline.collectives.communicator import Work
 from paceline.errors import ConfigError, GenerationEnded, LoopError
 from paceline.optim.offload import HOST, Lift
 from paceline.sharding.bucket import BucketShards, OwnedPiece, cut_buckets
-from paceline.sharding.flat_layout import Piece, in_logical_order, part_of, piece_of
+from paceline.sharding.flat_layout import Piece, extent, in_logical_order, part_of, piece_of
 from paceline.sharding.local_shard import LocalShard
 from paceline.sharding.unit import Classes, Unit, cut_units, unit_buckets
 from paceline.strategies.buckets import BufferPool, gradient_specs
-from paceline.strategies.fsdp.meta_device import fill, fill_modules, module_names
-from paceline.strategies.fsdp.shard_pulls import NobodyToAsk, ShardPulls
+from paceline.strategies.fsdp.shard_pulls import NoPeers, ShardPulls
 from paceline.strategies.fsdp.unmaterialised import dematerialise, engine_is_closed, is_unmaterialised, materialise
+from paceline.strategies.master_weights import MasterShards
+from paceline.strategies.meta_device import fill, fill_modules, module_names
 from paceline.strategies.registry import Job
 from paceline.strategies.strategy import WriteWatch
+from paceline.strategies.zero.sharded_optimizer import OptimizerShard, check_apart
+from paceline.strategies.zero.weights import ModelWeights
 from paceline.torch_compat import eval_frame_callback, without_modes
 
 _KEPT_BESIDE = 1  # units used before the current one that stay, unless their module has ended
 
 
+class WeightsInShards(ModelWeights):
+    """All weights of a job's optimizers: those of `prepare`, and more for parameters that an optimizer gets later."""
+
+    replicated = False
+
+    def __init__(
+        self, job: Job, strategy: str, classes: Classes | None, masters: MasterShards, *, on_host: bool
+    ) -> None:
+        self._job, self._strategy, self._classes, self._on_host = job, strategy, classes, on_host
+        self.all: list[ShardedWeights] = []
+        masters.rounded = lambda parameter, piece: self.of(parameter).mine.of_piece(parameter, piece)
+        self._saved = SavedWeights(self.all)
+        try:
+            held = [p for optimizer in job.optimizers for group in optimizer.param_groups for p in group["params"]]
+            self.hold([(job.names.get(id(parameter), "unnamed"), parameter) for parameter in held])
+        except BaseException:  # as when a worker dies while all of them begin
+            self.teardown()
+            raise
+
+    def of(self, parameter: Parameter) -> ShardedWeights:
+        return next(some for some in self.all if some.knows(parameter))
+
+    def hold(self, named: Sequence[tuple[str, Parameter]]) -> None:
+        """Also parameters that are frozen now."""
+        new = {id(p): (name, p) for name, p in named if not any(some.knows(p) for some in self.all)}
+        if new or not self.all:
+            check_shardable(self._job.models, list(new.values()), self._strategy)
+            number = len(self.all)
+            classes = self._classes if number == 0 else None
+            parameters = [parameter for _, parameter in new.values()]
+            self.all.append(ShardedWeights(self._job, parameters, classes, number, on_host=self._on_host))
+
+    def check(self) -> None:
+        """What the script wrote to a unit is found when that is released."""
+
+    def update(self, shard: OptimizerShard, run: Callable[[], Any]) -> Any:
+        if self._job.comm is not None:
+            self._job.comm.barrier()  # until now a worker may look at weights, and gets those before the update
+        for some in self.all:
+            some.drain()
+        result = run()
+        for some in self.all:
+            some.updated()
+        return result
+
+    def close(self) -> None:
+        self._saved.close()
+        for some in self.all:
+            some.close()
+
+    def teardown(self) -> None:
+        self._saved.close()
+        for some in self.all:
+            some.teardown()
+
+
+def check_shardable(models: Sequence[nn.Module], named: Sequence[tuple[str, Parameter]], strategy: str) -> None:
+    check_apart(named)
+    for name, parameter in named:
+        if not in_logical_order(parameter) and extent(parameter) != parameter.numel():
+            raise ConfigError(
+                f"strategy={strategy!r}: parameter {name!r} has gaps between its elements in memory and can't be "
+                "gathered; make it contiguous(), or use strategy='zero2'"
+            )
+    check_not_compiled(models)
+
+
 class ShardedWeights:
-    """All weights that a job's optimizers hold, cut into units and shards once."""
+    """Weights that are cut into units and shards once."""
 
     def __init__(
         self,
@@ -85,7 +156,7 @@ class ShardedWeights:
         self._watch = WriteWatch()
         self._closed = self._in_step = False
         self._cut_up(job)
-        self._pulls: NobodyToAsk | ShardPulls = NobodyToAsk()
+        self._pulls: NoPeers | ShardPulls = NoPeers()
         try:
             self._pulls = self._pulls if job.comm is None else ShardPulls(job, self._parts, number)
         except BaseException:
@@ -125,7 +196,7 @@ class ShardedWeights:
 
     def _memory(self, elements: int, dtype: torch.dtype) -> Tensor:
         if self.on_host:
-            return self._lift.room(elements, dtype)
+            return self._lift.host_buffer(elements, dtype)
         return torch.empty(elements, dtype=dtype, device=self._device)
 
     def _parts(self, unit: int) -> list[Tensor]:
@@ -206,7 +277,7 @@ class ShardedWeights:
                     else:
                         part.copy_(own)
                 elif start < stop:
-                    host = part if part.device.type == "cpu" else self._lift.room(stop - start, part.dtype)
+                    host = part if part.device.type == "cpu" else self._lift.host_buffer(stop - start, part.dtype)
                     copies += [] if host is part else [(host, part)]
                     arriving[worker].append(host)
             flats.append(flat)
@@ -401,7 +472,7 @@ class ShardedWeights:
             materialise(parameter, torch.empty_strided(parameter.shape, stride, dtype=parameter.dtype, device=device))
         self._gathered.clear()
         self._by_memory.clear()
-        self._shards, self._pool, self._pulls = [], BufferPool(viewed=True), NobodyToAsk()
+        self._shards, self._pool, self._pulls = [], BufferPool(viewed=True), NoPeers()
         self.mine.forget()
 
 

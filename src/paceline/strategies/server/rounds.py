@@ -46,7 +46,7 @@ from paceline.strategies.buckets import GradientBuckets, GradientPlaceholder
 from paceline.strategies.master_weights import load_exactly
 from paceline.strategies.registry import Job
 from paceline.strategies.server.space import ModelWeights, Space, sliced_states, states_of_keys
-from paceline.strategies.strategy import Agreement, ItemPlace, Tally, WeightsInTheModel
+from paceline.strategies.strategy import Agreement, ItemPlace, StrategyBase, Tally
 
 READS = "weights being read"  # in a saved state
 ROUNDS_UNDER_WAY = 2  # whose pushes may still be on their way; a worker that no clock holds back is held back by this
@@ -79,7 +79,7 @@ class _Pushed:
     sent: Sequence[Sent]
 
 
-class PushedRounds(WeightsInTheModel):
+class PushedRounds(StrategyBase):
     """What all of them share: a round is opened, buckets are cut into keys and pushed, and the round is closed."""
 
     def __init__(self, wiring: Wiring) -> None:

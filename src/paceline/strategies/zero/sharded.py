@@ -1,7 +1,7 @@
 """A sharded update, which zero1, zero2 and weights in shards have in common: owners of ranges sum, clip and update.
 
     backward ─► buckets leave ─► the owner of a range adds it up ─► its pieces' gradients       .grad is nowhere whole
-    clip        norms of blocks are told to all: the norm of the whole, and its bits
+    clip        norms of blocks are sent to all: the norm of the whole, and its bits
     apply       each worker updates its pieces ─► every worker gets all weights, or they lie where all can read
 
 How gradients leave (a worker's roots once a step, or lane by lane) is what zero1 and zero2 differ in.
@@ -10,8 +10,7 @@ How gradients leave (a worker's roots once a step, or lane by lane) is what zero
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import pairwise
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from weakref import WeakSet
 
@@ -28,20 +27,20 @@ from paceline.optim.gradient_norm import all_block_norms, all_finite, clip_coeff
 from paceline.optim.offload import HOST, Offload
 from paceline.optim.range_optimizer import check_elementwise, check_thread_cuts
 from paceline.sharding.bucket import cut_buckets, plan_buckets
-from paceline.sharding.flat_layout import Piece, extent, in_logical_order
+from paceline.sharding.flat_layout import Piece, in_logical_order
 from paceline.sharding.local_shard import LocalShard
-from paceline.strategies.buckets import BufferPool, Cut, GradientBuckets, GradientPlaceholder, drop_gradients
-from paceline.strategies.fsdp.unmaterialised import is_unmaterialised
+from paceline.strategies.buckets import BufferPool, Cut, GradientBuckets, GradientPlaceholder, InBuckets, drop_gradients
 from paceline.strategies.master_weights import MasterShards
 from paceline.strategies.registry import Job, Maker
-from paceline.strategies.strategy import Agreement, ItemPlace, Strategy, Tally, WeightsInTheModel
+from paceline.strategies.strategy import Strategy, Tally
 from paceline.strategies.zero.sharded_optimizer import (
     LocalPieces,
     OptimizerShard,
     ShardedOptimizers,
+    check_apart,
     remember_first_states,
 )
-from paceline.strategies.zero.weights import Weights, where_weights_go
+from paceline.strategies.zero.weights import ModelWeights, Weights, where_weights_go
 from paceline.torch_compat import STEP_WAS_CALLED, foreach_mul_, step_post_hooks, step_pre_hooks
 
 _FOUND_FIT: WeakSet[Optimizer] = WeakSet()  # trying one takes 20 ms, which a job whose workers change has spent
@@ -61,8 +60,17 @@ class _NoOffload:
 class ShardedParts:
     """What the sharded strategies of one job share."""
 
-    def __init__(self, job: Job, name: str, weights: Weights | None, everyone: Communicator | None = None) -> None:
-        """`everyone`: all workers of the job, where `job.comm` are those of a group that shares the state."""
+    def __init__(
+        self,
+        job: Job,
+        name: str,
+        weights: Callable[[ShardedParts], ModelWeights],
+        everyone: Communicator | None = None,
+    ) -> None:
+        """`everyone`: all workers of the job, where `job.comm` are those of a group that shares the state.
+
+        `weights` says where they go; it is called when the rest is made, and models are in their precision.
+        """
         self.job, self.name = job, name
         if job.algorithm is not None:
             raise ConfigError(
@@ -84,18 +92,20 @@ class ShardedParts:
         self.offload: Offload | _NoOffload = offload or _NoOffload()
         self.masters = MasterShards(job, offload)
         self.optimizers = ShardedOptimizers(job.comm, name, self.masters)
-        self.weights = where_weights_go(weights, job.comm, name)
+        self.weights = ModelWeights()  # until they are somewhere
+        self.weights = weights(self)
 
     def finite_everywhere(self, gradients: Sequence[Tensor]) -> bool:
         """Of all workers, each of which has its own."""
         finite = all_finite(gradients)
         if self.comm is not None:
-            told, handle = self.comm.all_gather(torch.tensor([finite], dtype=torch.uint8))
+            flags, handle = self.comm.all_gather(torch.tensor([finite], dtype=torch.uint8))
             handle.wait()
-            finite = bool(told.all())
+            finite = bool(flags.all())
         return finite
 
     def close(self) -> None:
+        self.weights.close()
         self.optimizers.close()
         self.masters.close()
         self.exchange.close()
@@ -109,6 +119,11 @@ class ShardedParts:
         self.weights.teardown()
         self.masters.teardown()
         self.exchange.close()
+
+
+def whole_weights(wanted: Weights | None) -> Callable[[ShardedParts], ModelWeights]:
+    """In every worker's model, or once for all workers of the host."""
+    return lambda parts: where_weights_go(wanted, parts.comm, parts.name)
 
 
 class ShardedMaker(Maker):
@@ -127,7 +142,7 @@ class ShardedMaker(Maker):
         self._parts.teardown()
 
 
-class ShardedStrategy(WeightsInTheModel):
+class ShardedStrategy(InBuckets):
     """Subclasses say how buckets leave (`_leave`) and hand the finished sums of the own ranges over (`_totals`)."""
 
     def __init__(
@@ -164,14 +179,7 @@ class ShardedStrategy(WeightsInTheModel):
 
     @property
     def replicas(self) -> Sequence[Parameter]:
-        return () if self._parts.weights.shared else self.parameters
-
-    @property
-    def left_during_backward(self) -> int:
-        return self._buckets.left_during_backward
-
-    def agreement(self, round: int) -> Agreement:
-        return Agreement.NOW
+        return self.parameters if self._parts.weights.replicated else ()
 
     # -- how gradients leave -----------------------------------------------------------------------------------------
 
@@ -213,25 +221,6 @@ class ShardedStrategy(WeightsInTheModel):
 
         return LocalPieces(self._named, shards, self._parts.rank, values)
 
-    def start_backward(self, place: ItemPlace, *, last: bool) -> None:
-        self._buckets.start_backward(place, last=last)
-
-    def finish_backward(self, place: ItemPlace) -> None:
-        self._buckets.finish_backward(place)
-
-    def skip(self, place: ItemPlace) -> None:
-        self._buckets.skip(place)
-
-    def watch_lanes(self, wanted: bool) -> None:
-        self._buckets.lane_checks = {} if wanted else None
-
-    @property
-    def lane_checks(self) -> Mapping[int, int] | None:
-        return self._buckets.lane_checks
-
-    def used(self) -> Sequence[bool]:
-        return self._buckets.used
-
     def collect(self, tally: Tally) -> None:
         """The own pieces have their gradients; `.grad` of the parameters says that it has none."""
         assert self._pieces is not None
@@ -272,8 +261,8 @@ class ShardedStrategy(WeightsInTheModel):
     def apply(self, optimizer: Optimizer, original_step: Callable[[], Any]) -> Any:
         """The user's optimizer does not run its step() itself, but looks from outside as if it did."""
         shard = self._parts.optimizers.of(optimizer)
-        for number in shard.parameters:
-            self.parameters[number].grad = None
+        for parameter in shard.parameters:
+            parameter.grad = None
         for before in step_pre_hooks(optimizer).values():
             before(optimizer, (optimizer,), {})
         setattr(optimizer, STEP_WAS_CALLED, True)
@@ -284,7 +273,8 @@ class ShardedStrategy(WeightsInTheModel):
 
     def _update(self, shard: OptimizerShard) -> Any:
         result = self._parts.weights.update(shard, lambda: self._step(shard))
-        self._parts.masters.mark_clean(self.parameters[number] for number in shard.parameters)
+        if self._parts.masters.any:
+            self._parts.masters.mark_clean(shard.parameters)
         return result
 
     def _step(self, shard: OptimizerShard) -> Any:
@@ -351,18 +341,3 @@ class ShardedStrategy(WeightsInTheModel):
     def close(self) -> None:
         self._buckets.close()
         self._pieces, self._values_before = None, {}
-
-
-def check_apart(named: Sequence[tuple[str, Parameter]]) -> None:
-    """Two parameters over the same memory would be updated by two owners."""
-    spans = sorted(
-        (p.data_ptr(), p.data_ptr() + extent(p) * p.element_size(), name)
-        for name, p in named
-        if p.numel() and not is_unmaterialised(p) and not p.is_meta
-    )
-    for (_, end, first), (start, _, second) in pairwise(spans):
-        if start < end:
-            raise ConfigError(
-                f"parameters {first!r} and {second!r} are two objects over the same memory, which two workers would "
-                "update; tie them by giving both modules one Parameter (b.weight = a.weight), or use strategy='ddp'"
-            )

@@ -17,6 +17,7 @@ import copy
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -28,12 +29,13 @@ from torch.utils.hooks import RemovableHandle
 
 from paceline.checkpoint.load import StoredTensor, whole_tree
 from paceline.collectives.communicator import Communicator, Handle, wait_all
-from paceline.errors import CheckpointError, LoopError
+from paceline.errors import CheckpointError, ConfigError, LoopError
 from paceline.optim.piece_state import State, gather_state, like, scatter_state
 from paceline.optim.range_optimizer import optimizer_on
 from paceline.sharding.bucket import Shards
-from paceline.sharding.flat_layout import BLOCK, Piece, PieceOf, in_logical_order, piece_of
+from paceline.sharding.flat_layout import BLOCK, Piece, PieceOf, extent, in_logical_order, piece_of
 from paceline.sharding.local_shard import LocalShard
+from paceline.strategies.fsdp.unmaterialised import is_unmaterialised
 from paceline.strategies.master_weights import MASTER, MasterShards, placed
 from paceline.world.process import give_back_free_memory
 
@@ -100,9 +102,24 @@ class LocalPieces:
 
 
 def _as_gradient_of(tensor: Tensor, gradient: Tensor) -> Tensor:
-    if in_logical_order(tensor):
+    if tensor.is_contiguous():
         return gradient.view(tensor.shape).to(tensor.dtype)
     return torch.empty_like(tensor, memory_format=torch.preserve_format).copy_(gradient.view(tensor.shape))
+
+
+def check_apart(named: Sequence[tuple[str, Parameter]]) -> None:
+    """Two parameters over the same memory would be updated by two owners."""
+    spans = sorted(
+        (p.data_ptr(), p.data_ptr() + extent(p) * p.element_size(), name)
+        for name, p in named
+        if p.numel() and not is_unmaterialised(p) and not p.is_meta
+    )
+    for (_, end, first), (start, _, second) in pairwise(spans):
+        if start < end:
+            raise ConfigError(
+                f"parameters {first!r} and {second!r} are two objects over the same memory, which two workers would "
+                "update; tie them by giving both modules one Parameter (b.weight = a.weight), or use strategy='ddp'"
+            )
 
 
 class OptimizerShard:
@@ -116,6 +133,9 @@ class OptimizerShard:
         for piece in pieces.tensors:
             if piece.parameter in self._mine:
                 self._mine[piece.parameter].append(piece)
+        self.own = [piece for mine in self._mine.values() for piece in mine]
+        self.numbers = list(self._mine)  # of this optimizer's parameters, whichever workers own their pieces
+        self.parameters = [pieces.parameters[number] for number in self.numbers]
         self._shards: dict[tuple[int, str], tuple[list[tuple[int, Tensor]], LocalShard]] = {}  # by parameter and entry
         self._nothing = [_nothing_of(group["params"]) for group in optimizer.param_groups]
         groups = [
@@ -125,16 +145,6 @@ class OptimizerShard:
         first = remember_first_states(optimizer)
         states = {nothing: _of_nothing(first[n], nothing) for n, nothing in enumerate(self._nothing) if n in first}
         self._on_pieces = optimizer_on(optimizer, groups, states)
-
-    @property
-    def own(self) -> list[Piece]:
-        """Those of its pieces that this worker owns."""
-        return [piece for mine in self._mine.values() for piece in mine]
-
-    @property
-    def parameters(self) -> list[int]:
-        """The numbers of this optimizer's parameters, whoever owns their pieces."""
-        return list(self._mine)
 
     def holds(self, parameter: Parameter) -> bool:
         return self.pieces.index.get(id(parameter)) in self._mine
@@ -179,7 +189,7 @@ class OptimizerShard:
             self.load_full(self.pieces.index[id(parameter)], self.optimizer.state.pop(parameter))
 
     def load_full(self, number: int, whole: State) -> None:
-        """PieceOf of a parameter's state, and of its master if that is with it, what belongs to the own pieces."""
+        """Keep of a parameter's state, and of its master if that is with it, what belongs to the own pieces."""
         parameter, mine = self.pieces.parameters[number], self._mine[number]
         master = whole.pop(MASTER, None)
         if master is not None:
@@ -330,10 +340,10 @@ def full_states(comm: Communicator | None, leaving: Sequence[StateInPieces]) -> 
     piece; what is kept once for a piece, like a step count, travels with that.
     """
     mine = [[[p.start, _described(d.name, *held)] for p, held in d.mine.items()] for d in leaving]
-    told = [mine] if comm is None else comm.gather_json(mine)
+    tables = [mine] if comm is None else comm.gather_json(mine)
     rank = 0 if comm is None else comm.rank
     for number, d in enumerate(leaving):
-        kept = {(worker, start): entries for worker, table in enumerate(told) for start, entries in table[number]}
+        kept = {(worker, start): entries for worker, table in enumerate(tables) for start, entries in table[number]}
         wanted = rank in d.receivers
         states: list[State] = []
         under_way: list[Handle] = []
@@ -387,7 +397,7 @@ def _described(name: str, tensor: Tensor, state: State) -> dict[str, list[Any]]:
             out[entry] = [_PLAIN, value]
         else:
             raise CheckpointError(
-                f"the optimizer keeps a {type(value).__name__} as {entry!r} of {name!r}, which can't be told to other "
+                f"the optimizer keeps a {type(value).__name__} as {entry!r} of {name!r}, which can't be sent to other "
                 "workers; tensors, numbers and texts can"
             )
     return out
@@ -506,7 +516,7 @@ class ShardedOptimizers:
         return pieces.shard_of(pieces.index[id(parameter)], self._masters.dtype_of(parameter))
 
     def load_master(self, parameter: Parameter, whole: Tensor) -> bool:
-        """PieceOf this worker's part of a master, with a parameter that holds it rounded; whether there is a master."""
+        """Keep this worker's part of a master, with a parameter that holds it rounded; whether there is a master."""
         if not self._masters.has(parameter):
             return False
         pieces = self._pieces_of(parameter)

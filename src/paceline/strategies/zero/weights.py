@@ -1,13 +1,14 @@
-"""Whole weights on every worker: how what each worker has updated of them gets to all others.
+"""Where a model's weights are, and how what each worker has updated of them gets to all others.
 
     WeightsPerWorker    every worker has its own copy, and an all-gather after the update
+    WeightsInShards     every worker has its shard, and gathers a unit when it uses it (`fsdp/weights.py`)
     WeightsPerHost      the parameters of all workers of a host are views of one shared buffer:
 
     worker 0   model.weight ──┐                        update     each worker writes its own pieces, no other's
     worker 1   model.weight ──┼──► one buffer          gather     none: what one has written all can read
     worker 2   model.weight ──┘                        memory     once instead of N times
 
-Who reads and who writes is settled by two barriers around the update: no worker writes before all have finished their
+Two barriers around the update keep readers and writers apart: no worker writes before all have finished their
 backward, none reads the next weights before all have written. Anything else that writes would do so once for every
 worker, into the same memory: in-place changes are found by the parameters' version counters, when the next step starts
 and at boundaries such as a hash.
@@ -37,39 +38,54 @@ from paceline.world.process import give_back_free_memory
 Weights = Literal["per host", "per worker"]
 
 
-class WeightsPerWorker:
+class ModelWeights:
+    """The weights of a job's models, held in one of the ways above. This one does nothing about them."""
+
+    replicated: bool  # every worker has them whole, in its own memory
+
+    def hold(self, named: Sequence[tuple[str, Parameter]]) -> None:
+        """Parameters that are trained: all workers have them alike, and call this together. The same may come again."""
+
+    def check(self) -> None:
+        """Raise if something else than an update has written to them, where that can't be right."""
+
+    def mark_clean(self) -> None:
+        """What was written so far was meant to be, as by the engine that loaded a state."""
+
+    def update(self, shard: OptimizerShard, run: Callable[[], Any]) -> Any:
+        """Run the update of this worker's pieces, which all workers do now; then all have what was updated."""
+        return run()
+
+    def close(self) -> None: ...
+
+    def teardown(self) -> None:
+        """In place of `close`, when the group is over: parameters have memory of their own, for values to come."""
+
+
+class WeightsPerWorker(ModelWeights):
     """Every worker has its own copy; `comm` is None where there is only one worker."""
 
-    shared = False
+    replicated = True
 
     def __init__(self, comm: Communicator | None) -> None:
         self._comm = comm
         self._gathers: WeakKeyDictionary[OptimizerShard, WeightGather] = WeakKeyDictionary()
 
-    def hold(self, named: Sequence[tuple[str, Parameter]]) -> None: ...
-
-    def check(self) -> None: ...
-
-    def mark_clean(self) -> None: ...
-
     def update(self, shard: OptimizerShard, run: Callable[[], Any]) -> Any:
-        """Run the update of this worker's pieces; then every worker has all of what was updated."""
         result = run()
         if self._comm is not None:
             gather = self._gathers.get(shard)
             if gather is None:
-                gather = WeightGather(self._comm, shard.pieces.parameters, shard.pieces.shards, shard.parameters)
+                gather = WeightGather(self._comm, shard.pieces.parameters, shard.pieces.shards, shard.numbers)
                 self._gathers[shard] = gather
             gather.run()
         return result
 
-    def teardown(self) -> None: ...
 
-
-class WeightsPerHost:
+class WeightsPerHost(ModelWeights):
     """One copy in shared memory, for workers that are all on one host."""
 
-    shared = True
+    replicated = False
 
     def __init__(self, comm: Communicator, strategy: str) -> None:
         self._comm, self._strategy = comm, strategy
@@ -81,7 +97,6 @@ class WeightsPerHost:
         return comm is not None and comm.backend == "paceline"
 
     def hold(self, named: Sequence[tuple[str, Parameter]]) -> None:
-        """Move parameters that all workers have alike into the shared buffer; all workers call it together."""
         new = [(name, p) for name, p in named if id(p) not in self._held]
         if not new:
             return
@@ -103,19 +118,16 @@ class WeightsPerHost:
         self.mark_clean()
 
     def update(self, shard: OptimizerShard, run: Callable[[], Any]) -> Any:
-        """Run the update of this worker's pieces, which all workers do now."""
         self._comm.barrier()
         result = run()
         self._comm.barrier()
-        self._watch.mark_clean(shard.pieces.parameters[number] for number in shard.parameters)
+        self._watch.mark_clean(shard.parameters)
         return result
 
     def mark_clean(self) -> None:
-        """What was written so far was meant to be, as by the engine that loaded a state."""
         self._watch.mark_clean(self._parameters)
 
     def check(self) -> None:
-        """Raise if something else has written to the weights, or put others in their place."""
         found = self._watch.first_changed(self._parameters)
         if found is not None:
             changed = "replaced" if self._watch.was_moved(found) else "changed"
@@ -128,10 +140,7 @@ class WeightsPerHost:
             )
 
     def teardown(self) -> None:
-        """Let the buffer go: parameters get memory of their own, for values that are still to come.
-
-        It is not touched before they do, so the weights of a host don't exist once for each worker in between.
-        """
+        """Memory is not touched before values come, so a host's weights don't exist once for each worker in between."""
         for parameter in self._parameters:
             parameter.data = torch.empty_strided(parameter.shape, parameter.stride(), dtype=parameter.dtype)
         self._held.clear()
@@ -147,9 +156,7 @@ def _view(memory: Tensor, parameter: Parameter) -> Tensor:
     return part.as_strided(parameter.shape, parameter.stride(), part.storage_offset())
 
 
-def where_weights_go(
-    wanted: Weights | None, comm: Communicator | None, strategy: str
-) -> WeightsPerWorker | WeightsPerHost:
+def where_weights_go(wanted: Weights | None, comm: Communicator | None, strategy: str) -> ModelWeights:
     """Once per host if that is wanted, or can be had and nothing else is wanted."""
     if wanted not in (None, "per host", "per worker"):
         raise ConfigError(f"weights={wanted!r} is not known; choose 'per host' or 'per worker'")

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from torch import Tensor
 from torch.nn import Parameter
@@ -20,7 +21,7 @@ from torch.optim import Optimizer
 from paceline.collectives.canonical_sum import Scatter, SumPlan, scatter_plan_of_roots
 from paceline.collectives.communicator import Handle
 from paceline.strategies.registry import Job, Registered, register
-from paceline.strategies.zero.sharded import ShardedMaker, ShardedParts, ShardedStrategy
+from paceline.strategies.zero.sharded import ShardedMaker, ShardedParts, ShardedStrategy, whole_weights
 from paceline.strategies.zero.sharded_optimizer import LocalPieces
 from paceline.strategies.zero.weights import Weights
 
@@ -44,13 +45,8 @@ class Zero1(ShardedStrategy):
         self._departed: list[_Departed] = []
 
     def _prepare_sums(self, pieces: LocalPieces) -> None:
-        """Roots are made where they travel best."""
-        exchange = self._parts.exchange
-        self._set = exchange.new_set(old=self._set)
-        for number, sums in enumerate(self._buckets.sums):
-            slot = exchange.home(self._set, number, sums.bucket.elements, sums.bucket.dtype)
-            if slot is not None:
-                sums.use_slot(slot)
+        self._set = self._parts.exchange.new_set(old=self._set)
+        self._buckets.use_slots(partial(self._parts.exchange.home, self._set))
 
     @property
     def roots_held(self) -> list[Tensor]:
@@ -105,7 +101,7 @@ class Zero1Config:
 
 
 def _open(config: Zero1Config, job: Job) -> ShardedMaker:
-    return ShardedMaker(ShardedParts(job, "zero1", config.weights), Zero1)
+    return ShardedMaker(ShardedParts(job, "zero1", whole_weights(config.weights)), Zero1)
 
 
 register(

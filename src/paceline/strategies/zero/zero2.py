@@ -4,8 +4,8 @@
     during backward: reduce-scatter per bucket      at step: update the own shard, all-gather weights
 
 No worker ever holds a whole gradient. A bucket leaves as soon as a lane's backward has filled it, its memory serves the
-next one, and the owners of its ranges add the lane to the canonical tree. Workers ride every N-th lane, so that those
-that arrive together merge at once and owners hold one or two partial sums:
+next one, and the owners of its ranges add the lane to the canonical tree. Workers are assigned every N-th lane, so that
+those that arrive together merge at once and owners hold one or two partial sums:
 
     worker 0   lane 0 ──► lane 2 ──►            owner    (0,1) ─► 0     (2,3) (0,2) ─► 0
     worker 1   lane 1 ──► lane 3 ──►
@@ -31,7 +31,7 @@ from paceline.collectives.communicator import Handle
 from paceline.strategies.buckets import BufferPool, Cut
 from paceline.strategies.registry import Job, Registered, register
 from paceline.strategies.strategy import ItemPlace
-from paceline.strategies.zero.sharded import ShardedMaker, ShardedParts, ShardedStrategy
+from paceline.strategies.zero.sharded import ShardedMaker, ShardedParts, ShardedStrategy, whole_weights
 from paceline.strategies.zero.sharded_optimizer import LocalPieces
 from paceline.strategies.zero.weights import Weights
 from paceline.world.lanes import strided_lanes
@@ -91,7 +91,7 @@ class Zero2(ShardedStrategy):
         self._send_the_rest(place)
 
     def _send_the_rest(self, place: ItemPlace) -> None:
-        """Others may ride more lanes: this worker has nothing to send then, but owns ranges of what they do."""
+        """Others may have more lanes: this worker has nothing to send then, but owns ranges of what they do."""
         if place.last_of_step:
             for _ in range(self._shipped[-1] if self._shipped else 0, len(self._shipments)):
                 for number in range(len(self._sums)):
@@ -148,7 +148,7 @@ class Zero2Config:
 
 
 def _open(config: Zero2Config, job: Job) -> ShardedMaker:
-    return ShardedMaker(ShardedParts(job, "zero2", config.weights), Zero2)
+    return ShardedMaker(ShardedParts(job, "zero2", whole_weights(config.weights)), Zero2)
 
 
 register(

@@ -1,4 +1,4 @@
-"""Meta weights: models built under `torch.device("meta")` have shapes and no memory, until their modules are filled.
+"""The meta device: models built under `torch.device("meta")` have shapes and no memory, until their modules are filled.
 
     with torch.device("meta"):            no memory, whatever the size
         model = Gpt(…)
