@@ -56,6 +56,7 @@ print("trained", engine.step)
 """
 
 
+@pytest.mark.job
 def test_ddp_trains_without_the_names_that_weights_in_shards_need() -> None:
     done = subprocess.run([sys.executable, "-c", WITHOUT, "ddp"], capture_output=True, text=True, timeout=120)
     assert "trained 2" in done.stdout, done.stderr

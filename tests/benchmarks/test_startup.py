@@ -36,6 +36,7 @@ def test_bad_input_is_refused_before_anything_starts(
     assert text in capsys.readouterr().err
 
 
+@pytest.mark.job
 def test_both_launchers_are_started(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench, "WARM_UP_TURNS", 0)
     bench.main(["--workers", "1", "--rounds", "1"])

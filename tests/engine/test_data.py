@@ -335,7 +335,7 @@ def test_a_worker_that_is_left_alone_has_nobody_to_agree_with() -> None:
         Assignment(lanes=2, accumulate=1, own_lanes=(0, 1), seed=3),
         cast("TrainStep", SimpleNamespace(votes=None)),
     )
-    source = make_source(DataLoader(Rows(16), batch_size=2), deal, lambda: None, step)
+    source = make_source(DataLoader(Rows(16), batch_size=2), deal, SingleWorker, step)
     assert sum(item.samples for item, _ in source.items()) == 16
 
 

@@ -47,8 +47,7 @@ def make_source(
         return ShardedLoader(loader, assignment)
 
     def agreed(mine: Counts, check: int) -> Counts:
-        current = comm()
-        return mine if current.size == 1 else _agreed(mine, check, assignment, current, step)
+        return _agreed(mine, check, assignment, comm(), step)
 
     return StreamLoader(loader, assignment, agreed)
 
