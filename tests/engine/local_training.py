@@ -22,7 +22,7 @@ from paceline import Engine
 from paceline.collectives.canonical_sum import SumPlan
 from paceline.sharding.bucket import plan_buckets
 from paceline.strategies.buckets import GradientBuckets
-from paceline.strategies.registry import Job, Registered, register
+from paceline.strategies.registry import Job, Maker, Registered, register
 from paceline.strategies.strategy import Agreement, ItemPlace, StrategyBase, Tally
 
 
@@ -119,7 +119,7 @@ class Strategy(StrategyBase):
         self._buckets.close()
 
 
-class Maker:
+class LocalMaker(Maker):
     def __init__(self, config: LocalTraining, job: Job) -> None:
         self._config, self._job = config, job
 
@@ -130,7 +130,7 @@ class Maker:
         pass
 
 
-register(Registered("local_training", LocalTraining, Maker, is_synchronous=lambda config: False))
+register(Registered("local_training", LocalTraining, LocalMaker, is_synchronous=lambda config: False))
 
 
 def strategy_of(engine: Engine) -> Strategy:

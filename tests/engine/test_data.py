@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, get_worker_info
 
 from paceline import Engine, World
+from paceline.collectives.communicator import SingleWorker
 from paceline.data.audit import audit
 from paceline.data.loader import ShardedLoader
 from paceline.data.work_source import Assignment

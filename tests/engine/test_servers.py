@@ -16,7 +16,7 @@ from paceline import Engine, World
 from paceline.collectives.communicator import Communicator
 from paceline.engine.config import find_device
 from paceline.errors import ConfigError, PeerLostError
-from paceline.strategies.registry import Job, Registered, register
+from paceline.strategies.registry import Job, Maker, Registered, register
 from paceline.world.world import TcpRendezvous
 from tests.engine.local_training import LocalTraining, Strategy
 from tests.engine.loops import prepared
@@ -28,7 +28,7 @@ class Served:
     """Every worker trains alone; the servers only wait until all workers have said goodbye."""
 
 
-class Maker:
+class LocalMaker(Maker):
     def __init__(self, job: Job, joint: Communicator) -> None:
         self._job, self._joint = job, joint
 
@@ -42,7 +42,7 @@ class Maker:
         self._joint.close()
 
 
-def open_served(config: Served, job: Job) -> Maker:
+def open_served(config: Served, job: Job) -> LocalMaker:
     assert job.store is not None
     joint = Communicator.connect(
         job.world.joint(),
@@ -52,7 +52,7 @@ def open_served(config: Served, job: Job) -> Maker:
         timeout_s=job.timeout_s,
     )
     if not job.world.is_server:
-        return Maker(job, joint)
+        return LocalMaker(job, joint)
     assert job.comm is None
     for worker in range(job.world.size):
         joint.receive(torch.zeros(1), source=worker, tag=0).wait()
