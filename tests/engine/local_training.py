@@ -101,13 +101,13 @@ class Strategy(StrategyBase):
         for parameter in self.parameters:
             parameter.grad = None
 
-    def settle(self) -> None:
-        self.calls.append(("settle",))
+    def drain(self) -> None:
+        self.calls.append(("drain",))
         if self._comm is not None:
             for parameter in self.parameters:
                 self._comm.broadcast(parameter.data, root=0).wait()
 
-    def kept_state(self, optimizer: Optimizer) -> dict[str, Any]:
+    def local_state(self, optimizer: Optimizer) -> dict[str, Any]:
         self.calls.append(("state_of", optimizer))
         return optimizer.state_dict()
 

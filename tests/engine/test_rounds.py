@@ -349,7 +349,7 @@ def test_boundaries_settle_and_nothing_else_does(tmp_path: Path) -> None:
         evaluation = engine.prepare(DataLoader(TensorDataset(torch.zeros(8, 8)), batch_size=4))
 
         def settled() -> int:
-            return len(strategy_of(engine).said("settle"))
+            return len(strategy_of(engine).said("drain"))
 
         run(engine)
         assert settled() == 1, "the end of the loop"

@@ -162,7 +162,7 @@ class Training:
     def tree(self) -> dict[str, Any]:
         return {
             "models": [{name: self.table.kept(value) for name, value in self.model.named_parameters()}],
-            "optimizers": [self.table.kept_state(self.optimizer)],
+            "optimizers": [self.table.local_state(self.optimizer)],
         }
 
     def put_back(self, tree: Mapping[str, Any], step: int) -> None:
@@ -171,7 +171,7 @@ class Training:
         self.table.load(self.optimizer, tree["optimizers"][0], round=step)
 
     def end(self) -> str:
-        self.table.settle()
+        self.table.drain()
         if self.comm is not None:
             self.comm.barrier()
         digest = hashlib.sha256()
@@ -181,8 +181,8 @@ class Training:
         self._leave()
         return digest.hexdigest()
 
-    def dismantle(self) -> None:
-        self.table.dismantle()
+    def teardown(self) -> None:
+        self.table.teardown()
         self._leave()
 
     def _leave(self) -> None:
@@ -222,10 +222,10 @@ def take_part(
             if found is not None:
                 return found
             group.said.touch()
-            training.dismantle()
+            training.teardown()
         except GenerationEnded:
             if training is not None:
-                training.dismantle()
+                training.teardown()
         if seat.rank in (*members.workers, *members.servers):
             stopped(place, number, seat.rank, [*generations[number].workers, *generations[number].servers], members)
     return None

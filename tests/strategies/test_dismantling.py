@@ -1,6 +1,6 @@
 """Strategies are taken apart at any moment and opened again for other workers, and the bits are those of one process.
 
-    workers 0 1 2 ──step──step── moment ──► dismantle ──► workers 0 1 ──► the state is put back ──step── …
+    workers 0 1 2 ──step──step── moment ──► teardown ──► workers 0 1 ──► the state is put back ──step── …
 
 A step that was not finished is done again. What each worker has of the state is written down right after `apply`, as
 elastic jobs do, and that is all that others get of it.
@@ -176,7 +176,7 @@ class Crew:
         """What this worker has, of now; written at once or not at all."""
         tensors = {name: self.table.kept(value) for name, value in named_state([self.place.model]).items()}
         path = self.place.path(self.place.slot)
-        torch.save((self.members, tensors, self.table.kept_state(self.place.optimizer)), f"{path} begun")
+        torch.save((self.members, tensors, self.table.local_state(self.place.optimizer)), f"{path} begun")
         os.rename(f"{path} begun", path)
 
     def put_back(self) -> None:
@@ -198,7 +198,7 @@ class Crew:
     def leave(self) -> None:
         if self.comm is not None:
             self.comm.abandon("the workers change")
-        self.table.dismantle()
+        self.table.teardown()
         if self.comm is not None:
             self.comm.close()
 

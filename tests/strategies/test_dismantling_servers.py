@@ -182,7 +182,7 @@ def open_and_dismantle(seat: World, *, folder: str, backend: str, times: int) ->
                     training.tree()
                     training.strategy.end_step()
                     group.said.touch()
-            training.dismantle()
+            training.teardown()
             assert all(parameter.grad is None for parameter in model.parameters())
             assert not any(parameter._post_accumulate_grad_hooks for parameter in model.parameters())
             del training

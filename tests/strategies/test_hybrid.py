@@ -121,7 +121,7 @@ def parts_kept(world: World) -> list[int]:
     counts = []
 
     def count(*_: Any) -> None:
-        states = strategies.kept_state(optimizer)["state"]
+        states = strategies.local_state(optimizer)["state"]
         leaves = [strategies.kept(p) for p in model.parameters()] + [v for s in states.values() for v in s.values()]
         counts.append(sum(part.numel() for leaf in leaves if isinstance(leaf, LocalShard) for _, part in leaf.parts))
 
@@ -131,7 +131,7 @@ def parts_kept(world: World) -> list[int]:
         optimizer.step()
         if engine.stepped:
             break
-    engine._between.settle()
+    engine._between.drain()
     count()
     return counts
 

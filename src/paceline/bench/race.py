@@ -42,7 +42,7 @@ from paceline.world.world import LaunchSettings
 WORKLOADS = ("mlp25m", "gpt10m", "convnet")
 THREADS_PER_WORKER = 1
 WARM_UP_ROUNDS = 2
-"""Rounds run like the others and dropped: caches, allocators and bucket orders settle in them."""
+"""Rounds run like the others and dropped: caches, allocators and bucket orders become steady in them."""
 
 
 @dataclass(frozen=True)

@@ -91,7 +91,7 @@ class Parts(Protocol):
         """What every worker says, in rank order, between two loops."""
         ...
 
-    def dismantle(self, *, lost: bool) -> None:
+    def teardown(self, *, lost: bool) -> None:
         """Leave the group that is over; models and optimizers are plain again. May be called again.
 
         `lost`: a worker is not there any more.
@@ -332,7 +332,7 @@ class Recovery(NoRecovery):
         # Teardown. What all have is laid out for joiners before that, while the strategies know where it is.
         lays_out = bool(generation.joining) and not joins and parts.replicated
         saved = self._lay_out(generation) if lays_out else self._saved
-        parts.dismantle(lost=not generation.includes(self.agent.now))
+        parts.teardown(lost=not generation.includes(self.agent.now))
 
         # Connect, agree with joiners on the state to go on from, and reopen the strategies.
         comm = parts.connect(world)

@@ -75,7 +75,7 @@ class Assembly:
 
     # -- the parts -------------------------------------------------------------------------------------------------
 
-    def dismantle(self, *, lost: bool) -> None:
+    def teardown(self, *, lost: bool) -> None:
         group = self._group
         if lost:
             self._saver.workers_changed()
@@ -83,7 +83,7 @@ class Assembly:
         if not self._apart:
             self._apart = True
             self._objects.training().buffers.put_back_lost()
-            self._objects.training().strategies.dismantle()
+            self._objects.training().strategies.teardown()
         if group.comm.size > 1:
             group.comm.close()
             group.comm = SingleWorker()

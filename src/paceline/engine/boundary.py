@@ -52,10 +52,10 @@ class Boundary:
         else:
             self.retryable.run(lambda: self._comm.barrier(), self._group.start_over)
 
-    def settle(self, step: TrainStep | None) -> None:
+    def drain(self, step: TrainStep | None) -> None:
         """Updates that are under way end, and the model holds the newest weights."""
         if step is not None and not step.inside_step:
-            self.alike(step.settle)
+            self.alike(step.drain)
 
     def alike(self, operation: Callable[[], T]) -> T:
         """What every worker gets by an operation of all of them; done again if one of them is lost in it."""

@@ -372,7 +372,7 @@ class Engine:
         So it is in a replay, and on a worker that has yet to join the others.
         """
         check_boundary(self._objects.step, operation)
-        self._between.settle()
+        self._between.drain()
         return self._replay is None and self._group.recovery.admitted
 
     def _training(self) -> TrainStep:

@@ -154,7 +154,7 @@ class LaneBuffers:
         self._apart = (self._apart or {}) | self._left
         self._note_versions()
 
-    def settle(self, comm: Communicator, owner: int, lowest: int = 0) -> None:
+    def drain(self, comm: Communicator, owner: int, lowest: int = 0) -> None:
         """At a boundary of all workers: the model holds the lowest lane's. `owner` rides it."""
         if self._apart is None or not self._live:
             return

@@ -4,7 +4,7 @@
     ┌► next item ─► begin_item ─► the body ─► … last item of the step: the place in the data moves on
     │     └─ the step was lost, or the workers have changed: recover, and hand the items out again        `_recovers`
     └──────
-    leave     settle, tell the launcher; early (`break`, an exception): a note for those who wait for this worker
+    leave     drain, tell the launcher; early (`break`, an exception): a note for those who wait for this worker
 
 The place in the data moves when a step counts, so a state saved between two steps continues with the very next sample,
 on any number of workers. What does not count when the workers change is handed out again, to those that there are then.
@@ -278,7 +278,7 @@ class PreparedLoader:
         step = self._step
         if step.stops_alone:
             self.say_left()
-        self._boundary.settle(step)
+        self._boundary.drain(step)
         if step.never_agrees:  # inside the loop a signal was this worker's own affair
             self._stops.end_loop(self._boundary.told)
         for listener in step.strategies.loop_end_listeners:

@@ -87,9 +87,9 @@ class BetweenSteps:
         self._config, self._group, self._objects = config, group, objects
         self.boundary = Boundary(group)
 
-    def settle(self) -> None:
+    def drain(self) -> None:
         """Updates that are under way end, and the model holds the newest weights."""
-        self.boundary.settle(self._objects.step)
+        self.boundary.drain(self._objects.step)
 
     def reduce(self, tensor: Tensor, operation: Operation) -> Tensor:
         evaluation = self._evaluation_round()
@@ -122,7 +122,7 @@ class BetweenSteps:
             self.boundary.barrier()
 
     def agreed_hash(self) -> str:
-        self.settle()
+        self.drain()
         mine = self.boundary.alike(self._objects.hash)
         hashes = self.boundary.told(mine)
         if len(set(hashes)) > 1:
@@ -130,7 +130,7 @@ class BetweenSteps:
         return mine
 
     def whole_state(self) -> dict[str, Tensor]:
-        self.settle()
+        self.drain()
         objects = self._objects
 
         def everything() -> dict[str, Tensor]:
@@ -302,7 +302,7 @@ class Preparation:
                 self._group.device,
                 seed=self._config.seed,
                 timeout_s=self._config.timeout_s,
-                on_start=self._between.settle,
+                on_start=self._between.drain,
                 on_end=self._between.end_evaluation,
                 count=self._objects.evaluation_count,
             )

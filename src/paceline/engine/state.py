@@ -88,7 +88,7 @@ class JobState:
         data = None if loader is None else loader.source.merged(told(loader.state_dict()))
         tree: dict[str, Any] = {
             "models": _kept_models(self.models, step.strategies.kept),
-            "optimizers": [step.strategies.kept_state(optimizer) for optimizer in self.optimizers],
+            "optimizers": [step.strategies.local_state(optimizer) for optimizer in self.optimizers],
         }
         if is_main:
             tree |= {
@@ -126,7 +126,7 @@ class JobState:
     def tensors(self) -> dict[str, Any]:
         """This worker's part. Settings of groups are plain, and in step with the schedulers: every worker has them."""
         strategies = self.step.strategies
-        states = [strategies.kept_state(optimizer) for optimizer in self.optimizers]
+        states = [strategies.local_state(optimizer) for optimizer in self.optimizers]
         return {
             "models": _kept_models(self.models, strategies.kept),
             "optimizers": [

@@ -752,17 +752,17 @@ class TrainStep:
         if self.phase is Phase.ITEM and item is not None and item.first_of_step and not self.now.reports:
             self._between_steps()
 
-    def settle(self) -> None:
+    def drain(self) -> None:
         """All workers stand between two steps: what is under way ends, and models and buffers are alike everywhere."""
         if self.inside_step:
             return
-        self.strategies.settle()
+        self.strategies.drain()
         self._group.go_on_without_the_lost()
         lost: Set[int] = self._group.lost
         left = [lanes for worker, lanes in enumerate(self.rides) if worker not in lost]
         lowest = min(lane for lanes in left for lane in lanes)
         owner = next(place for place, lanes in enumerate(left) if lowest in lanes)
-        self.buffers.settle(self._group.comm, owner=owner, lowest=lowest)
+        self.buffers.drain(self._group.comm, owner=owner, lowest=lowest)
 
     def load(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
         self.strategies.load(optimizer, state, round=self.rounds)

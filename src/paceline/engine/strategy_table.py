@@ -33,7 +33,7 @@ class StrategyTable:
         try:
             self.of(self._all)
         except GenerationEnded:  # somebody died while it opened: leave the models for another table
-            self.dismantle()
+            self.teardown()
             raise
 
     def of(self, optimizers: Sequence[Optimizer]) -> tuple[Strategy, bool]:
@@ -58,12 +58,12 @@ class StrategyTable:
         gradients leave by themselves and workers have different numbers of lanes and items."""
         return self._leave_once_a_step or len({len(lanes) for lanes in plan.holders}) == 1
 
-    def settle(self) -> None:
+    def drain(self) -> None:
         for strategy in self._known.values():
-            strategy.settle()
+            strategy.drain()
 
-    def kept_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        return self._strategy_that_updates(optimizer).kept_state(optimizer)
+    def local_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        return self._strategy_that_updates(optimizer).local_state(optimizer)
 
     def load(self, optimizer: Optimizer, state: dict[str, Any], *, round: int) -> None:
         self._strategy_that_updates(optimizer).load(optimizer, state, round=round)
@@ -96,11 +96,11 @@ class StrategyTable:
             strategy.close()
         self._maker.close()
 
-    def dismantle(self) -> None:
+    def teardown(self) -> None:
         """The workers have changed: leave models and optimizers as they were found, for another table to begin with."""
         for strategy in self._known.values():
             strategy.close()
-        self._maker.dismantle()
+        self._maker.teardown()
 
     def _strategy_that_updates(self, optimizer: Optimizer) -> Strategy:
         return self._known.get((id(optimizer),)) or self.of(self._all)[0]

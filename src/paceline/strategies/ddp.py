@@ -139,10 +139,10 @@ class Ddp(InBuckets):
 
     # -- between steps -----------------------------------------------------------------------------------------------
 
-    def settle(self) -> None:
+    def drain(self) -> None:
         """Nothing is under way between two steps."""
 
-    def kept_state(self, optimizer: Optimizer) -> dict[str, Any]:
+    def local_state(self, optimizer: Optimizer) -> dict[str, Any]:
         return optimizer.state_dict()
 
     def load(self, optimizer: Optimizer, state: dict[str, Any], *, round: int) -> None:
@@ -224,7 +224,7 @@ class DdpMaker(Maker):
         self._masters.close()
         self._exchange.close()
 
-    def dismantle(self) -> None:
+    def teardown(self) -> None:
         """Every worker has all there is, so it keeps it."""
         drop_gradients(self._job.optimizers)
         self._masters.teardown()

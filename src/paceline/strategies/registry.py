@@ -66,7 +66,7 @@ class Job:
     facts: Mapping[str, Any] = field(default_factory=dict)  # what the bits depend on besides the objects, for records
     at_loop_end: list[LoopEndListener] = field(default_factory=list)  # a strategy adds its own
     replay: Replay | None = None  # do again what this has, instead of training
-    lost: set[int] = field(default_factory=set)  # workers that a strategy goes on without; it adds them in `settle`
+    lost: set[int] = field(default_factory=set)  # workers that a strategy goes on without; it adds them in `drain`
     generation: int = 1  # of the workers of an elastic job
     adopt_group: Callable[[Communicator], None] | None = None  # have a group end with this generation
     next_group: Callable[[str], Job] | None = None  # on a server of an elastic job: when, and why, a group is over
@@ -83,7 +83,7 @@ class Maker:
     def close(self) -> None:
         raise NotImplementedError
 
-    def dismantle(self) -> None:
+    def teardown(self) -> None:
         """In place of `close`, when the workers have changed: the group is over, so nothing is said to anybody.
 
         Models and optimizers are left as `open` found them: parameters of their full shapes and first precision, in

@@ -8,7 +8,7 @@ collect(tally)               after the worker's last item: the step's gradient i
 clip(max_norm)               if the loop asks for it
 apply(optimizer, step)       who runs the update: the optimizer here, one on a shard, or a server
 end_step()
-settle()                     at a boundary: updates under way are in, the model holds the newest weights
+drain()                     at a boundary: updates under way are in, the model holds the newest weights
 
 A *round* is a step of the loop, counted from the start of the job, the ones left out included. In which rounds the
 workers exchange their votes is the strategy's choice:
@@ -159,7 +159,7 @@ class Strategy(Protocol):
 
     def end_step(self) -> None: ...
 
-    def settle(self) -> None:
+    def drain(self) -> None:
         """All workers are at a boundary: evaluation, hash, saving, the end of the loop. May be called again and again.
 
         What the next round reads is still decided by its `start_step`.
@@ -167,10 +167,10 @@ class Strategy(Protocol):
         ...
 
     def kept(self, parameter: Parameter) -> Tensor | LocalShard:
-        """What this worker can save of its newest weights, after `settle`: all, as all workers can, or its shard."""
+        """What this worker can save of its newest weights, after `drain`: all, as all workers can, or its shard."""
         ...
 
-    def kept_state(self, optimizer: Optimizer) -> dict[str, Any]:
+    def local_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """The same of the optimizer: its state_dict with local shards where the state is sharded, or without it."""
         ...
 
@@ -182,7 +182,7 @@ class Strategy(Protocol):
         ...
 
     def whole(self, parameter: Parameter) -> Tensor:
-        """All of its newest weights, as precise as they are kept; after `settle`, by all workers in the same order."""
+        """All of its newest weights, as precise as they are kept; after `drain`, by all workers in the same order."""
         ...
 
     def put(self, parameter: Parameter, whole: Tensor) -> None:

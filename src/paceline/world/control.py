@@ -51,7 +51,7 @@ STOPPED_ON_REQUEST = 75
 It is EX_TEMPFAIL of sysexits.h, which schedulers can tell apart from a failure."""
 
 ANSWER_MARGIN_S = 5.0
-"""The supervisor answers a question it can't settle when its time is up; only then do we stop waiting for it."""
+"""The supervisor answers a question it can't answer when its time is up; only then do we stop waiting for it."""
 
 SEND_TIMEOUT_S = 30.0
 

@@ -119,8 +119,8 @@ class _AcrossGroups(Zero2):
         super().start_step(round, plan)
         self._speaks = self._across.group == 0 or self._parts.job.world.elastic is not None
 
-    def settle(self) -> None:
-        super().settle()
+    def drain(self) -> None:
+        super().drain()
         self._speaks = self._across.group == 0
 
     def kept(self, parameter: Parameter) -> Tensor | LocalShard:
@@ -128,8 +128,8 @@ class _AcrossGroups(Zero2):
         mine = super().kept(parameter)
         return mine if self._speaks else others_have_it(mine)
 
-    def kept_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        mine = super().kept_state(optimizer)
+    def local_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        mine = super().local_state(optimizer)
         return mine if self._speaks else others_have_it(mine)
 
     def _shipments_of(self, plan: SumPlan) -> tuple[Sequence[ScatterPlan], int]:
@@ -201,8 +201,8 @@ class HybridMaker(Maker):
         self._inside.close()
         self._leave_groups()
 
-    def dismantle(self) -> None:
-        self._inside.dismantle()
+    def teardown(self) -> None:
+        self._inside.teardown()
         self._leave_groups()
 
     def _leave_groups(self) -> None:

@@ -438,7 +438,7 @@ class ParameterServerMaker(Maker):
         assembly, world = self._assembly, self._assembly.job.world
         well = self._connections.failure is None and all(made.between_rounds for made in self._made)
         if world.elastic is not None and not (well and sys.exc_info()[0] is None):
-            self.dismantle()  # the others go on without this worker; the coordinator tells them
+            self.teardown()  # the others go on without this worker; the coordinator tells them
             return
         assembly.barrier.publish(f"stats/worker {world.rank}", self._connections.stats_so_far().to_json())
         self._connections.close()
@@ -453,7 +453,7 @@ class ParameterServerMaker(Maker):
             self._tell_what_was_seen()
         assembly.close()
 
-    def dismantle(self) -> None:
+    def teardown(self) -> None:
         """What servers held is gone with them, unless it was kept; the new world's worker 0 is the next to be one."""
         why = "the workers have changed"
         self._assembly.abandon(why)

@@ -215,5 +215,5 @@ class ReplayedMaker(Maker):
 
     def close(self) -> None: ...
 
-    def dismantle(self) -> None:
+    def teardown(self) -> None:
         """One process does it all: no other can be lost."""

@@ -338,7 +338,7 @@ class UpdatesOnServers(PushedRounds):
 
     # -- between rounds ----------------------------------------------------------------------------------------------
 
-    def settle(self) -> None:
+    def drain(self) -> None:
         """Inside a group of rounds that read the same weights, those have to come back for the next of them."""
         if self._shown == self._round:
             return
@@ -356,9 +356,9 @@ class UpdatesOnServers(PushedRounds):
     def _settle_alone(self) -> None:
         """An elastic job keeps its state right after `apply`: the model then has to have what that made of it."""
         if self._clock.deterministic:
-            self.settle()
+            self.drain()
 
-    def kept_state(self, optimizer: Optimizer) -> dict[str, Any]:
+    def local_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """One worker asks the servers for all of it; one that is the server need not ask, nor copy anything."""
         saved: dict[str, Any] = optimizer.state_dict()
         if not self._speaks_for_all:
@@ -515,7 +515,7 @@ class UpdatesOnArrival(UpdatesOnServers):
 
     # -- between rounds ----------------------------------------------------------------------------------------------
 
-    def settle(self) -> None:
+    def drain(self) -> None:
         """What all workers pushed is in before any of them reads, and none pushes before all have read."""
         self._client.flush()
         self._all_workers_are_here()
@@ -663,18 +663,18 @@ class SumsOnServers(PushedRounds):
 
     # -- between rounds ----------------------------------------------------------------------------------------------
 
-    def settle(self) -> None:
+    def drain(self) -> None:
         """Inside a group the model shows what its first rounds made of the weights; the next gets those back."""
         if self._waiting and not self._clock.pulls_before(self._round):
             self._weights.keep()
         self._catch_up()
 
     def kept(self, parameter: Parameter) -> Tensor | LocalShard:
-        self.settle()  # an elastic job keeps its state right after `apply`, which may have put the update off
+        self.drain()  # an elastic job keeps its state right after `apply`, which may have put the update off
         return super().kept(parameter)
 
-    def kept_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        self.settle()
+    def local_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        self.drain()
         return self._with_reads(optimizer.state_dict(), optimizer)
 
     def load(self, optimizer: Optimizer, state: dict[str, Any], *, round: int) -> None:

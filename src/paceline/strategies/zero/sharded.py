@@ -138,7 +138,7 @@ class ShardedMaker(Maker):
     def close(self) -> None:
         self._parts.close()
 
-    def dismantle(self) -> None:
+    def teardown(self) -> None:
         self._parts.teardown()
 
 
@@ -315,11 +315,11 @@ class ShardedStrategy(InBuckets):
 
     # -- between steps -----------------------------------------------------------------------------------------------
 
-    def settle(self) -> None:
+    def drain(self) -> None:
         """Nothing is under way between two steps."""
         self._parts.weights.check()
 
-    def kept_state(self, optimizer: Optimizer) -> dict[str, Any]:
+    def local_state(self, optimizer: Optimizer) -> dict[str, Any]:
         return self._parts.optimizers.local_state(optimizer)
 
     def load(self, optimizer: Optimizer, state: dict[str, Any], *, round: int) -> None:
