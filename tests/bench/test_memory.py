@@ -26,8 +26,7 @@ from paceline.bench.memory import (
     without,
 )
 from paceline.bench.memory_contestants import MLP50M, strategies
-from paceline.bench.memory_measure import formula, measure
-from paceline.bench.process_memory import Mappings, Resident, peak_pss, reset_peak, resident
+from paceline.bench.memory_measure import Mappings, Resident, formula, measure, peak_pss, reset_peak, resident
 from paceline.bench.report import show_memory
 from paceline.bench.workloads import mlp
 from paceline.cli import bench as cli

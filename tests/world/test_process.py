@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from paceline.bench.process_memory import Resident
+from paceline.bench.memory_measure import Resident
 from paceline.world.process import give_back_free_memory, keep_no_free_memory
 from tests.workers import run_workers
 

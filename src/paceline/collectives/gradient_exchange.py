@@ -2,7 +2,7 @@
 
     reduction   workers                    how
     exact       1                          nothing: all merges were local (`SingleWorker`)
-    exact       any, in shared memory      the owner of a range adds it where it lies (shared_memory/bucket_sums.py)
+    exact       any, in shared memory      the owner of a range adds it where it lies (shared_memory/operations.py)
     exact       2, one root each           native all-reduce (a + b = b + a: the canonical bits)
     exact       4, 8, … one root each,     recursive halving and doubling: few messages
                 a small bucket

@@ -206,7 +206,7 @@ def _connections() -> dict[int, int]:
 
 T = TypeVar("T")
 
-LOOK_EVERY_S = 0.02
+GIVEN_UP_EVERY_S = 0.02
 
 
 class GivenUpError(TimeoutError):
@@ -220,7 +220,7 @@ def in_time(call: Callable[[], T], seconds: float, what: str, given_up: Callable
     deadline = time.monotonic() + seconds
     while True:
         left = deadline - time.monotonic()
-        if job.done.wait(left if given_up is None else min(left, LOOK_EVERY_S)):
+        if job.done.wait(left if given_up is None else min(left, GIVEN_UP_EVERY_S)):
             break
         if given_up is not None and given_up():
             raise GivenUpError(f"{what} was given up")

@@ -35,9 +35,8 @@ from torch.distributed import ReduceOp
 from torch.futures import Future
 
 from paceline.collectives.shared_memory.barrier import LINE, Barrier
-from paceline.collectives.shared_memory.bucket_sums import BucketSums
 from paceline.collectives.shared_memory.kernels import choose_kernels, compiled_library
-from paceline.collectives.shared_memory.operations import AllReduceInC, Operations, rank_merges
+from paceline.collectives.shared_memory.operations import AllReduceInC, BucketSums, Operations, rank_merges
 from paceline.collectives.shared_memory.point_to_point import ANY, CHANNEL_BYTES, PointToPointQueues
 from paceline.collectives.shared_memory.segment import PAGE, Arenas, Segment, agree, until_all_have_heard
 from paceline.errors import CollectiveError, ConfigError
