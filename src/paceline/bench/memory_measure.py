@@ -40,7 +40,7 @@ from paceline.bench.memory import PEERS, ROLES, Memory, MemoryRun, Spans, joined
 from paceline.bench.memory_contestants import MLP50M, Loop, enter, strategies
 from paceline.bench.workloads import Workload, adamw
 from paceline.sharding.footprint import FOOTPRINTS, Model, footprint
-from paceline.strategies.zero1 import Zero1
+from paceline.strategies.zero.zero1 import Zero1
 from paceline.world.environment import read_world
 from paceline.world.process import keep_no_free_memory
 from paceline.world.world import World
