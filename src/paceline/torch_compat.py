@@ -22,11 +22,11 @@ from torch.optim import Optimizer
 from paceline.errors import ConfigError
 
 if TYPE_CHECKING:
-    from torch._C._distributed_c10d import PrefixStore, Store
+    from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 else:
-    from torch.distributed import PrefixStore, Store
+    from torch.distributed import HashStore, PrefixStore, Store
 
-__all__ = ["PrefixStore", "Store"]  # public in torch.distributed, but not exported there for type checkers
+__all__ = ["HashStore", "PrefixStore", "Store"]  # public in torch.distributed, but not exported there for type checkers
 
 
 class Missing:
@@ -147,6 +147,22 @@ def memory_written_by(run: Callable[[], Any]) -> set[int]:
         run()
     return written
 
+
+# -- loader processes --------------------------------------------------------------------------------------------------
+
+_LOADERS = "DataLoader(num_workers=…)"
+loader_worker: Any = resolve("torch.utils.data._utils:worker", _LOADERS)  # the module: get_worker_info() reads it
+watch_for_dead_loaders: Callable[[], None] = resolve(
+    "torch.utils.data._utils.signal_handling:_set_SIGCHLD_handler", _LOADERS
+)
+pin_memory: Callable[[Any], Any] = resolve("torch.utils.data._utils.pin_memory:pin_memory", "pin_memory=True")
+
+# -- the profiler ------------------------------------------------------------------------------------------------------
+
+_PROFILER = "collectives by their names in the profiler"
+profiler_enabled: Callable[[], bool] = resolve("torch._C._autograd:_profiler_enabled", _PROFILER)
+begin_record: Callable[..., Any] = resolve("torch._C._autograd:_record_function_with_args_enter", _PROFILER)
+end_record: Callable[[Any], None] = resolve("torch._C._autograd:_record_function_with_args_exit", _PROFILER)
 
 # -- optimizers --------------------------------------------------------------------------------------------------------
 

@@ -20,7 +20,6 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import PrefixStore, Store
 
 from paceline.bench.collectives import ALGORITHMS, ITEM_BYTES, OPERATIONS, Comparison
 from paceline.collectives.canonical_sum import owner_ranges
@@ -35,6 +34,7 @@ from paceline.collectives.shared_memory.kernels import choose_kernels
 from paceline.collectives.shared_memory.operations import ALIGNED, rank_merges
 from paceline.collectives.shared_memory.segment import PAGE, Segment
 from paceline.errors import CollectiveError, ConfigError
+from paceline.torch_compat import PrefixStore, Store
 from paceline.world.environment import enter as enter_environment
 from paceline.world.world import World
 

@@ -19,13 +19,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore
 
 from paceline.bench.contestants import Contestant, enter
 from paceline.bench.race import THREADS_PER_WORKER, EngineTiming, Race, Round, steps_that_fill, summarise
 from paceline.bench.statistics import CpuClock, foreign_and_steal, machine_facts
 from paceline.bench.workloads import WORKLOADS, Workload
 from paceline.errors import ConfigError
+from paceline.torch_compat import PrefixStore
 from paceline.world.control import ControlClient
 from paceline.world.environment import read_world
 from paceline.world.rendezvous_store import open_store

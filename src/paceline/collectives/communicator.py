@@ -27,12 +27,12 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 
 from paceline.collectives.byte_count import ByteCount, Traffic
 from paceline.collectives.canonical_sum import Scatter, SumPlan
 from paceline.collectives.process_groups import GivenUpError, OpenSockets, build_groups, first_line, in_time, shut_down
 from paceline.errors import GenerationEnded, PacelineError, PeerLostError, WorldError
+from paceline.torch_compat import HashStore, PrefixStore, Store
 from paceline.world.waiting import Waiting
 from paceline.world.world import World
 

@@ -28,10 +28,10 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, Store
 
 from paceline.collectives.shared_memory.group import SharedMemoryGroup
 from paceline.errors import ConfigError, WorldError
+from paceline.torch_compat import PrefixStore, Store
 from paceline.world.environment import tensor_address
 from paceline.world.waiting import Waiting
 from paceline.world.world import World

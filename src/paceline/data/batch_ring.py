@@ -35,10 +35,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-import torch.utils.data._utils.pin_memory as torch_pinning
 from torch import Tensor
 
 from paceline.errors import DataError
+from paceline.torch_compat import pin_memory
 
 SLOT_BYTES = 16 << 20  # a loader process may take prefetch_factor + 2 times as much
 PICKLED_BELOW = 64 << 10  # bytes of an array of numpy: as much as a pipe takes at once
@@ -253,7 +253,7 @@ class _Emptying:
 
 
 def pinned(batch: Any) -> Any:
-    return torch_pinning.pin_memory(batch)  # type: ignore[no-untyped-call]
+    return pin_memory(batch)
 
 
 def _tensor(*put: Any) -> Tensor:

@@ -29,7 +29,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-import torch.utils.data._utils.worker as torch_worker
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, default_collate, get_worker_info
 
@@ -39,6 +38,7 @@ from paceline.data.loader_watch import COLLATING, HANDING_OVER, LoaderWatch, Slo
 from paceline.data.sharded_sampler import WorkItem
 from paceline.data.work_source import Assignment
 from paceline.errors import DataError
+from paceline.torch_compat import loader_worker as torch_worker
 from paceline.world.determinism import mix, seed_everything
 
 LOOK_AFTER_THEM_S = 0.25

@@ -24,10 +24,9 @@ from contextlib import contextmanager
 from multiprocessing.sharedctypes import RawArray
 from typing import Any
 
-import torch.utils.data._utils.signal_handling as torch_signals
-import torch.utils.data._utils.worker as torch_worker
-
 from paceline.errors import DataError
+from paceline.torch_compat import loader_worker as torch_worker
+from paceline.torch_compat import watch_for_dead_loaders
 
 COLLATING, HANDING_OVER = -1, -2
 
@@ -159,7 +158,7 @@ def _keep_torch_from_raising() -> None:
     """torch's handler of SIGCHLD stays, for the processes of other DataLoaders; like torch's, ours is set for good."""
     if threading.current_thread() is not threading.main_thread():
         return  # where torch sets none either
-    torch_signals._set_SIGCHLD_handler()
+    watch_for_dead_loaders()
     before = signal.getsignal(signal.SIGCHLD)
     if not callable(before) or getattr(before, "calls_torch", False):
         return

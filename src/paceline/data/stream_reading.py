@@ -21,7 +21,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-import torch.utils.data._utils.worker as torch_worker
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
@@ -30,6 +29,7 @@ from paceline.data.loader_watch import LoaderWatch, startup_explained
 from paceline.data.sharded_sampler import BatchPlan
 from paceline.data.work_source import Assignment
 from paceline.errors import DataError
+from paceline.torch_compat import loader_worker as torch_worker
 from paceline.world.determinism import mix, seed_everything
 
 WHOLE = -1  # the one part of a stream that can't be split

@@ -32,6 +32,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from paceline.errors import ConfigError
+from paceline.torch_compat import own_buffers, version_of
 from paceline.world.known_names import recomputed
 
 Class = type[nn.Module] | str
@@ -273,9 +274,9 @@ class _Before:
     def __init__(self, module: nn.Module) -> None:
         self._random = _random_states()
         self._buffers = [
-            _Buffer(holder, name, buffer, buffer._version, buffer.detach().clone())
+            _Buffer(holder, name, buffer, version_of(buffer), buffer.detach().clone())
             for holder in module.modules()
-            for name, buffer in holder._buffers.items()
+            for name, buffer in own_buffers(holder).items()
             if buffer is not None
         ]
 
@@ -286,16 +287,16 @@ class _Before:
     def again(self) -> Iterator[None]:
         """As it was; afterwards as it is now."""
         now = _random_states()
-        live = [buffer.holder._buffers[buffer.name] for buffer in self._buffers]
+        live = [own_buffers(buffer.holder)[buffer.name] for buffer in self._buffers]
         _set_random_states(self._random)
         for buffer in self._buffers:
-            buffer.holder._buffers[buffer.name] = buffer.value.clone()
+            own_buffers(buffer.holder)[buffer.name] = buffer.value.clone()
         try:
             yield
         finally:
             _set_random_states(now)
             for buffer, tensor in zip(self._buffers, live, strict=True):
-                buffer.holder._buffers[buffer.name] = tensor
+                own_buffers(buffer.holder)[buffer.name] = tensor
 
 
 @dataclass(frozen=True)
@@ -308,7 +309,7 @@ class _Buffer:
 
     @property
     def is_unchanged(self) -> bool:
-        if self.holder._buffers.get(self.name) is not self.tensor or self.tensor._version != self.version:
+        if own_buffers(self.holder).get(self.name) is not self.tensor or version_of(self.tensor) != self.version:
             return False
         # Kernels update running statistics behind the version counter. On an accelerator looking would mean waiting.
         if not self.tensor.is_floating_point():

@@ -21,7 +21,6 @@ from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor
-from torch._C._distributed_c10d import Store
 
 from paceline.collectives.communicator import Communicator
 from paceline.engine.config import counted
@@ -29,6 +28,7 @@ from paceline.engine.evaluation import padded_rows
 from paceline.engine.group import Group
 from paceline.engine.step import TrainStep
 from paceline.errors import ConfigError, GenerationEnded, LoopError, PeerLostError
+from paceline.torch_compat import Store
 
 Operation = Literal["sum", "mean", "max", "min"]
 T = TypeVar("T")

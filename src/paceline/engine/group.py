@@ -15,7 +15,6 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
-from torch._C._distributed_c10d import PrefixStore, Store
 
 from paceline.collectives.communicator import Communicator, SingleWorker
 from paceline.elastic.decisions import Generation
@@ -26,6 +25,7 @@ from paceline.engine.config import EngineConfig
 from paceline.engine.evaluation import EvaluationLoader
 from paceline.engine.serving import Serving, server_among
 from paceline.errors import ConfigError
+from paceline.torch_compat import PrefixStore, Store
 from paceline.world.control import ControlClient
 from paceline.world.rendezvous_store import open_store
 from paceline.world.waiting import WaitWatch

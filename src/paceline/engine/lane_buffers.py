@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.collectives.communicator import Communicator, Handle
+from paceline.torch_compat import foreach_copy_, version_of
 
 
 class LaneBuffers:
@@ -166,11 +167,11 @@ class LaneBuffers:
         self._note_versions()
 
     def _note_versions(self) -> None:
-        self._versions = [(id(buffer), buffer._version) for buffer in self._live]
+        self._versions = [(id(buffer), version_of(buffer)) for buffer in self._live]
 
     def _written_by_others(self) -> bool:
         """Loaded, reset, or moved on by a forward of the user's own: lanes start there, as in any other step."""
-        return self._versions != [(id(buffer), buffer._version) for buffer in self._live]
+        return self._versions != [(id(buffer), version_of(buffer)) for buffer in self._live]
 
     # -- parts -------------------------------------------------------------------------------------------------------
 
@@ -182,7 +183,7 @@ class LaneBuffers:
     def _copy(self, source: Sequence[Tensor], target: Sequence[Tensor]) -> None:
         if source:
             with torch.no_grad():
-                torch._foreach_copy_(list(target), list(source))
+                foreach_copy_(list(target), list(source))
 
 
 @dataclass(frozen=True)

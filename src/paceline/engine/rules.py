@@ -19,6 +19,7 @@ from paceline.engine.vote import LaneReport
 from paceline.errors import LoopError, NonFiniteLossError
 from paceline.input_file import one_line
 from paceline.optim.loss_scale import OnNonFinite
+from paceline.torch_compat import own_parameters, version_of
 
 
 class ItemFacts(Protocol):
@@ -163,12 +164,12 @@ def check_learning_rates(before: Sequence[float], now: Sequence[float], step: in
 
 
 def gradient_versions(parameters: Sequence[Parameter]) -> list[tuple[Parameter, int]]:
-    return [(p, p.grad._version) for p in parameters if p.grad is not None]
+    return [(p, version_of(p.grad)) for p in parameters if p.grad is not None]
 
 
 def check_gradients_untouched(versions: Sequence[tuple[Parameter, int]], name_of: Callable[[Parameter], str]) -> None:
     for parameter, version in versions:
-        if parameter.grad is None or parameter.grad._version != version:
+        if parameter.grad is None or version_of(parameter.grad) != version:
             raise LoopError(
                 f"the gradient of {name_of(parameter)!r} was changed between "
                 "engine.backward() and optimizer.step(); torch's clip_grad_norm_ and edits of .grad see only some "
@@ -193,14 +194,14 @@ class ParameterPlaces:
             (module, key, parameter)
             for model in models
             for module in model.modules()
-            for key, parameter in module._parameters.items()
+            for key, parameter in own_parameters(module).items()
             if parameter is not None and id(parameter) in trained
         ]
 
     def check(self) -> None:
         """One that has gone elsewhere, as under a parametrization, is none of our business."""
         for module, key, parameter in self._places:
-            if module._parameters.get(key, parameter) is not parameter:
+            if own_parameters(module).get(key, parameter) is not parameter:
                 raise LoopError(
                     f"another parameter stands where {self._name_of(parameter)!r} was in engine.prepare(), as after "
                     "load_state_dict(…, assign=True): the model would use it, and the optimizer train the old one. "

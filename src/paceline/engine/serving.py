@@ -16,14 +16,13 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
-from torch._C._distributed_c10d import Store
-
 from paceline.collectives.communicator import Communicator
 from paceline.elastic.decisions import Generation
 from paceline.elastic.faults import fault_point
 from paceline.elastic.worker_agent import WorkerAgent
 from paceline.errors import WorldError
 from paceline.parameter_server.handshake import await_ranks
+from paceline.torch_compat import Store
 from paceline.world.world import World
 
 LOOK_EVERY_S = 0.1

@@ -25,12 +25,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C._distributed_c10d import PrefixStore, Store
 
 from paceline.collectives.communicator import Communicator
 from paceline.errors import PeerLostError, ReplicaError, WorldError
 from paceline.parameter_server.key_ranges import KeyTable
 from paceline.parameter_server.wire import Protocol
+from paceline.torch_compat import PrefixStore, Store
 from paceline.world.world import World
 
 _ALIGNED = 64

@@ -30,7 +30,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._autograd import _profiler_enabled, _record_function_with_args_enter, _record_function_with_args_exit
 from torch.distributed import ReduceOp
 from torch.futures import Future
 
@@ -40,6 +39,7 @@ from paceline.collectives.shared_memory.operations import AllReduceInC, BucketSu
 from paceline.collectives.shared_memory.point_to_point import ANY, CHANNEL_BYTES, PointToPointQueues
 from paceline.collectives.shared_memory.segment import PAGE, Arenas, Segment, agree, until_all_have_heard
 from paceline.errors import CollectiveError, ConfigError
+from paceline.torch_compat import begin_record, end_record, profiler_enabled
 from paceline.world import environment
 
 # -- the collective queue ----------------------------------------------------------------------------------------------
@@ -72,13 +72,13 @@ class QueuedWork(dist.Work):
         self._error: BaseException | None = None
         self._future: Future[Any] | None = None
         self._outcome: Future[list[Any]] | None = None
-        self._record = _record_function_with_args_enter(event.name, *event.tensors) if _profiler_enabled() else None
+        self._record = begin_record(event.name, *event.tensors) if profiler_enabled() else None
         self.help: Callable[[QueuedWork], None] = lambda work: None  # set by a line whose thread may come to wait
 
     def finish(self, error: BaseException | None = None) -> None:
         self._error = error
         if self._record is not None:  # before a thread that waits can stop the profiler
-            _record_function_with_args_exit(self._record)
+            end_record(self._record)
             self._record = None
         with _ending:
             self._done = True
@@ -154,7 +154,7 @@ class CollectiveQueue:
                 raise CollectiveError("the group has been shut down")
             work = QueuedWork(result, event)
             work.help = self._help
-            here = at_once and not self._busy and not self._jobs and not _profiler_enabled()
+            here = at_once and not self._busy and not self._jobs and not profiler_enabled()
             if here:
                 self._busy = True
             else:

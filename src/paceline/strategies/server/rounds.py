@@ -19,7 +19,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
@@ -47,6 +46,7 @@ from paceline.strategies.master_weights import load_exactly
 from paceline.strategies.registry import Job
 from paceline.strategies.server.space import ModelWeights, Space, sliced_states, states_of_keys
 from paceline.strategies.strategy import Agreement, ItemPlace, StrategyBase, Tally
+from paceline.torch_compat import STEP_WAS_CALLED, foreach_mul_
 
 READS = "weights being read"  # in a saved state
 ROUNDS_UNDER_WAY = 2  # whose pushes may still be on their way; a worker that no clock holds back is held back by this
@@ -322,7 +322,7 @@ class UpdatesOnServers(PushedRounds):
         return self._client.norm
 
     def apply(self, optimizer: Optimizer, original_step: Callable[[], Any]) -> Any:
-        optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers look for it to see that step() came first
+        setattr(optimizer, STEP_WAS_CALLED, True)
         if self._all_have_acted(optimizer):
             self._end_round()
 
@@ -616,13 +616,13 @@ class SumsOnServers(PushedRounds):
         gradients = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
         norm = global_norm(gradients)
         if norm > max_norm or not math.isfinite(norm):
-            torch._foreach_mul_(gradients, clip_coefficient(norm, max_norm))
+            foreach_mul_(gradients, clip_coefficient(norm, max_norm))
         return norm
 
     def apply(self, optimizer: Optimizer, original_step: Callable[[], Any]) -> Any:
         if self._clock.synchronous:
             return original_step()
-        optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers look for it to see that step() came first
+        setattr(optimizer, STEP_WAS_CALLED, True)
         waiting = self._waiting[-1]
         waiting.steps.append(original_step)
         waiting.settings = self._settings.read()

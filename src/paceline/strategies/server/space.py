@@ -35,6 +35,7 @@ from paceline.sharding.bucket import Bucket, GradientSpec, plan_buckets
 from paceline.sharding.flat_layout import FlatLayout, Piece
 from paceline.sharding.local_shard import LocalShard
 from paceline.strategies.buckets import expected_order
+from paceline.torch_compat import foreach_copy_, version_of
 
 
 @dataclass(frozen=True)
@@ -131,7 +132,7 @@ class ModelWeights:
                 else:
                     _put_piece(parameter, piece, part)
             if targets:
-                torch._foreach_copy_(targets, parts)
+                foreach_copy_(targets, parts)
 
     def _flat_of(self, index: int) -> Tensor:
         parameter = self._parameters[index]
@@ -159,7 +160,7 @@ class ModelWeights:
 
     def put_all(self, weights: Sequence[Tensor]) -> None:
         with torch.no_grad():
-            torch._foreach_copy_(list(self._parameters), list(weights))
+            foreach_copy_(list(self._parameters), list(weights))
 
     def remember(self, weights: Sequence[Tensor] | None) -> None:
         """Others than the model holds; None: nothing."""
@@ -171,7 +172,7 @@ class ModelWeights:
 
     def versions(self) -> list[int]:
         """They change when a parameter is written to."""
-        return [parameter._version for parameter in self._parameters]
+        return [version_of(parameter) for parameter in self._parameters]
 
 
 def _put_piece(parameter: Parameter, piece: Piece, part: Tensor) -> None:
