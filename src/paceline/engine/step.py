@@ -564,11 +564,9 @@ class TrainStep:
         with self._or_lost():
             try:
                 result = self._update_with(optimizer)
-            except GenerationEnded:
-                raise
             except BaseException as error:
                 # No worker may count a step of which this one has half an update.
-                if self._group.recovery.is_elastic:
+                if self._group.recovery.is_elastic and not isinstance(error, GenerationEnded):
                     self.broken = f"the update of step {self.step + 1} ended with {type(error).__name__} on this worker"
                 raise
         return result
