@@ -149,8 +149,8 @@ class RunningJob:
 
     def _left(self) -> list[str]:
         processes = [f"process {process.pid} {' '.join(process.cmdline())}" for process in processes_in(self.folder)]
-        vaults = SHARED_MEMORY.glob(f"paceline-{self.supervisor}-*")
-        return [*processes, *map(str, vaults), *map(str, (self.folder / "tmp").glob("paceline-*"))]
+        folders = SHARED_MEMORY.glob(f"paceline-{self.supervisor}-*")
+        return [*processes, *map(str, folders), *map(str, (self.folder / "tmp").glob("paceline-*"))]
 
     def _with_stacks(self) -> str:
         """What was printed, and where the workers are now."""

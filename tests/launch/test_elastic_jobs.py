@@ -480,14 +480,14 @@ def test_a_silent_host_is_given_up_but_not_for_a_pause_of_our_own() -> None:
 def test_a_memory_folder_goes_with_its_job_and_is_swept_when_nobody_holds_it(tmp_path: Path) -> None:
     memory = tmp_path / "shm"
     memory.mkdir()
-    with run_folder() as run, memory_folder(run, memory) as vault:
-        assert vault.parent == memory
-        assert vault.stat().st_mode & 0o777 == 0o700
+    with run_folder() as run, memory_folder(run, memory) as kept:
+        assert kept.parent == memory
+        assert kept.stat().st_mode & 0o777 == 0o700
         sweep(memory)
-        assert vault.exists(), "it is held"
+        assert kept.exists(), "it is held"
         with open_run_folder(run) as held:
             remove_folders(held)  # as the fork server does
-        assert not vault.exists()
+        assert not kept.exists()
         assert not run.exists()
     left = memory / "paceline-1-0123abcd"
     left.mkdir()
@@ -550,7 +550,7 @@ if incarnation:
 else:
     control.tell("elastic.enter", generation=1, loop=1, step=0, facts=facts)
     assert news.get(timeout=30) == ("elastic.begin", {"loop": 1, "then": None})
-print("vault", os.environ["PACELINE_VAULT"], "pids", os.getpid(), flush=True)
+print("kept", os.environ["PACELINE_MEMORY_FOLDER"], "pids", os.getpid(), flush=True)
 while step < steps:
     FAULTS
     control.tell("elastic.ready", generation=generation, step=step + 1, update=0, check=7, more=step + 1 < steps)
@@ -598,8 +598,8 @@ def test_a_killed_and_a_stopped_worker_are_replaced_and_every_step_is_committed_
     assert [line for line in said if line.startswith(silent)], finished.err
     for worker in (1, 2):
         assert any(re.fullmatch(rf"paceline: worker {worker} is back after step \d+", line) for line in said), said
-    (vault,) = set(re.findall(r"vault (\S+)", finished.out))
-    assert not Path(vault).exists()
+    (kept,) = set(re.findall(r"kept (\S+)", finished.out))
+    assert not Path(kept).exists()
 
 
 @pytest.mark.job
@@ -658,11 +658,11 @@ def test_when_all_die_they_start_anew_and_when_the_supervisor_dies_nothing_is_le
     wait_until(lambda: (folder / "again-0").exists() and (folder / "again-1").exists(), 20, "both are there again")
     assert started.process.stdout is not None
     heard = [started.process.stdout.readline().decode() for _ in range(4)]
-    (vault,) = {line.split("vault ")[1].split()[0] for line in heard}
-    assert Path(vault).is_dir()
+    (kept,) = {line.split("kept ")[1].split()[0] for line in heard}
+    assert Path(kept).is_dir()
     processes = started.descendants()
     started.process.kill()
-    wait_until_gone(processes, Path(vault), timeout_s=5)
+    wait_until_gone(processes, Path(kept), timeout_s=5)
     assert "all start anew (1 of at most 3 times)" in started.finish().err
     assert started.run_folders() == []
 

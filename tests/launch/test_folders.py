@@ -145,15 +145,15 @@ def test_a_run_folder_that_was_swapped_before_it_was_opened_is_refused(
         pass
 
 
-# -- vaults ------------------------------------------------------------------------------------------------------------
+# -- the memory folder -------------------------------------------------------------------------------------------------
 
 
 def test_an_emptied_vault_keeps_its_lock_and_follows_no_link(memory: Path, victim: Path) -> None:
-    with run_folder() as run, memory_folder(run, memory) as vault:
-        (vault / "slot-0-0").touch()
-        (vault / "link").symlink_to(victim)
-        empty(vault)
-        assert sorted(entry.name for entry in vault.iterdir()) == [LOCK, RUN]
+    with run_folder() as run, memory_folder(run, memory) as kept:
+        (kept / "slot-0-0").touch()
+        (kept / "link").symlink_to(victim)
+        empty(kept)
+        assert sorted(entry.name for entry in kept.iterdir()) == [LOCK, RUN]
         assert (victim / "precious").exists()
     assert list(memory.iterdir()) == []
 
@@ -163,8 +163,8 @@ def test_what_another_user_put_in_the_place_of_a_memory_folder_is_not_removed(sh
     memory = shared / "shm"
     memory.mkdir()
     os.chown(memory, NOBODY, NOBODY)
-    with run_folder() as run, memory_folder(run, memory) as vault:
-        as_nobody(f"mv {vault.name} elsewhere; ln -s {victim} {vault.name}", memory)
+    with run_folder() as run, memory_folder(run, memory) as kept:
+        as_nobody(f"mv {kept.name} elsewhere; ln -s {victim} {kept.name}", memory)
         with pytest.raises(OSError):
-            empty(vault)
+            empty(kept)
     assert (victim / "precious").exists()

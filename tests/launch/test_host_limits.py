@@ -133,8 +133,8 @@ def in_its_own_mounts(mounts: str, program: str) -> str:
 def test_an_elastic_job_without_shared_memory_says_where_it_keeps_its_state(mount: str, told: str) -> None:
     program = (
         "from paceline.launch.folders import run_folder, memory_folder\n"
-        "with run_folder() as run, memory_folder(run, log=print) as vault:\n"
-        "    assert vault == run / 'memory' and vault.is_dir() and not vault.is_symlink()\n"
+        "with run_folder() as run, memory_folder(run, log=print) as kept:\n"
+        "    assert kept == run / 'memory' and kept.is_dir() and not kept.is_symlink()\n"
         "assert not run.exists()"
     )
     said = in_its_own_mounts(mount, program).splitlines()
@@ -147,8 +147,8 @@ def test_a_memory_folder_in_shared_memory_is_not_spoken_of(tmp_path: Path) -> No
     said: list[str] = []
     (tmp_path / "shm").mkdir()
     (tmp_path / "run").mkdir()
-    with memory_folder(tmp_path / "run", tmp_path / "shm", said.append) as vault:
-        assert (tmp_path / "run" / MEMORY).readlink() == vault
+    with memory_folder(tmp_path / "run", tmp_path / "shm", said.append) as kept:
+        assert (tmp_path / "run" / MEMORY).readlink() == kept
     assert said == []
 
 

@@ -394,13 +394,13 @@ def test_workers_of_other_hosts_leave_when_the_coordinator_is_killed(launch: Sta
 def test_the_fork_server_cleans_up_after_a_supervisor_that_was_killed_before_it_had_read_everything(
     tmp_path: Path,
 ) -> None:
-    run, vault = (
+    run, kept = (
         tmp_path / "run",
         tmp_path / "paceline-1-0123abcd",
     )  # only a folder of such a name is removed
     run.mkdir(mode=0o700)
-    vault.mkdir(mode=0o700)
-    (run / "memory").symlink_to(vault)
+    kept.mkdir(mode=0o700)
+    (run / "memory").symlink_to(kept)
     ours, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     told = [str(its.fileno()), str(os.getpid()), str(run), "json", "script", "nothing.py"]
     fork_server = subprocess.Popen(
@@ -411,4 +411,4 @@ def test_the_fork_server_cleans_up_after_a_supervisor_that_was_killed_before_it_
     ours.close()  # unread
     assert fork_server.wait(30) == 0
     assert not run.exists()
-    assert not vault.exists()
+    assert not kept.exists()

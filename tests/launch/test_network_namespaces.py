@@ -179,8 +179,8 @@ def kill_all(host: Host) -> None:
 
 def folders_of(host: Host) -> list[Path]:
     """In memory and on disk; the supervisor is what `ip netns exec` became."""
-    vaults = list(SHARED_MEMORY.glob(f"paceline-{host.process.pid}-*"))
-    return [*vaults, *((vault / RUN).readlink() for vault in vaults)]
+    folders = list(SHARED_MEMORY.glob(f"paceline-{host.process.pid}-*"))
+    return [*folders, *((kept / RUN).readlink() for kept in folders)]
 
 
 def next_commit_after(host: Host, act: Callable[[], None]) -> float:

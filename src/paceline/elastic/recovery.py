@@ -185,13 +185,15 @@ class Recovery(NoRecovery):
 
     def __init__(self, agent: WorkerAgent, seat: World, parts: Parts, say: Callable[[str], None]) -> None:
         assert seat.elastic is not None
-        if seat.elastic.vault is None:
-            raise WorldError("an elastic job needs a folder that outlives its workers, and PACELINE_VAULT names none")
+        if seat.elastic.memory_folder is None:
+            raise WorldError(
+                "an elastic job needs a folder that outlives its workers, and PACELINE_MEMORY_FOLDER names none"
+            )
         self.agent = agent
         self.loop = 0
         self.admitted = not seat.elastic.joins
         self._seat, self._parts, self._say = seat, parts, say
-        self._checkpoint = MemoryCheckpoint(Path(seat.elastic.vault), seat.rank)
+        self._checkpoint = MemoryCheckpoint(Path(seat.elastic.memory_folder), seat.rank)
         across_hosts = seat.hosts > 1 or seat.elastic.across_hosts
         self._replication = (
             Replication(seat, self._checkpoint, seat.elastic.copies) if across_hosts else OneHost(self._checkpoint)

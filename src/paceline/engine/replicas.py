@@ -2,7 +2,7 @@
 
 `weights_hash` is the oracle: sha256 over (name, dtype, shape, little-endian bytes) of parameters and persistent buffers
 in sorted name order, tied names once each. At start every worker hashes every tensor and the first difference is named.
-During the run a 64-bit integer sum of a rotating part of the weights travels with each ballot: about 0.05 ms a step.
+During the run a 64-bit integer sum of a rotating part of the weights travels with each vote: about 0.05 ms a step.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """A second opinion: every so many steps each lane is computed by another worker too, and the bits are compared.
 
-    step 100      lane 0   lane 1   lane 2            one hash of each lane's gradient, told with the ballots
+    step 100      lane 0   lane 1   lane 2            one hash of each lane's gradient, told with the step votes
     first pass    w0: a    w1: b    w2: c
     second pass   w1: a    w2: b    w0: d             lane 2 differs: a third pass
     third pass    w2: a    w0: b    w1: c             two have c, so worker 0 has computed it wrong

@@ -1,7 +1,7 @@
 """Stop and go: a signal to any worker ends the loop of all of them after one and the same step.
 
     SIGTERM  ─┐
-    SIGINT   ─┼─▶ worker 2 is *asked* ─▶ its next ballot says so ─▶ every worker has *agreed*: the loop ends here,
+    SIGINT   ─┼─▶ worker 2 is *asked* ─▶ its next vote says so ─▶ every worker has *agreed*: the loop ends here,
     SIGUSR1  ─┘                                                     the script saves, and leaves with code 75
 
 A handler only takes note: Python runs it between two instructions of the main thread, where nothing may be sent and
@@ -32,7 +32,7 @@ EMPTY_LOOPS = 1000
 
 
 class Stop(IntEnum):
-    """What a ballot says about the end of the loop."""
+    """What a vote says about the end of the loop."""
 
     NO = 0
     WANTED = 1  # by the loop: engine.stop()
@@ -88,7 +88,7 @@ class StopSignals:
                 signal.signal(number, before)
 
     def vote(self, *, wanted: bool, later: bool) -> Stop:
-        """What this worker's ballot says; where workers agree in a later round, a signal waits for that."""
+        """What this worker's vote says; where workers agree in a later round, a signal waits for that."""
         if self.asked is not None and not later:
             return Stop.REQUESTED
         return Stop.WANTED if wanted else Stop.NO

@@ -1,10 +1,10 @@
-"""A key as its server holds it: the weights in one flat tensor, and twins of the user's optimizers that update it.
+"""A key as its server holds it: the weights in one flat tensor, and copies of the user's optimizers that update it.
 
     weights   |── ln.weight ──|─ ln.bias ─|── head[0:4096] ──|       version 7: updated seven times
     pieces       Parameter       Parameter      Parameter            views, so an update of a piece is one of the key
-    twins     AdamW(pieces of its groups), one for each of the user's optimizers that has pieces here
+    copies    AdamW(pieces of its groups), one for each of the user's optimizers that has pieces here
 
-Each key has twins of its own: keys are updated one at a time, and a step should not have to look at all the others.
+Each key has copies of its own: keys are updated one at a time, and a step should not have to look at all the others.
 
 Looking ahead: an asynchronous server answers with the weights as they will be when the gradient of them comes back.
 
@@ -164,7 +164,7 @@ class ServerKey:
             Parameter(view.view(()) if parameters[piece.parameter].dim() == 0 else view)
             for piece, view in zip(key.pieces, views, strict=True)
         ]
-        self._twins: list[Optimizer] = []
+        self._copies: list[Optimizer] = []
         self._groups: dict[int, dict[str, Any]] = {}
         groups_before = 0
         for optimizer in optimizers:
@@ -176,10 +176,10 @@ class ServerKey:
                 members.append([self._pieces[place] for place in found])
                 states |= {self._pieces[place]: self._first_state(place, parameters, optimizer) for place in found}
             if any(members):
-                twin = optimizer_on(optimizer, members, states)
-                self._twins.append(twin)
+                own = optimizer_on(optimizer, members, states)
+                self._copies.append(own)
                 numbers = [groups_before + place for place, pieces in enumerate(members) if pieces]
-                self._groups |= dict(zip(numbers, twin.param_groups, strict=True))
+                self._groups |= dict(zip(numbers, own.param_groups, strict=True))
             groups_before += len(optimizer.param_groups)
 
     def _first_state(self, place: int, parameters: Sequence[Tensor], optimizer: Optimizer) -> State:
@@ -218,8 +218,8 @@ class ServerKey:
         for place, (piece, view) in enumerate(zip(self._pieces, views, strict=True)):
             piece.grad = view.view(piece.shape) if used >> place & 1 else None
         self._ahead.before(self.weights)
-        for twin in self._twins:
-            twin.step()
+        for own in self._copies:
+            own.step()
         for piece in self._pieces:
             piece.grad = None
         self._ahead.after(self.weights, self._settings.momentum(settings) if settings else None)
@@ -227,7 +227,7 @@ class ServerKey:
         self._copy = None
 
     def _put(self, settings: Sequence[float], lr_factor: float, momentum: Callable[[float], float] | None) -> None:
-        """Empty settings: those that are in force. A twin is written to only when something changes."""
+        """Empty settings: those that are in force. An own copy is written to only when something changes."""
         treated = lr_factor != 1.0 or momentum is not None
         if settings and (treated or settings != self._in_force):
             self._settings.put(settings, self._groups, lr_factor=lr_factor, momentum=momentum)
@@ -261,8 +261,7 @@ class ServerKey:
     def states(self) -> list[State]:
         """What the optimizers keep for each piece; their own tensors, not copies."""
         return [
-            next((dict(twin.state[piece]) for twin in self._twins if twin.state.get(piece)), {})
-            for piece in self._pieces
+            next((dict(own.state[piece]) for own in self._copies if own.state.get(piece)), {}) for piece in self._pieces
         ]
 
     def load_weights(self, weights: Tensor, version: int) -> None:
@@ -272,11 +271,11 @@ class ServerKey:
 
     def load_states(self, states: Sequence[State]) -> None:
         for piece, state in zip(self._pieces, states, strict=True):
-            twin = next(t for t in self._twins if any(piece is p for group in t.param_groups for p in group["params"]))
+            own = next(t for t in self._copies if any(piece is p for group in t.param_groups for p in group["params"]))
             if state:
-                twin.state[piece] = {name: self._placed(value) for name, value in state.items()}
+                own.state[piece] = {name: self._placed(value) for name, value in state.items()}
             else:
-                twin.state.pop(piece, None)
+                own.state.pop(piece, None)
 
     def _placed(self, value: object) -> object:
         """A step count stays on the CPU, as torch keeps it; what belongs to elements goes where the weights are."""

@@ -65,7 +65,7 @@ def worker_environment(world: World) -> dict[str, str]:
     if world.elastic is not None:
         optional |= {
             "PACELINE_INCARNATION": world.elastic.incarnation,
-            "PACELINE_VAULT": world.elastic.vault,
+            "PACELINE_MEMORY_FOLDER": world.elastic.memory_folder,
             "PACELINE_COPIES": world.elastic.copies,
             "PACELINE_MEMBERS": " ".join(f"{slot}@{host}" for slot, host in world.elastic.members),
             "PACELINE_ACROSS_HOSTS": int(world.elastic.across_hosts),

@@ -173,7 +173,7 @@ def elasticity(variables: Variables) -> Elasticity | None:
     members = tuple((int(slot), int(host)) for slot, _, host in listed)
     return Elasticity(
         incarnation,
-        text_of(variables, "PACELINE_VAULT"),
+        text_of(variables, "PACELINE_MEMORY_FOLDER"),
         2 if copies is None else copies,
         members,
         across_hosts=bool(number_of(variables, "PACELINE_ACROSS_HOSTS")),

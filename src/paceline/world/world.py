@@ -92,13 +92,13 @@ class Elasticity:
     """What a worker of an elastic job needs to know. `rank` of its world is its *slot*: a dead worker's is given again.
 
     `incarnation` counts the processes that a slot has had; all but those that the job began with (0) join it later.
-    `copies` of sharded state are kept in `vault`, a folder that outlives the workers of this host. `members` are the
+    `copies` of sharded state are kept in `memory_folder`, which outlives the workers of this host. `members` are the
     slots that begin together, each with its host, in a job that starts anew. With `across_hosts` there are several
     hosts, or may be later.
     """
 
     incarnation: int = 0
-    vault: str | None = None
+    memory_folder: str | None = None
     copies: int = 2
     members: tuple[tuple[int, int], ...] = ()
     across_hosts: bool = False

@@ -6,7 +6,7 @@
 
 So workers may have different numbers of items, run different branches of a model or evaluate alone: there is no
 collective whose order could differ. *Version* counts updates. A part is not written to before all workers have finished
-their backward (their ballots say so), and by then every answer has arrived.
+their backward (their votes say so), and by then every answer has arrived.
 
 The group is one for this alone. Its receives wait for as long as the job lasts, since a peer may have nothing to ask
 for; a worker that waits for an answer waits no longer than the job's timeout. A worker that leaves between steps says
