@@ -7,16 +7,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from paceline.collectives.direct_all_reduce import DIRECT
-from paceline.collectives.halving_doubling import HALVING_DOUBLING
+from paceline.collectives.choice import FLAT
 from paceline.collectives.hierarchical_all_reduce import hierarchical
-from paceline.collectives.ring_all_reduce import RING, UNSPLIT_RING
 from paceline.collectives.schedule import Hop, How, Ranges, Schedule
-from paceline.collectives.star_all_reduce import STAR
-from paceline.collectives.tree_all_reduce import TREE
 from paceline.world.world import Topology
 
-FLAT = {schedule.name: schedule for schedule in (STAR, UNSPLIT_RING, RING, TREE, HALVING_DOUBLING, DIRECT)}
 NAMES = [*FLAT, "hierarchical", "hierarchical, uneven"]
 
 

@@ -29,6 +29,10 @@ from paceline.errors import LaunchError
 TOO_FEW_LEFT = 4
 """Exit code: fewer workers are left than `--min-workers`."""
 
+MOST_UPDATES = 1 << 10
+LAST_UPDATE = MOST_UPDATES - 1
+"""The number of the commit with which a step of several updates (`engine.update`) ends."""
+
 
 @dataclass(frozen=True)
 class Rules:

@@ -25,6 +25,7 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 
 from paceline.elastic.decisions import (
+    LAST_UPDATE,
     TOO_FEW_LEFT,
     Begin,
     Commit,
@@ -90,7 +91,7 @@ class CommittedSteps:
         """What is being worked on, in words."""
         step, update = self._committed
         if in_loop:
-            return f"in step {step + 1 if update == WHOLE_STEP or update == 0 else step}"
+            return f"in step {step + 1 if update in (0, LAST_UPDATE, WHOLE_STEP) else step}"
         if step:
             return f"after step {step}"
         return "before its first step" if running else "while starting"

@@ -26,10 +26,9 @@ from paceline.checkpoint.manifest import size_text
 from paceline.checkpoint.tensor_file import DTYPES, code_of
 from paceline.checkpoint.tree import flatten, unflatten
 from paceline.collectives.communicator import Communicator
-from paceline.elastic.decisions import Generation
+from paceline.elastic.decisions import LAST_UPDATE, Generation
 from paceline.elastic.faults import fault_point
 from paceline.elastic.memory_checkpoint.files import (
-    LAST_UPDATE,
     MemoryCheckpoint,
     number_at_loop_start,
     number_for_joiners,

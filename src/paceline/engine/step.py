@@ -1,6 +1,6 @@
 """A training step, from the lanes of a global batch to one update.
 
-    plan lanes ─► run items ─► exchange ─► vote ─► commit ─► update
+    plan lanes ─► run items, exchange ─► vote ─► commit ─► update        (sharded: update ─► commit; it can be undone)
 
     the loop's body         what happens in the step                                                phase afterwards
     for batch in loader     begin_item: plan lanes (with the first item), buffers, random stream    ITEM

@@ -3,12 +3,13 @@
     Engine(strategy="star")             the registered config with its defaults
     Engine(strategy=StarConfig())       a config of the user's own making
 
-A file registers its `Registered` when it is imported; `strategies/__init__.py` lists the files. What iterates over
-strategies (the planner, the tests of bits) iterates over `STRATEGIES`, so a new one is tested by existing.
+A file registers its `Registered` when it is imported; `strategies/__init__.py` lists the files. The tests of bits and
+the fuzzer iterate over `STRATEGIES`, so a synchronous one is tested by existing.
 
 To add one, write in a file of its own: a class with the members of `Strategy` (most come from `InBuckets` in
 buckets.py, or from `ShardedStrategy` in zero/sharded.py), a `Maker` that makes it for some optimizers' parameters, a
-frozen config, and `register(Registered(name, config, open))`; then name the file in `strategies/__init__.py`.
+frozen config, and `register(Registered(name, config, open))`; then name the file in `strategies/__init__.py`. Where
+else its name belongs is listed in docs/architecture.md.
 """
 
 from __future__ import annotations
@@ -103,7 +104,9 @@ class Registered:
     name: str
     config: type[Any]
     open: Callable[[Any, Job], Maker]
-    is_synchronous: Callable[[Any], bool] = lambda config: True  # so configured it gives the bits of one process
+    is_synchronous: Callable[[Any], bool] = lambda config: True
+    """So configured it gives the bits of one process. Then the tests of bits and the fuzzer try it, elastic jobs take
+    it, and its checkpoints go on under every other synchronous strategy; otherwise none of these."""
     examples: tuple[Any, ...] = ()  # ways to configure it that tests should try, beside the defaults
     rides: Callable[[int, int], Rides] = neighbouring_lanes
     uses_servers: bool = False

@@ -10,13 +10,16 @@ apply(optimizer, step)       who runs the update: the optimizer here, one on a s
 end_step()
 drain()                     at a boundary: updates under way are in, the model holds the newest weights
 
-A *round* is a step of the loop, counted from the start of the job, the ones left out included. In which rounds the
-workers exchange their votes is the strategy's choice:
+A *round* is a step of the loop, those left out included; `round` is how many came before it in the job, so it counts
+from 0. In which rounds the workers exchange their votes is the strategy's choice:
 
     agreement   votes        step, means, stop        buffers such as BatchNorm's
     NOW         exchanged    of all workers           the lowest lane's become all workers'
     LATER       none         of this worker alone     put back: rounds up to the next agreed one start from the same
     NEVER       none         of this worker alone     each lane goes on from its own; boundaries see lane 0's
+
+In a LATER or NEVER round the `Tally` holds this worker's own lanes alone: whoever adds up the rounds of a window (the
+servers do) has to add up their weights too. One update for several micro-batches is `Engine(accumulate=k)`.
 """
 
 from __future__ import annotations
@@ -43,7 +46,7 @@ class Agreement(enum.Enum):
     """Whether a round's workers hear each other before its gradient is applied."""
 
     NOW = "in this round"
-    LATER = "in a later round that ends this one's group"
+    LATER = "in a later round, which ends a window of several"
     NEVER = "not at all"
 
 

@@ -40,6 +40,7 @@ from paceline.checkpoint.load import StoredTensor
 from paceline.checkpoint.manifest import Range, merge
 from paceline.checkpoint.tensor_file import DTYPES
 from paceline.checkpoint.tree import SMALL, unflatten
+from paceline.elastic.decisions import LAST_UPDATE, MOST_UPDATES
 from paceline.elastic.memory_checkpoint.layout import ALIGN, FlatTree, Layout, with_values
 from paceline.elastic.slots import named
 from paceline.errors import CheckpointError
@@ -53,8 +54,6 @@ HEAD_BYTES = 8 * HEAD_FIELDS
 AT_MAGIC, AT_STAMP, AT_TABLE_BYTES, AT_VALUES, AT_VALUES_BYTES, AT_DATA, AT_BYTES = range(7)
 _MORE_VALUES = 4096  # bytes that plain values may grow by before the file is replaced
 
-MOST_UPDATES = 1 << 10
-LAST_UPDATE = MOST_UPDATES - 1
 _KINDS = 4
 
 
