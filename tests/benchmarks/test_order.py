@@ -107,8 +107,8 @@ def test_a_side_that_fails_is_an_error_with_its_words() -> None:
 
 def test_memory_that_grows_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(SIDES, "hungry", lambda: lambda samples, position: list(bytes(samples)))
-    # More than malloc ever takes from what it was given back.
-    assert order.measure_here("hungry", 16 * 2**20, 0).grown_mib == pytest.approx(16 * 9, abs=8)
+    # The list is more than malloc ever takes from what was given back to it; the bytes it is made of may be from there.
+    assert 16 * 8 - 8 < order.measure_here("hungry", 16 * 2**20, 0).grown_mib < 16 * 9 + 8
 
 
 @pytest.mark.parametrize(("usual", "verdict"), [(0.002, "reached"), (0.02, "MISSED")])
