@@ -78,7 +78,7 @@ class Assembly:
     def teardown(self, *, lost: bool) -> None:
         group = self._group
         if lost:
-            self._saver.workers_changed()
+            self._saver.abandon("the workers have changed")
         group.comm.abandon("the workers have changed")
         if not self._apart:
             self._apart = True

@@ -331,8 +331,8 @@ class Saver:
         self._writer.start(work)
         return True
 
-    def workers_changed(self) -> None:
-        """Whoever waits for a lost worker's part of a save need not. Any thread may say so."""
+    def abandon(self, why: str) -> None:
+        """The workers have changed: no worker waits for a lost one's part of a save. Any thread may say so."""
         save = self._under_way
         if save is not None:
             with contextlib.suppress(OSError):  # it is whole by now, or nobody has begun

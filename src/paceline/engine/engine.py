@@ -11,10 +11,10 @@
 The objects are the user's own, with hooks: no wrapper. The rules of the loop are told in docs/concepts/loop.md; where
 each part of an engine lives:
 
-    arguments      what it was given becomes its config        boundary        what workers do together between steps
-    group          the other workers, and how to reach them    saver           checkpoints
-    prepare        `prepare`: the user's objects               elastic.recovery  an elastic job's workers change,
-    loop           the loop over items, and what it retries    assembly        and what changes with them
+    config         what it was given                           boundary            what workers do between steps
+    group          the other workers, and how to reach them    state, checkpoints  the state of a job, and saving it
+    prepare        `prepare`: the user's objects               assembly            what changes with the workers of an
+    loop           the loop over items, and what it retries                        elastic job (elastic/recovery.py)
     step           a step, from lanes to an update
 """
 
@@ -135,7 +135,7 @@ class Engine:
         self._objects = PreparedObjects()
         self._between = BetweenSteps(config, group, self._objects)
         self._saver = Saver(config, self._between.surroundings, self._between.job_state)
-        group.on_change = self._saver.workers_changed
+        group.ends_with_it.append(self._saver)
         parts = (config, group, self._objects, self._between)
         recorded = record_folder if self._replay is None else None
         self._preparation = Preparation(*parts, self._stops, opinion, self._replay, recorded)

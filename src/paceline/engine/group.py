@@ -10,7 +10,7 @@ store     where processes meet by names; comm is how tensors and words go betwee
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Set
+from collections.abc import Set
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -20,7 +20,7 @@ from paceline.collectives.communicator import Communicator, SingleWorker
 from paceline.elastic.decisions import Generation
 from paceline.elastic.memory_checkpoint.replication import on_hosts
 from paceline.elastic.recovery import NoRecovery, Parts, Recovery
-from paceline.elastic.worker_agent import WorkerAgent
+from paceline.elastic.worker_agent import Abandonable, WorkerAgent
 from paceline.engine.config import EngineConfig
 from paceline.engine.evaluation import EvaluationLoader
 from paceline.engine.serving import Serving, server_among
@@ -52,7 +52,7 @@ class Group:
         self.lost: Set[int] = frozenset()  # as the strategy knows them
         self.evaluations: list[EvaluationLoader] = []  # whose batches are dealt to these workers
         self.loop: RunningLoop | None = None
-        self.on_change: Callable[[], None] = lambda: None  # besides what waits in `comm`
+        self.ends_with_it: list[Abandonable] = []  # besides what waits in `comm`
 
     @property
     def timeout_s(self) -> float:
@@ -154,7 +154,8 @@ class Group:
     def abandon(self, why: str) -> None:
         """The workers have changed: from this moment on nothing waits for those that are gone."""
         self.comm.abandon(why)
-        self.on_change()
+        for one in self.ends_with_it:
+            one.abandon(why)
 
     def adopt(self, comm: Communicator) -> None:
         """A group of a strategy's own ends with the generation, where the workers have none that it could end with."""
