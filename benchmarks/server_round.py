@@ -16,6 +16,7 @@ from torch._C._distributed_c10d import Store
 from torch.nn import Parameter
 
 from paceline.collectives.byte_count import Traffic
+from paceline.collectives.communicator import SingleWorker
 from paceline.optim.group_settings import GroupSettings
 from paceline.parameter_server.channel import LocalChannel
 from paceline.parameter_server.client import Client
@@ -43,7 +44,7 @@ class ServerJob:
         parameters, optimizer = _model(elements)
         job = Job(
             world=world,
-            comm=None,
+            comm=SingleWorker(),
             store=store,
             client=None,
             device=torch.device("cpu"),

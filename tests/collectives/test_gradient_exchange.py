@@ -11,7 +11,7 @@ import torch
 
 from paceline import World
 from paceline.collectives.canonical_sum import sum_plan
-from paceline.collectives.communicator import Communicator
+from paceline.collectives.communicator import Communicator, SingleWorker
 from paceline.collectives.gradient_exchange import GradientExchange, Reduction
 from paceline.errors import PeerLostError
 from paceline.world.rendezvous_store import open_store
@@ -87,7 +87,9 @@ def test_fast_sums_are_close_to_the_exact_ones_also_with_a_worker_without_a_root
 
 def test_alone_the_sum_is_the_root_itself() -> None:
     root = torch.ones(3)
-    pending = GradientExchange(None, "exact").start(0, 0, sum_plan(1, 1, (0,)), {0: root}, lambda: torch.empty(3))
+    pending = GradientExchange(SingleWorker(), "exact").start(
+        0, 0, sum_plan(1, 1, (0,)), {0: root}, lambda: torch.empty(3)
+    )
     assert pending.wait() is root
 
 

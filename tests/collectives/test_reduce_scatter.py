@@ -21,7 +21,7 @@ from paceline.collectives.canonical_sum import (
     scatter_plans_by_lane,
     sum_plan,
 )
-from paceline.collectives.communicator import Communicator
+from paceline.collectives.communicator import Communicator, SingleWorker
 from paceline.collectives.direct_all_reduce import CANONICAL_SCATTER
 from paceline.collectives.gradient_exchange import GradientExchange
 from paceline.errors import PeerLostError
@@ -149,7 +149,7 @@ def test_alone_lanes_are_added_where_they_are_held() -> None:
     for shipment in scatter_plans_by_lane(sum_plan(3, 1, present)):
         nodes = {lane: values[lane].clone() for lane in shipment.sent[0]}
         scatter = Scatter(0, shipment, ((0, 1_000),), torch.float32, nodes, held, room=lambda _: torch.empty(1_000))
-        GradientExchange(None, "exact").start_scatter(0, scatter, torch.empty(0)).wait()
+        GradientExchange(SingleWorker(), "exact").start_scatter(0, scatter, torch.empty(0)).wait()
     assert list(held) == [0]
     assert same_bits(held[0], one_process_sum(values))
 

@@ -27,7 +27,7 @@ from torch import nn
 from torch._C._distributed_c10d import FileStore, PrefixStore, Store
 
 from paceline.checkpoint.load import whole_tree
-from paceline.collectives.communicator import Communicator
+from paceline.collectives.communicator import Communicator, SingleWorker
 from paceline.elastic.memory_checkpoint.files import MemoryCheckpoint, read, steps_of
 from paceline.engine.strategy_table import StrategyTable
 from paceline.errors import GenerationEnded
@@ -107,7 +107,7 @@ class Training:
 
     def __init__(self, world: World, store: Store, group: Group, model: nn.Module, optimizer: Any, job: Any) -> None:
         self.world, self.model, self.optimizer = world, model, optimizer
-        self.comm: Communicator | None = None
+        self.comm: Communicator = SingleWorker()
         if world.size > 1 and not world.is_server:
             self.comm = Communicator.connect(world, store, backend=job["backend"], device=CPU, timeout_s=WAIT_S)
             group.adopt(self.comm)
@@ -172,8 +172,7 @@ class Training:
 
     def end(self) -> str:
         self.table.drain()
-        if self.comm is not None:
-            self.comm.barrier()
+        self.comm.barrier()
         digest = hashlib.sha256()
         for parameter in self.model.parameters():
             digest.update(parameter.detach().numpy().tobytes())
@@ -186,8 +185,7 @@ class Training:
         self._leave()
 
     def _leave(self) -> None:
-        if self.comm is not None:
-            self.comm.close()
+        self.comm.close()
 
 
 def built() -> tuple[nn.Module, Any]:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.collectives.canonical_sum import sum_plan
+from paceline.collectives.communicator import SingleWorker
 from paceline.errors import LoopError
 from paceline.sharding.bucket import plan_buckets
 from paceline.strategies.buckets import GradientBuckets
@@ -165,7 +166,7 @@ def test_the_order_is_learned_once_and_cuts_the_buckets_after_the_step() -> None
     learning.start()
     for lane in range(LANES):
         learning.run(learning.place(lane))
-    learning.buckets.plan_rebuild(learning.buckets.used, comm=None)
+    learning.buckets.plan_rebuild(learning.buckets.used, comm=SingleWorker())
     assert learning.buckets.rebuild()
     assert not learning.buckets.rebuild()
     members = [member.parameter for sums in learning.buckets.sums for member in sums.bucket.members]

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch._C._distributed_c10d import FileStore, PrefixStore
 
-from paceline.collectives.communicator import Communicator
+from paceline.collectives.communicator import Communicator, SingleWorker
 from paceline.engine.replicas import named_state, parameter_names, weights_hash
 from paceline.engine.strategy_table import StrategyTable
 from paceline.errors import GenerationEnded, WorldError
@@ -40,6 +40,7 @@ from paceline.strategies.zero.zero1 import Zero1Config
 from paceline.strategies.zero.zero2 import Zero2Config
 from paceline.strategies.zero.zero3 import Zero3Config
 from paceline.world.world import Elasticity, World
+from tests.launch.launching import alive, wait_until
 from tests.workers import hashes, run_workers
 
 pytestmark = pytest.mark.workers
@@ -109,7 +110,8 @@ class Place:
 
     def open(self, members: Sequence[int]) -> Crew:
         self.stages += 1
-        store, comm, rank = PrefixStore(f"elastic/{self.stages}", self.store), None, members.index(self.slot)
+        store, rank = PrefixStore(f"elastic/{self.stages}", self.store), members.index(self.slot)
+        comm: Communicator = SingleWorker()
         size = len(members)
         world = replace(self.world, rank=rank, local_rank=rank, size=size, local_size=size, elastic=Elasticity())
         if size > 1:
@@ -129,7 +131,7 @@ class Place:
 class Crew:
     place: Place
     members: Sequence[int]
-    comm: Communicator | None
+    comm: Communicator
     table: StrategyTable
 
     @property
@@ -196,11 +198,9 @@ class Crew:
         self.place.store.wait([f"{at} of {slot}" for slot in self.members])
 
     def leave(self) -> None:
-        if self.comm is not None:
-            self.comm.abandon("the workers change")
+        self.comm.abandon("the workers change")
         self.table.teardown()
-        if self.comm is not None:
-            self.comm.close()
+        self.comm.close()
 
 
 def _tell(now: str, wanted: str) -> None:
@@ -387,9 +387,12 @@ def looks_when_left_alone(world: World, *, folder: str) -> str | None:
     here = Place(world, folder, "zero3 in shards", "fp32", "gloo")
     crew = here.open((0, 1))
     crew.step()
+    here.store.set(f"process of {here.slot}", str(os.getpid()))
     crew.meet()
     if here.slot == 1:
         return None
+    other = int(here.store.get("process of 1"))
+    wait_until(lambda: not alive([other]), 10, "the other worker has ended, and does not answer any more")
     with pytest.warns(UserWarning, match="the workers changed while the model was used between two steps"):
         assert here.model(torch.ones(1, 64)).isnan().all()
     with pytest.raises(GenerationEnded, match="worker 0 looked at weights of others when the workers changed"):

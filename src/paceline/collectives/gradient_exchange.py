@@ -28,7 +28,7 @@ from torch import Tensor
 
 from paceline.collectives.canonical_sum import Scatter, SumPlan
 from paceline.collectives.choice import Choice
-from paceline.collectives.communicator import Communicator, Done, Handle, SingleWorker
+from paceline.collectives.communicator import Communicator, Done, Handle
 from paceline.collectives.direct_all_reduce import (
     direct_all_reduce,
     direct_all_reduce_by_collectives,
@@ -71,8 +71,8 @@ class PendingSum:
 class GradientExchange:
     """With an `algorithm` making one is a collective: all workers do it at the same place."""
 
-    def __init__(self, comm: Communicator | None, reduction: Reduction, algorithm: str | None = None) -> None:
-        self._comm = comm = comm or SingleWorker()
+    def __init__(self, comm: Communicator, reduction: Reduction, algorithm: str | None = None) -> None:
+        self._comm = comm
         self._reduction = reduction
         self._choice = Choice.agreed(comm, algorithm) if algorithm is not None and comm.size > 1 else None
         self._queue = CollectiveQueue("paceline-exchange")

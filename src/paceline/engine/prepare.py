@@ -253,7 +253,7 @@ class Preparation:
         config, group, own = self._config, self._group, self._objects
         return Job(
             world=group.world,
-            comm=group.comm if group.comm.size > 1 else None,
+            comm=group.comm,
             store=group.store_of_generation(),
             client=group.client,
             device=group.device,

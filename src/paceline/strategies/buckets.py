@@ -272,7 +272,7 @@ class GradientBuckets:
         self._place_of = {member.parameter: place for bucket in buckets for place, member in enumerate(bucket.members)}
         self._next_order: list[int] | None = None
 
-    def plan_rebuild(self, used: Sequence[bool], comm: Communicator | None) -> None:
+    def plan_rebuild(self, used: Sequence[bool], comm: Communicator) -> None:
         """Agree, once, on the order in which worker 0's backward finished its gradients; unused ones come last."""
         if self._observed_order is None:
             return
@@ -281,11 +281,9 @@ class GradientBuckets:
         order = [index for index in seen if used[index]]
         order += [index for index in reversed(range(len(used))) if used[index] and index not in seen]
         order += [index for index, is_used in enumerate(used) if not is_used]
-        if comm is not None:
-            agreed = torch.tensor(order, dtype=torch.int64)
-            comm.broadcast(agreed, root=0).wait()
-            order = agreed.tolist()
-        self._next_order = order
+        agreed = torch.tensor(order, dtype=torch.int64)
+        comm.broadcast(agreed, root=0).wait()
+        self._next_order = agreed.tolist()
 
     def rebuild(self) -> bool:
         """After the step in which an order was agreed on: buckets are cut by it."""

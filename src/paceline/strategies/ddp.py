@@ -57,7 +57,7 @@ class Ddp(InBuckets):
     def __init__(
         self,
         named: Sequence[tuple[str, Parameter]],
-        comm: Communicator | None,
+        comm: Communicator,
         exchange: Exchange,
         *,
         bucket_bytes: int,
@@ -68,7 +68,7 @@ class Ddp(InBuckets):
         self._exchange = exchange
         self._buckets = GradientBuckets(
             named,
-            comm.rank if comm is not None else 0,
+            comm.rank,
             cut=lambda specs, order: plan_buckets(specs, order, bucket_bytes),
             leave=self._send,
             overlap=overlap,

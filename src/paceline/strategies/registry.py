@@ -47,7 +47,7 @@ class Job:
     """What a strategy builds on: who is there, how they talk, what is trained, and the constants it cares about."""
 
     world: World
-    comm: Communicator | None  # between the workers; None: there is one, or this is a server
+    comm: Communicator  # between the workers; a `SingleWorker` where there is one, and on a server
     store: Store | None  # for groups of its own; None: there is no other process
     client: ControlClient | None  # to the supervisor that started this process, if one did
     device: torch.device

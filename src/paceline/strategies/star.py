@@ -28,7 +28,7 @@ from paceline.strategies.registry import Job, Registered, register
 class StarExchange:
     """Nothing moves before the sum is waited for: by then the workers' votes are in, so all of them are there."""
 
-    def __init__(self, comm: Communicator | None) -> None:
+    def __init__(self, comm: Communicator) -> None:
         self._comm = comm
         self._scratch = Scratch()
         self._sets = itertools.count()
@@ -44,7 +44,7 @@ class StarExchange:
     ) -> PendingSum:
         comm, tag = self._comm, bucket * TAGS_PER_BUCKET
         out = next(iter(roots.values())) if roots else spare()
-        if comm is None:
+        if comm.size == 1:
             return PendingSum(out)
         return PendingSum(
             out, _WhenWaitedFor(lambda: canonical_star(comm, plan, roots, out, tag=tag, scratch=self._scratch))

@@ -189,7 +189,7 @@ def open_weights(
     """
     on_host = job.facts.get("offload") == PARAMETERS
     wanted = "per worker" if on_host else wanted
-    in_shards = on_host or (job.comm is not None and (wanted == "per worker" or not WeightsPerHost.possible(job.comm)))
+    in_shards = on_host or (job.comm.size > 1 and (wanted == "per worker" or not WeightsPerHost.possible(job.comm)))
     if job.precision.is_low or not in_shards:
         names = module_names(job.models)  # else unit by unit
         for model in job.models:

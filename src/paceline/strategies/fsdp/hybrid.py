@@ -22,7 +22,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from paceline.collectives.canonical_sum import ScatterPlan, SumPlan, scatter_plans_by_lane
-from paceline.collectives.communicator import Communicator
+from paceline.collectives.communicator import Communicator, SingleWorker
 from paceline.collectives.gradient_exchange import GradientExchange, PendingSum
 from paceline.errors import ConfigError
 from paceline.sharding.local_shard import LocalShard, others_have_it
@@ -92,14 +92,13 @@ def plan_across(plan: SumPlan, groups: Groups) -> SumPlan:
 class Across:
     """The owners of the same ranges, one in each group."""
 
-    def __init__(self, groups: Groups, group: int, comm: Communicator | None) -> None:
+    def __init__(self, groups: Groups, group: int, comm: Communicator) -> None:
         self.groups, self.group, self._comm = groups, group, comm
         self.exchange = GradientExchange(comm, "exact")
 
     def close(self) -> None:
         self.exchange.close()
-        if self._comm is not None:
-            self._comm.close()
+        self._comm.close()
 
 
 class _AcrossGroups(Zero2):
@@ -164,8 +163,8 @@ class HybridMaker(Maker):
     """Connects the workers of a group, and the owners of a range across groups; the strategies inside are zero3's."""
 
     def __init__(self, config: HybridConfig, job: Job) -> None:
-        rank = 0 if job.comm is None else job.comm.rank  # of those that there are now
-        topology = Topology.of([0] if job.comm is None else job.comm.gather_json(job.world.host_rank))
+        rank = job.comm.rank  # of those that there are now
+        topology = Topology.of(job.comm.gather_json(job.world.host_rank))
         groups = groups_of(topology, config.shard_over, elastic=job.world.elastic is not None)
         if rank == 0:
             say_if_smaller(topology, len(groups[0]), config.shard_over)
@@ -177,13 +176,13 @@ class HybridMaker(Maker):
         try:
             hosts = len(topology.hosts)
             inside = _connected(job, f"group {number}", place, groups[number], hosts, one_host=True)
-            self._groups += [] if inside is None else [inside]
+            self._groups.append(inside)
             across = Across(
                 groups, number, _connected(job, f"ranges {place}", number, peers, hosts, one_host=hosts == 1)
             )
             self._groups.insert(0, across)
             store = None if job.store is None else PrefixStore(f"hybrid/inside {number}", job.store)
-            here = replace(job, comm=inside, store=store, backend=job.backend if inside is None else inside.backend)
+            here = replace(job, comm=inside, store=store, backend=job.backend if inside.size == 1 else inside.backend)
             self._inside = open_weights(
                 *(here, "hybrid", None, config.units),
                 everyone=job.comm,
@@ -219,13 +218,11 @@ def say_if_smaller(topology: Topology, size: int, shard_over: int | None) -> Non
         print(f"paceline: {counts} workers are no groups of {wanted}: {shared} until there are others", flush=True)
 
 
-def _connected(
-    job: Job, name: str, rank: int, workers: Sequence[int], hosts: int, *, one_host: bool
-) -> Communicator | None:
+def _connected(job: Job, name: str, rank: int, workers: Sequence[int], hosts: int, *, one_host: bool) -> Communicator:
     """A group of these workers; inside one of several hosts they can share memory, whatever goes across."""
     size = len(workers)
-    if size == 1 or job.store is None or job.comm is None:
-        return None
+    if size == 1 or job.store is None:
+        return SingleWorker()
     local = (rank, size, 0, 1) if one_host else (0, 1, rank, size)
     world: World = replace(job.world, rank=0, size=1, local_rank=0, local_size=1, host_rank=0, hosts=1, servers=0)
     world = replace(

@@ -60,7 +60,6 @@ class NoPeers:
 class ShardPulls:
     def __init__(self, job: Job, parts: Parts, number: int) -> None:
         assert job.store is not None
-        assert job.comm is not None
         store, host = PrefixStore(f"pulls/{number}", job.store), torch.device("cpu")
         self._comm = Communicator.connect(job.comm.world, store, backend="gloo", device=host, timeout_s=job.timeout_s)
         self._comm.counts_with(job.comm)

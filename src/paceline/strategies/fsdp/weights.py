@@ -85,8 +85,7 @@ class WeightsInShards(ModelWeights):
         """What the script wrote to a unit is found when that is released."""
 
     def update(self, shard: OptimizerShard, run: Callable[[], Any]) -> Any:
-        if self._job.comm is not None:
-            self._job.comm.barrier()  # until now a worker may look at weights, and gets those before the update
+        self._job.comm.barrier()  # until now a worker may look at weights, and gets those before the update
         for some in self.all:
             some.drain()
         result = run()
@@ -129,7 +128,7 @@ class ShardedWeights:
         on_host: bool = False,
     ) -> None:
         """The parameters are dematerialised: their weights are here now, in the `number`-th of these that a job has."""
-        self._rank, workers = (0, 1) if job.comm is None else (job.comm.rank, job.comm.size)
+        self._rank, workers = job.comm.rank, job.comm.size
         self.parameters, self._device, self.on_host = parameters, job.device, on_host
         self._index = {id(parameter): number for number, parameter in enumerate(parameters)}
         specs = [replace(spec, device=job.device) for spec in gradient_specs(parameters)]
@@ -158,7 +157,7 @@ class ShardedWeights:
         self._cut_up(job)
         self._pulls: NoPeers | ShardPulls = NoPeers()
         try:
-            self._pulls = self._pulls if job.comm is None else ShardPulls(job, self._parts, number)
+            self._pulls = self._pulls if workers == 1 else ShardPulls(job, self._parts, number)
         except BaseException:
             self.teardown()
             raise

@@ -177,7 +177,7 @@ class Assembly:
         """Where the workers have a group, this one ends with it; one worker alone and servers ask the engine for it."""
         if self.comm is None:
             return
-        if self.job.comm is not None:
+        if self.job.comm.size > 1:
             self.comm.counts_with(self.job.comm)
         elif self.job.adopt_group is not None:
             self.job.adopt_group(self.comm)
@@ -371,7 +371,7 @@ class ParameterServerMaker(Maker):
         if world.servers == 0 and world.is_main:
             self._server, inside = assembly.server_inside()
         self._connections = assembly.connections(inside)
-        if assembly.job.comm is not None and assembly.config.clock.deterministic:
+        if assembly.job.comm.size > 1 and assembly.config.clock.deterministic:
             assembly.job.comm.explain_losses(self._connections.explain_loss)
         self._log = assembly.log_of("worker", world.rank)
         assembly.job.at_loop_end.append(self._note_loop_end)

@@ -235,8 +235,7 @@ class PushedRounds(StrategyBase):
             parameter.grad = None
 
     def _all_workers_are_here(self) -> None:
-        if self._comm is not None:
-            self._comm.barrier()
+        self._comm.barrier()
 
     # -- saving and loading ------------------------------------------------------------------------------------------
 

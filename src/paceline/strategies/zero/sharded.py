@@ -83,9 +83,9 @@ class ShardedParts:
                 check_elementwise(optimizer, HOST if job.offload else job.device)
                 check_thread_cuts(optimizer)
                 _FOUND_FIT.add(optimizer)
-        self.comm: Communicator | None = job.comm
+        self.comm = job.comm
         self.everyone = everyone or job.comm
-        self.rank, self.workers = (0, 1) if job.comm is None else (job.comm.rank, job.comm.size)
+        self.rank, self.workers = job.comm.rank, job.comm.size
         self.exchange = GradientExchange(job.comm, "exact")
         offload = Offload(job.device) if job.offload else None
         self.offloads = offload is not None
@@ -97,12 +97,9 @@ class ShardedParts:
 
     def finite_everywhere(self, gradients: Sequence[Tensor]) -> bool:
         """Of all workers, each of which has its own."""
-        finite = all_finite(gradients)
-        if self.comm is not None:
-            flags, handle = self.comm.all_gather(torch.tensor([finite], dtype=torch.uint8))
-            handle.wait()
-            finite = bool(flags.all())
-        return finite
+        flags, handle = self.comm.all_gather(torch.tensor([all_finite(gradients)], dtype=torch.uint8))
+        handle.wait()
+        return bool(flags.all())
 
     def close(self) -> None:
         self.weights.close()
@@ -247,12 +244,11 @@ class ShardedStrategy(InBuckets):
     def clip(self, max_norm: float) -> float:
         assert self._pieces is not None
         gradients = self._gradients()
-        norms = all_block_norms(gradients)
-        if self._parts.comm is not None:
-            padded = norms.new_zeros(self._pieces.most_blocks)
-            padded[: norms.numel()] = norms
-            norms, handle = self._parts.comm.all_gather(padded)
-            handle.wait()
+        mine = all_block_norms(gradients)
+        padded = mine.new_zeros(self._pieces.most_blocks)
+        padded[: mine.numel()] = mine
+        norms, handle = self._parts.comm.all_gather(padded)
+        handle.wait()
         norm = norm_of_blocks(norms.view(-1))
         if gradients and (norm > max_norm or not math.isfinite(norm)):
             foreach_mul_(gradients, clip_coefficient(norm, max_norm))

@@ -329,7 +329,7 @@ class StateInPieces:
     receivers: frozenset[int]
 
 
-def full_states(comm: Communicator | None, leaving: Sequence[StateInPieces]) -> Iterator[tuple[Parameter, State]]:
+def full_states(comm: Communicator, leaving: Sequence[StateInPieces]) -> Iterator[tuple[Parameter, State]]:
     """The full states of the parameters that this worker receives; all workers go through all of them.
 
         worker 0   weight[0:8192]  {step 7, exp_avg …}  ──┐
@@ -340,8 +340,7 @@ def full_states(comm: Communicator | None, leaving: Sequence[StateInPieces]) -> 
     piece; what is kept once for a piece, like a step count, travels with that.
     """
     mine = [[[p.start, _described(d.name, *held)] for p, held in d.mine.items()] for d in leaving]
-    tables = [mine] if comm is None else comm.gather_json(mine)
-    rank = 0 if comm is None else comm.rank
+    tables, rank = comm.gather_json(mine), comm.rank
     for number, d in enumerate(leaving):
         kept = {(worker, start): entries for worker, table in enumerate(tables) for start, entries in table[number]}
         wanted = rank in d.receivers
@@ -351,9 +350,8 @@ def full_states(comm: Communicator | None, leaving: Sequence[StateInPieces]) -> 
             entries = kept[owner, piece.start]
             if owner == rank:
                 states.append(_flat(*d.mine[piece]))
-                if comm is not None:
-                    under_way += _sent(comm, states[-1], entries, d.receivers - {rank})
-            elif wanted and comm is not None:
+                under_way += _sent(comm, states[-1], entries, d.receivers - {rank})
+            elif wanted:
                 states.append({name: _buffer(d.parameter, piece, *about) for name, about in entries.items()})
                 under_way += _received(comm, states[-1], entries, owner)
         wait_all(under_way)
@@ -434,9 +432,9 @@ def _on_owners_device(state: State, parameter: Parameter, entries: Entries) -> S
 class ShardedOptimizers:
     """All optimizers of a job, as far as they are on this worker; strategies that share one share its shard."""
 
-    def __init__(self, comm: Communicator | None, strategy: str, masters: MasterShards) -> None:
+    def __init__(self, comm: Communicator, strategy: str, masters: MasterShards) -> None:
         self._comm, self._strategy, self._masters = comm, strategy, masters
-        self._rank, self._workers = (0, 1) if comm is None else (comm.rank, comm.size)
+        self._rank, self._workers = comm.rank, comm.size
         self._shards: dict[int, OptimizerShard] = {}
         self._guards: dict[int, RemovableHandle] = {}
         self._stored: dict[int, dict[int, State]] = {}  # by optimizer and place: loaded, to be read when it has owners
@@ -499,8 +497,7 @@ class ShardedOptimizers:
             part = flat[piece.start : piece.stop]
             if owner == self._rank:
                 part.copy_(pieces.tensors[piece].reshape(-1))
-            if self._comm is not None:
-                self._comm.broadcast(part, root=owner).wait()
+            self._comm.broadcast(part, root=owner).wait()
         whole = torch.empty_strided(parameter.shape, parameter.stride(), dtype=dtype, device=parameter.device)
         return whole.copy_(flat.view(parameter.shape)).detach()
 

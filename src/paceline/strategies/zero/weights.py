@@ -63,17 +63,17 @@ class ModelWeights:
 
 
 class WeightsPerWorker(ModelWeights):
-    """Every worker has its own copy; `comm` is None where there is only one worker."""
+    """Every worker has its own copy."""
 
     replicated = True
 
-    def __init__(self, comm: Communicator | None) -> None:
+    def __init__(self, comm: Communicator) -> None:
         self._comm = comm
         self._gathers: WeakKeyDictionary[OptimizerShard, WeightGather] = WeakKeyDictionary()
 
     def update(self, shard: OptimizerShard, run: Callable[[], Any]) -> Any:
         result = run()
-        if self._comm is not None:
+        if self._comm.size > 1:
             gather = self._gathers.get(shard)
             if gather is None:
                 gather = WeightGather(self._comm, shard.pieces.parameters, shard.pieces.shards, shard.numbers)
@@ -93,8 +93,8 @@ class WeightsPerHost(ModelWeights):
         self._watch = WriteWatch(addresses=True)
 
     @staticmethod
-    def possible(comm: Communicator | None) -> bool:
-        return comm is not None and comm.backend == "paceline"
+    def possible(comm: Communicator) -> bool:
+        return comm.backend == "paceline"
 
     def hold(self, named: Sequence[tuple[str, Parameter]]) -> None:
         new = [(name, p) for name, p in named if id(p) not in self._held]
@@ -156,16 +156,16 @@ def _view(memory: Tensor, parameter: Parameter) -> Tensor:
     return part.as_strided(parameter.shape, parameter.stride(), part.storage_offset())
 
 
-def where_weights_go(wanted: Weights | None, comm: Communicator | None, strategy: str) -> ModelWeights:
+def where_weights_go(wanted: Weights | None, comm: Communicator, strategy: str) -> ModelWeights:
     """Once per host if that is wanted, or can be had and nothing else is wanted."""
     if wanted not in (None, "per host", "per worker"):
         raise ConfigError(f"weights={wanted!r} is not known; choose 'per host' or 'per worker'")
     if wanted == "per host" and not WeightsPerHost.possible(comm):
         raise ConfigError(
             f"strategy={strategy!r} with weights='per host' needs workers that share memory: several on one host, "
-            f"training on the CPU with backend 'paceline', not {'one worker' if comm is None else comm.backend}"
+            f"training on the CPU with backend 'paceline', not {'one worker' if comm.size == 1 else comm.backend}"
         )
-    if wanted == "per worker" or comm is None or not WeightsPerHost.possible(comm):
+    if wanted == "per worker" or not WeightsPerHost.possible(comm):
         return WeightsPerWorker(comm)
     return WeightsPerHost(comm, strategy)
 
