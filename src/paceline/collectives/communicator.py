@@ -99,7 +99,9 @@ class Work:
                 self._work.wait(timedelta(seconds=LOOK_UP_EVERY_S))
             except RuntimeError:
                 now = time.monotonic()
-                if self._work.is_completed() or self._owner.is_quiet or now - begun > self._owner.timeout_s:
+                if self._work.is_completed():  # just now, well or not: the short wait's timeout says nothing about it
+                    break
+                if self._owner.is_quiet or now - begun > self._owner.timeout_s:
                     raise
                 if vote is not None and now - looked_at >= look_every_s:
                     looked_at = now
