@@ -6,6 +6,7 @@ In an elastic job the link between them is cut and restored, or one of them is k
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -254,4 +255,5 @@ def test_a_host_that_is_killed_whole_is_done_without(hosts: tuple[str, str], tmp
         check_unharmed(near, at_last=(0, 1))
     assert len(left) == 2
     assert [folder for folder in left if folder.exists()] == []
-    assert "host 1 is lost (its supervisor ended without giving a reason); 2 workers go on" in near.said
+    # Its supervisor may have had the time to say that its fork server was killed.
+    assert re.search(r"host 1 is lost \(.*\); 2 workers go on", near.said)

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from torch._C._distributed_c10d import FileStore, PrefixStore
 
+from paceline.collectives import process_groups
 from paceline.errors import GenerationEnded
 from paceline.parameter_server.clock import parse_clock
 from paceline.strategies.server import ParameterServer
@@ -155,7 +156,8 @@ def test_a_killed_server_is_replaced_by_a_fresh_process_that_gets_what_it_held(
 def what_is_held() -> dict[str, int]:
     maps = Path("/proc/self/maps").read_text().splitlines()
     return {
-        "threads": len(os.listdir("/proc/self/task")),
+        # Less those that wait to be lent again: how many there are depends on how many were lent at the same time.
+        "threads": len(os.listdir("/proc/self/task")) - len(process_groups._idle),
         "files": len(os.listdir("/proc/self/fd")),
         "segments": len({line.split()[4] for line in maps if "memfd:paceline" in line}),
     }
