@@ -140,3 +140,12 @@ def test_a_worker_comes_back_between_epochs_of_one_step(tmp_path: Path) -> None:
     job = run_elastic(tmp_path / "job", "--strategy zero2", f"{trained} --await-joiner 1-1", orders=orders)
     check_unharmed(job, orders, trained)
     assert "worker 1 is back" in job.err, job.text
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero2"])
+def test_a_worker_that_fails_in_the_step_after_which_another_joins_has_no_say(strategy: str, tmp_path: Path) -> None:
+    """Its exception has ended its loop: it told the joining worker so, which left its own, and the others waited."""
+    orders = ["kill:rank=2,step=4,phase=forward", "raise:rank=0,step=5,phase=apply"]
+    trained = "--samples 232 --epochs 1"
+    job = run_elastic(tmp_path / "job", f"--strategy {strategy}", f"{trained} --await-joiner 2-1", orders=orders)
+    check_unharmed(job, orders, trained)

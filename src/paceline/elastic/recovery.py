@@ -70,6 +70,11 @@ class Parts(Protocol):
         ...
 
     @property
+    def in_loop(self) -> bool:
+        """Its training loop is running."""
+        ...
+
+    @property
     def between_updates(self) -> bool:
         """The body makes several updates of a step's items: until it has ended it gets them again."""
         ...
@@ -397,9 +402,9 @@ class Recovery(NoRecovery):
             packed, leaves = flatten({**self._parts.plain(), "place": self._parts.place(step_done=True)})
             tensors = [[path, list(t.shape), code_of(t.dtype, path)] for path, t in leaves.items()]
             mine = [saved.number, saved.writers, self.loop, packed, tensors]
-        words = comm.gather_json(mine)
-        root = next(rank for rank, word in enumerate(words) if word is not None)
-        number, writers, self.loop, packed, tensors = words[root]
+        words = comm.gather_json([mine, self.agent.slot in generation.staying and self._parts.in_loop])
+        root = next(rank for rank, (word, _) in enumerate(words) if word is not None)
+        number, writers, self.loop, packed, tensors = words[root][0]
         self._saved = Saved(number, tuple(writers))
         for path, shape, code in tensors:
             if path not in leaves:
@@ -407,6 +412,8 @@ class Recovery(NoRecovery):
             leaves[path] = leaves[path].detach().cpu().contiguous()
             comm.broadcast(leaves[path], root=root).wait()
         told: dict[str, Any] = unflatten(packed, leaves)
+        # One that an exception is about to end has left its loop by then; the others go on in theirs.
+        told["in loop"] = any(in_loop for _, in_loop in words)
         return told
 
     # -- joining -----------------------------------------------------------------------------------------------------

@@ -49,6 +49,10 @@ class Assembly:
         return self._between.job_state().plain()
 
     @property
+    def in_loop(self) -> bool:
+        return self._objects.loader is not None and self._objects.loader.in_loop
+
+    @property
     def between_updates(self) -> bool:
         return self._objects.training().in_updates
 

@@ -261,7 +261,7 @@ class PreparedLoader:
         self.in_loop = False
         step, recovery = self._step, self._group.recovery
         self.left_early, recovery.left_early = early, False
-        if recovery.changed and not step.inside_step:
+        if recovery.changed and not step.inside_step and step.broken is None:
             recovery.recover()  # a worker joins after the last step: it leaves the loop as well
         recovery.leave()
         if early:

@@ -151,7 +151,6 @@ class JobState:
             "groups": [_groups_of(optimizer) for optimizer in self.optimizers],
             "shared": [give() for give, _ in self.shared],
             "others": [_untrained(model, self.optimizers) for model in self.models],
-            "in loop": loader is not None and loader.in_loop,
             "left early": loader is not None and loader.left_early and not loader.in_loop,
         }
 
