@@ -389,7 +389,8 @@ def _of_errors(errors: list[Result]) -> Outcome:
     cause = next((r for r in errors if not str(r.error).startswith("PeerLostError")), errors[0])
     at_start = any(place in cause.traceback for place in ("engine.prepare(", "config_of"))
     refused = at_start and str(cause.error).startswith(REFUSALS)
-    return Outcome("refused" if refused else "FAILED", f"{cause.name}: {cause.error}\n{cause.traceback}")
+    others = "".join(f"\n{one.name}: {_first_line(str(one.error))}" for one in errors if one is not cause)
+    return Outcome("refused" if refused else "FAILED", f"{cause.name}: {cause.error}\n{cause.traceback}{others}")
 
 
 def _judge_elastic(case: Case, expected: str, folder: Path, device: str) -> Outcome:
