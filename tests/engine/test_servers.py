@@ -53,7 +53,7 @@ def open_served(config: Served, job: Job) -> LocalMaker:
     )
     if not job.world.is_server:
         return LocalMaker(job, joint)
-    assert job.comm is None
+    assert job.comm.size == 1
     for worker in range(job.world.size):
         joint.receive(torch.zeros(1), source=worker, tag=0).wait()
     joint.close()
