@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import resource
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 NESTED = b"[" * 200_000 + b"]" * 200_000
@@ -38,3 +40,14 @@ INSTEAD: dict[str, Callable[[Path], object]] = {
     "not UTF-8": lambda path: path.write_bytes(b"\xff\xfe\x00{"),
     "deeply nested JSON": lambda path: path.write_bytes(NESTED),
 }
+
+
+@contextmanager
+def files_no_longer_than(size: int) -> Iterator[None]:
+    """What a full disk does, without one: the write that crosses the limit is cut, the next one fails."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))

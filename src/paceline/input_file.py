@@ -4,6 +4,7 @@
     read_input(path)                 all its bytes, if they are not too many
     read_short(path)                 likewise, or what comes through a pipe: of a secret that a shell hands over
     open_output(path)                the descriptor of a file to add to
+    append(descriptor, data)         all of it or nothing
     parse_json(data)                 what they mean, or ValueError: not UTF-8, cut, nested too deeply
     read_json(path)                  all three, and the file holds an object
 
@@ -77,6 +78,18 @@ def open_output(path: str | os.PathLike[str]) -> int:
         raise
     os.set_blocking(descriptor, True)
     return descriptor
+
+
+def append(descriptor: int, data: bytes) -> None:
+    """All of it or nothing: a disk that fills up in the middle must not leave half a line between whole ones."""
+    before = os.fstat(descriptor).st_size
+    written = 0
+    try:
+        while written < len(data):
+            written += os.write(descriptor, data[written:])
+    except OSError:
+        os.ftruncate(descriptor, before)
+        raise
 
 
 def read_short(path: str | os.PathLike[str], most: int, timeout_s: float) -> bytes:

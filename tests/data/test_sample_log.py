@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import os
-import resource
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,6 +13,7 @@ import pytest
 
 from paceline.data.sample_log import LogHeader, MicroBatch, SampleLog, next_attempt
 from paceline.errors import CheckpointError, ConfigError
+from tests.damage import files_no_longer_than
 from tests.data.logged_runs import lines_of
 
 HEADER = LogHeader(
@@ -28,17 +26,6 @@ SECOND = MicroBatch(step=1, epoch=0, epoch_step=0, lane=1, micro_batch=0, positi
 
 def path_of(folder: Path, attempt: int = 1, worker: int = 0) -> Path:
     return folder / "samples" / f"attempt-{attempt:04d}-worker-{worker:05d}.jsonl"
-
-
-@contextmanager
-def files_no_longer_than(size: int) -> Iterator[None]:
-    """What a full disk does, without one: the write that crosses the limit is cut, the next one fails."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def test_a_file_is_a_header_and_a_line_for_each_micro_batch(tmp_path: Path) -> None:

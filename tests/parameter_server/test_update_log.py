@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-import resource
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,6 +27,7 @@ from paceline.parameter_server.update_log import (
     next_attempt,
     read_log,
 )
+from tests.damage import files_no_longer_than
 
 JOB = JobFacts(workers=1, servers=1, lanes=2, keys=2, clock="s=2", facts={"command": ["train.py", "--lr", "0.1"]})
 READ = Read(worker=0, round=0, lanes=(0, 1), versions={0: 0, 1: 0})
@@ -63,17 +61,6 @@ def path_of(folder: Path, role: str, number: int = 0) -> Path:
 
 def lines_of(path: Path) -> list[Any]:
     return [json.loads(line) for line in path.read_text().splitlines()]
-
-
-@contextmanager
-def files_no_longer_than(size: int) -> Iterator[None]:
-    """What a full disk does, without one."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 # -- writing -----------------------------------------------------------------------------------------------------------

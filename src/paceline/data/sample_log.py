@@ -40,7 +40,7 @@ import numpy as np
 import numpy.typing as npt
 
 from paceline.errors import CheckpointError, ConfigError
-from paceline.input_file import cause_of, open_input, parse_json
+from paceline.input_file import append, cause_of, open_input, parse_json
 
 FOLDER = "samples"
 VERSION = 1
@@ -160,7 +160,7 @@ class SampleLog:
             path.parent.mkdir(parents=True, exist_ok=True)
             descriptor = os.open(path, flags, 0o644)
             try:
-                _write_all(descriptor, (json.dumps(header.line(attempt)) + "\n").encode())
+                append(descriptor, (json.dumps(header.line(attempt)) + "\n").encode())
             except OSError:
                 os.close(descriptor)
                 path.unlink()
@@ -192,7 +192,7 @@ class SampleLog:
             return
         try:
             lines = (self._new_length or "") + "".join(entry.line() for entry in self._pending)
-            _write_all(self._descriptor, lines.encode())
+            append(self._descriptor, lines.encode())
         except OSError as error:
             raise CheckpointError(
                 f"worker {self._header.worker}: the samples of step {self._pending[-1].step} could not be recorded in "
@@ -220,18 +220,6 @@ def _check_epoch(samples: int | None, samples_per_epoch: int | None) -> None:
         raise ConfigError("sample log: only a stream may have no number of samples")
     if not 1 <= samples_per_epoch <= samples:
         raise ConfigError(f"sample log: {samples_per_epoch} samples per epoch of {samples} samples")
-
-
-def _write_all(descriptor: int, text: bytes) -> None:
-    """All of it or nothing: a disk that fills up in the middle must not leave half a line between whole ones."""
-    before = os.fstat(descriptor).st_size
-    written = 0
-    try:
-        while written < len(text):
-            written += os.write(descriptor, text[written:])
-    except OSError:
-        os.ftruncate(descriptor, before)
-        raise
 
 
 # -- reading -----------------------------------------------------------------------------------------------------------

@@ -40,7 +40,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 from paceline.errors import CheckpointError, ConfigError, LoopError
-from paceline.input_file import cause_of, parse_json, read_input
+from paceline.input_file import append, cause_of, parse_json, read_input
 from paceline.parameter_server.staleness_policy import Outcome
 
 FOLDER = "parameter_server"
@@ -215,7 +215,7 @@ class UpdateLog:
         assert self._descriptor is not None, "a round is opened before anything of it is recorded"
         text = "".join(json.dumps(line, separators=(",", ":")) + "\n" for line in lines).encode()
         try:
-            _write_all(self._descriptor, text)
+            append(self._descriptor, text)
         except OSError as error:
             raise CheckpointError(
                 f"{self._who}: the order of updates could not be recorded in {self._path}: {error.strerror}; "
@@ -448,15 +448,3 @@ def _written(value: Setting) -> Any:
     if isinstance(value, tuple):
         return [_written(part) for part in value]
     return value.hex() if isinstance(value, float) else value
-
-
-def _write_all(descriptor: int, text: bytes) -> None:
-    """All of it or nothing: a disk that fills up in the middle must not leave half a line between whole ones."""
-    before = os.fstat(descriptor).st_size
-    written = 0
-    try:
-        while written < len(text):
-            written += os.write(descriptor, text[written:])
-    except OSError:
-        os.ftruncate(descriptor, before)
-        raise
