@@ -164,6 +164,22 @@ profiler_enabled: Callable[[], bool] = resolve("torch._C._autograd:_profiler_ena
 begin_record: Callable[..., Any] = resolve("torch._C._autograd:_record_function_with_args_enter", _PROFILER)
 end_record: Callable[[Any], None] = resolve("torch._C._autograd:_record_function_with_args_exit", _PROFILER)
 
+# -- torch.distributed -------------------------------------------------------------------------------------------------
+
+_DEFAULT_GROUP = "torch.distributed inside a job"
+_world: Any = resolve("torch.distributed.distributed_c10d:_world", _DEFAULT_GROUP)
+
+
+def rename_default_group(backend: str) -> None:
+    """What `torch.distributed.get_backend()` says of the default group, and what its subgroups are made with."""
+    from torch.distributed.distributed_c10d import Backend
+
+    require(_world)
+    group = _world.default_pg
+    _world.pg_map[group] = (Backend(backend), _world.pg_map[group][1])
+    _world.pg_backend_config[group] = "cpu:gloo,cuda:nccl" if backend == "nccl" else f"cpu:{backend}"
+
+
 # -- optimizers --------------------------------------------------------------------------------------------------------
 
 _HOOKS = "hooks on the step of a sharded optimizer"

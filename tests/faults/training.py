@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
@@ -58,6 +59,7 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=2)
     parser.add_argument("--samples", type=int, default=SAMPLES)
     parser.add_argument("--width", type=int, default=40)
+    parser.add_argument("--count-workers", action="store_true", help="by torch.distributed, after every epoch")
     parser.add_argument("--loader-processes", type=int, default=0)
     parser.add_argument("--save-every", type=int, default=0, help="steps between checkpoints; 0: none")
     parser.add_argument("--step-s", type=float, default=0.0, help="how long a step takes at least")
@@ -104,6 +106,10 @@ def main() -> None:
                         wait_for(Path(f"stands-{asked.await_joiner}"))
                     if asked.save_every and engine.step % asked.save_every == 0:
                         checkpoints.save()
+            if asked.count_workers:
+                count = torch.ones(1)
+                dist.all_reduce(count)
+                assert int(count) == dist.get_world_size() == engine.world.size, (count, engine.world)
         checkpoints.close()
         digest = engine.weights_hash()
         folder = Path("hashes")

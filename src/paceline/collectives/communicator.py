@@ -187,6 +187,11 @@ class Communicator:
         return self._world
 
     @property
+    def groups(self) -> Mapping[str, Any]:
+        """Groups of c10d, by kind of device."""
+        return self._groups
+
+    @property
     def traffic(self) -> Traffic:
         """What this rank has sent and received so far."""
         return self._count.snapshot()

@@ -22,6 +22,7 @@ from paceline.elastic.memory_checkpoint.replication import on_hosts
 from paceline.elastic.recovery import NoRecovery, Parts, Recovery
 from paceline.elastic.worker_agent import Abandonable, WorkerAgent
 from paceline.engine.config import EngineConfig
+from paceline.engine.default_group import DefaultGroup
 from paceline.engine.evaluation import EvaluationLoader
 from paceline.engine.serving import Serving, server_among
 from paceline.errors import ConfigError
@@ -37,6 +38,10 @@ class RunningLoop(Protocol):
 
     def start_over(self) -> None: ...
 
+    def check_collective(self) -> None:
+        """That a collective of the script's own, called in the loop's body, is called by all workers alike."""
+        ...
+
 
 class Group:
     def __init__(self, seat: World, config: EngineConfig, device: torch.device) -> None:
@@ -47,6 +52,9 @@ class Group:
         self._opened_store, self.store = open_meeting(seat, self.client, config.timeout_s)
         self._watch = WaitWatch(self.client, seat.name) if self.store is not None else None
         self.comm: Communicator = SingleWorker()
+        self._default_group = DefaultGroup(
+            config.backend, config.timeout_s, self._connect_default_group, self._check_collective
+        )
         self.recovery: NoRecovery = NoRecovery()
         self.serving: Serving | None = None
         self.lost: Set[int] = frozenset()  # as the strategy knows them
@@ -82,6 +90,18 @@ class Group:
         )
         if self.comm.size > 1:
             self.recovery.watch(self)
+        self._default_group.meet(self.world, self.store_of_generation())
+
+    def _check_collective(self) -> None:
+        if self.loop is not None:
+            self.loop.check_collective()
+
+    def _connect_default_group(self, world: World, store: Store) -> Communicator:
+        comm = Communicator.connect(
+            world, store, backend=self._config.backend, device=self.device, timeout_s=self.timeout_s
+        )
+        self.recovery.watch(comm)
+        return comm
 
     def _join_elastic_job(self, parts: Parts) -> None:
         """In an elastic job workers come and go: who commits steps, and how those that are left go on."""
@@ -104,9 +124,10 @@ class Group:
 
     def meet(self, world: World) -> Communicator:
         """The workers of a new generation."""
+        place = self.store_of_generation()
+        self._default_group.meet(world, place)
         if world.size == 1:
             return self.comm
-        place = self.store_of_generation()
         assert place is not None
         self.comm = Communicator.connect(
             world, place, backend=self._config.backend, device=self.device, timeout_s=self.timeout_s
@@ -121,7 +142,9 @@ class Group:
             return
         self.among = self.world.without(lost)
         named = ", ".join(map(str, sorted(lost)))
-        self.comm.reconnect(self.among, PrefixStore(f"without/{named}", self.store))
+        place = PrefixStore(f"without/{named}", self.store)
+        self.comm.reconnect(self.among, place)
+        self._default_group.meet(self.among, place)
         for loader in self.evaluations:
             loader.deal_to(self.among)
         plural, whose = ("s", "their") if len(lost) > 1 else ("", "its")
@@ -167,6 +190,7 @@ class Group:
     def close(self) -> None:
         if self._watch is not None:
             self._watch.close()
+        self._default_group.leave("the engine was closed")
         self.comm.close()
         self.recovery.close()
         if self.client is not None:

@@ -162,6 +162,16 @@ class PreparedLoader:
         self._group.recovery.recover()
         self._fetch()
 
+    def check_collective(self) -> None:
+        counts = [len(lanes) for lanes in self._step.now.holders]
+        if self._step.inside_step and len(set(counts)) > 1:
+            raise LoopError(
+                "torch.distributed inside the training loop's body, which runs a different number of times on each "
+                f"worker in step {self._step.step + 1} ({', '.join(map(str, counts))}): others would wait for ever. "
+                "Call it where engine.stepped is true, take engine.mean() for a mean over the step, or choose lanes "
+                f"that the {len(counts)} workers divide"
+            )
+
     def _pass_lanes_on(self) -> None:
         """The step once more with other lanes for every worker, or the next one with those that it had."""
         self._handed_out.clear()

@@ -26,6 +26,7 @@ from paceline.engine.activation_checkpointing import Recomputed
 from paceline.engine.boundary import Boundary, Operation
 from paceline.engine.checkpoints import Surroundings
 from paceline.engine.config import EngineConfig, counted
+from paceline.engine.default_group import check_batch_norms
 from paceline.engine.evaluation import EvaluationCount, EvaluationLoader, no_rows
 from paceline.engine.facts import chosen_by_script, facts_of_process, job_facts
 from paceline.engine.group import Group
@@ -210,6 +211,7 @@ class Preparation:
         if not own.models:
             raise ConfigError("engine.prepare() got an optimizer but no model; give both in one call")
         check_belong_together(own.models, own.optimizers, own.schedulers)
+        check_batch_norms(own.models, config.reduction)
         self._fill_models()
         check_same_models(group.comm, own.models)
         check_memory(config, group.world, group.comm, group.device, own.optimizers, group.client)

@@ -244,7 +244,7 @@ class TrainStep:
         self.replayed: ReplayedSteps | None = None
         self.timing = Timing()
         self._ended: float | None = None  # the last backward
-        self.traffic = Traffic()  # of the last step
+        self._traffic = Traffic(), Traffic()  # before the last step, and after it
 
     # -- where it is -------------------------------------------------------------------------------------------------
 
@@ -297,6 +297,12 @@ class TrainStep:
     def never_agrees(self) -> bool:
         """As far as the last step tells: each worker goes at its own pace to the end."""
         return self.now.agreement is Agreement.NEVER
+
+    @property
+    def traffic(self) -> Traffic:
+        """Of the last step. The difference is made when it is asked for: most steps are not."""
+        before, after = self._traffic
+        return after - before
 
     def item_done(self) -> WorkItem | None:
         """The item with which the step ends that the loop is in, if it has got so far."""
@@ -475,7 +481,7 @@ class TrainStep:
         self.stop_agreed = self._stops.hear([one.stop for one in votes])
         now.check, now.gradient_versions = vote.check, rules.gradient_versions(active.parameters)
         self.timing.left_during_backward = active.left_during_backward
-        self.traffic = self._traffic_so_far() - now.traffic_before
+        self._traffic = now.traffic_before, self._traffic_so_far()
         if self._ended is not None:
             self.timing.exposed_s = time.perf_counter() - self._ended
         return True
@@ -582,7 +588,7 @@ class TrainStep:
         if not now.empty:
             fault_point("apply", self.round)
             result = self.strategy().apply(optimizer, self._original_steps[id(optimizer)])
-            self.traffic = self._traffic_so_far() - now.traffic_before
+            self._traffic = now.traffic_before, self._traffic_so_far()
             if len(now.acted) == len(self._optimizers) or self._updating:
                 self._commit()
         if now.committed:

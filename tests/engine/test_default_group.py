@@ -1,0 +1,184 @@
+"""torch.distributed inside a job: its default group has the job's workers, before and after they change."""
+
+from __future__ import annotations
+
+import sys
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import paceline
+from paceline.errors import ConfigError, LoopError
+from paceline.torch_compat import HashStore
+from paceline.world.world import World
+from tests.faults.elastic_jobs import check_unharmed, run_elastic
+from tests.workers import Result, free_port, run_workers
+
+
+def values(results: list[Result]) -> list[Any]:
+    for result in results:
+        assert result.error is None, result.traceback
+    return [result.value for result in results]
+
+
+def ask_torch(world: World, *, backend: str) -> dict[str, Any]:
+    with paceline.Engine(world=world, backend=backend) as engine:
+        rank, size = dist.get_rank(), dist.get_world_size()
+        found: dict[str, Any] = {"place": (rank, size), "backend": str(dist.get_backend())}
+        total = torch.tensor([float(rank + 1)])
+        dist.all_reduce(total)
+        found["sum"] = total.item()
+        objects: list[Any] = [None] * size
+        dist.all_gather_object(objects, {"rank": rank})
+        found["objects"] = [one["rank"] for one in objects]
+        last = torch.tensor([rank])
+        dist.broadcast(last, size - 1)
+        found["broadcast"] = last.item()
+        parts = [torch.zeros(2, dtype=torch.float64) for _ in range(size)]
+        dist.all_gather(parts, torch.full((2,), rank, dtype=torch.float64))
+        found["gathered"] = torch.cat(parts).tolist()
+        few = dist.new_group(list(range(max(size - 1, 1))))
+        if rank < max(size - 1, 1):
+            dist.all_reduce(total, op=dist.ReduceOp.MAX, group=few)
+        # A collective of the engine's own between two of the script's: neither gets into the other's order.
+        work = dist.all_reduce(torch.ones(3), async_op=True)
+        found["engine"] = engine.reduce(torch.tensor([1.0]), "sum").item()
+        work.wait()
+        dist.barrier()
+    found["after"] = dist.is_initialized()
+    return found
+
+
+@pytest.mark.workers
+@pytest.mark.parametrize(("workers", "backend"), [(1, "gloo"), (1, "paceline"), (2, "gloo"), (3, "paceline")])
+def test_the_default_group_has_all_workers(workers: int, backend: str) -> None:
+    for rank, found in enumerate(values(run_workers(ask_torch, workers, backend=backend))):
+        assert found == {
+            "place": (rank, workers),
+            "backend": backend,
+            "sum": workers * (workers + 1) / 2,
+            "objects": list(range(workers)),
+            "broadcast": workers - 1,
+            "gathered": [rank for rank in range(workers) for _ in range(2)],
+            "engine": workers,
+            "after": False,
+        }
+
+
+def keep_own_group(world: World, *, port: int) -> list[Any]:
+    store = dist.TCPStore("127.0.0.1", port, world.size, world.is_main, timedelta(seconds=20))
+    dist.init_process_group("gloo", store=store, rank=world.rank, world_size=world.size)
+    own = dist.group.WORLD
+    with paceline.Engine(world=world, backend="paceline"):
+        seen = [dist.group.WORLD is own, str(dist.get_backend())]
+    seen.append(dist.group.WORLD is own)
+    dist.destroy_process_group()
+    return seen
+
+
+@pytest.mark.workers
+def test_a_group_that_the_script_made_stays() -> None:
+    assert values(run_workers(keep_own_group, 2, port=free_port())) == [[True, "gloo", True]] * 2
+
+
+@pytest.mark.unit
+def test_no_connection_is_made_for_a_script_that_asks_for_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    def connect(*_: Any, **__: Any) -> Any:
+        raise AssertionError("connected")
+
+    monkeypatch.setattr("paceline.collectives.communicator.Communicator.connect", connect)
+    with paceline.Engine(world=World()):
+        assert dist.is_initialized()
+        assert "distributed" not in sys.excepthook.__qualname__  # torch's puts the rank before every line
+        with pytest.raises(AssertionError, match="connected"):
+            dist.barrier()
+    assert not dist.is_initialized()
+
+
+@pytest.mark.unit
+def test_an_engine_inside_another_ones_life_leaves_the_group_alone() -> None:
+    with paceline.Engine(world=World()):
+        group = dist.group.WORLD
+        with paceline.Engine(world=World()):
+            assert dist.group.WORLD is group
+        assert dist.group.WORLD is group
+    assert not dist.is_initialized()
+
+
+@pytest.mark.unit
+def test_a_group_of_the_script_that_takes_the_place_of_ours_is_not_destroyed() -> None:
+    with paceline.Engine(world=World()):
+        dist.destroy_process_group()
+        dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+        own = dist.group.WORLD
+    assert dist.group.WORLD is own
+    dist.destroy_process_group()
+
+
+@pytest.mark.unit
+def test_a_group_that_is_over_says_so() -> None:
+    with paceline.Engine(world=World()):
+        group = dist.group.WORLD
+    with pytest.raises(paceline.errors.WorldError, match=r"the engine was closed.*engine\.reduce"):
+        dist.all_reduce(torch.ones(1), group=group)
+
+
+def sum_of_samples(world: World, *, lanes: int, each: bool) -> float:
+    """What a hand-written metric does: sums over this worker's batches, then over the workers."""
+    with paceline.Engine(world=world, lanes=lanes, seed=1) as engine:
+        model = nn.Linear(1, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        data = TensorDataset(torch.arange(64.0).view(64, 1))
+        model, optimizer, loader = engine.prepare(model, optimizer, DataLoader(data, batch_size=2))
+        total = torch.zeros(1)
+        for (rows,) in loader:
+            part = rows.sum().view(1)
+            if each:
+                dist.all_reduce(part)
+            total += part
+            engine.backward(model(rows).sum())
+            optimizer.step()
+        if not each:
+            dist.all_reduce(total)
+        return total.item()
+
+
+@pytest.mark.workers
+@pytest.mark.parametrize(("workers", "lanes", "each"), [(1, 4, True), (2, 4, False), (2, 4, True), (3, 4, False)])
+def test_a_sum_over_workers_counts_every_sample_once(workers: int, lanes: int, each: bool) -> None:
+    assert values(run_workers(sum_of_samples, workers, lanes=lanes, each=each)) == [2016.0] * workers
+
+
+@pytest.mark.workers
+def test_a_collective_in_a_body_that_does_not_run_alike_is_refused() -> None:
+    for result in run_workers(sum_of_samples, 3, lanes=4, each=True):
+        assert result.error is not None
+        assert result.error.startswith(LoopError.__name__)
+        assert "(1, 1, 2)" in result.error
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize("reduction", ["exact", "fast"])
+def test_sync_batch_norm_is_refused_where_bits_would_depend_on_workers(reduction: Any) -> None:
+    with paceline.Engine(world=World(), reduction=reduction) as engine:
+        model = nn.Sequential(nn.Linear(2, 2), nn.SyncBatchNorm(2))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        if reduction == "fast":
+            engine.prepare(model, optimizer)
+            return
+        with pytest.raises(ConfigError, match=r"1 is a SyncBatchNorm.*BatchNorm"):
+            engine.prepare(model, optimizer)
+
+
+@pytest.mark.job
+@pytest.mark.parametrize("backend", ["paceline", "gloo"])
+def test_the_group_follows_the_workers_of_an_elastic_job(tmp_path: Path, backend: str) -> None:
+    orders = ["kill:rank=2,step=2,phase=backward", "kill:rank=0,step=6,phase=exchange"]
+    job = run_elastic(tmp_path, f"--backend {backend}", "--count-workers", orders=orders)
+    check_unharmed(job, orders)
