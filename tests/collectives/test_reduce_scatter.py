@@ -48,7 +48,7 @@ def connect(world: World, backend: str) -> tuple[Communicator, object]:
 
 def strided_plan(lanes: int, workers: int, present: tuple[int, ...]) -> SumPlan:
     there = set(present)
-    return SumPlan(present, tuple(tuple(x for x in ride if x in there) for ride in strided_lanes(lanes, workers)))
+    return SumPlan(present, tuple(tuple(x for x in own if x in there) for own in strided_lanes(lanes, workers)))
 
 
 def shipped(how: str, world: World, lanes: int, present: tuple[int, ...], values: dict[int, Tensor]) -> Any:

@@ -60,7 +60,7 @@ def test_the_update_is_that_of_the_fp32_master_and_the_model_holds_it_rounded(st
                 engine.backward(F.mse_loss(model(a), b))
                 optimizer.step()
         master, low = by_hand(5)
-        whole = engine._training().strategies.whole(model.weight)
+        whole = engine._training().strategies.full_tensor(model.weight)
         assert whole.dtype == torch.float32
         assert torch.equal(whole, master)
         assert torch.equal(model.weight.detach(), low)
@@ -181,7 +181,7 @@ def changes_weights(world: World, **job: Any) -> str:
             if engine.stepped and engine.step == 2:
                 with torch.no_grad():
                     model[0].weight[::2] *= 0.5
-                whole = engine._training().strategies.whole(model[0].weight)
+                whole = engine._training().strategies.full_tensor(model[0].weight)
                 assert torch.equal(whole.bfloat16(), model[0].weight.detach())
         return engine.weights_hash()
 

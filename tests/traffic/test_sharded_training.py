@@ -70,7 +70,7 @@ def owned_by_all(strategy: Strategy, workers: int) -> list[int]:
 
 def nodes_sent(strategy: str, lanes: int, workers: int) -> list[int]:
     if strategy == "zero2":
-        return [len(ride) for ride in strided_lanes(lanes, workers)]
+        return [len(own) for own in strided_lanes(lanes, workers)]
     plan = sum_plan(lanes, workers, tuple(range(lanes)))
     return [len(plan.roots(worker)) for worker in range(workers)]
 

@@ -218,12 +218,12 @@ class ShardedWeights:
         self._in_step = False
         self._pulls.changed()
 
-    def load_full(self, parameter: Parameter, whole: Tensor) -> None:
+    def load_full(self, parameter: Parameter, full: Tensor) -> None:
         """All workers have these weights for the parameter."""
         self._release(self._unit_of[self._index[id(parameter)]])
         self._pulls.meet()  # until now a worker may look at weights, and gets the old ones
         self._lift.finish()
-        self.mine.load_full(parameter, whole)
+        self.mine.load_full(parameter, full)
         self.updated()
 
     # -- gathering and releasing --------------------------------------------------------------------------------------
@@ -637,12 +637,12 @@ class LocalRanges:
     def pieces_of(self, parameter: Parameter) -> list[Piece]:
         return [owned.piece for owned in self._owned(parameter)]
 
-    def load_full(self, parameter: Parameter, whole: Tensor) -> None:
+    def load_full(self, parameter: Parameter, full: Tensor) -> None:
         """Take the own pieces of a parameter's weights."""
         part = self._bucket_of[self._index[id(parameter)]][1]
         for owned in self._owned(parameter):
             mine = self._place(owned, part)
-            mine.copy_(whole if mine.shape == whole.shape else part_of(whole, owned.piece))
+            mine.copy_(full if mine.shape == full.shape else part_of(full, owned.piece))
 
     def forget(self) -> None:
         self._bucket_of.clear()

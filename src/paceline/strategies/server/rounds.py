@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from paceline.checkpoint.load import whole_tree
+from paceline.checkpoint.load import full_tree
 from paceline.collectives.byte_count import Traffic
 from paceline.collectives.canonical_sum import SumPlan
 from paceline.collectives.communicator import Communicator
@@ -348,9 +348,9 @@ class UpdatesOnServers(PushedRounds):
             self._client.newest(self._round, self._weights.put)
             self._shown, self._seen = self._round, self._weights.versions()
 
-    def kept(self, parameter: Parameter) -> Tensor | LocalShard:
+    def local_shard(self, parameter: Parameter) -> Tensor | LocalShard:
         self._settle_alone()
-        return super().kept(parameter)
+        return super().local_shard(parameter)
 
     def _settle_alone(self) -> None:
         """An elastic job keeps its state right after `apply`: the model then has to have what that made of it."""
@@ -379,7 +379,7 @@ class UpdatesOnServers(PushedRounds):
 
     def load(self, optimizer: Optimizer, state: dict[str, Any], *, round: int) -> None:
         self._log.check_not_begun()
-        state = whole_tree(state)
+        state = full_tree(state)
         reads = self._reads_of(optimizer, state, round)
         optimizer.load_state_dict({**state, "state": {}})  # settings for the next rounds; the rest lives elsewhere
         nothing: list[State] = [{}] * len(self.parameters)
@@ -668,16 +668,16 @@ class SumsOnServers(PushedRounds):
             self._weights.keep()
         self._catch_up()
 
-    def kept(self, parameter: Parameter) -> Tensor | LocalShard:
+    def local_shard(self, parameter: Parameter) -> Tensor | LocalShard:
         self.drain()  # an elastic job keeps its state right after `apply`, which may have put the update off
-        return super().kept(parameter)
+        return super().local_shard(parameter)
 
     def local_state(self, optimizer: Optimizer) -> dict[str, Any]:
         self.drain()
         return self._with_reads(optimizer.state_dict(), optimizer)
 
     def load(self, optimizer: Optimizer, state: dict[str, Any], *, round: int) -> None:
-        state = whole_tree(state)
+        state = full_tree(state)
         reads = self._reads_of(optimizer, state, round)
         load_exactly(optimizer, state)
         self._client.flush()

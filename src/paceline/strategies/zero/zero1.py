@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from paceline.collectives.canonical_sum import Scatter, SumPlan, scatter_plan_of_roots
 from paceline.collectives.communicator import Handle
 from paceline.strategies.registry import Job, Registered, register
-from paceline.strategies.zero.sharded import ShardedMaker, ShardedParts, ShardedStrategy, whole_weights
+from paceline.strategies.zero.sharded import ShardedMaker, ShardedParts, ShardedStrategy, full_weights
 from paceline.strategies.zero.sharded_optimizer import LocalPieces
 from paceline.strategies.zero.weights import Weights
 
@@ -101,7 +101,7 @@ class Zero1Config:
 
 
 def _open(config: Zero1Config, job: Job) -> ShardedMaker:
-    return ShardedMaker(ShardedParts(job, "zero1", whole_weights(config.weights)), Zero1)
+    return ShardedMaker(ShardedParts(job, "zero1", full_weights(config.weights)), Zero1)
 
 
 register(

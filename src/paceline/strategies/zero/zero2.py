@@ -31,7 +31,7 @@ from paceline.collectives.communicator import Handle
 from paceline.strategies.buckets import BufferPool, Cut
 from paceline.strategies.registry import Job, Registered, register
 from paceline.strategies.strategy import ItemPlace
-from paceline.strategies.zero.sharded import ShardedMaker, ShardedParts, ShardedStrategy, whole_weights
+from paceline.strategies.zero.sharded import ShardedMaker, ShardedParts, ShardedStrategy, full_weights
 from paceline.strategies.zero.sharded_optimizer import LocalPieces
 from paceline.strategies.zero.weights import Weights
 from paceline.world.lanes import strided_lanes
@@ -148,7 +148,7 @@ class Zero2Config:
 
 
 def _open(config: Zero2Config, job: Job) -> ShardedMaker:
-    return ShardedMaker(ShardedParts(job, "zero2", whole_weights(config.weights)), Zero2)
+    return ShardedMaker(ShardedParts(job, "zero2", full_weights(config.weights)), Zero2)
 
 
 register(
@@ -159,6 +159,6 @@ register(
         examples=(Zero2Config(weights="per worker"),),
         takes_low_precision=True,
         takes_offload=True,
-        rides=strided_lanes,
+        assign_lanes=strided_lanes,
     )
 )
