@@ -1,7 +1,7 @@
 """A job with servers whose processes die and are replaced, without the launcher and the engine of real ones.
 
     generation 1    workers 0 1 2   servers 3       … step 4 is in the memory checkpoint ── step 5: worker 1 dies
-    generation 2    workers 0 2     servers 3       dismantled, opened again, step 4 put back ── steps 5 to 8
+    generation 2    workers 0 2     servers 3       torn down, opened again,step 4 put back ── steps 5 to 8
 
 There is no coordinator here: a file says that a generation is over, and what all of its workers have in the memory
 checkpoint is the step to go on from.

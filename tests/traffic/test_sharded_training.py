@@ -96,7 +96,7 @@ def test_a_step_sends_each_node_and_the_weights_once(strategy: str, workers: int
         assert bytes_of(traffic, CANONICAL_SCATTER) == Moved(nodes[rank] * share, others * Z // workers), f"rank {rank}"
         assert bytes_of(traffic, GATHER) == Moved(share, share), f"rank {rank}"
         assert traffic.operations == {CANONICAL_SCATTER, GATHER}
-        assert traffic.native == {"all_gather": 1}  # the ballot
+        assert traffic.native == {"all_gather": 1}  # the vote
 
 
 @pytest.mark.parametrize("strategy", CONFIGS)

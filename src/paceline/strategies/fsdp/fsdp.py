@@ -108,7 +108,7 @@ class Fsdp(Zero2):
             super()._prepare_sums(pieces)
 
     def _leave(self, number: int, nodes: dict[int, Tensor]) -> None:
-        if self._parts.offloads and not self._shipped[number]:
+        if self._parts.offloads and not self._sent[number]:
             shards = self._shards.buckets[number]
             dtype, device = shards.bucket.dtype, shards.bucket.device
             self._sums[number] = torch.empty(shards.width(self._parts.rank), dtype=dtype, device=device)
@@ -124,7 +124,7 @@ class Fsdp(Zero2):
             return
         number, offload = departed.bucket, self._parts.offload
         others = (self._leaving, *(other.bucket for other in self._under_way))
-        if self._shipped[number] == len(self._shipments) and number not in others:
+        if self._sent[number] == len(self._scatter_plans) and number not in others:
             self._held[number] = {node: offload.land(number, total) for node, total in self._held[number].items()}
             self._sums[number] = torch.empty(0)
 

@@ -131,7 +131,7 @@ class _AcrossGroups(Zero2):
         mine = super().local_state(optimizer)
         return mine if self._speaks else others_have_it(mine)
 
-    def _shipments_of(self, plan: SumPlan) -> tuple[Sequence[ScatterPlan], int]:
+    def _scatter_plans_of(self, plan: SumPlan) -> tuple[Sequence[ScatterPlan], int]:
         across = self._across
         self._plan_across = plan_across(plan, across.groups)
         mine = self._plan_across.holders[across.group]

@@ -493,9 +493,9 @@ class UpdatesOnArrival(UpdatesOnServers):
         """Of the lane's mean gradient."""
         sums = self._buckets.sums
         gradients = [
-            node[member.offset : member.offset + member.elements]
+            node[entry.offset : entry.offset + entry.elements]
             for number, node, _ in held.buckets
-            for member in sums[number].bucket.members
+            for entry in sums[number].bucket.entries
         ]
         return global_norm(gradients) * _share(held.place) * self._tally_of_round().samples / held.place.samples
 
@@ -595,7 +595,7 @@ class SumsOnServers(PushedRounds):
 
         used = self._used_parameters(self._client.sums(round, put))
         for sums, total in zip(self._buckets.sums, self._totals, strict=True):
-            sums.hand_out(total, [used[member.parameter] for member in sums.bucket.members])
+            sums.hand_out(total, [used[entry.parameter] for entry in sums.bucket.entries])
 
     def _used_parameters(self, bits: dict[int, int]) -> list[bool]:
         used = [False] * len(self.parameters)

@@ -208,11 +208,14 @@ def holds(world: World, *, strategy: str) -> tuple[int, int, int]:
             optimizer.step()
         active: Any = engine._training().active
         if strategy == "ddp":
-            masters, twin = list(active._masters._masters.values()), optimizer
+            masters, on_pieces = list(active._masters._masters.values()), optimizer
         else:
             assert not active._parts.masters._lowered.originals
-            masters, twin = list(active._pieces.tensors.values()), active._parts.optimizers.of(optimizer)._on_pieces
-        kept = [v for state in twin.state.values() for v in state.values() if isinstance(v, Tensor) and v.dim()]
+            masters, on_pieces = (
+                list(active._pieces.tensors.values()),
+                active._parts.optimizers.of(optimizer)._on_pieces,
+            )
+        kept = [v for state in on_pieces.state.values() for v in state.values() if isinstance(v, Tensor) and v.dim()]
         return sum(p.nbytes for p in model.parameters()), sum(m.nbytes for m in masters), sum(v.nbytes for v in kept)
 
 
