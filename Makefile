@@ -57,7 +57,7 @@ fuzz: setup
 
 faults: setup
 	$(PYTHON) -m pytest tests/faults --full-product --every $(EVERY)
-	$(PYTHON) -m pytest tests/strategies/test_dismantling*.py tests/parameter_server/test_killed.py \
+	$(PYTHON) -m pytest tests/strategies/test_teardown*.py tests/parameter_server/test_killed.py \
 	  tests/launch/test_network_namespaces.py
 
 conformance: setup

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from paceline.checkpoint.load import Checkpoint, whole_tree
+from paceline.checkpoint.load import Checkpoint, full_tree
 from paceline.checkpoint.save import complete, portion_of, write_portion
 from paceline.checkpoint.tensor_file import best_checksum
 
@@ -28,7 +28,7 @@ def write(folder: Path, tree: dict[str, Any] | Callable[[int], dict[str, Any]], 
 
 
 def read(folder: Path) -> dict[str, Any]:
-    tree: dict[str, Any] = whole_tree(Checkpoint.open(folder).tree)
+    tree: dict[str, Any] = full_tree(Checkpoint.open(folder).tree)
     return tree
 
 

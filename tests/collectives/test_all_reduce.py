@@ -21,10 +21,10 @@ pytestmark = pytest.mark.workers
 
 def cases(workers: int, how: str) -> list[tuple[SumPlan, int]]:
     """Plans with one root each, with several, and with none on some worker; buffers down to less than one each."""
-    rides = [(workers, tuple(range(workers))), (2 * workers, tuple(range(2 * workers))), (16, tuple(range(16)))]
-    rides += [(7, (1, 2, 5, 6)), (workers, (0,)), (workers, (workers - 1,))]
+    cases = [(workers, tuple(range(workers))), (2 * workers, tuple(range(2 * workers))), (16, tuple(range(16)))]
+    cases += [(7, (1, 2, 5, 6)), (workers, (0,)), (workers, (workers - 1,))]
     sizes = sorted({1, workers - 1, 63, 64, 65, 10_001})
-    plans = [sum_plan(lanes, workers, present) for lanes, present in rides]
+    plans = [sum_plan(lanes, workers, present) for lanes, present in cases]
     return [(plan, elements) for plan in plans if how != "halving" or plan.is_pairwise for elements in sizes]
 
 

@@ -20,7 +20,7 @@ MOST_LANES = 16
 
 @st.composite
 def plans(draw: st.DrawFn, among: tuple[int, ...] = tuple(range(1, MOST_LANES + 3))) -> SumPlan:
-    """Workers that ride neighbouring lanes, of which any may be absent."""
+    """Workers with neighbouring lanes, of which any may be absent."""
     lanes = draw(st.integers(1, MOST_LANES))
     present = draw(st.sets(st.integers(0, lanes - 1), min_size=1))
     return sum_plan(lanes, draw(st.sampled_from(among)), tuple(sorted(present)))
@@ -150,7 +150,7 @@ def test_a_scattered_plan_is_pairwise_only_when_halving_walks_the_canonical_tree
         (8, 4, tuple(range(8)), True),
         (8, 4, (1, 3, 4, 6), True),  # one lane of each is left: the same tree with fewer leaves
         (3, 3, (0, 1, 2), False),  # not a power of two
-        (6, 4, tuple(range(6)), False),  # workers 1 and 3 ride lanes of two subtrees
+        (6, 4, tuple(range(6)), False),  # workers 1 and 3 have lanes of two subtrees
         (4, 4, (0, 1, 2), False),  # worker 3 has nothing
         (5, 4, (0, 1, 2, 3, 4), False),
     ],

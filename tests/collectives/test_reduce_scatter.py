@@ -48,15 +48,15 @@ def connect(world: World, backend: str) -> tuple[Communicator, object]:
 
 def strided_plan(lanes: int, workers: int, present: tuple[int, ...]) -> SumPlan:
     there = set(present)
-    return SumPlan(present, tuple(tuple(x for x in ride if x in there) for ride in strided_lanes(lanes, workers)))
+    return SumPlan(present, tuple(tuple(x for x in own if x in there) for own in strided_lanes(lanes, workers)))
 
 
-def shipped(how: str, world: World, lanes: int, present: tuple[int, ...], values: dict[int, Tensor]) -> Any:
-    """Each shipment, and what this worker sends in it."""
+def by_lane(how: str, world: World, lanes: int, present: tuple[int, ...], values: dict[int, Tensor]) -> Any:
+    """What is sent of each lane, and what this worker sends in it."""
     if how == "lanes":
         plan = strided_plan(lanes, world.size, present)
-        for shipment in scatter_plans_by_lane(plan):
-            yield shipment, {lane: values[lane].clone() for lane in shipment.sent[world.rank]}
+        for sent_now in scatter_plans_by_lane(plan):
+            yield sent_now, {lane: values[lane].clone() for lane in sent_now.sent[world.rank]}
     else:
         plan = sum_plan(lanes, world.size, present)
         yield scatter_plan_of_roots(plan), roots_of(plan, world.rank, values)
@@ -75,13 +75,13 @@ def scatters(
         low, high = ranges(elements, world.size)[world.rank]
         held: dict[int, Tensor] = {}
         results.append((held, one_process_sum(values)[low:high]))
-        for shipment, nodes in shipped(how, world, lanes, present, values):
+        for sent_now, nodes in by_lane(how, world, lanes, present, values):
             if how == "at home" and nodes:
                 first = next(iter(nodes))
                 home = exchange.home(of, bucket, elements, dtype)
                 nodes[first] = nodes[first] if home is None else home.copy_(nodes[first])
             scatter = Scatter(
-                bucket, shipment, ranges(elements, world.size), dtype, nodes, held,
+                bucket, sent_now, ranges(elements, world.size), dtype, nodes, held,
                 room=lambda node, width=high - low: torch.full((width,), torch.nan, dtype=dtype),
             )  # fmt: skip
             under_way.append(exchange.start_scatter(of, scatter, torch.empty(0, dtype=dtype)))
@@ -133,7 +133,7 @@ def test_a_worker_sends_each_node_once_without_its_own_range_and_gets_its_range_
     workers, lanes = 3, 8
     plan = (sum_plan if how == "roots" else strided_plan)(lanes, workers, tuple(range(lanes)))
     sent: list[ScatterPlan] = [scatter_plan_of_roots(plan)] if how == "roots" else list(scatter_plans_by_lane(plan))
-    nodes = [sum(len(shipment.sent[worker]) for shipment in sent) for worker in range(workers)]
+    nodes = [sum(len(sent_now.sent[worker]) for sent_now in sent) for worker in range(workers)]
     results = run_workers(scatters, workers, lanes=lanes, present=tuple(range(lanes)), how=how, backend="gloo")
     for rank, result in enumerate(results):
         assert result.error is None, result.traceback
@@ -146,9 +146,9 @@ def test_alone_lanes_are_added_where_they_are_held() -> None:
     present = (0, 1, 2)
     values = lane_values(present, 1_000)
     held: dict[int, Tensor] = {}
-    for shipment in scatter_plans_by_lane(sum_plan(3, 1, present)):
-        nodes = {lane: values[lane].clone() for lane in shipment.sent[0]}
-        scatter = Scatter(0, shipment, ((0, 1_000),), torch.float32, nodes, held, room=lambda _: torch.empty(1_000))
+    for sent_now in scatter_plans_by_lane(sum_plan(3, 1, present)):
+        nodes = {lane: values[lane].clone() for lane in sent_now.sent[0]}
+        scatter = Scatter(0, sent_now, ((0, 1_000),), torch.float32, nodes, held, room=lambda _: torch.empty(1_000))
         GradientExchange(SingleWorker(), "exact").start_scatter(0, scatter, torch.empty(0)).wait()
     assert list(held) == [0]
     assert same_bits(held[0], one_process_sum(values))

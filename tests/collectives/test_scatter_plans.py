@@ -22,7 +22,7 @@ from tests.collectives.one_process import walk
 def strided(lanes: int, workers: int, present: tuple[int, ...]) -> SumPlan:
     there = set(present)
     return SumPlan(
-        present, tuple(tuple(lane for lane in ride if lane in there) for ride in strided_lanes(lanes, workers))
+        present, tuple(tuple(lane for lane in own if lane in there) for own in strided_lanes(lanes, workers))
     )
 
 
@@ -62,8 +62,8 @@ def test_every_lane_is_sent_once_by_its_rider_one_at_a_time(job: tuple[int, int,
     lanes, workers, data = job
     plan = strided(lanes, workers, drawn(lanes, data))
     plans = scatter_plans_by_lane(plan)
-    for worker, ride in enumerate(plan.holders):
-        assert tuple(lane for sent_now in plans for lane in sent_now.sent[worker]) == ride
+    for worker, own in enumerate(plan.holders):
+        assert tuple(lane for sent_now in plans for lane in sent_now.sent[worker]) == own
     assert all(len(nodes) <= 1 for sent_now in plans for nodes in sent_now.sent)
 
 

@@ -108,7 +108,7 @@ def test_hierarchical_over_uneven_hosts_goes_across_between_their_first_ranks() 
 
 
 def test_the_canonical_sum_sends_every_root_to_every_owner() -> None:
-    plan = sum_plan(4, 3, (0, 1, 2, 3))  # rank 2 rides lanes 2 and 3
+    plan = sum_plan(4, 3, (0, 1, 2, 3))  # rank 2 has lanes 2 and 3
     assert plan.roots(2) == (2,)
     assert drawn(list(canonical_schedule(plan).hops(1, 3))) == ["(1)>0 (1)>2 0+(0) 2+(2)", "1>0 1>2 0=0 2=2"]
 

@@ -89,9 +89,9 @@ def test_a_bucket_of_one_worker_is_its_own_sum(reduction: Reduction, algorithm: 
 def test_a_scattered_bucket_of_one_worker_is_held_whole() -> None:
     values, held = lane_values((0, 1, 2), 100), dict[int, Tensor]()
     exchange = GradientExchange(SingleWorker(), "exact")
-    for shipment in scatter_plans_by_lane(sum_plan(3, 1, (0, 1, 2))):
-        nodes = {lane: values[lane].clone() for lane in shipment.sent[0]}
-        scatter = Scatter(0, shipment, ((0, 100),), torch.float32, nodes, held, room=lambda _: torch.empty(100))
+    for sent_now in scatter_plans_by_lane(sum_plan(3, 1, (0, 1, 2))):
+        nodes = {lane: values[lane].clone() for lane in sent_now.sent[0]}
+        scatter = Scatter(0, sent_now, ((0, 100),), torch.float32, nodes, held, room=lambda _: torch.empty(100))
         exchange.start_scatter(0, scatter, torch.empty(0)).wait()
     assert same_bits(held[0], one_process_sum(values))
 

@@ -89,7 +89,7 @@ def test_random_access_gives_what_iteration_gives(case: Case, chance: random.Ran
 
 @settings(max_examples=40, deadline=None)
 @given(cases(), st.integers(1, 6))
-def test_a_lane_has_the_same_samples_whoever_rides_it(case: Case, workers: int) -> None:
+def test_a_lane_has_the_same_samples_whichever_worker_has_it(case: Case, workers: int) -> None:
     lengths, cut, window = case
 
     def dealt(workers: int) -> dict[tuple[int, int, int], list[int]]:

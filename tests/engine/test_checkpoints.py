@@ -516,12 +516,12 @@ def test_options_without_sense_are_refused(tmp_path: Path, options: dict[str, An
 
 @pytest.mark.workers
 def test_all_workers_get_whole_weights(tmp_path: Path) -> None:
-    found = [result.value for result in run_workers(whole_weights, 2)]
+    found = [result.value for result in run_workers(full_weights, 2)]
     assert found[0] == found[1]
     assert set(found[0]) == {"0.weight", "0.bias", "2.weight", "2.bias"}
 
 
-def whole_weights(world: World) -> dict[str, Any]:
+def full_weights(world: World) -> dict[str, Any]:
     with Engine(world=world, lanes=2, strategy="fsdp") as engine:
         next(train(engine, *prepared(engine), 1))
         return {name: value.tolist() for name, value in engine.state_dict().items()}

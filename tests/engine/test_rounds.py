@@ -23,11 +23,11 @@ def loss_of(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return model(x).square().mean()
 
 
-# -- without ballots ---------------------------------------------------------------------------------------------------
+# -- without votes ---------------------------------------------------------------------------------------------------
 
 
 def runs_ahead(world: World, *, flag: str) -> tuple[int, dict[str, int], float, float]:
-    """Worker 1 begins when worker 0 has done all its steps: with a ballot in any of them both would wait for ever."""
+    """Worker 1 begins when worker 0 has done all its steps: with a vote in any of them both would wait for ever."""
     with Engine(world=world, strategy=LocalTraining(), timeout_s=20) as engine:
         model, optimizer, loader = prepared(engine, samples=40)
         natives: dict[str, int] = {}

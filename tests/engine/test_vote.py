@@ -45,18 +45,18 @@ def vote(*lanes: LaneReport, used: tuple[bool, ...] = ()) -> StepVote:
 
 @settings(max_examples=100, deadline=None)
 @given(votes)
-def test_a_ballot_is_read_as_it_was_written(said: StepVote) -> None:
+def test_a_vote_is_read_as_it_was_written(said: StepVote) -> None:
     assert unpack(pack(said, MOST_LANES), len(said.used)) == said
 
 
 @settings(max_examples=50, deadline=None)
 @given(votes)
-def test_ballots_of_one_job_have_one_size_whatever_is_in_them(said: StepVote) -> None:
+def test_votes_of_one_job_have_one_size_whatever_is_in_them(said: StepVote) -> None:
     nothing = StepVote(step=0, update=0, stop=Stop.NO, check=0, used=(False,) * len(said.used), lanes=())
     assert pack(said, MOST_LANES).shape == pack(nothing, MOST_LANES).shape
 
 
-def test_a_ballot_full_to_the_last_mean_and_lane_is_read_as_it_was_written() -> None:
+def test_a_vote_full_to_the_last_mean_and_lane_is_read_as_it_was_written() -> None:
     means = {key: (float(key), 2.0) for key in range(1, MOST_MEANS + 1)}
     said = vote(*(LaneReport(lane, means=means) for lane in range(MOST_LANES)), used=(True,) * 9)
     assert unpack(pack(said, MOST_LANES), 9) == said
@@ -68,7 +68,7 @@ def test_a_loss_that_is_not_finite_travels() -> None:
     assert [str(report.loss) for report in unpack(pack(said, MOST_LANES), 0).lanes] == ["nan", "inf", "-inf"]
 
 
-def test_a_ballot_may_be_a_row_of_a_gathered_table() -> None:
+def test_a_vote_may_be_a_row_of_a_gathered_table() -> None:
     said = vote(LaneReport(2, weight=4.0, means={7: (1.0, 2.0)}), used=(True, False, True))
     table = torch.stack([torch.zeros_like(pack(said, MOST_LANES)), pack(said, MOST_LANES)])
     assert unpack(table[1], 3) == said

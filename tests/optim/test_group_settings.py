@@ -26,13 +26,13 @@ def test_numbers_read_on_one_side_are_put_into_the_groups_of_the_other() -> None
         assert {k: type(v) for k, v in mine.items()} == {k: type(v) for k, v in theirs.items()}
 
 
-def test_a_twin_with_some_of_the_groups_takes_its_part() -> None:
+def test_an_optimizer_on_pieces_with_some_of_the_groups_takes_its_part() -> None:
     optimizer = adamw()
     settings = GroupSettings([optimizer])
-    twin = optimizer_on(optimizer, [[], [Parameter(torch.ones(1))]])
+    on_pieces = optimizer_on(optimizer, [[], [Parameter(torch.ones(1))]])
     optimizer.param_groups[0]["lr"], optimizer.param_groups[1]["lr"] = 7.0, 8.0
-    settings.put(settings.read(), {1: twin.param_groups[0]})
-    assert twin.param_groups[0]["lr"] == 8.0
+    settings.put(settings.read(), {1: on_pieces.param_groups[0]})
+    assert on_pieces.param_groups[0]["lr"] == 8.0
 
 
 def test_groups_are_counted_through_over_several_optimizers() -> None:

@@ -195,11 +195,11 @@ def scaled_by(scale: float) -> Tensor:
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
         data = DataLoader(TensorDataset(torch.full((4, 8), 1e-4), torch.zeros(4, 1)), batch_size=4)
         model, optimizer, loader = engine.prepare(model, optimizer, data)
-        (before,) = [engine._training().strategies.whole(p).clone() for p in model.parameters()]
+        (before,) = [engine._training().strategies.full_tensor(p).clone() for p in model.parameters()]
         for x, _ in loader:
             engine.backward(model(x).mean() * 1e-4)
             optimizer.step()
-        return engine._training().strategies.whole(model.weight) - before
+        return engine._training().strategies.full_tensor(model.weight) - before
 
 
 def test_gradients_below_fp16_survive_with_a_scale_and_have_their_own_size() -> None:

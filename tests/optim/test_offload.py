@@ -77,7 +77,7 @@ on_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA
 
 
 def moments(world: World, **job: Any) -> tuple[list[str], int, list[float]]:
-    """Devices of what the twin keeps, the most bytes that were on the GPU, and losses."""
+    """Devices of what the optimizer on pieces keeps, the most bytes that were on the GPU, and losses."""
     torch.cuda.reset_peak_memory_stats()
     with Engine(world=world, strategy="zero2", device="cuda:0", seed=1, **job) as engine:
         model = nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(8)), nn.Linear(1024, 1))
@@ -92,8 +92,8 @@ def moments(world: World, **job: Any) -> tuple[list[str], int, list[float]]:
             optimizer.step()
             losses.append(float(loss.detach()))
         active: Any = engine._training().active
-        twin = active._parts.optimizers.of(optimizer)._on_pieces
-        kept = [v.device.type for state in twin.state.values() for v in state.values()]
+        on_pieces = active._parts.optimizers.of(optimizer)._on_pieces
+        kept = [v.device.type for state in on_pieces.state.values() for v in state.values()]
         return sorted(set(kept)), torch.cuda.max_memory_allocated(), losses
 
 

@@ -135,13 +135,13 @@ class OnPieces:
             [piece for p in group["params"] for piece in self.pieces[place_of[id(p)]]]
             for group in optimizer.param_groups
         ]
-        self.twin = optimizer_on(optimizer, groups, states)
+        self.on_pieces = optimizer_on(optimizer, groups, states)
 
     def step(self, gradients: list[Tensor]) -> None:
         for pieces, cuts, gradient in zip(self.pieces, self.cuts, gradients, strict=True):
             for piece, cut in zip(pieces, cuts, strict=True):
                 piece.grad = part_of(gradient, cut).clone()
-        self.twin.step()
+        self.on_pieces.step()
 
     def weights(self) -> list[Tensor]:
         return [
@@ -150,7 +150,7 @@ class OnPieces:
         ]
 
     def state(self, place: int) -> dict[str, Any]:
-        states = [self.twin.state.get(piece, {}) for piece in self.pieces[place]]
+        states = [self.on_pieces.state.get(piece, {}) for piece in self.pieces[place]]
         return gather_state(states, self.cuts[place], self.parameters[place], str(place))
 
 
@@ -232,25 +232,25 @@ def test_the_start_up_test_takes_the_precision_of_the_parameters(dtype: torch.dt
     check_elementwise(optim.AdamW([Parameter(torch.randn(3, dtype=dtype))]))
 
 
-# -- a twin has its own everything -------------------------------------------------------------------------------------
+# -- an optimizer on pieces has its own everything --------------------------------------------------------------------
 
 
-def test_a_twin_has_the_class_and_attributes_of_the_original_and_leaves_it_alone() -> None:
+def test_an_optimizer_on_pieces_has_the_class_and_attributes_of_the_original_and_leaves_it_alone() -> None:
     optimizer = Lion([Parameter(torch.ones(3))], lr=0.5, decay=0.0)
     before = copy.deepcopy(optimizer.state_dict())
     piece = Parameter(torch.ones(2))
-    twin = optimizer_on(optimizer, [[piece]])
-    assert isinstance(twin, Lion)
+    on_pieces = optimizer_on(optimizer, [[piece]])
+    assert isinstance(on_pieces, Lion)
     piece.grad = torch.ones(2)
-    twin.step()
-    twin.param_groups[0]["lr"] = 0.25
-    assert (twin.calls, optimizer.calls, twin.decay) == (1, 0, 0.0)
+    on_pieces.step()
+    on_pieces.param_groups[0]["lr"] = 0.25
+    assert (on_pieces.calls, optimizer.calls, on_pieces.decay) == (1, 0, 0.0)
     assert piece.tolist() == [0.5, 0.5]
     assert optimizer.state_dict() == before
     assert optimizer.param_groups[0]["params"][0].tolist() == [1, 1, 1]
 
 
-def test_a_twin_does_not_step_the_original_when_a_scheduler_has_wrapped_its_step() -> None:
+def test_an_optimizer_on_pieces_does_not_step_the_original_when_a_scheduler_has_wrapped_its_step() -> None:
     parameter = Parameter(torch.ones(3))
     optimizer = optim.SGD([parameter], lr=1.0)
     optim.lr_scheduler.StepLR(optimizer, 1)
@@ -261,10 +261,10 @@ def test_a_twin_does_not_step_the_original_when_a_scheduler_has_wrapped_its_step
     assert (parameter.tolist(), piece.tolist()) == ([1, 1, 1], [0, 0])
 
 
-def test_a_tensor_as_learning_rate_is_not_shared_with_the_twin() -> None:
+def test_a_tensor_as_learning_rate_is_not_shared_with_the_optimizer_on_pieces() -> None:
     optimizer = optim.AdamW([Parameter(torch.ones(3))], lr=torch.tensor(1.0))
-    twin = optimizer_on(optimizer, [[Parameter(torch.ones(2))]])
-    twin.param_groups[0]["lr"].fill_(5.0)
+    on_pieces = optimizer_on(optimizer, [[Parameter(torch.ones(2))]])
+    on_pieces.param_groups[0]["lr"].fill_(5.0)
     assert float(optimizer.param_groups[0]["lr"]) == 1.0
 
 
@@ -276,17 +276,17 @@ def test_hooks_stay_with_the_users_optimizer() -> None:
     assert seen == []
 
 
-def test_a_group_without_pieces_is_left_out_of_the_twin() -> None:
+def test_a_group_without_pieces_is_left_out_of_the_optimizer_on_pieces() -> None:
     optimizer = optim.SGD([{"params": [Parameter(torch.ones(1))], "lr": 1.0}, {"params": [Parameter(torch.ones(1))]}])
-    twin = optimizer_on(optimizer, [[], [Parameter(torch.ones(1))]])
-    assert [group["lr"] for group in twin.param_groups] == [1e-3]
+    on_pieces = optimizer_on(optimizer, [[], [Parameter(torch.ones(1))]])
+    assert [group["lr"] for group in on_pieces.param_groups] == [1e-3]
 
 
 def test_a_piece_without_gradient_is_not_touched() -> None:
     pieces = [Parameter(torch.ones(2)), Parameter(torch.ones(2))]
-    twin = optimizer_on(optim.AdamW([Parameter(torch.ones(4))], weight_decay=0.5), [pieces])
+    on_pieces = optimizer_on(optim.AdamW([Parameter(torch.ones(4))], weight_decay=0.5), [pieces])
     pieces[0].grad = torch.ones(2)
-    twin.step()
+    on_pieces.step()
     assert pieces[0].tolist() != [1, 1]
     assert pieces[1].tolist() == [1, 1]
 

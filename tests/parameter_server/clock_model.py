@@ -85,8 +85,8 @@ class Shape:
         return key % self.servers
 
     def lanes_of(self, worker: int, round: int) -> tuple[int, ...]:
-        ride = neighbouring_lanes(self.lanes, self.workers)[worker]
-        return tuple(lane for lane in ride if (round, lane) not in self.absent)
+        own = neighbouring_lanes(self.lanes, self.workers)[worker]
+        return tuple(lane for lane in own if (round, lane) not in self.absent)
 
     def facts(self, round: int) -> Iterator[Fact]:
         """All that a round brings."""

@@ -1,7 +1,7 @@
 """A job with servers whose processes die and are replaced, without the launcher and the engine of real ones.
 
     generation 1    workers 0 1 2   servers 3       … step 4 is in the memory checkpoint ── step 5: worker 1 dies
-    generation 2    workers 0 2     servers 3       dismantled, opened again, step 4 put back ── steps 5 to 8
+    generation 2    workers 0 2     servers 3       torn down, opened again,step 4 put back ── steps 5 to 8
 
 There is no coordinator here: a file says that a generation is over, and what all of its workers have in the memory
 checkpoint is the step to go on from.
@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch._C._distributed_c10d import FileStore, PrefixStore, Store
 
-from paceline.checkpoint.load import whole_tree
+from paceline.checkpoint.load import full_tree
 from paceline.collectives.communicator import Communicator, SingleWorker
 from paceline.elastic.memory_checkpoint.files import MemoryCheckpoint, read, steps_of
 from paceline.engine.strategy_table import StrategyTable
@@ -141,7 +141,7 @@ class Training:
 
     def step(self, number: int, at: Callable[[str], None]) -> None:
         """Steps count from 1, rounds from 0."""
-        strategy, mine = self.strategy, self.table.rides[self.world.rank]
+        strategy, mine = self.strategy, self.table.assignment[self.world.rank]
         strategy.start_step(number - 1, self.table.plan(tuple(range(LANES))))
         at("forward")
         for lane in mine:
@@ -161,13 +161,13 @@ class Training:
 
     def tree(self) -> dict[str, Any]:
         return {
-            "models": [{name: self.table.kept(value) for name, value in self.model.named_parameters()}],
+            "models": [{name: self.table.local_shard(value) for name, value in self.model.named_parameters()}],
             "optimizers": [self.table.local_state(self.optimizer)],
         }
 
     def put_back(self, tree: Mapping[str, Any], step: int) -> None:
         for name, parameter in self.model.named_parameters():
-            self.table.put(parameter, whole_tree(tree["models"][0][name]))
+            self.table.load_full(parameter, full_tree(tree["models"][0][name]))
         self.table.load(self.optimizer, tree["optimizers"][0], round=step)
 
     def end(self) -> str:

@@ -42,7 +42,7 @@ def space_of(workers: int, servers: int) -> Space:
 
 
 class Cluster:
-    """Worker w rides lane w. A gradient of `value` in every lane moves every weight by minus their mean."""
+    """Worker w has lane w. A gradient of `value` in every lane moves every weight by minus their mean."""
 
     def __init__(
         self, *, workers: int, servers: int = 1, clock: Clock, mode: Any = "update", timeout_s: float = 5.0

@@ -120,7 +120,7 @@ def test_a_worker_killed_at_any_moment_loses_no_push_of_the_others_and_doubles_n
     check_what_is_left([one, victim, other, server], {"worker 1"}, tmp_path, clock)
 
 
-# Worker n rides lane n. The last but one dies in its first round, the last before it has said a word.
+# Worker n has lane n. The last but one dies in its first round, the last before it has said a word.
 MESSAGES = [
     ({"worker 0": 94, "worker 1": 174}, 1, "gloo", "s=1,from=5"), ({"worker 0": 203}, 2, "paceline", "s=1,from=5"),
     ({"worker 2": 299}, 1, "paceline", "s=inf"), ({"worker 1": 67, "worker 2": 261}, 2, "gloo", "s=2,from=0"),

@@ -75,7 +75,7 @@ def test_it_is_counted_too_where_worker_0_doubles_as_the_server() -> None:
 
 def test_what_workers_tell_each_other_is_in_it_too() -> None:
     for traffic in traffic_of(2, 1, "update"):
-        assert traffic.native == {"all_gather": 1}  # the ballot
+        assert traffic.native == {"all_gather": 1}  # the vote
 
 
 def test_alone_nothing_moves() -> None:

@@ -27,8 +27,8 @@ def models(draw: st.DrawFn) -> Plan:
     return specs, draw(st.permutations(range(len(specs)))), draw(st.integers(1, 2000))
 
 
-def members(buckets: tuple[Bucket, ...]) -> list[int]:
-    return [member.parameter for bucket in buckets for member in bucket.members]
+def entries(buckets: tuple[Bucket, ...]) -> list[int]:
+    return [entry.parameter for bucket in buckets for entry in bucket.entries]
 
 
 def size_bytes(bucket: Bucket) -> int:
@@ -39,7 +39,7 @@ def size_bytes(bucket: Bucket) -> int:
 @given(models())
 def test_every_parameter_is_in_exactly_one_bucket(model: Plan) -> None:
     specs, _, _ = model
-    assert sorted(members(plan_buckets(*model, aligned=False))) == list(range(len(specs)))
+    assert sorted(entries(plan_buckets(*model, aligned=False))) == list(range(len(specs)))
 
 
 @settings(max_examples=100, deadline=None)
@@ -47,18 +47,18 @@ def test_every_parameter_is_in_exactly_one_bucket(model: Plan) -> None:
 def test_members_lie_one_after_the_other_with_the_shapes_of_their_parameters(model: Plan) -> None:
     specs, _, _ = model
     for bucket in plan_buckets(*model, aligned=False):
-        ends = [0] + [member.offset + member.elements for member in bucket.members]
-        assert ends == [member.offset for member in bucket.members] + [bucket.elements]
-        assert all(member.shape == specs[member.parameter].shape for member in bucket.members)
+        ends = [0] + [entry.offset + entry.elements for entry in bucket.entries]
+        assert ends == [entry.offset for entry in bucket.entries] + [bucket.elements]
+        assert all(entry.shape == specs[entry.parameter].shape for entry in bucket.entries)
 
 
 @settings(max_examples=100, deadline=None)
 @given(models())
 def test_a_bucket_is_closed_by_the_member_that_fills_it(model: Plan) -> None:
     *_, bucket_bytes = model
-    """Buckets are filled from the end, so it is the first member that closes one."""
+    """Buckets are filled from the end, so it is the first entry that closes one."""
     for bucket in plan_buckets(*model, aligned=False):
-        without_the_first = size_bytes(bucket) - bucket.members[0].elements * bucket.dtype.itemsize
+        without_the_first = size_bytes(bucket) - bucket.entries[0].elements * bucket.dtype.itemsize
         assert without_the_first < bucket_bytes
 
 
@@ -73,7 +73,7 @@ def test_the_last_bucket_is_small_and_those_before_it_grow() -> None:
 def test_a_gradient_of_half_a_bucket_or_more_travels_alone(model: Plan) -> None:
     *_, bucket_bytes = model
     for bucket in plan_buckets(*model, aligned=False):
-        largest = max(member.elements * bucket.dtype.itemsize for member in bucket.members)
+        largest = max(entry.elements * bucket.dtype.itemsize for entry in bucket.entries)
         assert bucket.alone or largest * 2 < bucket_bytes
 
 
@@ -82,7 +82,7 @@ def test_a_gradient_of_half_a_bucket_or_more_travels_alone(model: Plan) -> None:
 def test_precisions_are_not_mixed_in_a_bucket(model: Plan) -> None:
     specs, _, _ = model
     for bucket in plan_buckets(*model, aligned=False):
-        assert {specs[member.parameter].sum_dtype for member in bucket.members} == {bucket.dtype}
+        assert {specs[entry.parameter].sum_dtype for entry in bucket.entries} == {bucket.dtype}
 
 
 @settings(max_examples=100, deadline=None)
@@ -90,8 +90,7 @@ def test_precisions_are_not_mixed_in_a_bucket(model: Plan) -> None:
 def test_buckets_are_numbered_by_the_place_of_their_last_member(model: Plan) -> None:
     _, order, _ = model
     last = [
-        max(order.index(member.parameter) for member in bucket.members)
-        for bucket in plan_buckets(*model, aligned=False)
+        max(order.index(entry.parameter) for entry in bucket.entries) for bucket in plan_buckets(*model, aligned=False)
     ]
     assert all(a < b for a, b in pairwise(last)), last
 
@@ -101,16 +100,16 @@ def test_buckets_are_numbered_by_the_place_of_their_last_member(model: Plan) -> 
 def test_members_keep_the_order_in_which_gradients_finish(model: Plan) -> None:
     _, order, _ = model
     for bucket in plan_buckets(*model, aligned=False):
-        places = [order.index(member.parameter) for member in bucket.members]
+        places = [order.index(entry.parameter) for entry in bucket.entries]
         assert places == sorted(places)
 
 
 def test_a_small_model_looks_like_the_drawing() -> None:
     head, norm, bias, layer = spec(100), spec(4), spec(4), spec(100)
     buckets = plan_buckets([head, norm, bias, layer], [0, 1, 2, 3], bucket_bytes=32, aligned=False)
-    assert [tuple(member.parameter for member in bucket.members) for bucket in buckets] == [(0,), (1,), (2,), (3,)]
+    assert [tuple(entry.parameter for entry in bucket.entries) for bucket in buckets] == [(0,), (1,), (2,), (3,)]
     buckets = plan_buckets([head, norm, bias, layer], [0, 1, 2, 3], bucket_bytes=256, aligned=False)
-    assert [tuple(member.parameter for member in bucket.members) for bucket in buckets] == [(0,), (1, 2), (3,)]
+    assert [tuple(entry.parameter for entry in bucket.entries) for bucket in buckets] == [(0,), (1, 2), (3,)]
 
 
 def test_low_precisions_are_added_in_fp32_and_fp64_stays() -> None:
@@ -122,6 +121,6 @@ def test_low_precisions_are_added_in_fp32_and_fp64_stays() -> None:
 @given(models())
 def test_aligned_members_start_where_torchs_own_memory_would_and_gaps_are_no_members(model: Plan) -> None:
     for bucket in plan_buckets(*model):
-        assert all(member.offset * bucket.dtype.itemsize % ALIGNED == 0 for member in bucket.members)
-        held = sum(member.elements for member in bucket.members)
+        assert all(entry.offset * bucket.dtype.itemsize % ALIGNED == 0 for entry in bucket.entries)
+        held = sum(entry.elements for entry in bucket.entries)
         assert held + sum(stop - start for start, stop in bucket.gaps) == bucket.elements

@@ -53,9 +53,9 @@ def test_with_several_lanes_the_busiest_worker_sends_what_the_schedules_say(work
     plan = sum_plan(lanes, workers, tuple(range(lanes)))
     owned = [PSI // workers] * workers
     roots = [len(plan.roots(worker)) for worker in range(workers)]
-    rides = [len(range(worker, lanes, workers)) for worker in range(workers)]
+    own_lanes = [len(range(worker, lanes, workers)) for worker in range(workers)]
     gathered = theory.gather_from_owners(owned)[0].sent
-    for strategy, nodes in (("ddp", roots), ("zero1", roots), ("zero2", rides)):
+    for strategy, nodes in (("ddp", roots), ("zero1", roots), ("zero2", own_lanes)):
         scattered = max(moved.sent for moved in theory.scatter_to_owners(owned, nodes))
         assert of(strategy, workers, lanes=lanes).sent == 4 * (scattered + gathered), strategy
     star = max(moved.sent for moved in theory.canonical_star(PSI, plan))

@@ -54,9 +54,9 @@ def test_a_small_model_looks_like_the_drawing() -> None:
 def test_every_element_has_one_owner_and_pieces_start_at_blocks(buckets: tuple[Bucket, ...], workers: int) -> None:
     shards = cut_buckets(buckets, workers)
     owners = shards.owners
-    for member in (member for bucket in buckets for member in bucket.members):
-        pieces = [piece for _, piece in owners.get(member.parameter, ())]
-        assert [piece.start for piece in pieces] + [member.elements] == [0, *(piece.stop for piece in pieces)]
+    for entry in (entry for bucket in buckets for entry in bucket.entries):
+        pieces = [piece for _, piece in owners.get(entry.parameter, ())]
+        assert [piece.start for piece in pieces] + [entry.elements] == [0, *(piece.stop for piece in pieces)]
         assert all(piece.start % BLOCK == 0 for piece in pieces)
     assert sum(map(len, owners.values())) == len(everything(shards))
 
@@ -64,7 +64,7 @@ def test_every_element_has_one_owner_and_pieces_start_at_blocks(buckets: tuple[B
 @settings(max_examples=150, deadline=None)
 @given(models(), st.integers(1, 9))
 def test_over_all_buckets_workers_own_the_same_up_to_two_blocks(buckets: tuple[Bucket, ...], workers: int) -> None:
-    size = {m.parameter: b.dtype.itemsize for b in buckets for m in b.members}
+    size = {m.parameter: b.dtype.itemsize for b in buckets for m in b.entries}
     owned = [
         sum(p.elements * size[p.parameter] for p in ps)
         for ps in map(cut_buckets(buckets, workers).pieces, range(workers))
@@ -78,7 +78,7 @@ def test_over_all_buckets_workers_own_the_same_up_to_two_blocks(buckets: tuple[B
 def test_a_parameter_that_may_not_be_cut_has_one_owner(
     buckets: tuple[Bucket, ...], workers: int, data: st.DataObject
 ) -> None:
-    parameters = [member.parameter for bucket in buckets for member in bucket.members]
+    parameters = [entry.parameter for bucket in buckets for entry in bucket.entries]
     uncut = data.draw(st.sets(st.sampled_from(parameters))) if parameters else set()
     shards = cut_buckets(buckets, workers, uncut)
     assert all(len(shards.owners[parameter]) == 1 for parameter in uncut if parameter in shards.owners)
@@ -88,7 +88,7 @@ def test_a_parameter_that_may_not_be_cut_has_one_owner(
 @given(models(), st.integers(1, 9))
 def test_offsets_lead_into_the_owners_range(buckets: tuple[Bucket, ...], workers: int) -> None:
     for shards in cut_buckets(buckets, workers).buckets:
-        offset_of = {member.parameter: member.offset for member in shards.bucket.members}
+        offset_of = {entry.parameter: entry.offset for entry in shards.bucket.entries}
         for worker, (start, _) in enumerate(shards.ranges):
             ends = 0
             for owned in shards.pieces(worker):
@@ -116,7 +116,7 @@ def test_ranges_that_are_no_cut_are_refused() -> None:
 @given(models(), st.integers(1, 9), st.randoms())
 def test_fewer_parameters_keep_their_owners(buckets: tuple[Bucket, ...], workers: int, random: Random) -> None:
     for shards in cut_buckets(buckets, workers).buckets:
-        kept = [member.parameter for member in shards.bucket.members if random.random() < 0.7]
+        kept = [entry.parameter for entry in shards.bucket.entries if random.random() < 0.7]
         fewer = shards.only({number: number for number in kept})
         if not kept:
             assert fewer is None
@@ -125,4 +125,4 @@ def test_fewer_parameters_keep_their_owners(buckets: tuple[Bucket, ...], workers
         for worker in range(workers):
             before = [owned.piece for owned in shards.pieces(worker) if owned.piece.parameter in kept]
             assert [owned.piece for owned in fewer.pieces(worker)] == before
-        assert all(member.offset * fewer.bucket.dtype.itemsize % ALIGNED == 0 for member in fewer.bucket.members)
+        assert all(entry.offset * fewer.bucket.dtype.itemsize % ALIGNED == 0 for entry in fewer.bucket.entries)

@@ -76,7 +76,7 @@ def test_large_and_uncut_parameters_travel_alone_and_small_ones_where_memory_is_
         GradientSpec((size,), dtype, CPU) for size, dtype in ((100, full), (7, full), (5, low), (9, full), (3, full))
     ]
     buckets = list(unit_buckets(specs, Unit("all", None, (0, 1, 2, 3, 4)), 400, uncut={4}))
-    assert [[member.parameter for member in bucket.members] for bucket in buckets] == [[0], [4], [1, 3], [2]]
+    assert [[entry.parameter for entry in bucket.entries] for bucket in buckets] == [[0], [4], [1, 3], [2]]
     packed = buckets[2]
-    assert [member.offset for member in packed.members] == [0, ALIGNED // 4]
+    assert [entry.offset for entry in packed.entries] == [0, ALIGNED // 4]
     assert packed.elements == ALIGNED // 4 + 9

@@ -54,8 +54,8 @@ class Departures:
         """What bucket `number` holds of the lane's gradient, found without any of this."""
         parameters = self.buckets.parameters
         gradients = torch.autograd.grad(self.loss(lane), parameters)
-        members = self.buckets.sums[number].bucket.members
-        return torch.cat([gradients[member.parameter].reshape(-1) for member in members])
+        entries = self.buckets.sums[number].bucket.entries
+        return torch.cat([gradients[entry.parameter].reshape(-1) for entry in entries])
 
 
 @pytest.fixture
@@ -169,9 +169,9 @@ def test_the_order_is_learned_once_and_cuts_the_buckets_after_the_step() -> None
     learning.buckets.plan_rebuild(learning.buckets.used, comm=SingleWorker())
     assert learning.buckets.rebuild()
     assert not learning.buckets.rebuild()
-    members = [member.parameter for sums in learning.buckets.sums for member in sums.bucket.members]
-    assert sorted(members) == list(range(len(learning.buckets.parameters)))
-    assert set(members[:2]) == {4, 5}, "the last layer's gradients are ready first"
+    entries = [entry.parameter for sums in learning.buckets.sums for entry in sums.bucket.entries]
+    assert sorted(entries) == list(range(len(learning.buckets.parameters)))
+    assert set(entries[:2]) == {4, 5}, "the last layer's gradients are ready first"
 
 
 def test_closing_removes_the_hooks(by_lane: Departures) -> None:

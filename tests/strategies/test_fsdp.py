@@ -172,7 +172,7 @@ def holds(world: World, **job: Any) -> tuple[int, int, int, int]:
             optimizer.step()
         strategy = engine._training().active
         assert isinstance(strategy, Zero2)
-        kept = [strategy.kept(p) for p in model.parameters()]
+        kept = [strategy.local_shard(p) for p in model.parameters()]
         weights = sum(part.numel() for one in kept if isinstance(one, LocalShard) for _, part in one.parts)
         if isinstance(strategy._parts.weights, WeightsPerHost):  # once for all workers of the group
             weights = elements // strategy._parts.workers

@@ -81,7 +81,7 @@ def counts_calls(world: World) -> tuple[dict[str, int], int]:
 
 
 def test_a_step_gathers_no_weights() -> None:
-    """The ballot, and the barriers before and after the update."""
+    """The vote, and the barriers before and after the update."""
     for result in run_workers(counts_calls, 2):
         assert result.value == ({"scatter_bucket": 1, "all_gather": 3}, 0), result.traceback
 

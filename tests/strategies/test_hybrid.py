@@ -15,7 +15,7 @@ from paceline import Engine, World
 from paceline.collectives.canonical_sum import SumPlan
 from paceline.errors import ConfigError
 from paceline.sharding.local_shard import LocalShard
-from paceline.strategies.fsdp.hybrid import HybridConfig, groups_of, hybrid_rides, plan_across, say_if_smaller
+from paceline.strategies.fsdp.hybrid import HybridConfig, groups_of, hybrid_lanes, plan_across, say_if_smaller
 from paceline.world.world import Elasticity, Topology
 from tests.bits.programs import PROGRAMS, tied_and_scheduled
 from tests.strategies.test_fsdp import BLOCKS_DIFFER, holds
@@ -90,9 +90,9 @@ TWO_HOSTS = Topology.of([0, 0, 1, 1])
 def test_hosts_ride_neighbouring_lanes_so_that_each_has_one_root() -> None:
     groups = groups_of(TWO_HOSTS, None)
     assert groups == ((0, 1), (2, 3))
-    rides = hybrid_rides(8, groups)
-    assert rides == ((0, 2), (1, 3), (4, 6), (5, 7))
-    plan = plan_across(SumPlan(tuple(range(8)), rides), groups)
+    assignment = hybrid_lanes(8, groups)
+    assert assignment == ((0, 2), (1, 3), (4, 6), (5, 7))
+    plan = plan_across(SumPlan(tuple(range(8)), assignment), groups)
     assert [plan.roots(host) for host in (0, 1)] == [(0,), (4,)]
 
 
@@ -122,7 +122,9 @@ def parts_kept(world: World) -> list[int]:
 
     def count(*_: Any) -> None:
         states = strategies.local_state(optimizer)["state"]
-        leaves = [strategies.kept(p) for p in model.parameters()] + [v for s in states.values() for v in s.values()]
+        leaves = [strategies.local_shard(p) for p in model.parameters()] + [
+            v for s in states.values() for v in s.values()
+        ]
         counts.append(sum(part.numel() for leaf in leaves if isinstance(leaf, LocalShard) for _, part in leaf.parts))
 
     optimizer.register_step_post_hook(count)

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from paceline.collectives.canonical_sum import sum_plan
-from paceline.sharding.bucket import ALIGNED, Bucket, GradientSpec, Member, plan_buckets
+from paceline.sharding.bucket import ALIGNED, Bucket, BucketEntry, GradientSpec, plan_buckets
 from paceline.strategies.buckets import LaneSums
 from tests.collectives.one_process import lane_values, one_process_sum, same_bits
 
@@ -179,7 +179,7 @@ def test_sixteen_lanes_need_five_buffers() -> None:
 
 def test_parameters_get_their_part_of_the_sum_and_unused_ones_none() -> None:
     first, second = Parameter(torch.zeros(2)), Parameter(torch.zeros(1, 2))
-    bucket = Bucket((Member(0, 0, (2,)), Member(1, 2, (1, 2))), torch.float32, torch.device("cpu"))
+    bucket = Bucket((BucketEntry(0, 0, (2,)), BucketEntry(1, 2, (1, 2))), torch.float32, torch.device("cpu"))
     second.grad = torch.ones(1, 2)
     LaneSums(bucket, [first, second]).hand_out(torch.arange(4.0), [True, False])
     assert first.grad is not None
@@ -188,7 +188,7 @@ def test_parameters_get_their_part_of_the_sum_and_unused_ones_none() -> None:
 
 def test_a_contiguous_parameter_gets_the_memory_of_the_sum() -> None:
     parameter, total = Parameter(torch.zeros(2, 3)), torch.arange(6.0)
-    bucket = Bucket((Member(0, 0, (2, 3)),), torch.float32, torch.device("cpu"))
+    bucket = Bucket((BucketEntry(0, 0, (2, 3)),), torch.float32, torch.device("cpu"))
     LaneSums(bucket, [parameter]).hand_out(total, [True])
     assert parameter.grad is not None
     assert parameter.grad.data_ptr() == total.data_ptr()
@@ -201,7 +201,7 @@ def test_a_contiguous_parameter_gets_the_memory_of_the_sum() -> None:
 )
 def test_a_parameter_that_is_not_contiguous_gets_a_gradient_with_its_strides(values: Tensor) -> None:
     parameter, total = Parameter(values), torch.arange(float(values.numel()))
-    bucket = Bucket((Member(0, 0, tuple(values.shape)),), torch.float32, torch.device("cpu"))
+    bucket = Bucket((BucketEntry(0, 0, tuple(values.shape)),), torch.float32, torch.device("cpu"))
     LaneSums(bucket, [parameter]).hand_out(total, [True])
     assert parameter.grad is not None
     assert parameter.grad.stride() == parameter.stride()
@@ -210,7 +210,7 @@ def test_a_parameter_that_is_not_contiguous_gets_a_gradient_with_its_strides(val
 
 def test_a_parameter_of_low_precision_gets_a_gradient_of_its_dtype() -> None:
     parameter = Parameter(torch.zeros(2, dtype=torch.bfloat16))
-    bucket = Bucket((Member(0, 0, (2,)),), torch.float32, torch.device("cpu"))
+    bucket = Bucket((BucketEntry(0, 0, (2,)),), torch.float32, torch.device("cpu"))
     LaneSums(bucket, [parameter]).hand_out(torch.tensor([1.0, 2.0]), [True])
     assert parameter.grad is not None
     assert (parameter.grad.dtype, parameter.grad.tolist()) == (torch.bfloat16, [1.0, 2.0])

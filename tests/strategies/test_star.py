@@ -74,7 +74,7 @@ def test_a_step_moves_the_bytes_of_the_formula_and_nothing_before_backward_is_do
         moved = theory.canonical_star(elements, plan)[rank]
         assert (traffic.sent_bytes, traffic.received_bytes) == (4 * moved.sent, 4 * moved.received), f"rank {rank}"
         assert traffic.operations == {"star"}
-        assert traffic.native == {"all_gather": 1}  # the ballot
+        assert traffic.native == {"all_gather": 1}  # the vote
         assert left_early == 0
 
 

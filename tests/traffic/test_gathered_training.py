@@ -66,15 +66,15 @@ def traffic_of(workers: int, **job: Any) -> list[Traffic]:
 def test_fsdp_sends_each_lane_once_and_pulls_weights_for_every_item(workers: int, lanes: int, accumulate: int) -> None:
     """Layers are units. Weights come twice for an item, but for the last layer's, which backward finds where forward
     left them, and the first one's, whose weights backward does not need."""
-    rides = [len(ride) for ride in strided_lanes(lanes, workers)]
+    own_lanes = [len(own) for own in strided_lanes(lanes, workers)]
     share = Z * (workers - 1) // workers
     job = {"strategy": FsdpConfig("Layer"), "lanes": lanes, "accumulate": accumulate}
     for rank, traffic in enumerate(traffic_of(workers, **job)):
         assert traffic.operations == {CANONICAL_SCATTER, *ASKS}
         gradients, weights = traffic.of(CANONICAL_SCATTER), traffic.of("gather of weights")
-        assert gradients.sent_bytes == rides[rank] * share, f"rank {rank}"
-        assert gradients.received_bytes == (lanes - rides[rank]) * Z // workers, f"rank {rank}"
-        items = rides[rank] * accumulate
+        assert gradients.sent_bytes == own_lanes[rank] * share, f"rank {rank}"
+        assert gradients.received_bytes == (lanes - own_lanes[rank]) * Z // workers, f"rank {rank}"
+        items = own_lanes[rank] * accumulate
         assert weights.received_bytes == items * share * (2 * LAYERS - 2) // LAYERS, f"rank {rank}"
 
 
@@ -85,7 +85,7 @@ def test_a_unit_that_is_all_of_the_model_is_pulled_once_for_an_item() -> None:
 
 
 def test_hybrid_sends_lanes_inside_a_group_and_its_roots_across() -> None:
-    """Groups of two ride lanes 0 1 2 and 3 4 5, which are two roots each: (0, 1) and 2, 3 and (4, 5)."""
+    """Groups of two have lanes 0 1 2 and 3 4 5, which are two roots each: (0, 1) and 2, 3 and (4, 5)."""
     strategy, lanes = HybridConfig(shard_over=2), 6
     everyone = traffic_of(4, strategy=strategy, lanes=lanes)
     sent = []

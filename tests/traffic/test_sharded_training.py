@@ -70,7 +70,7 @@ def owned_by_all(strategy: Strategy, workers: int) -> list[int]:
 
 def nodes_sent(strategy: str, lanes: int, workers: int) -> list[int]:
     if strategy == "zero2":
-        return [len(ride) for ride in strided_lanes(lanes, workers)]
+        return [len(own) for own in strided_lanes(lanes, workers)]
     plan = sum_plan(lanes, workers, tuple(range(lanes)))
     return [len(plan.roots(worker)) for worker in range(workers)]
 
@@ -96,7 +96,7 @@ def test_a_step_sends_each_node_and_the_weights_once(strategy: str, workers: int
         assert bytes_of(traffic, CANONICAL_SCATTER) == Moved(nodes[rank] * share, others * Z // workers), f"rank {rank}"
         assert bytes_of(traffic, GATHER) == Moved(share, share), f"rank {rank}"
         assert traffic.operations == {CANONICAL_SCATTER, GATHER}
-        assert traffic.native == {"all_gather": 1}  # the ballot
+        assert traffic.native == {"all_gather": 1}  # the vote
 
 
 @pytest.mark.parametrize("strategy", CONFIGS)

@@ -116,7 +116,7 @@ def test_over_each_algorithm_the_losses_are_exact_ddps_and_a_step_moves_the_form
                 4 * moved_by(name, size)[rank].received,
             ), f"{name}, rank {rank}"
             assert step.operations == {name}
-            assert step.native == {"all_gather": 1}  # the ballot
+            assert step.native == {"all_gather": 1}  # the vote
         assert result.value[AUTO][1].operations <= {*FLAT, HIERARCHICAL}
         assert result.value["native"][1].sent_bytes == 0
         assert result.value["native"][1].native["all_reduce"] > 1

@@ -10,11 +10,11 @@ from paceline.world.lanes import neighbouring_lanes
 
 @given(st.integers(1, 200), st.integers(1, 200))
 def test_neighbouring_lanes_cover_every_lane_once_in_order(lanes: int, workers: int) -> None:
-    rides = neighbouring_lanes(lanes, workers)
-    assert (len(rides), [lane for ride in rides for lane in ride]) == (workers, list(range(lanes)))
+    assignment = neighbouring_lanes(lanes, workers)
+    assert (len(assignment), [lane for own in assignment for lane in own]) == (workers, list(range(lanes)))
 
 
 @given(st.integers(1, 200), st.integers(1, 200))
-def test_no_worker_rides_two_lanes_more_than_another(lanes: int, workers: int) -> None:
-    counts = [len(ride) for ride in neighbouring_lanes(lanes, workers)]
+def test_no_worker_has_two_lanes_more_than_another(lanes: int, workers: int) -> None:
+    counts = [len(own) for own in neighbouring_lanes(lanes, workers)]
     assert max(counts) - min(counts) <= 1

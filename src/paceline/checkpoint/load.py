@@ -2,7 +2,7 @@
 
 checkpoint = Checkpoint.open(folder)          manifest read, its checksum and sizes checked
 checkpoint.tree["models"][0]["weight"]        a StoredTensor: nothing is read yet
-.whole(), .part(0, 4096)                      its ranges, from whichever files, as one tensor
+.full_tensor(), .part(0, 4096)                its ranges, from whichever files, as one tensor
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class StoredTensor:
     def dtype(self) -> torch.dtype:
         return DTYPES[self.stored.dtype]
 
-    def whole(self) -> Tensor:
+    def full_tensor(self) -> Tensor:
         return self.part(0, self.stored.elements).view(self.shape)
 
     def part(self, start: int, stop: int) -> Tensor:
@@ -162,14 +162,14 @@ class Checkpoint:
         return wrong
 
 
-def whole_tree(tree: Any) -> Any:
+def full_tree(tree: Any) -> Any:
     """The same tree with its tensors read."""
     if isinstance(tree, StoredTensor):
-        return tree.whole()
+        return tree.full_tensor()
     if isinstance(tree, dict):
-        return {key: whole_tree(value) for key, value in tree.items()}
+        return {key: full_tree(value) for key, value in tree.items()}
     if isinstance(tree, list | tuple):
-        return type(tree)(whole_tree(value) for value in tree)
+        return type(tree)(full_tree(value) for value in tree)
     return tree
 
 
@@ -180,8 +180,8 @@ def differences(first: Any, second: Any, path: str = "") -> Iterator[tuple[str, 
     /models/0/embed.weight      3 of 81,920 elements differ, by up to 1.2e-07
     /models/0/bias              only in the first
     """
-    first = first.whole() if isinstance(first, StoredTensor) else first
-    second = second.whole() if isinstance(second, StoredTensor) else second
+    first = first.full_tensor() if isinstance(first, StoredTensor) else first
+    second = second.full_tensor() if isinstance(second, StoredTensor) else second
     if isinstance(first, Tensor) and isinstance(second, Tensor):
         yield from _differences_of_tensors(first, second, path)
     elif isinstance(first, dict) and isinstance(second, dict):

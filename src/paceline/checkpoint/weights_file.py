@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from paceline.checkpoint.disk import flush_folder, rename
-from paceline.checkpoint.load import Checkpoint, whole_tree
+from paceline.checkpoint.load import Checkpoint, full_tree
 from paceline.checkpoint.retention import newest_in
 from paceline.checkpoint.tensor_file import best_checksum, write_tensors
 from paceline.errors import CheckpointError
@@ -51,7 +51,7 @@ def weights_of(checkpoint: Checkpoint, model: int = 0) -> dict[str, Tensor]:
     for name, stored in models[model].items():
         tensor = known.setdefault(id(stored), None)
         if tensor is None:
-            tensor = known[id(stored)] = whole_tree(stored)
+            tensor = known[id(stored)] = full_tree(stored)
         if isinstance(tensor, Tensor):
             found[name] = tensor
     return found

@@ -131,9 +131,9 @@ class SumPlan:
 
 @lru_cache(maxsize=256)
 def sum_plan(lanes: int, workers: int, present: tuple[int, ...]) -> SumPlan:
-    """The plan for workers that ride neighbouring lanes, of which only `present` have samples this step."""
+    """The plan for workers with neighbouring lanes, of which only `present` have samples this step."""
     there = set(present)
-    holders = tuple(tuple(lane for lane in ride if lane in there) for ride in neighbouring_lanes(lanes, workers))
+    holders = tuple(tuple(lane for lane in own if lane in there) for own in neighbouring_lanes(lanes, workers))
     return SumPlan(present=tuple(sorted(present)), holders=holders)
 
 

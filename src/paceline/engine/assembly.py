@@ -119,7 +119,7 @@ class Assembly:
             merged = None if lanes is None else source.merged(lanes)
             if joins and merged is not None:
                 source.restore(merged)
-            source.reassign(step.rides[world.rank], merged)
+            source.reassign(step.assignment[world.rank], merged)
             own.loader.record_anew()
         mine = own.evaluation_count.told(self._group.evaluations)
         told = comm.gather_json(None if joins else mine)

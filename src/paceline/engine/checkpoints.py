@@ -32,7 +32,7 @@ from typing import Any, Literal
 import torch
 
 from paceline import __version__
-from paceline.checkpoint.load import Checkpoint, whole_tree
+from paceline.checkpoint.load import Checkpoint, full_tree
 from paceline.checkpoint.manifest import COMPLETE, read_complete, size_text
 from paceline.checkpoint.retention import (
     all_checkpoints,
@@ -366,7 +366,7 @@ class Saver:
         self._all_done()
         checkpoint = self.opened(folder)
         self._state().put_back(checkpoint, accept)
-        return whole_tree(checkpoint.tree["extra"])
+        return full_tree(checkpoint.tree["extra"])
 
     def load_weights(self, folder: Path) -> None:
         self._all_done()

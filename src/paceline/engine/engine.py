@@ -312,7 +312,7 @@ class Engine:
     def state_dict(self) -> dict[str, Tensor]:
         """Whole weights and buffers by name, on the host, whatever the strategy; all workers call it and get them."""
         check_boundary(self._objects.step, "state_dict")
-        return self._between.whole_state()
+        return self._between.full_state()
 
     def save_state(self, folder: str | Path) -> None:
         """Everything needed to continue, at a step boundary; every worker writes its part. Not in a replay."""

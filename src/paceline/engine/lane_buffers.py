@@ -156,7 +156,7 @@ class LaneBuffers:
         self._note_versions()
 
     def drain(self, comm: Communicator, owner: int, lowest: int = 0) -> None:
-        """At a boundary of all workers: the model holds the lowest lane's. `owner` rides it."""
+        """At a boundary of all workers: the model holds the lowest lane's. `owner` is assigned it."""
         if self._apart is None or not self._live:
             return
         final = self._apart.get(lowest, self._at_start)

@@ -146,7 +146,7 @@ class PreparedLoader:
     def _recovers(self, *, between_steps: bool = False) -> bool:
         """Whether the step was lost, or between two steps the workers have changed: then the next item is another."""
         step, recovery = self._step, self._group.recovery
-        if step.passes.again or (between_steps and step.passes.are_on(step.rides)):
+        if step.passes.again or (between_steps and step.passes.are_on(step.assignment)):
             self._pass_lanes_on()
             return True
         if step.is_lost or (between_steps and recovery.changed):
@@ -176,7 +176,7 @@ class PreparedLoader:
         """The step once more with other lanes for every worker, or the next one with those that it had."""
         self._handed_out.clear()
         self._step.pass_lanes_on()
-        self.source.reassign(self._step.rides[self._group.world.rank])
+        self.source.reassign(self._step.assignment[self._group.world.rank])
         self._fetch()
 
     def _fetch(self) -> None:
@@ -292,7 +292,7 @@ class PreparedLoader:
         if step.never_agrees:  # inside the loop a signal was this worker's own affair
             self._stops.end_loop(self._boundary.told)
         for listener in step.strategies.loop_end_listeners:
-            listener(step.step, lambda: weights_hash(step.models, step.strategies.whole))
+            listener(step.step, lambda: weights_hash(step.models, step.strategies.full_tensor))
         step.stopped()
         seed_everything(mix(self._config.seed, "after the loop", step.step))
 

@@ -70,12 +70,12 @@ class PreparedObjects:
             raise LoopError("nothing to train yet: give a model and an optimizer to engine.prepare() first")
         return self.step
 
-    def whole(self, weights: Tensor) -> Tensor:
+    def full_tensor(self, weights: Tensor) -> Tensor:
         """Of a parameter or buffer, whatever part of it this worker has."""
-        return weights.detach() if self.step is None else self.step.strategies.whole(weights)
+        return weights.detach() if self.step is None else self.step.strategies.full_tensor(weights)
 
     def hash(self) -> str:
-        return weights_hash(self.models) if self.step is None else weights_hash(self.models, self.whole)
+        return weights_hash(self.models) if self.step is None else weights_hash(self.models, self.full_tensor)
 
     def close(self) -> None:
         for part in (self.loader, self.step, self.recomputed):
@@ -130,13 +130,13 @@ class BetweenSteps:
             raise ReplicaError(f"the workers' weights differ: {dict(enumerate(hashes))}")
         return mine
 
-    def whole_state(self) -> dict[str, Tensor]:
+    def full_state(self) -> dict[str, Tensor]:
         self.drain()
         objects = self._objects
 
         def everything() -> dict[str, Tensor]:
             named = named_state(objects.models)
-            return {name: objects.whole(value).to("cpu", copy=True) for name, value in named.items()}
+            return {name: objects.full_tensor(value).to("cpu", copy=True) for name, value in named.items()}
 
         return self.boundary.alike(everything)
 
@@ -225,7 +225,7 @@ class Preparation:
             group.world = group.serving.next_world("")
         strategies = self.open_strategies()
         trained = (own.models, own.optimizers, own.schedulers)
-        passes = OnePass() if self._opinion is None else ComparedPasses(self._opinion, strategies.rides)
+        passes = OnePass() if self._opinion is None else ComparedPasses(self._opinion, strategies.assignment)
         own.step = TrainStep(config, group, *trained, strategies, self._stops, passes)
         if self._opinion is not None:
             group.recovery.shard_checksum = ShardChecksum(group.world.name, WeightsWatch)
@@ -316,7 +316,7 @@ class Preparation:
         assignment = Assignment(
             config.lanes,
             config.accumulate,
-            step.rides[group.world.rank],
+            step.assignment[group.world.rank],
             config.seed,
             config.global_batch_size,
             config.timeout_s,

@@ -38,11 +38,11 @@ class ReplayingSource:
         source, step = self._source, self._step
         first_round, first_step = step.step, source.steps - source.steps_left
         turns = self._replay.loop(first_round, source.steps_left)
-        rides = [(turn.item.round - first_round + first_step, turn.item.lane) for turn in turns]
+        places = [(turn.item.round - first_round + first_step, turn.item.lane) for turn in turns]
         furthest = first_round
         self._start_loop()
         try:
-            for item, batch in source.items_in(rides):
+            for item, batch in source.items_in(places):
                 if item.first_of_lane:
                     round = item.step - first_step + first_round
                     if self._last_round is not None and round > self._last_round:
@@ -105,7 +105,7 @@ class ReplayingSource:
     def takes_places(self) -> bool:
         return False
 
-    def reassign(self, ride: tuple[int, ...], places: Mapping[str, Any] | None = None) -> None:
+    def reassign(self, lanes: tuple[int, ...], places: Mapping[str, Any] | None = None) -> None:
         raise ConfigError("a replay is one process that follows the log of its run: workers can't join or leave it")
 
     def state_after(self, item: WorkItem | None) -> dict[str, Any]:

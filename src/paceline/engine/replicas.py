@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from paceline.collectives.communicator import Communicator
 from paceline.errors import ConfigError, ReplicaError
 
-Whole = Callable[[Tensor], Tensor]  # all of a parameter or buffer, of which the model may hold a part
+FullTensorOf = Callable[[Tensor], Tensor]  # all of a parameter or buffer, of which the model may hold a part
 
 
 def plain_name(name: str) -> str:
@@ -46,15 +46,15 @@ def tensor_bytes(tensor: Tensor) -> memoryview:
     return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data
 
 
-def weights_hash(models: Sequence[nn.Module], whole: Whole = Tensor.detach) -> str:
-    return "sha256:" + hash_of(named_state(models), whole)
+def weights_hash(models: Sequence[nn.Module], full_tensor: FullTensorOf = Tensor.detach) -> str:
+    return "sha256:" + hash_of(named_state(models), full_tensor)
 
 
-def hash_of(state: Mapping[str, Tensor], whole: Whole = Tensor.detach) -> str:
-    """One tensor after another is made whole: all of them together may not fit into memory."""
+def hash_of(state: Mapping[str, Tensor], full_tensor: FullTensorOf = Tensor.detach) -> str:
+    """One tensor after another is gathered: all of them together may not fit into memory."""
     digest = hashlib.sha256()
     for name, part in sorted(state.items()):
-        tensor = whole(part)
+        tensor = full_tensor(part)
         digest.update(f"{name}|{tensor.dtype}|{tuple(tensor.shape)}|".encode())
         digest.update(tensor_bytes(tensor))
     return digest.hexdigest()

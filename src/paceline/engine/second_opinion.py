@@ -21,7 +21,7 @@ from paceline.engine.config import EngineConfig
 from paceline.engine.step import OnePass
 from paceline.engine.vote import LaneReport
 from paceline.errors import ConfigError, ReplicaError
-from paceline.strategies.registry import Rides
+from paceline.strategies.registry import LaneAssignment
 from paceline.strategies.strategy import Strategy
 from paceline.world.checked_values import whole_number
 
@@ -76,24 +76,24 @@ class SecondOpinion:
 class ComparedPasses(OnePass):
     """The passes of a step, and whose lanes are whose in them."""
 
-    def __init__(self, opinion: SecondOpinion, rides: Rides) -> None:
+    def __init__(self, opinion: SecondOpinion, assignment: LaneAssignment) -> None:
         self.opinion = opinion
-        self._rides = rides  # of the workers when no lane is passed on
+        self._assignment = assignment  # of the workers when no lane is passed on
         self.again = False
 
-    def regrouped(self, rides: Rides) -> None:
-        self._rides = rides
+    def regrouped(self, assignment: LaneAssignment) -> None:
+        self._assignment = assignment
 
     def forget(self) -> None:
         self.opinion.forget()
 
-    def are_on(self, rides: Rides) -> bool:
-        return rides != self._rides
+    def are_on(self, assignment: LaneAssignment) -> bool:
+        return assignment != self._assignment
 
-    def next_rides(self) -> Rides:
+    def next_assignment(self) -> LaneAssignment:
         self.again = False
-        turn = self.opinion.rotation % len(self._rides)
-        return (*self._rides[turn:], *self._rides[:turn])
+        turn = self.opinion.rotation % len(self._assignment)
+        return (*self._assignment[turn:], *self._assignment[:turn])
 
     def watch(self, active: Strategy, round: int) -> bool:
         watched = self.opinion.due(round)

@@ -22,7 +22,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from paceline.checkpoint.load import Checkpoint, whole_tree
+from paceline.checkpoint.load import Checkpoint, full_tree
 from paceline.checkpoint.manifest import MANIFEST
 from paceline.engine.facts import check_same_job
 from paceline.engine.loop import PreparedLoader
@@ -33,7 +33,7 @@ from paceline.input_file import cause_of
 from paceline.sharding.local_shard import LocalShard
 from paceline.world.determinism import mix, seed_everything
 
-Kept = Callable[[Tensor], Tensor | LocalShard]
+LocalShardOf = Callable[[Tensor], Tensor | LocalShard]
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ class JobState:
         step, loader = self.step, self.loader
         data = None if loader is None else loader.source.merged(told(loader.state_dict()))
         tree: dict[str, Any] = {
-            "models": _kept_models(self.models, step.strategies.kept),
+            "models": _local_models(self.models, step.strategies.local_shard),
             "optimizers": [step.strategies.local_state(optimizer) for optimizer in self.optimizers],
         }
         if is_main:
@@ -108,9 +108,9 @@ class JobState:
         _check_fits(folder, tree, prepared)
         if self.loader is not None and tree["data"] is not None:
             place = partial(self.loader.load_state_dict, changed=changed)
-            _load_one(folder, "place in the data", place, whole_tree(tree["data"]))
+            _load_one(folder, "place in the data", place, full_tree(tree["data"]))
         for entry in self._plain_entries():  # first: strategies load their optimizers for the step that comes next
-            _load_one(folder, entry.name.replace("_", " "), entry.put, whole_tree(tree[entry.name]))
+            _load_one(folder, entry.name.replace("_", " "), entry.put, full_tree(tree[entry.name]))
         self.put_back_weights(checkpoint)
         for optimizer, saved in zip(self.optimizers, tree["optimizers"], strict=True):
             _load_one(folder, "optimizer", partial(step.load, optimizer), saved)
@@ -119,7 +119,7 @@ class JobState:
     def put_back_weights(self, checkpoint: Checkpoint) -> None:
         _check_fits(checkpoint.folder, checkpoint.tree, {"models": self.models, "optimizers": self.optimizers})
         for model, saved in zip(self.models, checkpoint.tree["models"], strict=True):
-            _load_one(checkpoint.folder, "model", partial(_load_model, model, self.step.strategies.put), saved)
+            _load_one(checkpoint.folder, "model", partial(_load_model, model, self.step.strategies.load_full), saved)
 
     # -- the in-memory checkpoint, and joining workers ---------------------------------------------------------------
 
@@ -128,7 +128,7 @@ class JobState:
         strategies = self.step.strategies
         states = [strategies.local_state(optimizer) for optimizer in self.optimizers]
         return {
-            "models": _kept_models(self.models, strategies.kept),
+            "models": _local_models(self.models, strategies.local_shard),
             "optimizers": [
                 {name: value for name, value in state.items() if name != "param_groups"} for state in states
             ],
@@ -139,7 +139,7 @@ class JobState:
         for number, (model, saved) in enumerate(zip(self.models, tensors["models"], strict=True)):
             others = _untrained(model, self.optimizers)
             known = others if plain is None else plain["others"][number]
-            _load_model(model, self.step.strategies.put, {**saved, **{name: known[name] for name in others}})
+            _load_model(model, self.step.strategies.load_full, {**saved, **{name: known[name] for name in others}})
         for optimizer, saved in zip(self.optimizers, tensors["optimizers"], strict=True):
             self.step.load(optimizer, {**saved, "param_groups": _groups_of(optimizer)})
 
@@ -174,7 +174,7 @@ def _scheduler_state(scheduler: Any) -> dict[str, Any]:
     return {key: value for key, value in scheduler.state_dict().items() if key != "step"}
 
 
-def _kept_models(models: Sequence[nn.Module], kept: Kept) -> list[dict[str, Any]]:
+def _local_models(models: Sequence[nn.Module], local_shard: LocalShardOf) -> list[dict[str, Any]]:
     """The models' states as this worker can save them; tied weights are one object."""
     known: dict[int, Any] = {}
 
@@ -182,7 +182,7 @@ def _kept_models(models: Sequence[nn.Module], kept: Kept) -> list[dict[str, Any]
         if not isinstance(value, Tensor):
             return value
         if id(value) not in known:
-            known[id(value)] = kept(value)
+            known[id(value)] = local_shard(value)
         return known[id(value)]
 
     return [
@@ -272,17 +272,17 @@ def _check_fits(folder: Path, tree: Mapping[str, Any], prepared: Mapping[str, Se
             )
 
 
-def _load_model(model: nn.Module, put: Callable[[Tensor, Tensor], None], state: Mapping[str, Any]) -> None:
+def _load_model(model: nn.Module, load_full: Callable[[Tensor, Tensor], None], state: Mapping[str, Any]) -> None:
     """One tensor after another: all of them together may not fit into memory."""
     done: set[int] = set()
     others: dict[str, Any] = {}
     for name, value in model.state_dict(keep_vars=True).items():
         saved = state[plain_name(name)]
         if not isinstance(value, Tensor) or name.endswith("_extra_state"):  # get_extra_state() may return a tensor
-            others[name] = whole_tree(saved)
+            others[name] = full_tree(saved)
         elif id(value) not in done:
             done.add(id(value))
-            put(value, whole_tree(saved))
+            load_full(value, full_tree(saved))
     if others:
         model.load_state_dict(others, strict=False)
 

@@ -58,7 +58,7 @@ from paceline.engine.vote import (
 )
 from paceline.errors import GenerationEnded, LoopError
 from paceline.optim.loss_scale import MovingScale
-from paceline.strategies.registry import Rides
+from paceline.strategies.registry import LaneAssignment
 from paceline.strategies.strategy import Agreement, ItemPlace, Strategy, Tally
 from paceline.world.determinism import mix, seed_everything
 
@@ -177,15 +177,15 @@ class OnePass:
 
     again = False  # the step is to be done once more, by the same workers
 
-    def regrouped(self, rides: Rides) -> None: ...
+    def regrouped(self, assignment: LaneAssignment) -> None: ...
 
     def forget(self) -> None: ...
 
-    def are_on(self, rides: Rides) -> bool:
+    def are_on(self, assignment: LaneAssignment) -> bool:
         """Some lanes are with other workers for a pass."""
         return False
 
-    def next_rides(self) -> Rides:
+    def next_assignment(self) -> LaneAssignment:
         """Which worker has which lanes in the next pass."""
         raise NotImplementedError
 
@@ -284,9 +284,9 @@ class TrainStep:
         return self._updating or self.update > 0
 
     @property
-    def rides(self) -> Rides:
+    def assignment(self) -> LaneAssignment:
         """The lanes of every worker."""
-        return self.strategies.rides
+        return self.strategies.assignment
 
     @property
     def stops_alone(self) -> bool:
@@ -729,7 +729,7 @@ class TrainStep:
     def regrouped(self, strategies: StrategyTable) -> None:
         """There are other workers, and the state is that of the last step that counts."""
         self.strategies, self.active = strategies, None
-        self.passes.regrouped(strategies.rides)
+        self.passes.regrouped(strategies.assignment)
         self.voting = self._new_voting()
         self.buffers.meet_others()
         self._places = rules.ParameterPlaces(self.models, self._optimizers, strategies.name_of)
@@ -737,7 +737,7 @@ class TrainStep:
 
     def pass_lanes_on(self) -> None:
         """The lanes go to other workers for one pass; after the step they are where they were."""
-        self.strategies.rides = self.passes.next_rides()
+        self.strategies.assignment = self.passes.next_assignment()
         if self.is_lost:
             self._between_steps()
 
@@ -763,7 +763,7 @@ class TrainStep:
         self.strategies.drain()
         self._group.go_on_without_the_lost()
         lost: Set[int] = self._group.lost
-        left = [lanes for worker, lanes in enumerate(self.rides) if worker not in lost]
+        left = [lanes for worker, lanes in enumerate(self.assignment) if worker not in lost]
         lowest = min(lane for lanes in left for lane in lanes)
         owner = next(place for place, lanes in enumerate(left) if lowest in lanes)
         self.buffers.drain(self._group.comm, owner=owner, lowest=lowest)
@@ -793,7 +793,7 @@ class TrainStep:
         rules.check_learning_rates(self.now.learning_rates, rates, self.step)
 
     def _new_voting(self) -> Voting:
-        return Voting(self._group.comm, self.rides, raises=not self._group.recovery.is_elastic)
+        return Voting(self._group.comm, self.assignment, raises=not self._group.recovery.is_elastic)
 
     def _flip_a_bit(self, wanted: str | None, active: Strategy) -> None:
         """An injected fault: in a parameter, or where this worker has no whole ones in its part of the state."""

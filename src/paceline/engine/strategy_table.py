@@ -14,7 +14,7 @@ from paceline.collectives.canonical_sum import SumPlan
 from paceline.engine.replicas import parameter_names
 from paceline.errors import GenerationEnded
 from paceline.sharding.local_shard import LocalShard
-from paceline.strategies.registry import Chosen, Job, Rides
+from paceline.strategies.registry import Chosen, Job, LaneAssignment
 from paceline.strategies.strategy import Strategy
 from paceline.world.lanes import neighbouring_lanes
 
@@ -25,9 +25,9 @@ class StrategyTable:
     def __init__(self, chosen: Chosen, job: Job) -> None:
         self._all = list(job.optimizers)
         self.loop_end_listeners, self.lost = job.at_loop_end, job.lost
-        self._leave_once_a_step = chosen.entry.rides is neighbouring_lanes
+        self._leave_once_a_step = chosen.entry.assign_lanes is neighbouring_lanes
         self._maker = chosen.entry.open(chosen.config, job)
-        self.rides: Rides = self._maker.rides or chosen.rides(job.lanes, job.world.size)
+        self.assignment: LaneAssignment = self._maker.assignment or chosen.assign_lanes(job.lanes, job.world.size)
         self._names = parameter_names(job.models)  # it may have put others in their place
         self._known: dict[tuple[int, ...], Strategy] = {}
         try:
@@ -51,7 +51,7 @@ class StrategyTable:
 
     def plan(self, present: tuple[int, ...]) -> SumPlan:
         """Who holds which of the step's lanes."""
-        return _plan(self.rides, present)
+        return _plan(self.assignment, present)
 
     def in_step(self, plan: SumPlan) -> bool:
         """Whether a worker's last item comes at the same place among the exchanges of all: not where every lane's
@@ -68,22 +68,22 @@ class StrategyTable:
     def load(self, optimizer: Optimizer, state: dict[str, Any], *, round: int) -> None:
         self._strategy_that_updates(optimizer).load(optimizer, state, round=round)
 
-    def whole(self, weights: Tensor) -> Tensor:
+    def full_tensor(self, weights: Tensor) -> Tensor:
         """A parameter's newest weights; anything else of a model's state is what it is."""
         strategy = self._strategy_of(weights)
-        return weights.detach() if strategy is None else strategy.whole(weights)  # type: ignore[arg-type]
+        return weights.detach() if strategy is None else strategy.full_tensor(weights)  # type: ignore[arg-type]
 
-    def kept(self, weights: Tensor) -> Tensor | LocalShard:
+    def local_shard(self, weights: Tensor) -> Tensor | LocalShard:
         """What this worker can save of a parameter; anything else of a model's state all workers have."""
         strategy = self._strategy_of(weights)
-        return weights.detach() if strategy is None else strategy.kept(weights)  # type: ignore[arg-type]
+        return weights.detach() if strategy is None else strategy.local_shard(weights)  # type: ignore[arg-type]
 
-    def put(self, weights: Tensor, whole: Tensor) -> None:
+    def load_full(self, weights: Tensor, full: Tensor) -> None:
         strategy = self._strategy_of(weights)
         if strategy is not None:
-            strategy.put(weights, whole)  # type: ignore[arg-type]
+            strategy.load_full(weights, full)  # type: ignore[arg-type]
         else:
-            weights.detach().copy_(whole)
+            weights.detach().copy_(full)
 
     def _strategy_of(self, weights: Tensor) -> Strategy | None:
         return next((s for s in self._known.values() if any(weights is p for p in (*s.parameters, *s.frozen))), None)
@@ -107,9 +107,9 @@ class StrategyTable:
 
 
 @lru_cache(maxsize=256)
-def _plan(rides: Rides, present: tuple[int, ...]) -> SumPlan:
+def _plan(assignment: LaneAssignment, present: tuple[int, ...]) -> SumPlan:
     there = set(present)
-    holders = tuple(tuple(lane for lane in ride if lane in there) for ride in rides)
+    holders = tuple(tuple(lane for lane in lanes if lane in there) for lanes in assignment)
     return SumPlan(present=tuple(sorted(present)), holders=holders)
 
 

@@ -23,7 +23,7 @@ from torch import Tensor
 from paceline.collectives.communicator import Communicator
 from paceline.engine.stop_signals import Stop
 from paceline.errors import ConfigError, ReplicaError
-from paceline.strategies.registry import Rides
+from paceline.strategies.registry import LaneAssignment
 
 # Elements of the weights looked at per step; a drift is found within parameters / WATCHED steps.
 WATCHED = 1 << 16
@@ -137,10 +137,10 @@ def _used_bytes(parameters: int) -> int:
 class Voting:
     """Every worker hears every vote, with two checks: all are in the same step, and have the same weights."""
 
-    def __init__(self, comm: Communicator, rides: Rides, *, raises: bool = True) -> None:
+    def __init__(self, comm: Communicator, assignment: LaneAssignment, *, raises: bool = True) -> None:
         """`raises`: weights that differ end the job here; otherwise the coordinator of an elastic job decides."""
         self._comm, self._raises = comm, raises
-        self._most_lanes = max(len(ride) for ride in rides)
+        self._most_lanes = max(len(lanes) for lanes in assignment)
         self._watch: WeightsWatch | None = None
         self._after_update: tuple[int, int] | None = None  # a step, and what it should find of the weights
         self.votes = 0

@@ -180,8 +180,8 @@ def _keys_of(layout: FlatLayout, number: int, bucket: Bucket, key_bytes: int, fi
 
 def _pieces_of(layout: FlatLayout, bucket: Bucket, key_bytes: int) -> Iterator[Piece]:
     """The bucket's gradients in its order; one larger than a key is cut into pieces of equal size."""
-    for member in bucket.members:
-        yield from layout.split(member.parameter, -(-member.elements * bucket.dtype.itemsize // key_bytes))
+    for entry in bucket.entries:
+        yield from layout.split(entry.parameter, -(-entry.elements * bucket.dtype.itemsize // key_bytes))
 
 
 def _dealt(sizes: Sequence[int], servers: int) -> dict[int, int]:

@@ -54,7 +54,7 @@ class GradientSpec:
 
 
 @dataclass(frozen=True)
-class Member:
+class BucketEntry:
     parameter: int
     offset: int
     shape: tuple[int, ...]
@@ -66,24 +66,24 @@ class Member:
 
 @dataclass(frozen=True)
 class Bucket:
-    members: tuple[Member, ...]
+    entries: tuple[BucketEntry, ...]
     dtype: torch.dtype
     device: torch.device
 
     @cached_property
     def elements(self) -> int:
-        """Of the flat buffer; there may be gaps between members."""
-        return self.members[-1].offset + self.members[-1].elements
+        """Of the flat buffer; there may be gaps between entries."""
+        return self.entries[-1].offset + self.entries[-1].elements
 
     @property
     def gaps(self) -> list[tuple[int, int]]:
-        """Elements of the flat buffer that are no member's."""
-        ends = [(left.offset + left.elements, right.offset) for left, right in pairwise(self.members)]
+        """Elements of the flat buffer that are no entry's."""
+        ends = [(left.offset + left.elements, right.offset) for left, right in pairwise(self.entries)]
         return [(start, stop) for start, stop in ends if start < stop]
 
     @property
     def alone(self) -> bool:
-        return len(self.members) == 1
+        return len(self.entries) == 1
 
 
 def plan_buckets(
@@ -93,7 +93,7 @@ def plan_buckets(
 
     What leaves last has nothing to hide behind, so it should be small; what leaves early should be large, because every
     message costs. A gradient of half a bucket or more travels alone. Buckets are numbered by the place of their *last*
-    member in `order`, since that is when they can leave. `aligned`: every member starts where memory is aligned.
+    entry in `order`, since that is when they can leave. `aligned`: every entry starts where memory is aligned.
     """
     planned: list[tuple[int, list[int]]] = []
     filling: dict[tuple[torch.dtype, torch.device], _Filling] = {}
@@ -107,30 +107,30 @@ def plan_buckets(
         bucket.add(place, index, size)
         if bucket.bytes >= bucket.wanted:
             planned.append(bucket.empty(bucket_bytes))
-    planned += [bucket.empty(bucket_bytes) for bucket in filling.values() if bucket.members]
+    planned += [bucket.empty(bucket_bytes) for bucket in filling.values() if bucket.entries]
     step = ALIGNED if aligned else 1
-    return tuple(packed(specs, members[::-1], step) for _, members in sorted(planned))
+    return tuple(packed(specs, entries[::-1], step) for _, entries in sorted(planned))
 
 
 @dataclass
 class _Filling:
-    """A bucket being filled from its last member backwards."""
+    """A bucket being filled from its last entry backwards."""
 
     wanted: int
     last_place: int = -1
-    members: list[int] = field(default_factory=list)
+    entries: list[int] = field(default_factory=list)
     bytes: int = 0
 
     def add(self, place: int, index: int, size: int) -> None:
-        if not self.members:
+        if not self.entries:
             self.last_place = place
-        self.members.append(index)
+        self.entries.append(index)
         self.bytes += size
 
     def empty(self, bucket_bytes: int) -> tuple[int, list[int]]:
         """What was filled; the next may grow to twice as much."""
-        filled = self.last_place, self.members
-        self.wanted, self.members, self.bytes = min(bucket_bytes, 2 * self.wanted), [], 0
+        filled = self.last_place, self.entries
+        self.wanted, self.entries, self.bytes = min(bucket_bytes, 2 * self.wanted), [], 0
         return filled
 
 
@@ -138,12 +138,12 @@ def packed(specs: Sequence[GradientSpec], parameters: Sequence[int], aligned_to:
     """Parameters in one bucket, each at a multiple of so many bytes."""
     first = specs[parameters[0]]
     step = max(1, aligned_to // first.dtype.itemsize)  # weights are laid out as their sums are, and are smaller
-    members: list[Member] = []
+    entries: list[BucketEntry] = []
     offset = 0
     for parameter in parameters:
-        members.append(Member(parameter, offset, specs[parameter].shape))
+        entries.append(BucketEntry(parameter, offset, specs[parameter].shape))
         offset += -(-specs[parameter].elements // step) * step
-    return Bucket(tuple(members), first.sum_dtype, first.device)
+    return Bucket(tuple(entries), first.sum_dtype, first.device)
 
 
 # -- every bucket cut into one range per worker ------------------------------------------------------------------------
@@ -185,16 +185,16 @@ class BucketShards:
 
     def only(self, numbers: Mapping[int, int]) -> BucketShards | None:
         """The same owners of fewer parameters, under the numbers that these have elsewhere; None: of none."""
-        members, offsets, offset = [], dict[int, int](), 0
+        entries, offsets, offset = [], dict[int, int](), 0
         step = ALIGNED // self.bucket.dtype.itemsize
-        for member in self.bucket.members:
-            if member.parameter in numbers:
-                members.append(Member(numbers[member.parameter], offset, member.shape))
-                offsets[member.parameter] = offset
-                offset += -(-member.elements // step) * step
-        if not members:
+        for entry in self.bucket.entries:
+            if entry.parameter in numbers:
+                entries.append(BucketEntry(numbers[entry.parameter], offset, entry.shape))
+                offsets[entry.parameter] = offset
+                offset += -(-entry.elements // step) * step
+        if not entries:
             return None
-        bucket = Bucket(tuple(members), self.bucket.dtype, self.bucket.device)
+        bucket = Bucket(tuple(entries), self.bucket.dtype, self.bucket.device)
         starts = [bucket.elements]
         for worker in reversed(range(len(self.ranges))):
             mine = [owned.piece for owned in self.pieces(worker) if owned.piece.parameter in offsets]
@@ -203,10 +203,10 @@ class BucketShards:
         return BucketShards(bucket, tuple(pairwise(reversed(starts))))
 
     def _pieces_in(self, start: int, stop: int) -> Iterator[OwnedPiece]:
-        for member in self.bucket.members:
-            low, high = max(start, member.offset), min(stop, member.offset + member.elements)
+        for entry in self.bucket.entries:
+            low, high = max(start, entry.offset), min(stop, entry.offset + entry.elements)
             if low < high:
-                yield OwnedPiece(Piece(member.parameter, low - member.offset, high - member.offset), low - start)
+                yield OwnedPiece(Piece(entry.parameter, low - entry.offset, high - entry.offset), low - start)
 
 
 @dataclass(frozen=True)
@@ -254,10 +254,10 @@ def _boundary_near(bucket: Bucket, element: int, uncut: Collection[int]) -> int:
     """The place nearest to `element` where the bucket may be cut."""
     if element <= 0:
         return 0
-    for member in bucket.members:
-        inside = element - member.offset
-        if inside < member.elements:
-            low = 0 if member.parameter in uncut else inside // BLOCK * BLOCK
-            high = member.elements if member.parameter in uncut else min(low + BLOCK, member.elements)
-            return member.offset + (low if inside - low <= high - inside else high)
+    for entry in bucket.entries:
+        inside = element - entry.offset
+        if inside < entry.elements:
+            low = 0 if entry.parameter in uncut else inside // BLOCK * BLOCK
+            high = entry.elements if entry.parameter in uncut else min(low + BLOCK, entry.elements)
+            return entry.offset + (low if inside - low <= high - inside else high)
     return bucket.elements

@@ -168,7 +168,7 @@ def _hybrid(job: _Job) -> Footprint:
     ]
     plan = SumPlan(tuple(range(job.lanes)), tuple(assignment))
     members = [tuple(range(low, low + job.shard_over)) for low in range(0, job.workers, job.shard_over)]
-    partial_sums = max(len(shipment.sums) for group in members for shipment in scatter_plans_by_lane(plan, group))
+    partial_sums = max(len(sent.sums) for group in members for sent in scatter_plans_by_lane(plan, group))
     share, gradient = -(-job.model.parameters // job.shard_over), job.model.gradient
     whole = job.model.parameters * gradient if job.accumulate > 1 else 0
     roots = max(len(scatter_plans_by_lane(plan, group)[-1].sums) for group in members)
@@ -179,8 +179,8 @@ def _hybrid(job: _Job) -> Footprint:
 
 def _by_lane(job: _Job, *, weights_whole: bool) -> Footprint:
     assignment = strided_lanes(job.lanes, job.workers)
-    shipments = scatter_plans_by_lane(SumPlan(tuple(range(job.lanes)), assignment))
-    partial_sums = max(len(shipment.sums) for shipment in shipments)
+    plans = scatter_plans_by_lane(SumPlan(tuple(range(job.lanes)), assignment))
+    partial_sums = max(len(sent.sums) for sent in plans)
     gradients = job.copies * partial_sums * job.share * job.model.gradient
     if job.accumulate > 1:
         gradients += job.model.parameters * job.model.gradient

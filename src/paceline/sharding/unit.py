@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from paceline.errors import ConfigError
-from paceline.sharding.bucket import ALIGNED, Bucket, GradientSpec, Member, packed
+from paceline.sharding.bucket import ALIGNED, Bucket, BucketEntry, GradientSpec, packed
 
 NEVER_CALLED = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 Classes = tuple[type[nn.Module] | str, ...]
@@ -98,7 +98,7 @@ def unit_buckets(
     for number in unit.parameters:
         spec = specs[number]
         if spec.elements * spec.sum_dtype.itemsize * 2 >= bucket_bytes or number in uncut:
-            yield Bucket((Member(number, 0, spec.shape),), spec.sum_dtype, spec.device)
+            yield Bucket((BucketEntry(number, 0, spec.shape),), spec.sum_dtype, spec.device)
         else:
             small.setdefault((spec.dtype, spec.device), []).append(number)
     for numbers in small.values():

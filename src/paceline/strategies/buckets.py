@@ -26,7 +26,7 @@ from torch.optim import Optimizer
 from paceline.collectives.canonical_sum import SumPlan
 from paceline.collectives.communicator import Communicator
 from paceline.errors import LoopError
-from paceline.sharding.bucket import ALIGNED, Bucket, GradientSpec, Member
+from paceline.sharding.bucket import ALIGNED, Bucket, BucketEntry, GradientSpec
 from paceline.strategies.strategy import Agreement, ItemPlace, StrategyBase
 from paceline.torch_compat import foreach_copy_, nothing_else_views, plain_torch_function, version_of
 
@@ -89,7 +89,7 @@ class GradientBuckets:
         self._start_leaving()
         leaves_now = place.last_of_lane if self._by_lane else place.last_of_step
         self._live = last and self._overlap and leaves_now and not place.shadow
-        self._missing = [len(sums.bucket.members) for sums in self.sums]
+        self._missing = [len(sums.bucket.entries) for sums in self.sums]
         if any(held is not None for held in self._held):
             for index, parameter in enumerate(self.parameters):
                 if parameter.dtype == self._specs[index].sum_dtype:
@@ -181,20 +181,20 @@ class GradientBuckets:
     def _take(self, number: int, lane: int) -> None:
         sums = self.sums[number]
         gradients: list[Tensor | None] = []
-        for place, member in enumerate(sums.bucket.members):
+        for place, entry in enumerate(sums.bucket.entries):
             if sums.has(place):
                 gradients.append(None)
                 continue
-            parameter = self.parameters[member.parameter]
+            parameter = self.parameters[entry.parameter]
             if parameter.dtype == sums.bucket.dtype:
-                gradient = parameter.grad if parameter.grad is not None else self._held[member.parameter]
-            elif self._held[member.parameter] is None:
+                gradient = parameter.grad if parameter.grad is not None else self._held[entry.parameter]
+            elif self._held[entry.parameter] is None:
                 gradient = parameter.grad  # it becomes precise where it is put
             else:
-                gradient = self._added_to_held(member.parameter, parameter)
+                gradient = self._added_to_held(entry.parameter, parameter)
             parameter.grad = None
             if gradient is not None:
-                self.used[member.parameter] = True
+                self.used[entry.parameter] = True
                 gradient = gradient.to_dense() if gradient.is_sparse else gradient
             gradients.append(gradient)
         sums.take(lane, gradients)
@@ -266,10 +266,8 @@ class GradientBuckets:
     def _set_buckets(self, order: Sequence[int]) -> None:
         buckets = self._cut(self._specs, order)
         self.sums = [LaneSums(bucket, self.parameters, self._pool) for bucket in buckets]
-        self._bucket_of = {
-            member.parameter: number for number, bucket in enumerate(buckets) for member in bucket.members
-        }
-        self._place_of = {member.parameter: place for bucket in buckets for place, member in enumerate(bucket.members)}
+        self._bucket_of = {entry.parameter: number for number, bucket in enumerate(buckets) for entry in bucket.entries}
+        self._place_of = {entry.parameter: place for bucket in buckets for place, entry in enumerate(bucket.entries)}
         self._next_order: list[int] | None = None
 
     def plan_rebuild(self, used: Sequence[bool], comm: Communicator) -> None:
@@ -374,12 +372,12 @@ class LaneSums:
         self._shared = pool
         if pool is not None and not self._moves:
             pool.expect(bucket.elements, bucket.dtype, bucket.device)
-        self._parameters = [parameters[member.parameter] for member in bucket.members]
+        self._parameters = [parameters[entry.parameter] for entry in bucket.entries]
         self._pool: list[Tensor] = []
         self._views: dict[int, list[Tensor]] = {}  # of pooled buffers, by address: they live as long as we do
         self.nodes: dict[int, Tensor] = {}
         self._filling: Tensor | None = None
-        self._there: set[int] = set()  # members that have been put into it
+        self._there: set[int] = set()  # entries that have been put into it
 
     @property
     def takes_at_once(self) -> bool:
@@ -392,7 +390,7 @@ class LaneSums:
         self._pool = [slot]  # the first to ask gets it, and the lane that a worker takes first becomes its root
 
     def put(self, place: int, gradient: Tensor) -> bool:
-        """Copy one member's gradient before the others are there; whether it is that member's first."""
+        """Copy one entry's gradient before the others are there; whether it is that entry's first."""
         if self._filling is None:
             self._filling = self.buffer()
         view = self._views_of(self._filling)[place]
@@ -407,14 +405,14 @@ class LaneSums:
         return place in self._there
 
     def forget_put(self) -> None:
-        """The members' gradients that have been put belong to an item that counts as empty."""
+        """The entries' gradients that have been put belong to an item that counts as empty."""
         if self._filling is not None:
             self.give_back(self._filling)
         self._filling = None
         self._there.clear()
 
     def take(self, lane: int, gradients: Sequence[Tensor | None]) -> None:
-        """Make the members' finished gradients of `lane` a node of the tree, with those that were put before."""
+        """Make the entries' finished gradients of `lane` a node of the tree, with those that were put before."""
         if self._moves and gradients[0] is not None:
             self.nodes[lane] = _memory_in_order(gradients[0], self.bucket.dtype)
             return
@@ -470,10 +468,10 @@ class LaneSums:
 
     def _views_of(self, flat: Tensor) -> list[Tensor]:
         if self._moves:
-            return [flat.view(self.bucket.members[0].shape)]
+            return [flat.view(self.bucket.entries[0].shape)]
         views = self._views.get(flat.data_ptr())
         if views is None:
-            views = self._views[flat.data_ptr()] = [_view(flat, member) for member in self.bucket.members]
+            views = self._views[flat.data_ptr()] = [_view(flat, entry) for entry in self.bucket.entries]
         return views
 
     def hand_out(self, total: Tensor, used: Sequence[bool]) -> None:
@@ -482,8 +480,8 @@ class LaneSums:
             parameter.grad = _as_gradient_of(parameter, view) if is_used else None
 
 
-def _view(flat: Tensor, member: Member) -> Tensor:
-    return flat[member.offset : member.offset + member.elements].view(member.shape)
+def _view(flat: Tensor, entry: BucketEntry) -> Tensor:
+    return flat[entry.offset : entry.offset + entry.elements].view(entry.shape)
 
 
 def _memory_in_order(gradient: Tensor, dtype: torch.dtype) -> Tensor:

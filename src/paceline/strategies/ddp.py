@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from paceline.checkpoint.load import whole_tree
+from paceline.checkpoint.load import full_tree
 from paceline.collectives.canonical_sum import SumPlan
 from paceline.collectives.communicator import Communicator
 from paceline.collectives.gradient_exchange import GradientExchange
@@ -107,7 +107,7 @@ class Ddp(InBuckets):
                     sums.give_back(root)
             if scale != 1.0:
                 total.mul_(scale)
-            sums.hand_out(total, [used[member.parameter] for member in sums.bucket.members])
+            sums.hand_out(total, [used[entry.parameter] for entry in sums.bucket.entries])
             self._totals.append(total)
         self._pending, self._roots = [], []
         self._buckets.plan_rebuild(used, self._comm)
@@ -146,7 +146,7 @@ class Ddp(InBuckets):
         return optimizer.state_dict()
 
     def load(self, optimizer: Optimizer, state: dict[str, Any], *, round: int) -> None:
-        load_exactly(optimizer, whole_tree(state))
+        load_exactly(optimizer, full_tree(state))
 
     def close(self) -> None:
         self._buckets.close()
@@ -181,14 +181,14 @@ class LowPrecisionDdp(Ddp):
         self._masters.round(self.parameters)
         super().end_step()
 
-    def whole(self, parameter: Parameter) -> Tensor:
-        return self._masters.full(parameter) if self._masters.has(parameter) else super().whole(parameter)
+    def full_tensor(self, parameter: Parameter) -> Tensor:
+        return self._masters.full(parameter) if self._masters.has(parameter) else super().full_tensor(parameter)
 
-    def put(self, parameter: Parameter, whole: Tensor) -> None:
+    def load_full(self, parameter: Parameter, full: Tensor) -> None:
         if self._masters.has(parameter):
-            self._masters.load_full(parameter, whole)
+            self._masters.load_full(parameter, full)
         else:
-            super().put(parameter, whole)
+            super().load_full(parameter, full)
 
 
 # -- how it is chosen --------------------------------------------------------------------------------------------------

@@ -86,10 +86,10 @@ class FullMasters(_Masters):
             self.mark_clean([parameter])
         return master
 
-    def load_full(self, parameter: Parameter, whole: Tensor) -> None:
+    def load_full(self, parameter: Parameter, full: Tensor) -> None:
         with torch.no_grad():
-            self.full(parameter).copy_(whole)
-            parameter.copy_(whole)
+            self.full(parameter).copy_(full)
+            parameter.copy_(full)
         self.mark_clean([parameter])
 
     def step_in(self, parameters: Iterable[Parameter]) -> None:
@@ -166,11 +166,11 @@ class MasterShards(_Masters):
         take_over(original, parameter)
         return original
 
-    def load_before_assignment(self, parameter: Parameter, whole: Tensor) -> None:
+    def load_before_assignment(self, parameter: Parameter, full: Tensor) -> None:
         """In memory as the parameter lies, which is how an update walks it."""
         layout = parameter.shape, parameter.stride()
         kept = torch.empty_strided(*layout, dtype=self.dtype_of(parameter), device=parameter.device)
-        self._originals[id(parameter)] = kept.copy_(whole.detach())
+        self._originals[id(parameter)] = kept.copy_(full.detach())
 
     def assigned(self, parameters: Iterable[Parameter]) -> None:
         """Their owners have them."""
@@ -178,10 +178,10 @@ class MasterShards(_Masters):
             for parameter in parameters:
                 self._originals.pop(id(parameter), None)
 
-    def load_piece(self, pieces: Pieces, piece: Piece, whole: Tensor) -> None:
-        """The piece's part of a whole master."""
+    def load_piece(self, pieces: Pieces, piece: Piece, full: Tensor) -> None:
+        """The piece's part of a full master."""
         parameter, tensor = pieces.parameters[piece.parameter], pieces.tensors[piece]
-        tensor.copy_(part_of(whole, piece) if in_logical_order(parameter) else whole)
+        tensor.copy_(part_of(full, piece) if in_logical_order(parameter) else full)
 
     def take_over_writes(self, pieces: Pieces) -> None:
         """Before a step: take over what the script wrote to parameters since the last one."""

@@ -36,7 +36,7 @@ from paceline.world.control import ControlClient
 from paceline.world.lanes import neighbouring_lanes
 from paceline.world.world import World
 
-Rides = tuple[tuple[int, ...], ...]
+LaneAssignment = tuple[tuple[int, ...], ...]  # the lanes of each worker
 LoopEndListener = Callable[
     [int, Callable[[], str]], None
 ]  # of (rounds so far, a function that makes the weights' hash)
@@ -76,7 +76,7 @@ class Job:
 class Maker:
     """Makes a strategy for each set of optimizers that act together, and owns what these strategies share."""
 
-    rides: Rides | None = None  # the lanes of each worker, where that depends on more than the number of workers
+    assignment: LaneAssignment | None = None  # where it depends on more than the number of workers
 
     def make(self, named: Sequence[tuple[str, Parameter]], optimizers: Sequence[Optimizer]) -> Strategy:
         raise NotImplementedError
@@ -108,7 +108,7 @@ class Registered:
     """So configured it gives the bits of one process. Then the tests of bits and the fuzzer try it, elastic jobs take
     it, and its checkpoints go on under every other synchronous strategy; otherwise none of these."""
     examples: tuple[Any, ...] = ()  # ways to configure it that tests should try, beside the defaults
-    rides: Callable[[int, int], Rides] = neighbouring_lanes
+    assign_lanes: Callable[[int, int], LaneAssignment] = neighbouring_lanes
     uses_servers: bool = False
     takes_offload: bool = False
     takes_low_precision: bool = False  # it lowers the models when it opens, and keeps their fp32 masters
@@ -156,8 +156,8 @@ class Chosen:
         sizes = {"workers": workers, "lanes": lanes, "accumulate": accumulate, "copies": copies, "per_host": per_host}
         return footprint(self.name, model, **sizes, shard_over=getattr(self.config, "shard_over", None) or on_host)
 
-    def rides(self, lanes: int, workers: int) -> Rides:
-        return self.entry.rides(lanes, workers)
+    def assign_lanes(self, lanes: int, workers: int) -> LaneAssignment:
+        return self.entry.assign_lanes(lanes, workers)
 
     def __str__(self) -> str:
         default = self.entry.config()

@@ -169,7 +169,7 @@ class Strategy(Protocol):
         """
         ...
 
-    def kept(self, parameter: Parameter) -> Tensor | LocalShard:
+    def local_shard(self, parameter: Parameter) -> Tensor | LocalShard:
         """What this worker can save of its newest weights, after `drain`: all, as all workers can, or its shard."""
         ...
 
@@ -184,11 +184,11 @@ class Strategy(Protocol):
         """
         ...
 
-    def whole(self, parameter: Parameter) -> Tensor:
+    def full_tensor(self, parameter: Parameter) -> Tensor:
         """All of its newest weights, as precise as they are kept; after `drain`, by all workers in the same order."""
         ...
 
-    def put(self, parameter: Parameter, whole: Tensor) -> None:
+    def load_full(self, parameter: Parameter, full: Tensor) -> None:
         """Make these its weights wherever they are kept; all workers do so, with the same."""
         ...
 
@@ -214,15 +214,15 @@ class StrategyBase:
     def keeps_finite(self) -> bool:
         raise NotImplementedError("asked only where models compute in low precision, which this strategy does not take")
 
-    def whole(self, parameter: Parameter) -> Tensor:
+    def full_tensor(self, parameter: Parameter) -> Tensor:
         return parameter.detach()
 
-    def kept(self, parameter: Parameter) -> Tensor | LocalShard:
-        return self.whole(parameter)
+    def local_shard(self, parameter: Parameter) -> Tensor | LocalShard:
+        return self.full_tensor(parameter)
 
-    def put(self, parameter: Parameter, whole: Tensor) -> None:
+    def load_full(self, parameter: Parameter, full: Tensor) -> None:
         with torch.no_grad():
-            parameter.copy_(whole)
+            parameter.copy_(full)
 
 
 class WriteWatch:

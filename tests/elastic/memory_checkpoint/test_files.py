@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from paceline.checkpoint.load import StoredTensor, whole_tree
+from paceline.checkpoint.load import StoredTensor, full_tree
 from paceline.elastic.memory_checkpoint import files
 from paceline.elastic.memory_checkpoint.files import (
     LAST_UPDATE,
@@ -47,7 +47,7 @@ def write(folder: Path, step: int, tree: Tree | Callable[[int], Tree], slots: li
 
 
 def read(folder: Path, step: int, slots: list[int]) -> Tree:
-    tree: Tree = whole_tree(files.read(folder, step, slots).tree)
+    tree: Tree = full_tree(files.read(folder, step, slots).tree)
     return tree
 
 
@@ -142,7 +142,7 @@ def test_every_slot_may_keep_something_of_its_own(tmp_path: Path) -> None:
         MemoryCheckpoint(tmp_path, slot).write(1, {"w": torch.zeros(9000)}, rank=rank, size=3, own=value)
     state = files.read(tmp_path, 1, [0, 4, 7])
     assert state.own == own
-    assert state.tree["w"].whole().tolist() == [0.0] * 9000
+    assert state.tree["w"].full_tensor().tolist() == [0.0] * 9000
     with pytest.raises(CheckpointError, match="'own/big' is a tensor: a worker's own values in memory are plain ones"):
         MemoryCheckpoint(tmp_path, 0).write(2, {}, rank=0, size=1, own={"big": torch.zeros(100)})
 
@@ -246,7 +246,7 @@ def test_who_reads_a_step_keeps_it_when_its_file_is_replaced(tmp_path: Path) -> 
     state = files.read(tmp_path, 1, [0])
     for step in (2, 3):
         one.write(step, {"w": torch.zeros(300)}, rank=0, size=1)
-    assert float(state.tree["w"].whole().sum()) == 100_000
+    assert float(state.tree["w"].full_tensor().sum()) == 100_000
 
 
 def test_plain_values_may_grow(tmp_path: Path) -> None:
@@ -326,7 +326,7 @@ def test_a_state_that_is_read_too_late_is_an_error_and_not_another_steps_bytes(t
     for step in (2, 3):
         one.write(state_number(step), {"w": torch.zeros(5000)}, rank=0, size=1)
     with pytest.raises(CheckpointError, match=r"worker 0's part of the state of step 1 was written over while it was"):
-        stored.whole()
+        stored.full_tensor()
 
 
 def test_a_value_that_no_file_can_hold_is_named_and_costs_no_step(tmp_path: Path) -> None:

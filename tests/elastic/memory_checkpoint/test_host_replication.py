@@ -11,7 +11,7 @@ from typing import Any, cast
 import pytest
 import torch
 
-from paceline.checkpoint.load import whole_tree
+from paceline.checkpoint.load import full_tree
 from paceline.elastic.memory_checkpoint.files import MemoryCheckpoint, state_number, steps_of
 from paceline.elastic.memory_checkpoint.replication import Replication, on_hosts
 from paceline.elastic.worker_agent import Abandonable, WorkerAgent
@@ -67,7 +67,7 @@ class Job:
             self.copies[slot].keep(number)
 
     def read(self, slot: int, number: int, writers: tuple[int, ...]) -> Any:
-        return whole_tree(self.copies[slot].read(number, writers).tree)["weight"]
+        return full_tree(self.copies[slot].read(number, writers).tree)["weight"]
 
 
 @contextmanager
@@ -130,7 +130,7 @@ def test_state_that_is_read_late_from_a_host_that_is_lost_ends_the_group(tmp_pat
         for slot in (2, 3):
             made.copies[slot].close()
         with pytest.raises(GenerationEnded, match=r"the in-memory checkpoint of host 1 at .* is lost"):
-            whole_tree(tree)
+            full_tree(tree)
 
 
 def test_when_the_workers_change_a_copy_is_not_waited_for(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from paceline.checkpoint.load import whole_tree
+from paceline.checkpoint.load import full_tree
 from paceline.elastic.memory_checkpoint import files
 from paceline.elastic.memory_checkpoint.files import (
     AT_STAMP,
@@ -130,7 +130,7 @@ def test_a_state_is_put_together_from_this_host_and_from_another(tmp_path: Path)
         MemoryCheckpoint(here, slot).write(5, state(5), rank=slot, size=4)
     with host(tmp_path / "there", {2: 2, 3: 3}, step=5, size=4) as other, connected(other.address) as remote:
         tree = state_of(here, 5, [0, 1, 2, 3], remote).tree
-        assert same(whole_tree(tree), 5)
+        assert same(full_tree(tree), 5)
         expected = state(5)["weight"]
         for low, high in ((0, 1), (7000, 8000), (7490, 22_600), (29_999, 30_000)):
             assert torch.equal(tree["weight"].part(low, high), expected[low:high])
@@ -171,8 +171,8 @@ def test_a_state_that_was_written_over_is_an_error_and_the_connection_goes_on(tm
         with pytest.raises(
             CheckpointError, match="worker 0's part of the state of step 1 is not in this host's in-memory checkpoint"
         ):
-            weight.whole()
-        assert same(whole_tree(state_of(tmp_path / "nothing", state_number(3), [0], remote).tree), 3)
+            weight.full_tensor()
+        assert same(full_tree(state_of(tmp_path / "nothing", state_number(3), [0], remote).tree), 3)
 
 
 # -- a server that dies ------------------------------------------------------------------------------------------------
@@ -188,7 +188,7 @@ def test_a_reader_whose_server_dies_is_told_who(tmp_path: Path) -> None:
             r"in-memory checkpoint of host 1 at 127.0.0.1:\d+ is lost \(.*\), while reading worker 2's part of step 5"
         )
         with pytest.raises(GenerationEnded, match=expected):
-            tree["weight"].whole()
+            tree["weight"].full_tensor()
 
 
 @pytest.mark.workers
@@ -198,7 +198,7 @@ def test_another_worker_of_the_host_stands_in_for_a_server_that_died(tmp_path: P
         first.process.kill()
         first.process.join(10)
         with connected(second.address) as alive:
-            assert same(whole_tree(state_of(tmp_path, 5, [2], alive).tree), 5)
+            assert same(full_tree(state_of(tmp_path, 5, [2], alive).tree), 5)
 
 
 def test_a_server_that_is_silent_is_lost_in_time() -> None:
@@ -345,8 +345,8 @@ def test_a_copy_on_another_host_survives_the_loss_of_this_one(tmp_path: Path) ->
             one.write(step, state(step), rank=0, size=2)
             remote.keep(one.slot, step, one.memory(step))
             assert remote.steps_of(0) == [step for step in (step - 1, step) if step >= 0]
-        assert same(whole_tree(state_of(tmp_path, 3, [0, 1], remote).tree), 3)
-    assert same(whole_tree(files.read(there, 3, [0, 1]).tree), 3)
+        assert same(full_tree(state_of(tmp_path, 3, [0, 1], remote).tree), 3)
+    assert same(full_tree(files.read(there, 3, [0, 1]).tree), 3)
     assert sorted(path.name for path in there.iterdir()) == ["slot-0-0", "slot-0-1", "slot-1-0"]
 
 
@@ -357,7 +357,7 @@ def test_a_copy_of_another_layout_replaces_the_old_ones_in_turn(tmp_path: Path) 
         for step, elements in enumerate((90_000, 90_000, 500, 500)):
             one.write(step, state(step, elements), rank=0, size=1)
             remote.keep(one.slot, step, one.memory(step))
-            assert same(whole_tree(files.read(tmp_path / "there", step, [0]).tree), step, elements)
+            assert same(full_tree(files.read(tmp_path / "there", step, [0]).tree), step, elements)
         assert max(path.stat().st_size for path in (tmp_path / "there").iterdir()) < 60_000
 
 
@@ -375,7 +375,7 @@ def test_a_push_that_ends_midway_leaves_the_copy_before_it(tmp_path: Path) -> No
             with connected(server.address) as remote:
                 ends_after(remote, memory, sent)
             assert steps_of(tmp_path / "there", 0)[-1] == 2
-            assert same(whole_tree(files.read(tmp_path / "there", 2, [0]).tree), 2)
+            assert same(full_tree(files.read(tmp_path / "there", 2, [0]).tree), 2)
         with connected(server.address) as remote:
             remote.keep(one.slot, 3, one.memory(3))
         assert steps_of(tmp_path / "there", 0) == [2, 3]
@@ -435,7 +435,7 @@ def test_a_worker_that_is_killed_while_it_pushes_leaves_whole_copies(tmp_path: P
             assert steps[-1:] > [newest], f"kill {kill}"
             for step in steps:
                 with suppress(CheckpointError):  # the server may still be at the push after it
-                    assert same(whole_tree(files.read(there, step, [0]).tree), step), f"kill {kill}: step {step}"
+                    assert same(full_tree(files.read(there, step, [0]).tree), step), f"kill {kill}: step {step}"
             newest = steps[-1]
 
 

@@ -345,7 +345,7 @@ class StoredState:
         source, small = _Ranges(self._slots), self._small
         leaves = {path: StoredTensor(source, path, stored) for path, stored in manifest.tensors.items()}
         tree: dict[str, Any] = unflatten(
-            manifest.tree, {path: leaf.whole() if path in small else leaf for path, leaf in leaves.items()}
+            manifest.tree, {path: leaf.full_tensor() if path in small else leaf for path, leaf in leaves.items()}
         )
         return tree
 

@@ -37,7 +37,7 @@ from paceline.strategies.fsdp.weights import WeightsInShards
 from paceline.strategies.meta_device import fill, module_names
 from paceline.strategies.registry import Job, Maker, Registered, register
 from paceline.strategies.strategy import ItemPlace, Strategy, Tally
-from paceline.strategies.zero.sharded import ShardedMaker, ShardedParts, whole_weights
+from paceline.strategies.zero.sharded import ShardedMaker, ShardedParts, full_weights
 from paceline.strategies.zero.sharded_optimizer import LocalPieces
 from paceline.strategies.zero.weights import Weights, WeightsPerHost
 from paceline.strategies.zero.zero2 import Departed, Zero2
@@ -108,7 +108,7 @@ class Fsdp(Zero2):
             super()._prepare_sums(pieces)
 
     def _leave(self, number: int, nodes: dict[int, Tensor]) -> None:
-        if self._parts.offloads and not self._shipped[number]:
+        if self._parts.offloads and not self._sent[number]:
             shards = self._shards.buckets[number]
             dtype, device = shards.bucket.dtype, shards.bucket.device
             self._sums[number] = torch.empty(shards.width(self._parts.rank), dtype=dtype, device=device)
@@ -124,7 +124,7 @@ class Fsdp(Zero2):
             return
         number, offload = departed.bucket, self._parts.offload
         others = (self._leaving, *(other.bucket for other in self._under_way))
-        if self._shipped[number] == len(self._shipments) and number not in others:
+        if self._sent[number] == len(self._scatter_plans) and number not in others:
             self._held[number] = {node: offload.land(number, total) for node, total in self._held[number].items()}
             self._sums[number] = torch.empty(0)
 
@@ -142,14 +142,14 @@ class Fsdp(Zero2):
 
     # -- between steps -----------------------------------------------------------------------------------------------
 
-    def whole(self, parameter: Parameter) -> Tensor:
+    def full_tensor(self, parameter: Parameter) -> Tensor:
         weights = self._weights_of(parameter)
         weights.check(parameter)
-        whole = super().whole(parameter) if self._is_trained(parameter) else parameter.detach()
+        full = super().full_tensor(parameter) if self._is_trained(parameter) else parameter.detach()
         weights.check_here(parameter)
-        return whole
+        return full
 
-    def kept(self, parameter: Parameter) -> Tensor | LocalShard:
+    def local_shard(self, parameter: Parameter) -> Tensor | LocalShard:
         weights, optimizers, masters = self._weights_of(parameter), self._parts.optimizers, self._parts.masters
         weights.check(parameter)
         if not self._has_master(parameter) or not self._is_trained(parameter):
@@ -159,10 +159,10 @@ class Fsdp(Zero2):
         mine = [(piece.start, masters.of_piece(parameter, piece)) for piece in weights.mine.pieces_of(parameter)]
         return LocalShard.of(parameter.shape, masters.dtype_of(parameter), mine)
 
-    def put(self, parameter: Parameter, whole: Tensor) -> None:
-        self._weights_of(parameter).load_full(parameter, whole)
+    def load_full(self, parameter: Parameter, full: Tensor) -> None:
+        self._weights_of(parameter).load_full(parameter, full)
         if self._has_master(parameter) and self._is_trained(parameter):
-            self._parts.optimizers.load_master(parameter, whole)
+            self._parts.optimizers.load_master(parameter, full)
 
     def _is_trained(self, parameter: Parameter) -> bool:
         """Or was, by another set of optimizers; what never was has no master."""
@@ -197,7 +197,7 @@ def open_weights(
         if on_host:
             _hold_on_host(job)
     if not in_shards:
-        return ShardedMaker(ShardedParts(job, name, whole_weights(wanted), everyone), whole)
+        return ShardedMaker(ShardedParts(job, name, full_weights(wanted), everyone), whole)
     require(*NEEDED)
     classes = units if isinstance(units, tuple) or units is None else (units,)
 
@@ -234,7 +234,7 @@ register(
         "fsdp",
         FsdpConfig,
         _open,
-        rides=strided_lanes,
+        assign_lanes=strided_lanes,
         takes_low_precision=True,
         takes_offload=True,
         fills_meta=True,

@@ -27,7 +27,7 @@ from paceline.collectives.gradient_exchange import GradientExchange, PendingSum
 from paceline.errors import ConfigError
 from paceline.sharding.local_shard import LocalShard, others_have_it
 from paceline.strategies.fsdp.fsdp import Fsdp, Units, open_weights
-from paceline.strategies.registry import Job, Maker, Registered, Rides, register
+from paceline.strategies.registry import Job, LaneAssignment, Maker, Registered, register
 from paceline.strategies.strategy import Strategy
 from paceline.strategies.zero.sharded_optimizer import LocalPieces
 from paceline.strategies.zero.zero2 import Zero2
@@ -73,7 +73,7 @@ def groups_of(topology: Topology, shard_over: int | None, *, elastic: bool = Fal
     return tuple(host[low : low + size] for host in topology.hosts for low in range(0, len(host), size))
 
 
-def hybrid_rides(lanes: int, groups: Groups) -> Rides:
+def hybrid_lanes(lanes: int, groups: Groups) -> LaneAssignment:
     """Groups have neighbouring lanes, the workers of a group every n-th of these."""
     found: dict[int, tuple[int, ...]] = {}
     for group, span in zip(groups, neighbouring_lanes(lanes, len(groups)), strict=True):
@@ -122,16 +122,16 @@ class _AcrossGroups(Zero2):
         super().drain()
         self._speaks = self._across.group == 0
 
-    def kept(self, parameter: Parameter) -> Tensor | LocalShard:
+    def local_shard(self, parameter: Parameter) -> Tensor | LocalShard:
         """The first group speaks for all. In an elastic job's step each does, until it is settled: others may die."""
-        mine = super().kept(parameter)
+        mine = super().local_shard(parameter)
         return mine if self._speaks else others_have_it(mine)
 
     def local_state(self, optimizer: Optimizer) -> dict[str, Any]:
         mine = super().local_state(optimizer)
         return mine if self._speaks else others_have_it(mine)
 
-    def _shipments_of(self, plan: SumPlan) -> tuple[Sequence[ScatterPlan], int]:
+    def _scatter_plans_of(self, plan: SumPlan) -> tuple[Sequence[ScatterPlan], int]:
         across = self._across
         self._plan_across = plan_across(plan, across.groups)
         mine = self._plan_across.holders[across.group]
@@ -169,7 +169,7 @@ class HybridMaker(Maker):
         if rank == 0:
             say_if_smaller(topology, len(groups[0]), config.shard_over)
         number = next(n for n, group in enumerate(groups) if rank in group)
-        self.rides = hybrid_rides(job.lanes, groups)
+        self.assignment = hybrid_lanes(job.lanes, groups)
         place = groups[number].index(rank)
         peers = [group[place] for group in groups]
         self._groups: list[Communicator | Across] = []
@@ -243,7 +243,7 @@ register(
         HybridConfig,
         HybridMaker,
         examples=(HybridConfig(shard_over=1),),
-        rides=strided_lanes,
+        assign_lanes=strided_lanes,
         fills_meta=True,
         takes_low_precision=True,
     )

@@ -218,12 +218,12 @@ class ShardedWeights:
         self._in_step = False
         self._pulls.changed()
 
-    def load_full(self, parameter: Parameter, whole: Tensor) -> None:
+    def load_full(self, parameter: Parameter, full: Tensor) -> None:
         """All workers have these weights for the parameter."""
         self._release(self._unit_of[self._index[id(parameter)]])
         self._pulls.meet()  # until now a worker may look at weights, and gets the old ones
         self._lift.finish()
-        self.mine.load_full(parameter, whole)
+        self.mine.load_full(parameter, full)
         self.updated()
 
     # -- gathering and releasing --------------------------------------------------------------------------------------
@@ -294,9 +294,9 @@ class ShardedWeights:
         for place, (shards, flat) in enumerate(zip(self._buckets[unit], gathered.flats, strict=True)):
             if flat.numel():
                 self._by_memory[flat.untyped_storage().data_ptr()] = unit, place, flat.dtype
-            for member in shards.bucket.members:
-                weights = flat.as_strided(member.shape, self._strides[member.parameter], member.offset)
-                materialise(self.parameters[member.parameter], weights)
+            for entry in shards.bucket.entries:
+                weights = flat.as_strided(entry.shape, self._strides[entry.parameter], entry.offset)
+                materialise(self.parameters[entry.parameter], weights)
         gathered.is_here = True
         self._watch.mark_clean(self._of_unit(unit))
 
@@ -531,9 +531,9 @@ class GatheredUnit:
         self, parameters: Sequence[Parameter], shards: BucketShards, rank: int, flat: Tensor, own: Tensor
     ) -> bool:
         """Whether a bucket has other weights than its parameters came with, as far as `rank` can tell by its `own`."""
-        for member in shards.bucket.members:
-            weights = parameters[member.parameter]
-            if weights.numel() and weights.data_ptr() != flat[member.offset :].data_ptr():
+        for entry in shards.bucket.entries:
+            weights = parameters[entry.parameter]
+            if weights.numel() and weights.data_ptr() != flat[entry.offset :].data_ptr():
                 return True
         return self.by_hand and not _same_bytes(flat[slice(*shards.ranges[rank])], own)
 
@@ -598,9 +598,9 @@ class LocalRanges:
     def cut(self, shards: BucketShards) -> Tensor:
         """The own range of a bucket, from parameters that have their weights."""
         start, stop = shards.ranges[self._rank]
-        part = self._memory(stop - start, self._parameters[shards.bucket.members[0].parameter].dtype).zero_()
-        for member in shards.bucket.members:
-            self._bucket_of[member.parameter] = shards, part
+        part = self._memory(stop - start, self._parameters[shards.bucket.entries[0].parameter].dtype).zero_()
+        for entry in shards.bucket.entries:
+            self._bucket_of[entry.parameter] = shards, part
         for owned in shards.pieces(self._rank):
             self._place(owned, part).copy_(piece_of(self._parameters[owned.piece.parameter], owned.piece))
         return part
@@ -637,12 +637,12 @@ class LocalRanges:
     def pieces_of(self, parameter: Parameter) -> list[Piece]:
         return [owned.piece for owned in self._owned(parameter)]
 
-    def load_full(self, parameter: Parameter, whole: Tensor) -> None:
+    def load_full(self, parameter: Parameter, full: Tensor) -> None:
         """Take the own pieces of a parameter's weights."""
         part = self._bucket_of[self._index[id(parameter)]][1]
         for owned in self._owned(parameter):
             mine = self._place(owned, part)
-            mine.copy_(whole if mine.shape == whole.shape else part_of(whole, owned.piece))
+            mine.copy_(full if mine.shape == full.shape else part_of(full, owned.piece))
 
     def forget(self) -> None:
         self._bucket_of.clear()

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from paceline.checkpoint.load import whole_tree
+from paceline.checkpoint.load import full_tree
 from paceline.collectives.byte_count import Traffic
 from paceline.collectives.canonical_sum import SumPlan
 from paceline.collectives.communicator import Communicator
@@ -348,9 +348,9 @@ class UpdatesOnServers(PushedRounds):
             self._client.newest(self._round, self._weights.put)
             self._shown, self._seen = self._round, self._weights.versions()
 
-    def kept(self, parameter: Parameter) -> Tensor | LocalShard:
+    def local_shard(self, parameter: Parameter) -> Tensor | LocalShard:
         self._settle_alone()
-        return super().kept(parameter)
+        return super().local_shard(parameter)
 
     def _settle_alone(self) -> None:
         """An elastic job keeps its state right after `apply`: the model then has to have what that made of it."""
@@ -379,7 +379,7 @@ class UpdatesOnServers(PushedRounds):
 
     def load(self, optimizer: Optimizer, state: dict[str, Any], *, round: int) -> None:
         self._log.check_not_begun()
-        state = whole_tree(state)
+        state = full_tree(state)
         reads = self._reads_of(optimizer, state, round)
         optimizer.load_state_dict({**state, "state": {}})  # settings for the next rounds; the rest lives elsewhere
         nothing: list[State] = [{}] * len(self.parameters)
@@ -493,9 +493,9 @@ class UpdatesOnArrival(UpdatesOnServers):
         """Of the lane's mean gradient."""
         sums = self._buckets.sums
         gradients = [
-            node[member.offset : member.offset + member.elements]
+            node[entry.offset : entry.offset + entry.elements]
             for number, node, _ in held.buckets
-            for member in sums[number].bucket.members
+            for entry in sums[number].bucket.entries
         ]
         return global_norm(gradients) * _share(held.place) * self._tally_of_round().samples / held.place.samples
 
@@ -595,7 +595,7 @@ class SumsOnServers(PushedRounds):
 
         used = self._used_parameters(self._client.sums(round, put))
         for sums, total in zip(self._buckets.sums, self._totals, strict=True):
-            sums.hand_out(total, [used[member.parameter] for member in sums.bucket.members])
+            sums.hand_out(total, [used[entry.parameter] for entry in sums.bucket.entries])
 
     def _used_parameters(self, bits: dict[int, int]) -> list[bool]:
         used = [False] * len(self.parameters)
@@ -668,16 +668,16 @@ class SumsOnServers(PushedRounds):
             self._weights.keep()
         self._catch_up()
 
-    def kept(self, parameter: Parameter) -> Tensor | LocalShard:
+    def local_shard(self, parameter: Parameter) -> Tensor | LocalShard:
         self.drain()  # an elastic job keeps its state right after `apply`, which may have put the update off
-        return super().kept(parameter)
+        return super().local_shard(parameter)
 
     def local_state(self, optimizer: Optimizer) -> dict[str, Any]:
         self.drain()
         return self._with_reads(optimizer.state_dict(), optimizer)
 
     def load(self, optimizer: Optimizer, state: dict[str, Any], *, round: int) -> None:
-        state = whole_tree(state)
+        state = full_tree(state)
         reads = self._reads_of(optimizer, state, round)
         load_exactly(optimizer, state)
         self._client.flush()

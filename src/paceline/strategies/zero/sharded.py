@@ -118,7 +118,7 @@ class ShardedParts:
         self.exchange.close()
 
 
-def whole_weights(wanted: Weights | None) -> Callable[[ShardedParts], ModelWeights]:
+def full_weights(wanted: Weights | None) -> Callable[[ShardedParts], ModelWeights]:
     """In every worker's model, or once for all workers of the host."""
     return lambda parts: where_weights_go(wanted, parts.comm, parts.name)
 
@@ -322,17 +322,17 @@ class ShardedStrategy(InBuckets):
         self._parts.optimizers.load(optimizer, state)
         self._parts.weights.mark_clean()
 
-    def whole(self, parameter: Parameter) -> Tensor:
+    def full_tensor(self, parameter: Parameter) -> Tensor:
         master = self._parts.optimizers.full_master(parameter)
-        return super().whole(parameter) if master is None else master
+        return super().full_tensor(parameter) if master is None else master
 
-    def kept(self, parameter: Parameter) -> Tensor | LocalShard:
+    def local_shard(self, parameter: Parameter) -> Tensor | LocalShard:
         master = self._parts.optimizers.local_master(parameter)
-        return super().kept(parameter) if master is None else master
+        return super().local_shard(parameter) if master is None else master
 
-    def put(self, parameter: Parameter, whole: Tensor) -> None:
-        super().put(parameter, whole)
-        self._parts.optimizers.load_master(parameter, whole)
+    def load_full(self, parameter: Parameter, full: Tensor) -> None:
+        super().load_full(parameter, full)
+        self._parts.optimizers.load_master(parameter, full)
 
     def close(self) -> None:
         self._buckets.close()

@@ -27,7 +27,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from paceline.checkpoint.load import StoredTensor, whole_tree
+from paceline.checkpoint.load import StoredTensor, full_tree
 from paceline.collectives.communicator import Communicator, Handle, wait_all
 from paceline.errors import CheckpointError, ConfigError, LoopError
 from paceline.optim.piece_state import State, gather_state, like, scatter_state
@@ -188,17 +188,17 @@ class OptimizerShard:
         for parameter in [p for p in self.optimizer.state if id(p) in self.pieces.index]:
             self.load_full(self.pieces.index[id(parameter)], self.optimizer.state.pop(parameter))
 
-    def load_full(self, number: int, whole: State) -> None:
+    def load_full(self, number: int, full: State) -> None:
         """Keep of a parameter's state, and of its master if that is with it, what belongs to the own pieces."""
         parameter, mine = self.pieces.parameters[number], self._mine[number]
-        master = whole.pop(MASTER, None)
+        master = full.pop(MASTER, None)
         if master is not None:
             for piece in mine:
                 self._masters.load_piece(self.pieces, piece, master)
         if in_logical_order(parameter):
-            states = scatter_state(whole, tuple(parameter.shape), mine)
+            states = scatter_state(full, tuple(parameter.shape), mine)
         else:
-            states = [dict(whole) for _ in mine]
+            states = [dict(full) for _ in mine]
         for piece, state in zip(mine, states, strict=True):
             tensor = self.pieces.tensors[piece]
             if tensor.device != parameter.device:
@@ -264,9 +264,9 @@ def _part(value: Any, parameter: Parameter, piece: Piece) -> Any:
         in_order = in_logical_order(parameter)
         return scatter_state({"": value}, tuple(parameter.shape), [piece])[0][""] if in_order else value
     if value.shape != parameter.shape:  # a count of steps, say
-        return value.whole()
+        return value.full_tensor()
     if not in_logical_order(parameter):
-        return like(parameter, value.whole())
+        return like(parameter, value.full_tensor())
     return value.part(piece.start, piece.stop).view(() if parameter.dim() == 0 else -1)
 
 
@@ -360,12 +360,12 @@ def full_states(comm: Communicator, leaving: Sequence[StateInPieces]) -> Iterato
                 _on_owners_device(state, d.parameter, kept[owner, piece.start])
                 for state, (owner, piece) in zip(states, d.owners, strict=True)
             ]
-            whole = gather_state(states, [piece for _, piece in d.owners], d.parameter, d.name)
+            full = gather_state(states, [piece for _, piece in d.owners], d.parameter, d.name)
         del states, under_way
         d.mine.clear()
         if wanted:
-            yield d.parameter, whole
-            del whole
+            yield d.parameter, full
+            del full
 
 
 Entries = Mapping[str, Sequence[Any]]
@@ -467,18 +467,18 @@ class ShardedOptimizers:
         leaving = old.leaving(receivers)
         old.forget()  # from here on only `leaving` has it, and lets it go bit by bit
         since = 0
-        for parameter, whole in full_states(self._comm, leaving):
-            since += sum(value.nbytes for value in whole.values() if isinstance(value, Tensor))
+        for parameter, full in full_states(self._comm, leaving):
+            since += sum(value.nbytes for value in full.values() if isinstance(value, Tensor))
             if since > GIVE_BACK_EVERY:
                 give_back_free_memory()
                 since = 0
             if id(parameter) in pieces.index:
-                if whole:
-                    new.load_full(pieces.index[id(parameter)], whole)
+                if full:
+                    new.load_full(pieces.index[id(parameter)], full)
                 continue
-            whole.pop(MASTER, None)
-            if whole:
-                new.optimizer.state[parameter] = whole
+            full.pop(MASTER, None)
+            if full:
+                new.optimizer.state[parameter] = full
         give_back_free_memory()
 
     # -- master weights -----------------------------------------------------------------------------------------------
@@ -498,8 +498,8 @@ class ShardedOptimizers:
             if owner == self._rank:
                 part.copy_(pieces.tensors[piece].reshape(-1))
             self._comm.broadcast(part, root=owner).wait()
-        whole = torch.empty_strided(parameter.shape, parameter.stride(), dtype=dtype, device=parameter.device)
-        return whole.copy_(flat.view(parameter.shape)).detach()
+        full = torch.empty_strided(parameter.shape, parameter.stride(), dtype=dtype, device=parameter.device)
+        return full.copy_(flat.view(parameter.shape)).detach()
 
     def local_master(self, parameter: Parameter) -> Tensor | LocalShard | None:
         """What this worker has of it: before its pieces have owners every worker has all."""
@@ -512,17 +512,17 @@ class ShardedOptimizers:
             self._masters.take_over_writes(pieces)
         return pieces.shard_of(pieces.index[id(parameter)], self._masters.dtype_of(parameter))
 
-    def load_master(self, parameter: Parameter, whole: Tensor) -> bool:
+    def load_master(self, parameter: Parameter, full: Tensor) -> bool:
         """Keep this worker's part of a master, with a parameter that holds it rounded; whether there is a master."""
         if not self._masters.has(parameter):
             return False
         pieces = self._pieces_of(parameter)
         if pieces is None:
-            self._masters.load_before_assignment(parameter, whole)
+            self._masters.load_before_assignment(parameter, full)
         else:
             for piece in pieces.tensors:
                 if pieces.parameters[piece.parameter] is parameter:
-                    self._masters.load_piece(pieces, piece, whole)
+                    self._masters.load_piece(pieces, piece, full)
         self._masters.mark_clean([parameter])
         return True
 
@@ -547,7 +547,7 @@ class ShardedOptimizers:
         finally:
             self._reading = False
         if shard is None:
-            return {**saved, "state": {**saved["state"], **whole_tree(self._stored.get(id(optimizer), {}))}}
+            return {**saved, "state": {**saved["state"], **full_tree(self._stored.get(id(optimizer), {}))}}
         places = {id(parameter): place for place, parameter in enumerate(_parameters_of(optimizer))}
         own = {places[id(parameter)]: state for parameter, state in shard.local_states() if state}
         return {**saved, "state": {**saved["state"], **own}}
@@ -570,7 +570,7 @@ class ShardedOptimizers:
             if shard.holds(parameter):
                 shard.load_stored(shard.pieces.index[id(parameter)], state, group)
             else:
-                kept = {k: placed(k, v, group, parameter.device, parameter.dtype) for k, v in whole_tree(state).items()}
+                kept = {k: placed(k, v, group, parameter.device, parameter.dtype) for k, v in full_tree(state).items()}
                 optimizer.state[parameter] = kept
 
     def _guard(self, _: Optimizer) -> None:

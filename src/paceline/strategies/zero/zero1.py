@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from paceline.collectives.canonical_sum import Scatter, SumPlan, scatter_plan_of_roots
 from paceline.collectives.communicator import Handle
 from paceline.strategies.registry import Job, Registered, register
-from paceline.strategies.zero.sharded import ShardedMaker, ShardedParts, ShardedStrategy, whole_weights
+from paceline.strategies.zero.sharded import ShardedMaker, ShardedParts, ShardedStrategy, full_weights
 from paceline.strategies.zero.sharded_optimizer import LocalPieces
 from paceline.strategies.zero.weights import Weights
 
@@ -33,7 +33,7 @@ class _Departed:
     handle: Handle
     held: dict[int, Tensor]
     roots: dict[int, Tensor]
-    kept: Tensor
+    sum_in: Tensor
 
 
 class Zero1(ShardedStrategy):
@@ -51,7 +51,7 @@ class Zero1(ShardedStrategy):
     @property
     def roots_held(self) -> list[Tensor]:
         """Whole gradients of this worker's lanes, of which only its own range has the sum over all workers."""
-        return [departed.kept for departed in self._departed]
+        return [departed.sum_in for departed in self._departed]
 
     def start_step(self, round: int, plan: SumPlan) -> None:
         super().start_step(round, plan)
@@ -61,22 +61,22 @@ class Zero1(ShardedStrategy):
         assert self._pieces is not None
         assert self._set is not None
         shards = self._pieces.shards.buckets[number]
-        kept = next(iter(roots.values())) if roots else self._buckets.sums[number].buffer()
+        sum_in = next(iter(roots.values())) if roots else self._buckets.sums[number].buffer()
         start, stop = shards.ranges[self._parts.rank]
         held: dict[int, Tensor] = {}
         scatter = Scatter(
             number, scatter_plan_of_roots(self._plan), shards.ranges, shards.bucket.dtype, roots, held,
-            room=lambda node: kept[start:stop],
+            room=lambda node: sum_in[start:stop],
         )  # fmt: skip
-        handle = self._parts.exchange.start_scatter(self._set, scatter, kept)
-        self._departed.append(_Departed(handle, held, roots, kept))
+        handle = self._parts.exchange.start_scatter(self._set, scatter, sum_in)
+        self._departed.append(_Departed(handle, held, roots, sum_in))
 
     def _totals(self) -> list[Tensor | None]:
         totals = []
         for sums, departed in zip(self._buckets.sums, self._departed, strict=True):
             departed.handle.wait()
             for root in departed.roots.values():
-                if root is not departed.kept:
+                if root is not departed.sum_in:
                     sums.give_back(root)
             totals.append(next(iter(departed.held.values()), None))
         return totals
@@ -84,7 +84,7 @@ class Zero1(ShardedStrategy):
     def end_step(self) -> None:
         """Forget the gradients; the buffers they lived in serve the next step."""
         for sums, departed in zip(self._buckets.sums, self._departed, strict=True):
-            sums.give_back(departed.kept)
+            sums.give_back(departed.sum_in)
         self._departed = []
         super().end_step()
 
@@ -101,7 +101,7 @@ class Zero1Config:
 
 
 def _open(config: Zero1Config, job: Job) -> ShardedMaker:
-    return ShardedMaker(ShardedParts(job, "zero1", whole_weights(config.weights)), Zero1)
+    return ShardedMaker(ShardedParts(job, "zero1", full_weights(config.weights)), Zero1)
 
 
 register(

@@ -11,7 +11,7 @@ those that arrive together merge at once and owners hold one or two partial sums
     worker 1   lane 1 ──► lane 3 ──►
 
 The micro-batches of a lane are added up where they are made, in `.grad`, since the tree starts from whole lanes. With
-accumulate > 1 that is a whole gradient; shipping each of them would keep as much (the owners' N unfinished lanes of
+accumulate > 1 that is a whole gradient; sending each of them would keep as much (the owners' N unfinished lanes of
 1/N each) and move `accumulate` times the bytes.
 """
 
@@ -31,7 +31,7 @@ from paceline.collectives.communicator import Handle
 from paceline.strategies.buckets import BufferPool, Cut
 from paceline.strategies.registry import Job, Registered, register
 from paceline.strategies.strategy import ItemPlace
-from paceline.strategies.zero.sharded import ShardedMaker, ShardedParts, ShardedStrategy, whole_weights
+from paceline.strategies.zero.sharded import ShardedMaker, ShardedParts, ShardedStrategy, full_weights
 from paceline.strategies.zero.sharded_optimizer import LocalPieces
 from paceline.strategies.zero.weights import Weights
 from paceline.world.lanes import strided_lanes
@@ -74,11 +74,11 @@ class Zero2(ShardedStrategy):
 
     def start_step(self, round: int, plan: SumPlan) -> None:
         super().start_step(round, plan)
-        self._shipments, self._lowest = self._shipments_of(plan)
+        self._scatter_plans, self._lowest = self._scatter_plans_of(plan)
         self._held = [{} for _ in self._sums]
-        self._shipped = [0] * len(self._sums)
+        self._sent = [0] * len(self._sums)
 
-    def _shipments_of(self, plan: SumPlan) -> tuple[Sequence[ScatterPlan], int]:
+    def _scatter_plans_of(self, plan: SumPlan) -> tuple[Sequence[ScatterPlan], int]:
         """What the owners of ranges are sent in this step, and the lowest lane among it."""
         return scatter_plans_by_lane(plan), plan.present[0]
 
@@ -93,18 +93,18 @@ class Zero2(ShardedStrategy):
     def _send_the_rest(self, place: ItemPlace) -> None:
         """Others may have more lanes: this worker has nothing to send then, but owns ranges of what they do."""
         if place.last_of_step:
-            for _ in range(self._shipped[-1] if self._shipped else 0, len(self._shipments)):
+            for _ in range(self._sent[-1] if self._sent else 0, len(self._scatter_plans)):
                 for number in range(len(self._sums)):
                     self._leave(number, {})
 
     def _leave(self, number: int, nodes: dict[int, Tensor]) -> None:
         assert self._pieces is not None
-        shipment = self._shipments[self._shipped[number]]
-        self._shipped[number] += 1
+        plan = self._scatter_plans[self._sent[number]]
+        self._sent[number] += 1
         shards, own = self._pieces.shards.buckets[number], self._sums[number]
         lowest = self._lowest
         scatter = Scatter(
-            number, shipment, shards.ranges, shards.bucket.dtype, nodes, self._held[number],
+            number, plan, shards.ranges, shards.bucket.dtype, nodes, self._held[number],
             room=lambda node: own if node == lowest else torch.empty_like(own),
             wire=self._buckets.lanes_are_in(number),
         )  # fmt: skip
@@ -131,7 +131,7 @@ class Zero2(ShardedStrategy):
         return self._finished()
 
     def _finished(self) -> list[Tensor | None]:
-        """All shipments have arrived: what is held is the sum of all lanes."""
+        """All lanes have arrived: what is held is the sum of all lanes."""
         return [next(iter(held.values()), None) for held in self._held]
 
     def close(self) -> None:
@@ -148,7 +148,7 @@ class Zero2Config:
 
 
 def _open(config: Zero2Config, job: Job) -> ShardedMaker:
-    return ShardedMaker(ShardedParts(job, "zero2", whole_weights(config.weights)), Zero2)
+    return ShardedMaker(ShardedParts(job, "zero2", full_weights(config.weights)), Zero2)
 
 
 register(
@@ -159,6 +159,6 @@ register(
         examples=(Zero2Config(weights="per worker"),),
         takes_low_precision=True,
         takes_offload=True,
-        rides=strided_lanes,
+        assign_lanes=strided_lanes,
     )
 )

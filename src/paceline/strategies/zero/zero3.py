@@ -55,7 +55,7 @@ register(
         Zero3Config,
         _open,
         examples=(Zero3Config(weights="in shards"),),
-        rides=strided_lanes,
+        assign_lanes=strided_lanes,
         takes_low_precision=True,
         takes_offload=True,
         fills_meta=True,

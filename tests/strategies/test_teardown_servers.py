@@ -163,7 +163,7 @@ def what_is_held() -> dict[str, int]:
     }
 
 
-def open_and_dismantle(seat: World, *, folder: str, backend: str, times: int) -> list[dict[str, int]]:
+def open_and_tear_down(seat: World, *, folder: str, backend: str, times: int) -> list[dict[str, int]]:
     """Each time in the middle of a step."""
     servers = seat.servers
     (model, optimizer), store = built(), FileStore(f"{folder}/store")
@@ -200,7 +200,7 @@ def open_and_dismantle(seat: World, *, folder: str, backend: str, times: int) ->
 @pytest.mark.parametrize(("servers", "backend"), [(0, "paceline"), (1, "paceline"), (0, "gloo"), (1, "gloo")])
 def test_opening_again_and_again_leaves_no_thread_file_or_segment(servers: int, backend: str, tmp_path: Path) -> None:
     options: dict[str, Any] = {"servers": servers, "folder": str(tmp_path), "backend": backend, "times": 6}
-    for result in run_workers(open_and_dismantle, 2, **options):
+    for result in run_workers(open_and_tear_down, 2, **options):
         assert result.error is None, f"{result.name}: {result.traceback}"
         first, *_, last = result.value[1:]
         assert last == first, f"{result.name}: {result.value}"

@@ -141,7 +141,7 @@ class Crew:
     def step(self, moment: str = "") -> None:
         """One step; raises `Told` at the moment."""
         place, strategy = self.place, self.strategy
-        plan, mine = self.table.plan(tuple(range(LANES))), self.table.rides[self.members.index(self.place.slot)]
+        plan, mine = self.table.plan(tuple(range(LANES))), self.table.assignment[self.members.index(self.place.slot)]
         strategy.start_step(place.round, plan)
         _tell("step begun", moment)
         for lane in mine:
@@ -176,7 +176,7 @@ class Crew:
 
     def save(self) -> None:
         """What this worker has, of now; written at once or not at all."""
-        tensors = {name: self.table.kept(value) for name, value in named_state([self.place.model]).items()}
+        tensors = {name: self.table.local_shard(value) for name, value in named_state([self.place.model]).items()}
         path = self.place.path(self.place.slot)
         torch.save((self.members, tensors, self.table.local_state(self.place.optimizer)), f"{path} begun")
         os.rename(f"{path} begun", path)
@@ -187,7 +187,7 @@ class Crew:
         trees = [_read(self.place.path(slot)) for slot in members]
         named = named_state([self.place.model])
         for name, whole in _whole([tensors for _, tensors, _ in trees]).items():
-            self.table.put(named[name], whole)
+            self.table.load_full(named[name], whole)
         state = _whole([state for _, _, state in trees])
         self.table.load(self.place.optimizer, state, round=self.place.round)
 
@@ -247,7 +247,7 @@ def goes_through(world: World, *, stages: Sequence[Stage], **place: Any) -> str 
         for _ in range(stage.steps):
             crew.step()
         if stage is stages[-1]:
-            found = weights_hash([here.model], crew.table.whole)
+            found = weights_hash([here.model], crew.table.full_tensor)
             crew.meet()  # others may still read this worker's part
             return found
         if stage.dies is not None:
@@ -398,12 +398,12 @@ def looks_when_left_alone(world: World, *, folder: str) -> str | None:
     with pytest.raises(GenerationEnded, match="worker 0 looked at weights of others when the workers changed"):
         here.model.layers[0].weight.norm()
     with pytest.raises(GenerationEnded):
-        weights_hash([here.model], crew.table.whole)
+        weights_hash([here.model], crew.table.full_tensor)
     crew.leave()
     crew = here.open((0,))
     crew.put_back()
     crew.step()
-    return weights_hash([here.model], crew.table.whole)
+    return weights_hash([here.model], crew.table.full_tensor)
 
 
 def test_between_steps_weights_that_died_with_their_worker_are_not_taken_for_zeros(tmp_path: Path) -> None:
@@ -423,7 +423,7 @@ def begins_without_the_others(world: World, *, folder: str) -> str:
     here.model.load_state_dict(Model().state_dict())
     crew = here.open((here.slot,))
     crew.step()
-    return weights_hash([here.model], crew.table.whole)
+    return weights_hash([here.model], crew.table.full_tensor)
 
 
 class Refuses:

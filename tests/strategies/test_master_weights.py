@@ -60,7 +60,7 @@ def test_the_update_is_that_of_the_fp32_master_and_the_model_holds_it_rounded(st
                 engine.backward(F.mse_loss(model(a), b))
                 optimizer.step()
         master, low = by_hand(5)
-        whole = engine._training().strategies.whole(model.weight)
+        whole = engine._training().strategies.full_tensor(model.weight)
         assert whole.dtype == torch.float32
         assert torch.equal(whole, master)
         assert torch.equal(model.weight.detach(), low)
@@ -181,7 +181,7 @@ def changes_weights(world: World, **job: Any) -> str:
             if engine.stepped and engine.step == 2:
                 with torch.no_grad():
                     model[0].weight[::2] *= 0.5
-                whole = engine._training().strategies.whole(model[0].weight)
+                whole = engine._training().strategies.full_tensor(model[0].weight)
                 assert torch.equal(whole.bfloat16(), model[0].weight.detach())
         return engine.weights_hash()
 
@@ -208,11 +208,14 @@ def holds(world: World, *, strategy: str) -> tuple[int, int, int]:
             optimizer.step()
         active: Any = engine._training().active
         if strategy == "ddp":
-            masters, twin = list(active._masters._masters.values()), optimizer
+            masters, on_pieces = list(active._masters._masters.values()), optimizer
         else:
             assert not active._parts.masters._lowered.originals
-            masters, twin = list(active._pieces.tensors.values()), active._parts.optimizers.of(optimizer)._on_pieces
-        kept = [v for state in twin.state.values() for v in state.values() if isinstance(v, Tensor) and v.dim()]
+            masters, on_pieces = (
+                list(active._pieces.tensors.values()),
+                active._parts.optimizers.of(optimizer)._on_pieces,
+            )
+        kept = [v for state in on_pieces.state.values() for v in state.values() if isinstance(v, Tensor) and v.dim()]
         return sum(p.nbytes for p in model.parameters()), sum(m.nbytes for m in masters), sum(v.nbytes for v in kept)
 
 
