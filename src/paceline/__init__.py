@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from paceline import data, errors
     from paceline.engine.engine import Engine
     from paceline.engine.stop_signals import StoppedOnRequest
+    from paceline.launch.notebook import notebook_launcher
     from paceline.optim.loss_scale import LossScale
     from paceline.optim.precision import Precision
     from paceline.trainer.callbacks import EarlyStoppingCallback, TrainerCallback
@@ -30,6 +31,7 @@ __all__ = [
     "__version__",
     "data",
     "errors",
+    "notebook_launcher",
 ]
 
 
@@ -43,6 +45,7 @@ _WHERE = {
     "TrainerCallback": "paceline.trainer",
     "TrainingArguments": "paceline.trainer",
     "World": "paceline.world.world",
+    "notebook_launcher": "paceline.launch.notebook",
 }
 _MODULES = ("data", "errors")
 

@@ -10,13 +10,16 @@ Exits with 0 when nothing is a problem, with 1 otherwise. Run it the way the scr
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import resource
 import shutil
 import socket
 from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Annotated
 
 import psutil  # type: ignore[import-untyped]
 import typer
@@ -24,11 +27,12 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+import paceline
 from paceline.errors import WorldError
-from paceline.world.environment import explain, read_world, tensor_address
+from paceline.world.environment import explain, read_world, tensor_address, wanted_kernels
 from paceline.world.explanation import Finding, Level
 from paceline.world.host_limits import usable_cores
-from paceline.world.variables import is_loopback
+from paceline.world.variables import DEFAULT_PORT, is_loopback
 from paceline.world.world import LOOPBACK, TcpRendezvous, World
 
 GIB = 1024**3
@@ -36,11 +40,17 @@ MIB = 1024**2
 COLOURS = {Level.OK: "green", Level.WARNING: "yellow", Level.PROBLEM: "bold red"}
 
 
-def doctor() -> None:
+def doctor(
+    as_json: Annotated[bool, typer.Option("--json", help="a list of findings, for programs")] = False,
+) -> None:
     """Say which world this process is in, by which launcher and why, and what on this host would stop training."""
     world = world_or_alone()
-    findings = [*explain(), *host(world), *torch_build(world), *network(world)]
-    show(findings, Console())
+    findings = [*explain(), *host(world), *torch_build(world), *packages(), *network(world)]
+    if as_json:
+        told = ({"level": f.level.value, "about": f.about, "text": f.text, "advice": f.advice} for f in findings)
+        print(json.dumps(list(told), indent=2))
+    else:
+        show(findings, Console())
     if any(finding.level is Level.PROBLEM for finding in findings):
         raise typer.Exit(1)
 
@@ -131,6 +141,7 @@ def torch_build(world: World) -> Iterator[Finding]:
 
     from paceline import backend
 
+    yield Finding(Level.OK, "paceline", f"{paceline.__version__} in {Path(paceline.__file__).parent}")
     capability = torch.backends.cpu.get_cpu_capability()
     yield Finding(
         Level.OK, "torch", f"{torch.__version__} on Python {platform.python_version()}, CPU kernels {capability}"
@@ -140,6 +151,7 @@ def torch_build(world: World) -> Iterator[Finding]:
         yield Finding(Level.PROBLEM, "backends", "this torch was built without torch.distributed", advice)
         return
     yield accelerator(world.local_size)
+    yield kernels()
     yield backends({"gloo": dist.is_gloo_available(), "nccl": dist.is_nccl_available(), "mpi": dist.is_mpi_available()})
     if (error := backend.registration_error) is not None:
         text = f"torch.distributed does not take it: {type(error).__name__}: {error}"
@@ -148,6 +160,7 @@ def torch_build(world: World) -> Iterator[Finding]:
 
 def accelerator(workers: int) -> Finding:
     import torch
+    import torch.distributed as dist
 
     if not torch.accelerator.is_available():
         return Finding(Level.OK, "accelerator", "none: workers train on the CPU")
@@ -159,7 +172,43 @@ def accelerator(workers: int) -> Finding:
     if workers > count:
         advice = "NCCL refuses two workers on one GPU: start fewer workers, or use --backend gloo"
         return Finding(Level.WARNING, "accelerator", f"{count} × {names} for {workers} workers", advice)
-    return Finding(Level.OK, "accelerator", f"{count} × {names}")
+    nccl = ".".join(map(str, torch.cuda.nccl.version())) if dist.is_nccl_available() else "none"  # type: ignore[no-untyped-call]
+    return Finding(Level.OK, "accelerator", f"{count} × {names}, NCCL {nccl}")
+
+
+def kernels() -> Finding:
+    """Of the shared-memory backend: the same bits from both, but torch's take a pass over memory per addition."""
+    from paceline.collectives.shared_memory.kernels import COMPILERS, choose_kernels
+
+    compiler = next((path for name in COMPILERS if (path := shutil.which(name)) is not None), None)
+    chosen = choose_kernels().name
+    if chosen == "torch" and wanted_kernels() != "torch":
+        found = f"torch's, since {compiler} can't build them" if compiler else "torch's, since there is no C compiler"
+        return Finding(Level.WARNING, "kernels", found, "collectives are slower: install gcc (the bits are the same)")
+    return Finding(Level.OK, "kernels", "torch's, by PACELINE_KERNELS" if chosen == "torch" else f"C, by {compiler}")
+
+
+OPTIONAL = {
+    "transformers": "the Trainer's models and collators",
+    "tensorboard": "report_to tensorboard",
+    "wandb": "report_to wandb",
+    "mlflow": "report_to mlflow",
+    "prometheus_client": "report_to prometheus",
+    "tokenizers": "paceline data tokenize",
+    "cloudpickle": "notebook_launcher",
+}
+
+
+def packages() -> Iterator[Finding]:
+    """What is not needed to train, and which of it is there."""
+    there, absent = [], []
+    for name, what_for in OPTIONAL.items():
+        try:
+            there.append(f"{name} {version(name)}")
+        except PackageNotFoundError:
+            absent.append(f"{name} ({what_for})")
+    text = ", ".join(there) or "none"
+    yield Finding(Level.OK, "packages", text + (f"; without {', '.join(absent)}" if absent else ""))
 
 
 def backends(available: dict[str, bool]) -> Finding:
@@ -175,6 +224,7 @@ def backends(available: dict[str, bool]) -> Finding:
 def network(world: World) -> Iterator[Finding]:
     yield loopback()
     yield host_name(socket.gethostname())
+    yield port(DEFAULT_PORT)
     if isinstance(world.rendezvous, TcpRendezvous):
         yield rendezvous_address(world.rendezvous)
     if world.hosts > 1:
@@ -210,6 +260,18 @@ def loopback() -> Finding:
         advice = "workers of one host meet there: bring it up (`ip link set lo up`) or allow it in the sandbox"
         return Finding(Level.PROBLEM, "loopback", f"{LOOPBACK} does not take connections: {error}", advice)
     return Finding(Level.OK, "loopback", f"{LOOPBACK} takes connections")
+
+
+def port(number: int) -> Finding:
+    """Where hosts meet unless they are told another place."""
+    with socket.socket() as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind(("", number))
+        except OSError as error:
+            advice = "only several hosts need it: give another one with --coordinator ADDRESS:PORT"
+            return Finding(Level.WARNING, "port", f"{number} can't be listened on: {error.strerror}", advice)
+    return Finding(Level.OK, "port", f"{number} is free, for several hosts to meet")
 
 
 def host_name(name: str) -> Finding:

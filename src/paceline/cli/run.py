@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import difflib
 import importlib.machinery
 import os
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 import typer
+import yaml
 
 from paceline.elastic.decisions import Rules
 from paceline.errors import LaunchError, WorldError
@@ -38,6 +41,10 @@ PATIENCE_S = 5.0
 
 # -- the flags ---------------------------------------------------------------------------------------------------------
 
+_training = partial(typer.Option, rich_help_panel="How it trains")
+_elastic = partial(typer.Option, rich_help_panel="Elastic")
+_hosts = partial(typer.Option, rich_help_panel="Several hosts")
+
 ScriptName = Annotated[str, typer.Argument(help="script.py, or with -m a module", show_default=False)]
 Arguments = Annotated[list[str] | None, typer.Argument(help="passed to the script untouched")]
 Workers = Annotated[
@@ -55,24 +62,63 @@ Servers = Annotated[
     ),
 ]
 Lanes = Annotated[
-    int | None, typer.Option(min=1, help="logical workers, fixed for the life of the job [default: the workers]")
+    int | None,
+    _training(
+        min=1,
+        help="logical workers, fixed for the life of the job [default: the workers]",
+    ),
 ]
-Threads = Annotated[int | None, typer.Option(min=1, help="threads per worker [default: cores // lanes, at least 1]")]
-Backend = Annotated[str | None, typer.Option(help="how tensors travel, such as gloo or nccl")]
-Seed = Annotated[int | None, typer.Option(min=0, help="seed of the job")]
+Threads = Annotated[
+    int | None,
+    _training(
+        min=1,
+        help="threads per worker [default: cores // lanes, at least 1]",
+    ),
+]
+Backend = Annotated[
+    str | None,
+    _training(
+        help="how tensors travel, such as gloo or nccl",
+    ),
+]
+Seed = Annotated[
+    int | None,
+    _training(
+        min=0,
+        help="seed of the job",
+    ),
+]
 StrategyName = Annotated[
-    str | None, typer.Option(help="how the work is shared: ddp, zero1, zero2, zero3, fsdp, hybrid, star, …")
+    str | None,
+    _training(
+        help="how the work is shared: ddp, zero1, zero2, zero3, fsdp, hybrid, star, …",
+    ),
 ]
-Precision = Annotated[str | None, typer.Option(help="what the model computes in: fp32, bf16 or fp16")]
+Precision = Annotated[
+    str | None,
+    _training(
+        "--precision",
+        "--mixed-precision",
+        "--mixed_precision",
+        help="what the model computes in: fp32, bf16 or fp16",
+    ),
+]
 Recomputed = Annotated[
     str | None,
-    typer.Option(help="what backward computes again: blocks, k for every k-th, or classes; +matmuls keeps those"),
+    _training(
+        help="what backward computes again: blocks, k for every k-th, or classes; +matmuls keeps those",
+    ),
 ]
-Offload = Annotated[str | None, typer.Option(help="what a GPU leaves to the host: optimizer, parameters")]
+Offload = Annotated[
+    str | None,
+    _training(
+        help="what a GPU leaves to the host: optimizer, parameters",
+    ),
+]
 KeepMemory = Annotated[
     bool,
-    typer.Option(
-        help="let workers keep memory that they free for the next step instead of giving it back to the system"
+    _training(
+        help="let workers keep memory that they free for the next step instead of giving it back to the system",
     ),
 ]
 GraceSeconds = Annotated[
@@ -81,50 +127,146 @@ GraceSeconds = Annotated[
 ]
 IsModule = Annotated[bool, typer.Option("-m", "--module", help="run a module, as python -m does")]
 Elastic = Annotated[
-    bool, typer.Option("--elastic", help="continue when workers die, with the same bits; and replace them")
+    bool,
+    _elastic(
+        "--elastic",
+        help="continue when workers die, with the same bits; and replace them",
+    ),
 ]
 MinWorkers = Annotated[
-    int | None, typer.Option(help="elastic: end when fewer are left [default: 1]", show_default=False)
+    int | None,
+    _elastic(
+        help="end when fewer are left [default: 1]",
+        show_default=False,
+    ),
 ]
 MaxWorkers = Annotated[
     int | None,
-    typer.Option(
-        help="elastic: at most so many, with those of hosts that come later [default: those of the start]",
+    _elastic(
+        help="at most so many, with those of hosts that come later [default: those of the start]",
         show_default=False,
     ),
 ]
 RestartWorkers = Annotated[
     bool | None,
-    typer.Option(
+    _elastic(
         "--restart-workers/--no-restart-workers",
-        help="elastic: start a fresh process for a worker that died [default: on]", show_default=False,
+        help="start a fresh process for a worker that died [default: on]", show_default=False,
     ),
 ]  # fmt: skip
 HeartbeatTimeout = Annotated[
-    float, typer.Option(help="elastic: a worker that is silent for so long is killed and replaced")
+    float,
+    _elastic(
+        help="a worker that is silent for so long is killed and replaced",
+    ),
 ]
 StepTimeout = Annotated[
-    float, typer.Option(help="elastic: likewise one that the others have waited for so long in a step")
+    float,
+    _elastic(
+        help="likewise one that the others have waited for so long in a step",
+    ),
 ]
-Copies = Annotated[int, typer.Option(help="elastic: of sharded state, on different hosts")]
-StepLog = Annotated[Path | None, typer.Option(help="elastic: write each committed step to this file, as JSON lines")]
+Copies = Annotated[
+    int,
+    _elastic(
+        help="of sharded state, on different hosts",
+    ),
+]
+StepLog = Annotated[
+    Path | None,
+    _elastic(
+        help="write each committed step to this file, as JSON lines",
+    ),
+]
 HostCount = Annotated[
     str | None,
-    typer.Option("--hosts", "--nnodes", help="hosts that the job starts with; one `paceline run` on each [default: 1]"),
+    _hosts(
+        "--hosts",
+        "--nnodes",
+        "--num-machines",
+        "--num_machines",
+        help="hosts that the job starts with; one `paceline run` on each [default: 1]",
+    ),
 ]
 HostRank = Annotated[
-    int | None, typer.Option("--host-rank", "--node-rank", "--node_rank", min=0, help="which host this is, from 0")
+    int | None,
+    _hosts(
+        "--host-rank",
+        "--node-rank",
+        "--node_rank",
+        "--machine-rank",
+        "--machine_rank",
+        min=0,
+        help="which host this is, from 0",
+    ),
 ]
 Coordinator = Annotated[
-    str | None, typer.Option(help="ADDRESS:PORT of host 0, where the hosts meet", show_default=False)
+    str | None,
+    _hosts(
+        help="ADDRESS:PORT of host 0, where the hosts meet",
+        show_default=False,
+    ),
 ]
 SecretFile = Annotated[
-    Path | None, typer.Option(help="what all hosts of the job know (or PACELINE_SECRET in the environment)")
+    Path | None,
+    _hosts(
+        help="what all hosts of the job know (or PACELINE_SECRET in the environment)",
+    ),
 ]
-MeetTimeout = Annotated[float, typer.Option(help="how long to wait for the other hosts")]
-MasterAddress = Annotated[str | None, typer.Option("--master-addr", "--master_addr", hidden=True)]
-MasterPort = Annotated[int | None, typer.Option("--master-port", "--master_port", hidden=True)]
+MeetTimeout = Annotated[
+    float,
+    _hosts(
+        help="how long to wait for the other hosts",
+    ),
+]
+MasterAddress = Annotated[
+    str | None, typer.Option("--master-addr", "--master_addr", "--main-process-ip", "--main_process_ip", hidden=True)
+]
+MasterPort = Annotated[
+    int | None,
+    typer.Option("--master-port", "--master_port", "--main-process-port", "--main_process_port", hidden=True),
+]
+ProcessCount = Annotated[int | None, typer.Option("--num-processes", "--num_processes", min=1, hidden=True)]
 Standalone = Annotated[bool, typer.Option("--standalone", hidden=True)]
+
+
+def _read_config(ctx: typer.Context, file: Path | None) -> Path | None:
+    """The file's values become the defaults of this command line, so that what is written there wins."""
+    if file is None:
+        return None
+    known = {
+        p.name: p for p in ctx.command.params if p.param_type_name == "option" and p.name not in ("config", "help")
+    }
+    try:
+        with open_input(file) as text:
+            values = yaml.safe_load(text)
+    except OSError as error:
+        raise LaunchError(f"--config {file} can't be read: {cause_of(error)}") from error
+    except (yaml.YAMLError, ValueError) as error:
+        raise LaunchError(f"--config {file} is no YAML: {one_line(str(error))}") from error
+    if not isinstance(values, dict):
+        raise LaunchError(f"--config {file}: expected options and their values, such as `workers: 4`")
+    defaults = {}
+    for key, value in values.items():
+        name = str(key).replace("-", "_")
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            raise LaunchError(f"--config {file}: {one_line(str(key))!r} is no option of `paceline run`{hint}")
+        if value is None or isinstance(value, list | dict):
+            raise LaunchError(f"--config {file}: {key}: expected one value, not {one_line(str(value))!r}")
+        defaults[name] = value if isinstance(value, bool) else str(value)
+    ctx.default_map = {**(ctx.default_map or {}), **defaults}
+    return file
+
+
+ConfigFile = Annotated[
+    Path | None,
+    typer.Option(
+        help="YAML with options of this command and their values (`workers: 4`); those on the command line win",
+        callback=_read_config, is_eager=True,
+    ),
+]  # fmt: skip
 
 
 def run(
@@ -158,12 +300,17 @@ def run(
     meet_timeout_s: MeetTimeout = 300.0,
     master_addr: MasterAddress = None,
     master_port: MasterPort = None,
+    num_processes: ProcessCount = None,
     standalone: Standalone = False,
+    config: ConfigFile = None,
 ) -> None:
     """Start workers that train together: paceline run --workers 4 train.py --epochs 3
 
-    torchrun's names are accepted too: --nproc-per-node, --nnodes, --node-rank, --master-addr, --master-port,
-    --standalone. Exit codes: 0 all well (or all but workers that an asynchronous job went on without, with a warning),
+    The names of torchrun and accelerate are accepted too: --nproc-per-node, --nnodes, --node-rank, --master-addr,
+    --master-port, --standalone; --num-processes (of all hosts together), --num-machines, --machine-rank,
+    --main-process-ip, --main-process-port, --mixed-precision.
+
+    Exit codes: 0 all well (or all but workers that an asynchronous job went on without, with a warning),
     1 a worker or server failed or hung, 2 wrong usage, 3 could not meet, 4 fewer than --min-workers left or the
     state lost once too often, 75 stopped on request, 128+n killed by signal n, 130 Ctrl-C, 143 SIGTERM.
     """
@@ -177,12 +324,13 @@ def run(
     )
     is_elastic = elastic or min_workers is not None or max_workers is not None or bool(restart_workers)
     known = None if standalone else environment.launch_defaults()
-    worker_count = _worker_count(workers, known)
     host_count = _host_count(hosts, host_rank, known)
+    worker_count = _worker_count(_per_host(workers, num_processes, host_count), known)
     server_count = _server_count(servers)
     is_alone = host_count == 1 and not _may_grow(max_workers, worker_count, server_count, coordinator)
     try:
         environment.check_settings()  # what the shell says of the job, which workers would find out each by itself
+        precision = "fp32" if precision == "no" else precision
         settings = LaunchSettings(lanes, threads, backend, seed, strategy, precision, activation_checkpointing, offload)
     except WorldError as error:
         raise LaunchError(str(error)) from error
@@ -267,6 +415,20 @@ def _worker_count(asked: str | None, known: LaunchDefaults | None) -> int:
     if wanted == "auto":
         return max(1, _accelerators())
     return _count(wanted, "--workers", "is neither a number nor auto")
+
+
+def _per_host(workers: str | None, in_all: int | None, hosts: int | None) -> str | None:
+    """torchrun counts the workers of a host, accelerate those of all hosts together."""
+    if in_all is None:
+        return workers
+    if workers is not None:
+        raise LaunchError(f"--workers {workers} and --num-processes {in_all}: give one of them")
+    if hosts is None or in_all % hosts:
+        raise LaunchError(
+            f"--num-processes {in_all}: workers of all hosts together, of which there are "
+            f"{'an unknown number' if hosts is None else hosts}; give --workers, those of this host"
+        )
+    return str(in_all // hosts)
 
 
 def _server_count(asked: str | None) -> int:
