@@ -403,13 +403,6 @@ def test_a_global_batch_that_cannot_be_cut_is_refused_with_the_nearest_that_can(
         assert loader.source.facts()["batch size"] == 4
 
 
-def test_two_loaders_beside_an_optimizer_are_refused() -> None:
-    with Engine() as engine, pytest.raises(ConfigError, match=r"got 2 loaders.*call of their own"):
-        loader = DataLoader(vectors(), batch_size=4)
-        model = nn.Linear(8, 1)
-        engine.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), loader, loader)
-
-
 def test_backward_outside_the_loop_says_where_it_belongs() -> None:
     with Engine() as engine:
         model, _, _ = prepared(engine)

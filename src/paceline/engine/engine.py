@@ -149,10 +149,11 @@ class Engine:
     # -- the five lines of a loop ------------------------------------------------------------------------------------
 
     def prepare(self, *objects: Any) -> Any:
-        """Take the model, optimizer, scheduler and training loader, in any order, and hand the same objects back.
+        """Take models, optimizers, schedulers and loaders, in any order, and hand them back in that order.
 
-        A loader given in a call without an optimizer is an evaluation loader. In place of a loader a plain dataset will
-        do where the Engine knows its `global_batch_size`; for training it is shuffled.
+        Of several loaders beside an optimizer the first that shuffles (or has a sampler of its own, or reads a stream)
+        trains, or if none does the first; the others, and all in a call without an optimizer, are for evaluation. In
+        place of a loader a plain dataset will do where the Engine knows its `global_batch_size`.
         """
         out = self._preparation.prepare(objects)
         return out if len(out) > 1 else out[0]

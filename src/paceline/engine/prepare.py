@@ -3,21 +3,24 @@
 model        ─► on its device, the same weights everywhere
 optimizer    ─► with the models: a strategy, a TrainStep; its `step()` acts once per step
 scheduler    ─► follows the optimizer
-DataLoader   ─► beside an optimizer: work items of this worker's lanes; by itself: an evaluation loader
+DataLoader   ─► beside an optimizer: work items of this worker's lanes; by itself, or as a second one: for evaluation
+
+Of several loaders beside an optimizer one trains: the first that is not in its dataset's plain order, or if all are so
+the first. Whoever shuffles an evaluation gives it after the training data, as everybody does.
 
 `PreparedObjects` are what was handed over, `BetweenSteps` is what all workers do with it together at a step boundary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset, SequentialSampler
 
 from paceline.data.work_source import Assignment, WorkSource
 from paceline.elastic.memory_checkpoint.shard_checksum import ShardChecksum
@@ -170,19 +173,18 @@ class Preparation:
         self._stops, self._opinion, self._replay, self._record_folder = stops, opinion, replay, record_folder
 
     def prepare(self, objects: tuple[Any, ...]) -> tuple[Any, ...]:
-        training = any(isinstance(thing, Optimizer) for thing in objects)
-        objects = tuple(as_loader(thing, self._config, shuffle=training) for thing in objects)
-        loaders = [thing for thing in objects if isinstance(thing, DataLoader)]
-        if training and len(loaders) > 1:
-            raise ConfigError(
-                f"prepare() got {len(loaders)} loaders beside an optimizer and can't tell which one trains; give the "
-                "training loader here and the others in a prepare() call of their own"
-            )
+        trains = any(isinstance(thing, Optimizer) for thing in objects)
+        place = _place_of_training_data(objects) if trains else None
+        objects = tuple(as_loader(thing, self._config, shuffle=at == place) for at, thing in enumerate(objects))
         for thing in objects:
             self._adopt(thing)
-        if training:
+        if trains:
             self._start_training()
-        return tuple(self._prepared(thing, training) for thing in objects)
+        loaders = [at for at, thing in enumerate(objects) if isinstance(thing, DataLoader)]
+        which = ""
+        if place is not None and len(loaders) > 1:
+            which = f" (in loader {loaders.index(place) + 1} of {len(loaders)})"
+        return tuple(self._prepared(thing, which if at == place else None) for at, thing in enumerate(objects))
 
     def _adopt(self, thing: Any) -> None:
         own = self._objects
@@ -285,10 +287,11 @@ class Preparation:
 
     # -- loaders -----------------------------------------------------------------------------------------------------
 
-    def _prepared(self, thing: Any, training: bool) -> Any:
+    def _prepared(self, thing: Any, which: str | None) -> Any:
+        """`which`: of the loader that trains, what to say about it."""
         if not isinstance(thing, DataLoader):
             return thing
-        return self._training_loader(thing) if training else self._evaluation_loader(thing)
+        return self._evaluation_loader(thing) if which is None else self._training_loader(thing, which)
 
     def _evaluation_loader(self, loader: DataLoader[Any]) -> EvaluationLoader:
         if (
@@ -309,7 +312,7 @@ class Preparation:
         )
         return self._group.evaluations[-1]
 
-    def _training_loader(self, loader: DataLoader[Any]) -> PreparedLoader:
+    def _training_loader(self, loader: DataLoader[Any], which: str) -> PreparedLoader:
         step, config, group = self._objects.training(), self._config, self._group
         assignment = Assignment(
             config.lanes,
@@ -326,7 +329,7 @@ class Preparation:
         self._objects.loader = PreparedLoader(
             source, step, config, group, self._between.boundary, self._stops, self._record_folder
         )
-        group.print(self._described(source))
+        group.print(self._described(source) + which)
         return self._objects.loader
 
     def _compare(self, loader: DataLoader[Any]) -> None:
@@ -355,3 +358,13 @@ class Preparation:
             f"{config.backend if world.size > 1 else 'no'} communication · {self._group.device.type}"
             f"{' in ' + str(config.precision) if config.precision != Precision() else ''} · {amount}"
         )
+
+
+def _place_of_training_data(objects: Sequence[Any]) -> int | None:
+    """Of the loader or dataset that trains, among what `prepare` was given with an optimizer."""
+    data = [at for at, thing in enumerate(objects) if isinstance(thing, DataLoader | Dataset)]
+    return next((at for at in data if not _in_plain_order(objects[at])), data[0] if data else None)
+
+
+def _in_plain_order(thing: Any) -> bool:
+    return isinstance(thing, DataLoader) and thing.batch_size is not None and type(thing.sampler) is SequentialSampler
