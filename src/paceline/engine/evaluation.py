@@ -348,3 +348,22 @@ def padded_rows(tensor: Tensor, rows: int) -> Tensor:
     out = torch.zeros((rows, *tensor.shape[1:]), dtype=tensor.dtype, device=tensor.device)
     out[: tensor.shape[0]] = tensor
     return out
+
+
+def share_of(inputs: Any, rank: int, size: int, *, pad: bool = False) -> Any:
+    """A worker's part of a list, tuple or tensor, or of each in a dict: neighbours, the first workers get one more.
+
+    With `pad` all parts are equally long, the last input repeated.
+    """
+    if isinstance(inputs, dict):
+        lengths = {name: len(values) for name, values in inputs.items()}
+        if len(set(lengths.values())) > 1:
+            raise ConfigError(f"split_between_processes: the values of a dict have different lengths: {lengths}")
+        return {name: share_of(values, rank, size, pad=pad) for name, values in inputs.items()}
+    each, longer = divmod(len(inputs), size)
+    first = rank * each + min(rank, longer)
+    part = inputs[first : first + each + (rank < longer)]
+    if not pad or not longer or rank < longer:
+        return part
+    last = inputs[-1:]
+    return torch.cat([part, last]) if isinstance(inputs, Tensor) else part + last

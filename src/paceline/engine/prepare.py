@@ -13,11 +13,13 @@ the first. Whoever shuffles an evaluation gives it after the training data, as e
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset, SequentialSampler
@@ -66,6 +68,7 @@ class PreparedObjects:
     evaluation_count: EvaluationCount = field(default_factory=EvaluationCount)
     recomputed: Recomputed | None = None
     shared: list[tuple[Callable[[], Any], Callable[[Any], None]]] = field(default_factory=list)  # with joiners
+    registered: list[Any] = field(default_factory=list)  # saved and loaded with these
 
     def training(self) -> TrainStep:
         if self.step is None:
@@ -94,8 +97,12 @@ class BetweenSteps:
         """Updates that are under way end, and the model holds the newest weights."""
         self.boundary.drain(self._objects.step)
 
-    def reduce(self, tensor: Tensor, operation: Operation) -> Tensor:
-        evaluation = self._evaluation_round()
+    def reduce(self, values: Any, operation: Operation) -> Any:
+        if isinstance(values, dict):
+            return {key: self.reduce(value, operation) for key, value in values.items()}
+        if isinstance(values, list | tuple):
+            return type(values)(self.reduce(value, operation) for value in values)
+        tensor, evaluation = torch.as_tensor(values, device=self._group.device), self._evaluation_round()
         if evaluation is None:
             return self.boundary.reduced(tensor, operation)
         return self.boundary.in_round(
@@ -132,15 +139,30 @@ class BetweenSteps:
             raise ReplicaError(f"the workers' weights differ: {dict(enumerate(hashes))}")
         return mine
 
-    def whole_state(self) -> dict[str, Tensor]:
+    def whole_state(self, models: Sequence[nn.Module] | None = None) -> dict[str, Tensor]:
+        """Of these models, or of all; tied weights are one tensor."""
         self.drain()
         objects = self._objects
 
         def everything() -> dict[str, Tensor]:
-            named = named_state(objects.models)
-            return {name: objects.whole(value).to("cpu", copy=True) for name, value in named.items()}
+            known: dict[int, Tensor] = {}
+            named = named_state(objects.models if models is None else models)
+            for value in named.values():
+                if id(value) not in known:
+                    known[id(value)] = objects.whole(value).to("cpu", copy=True)
+            return {name: known[id(value)] for name, value in named.items()}
 
         return self.boundary.alike(everything)
+
+    @contextmanager
+    def goes_first(self, first: bool) -> Iterator[None]:
+        """The others come to what is inside when those that are `first` have done it."""
+        meets_servers = self._objects.step is None
+        if not first:
+            self.boundary.barrier(with_servers=meets_servers)
+        yield
+        if first:
+            self.boundary.barrier(with_servers=meets_servers)
 
     # -- for those who save ------------------------------------------------------------------------------------------
 
@@ -149,8 +171,8 @@ class BetweenSteps:
 
     def job_state(self) -> JobState:
         objects, step = self._objects, self._objects.training()
-        trained = (objects.models, objects.optimizers, objects.schedulers)
-        return JobState(*trained, step, objects.loader, objects.shared, self.job_facts, self._config.seed)
+        trained, seed = (objects.models, objects.optimizers, objects.schedulers), self._config.seed
+        return JobState(*trained, step, objects.loader, objects.shared, objects.registered, self.job_facts, seed)
 
     def job_facts(self) -> dict[str, Any]:
         loader = self._objects.loader

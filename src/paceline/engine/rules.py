@@ -177,6 +177,18 @@ def check_gradients_untouched(versions: Sequence[tuple[Parameter, int]], name_of
             )
 
 
+def check_all_are_clipped(given: Any, optimizers: Sequence[Optimizer]) -> None:
+    """`clip_grad_norm_(parameters, max_norm)`: the norm is that of the whole gradient."""
+    clipped = {id(given)} if isinstance(given, Tensor) else {id(parameter) for parameter in given}
+    trained = {id(p) for o in optimizers for group in o.param_groups for p in group["params"] if p.requires_grad}
+    if not trained <= clipped:
+        raise LoopError(
+            f"engine.clip_grad_norm_(parameters, max_norm) got {len(trained & clipped)} of {len(trained)} parameters "
+            "that are trained: the norm is that of the whole gradient, of which a worker may have a part; give "
+            "model.parameters() of all prepared models"
+        )
+
+
 class ParameterPlaces:
     """Where parameters stand in their modules: one that is replaced after `prepare` would be used and never trained.
 
