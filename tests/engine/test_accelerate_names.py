@@ -228,12 +228,18 @@ def together(world: World, *, folder: str, strategy: str) -> str:
         model = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False), nn.Linear(8, 1))
         model[1].weight = model[0].weight
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-        model, optimizer, loader = engine.prepare(model, optimizer, DataLoader(vectors(), batch_size=4))
+        unprepared = DataLoader(vectors(37), batch_size=4)  # the last of 3 steps has 2 micro-batches
+        steps = engine.steps_per_epoch(unprepared)
+        model, optimizer, loader = engine.prepare(model, optimizer, unprepared)
+        bodies = 0
         for x, y in loader:
             with engine.accumulate(model):
                 engine.backward(F.mse_loss(model(x), y))
                 engine.clip_grad_norm_(model.parameters(), 0.1)
                 optimizer.step()
+            bodies += 1
+        assert (bodies, engine.step) == (len(loader), steps)
+        assert steps == engine.steps_per_epoch(loader) == 3
         weights = engine.get_state_dict(engine.unwrap_model(model))
         engine.save_model(model, folder)
         saved = load_file(Path(folder) / "model.safetensors")

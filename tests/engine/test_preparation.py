@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import copy
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import nn
+from torch.optim import lr_scheduler as schedules
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler
 
 from paceline import Engine
@@ -107,3 +110,70 @@ def test_what_belongs_together_may_come_in_several_models_and_schedulers() -> No
         chained = torch.optim.lr_scheduler.SequentialLR(optimizer, schedulers, milestones=[2])
         engine.prepare(first, second, optimizer)
         engine.prepare(chained)
+
+
+# -- schedules over len(loader) ----------------------------------------------------------------------------------------
+
+SCHEDULES: dict[str, Callable[[Any, int], Any]] = {
+    "OneCycleLR": lambda optimizer, steps: schedules.OneCycleLR(optimizer, 0.1, total_steps=steps),
+    "CosineAnnealingLR": schedules.CosineAnnealingLR,
+    "LinearLR": lambda optimizer, steps: schedules.LinearLR(optimizer, 1.0, 0.0, steps),
+    "PolynomialLR": schedules.PolynomialLR,
+    "LambdaLR": lambda optimizer, steps: transformers.get_linear_schedule_with_warmup(optimizer, 10, steps),
+    "SequentialLR": lambda optimizer, steps: schedules.SequentialLR(
+        optimizer, [schedules.ConstantLR(optimizer), schedules.CosineAnnealingLR(optimizer, steps - 10)], [10]
+    ),
+}
+
+
+def prepares(kind: str, engine: Engine, steps: Callable[[Any], int], *, batches: int = 60, after: bool = False) -> None:
+    """A schedule over `steps(loader)`, made before the loader is prepared, or after."""
+    model = nn.Linear(8, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loader: Any = DataLoader(vectors(4 * batches), batch_size=4)
+    if after:
+        model, optimizer, loader = engine.prepare(model, optimizer, loader)
+        engine.prepare(SCHEDULES[kind](optimizer, steps(loader)))
+    else:
+        engine.prepare(model, optimizer, loader, SCHEDULES[kind](optimizer, steps(loader)))
+
+
+@pytest.mark.parametrize("kind", SCHEDULES)
+@pytest.mark.parametrize("after", [False, True])
+def test_a_schedule_over_len_of_the_loader_is_refused_where_that_is_not_the_steps(kind: str, after: bool) -> None:
+    with Engine(lanes=2, accumulate=2) as engine:
+        told = rf"the {kind} is made for 180 steps, 3 × len\(loader\), but .* an epoch has 15 steps.*steps_per_epoch"
+        with pytest.raises(ConfigError, match=told):
+            prepares(kind, engine, lambda loader: 3 * len(loader), after=after)
+    told = r"is made for 90 steps, 3 × len\(loader\) / 2, but"
+    with Engine(lanes=2, accumulate=2) as engine, pytest.raises(ConfigError, match=told):
+        prepares(kind, engine, lambda loader: 3 * len(loader) // 2, after=after)
+
+
+@pytest.mark.parametrize("kind", SCHEDULES)
+@pytest.mark.parametrize("after", [False, True])
+def test_a_schedule_over_the_steps_is_taken_before_and_after_prepare(kind: str, after: bool) -> None:
+    for job in ({"lanes": 4}, {"lanes": 2, "accumulate": 2}, {"lanes": 1}):
+        with Engine(**job) as engine:  # 12 epochs of 15 steps are 3 of 60 batches
+            prepares(kind, engine, lambda loader: 12 * engine.steps_per_epoch(loader), after=after)
+        with Engine(**job) as engine:
+            prepares(kind, engine, lambda loader: 123, after=after)
+    with Engine(lanes=1, accumulate=2) as engine:
+        prepares(kind, engine, lambda loader: 3 * len(loader) // 2)
+
+
+def test_a_number_of_steps_that_may_be_chosen_is_only_spoken_of(capsys: pytest.CaptureFixture[str]) -> None:
+    with Engine(lanes=2) as engine:
+        prepares("OneCycleLR", engine, lambda loader: 20, batches=10)
+    assert "the OneCycleLR is made for 20 steps, 2 × len(loader), but" in capsys.readouterr().out
+    with Engine(lanes=2) as engine:
+        prepares("OneCycleLR", engine, lambda loader: 300, after=True)  # by a loop that never asked for len(loader)
+    assert "OneCycleLR" not in capsys.readouterr().out
+
+
+def test_the_steps_of_what_has_none_are_refused() -> None:
+    with Engine() as engine:
+        with pytest.raises(ConfigError, match="takes the loader that trains, prepared or not, not list"):
+            engine.steps_per_epoch([1])
+        with pytest.raises(ConfigError, match="a stream that has no length"):
+            engine.steps_per_epoch(DataLoader(Endless(), batch_size=4))

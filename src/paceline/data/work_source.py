@@ -41,6 +41,11 @@ class WorkSource(Protocol):
     def steps_left(self) -> int | None: ...
 
     @property
+    def own_items(self) -> int | None:
+        """Items of this worker in the epoch, where its steps can be known."""
+        ...
+
+    @property
     def digest(self) -> str | None:
         """Of this epoch's order, where it was drawn and might differ between workers."""
         ...

@@ -286,6 +286,10 @@ class Engine:
         """
         self._objects.shared.append((give, take))
 
+    def steps_per_epoch(self, loader: Any) -> int:
+        """Of a DataLoader for training, prepared or not: what a schedule is made from, at any number of workers."""
+        return self._preparation.steps_per_epoch(loader)
+
     def progress(self, loader: Any, *, total: int | None = None) -> Progress:
         """The loader with a progress line; `total` in steps."""
         if total is None and isinstance(loader, PreparedLoader):

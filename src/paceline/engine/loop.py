@@ -58,6 +58,7 @@ class PreparedLoader:
         self._waited_s = 0.0  # before this step
         self._step_items: list[tuple[WorkItem, Any]] = []
         self.in_loop = self.left_early = False
+        self.was_measured = False  # by len(): what is made from that counts items
         self._record_folder = record_folder
         self._record: SampleLog | None = None
         self._handed_out: list[WorkItem] = []  # of the step that is under way, for the record
@@ -78,10 +79,11 @@ class PreparedLoader:
         return self.source.position
 
     def __len__(self) -> int:
-        """Micro-batches per lane and epoch, the same at any number of workers; the last step counts in full."""
-        if self.source.steps is None:
+        """How often the loop's body runs in a whole epoch, on this worker; `engine.steps_per_epoch` counts steps."""
+        self.was_measured = True
+        if (items := self.source.own_items) is None:
             raise TypeError(f"a {type(self.dataset).__name__} without __len__ gives a loader without length")
-        return self.source.steps * self._step.accumulate
+        return items
 
     # -- the loop ----------------------------------------------------------------------------------------------------
 

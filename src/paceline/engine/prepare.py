@@ -22,8 +22,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils.data import DataLoader, Dataset, SequentialSampler
+from torch.utils.data import DataLoader, Dataset, IterableDataset, SequentialSampler
 
+from paceline.data.loader import steps_of
 from paceline.data.work_source import Assignment, WorkSource
 from paceline.elastic.memory_checkpoint.shard_checksum import ShardChecksum
 from paceline.engine import activation_checkpointing as recomputing
@@ -44,8 +45,9 @@ from paceline.engine.replicas import (
     parameter_names,
     weights_hash,
 )
+from paceline.engine.rules import NO_COINCIDENCE, told_of_schedule
 from paceline.engine.second_opinion import ComparedPasses, SecondOpinion, check_second_opinion
-from paceline.engine.sources import as_loader, check_same_data, facts_of_data, make_source
+from paceline.engine.sources import as_loader, check_same_data, facts_of_data, length_of, make_source
 from paceline.engine.state import JobState
 from paceline.engine.step import OnePass, TrainStep
 from paceline.engine.stop_signals import StopSignals
@@ -68,6 +70,7 @@ class PreparedObjects:
     evaluation_count: EvaluationCount = field(default_factory=EvaluationCount)
     recomputed: Recomputed | None = None
     shared: list[tuple[Callable[[], Any], Callable[[Any], None]]] = field(default_factory=list)  # with joiners
+    steps_were_asked: bool = False  # of an epoch: schedules are made from them
     registered: list[Any] = field(default_factory=list)  # saved and loaded with these
 
     def training(self) -> TrainStep:
@@ -218,6 +221,9 @@ class Preparation:
             own.schedulers.append(thing)
             if own.step is not None:  # made from a prepared optimizer, as a schedule over len(loader) must be
                 check_belong_together(own.models, own.optimizers, [thing])
+                if own.loader is not None and own.loader.was_measured:
+                    counted = "the items of this worker's loop"
+                    self._check_schedules([thing], own.loader, own.loader.source.steps, counted)
                 let_scheduler_follow(thing, own.step)
         elif not isinstance(thing, DataLoader):
             raise ConfigError(
@@ -336,16 +342,10 @@ class Preparation:
 
     def _training_loader(self, loader: DataLoader[Any], which: str) -> PreparedLoader:
         step, config, group = self._objects.training(), self._config, self._group
-        assignment = Assignment(
-            config.lanes,
-            config.accumulate,
-            step.rides[group.world.rank],
-            config.seed,
-            config.global_batch_size,
-            config.timeout_s,
-        )
-        source = self._replayed(make_source(loader, assignment, lambda: group.comm, step), step)
+        source = self._replayed(make_source(loader, self._assignment(), lambda: group.comm, step), step)
         self._compare(loader)
+        counted = "batches, of which a step takes one for each lane and micro-batch"
+        self._check_schedules(self._objects.schedulers, loader, source.steps, counted)
         if self._opinion is not None:
             check_second_opinion(config, source)
         self._objects.loader = PreparedLoader(
@@ -353,6 +353,42 @@ class Preparation:
         )
         group.print(self._described(source) + which)
         return self._objects.loader
+
+    def _assignment(self) -> Assignment:
+        config, step = self._config, self._objects.step
+        world = self._group.world
+        own = (config.strategy.rides(config.lanes, world.size) if step is None else step.rides)[world.rank]
+        return Assignment(config.lanes, config.accumulate, own, config.seed, config.global_batch_size, config.timeout_s)
+
+    def steps_per_epoch(self, loader: Any) -> int:
+        self._objects.steps_were_asked = True
+        if not isinstance(loader, DataLoader | PreparedLoader):
+            raise ConfigError(
+                f"engine.steps_per_epoch() takes the loader that trains, prepared or not, not {type(loader).__name__}"
+            )
+        if isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset):
+            return steps_of(loader, self._assignment())
+        steps = loader.source.steps if isinstance(loader, PreparedLoader) else None
+        if steps is None:
+            raise ConfigError(
+                "engine.steps_per_epoch() can't know the steps of a stream that has no length or is not prepared yet; "
+                "make the schedule over a number of steps that you choose"
+            )
+        return steps
+
+    def _check_schedules(self, schedulers: Sequence[Any], loader: Any, steps: int | None, counted: str) -> None:
+        """That none was made over len(loader), where this is not the number of steps.
+
+        In a short epoch it may be a coincidence, and is only said.
+        """
+        if steps is None or self._objects.steps_were_asked or (length := length_of(loader)) is None:
+            return
+        for scheduler in schedulers:
+            text = told_of_schedule(scheduler, length, steps, self._config.accumulate, counted)
+            if text is not None and length >= NO_COINCIDENCE:
+                raise ConfigError(text)
+            if text is not None:
+                self._group.print(f"paceline: {text}")
 
     def _compare(self, loader: DataLoader[Any]) -> None:
         """Whether every worker was given the same; found by what it leads to, the difference has cost an epoch."""

@@ -94,6 +94,10 @@ class ReplayingSource:
         return self._source.steps_left
 
     @property
+    def own_items(self) -> int:
+        return self._source.own_items
+
+    @property
     def digest(self) -> str | None:
         return self._source.digest
 

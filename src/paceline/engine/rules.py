@@ -163,6 +163,50 @@ def check_learning_rates(before: Sequence[float], now: Sequence[float], step: in
         )
 
 
+def length_of_schedule(scheduler: Any) -> int | None:
+    """In steps, of a schedule that has an end, where torch or transformers tell it."""
+    match type(scheduler).__name__:
+        case "OneCycleLR":
+            return int(scheduler.total_steps)
+        case "CosineAnnealingLR":
+            return int(scheduler.T_max)
+        case "LinearLR" | "PolynomialLR" if scheduler.total_iters != 5:  # unless nobody has said how long
+            return int(scheduler.total_iters)
+        case "SequentialLR":
+            last = length_of_schedule(scheduler._schedulers[-1])
+            return None if last is None else int(scheduler._milestones[-1]) + last
+        case "LambdaLR":
+            told = [getattr(factor, "keywords", {}).get("num_training_steps") for factor in scheduler.lr_lambdas]
+            return next((int(steps) for steps in told if steps is not None), None)
+    return None
+
+
+NO_COINCIDENCE = 50
+"""Batches in an epoch from which on a multiple of them is no number of steps that somebody has just chosen."""
+
+
+def told_of_schedule(scheduler: Any, length: int, steps: int, accumulate: int, counted: str) -> str | None:
+    """Of a schedule over as many steps as there are batches: lanes and micro-batches take several of them in one step.
+
+    `length` of the loader is what the script saw; `counted` says what that counts.
+    """
+    whole = length_of_schedule(scheduler)
+    if whole is None or whole < 1:
+        return None
+    for parts in {1, accumulate}:
+        for epochs in {whole * parts // length, -(-whole * parts // length)}:
+            as_batches = (length * epochs // parts, length // parts * epochs, -(-length // parts) * epochs)
+            if epochs >= 1 and whole in as_batches and whole != steps * epochs:
+                seen = "len(loader)" + (f" / {parts}" if parts > 1 else "")
+                return (
+                    f"the {type(scheduler).__name__} is made for {whole} steps, {epochs} × {seen}, but len(loader) "
+                    f"counts {counted}, and an epoch has {steps} steps: it would not end with the training. Write "
+                    f"engine.steps_per_epoch(loader) for {seen}, the same at any number of workers; if {whole} steps "
+                    "are meant, give the scheduler to a prepare() of its own after the loader's"
+                )
+    return None
+
+
 def gradient_versions(parameters: Sequence[Parameter]) -> list[tuple[Parameter, int]]:
     return [(p, version_of(p.grad)) for p in parameters if p.grad is not None]
 
