@@ -360,6 +360,10 @@ class ShardedLoader:
         if place.position >= self.plan.samples_per_epoch:
             self._place = self._epochs.first_place(place.epoch + 1)
 
+    def begin_epoch(self, epoch: int) -> None:
+        self._loops.moved()
+        self._place = self._epochs.first_place(epoch)
+
     def facts(self) -> dict[str, Any]:
         facts = {"order": self._epochs.name, "samples": self._epochs.samples}
         if self._epochs.listed:

@@ -151,6 +151,10 @@ class StreamLoader:
         self._loops.moved()
         self._go_to(state)
 
+    def begin_epoch(self, epoch: int) -> None:
+        self._loops.moved()
+        self._go_to({"epoch": epoch, "step": 0, "lanes": {}})
+
     def _go_to(self, state: Mapping[str, Any]) -> None:
         self._epoch, self._step = state["epoch"], state["step"]
         self._lanes = self._fresh() | {

@@ -60,6 +60,10 @@ class WorkSource(Protocol):
         """Whether `reassign` needs the places of all workers, because each knows those of its own lanes only."""
         ...
 
+    def begin_epoch(self, epoch: int) -> None:
+        """Go to the first sample of that epoch."""
+        ...
+
     def items(self) -> Iterator[tuple[WorkItem, Any]]:
         """This worker's items of what is left of the epoch."""
         ...

@@ -45,7 +45,7 @@ from paceline.engine.replicas import (
     parameter_names,
     weights_hash,
 )
-from paceline.engine.rules import NO_COINCIDENCE, told_of_schedule
+from paceline.engine.rules import NO_COINCIDENCE, has_history, told_of_schedule
 from paceline.engine.second_opinion import ComparedPasses, SecondOpinion, check_second_opinion
 from paceline.engine.sources import as_loader, check_same_data, facts_of_data, length_of, make_source
 from paceline.engine.state import JobState
@@ -70,6 +70,7 @@ class PreparedObjects:
     evaluation_count: EvaluationCount = field(default_factory=EvaluationCount)
     recomputed: Recomputed | None = None
     shared: list[tuple[Callable[[], Any], Callable[[Any], None]]] = field(default_factory=list)  # with joiners
+    has_history: bool = False  # the optimizers were given with a state
     steps_were_asked: bool = False  # of an epoch: schedules are made from them
     registered: list[Any] = field(default_factory=list)  # saved and loaded with these
 
@@ -240,6 +241,7 @@ class Preparation:
         if not own.models:
             raise ConfigError("engine.prepare() got an optimizer but no model; give both in one call")
         check_belong_together(own.models, own.optimizers, own.schedulers)
+        own.has_history = has_history(own.optimizers, [])  # a sharded strategy takes the state elsewhere
         self._fill_models()
         check_same_models(group.comm, own.models)
         check_memory(config, group.world, group.comm, group.device, own.optimizers, group.client)
@@ -348,9 +350,11 @@ class Preparation:
         self._check_schedules(self._objects.schedulers, loader, source.steps, counted)
         if self._opinion is not None:
             check_second_opinion(config, source)
-        self._objects.loader = PreparedLoader(
-            source, step, config, group, self._between.boundary, self._stops, self._record_folder
-        )
+        own = self._objects
+        own.loader = PreparedLoader(
+            source, step, config, group, self._between.boundary, self._stops, self._record_folder,
+            begun_elsewhere=lambda: own.has_history or has_history(own.optimizers, own.schedulers),
+        )  # fmt: skip
         group.print(self._described(source) + which)
         return self._objects.loader
 

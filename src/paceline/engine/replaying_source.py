@@ -121,6 +121,9 @@ class ReplayingSource:
     def restore(self, state: Mapping[str, Any], *, changed: frozenset[str] = frozenset()) -> None:
         self._source.restore(state, changed=changed)
 
+    def begin_epoch(self, epoch: int) -> None:
+        self._source.begin_epoch(epoch)
+
     def facts(self) -> dict[str, Any]:
         return self._source.facts()
 

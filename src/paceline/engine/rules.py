@@ -150,6 +150,13 @@ def must_leave_out(reports: Sequence[LaneReport], rule: OnNonFinite, step: int, 
     return True
 
 
+def has_history(optimizers: Sequence[Optimizer], schedulers: Sequence[Any]) -> bool:
+    """Whether they have made steps, as far as their states tell; Adagrad has one from the start, of no steps."""
+    states = [state for optimizer in optimizers for state in optimizer.state.values() if isinstance(state, dict)]
+    stepped = any(state["step"] > 0 if "step" in state else len(state) for state in states)
+    return stepped or any(getattr(scheduler, "last_epoch", 0) > 0 for scheduler in schedulers)
+
+
 def learning_rates(optimizers: Sequence[Optimizer]) -> list[float]:
     return [float(group["lr"]) for o in optimizers for group in o.param_groups if "lr" in group]
 
