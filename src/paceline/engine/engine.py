@@ -337,7 +337,7 @@ class Engine:
     def barrier(self) -> None:
         """No worker goes on before all are here; nor, up to `prepare` of what is trained, before all servers are."""
         check_boundary(self._objects.step, "barrier")
-        self._between.boundary.barrier(with_servers=self._objects.step is None)
+        self._between.barrier()
 
     def weights_hash(self) -> str:
         """`sha256:…` of parameters and persistent buffers; raises if the workers don't agree."""

@@ -32,7 +32,7 @@ from paceline.engine.activation_checkpointing import Recomputed
 from paceline.engine.boundary import Boundary, Operation
 from paceline.engine.checkpoints import Surroundings
 from paceline.engine.config import EngineConfig, counted
-from paceline.engine.evaluation import EvaluationCount, EvaluationLoader, no_rows
+from paceline.engine.evaluation import EvaluationCount, EvaluationLoader, no_rows, note_collective
 from paceline.engine.facts import chosen_by_script, facts_of_process, job_facts
 from paceline.engine.group import Group
 from paceline.engine.loop import PreparedLoader, is_scheduler, let_optimizer_act_once, let_scheduler_follow
@@ -107,14 +107,20 @@ class BetweenSteps:
         if isinstance(values, list | tuple):
             return type(values)(self.reduce(value, operation) for value in values)
         tensor, evaluation = torch.as_tensor(values, device=self._group.device), self._evaluation_round()
+        note_collective(self._group.evaluations)
         if evaluation is None:
             return self.boundary.reduced(tensor, operation)
-        return self.boundary.in_round(
-            lambda: tensor.detach() if evaluation.void else self.boundary.reduced(tensor, operation), tensor.detach
-        )
+
+        def reduce() -> Tensor:
+            if evaluation.void:
+                return tensor.detach()
+            return self.boundary.reduced(tensor, operation, evaluation.real_workers)
+
+        return self.boundary.in_round(reduce, tensor.detach)
 
     def gather_rows(self, values: Any) -> Any:
         evaluation = self._evaluation_round()
+        note_collective(self._group.evaluations)
         if evaluation is None:
             return self.boundary.gathered_rows(values, None)
 
@@ -129,6 +135,11 @@ class BetweenSteps:
 
     def _evaluation_round(self) -> EvaluationLoader | None:
         return next((loader for loader in self._group.evaluations if loader.real_rows is not None), None)
+
+    def barrier(self) -> None:
+        for loader in self._group.evaluations:
+            loader.meets()
+        self.boundary.barrier(with_servers=self._objects.step is None)
 
     def end_evaluation(self) -> None:
         """None leaves an evaluation that another has to run a round of again."""
@@ -338,6 +349,8 @@ class Preparation:
                 on_start=self._between.drain,
                 on_end=self._between.end_evaluation,
                 count=self._objects.evaluation_count,
+                # Strategies that fill a model from the meta device are those that gather weights in forward.
+                needs_all=lambda: self._objects.step is not None and self._config.strategy.entry.fills_meta,
             )
         )
         return self._group.evaluations[-1]
@@ -356,7 +369,7 @@ class Preparation:
             begun_elsewhere=lambda: own.has_history or has_history(own.optimizers, own.schedulers),
         )  # fmt: skip
         group.print(self._described(source) + which)
-        return self._objects.loader
+        return own.loader
 
     def _assignment(self) -> Assignment:
         config, step = self._config, self._objects.step
