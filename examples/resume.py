@@ -34,7 +34,7 @@ checkpoints.resume()  # from the newest that is complete and unharmed; the first
 engine.stop_on_signals()
 
 while loader.epoch < args.epochs and not engine.stop_requested:
-    for x, y in (bar := engine.progress(loader, total=args.epochs * len(loader))):
+    for x, y in (bar := engine.progress(loader, total=args.epochs * engine.steps_per_epoch(loader))):
         loss = cross_entropy(model(x), y)
         engine.mean("loss", loss)
         engine.backward(loss)

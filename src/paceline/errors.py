@@ -4,6 +4,7 @@
     ├── WorldError            the environment contradicts itself, or the workers could not meet
     ├── LaunchError           the launcher was asked for something it can't start
     ├── ConfigError           lanes, batch sizes or options that can't be honoured together
+    │   └── UnknownNameError  an attribute that the Engine doesn't have, with the nearest that it has
     ├── LoopError             the training loop broke a rule of the work queue
     ├── ReplicaError          workers that should hold the same thing don't
     ├── NonFiniteLossError    a loss that is NaN or infinite, with its step and lane
@@ -33,6 +34,10 @@ class LaunchError(PacelineError):
 
 class ConfigError(PacelineError):
     """Lanes, batch sizes or options that can't be honoured together."""
+
+
+class UnknownNameError(ConfigError, AttributeError):
+    """An attribute that the Engine doesn't have; `hasattr` and `getattr` with a default expect an AttributeError."""
 
 
 class LoopError(PacelineError):

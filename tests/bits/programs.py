@@ -171,13 +171,13 @@ def short_last_step(world: World, **job: Any) -> str:
 
 
 def scheduled(world: World, **job: Any) -> str:
-    """OneCycle made from len(loader): it must step once per step, not once per item."""
+    """OneCycle made from the steps of an epoch: it must step once per step, not once per item."""
     with Engine(world=world, **{"device": "cpu"} | job) as engine:
         model = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 10))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
         loader = DataLoader(_vectors(64), batch_size=4, shuffle=True)
         model, optimizer, loader = engine.prepare(model, optimizer, loader)
-        total = 2 * len(loader) // engine.config.accumulate
+        total = 2 * engine.steps_per_epoch(loader)
         schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.2, total_steps=total)
         schedule = engine.prepare(schedule)
         for _ in range(2):

@@ -23,7 +23,7 @@ from paceline.strategies.server import ParameterServer
 
 NONSENSE = [math.nan, math.inf, -math.inf, -1, 10**20, 10**400, 1e300, "", "nonsense", "\0", "-1", [], {}, (), object(),
             b"x", 1 + 2j, True, torch.ones(3), np.ones(3)]  # fmt: skip
-NAMES = [name for name in inspect.signature(Engine.__init__).parameters if name not in ("self", "world")]
+NAMES = [name for name in inspect.signature(Engine.__init__).parameters if name not in ("self", "world", "unknown")]
 TAKEN = {
     "overlap": {True},
     "activation_checkpointing": {"nonsense"},  # the name of a class, which is looked for in `prepare`

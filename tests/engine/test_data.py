@@ -21,7 +21,7 @@ from paceline.data.loader import ShardedLoader
 from paceline.data.work_source import Assignment
 from paceline.engine.replaying_source import ReplayingSource
 from paceline.engine.sources import make_source
-from paceline.errors import CheckpointError, ConfigError, DataError, GenerationEnded
+from paceline.errors import CheckpointError, ConfigError, DataError, GenerationEnded, LoopError
 from tests.engine.loops import prepared, vectors
 from tests.workers import hashes, run_workers
 
@@ -495,3 +495,82 @@ def test_the_time_spent_waiting_for_data_is_measured() -> None:
             optimizer.step()
             if engine.stepped:
                 assert 0.1 <= engine.timing.waited_for_data_s < 1.0
+
+
+# -- epochs by hand ----------------------------------------------------------------------------------------------------
+
+
+def resumes_by_hand(world: World, *, kind: str, first: int, epochs: int, folder: str, set_epoch: bool) -> str:
+    """As scripts without save_state do: torch.save after epoch 0, torch.load, and the loop over the other epochs."""
+    with Engine(world=world, lanes=4) as engine:
+        model = nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.1), nn.Linear(16, 1))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        model, optimizer, loader = engine.prepare(model, optimizer, loader_of(kind, 70))
+        file = Path(folder) / "by_hand.pt"
+        if first:
+            saved = torch.load(file)
+            model.load_state_dict(saved["model"])
+            optimizer.load_state_dict(saved["optimizer"])
+        for epoch in range(first, epochs):
+            if set_epoch:
+                loader.set_epoch(epoch)
+            for x, y in loader:
+                engine.backward(F.mse_loss(model(x), y))
+                optimizer.step()
+        engine.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, file)
+        engine.barrier()
+        return engine.weights_hash()
+
+
+@pytest.mark.workers
+@pytest.mark.parametrize("kind", ["shuffled", "stream", "whole stream", "batch sampler"])
+def test_a_loop_over_epochs_may_start_anywhere(kind: str, tmp_path: Path) -> None:
+    job: dict[str, Any] = {"kind": kind, "folder": str(tmp_path)}
+    whole = hashes(run_workers(resumes_by_hand, 1, first=0, epochs=3, set_epoch=False, **job))
+    run_workers(resumes_by_hand, 2, first=0, epochs=1, set_epoch=True, **job)
+    assert hashes(run_workers(resumes_by_hand, 2, first=1, epochs=3, set_epoch=True, **job)) == whole
+
+
+def test_going_on_by_hand_without_set_epoch_is_warned_of(tmp_path: Path) -> None:
+    job: dict[str, Any] = {"kind": "shuffled", "folder": str(tmp_path), "set_epoch": False}
+    resumes_by_hand(World(), first=0, epochs=1, **job)
+    with pytest.warns(UserWarning, match=r"the data begin with epoch 0.*loader\.set_epoch\(epoch\)"):
+        resumes_by_hand(World(), first=1, epochs=2, **job)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero2", "fsdp"])
+@pytest.mark.parametrize("make", [torch.optim.Adagrad, torch.optim.AdamW], ids=lambda make: make.__name__)
+def test_an_optimizer_that_is_new_has_no_history(make: Any, strategy: str) -> None:
+    with Engine(strategy=strategy, lanes=2) as engine:
+        model = nn.Linear(8, 1)
+        model, optimizer, loader = engine.prepare(model, make(model.parameters()), loader_of("shuffled", 8))
+        for x, y in loader:
+            engine.backward(F.mse_loss(model(x), y))
+            optimizer.step()
+        assert engine.step == 1  # and no warning, which would be an error
+
+
+def test_set_epoch_leaves_the_rest_of_an_epoch_and_stays_in_the_same() -> None:
+    with Engine() as engine:
+        model, optimizer, loader = prepared(engine)
+
+        def train(steps: int) -> None:
+            for x, y in loader:
+                engine.backward(F.mse_loss(model(x), y))
+                optimizer.step()
+                steps -= 1
+                if not steps:
+                    break
+
+        train(3)
+        loader.set_epoch(0)
+        assert (loader.epoch, loader.position) == (0, 12)
+        loader.set_epoch(2)
+        assert (loader.epoch, loader.position) == (2, 0)
+        train(8)
+        assert (loader.epoch, loader.position) == (3, 0)
+        with pytest.raises(ConfigError, match="set_epoch: epoch=-1"):
+            loader.set_epoch(-1)
+        with pytest.raises(LoopError, match=r"belongs before `for batch in loader`"):
+            for _ in loader:
+                loader.set_epoch(4)

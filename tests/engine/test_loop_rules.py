@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.data import DataLoader
+from torch.utils.data import BatchSampler, DataLoader
 
 from paceline import Engine
 from paceline.errors import ConfigError, LoopError, NonFiniteLossError
@@ -315,10 +316,32 @@ def test_a_break_inside_a_step_forbids_what_needs_everybody() -> None:
             engine.weights_hash()
 
 
-def test_len_counts_micro_batches_per_lane() -> None:
-    with Engine(lanes=4, accumulate=2) as engine:
-        _, _, loader = prepared(engine, samples=70)
-        assert len(loader) == 3 * 2  # 70 samples in global batches of 32
+@pytest.mark.parametrize("options", [{}, {"drop_last": True}, {"batch_sampler": True}])
+@pytest.mark.parametrize(("samples", "lanes", "accumulate"), [(70, 4, 2), (64, 4, 1), (33, 3, 2), (97, 1, 3)])
+def test_len_is_how_often_the_body_runs(samples: int, lanes: int, accumulate: int, options: dict[str, Any]) -> None:
+    with Engine(lanes=lanes, accumulate=accumulate) as engine:
+        if "batch_sampler" in options:
+            options = {"batch_sampler": BatchSampler(range(samples), 4, drop_last=False), "batch_size": 1}
+        model, optimizer, loader = prepared(engine, samples=samples, **options)
+        steps = engine.steps_per_epoch(loader)
+        for epoch in range(2):
+            bodies = 0
+            for x, y in engine.progress(loader):
+                engine.backward(F.mse_loss(model(x), y))
+                optimizer.step()
+                bodies += 1
+            assert (bodies, engine.step) == (len(loader), steps * (epoch + 1))
+
+
+def test_the_length_of_a_whole_epoch_stays_in_the_middle_of_one() -> None:
+    with Engine(lanes=4) as engine:
+        model, optimizer, loader = prepared(engine)
+        for x, y in loader:
+            engine.backward(F.mse_loss(model(x), y))
+            optimizer.step()
+            if engine.stepped:
+                break
+        assert (loader.position, len(loader)) == (16, 8)
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
@@ -401,13 +424,6 @@ def test_a_global_batch_that_cannot_be_cut_is_refused_with_the_nearest_that_can(
     with Engine(lanes=4, accumulate=2, global_batch_size=32) as engine:
         _, _, loader = prepared(engine)
         assert loader.source.facts()["batch size"] == 4
-
-
-def test_two_loaders_beside_an_optimizer_are_refused() -> None:
-    with Engine() as engine, pytest.raises(ConfigError, match=r"got 2 loaders.*call of their own"):
-        loader = DataLoader(vectors(), batch_size=4)
-        model = nn.Linear(8, 1)
-        engine.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), loader, loader)
 
 
 def test_backward_outside_the_loop_says_where_it_belongs() -> None:

@@ -1,15 +1,79 @@
-"""`engine.prepare` refuses what does not belong together."""
+"""`engine.prepare` takes things in any order, finds the loader that trains, and refuses what can't be together."""
 
 from __future__ import annotations
 
 import copy
+import itertools
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import nn
+from torch.optim import lr_scheduler as schedules
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler
 
 from paceline import Engine
+from paceline.engine.evaluation import EvaluationLoader
+from paceline.engine.loop import PreparedLoader
 from paceline.errors import ConfigError
+from tests.engine.loops import vectors
+
+
+class Endless(IterableDataset[Any]):
+    def __iter__(self) -> Any:
+        return itertools.cycle(vectors(4))
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(range(5)))[::7], ids=str)
+def test_five_things_in_any_order_come_back_in_that_order(order: tuple[int, ...]) -> None:
+    with Engine() as engine:
+        model = nn.Linear(8, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3)
+        data, held_out = vectors(16), vectors(8)
+        train, evaluation = DataLoader(data, batch_size=4, shuffle=True), DataLoader(held_out, batch_size=4)
+        given = [model, optimizer, train, evaluation, scheduler]
+        back = dict(zip(order, engine.prepare(*(given[place] for place in order)), strict=True))
+        assert [back[0], back[1], back[4]] == [model, optimizer, scheduler]
+        assert isinstance(back[2], PreparedLoader)
+        assert isinstance(back[3], EvaluationLoader)
+        assert (back[2].dataset, back[3].dataset) == (data, held_out)
+
+
+def shuffled() -> DataLoader[Any]:
+    return DataLoader(vectors(), batch_size=4, shuffle=True)
+
+
+def plain() -> DataLoader[Any]:
+    return DataLoader(vectors(), batch_size=4)
+
+
+def drawn() -> DataLoader[Any]:
+    return DataLoader(vectors(), batch_size=4, sampler=RandomSampler(range(32), replacement=True))
+
+
+def stream() -> DataLoader[Any]:
+    return DataLoader(Endless(), batch_size=4)
+
+
+@pytest.mark.parametrize(
+    ("loaders", "trains"),
+    [
+        ((plain, plain), 0), ((shuffled, shuffled), 0), ((plain, shuffled), 1), ((plain, drawn, plain), 1),
+        ((stream, shuffled), 0), ((plain, stream), 1), ((vectors, vectors), 0), ((plain, vectors), 1),
+    ],
+)  # fmt: skip
+def test_of_several_loaders_the_first_that_is_not_in_plain_order_trains(
+    loaders: Any, trains: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with Engine(global_batch_size=4) as engine:
+        model = nn.Linear(8, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        _, _, *back = engine.prepare(model, optimizer, *(make() for make in loaders))
+    assert [isinstance(loader, PreparedLoader) for loader in back] == [at == trains for at in range(len(loaders))]
+    assert f"(in loader {trains + 1} of {len(loaders)})" in capsys.readouterr().out
 
 
 def test_an_optimizer_of_another_model_is_refused() -> None:
@@ -46,3 +110,70 @@ def test_what_belongs_together_may_come_in_several_models_and_schedulers() -> No
         chained = torch.optim.lr_scheduler.SequentialLR(optimizer, schedulers, milestones=[2])
         engine.prepare(first, second, optimizer)
         engine.prepare(chained)
+
+
+# -- schedules over len(loader) ----------------------------------------------------------------------------------------
+
+SCHEDULES: dict[str, Callable[[Any, int], Any]] = {
+    "OneCycleLR": lambda optimizer, steps: schedules.OneCycleLR(optimizer, 0.1, total_steps=steps),
+    "CosineAnnealingLR": schedules.CosineAnnealingLR,
+    "LinearLR": lambda optimizer, steps: schedules.LinearLR(optimizer, 1.0, 0.0, steps),
+    "PolynomialLR": schedules.PolynomialLR,
+    "LambdaLR": lambda optimizer, steps: transformers.get_linear_schedule_with_warmup(optimizer, 10, steps),
+    "SequentialLR": lambda optimizer, steps: schedules.SequentialLR(
+        optimizer, [schedules.ConstantLR(optimizer), schedules.CosineAnnealingLR(optimizer, steps - 10)], [10]
+    ),
+}
+
+
+def prepares(kind: str, engine: Engine, steps: Callable[[Any], int], *, batches: int = 60, after: bool = False) -> None:
+    """A schedule over `steps(loader)`, made before the loader is prepared, or after."""
+    model = nn.Linear(8, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loader: Any = DataLoader(vectors(4 * batches), batch_size=4)
+    if after:
+        model, optimizer, loader = engine.prepare(model, optimizer, loader)
+        engine.prepare(SCHEDULES[kind](optimizer, steps(loader)))
+    else:
+        engine.prepare(model, optimizer, loader, SCHEDULES[kind](optimizer, steps(loader)))
+
+
+@pytest.mark.parametrize("kind", SCHEDULES)
+@pytest.mark.parametrize("after", [False, True])
+def test_a_schedule_over_len_of_the_loader_is_refused_where_that_is_not_the_steps(kind: str, after: bool) -> None:
+    with Engine(lanes=2, accumulate=2) as engine:
+        told = rf"the {kind} is made for 180 steps, 3 × len\(loader\), but .* an epoch has 15 steps.*steps_per_epoch"
+        with pytest.raises(ConfigError, match=told):
+            prepares(kind, engine, lambda loader: 3 * len(loader), after=after)
+    told = r"is made for 90 steps, 3 × len\(loader\) / 2, but"
+    with Engine(lanes=2, accumulate=2) as engine, pytest.raises(ConfigError, match=told):
+        prepares(kind, engine, lambda loader: 3 * len(loader) // 2, after=after)
+
+
+@pytest.mark.parametrize("kind", SCHEDULES)
+@pytest.mark.parametrize("after", [False, True])
+def test_a_schedule_over_the_steps_is_taken_before_and_after_prepare(kind: str, after: bool) -> None:
+    for job in ({"lanes": 4}, {"lanes": 2, "accumulate": 2}, {"lanes": 1}):
+        with Engine(**job) as engine:  # 12 epochs of 15 steps are 3 of 60 batches
+            prepares(kind, engine, lambda loader: 12 * engine.steps_per_epoch(loader), after=after)
+        with Engine(**job) as engine:
+            prepares(kind, engine, lambda loader: 123, after=after)
+    with Engine(lanes=1, accumulate=2) as engine:
+        prepares(kind, engine, lambda loader: 3 * len(loader) // 2)
+
+
+def test_a_number_of_steps_that_may_be_chosen_is_only_spoken_of(capsys: pytest.CaptureFixture[str]) -> None:
+    with Engine(lanes=2) as engine:
+        prepares("OneCycleLR", engine, lambda loader: 20, batches=10)
+    assert "the OneCycleLR is made for 20 steps, 2 × len(loader), but" in capsys.readouterr().out
+    with Engine(lanes=2) as engine:
+        prepares("OneCycleLR", engine, lambda loader: 300, after=True)  # by a loop that never asked for len(loader)
+    assert "OneCycleLR" not in capsys.readouterr().out
+
+
+def test_the_steps_of_what_has_none_are_refused() -> None:
+    with Engine() as engine:
+        with pytest.raises(ConfigError, match="takes the loader that trains, prepared or not, not list"):
+            engine.steps_per_epoch([1])
+        with pytest.raises(ConfigError, match="a stream that has no length"):
+            engine.steps_per_epoch(DataLoader(Endless(), batch_size=4))

@@ -154,6 +154,49 @@ def test_evaluation_sees_every_sample_once_in_order(workers: int, samples: int) 
         assert result.value == ([float(i) for i in range(samples)], workers - 1)
 
 
+def sums_by_hand(world: World, *, samples: int, strategy: str, how: str) -> float:
+    """As scripts for DDP do: add up over my batches, then reduce."""
+    with Engine(world=world, lanes=4, strategy=strategy) as engine:
+        model, _, _ = prepared(engine)
+        numbers = torch.arange(1.0, samples + 1).view(-1, 1).expand(-1, 8).contiguous()
+        loader = engine.prepare(DataLoader(TensorDataset(numbers), batch_size=3))
+        total, several = torch.zeros(()), []
+        for (batch,) in loader:
+            with torch.no_grad():
+                model(batch)
+            if how == "asks for shadows" and loader.shadow:
+                continue
+            if how == "reduces in the loop":
+                total += engine.reduce(batch[:, 0].sum())
+            else:
+                total += batch[:, 0].sum()
+            several.append(batch[:, 0])
+        if how == "gathers behind it":
+            rows = torch.cat(several) if several else torch.zeros(0)
+            return float(engine.gather_for_metrics(rows).sum())
+        return float(total if how == "reduces in the loop" else engine.reduce(total))
+
+
+@pytest.mark.parametrize("how", ["reduces behind it", "gathers behind it", "reduces in the loop", "asks for shadows"])
+@pytest.mark.parametrize(("workers", "samples"), [(1, 10), (2, 10), (3, 10), (3, 19), (2, 18)])
+def test_sums_by_hand_count_every_sample_once(workers: int, samples: int, how: str) -> None:
+    for result in run_workers(sums_by_hand, workers, samples=samples, strategy="ddp", how=how):
+        assert result.error is None, result.traceback
+        assert result.value == samples * (samples + 1) / 2
+
+
+@pytest.mark.parametrize(("strategy", "samples"), [("fsdp", 10), ("ddp", 3)], ids=["fsdp", "one round"])
+def test_sums_by_hand_over_batches_that_had_to_be_repeated_are_refused_by_all(strategy: str, samples: int) -> None:
+    for result in run_workers(sums_by_hand, 3, samples=samples, strategy=strategy, how="reduces behind it"):
+        assert result.error is not None
+        assert result.error.startswith("LoopError: the last round of the evaluation has 1 batches for 3 workers")
+        assert result.error.endswith("or leave out batches for which loader.shadow is true")
+    for how in ("reduces in the loop", "asks for shadows"):
+        for result in run_workers(sums_by_hand, 3, samples=samples, strategy=strategy, how=how):
+            assert result.error is None, result.traceback
+            assert result.value == samples * (samples + 1) / 2
+
+
 # -- saving ------------------------------------------------------------------------------------------------------------
 
 

@@ -90,7 +90,8 @@ def train(
             with torch.no_grad():
                 for parameter in model.parameters():
                     parameter.mul_(shrink)
-        schedule = torch.optim.lr_scheduler.OneCycleLR(update, 0.1, total_steps=epochs * len(loader) + 1)
+        total = epochs * engine.steps_per_epoch(loader) * engine.config.accumulate + 1
+        schedule = torch.optim.lr_scheduler.OneCycleLR(update, 0.1, total_steps=total)
         if scheduled:
             engine.prepare(schedule)
         for _ in range(epochs):

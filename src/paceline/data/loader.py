@@ -39,7 +39,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler
 
 from paceline.data.fetching import ItemFetcher, ProcessFetcher
 from paceline.data.global_order import GlobalOrder, Listed, Sequential, Shuffled
-from paceline.data.sharded_sampler import BatchPlan, Cut, ListedPlan, WorkItem, lane_items, work_items
+from paceline.data.sharded_sampler import BatchPlan, Cut, ListedPlan, WorkItem, count_items, lane_items, work_items
 from paceline.data.work_source import Assignment
 from paceline.errors import ConfigError, DataError
 from paceline.world.determinism import drawing_from, mix
@@ -180,6 +180,12 @@ def _digest(*arrays: npt.NDArray[np.int64]) -> str:
     return hashlib.blake2b(b"".join(array.tobytes() for array in arrays), digest_size=12).hexdigest()
 
 
+def steps_of(source: DataLoader[Any], assignment: Assignment) -> int:
+    """Steps in an epoch of a loader that is not prepared yet."""
+    epochs = Epochs(source, assignment)
+    return epochs.of(epochs.first_place(0)).plan.steps
+
+
 def batch_size_of(source: DataLoader[Any], assignment: Assignment) -> int:
     size, wanted = source.batch_size, assignment.global_batch_size
     assert size is not None
@@ -303,6 +309,10 @@ class ShardedLoader:
         return self.steps - self.plan.step_at(self.position)
 
     @property
+    def own_items(self) -> int:
+        return count_items(self.plan, self._assignment.own_lanes)
+
+    @property
     def fetches_ahead(self) -> bool:
         return self._source.num_workers > 0
 
@@ -349,6 +359,10 @@ class ShardedLoader:
         self._place = place
         if place.position >= self.plan.samples_per_epoch:
             self._place = self._epochs.first_place(place.epoch + 1)
+
+    def begin_epoch(self, epoch: int) -> None:
+        self._loops.moved()
+        self._place = self._epochs.first_place(epoch)
 
     def facts(self) -> dict[str, Any]:
         facts = {"order": self._epochs.name, "samples": self._epochs.samples}

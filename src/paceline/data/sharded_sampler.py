@@ -210,6 +210,14 @@ def assigned_items(counts: Mapping[int, int], lanes: Sequence[int]) -> list[Item
     return mine or [ItemKey(min(counts), 0, shadow=True, last_of_lane=True)]
 
 
+def count_items(plan: Cut, lanes: Sequence[int]) -> int:
+    """How many items a worker with these lanes has in an epoch; only the last step may be short."""
+    if plan.steps < 1:
+        return 0
+    last = {lane: len(ranges) for lane, ranges in plan.micro_batches(plan.steps - 1).items()}
+    return (plan.steps - 1) * len(lanes) * plan.accumulate + len(assigned_items(last, lanes))
+
+
 def work_items(
     plan: Cut, order: GlobalOrder, lanes: tuple[int, ...], *, epoch: int, first_step: int
 ) -> Iterator[WorkItem]:

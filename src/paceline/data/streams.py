@@ -106,6 +106,12 @@ class StreamLoader:
     def steps_left(self) -> int | None:
         return None if self.steps is None else max(0, self.steps - self._step)
 
+    @property
+    def own_items(self) -> int | None:
+        """At most."""
+        own = len(self._assignment.own_lanes) * self._assignment.accumulate
+        return None if self.steps is None else self.steps * own
+
     def state_after(self, item: WorkItem | None) -> dict[str, Any]:
         epoch, step, lanes = (self._epoch, self._step, self._lanes) if item is None else self._fetched
         known = self._assignment.own_lanes if self.splits else lanes
@@ -144,6 +150,10 @@ class StreamLoader:
             )
         self._loops.moved()
         self._go_to(state)
+
+    def begin_epoch(self, epoch: int) -> None:
+        self._loops.moved()
+        self._go_to({"epoch": epoch, "step": 0, "lanes": {}})
 
     def _go_to(self, state: Mapping[str, Any]) -> None:
         self._epoch, self._step = state["epoch"], state["step"]

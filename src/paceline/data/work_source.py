@@ -41,6 +41,11 @@ class WorkSource(Protocol):
     def steps_left(self) -> int | None: ...
 
     @property
+    def own_items(self) -> int | None:
+        """Items of this worker in the epoch, where its steps can be known."""
+        ...
+
+    @property
     def digest(self) -> str | None:
         """Of this epoch's order, where it was drawn and might differ between workers."""
         ...
@@ -53,6 +58,10 @@ class WorkSource(Protocol):
     @property
     def takes_places(self) -> bool:
         """Whether `reassign` needs the places of all workers, because each knows those of its own lanes only."""
+        ...
+
+    def begin_epoch(self, epoch: int) -> None:
+        """Go to the first sample of that epoch."""
         ...
 
     def items(self) -> Iterator[tuple[WorkItem, Any]]:

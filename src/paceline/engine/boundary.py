@@ -87,7 +87,8 @@ class Boundary:
         """What every worker says, in rank order."""
         return self.retryable.run(lambda: self._comm.gather_json(value), self._group.start_over)
 
-    def reduced(self, tensor: Tensor, operation: Operation) -> Tensor:
+    def reduced(self, tensor: Tensor, operation: Operation, real: Sequence[int] | None = None) -> Tensor:
+        """Of the workers in `real` (None: of all); the largest and smallest always of all."""
         if operation not in ("sum", "mean", "max", "min"):
             raise ConfigError(f"engine.reduce: operation {operation!r} is not known; choose sum, mean, max or min")
         rows = self._gathered(tensor.detach())
@@ -95,6 +96,7 @@ class Boundary:
             return rows.amax(0)
         if operation == "min":
             return rows.amin(0)
+        rows = rows if real is None else rows[list(real)]
         total = rows[0].clone()
         for row in rows[1:]:
             total += row

@@ -21,27 +21,30 @@ each part of an engine lives:
 from __future__ import annotations
 
 import atexit
+import inspect
 import math
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import wraps
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, overload
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from paceline.checkpoint.weights_file import write_weights
 from paceline.collectives.byte_count import Traffic
 from paceline.collectives.gradient_exchange import Reduction
 from paceline.elastic.faults import arm, tell_hash
 from paceline.engine import activation_checkpointing as recomputing
+from paceline.engine import rules
 from paceline.engine.assembly import Assembly
 from paceline.engine.boundary import Operation, check_boundary
 from paceline.engine.checkpoints import Checkpoints, Saver, WhenBusy
-from paceline.engine.config import (
-    config_of,
-    find_device,
-)
+from paceline.engine.config import MIXED, config_of, find_device, refuse_argument, refuse_name
+from paceline.engine.evaluation import share_of
 from paceline.engine.group import Group
 from paceline.engine.loop import PreparedLoader
 from paceline.engine.one_line_errors import show_our_errors_in_one_line
@@ -50,10 +53,10 @@ from paceline.engine.progress import Bar, Progress
 from paceline.engine.second_opinion import SecondOpinion
 from paceline.engine.step import Timing, TrainStep
 from paceline.engine.stop_signals import StoppedOnRequest, StopSignals
-from paceline.errors import LoopError
+from paceline.errors import ConfigError, LoopError
 from paceline.optim.loss_scale import LossScale, OnNonFinite
 from paceline.optim.offload import OffloadName
-from paceline.optim.precision import Precision
+from paceline.optim.precision import DTYPES, Precision
 from paceline.parameter_server.replay import replay_of
 from paceline.world.checked_values import number, path_of
 from paceline.world.determinism import make_deterministic, mix, seed_everything
@@ -89,8 +92,14 @@ class Engine:
         timeout_s: float = 600.0,
         second_opinion: int | None = None,
         world: World | None = None,
+        mixed_precision: str | None = None,
+        gradient_accumulation_steps: int | None = None,
+        **unknown: Any,
     ) -> None:
+        """The last two are Accelerate's names: "no", "bf16" or "fp16" for `precision`, a number for `accumulate`."""
         show_our_errors_in_one_line()
+        for name in unknown:
+            refuse_argument(name, inspect.signature(type(self)).parameters)
         seat = read_world() if world is None else world
         arm(seat.rank, 0 if seat.elastic is None else seat.elastic.incarnation)
         self.device = find_device(seat, device)
@@ -108,6 +117,8 @@ class Engine:
             bucket_mib=bucket_mib,
             overlap=overlap,
             precision=precision,
+            mixed_precision=mixed_precision,
+            gradient_accumulation_steps=gradient_accumulation_steps,
             loss_scale=loss_scale,
             offload=offload,
             activation_checkpointing=activation_checkpointing,
@@ -149,10 +160,11 @@ class Engine:
     # -- the five lines of a loop ------------------------------------------------------------------------------------
 
     def prepare(self, *objects: Any) -> Any:
-        """Take the model, optimizer, scheduler and training loader, in any order, and hand the same objects back.
+        """Take models, optimizers, schedulers and loaders, in any order, and hand them back in that order.
 
-        A loader given in a call without an optimizer is an evaluation loader. In place of a loader a plain dataset will
-        do where the Engine knows its `global_batch_size`; for training it is shuffled.
+        Of several loaders beside an optimizer the first that shuffles (or has a sampler of its own, or reads a stream)
+        trains, or if none does the first; the others, and all in a call without an optimizer, are for evaluation. In
+        place of a loader a plain dataset will do where the Engine knows its `global_batch_size`.
         """
         out = self._preparation.prepare(objects)
         return out if len(out) > 1 else out[0]
@@ -176,14 +188,33 @@ class Engine:
             raise LoopError("engine.update() got an optimizer that was not given to engine.prepare()")
         loader.run_update(optimizer, loss_fn)
 
-    def clip_grad_norm_(self, max_norm: float) -> float:
+    @overload
+    def clip_grad_norm_(self, max_norm: float, /) -> float: ...
+
+    @overload
+    def clip_grad_norm_(self, *, max_norm: float) -> float: ...
+
+    @overload
+    def clip_grad_norm_(
+        self, parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2.0
+    ) -> Tensor: ...
+
+    def clip_grad_norm_(self, parameters: Any = None, max_norm: Any = None, norm_type: float = 2.0) -> float | Tensor:
         """Clip the gradient of the global batch by its norm; call it between `backward` and `step`. Returns the norm.
 
         On items before the step's last one there is no gradient yet: the norm of the step before is returned.
+        `parameters`, if given as torch wants them, are all that are trained.
         """
-        if max_norm != math.inf:  # which asks for the norm alone, as torch's does
-            max_norm = number("max_norm", max_norm, least=0)
-        return self._training().clip(max_norm)
+        alone = parameters is None or max_norm is None
+        wanted = parameters if max_norm is None else max_norm
+        if wanted != math.inf:  # which asks for the norm alone, as torch's does
+            wanted = number("max_norm", wanted, least=0)
+        if norm_type != 2:
+            raise LoopError(f"engine.clip_grad_norm_(norm_type={norm_type}): the norm is the Euclidean one, 2")
+        if not alone and self.sync_gradients:
+            rules.check_all_are_clipped(parameters, self._objects.optimizers)
+        norm = self._training().clip(wanted)
+        return norm if alone else torch.tensor(norm)
 
     def mean(self, name: str, value: Tensor | float, *, weight: float | None = None) -> None:
         """Collect a value of this item; after the step `engine.means[name]` is its mean over the global batch."""
@@ -255,6 +286,10 @@ class Engine:
         """
         self._objects.shared.append((give, take))
 
+    def steps_per_epoch(self, loader: Any) -> int:
+        """Of a DataLoader for training, prepared or not: what a schedule is made from, at any number of workers."""
+        return self._preparation.steps_per_epoch(loader)
+
     def progress(self, loader: Any, *, total: int | None = None) -> Progress:
         """The loader with a progress line; `total` in steps."""
         if total is None and isinstance(loader, PreparedLoader):
@@ -284,20 +319,25 @@ class Engine:
         """Print once, not once per worker."""
         self._group.print(*values, **options)
 
-    def reduce(self, tensor: Tensor, operation: Operation = "mean") -> Tensor:
-        """Combine one tensor of each worker, in rank order, at a step boundary."""
+    def reduce(self, values: Any, reduction: Operation = "sum") -> Any:
+        """Combine a tensor (or each in a list, tuple or dict) of all workers, in rank order, at a step boundary."""
         check_boundary(self._objects.step, "reduce")
-        return self._between.reduce(tensor, operation)
+        return self._between.reduce(values, reduction)
 
     def gather_for_metrics(self, values: Any) -> Any:
         """All workers' results of this round of an evaluation loader, every sample once, in the dataset's order."""
         check_boundary(self._objects.step, "gather_for_metrics")
         return self._between.gather_rows(values)
 
+    def gather(self, values: Any) -> Any:
+        """The rows of all workers, one worker's after another's; over an evaluation loader `gather_for_metrics`."""
+        check_boundary(self._objects.step, "gather")
+        return self._between.gather_rows(values)
+
     def barrier(self) -> None:
         """No worker goes on before all are here; nor, up to `prepare` of what is trained, before all servers are."""
         check_boundary(self._objects.step, "barrier")
-        self._between.boundary.barrier(with_servers=self._objects.step is None)
+        self._between.barrier()
 
     def weights_hash(self) -> str:
         """`sha256:…` of parameters and persistent buffers; raises if the workers don't agree."""
@@ -348,6 +388,112 @@ class Engine:
             when_busy=when_busy,
         )
 
+    # -- what scripts for Accelerate call ----------------------------------------------------------------------------
+
+    wait_for_everyone = barrier
+
+    @property
+    def num_processes(self) -> int:
+        """Workers, now. The samples of a step depend on lanes instead, `engine.config.lanes`."""
+        return self._group.among.size
+
+    @property
+    def process_index(self) -> int:
+        return self._group.among.rank
+
+    @property
+    def local_process_index(self) -> int:
+        return self._group.among.local_rank
+
+    @property
+    def is_local_main_process(self) -> bool:
+        """The first worker of its host."""
+        return self._group.among.local_rank == 0
+
+    @property
+    def is_last_process(self) -> bool:
+        return self._group.among.rank == self._group.among.size - 1
+
+    @property
+    def mixed_precision(self) -> str:
+        return next(there for there, here in MIXED.items() if here == self.config.precision.parameters)
+
+    @property
+    def gradient_accumulation_steps(self) -> int:
+        return self.config.accumulate
+
+    @property
+    def sync_gradients(self) -> bool:
+        """Whether the item that the loop has is this worker's last of the step, with which the optimizer acts."""
+        item = None if self._objects.step is None else self._objects.step.item
+        return item is None or item.last_of_step
+
+    @contextmanager
+    def accumulate(self, *models: nn.Module) -> Iterator[None]:
+        """One micro-batch. The loop adds them up by itself; `Engine(gradient_accumulation_steps=k)` says how many."""
+        self._training()
+        yield
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        """For what is computed outside the prepared models, which do this by themselves: torch's autocast."""
+        low = DTYPES[self.config.precision.parameters]
+        return nullcontext() if low == torch.float32 else torch.autocast(self.device.type, low)
+
+    def main_process_first(self) -> AbstractContextManager[None]:
+        """`with` it, the other workers do what is inside when the main one has done it, as to find its cache."""
+        check_boundary(self._objects.step, "main_process_first")
+        return self._between.goes_first(self.is_main_process)
+
+    def local_main_process_first(self) -> AbstractContextManager[None]:
+        """Likewise, the first worker of every host before the others."""
+        check_boundary(self._objects.step, "local_main_process_first")
+        return self._between.goes_first(self.is_local_main_process)
+
+    def on_main_process(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Decorates what one worker alone does; on the others it returns None."""
+        return wraps(function)(lambda *args, **named: function(*args, **named) if self.is_main_process else None)
+
+    def on_local_main_process(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Decorates what one worker of every host does."""
+        return wraps(function)(lambda *args, **named: function(*args, **named) if self.is_local_main_process else None)
+
+    @contextmanager
+    def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:
+        """This worker's part of `inputs`, as for inference; with padding all parts are equally long."""
+        yield share_of(inputs, self.process_index, self.num_processes, pad=apply_padding)
+
+    def unwrap_model(self, model: nn.Module, **_: bool) -> nn.Module:
+        """The model: `prepare` wraps nothing. Whole weights, whatever the strategy, are `get_state_dict(model)`."""
+        return model
+
+    def get_state_dict(self, model: nn.Module) -> dict[str, Tensor]:
+        """Whole weights and buffers of one model by name, on the host; all workers call it and get them."""
+        check_boundary(self._objects.step, "get_state_dict")
+        return self._between.full_state([model])
+
+    def save_model(self, model: nn.Module, save_directory: str | Path) -> None:
+        """`save_directory/model.safetensors`, whole, whatever the strategy; all workers call it."""
+        check_boundary(self._objects.step, "save_model")
+        weights, folder = self._between.full_state([model]), path_of("save_directory", save_directory)
+        if self.is_main_process:
+            write_weights(folder / "model.safetensors", weights)
+        self._between.boundary.barrier()
+
+    def save(self, thing: Any, file: str | Path) -> None:
+        """`torch.save` by one worker."""
+        if self.is_main_process:
+            torch.save(thing, path_of("file", file))
+
+    def register_for_checkpointing(self, *things: Any) -> None:
+        """What has `state_dict()` and `load_state_dict()` is saved and loaded with the job, and given to joiners."""
+        for thing in things:
+            if not (callable(getattr(thing, "state_dict", None)) and callable(getattr(thing, "load_state_dict", None))):
+                raise ConfigError(
+                    f"engine.register_for_checkpointing() got a {type(thing).__name__}, without state_dict() and "
+                    "load_state_dict(); give engine.checkpoints(…).save(extra=…) plain values"
+                )
+        self._objects.registered += things
+
     def close(self) -> None:
         """Leave the job: threads, hooks, group and control connection end. Called at exit by itself."""
         if self._closed:
@@ -365,6 +511,15 @@ class Engine:
         self._saver.finish()
         self._objects.close()
         group.close()
+
+    end_training = close
+
+    if not TYPE_CHECKING:  # which tells the names that there are by itself
+
+        def __getattr__(self, name: str) -> Any:
+            if name.startswith("_") or hasattr(type(self), name):  # a part that is not made yet; a property that raised
+                return object.__getattribute__(self, name)
+            return refuse_name(name, dir(self))
 
     def _at_boundary(self, operation: str) -> bool:
         """All workers are between two steps, with the newest weights; False: nothing is saved here.

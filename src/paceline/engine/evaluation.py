@@ -3,10 +3,15 @@
     batches    0 1 2 | 3 4 5 | 6 · ·          3 workers take one batch each per round
     worker     0 1 2   0 1 2   0 1 2          a worker with none left repeats the first batch as a *shadow*
 
-All workers run the same number of rounds, so `gather_for_metrics` may be called in the loop body; it drops the shadows
-and returns the round's results in the dataset's order. Batches have the same samples whatever the number of workers,
-and the same random numbers, in fetching and in the loop's body: those of their first sample.
+All workers run the same number of rounds, so `gather_for_metrics` and `reduce` may be called in the loop body; they
+leave the shadows out, and rows come in the dataset's order. Batches have the same samples whatever the number of
+workers, and the same random numbers, in fetching and in the loop's body: those of their first sample.
 A stream is read whole by every worker, which keeps its batch of each round.
+
+A body that calls no collective adds up by hand, over its own batches, and reduces after the loop. There a shadow would
+count twice, so none is handed out: the worker's loop is over one round earlier. That is known after a body has run, and
+can't be done where forward itself needs all workers (weights in shards); otherwise the first collective after the loop
+raises, unless the body has asked for `loader.shadow`.
 
 When a worker is lost, the others go on with the round that not all of them have gathered, dealt anew:
 
@@ -39,7 +44,7 @@ from torch.utils.data import DataLoader, IterableDataset, SequentialSampler
 
 from paceline.data.fetching import to_device
 from paceline.data.loader import check_assignable, is_plain_shuffle
-from paceline.errors import ConfigError
+from paceline.errors import ConfigError, LoopError
 from paceline.world.determinism import drawing_from, mix, seed_everything
 from paceline.world.world import World
 
@@ -53,6 +58,7 @@ class _Round:
     first: int  # its first batch
     real: int  # how many workers hold a real one
     gathered: int = 0  # how many calls of its body were
+    met: bool = False  # its body has called a collective
     void: bool = False  # it is begun again
 
 
@@ -100,7 +106,9 @@ class EvaluationLoader:
         on_start: Callable[[], None],
         on_end: Callable[[], None] = lambda: None,
         count: EvaluationCount | None = None,
+        needs_all: Callable[[], bool] = lambda: False,
     ) -> None:
+        """`needs_all`: forward is a collective, so that no worker may leave a round out."""
         check_assignable(source)
         self._seed, self._timeout_s, self._on_start, self._on_end = seed, timeout_s, on_start, on_end
         self._source = source
@@ -109,6 +117,9 @@ class EvaluationLoader:
         self._stream = isinstance(source.dataset, IterableDataset)
         if self._stream and source.batch_size is None:
             raise ConfigError("an evaluation over a stream needs batch_size=: its batches are dealt to the workers")
+        self._needs_all = needs_all
+        self._meets = self._asks_for_shadow = False  # the bodies of this evaluation
+        self._repeated: str | None = None  # what was handed out twice in the last one, and not left out
         self._kept: DataLoader[Any] | None = None
         self._dealt = _Dealt()
         self._count = EvaluationCount() if count is None else count
@@ -132,8 +143,32 @@ class EvaluationLoader:
         """What is left of this round's body must not communicate: others are somewhere else in it."""
         return self._round is not None and self._round.void
 
+    @property
+    def real_workers(self) -> range | None:
+        """Those with a real batch in this round; None outside of one."""
+        return None if self._round is None else range(self._round.real)
+
+    @property
+    def shadow(self) -> bool:
+        """Whether the batch that this worker has now is another one's, handed out because it has none left."""
+        self._asks_for_shadow = True
+        return self._round is not None and self._world.rank >= self._round.real
+
+    def meets(self) -> bool:
+        """The script calls a collective of all workers: whether it does so in the body of a round."""
+        if self._round is not None:
+            self._meets = self._round.met = True
+        return self._round is not None
+
+    def check_counted_once(self) -> None:
+        """Before a collective behind the loop, which may be about what the body has added up."""
+        text, self._repeated = self._repeated, None
+        if text is not None:
+            raise LoopError(text)
+
     def confirmed(self) -> None:
         """A gather of this round has succeeded: this worker has the rows of `real_rows`."""
+        self.meets()
         if self._round is not None and not self._round.void:
             call, end = self._round.gathered, self._round.first + self._round.real
             self._had[call] = max(self._had.get(call, 0), end)
@@ -204,6 +239,8 @@ class EvaluationLoader:
     def __iter__(self) -> Iterator[Any]:
         self._on_start()
         self._begin()
+        self._meets = self._asks_for_shadow = False
+        self._repeated = None
         self._count.begun += 1
         self.number, self.under_way = self._count.begun, True
         try:
@@ -219,15 +256,32 @@ class EvaluationLoader:
         self._changed, self._again_from = False, None
         with closing(self._rounds(first)) as rounds:
             for real, batch in rounds:
+                has_shadows = real < self._world.size
+                by_hand = not (self._meets or self._asks_for_shadow) and self._rounds_run > 0
+                if has_shadows and by_hand and not self._needs_all() and self._world.rank >= real:
+                    break
                 self._rounds_run += 1
                 self._round = _Round(first, real)
                 seed_everything(self._seed_of(first + self._world.rank), self._device)
                 yield to_device(batch, self._device)
                 if self._changed:
                     return
+                if has_shadows and not self._round.met and (not by_hand or self._needs_all()):
+                    self._note_shadows(real)
                 first += real
                 self._confirmed_to = first if self._round.gathered else self._confirmed_to
         self._on_end()
+
+    def _note_shadows(self, real: int) -> None:
+        """They were handed out, and the body met no other worker: it may have counted them."""
+        if not self._asks_for_shadow:
+            size = self._world.size
+            self._repeated = (
+                f"the last round of the evaluation has {real} batches for {size} workers, so {size - real} of them got "
+                "the first batch again, and nothing was gathered there: sums over batches count it twice. Call "
+                "engine.gather_for_metrics(values) or engine.reduce(values) inside the loop, or leave out batches for "
+                "which loader.shadow is true"
+            )
 
     def _seed_of(self, batch: int) -> int:
         return mix(self._seed, "evaluation", batch)
@@ -331,6 +385,14 @@ def _as_it_is(batch: Any) -> Any:
     return batch
 
 
+def note_collective(loaders: Sequence[EvaluationLoader]) -> None:
+    """The script is about to call a collective of all workers, in the body of an evaluation or outside."""
+    in_a_body = [loader.meets() for loader in loaders]
+    if not any(in_a_body):
+        for loader in loaders:
+            loader.check_counted_once()
+
+
 def no_rows(values: Any) -> Any:
     """What a gather returns in a round that begins again: `values` without rows."""
     if isinstance(values, dict):
@@ -348,3 +410,22 @@ def padded_rows(tensor: Tensor, rows: int) -> Tensor:
     out = torch.zeros((rows, *tensor.shape[1:]), dtype=tensor.dtype, device=tensor.device)
     out[: tensor.shape[0]] = tensor
     return out
+
+
+def share_of(inputs: Any, rank: int, size: int, *, pad: bool = False) -> Any:
+    """A worker's part of a list, tuple or tensor, or of each in a dict: neighbours, the first workers get one more.
+
+    With `pad` all parts are equally long, the last input repeated.
+    """
+    if isinstance(inputs, dict):
+        lengths = {name: len(values) for name, values in inputs.items()}
+        if len(set(lengths.values())) > 1:
+            raise ConfigError(f"split_between_processes: the values of a dict have different lengths: {lengths}")
+        return {name: share_of(values, rank, size, pad=pad) for name, values in inputs.items()}
+    each, longer = divmod(len(inputs), size)
+    first = rank * each + min(rank, longer)
+    part = inputs[first : first + each + (rank < longer)]
+    if not pad or not longer or rank < longer:
+        return part
+    last = inputs[-1:]
+    return torch.cat([part, last]) if isinstance(inputs, Tensor) else part + last

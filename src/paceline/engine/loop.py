@@ -14,6 +14,7 @@ on any number of workers. What does not count when the workers change is handed 
 from __future__ import annotations
 
 import types
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,7 @@ from paceline.engine.sources import check_same_order
 from paceline.engine.step import TrainStep
 from paceline.engine.stop_signals import StopSignals
 from paceline.errors import GenerationEnded, LoopError
+from paceline.world.checked_values import whole_number
 from paceline.world.determinism import mix, seed_everything
 
 
@@ -50,14 +52,20 @@ class PreparedLoader:
         boundary: Boundary,
         stops: StopSignals,
         record_folder: Path | None,
+        begun_elsewhere: Callable[[], bool] = lambda: False,
     ) -> None:
-        """`record_folder`: of the samples used, if they are to be on record."""
+        """`record_folder`: of the samples used, if they are to be on record.
+
+        `begun_elsewhere`: whether what is trained has been trained before, as the script loaded it by itself.
+        """
         self.source = source
         self._step, self._config, self._group, self._boundary, self._stops = step, config, group, boundary, stops
         self._items: Prefetch | None = None
         self._waited_s = 0.0  # before this step
         self._step_items: list[tuple[WorkItem, Any]] = []
         self.in_loop = self.left_early = False
+        self._begun_elsewhere, self._epoch_is_set = begun_elsewhere, False
+        self.was_measured = False  # by len(): what is made from that counts items
         self._record_folder = record_folder
         self._record: SampleLog | None = None
         self._handed_out: list[WorkItem] = []  # of the step that is under way, for the record
@@ -77,11 +85,24 @@ class PreparedLoader:
         """Samples of this epoch that committed steps have used."""
         return self.source.position
 
+    def set_epoch(self, epoch: int) -> None:
+        """Begin that epoch with the next loop, where the place is in another; all workers call it, between loops.
+
+        Epochs advance by themselves: it is for a loop that begins elsewhere than at 0, or that leaves epochs early.
+        """
+        epoch = whole_number("set_epoch: epoch", epoch)
+        if self._items is not None:
+            raise LoopError(f"loader.set_epoch({epoch}) belongs before `for batch in loader`, not inside it")
+        self._epoch_is_set = True
+        if self._group.recovery.admitted and epoch != self.source.epoch:  # who joins gets the place of the others
+            self.source.begin_epoch(epoch)
+
     def __len__(self) -> int:
-        """Micro-batches per lane and epoch, the same at any number of workers; the last step counts in full."""
-        if self.source.steps is None:
+        """How often the loop's body runs in a whole epoch, on this worker; `engine.steps_per_epoch` counts steps."""
+        self.was_measured = True
+        if (items := self.source.own_items) is None:
             raise TypeError(f"a {type(self.dataset).__name__} without __len__ gives a loader without length")
-        return self.source.steps * self._step.accumulate
+        return items
 
     # -- the loop ----------------------------------------------------------------------------------------------------
 
@@ -253,6 +274,13 @@ class PreparedLoader:
         if not self._stops.enter_loop(boundary.told):
             return False
         self.in_loop = True
+        if not (self._step.rounds or self.source.epoch or self._epoch_is_set) and self._begun_elsewhere():
+            warnings.warn(
+                "the optimizer or scheduler has made steps before this job, but the data begin with epoch 0, whose "
+                "samples and random numbers come again; call loader.set_epoch(epoch) before the loop, or go on with "
+                "engine.save_state() and engine.load_state()",
+                stacklevel=3,
+            )
         if self.source.digest is not None:
             check_same_order(boundary.told(self.source.digest))
         self._tell_phase("training")

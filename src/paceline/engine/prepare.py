@@ -3,22 +3,28 @@
 model        ─► on its device, the same weights everywhere
 optimizer    ─► with the models: a strategy, a TrainStep; its `step()` acts once per step
 scheduler    ─► follows the optimizer
-DataLoader   ─► beside an optimizer: work items of this worker's lanes; by itself: an evaluation loader
+DataLoader   ─► beside an optimizer: work items of this worker's lanes; by itself, or as a second one: for evaluation
+
+Of several loaders beside an optimizer one trains: the first that is not in its dataset's plain order, or if all are so
+the first. Whoever shuffles an evaluation gives it after the training data, as everybody does.
 
 `PreparedObjects` are what was handed over, `BetweenSteps` is what all workers do with it together at a step boundary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset, IterableDataset, SequentialSampler
 
+from paceline.data.loader import steps_of
 from paceline.data.work_source import Assignment, WorkSource
 from paceline.elastic.memory_checkpoint.shard_checksum import ShardChecksum
 from paceline.engine import activation_checkpointing as recomputing
@@ -27,7 +33,7 @@ from paceline.engine.boundary import Boundary, Operation
 from paceline.engine.checkpoints import Surroundings
 from paceline.engine.config import EngineConfig, counted
 from paceline.engine.default_group import check_batch_norms
-from paceline.engine.evaluation import EvaluationCount, EvaluationLoader, no_rows
+from paceline.engine.evaluation import EvaluationCount, EvaluationLoader, no_rows, note_collective
 from paceline.engine.facts import chosen_by_script, facts_of_process, job_facts
 from paceline.engine.group import Group
 from paceline.engine.loop import PreparedLoader, is_scheduler, let_optimizer_act_once, let_scheduler_follow
@@ -40,8 +46,9 @@ from paceline.engine.replicas import (
     parameter_names,
     weights_hash,
 )
+from paceline.engine.rules import NO_COINCIDENCE, has_history, told_of_schedule
 from paceline.engine.second_opinion import ComparedPasses, SecondOpinion, check_second_opinion
-from paceline.engine.sources import as_loader, check_same_data, facts_of_data, make_source
+from paceline.engine.sources import as_loader, check_same_data, facts_of_data, length_of, make_source
 from paceline.engine.state import JobState
 from paceline.engine.step import OnePass, TrainStep
 from paceline.engine.stop_signals import StopSignals
@@ -64,6 +71,9 @@ class PreparedObjects:
     evaluation_count: EvaluationCount = field(default_factory=EvaluationCount)
     recomputed: Recomputed | None = None
     shared: list[tuple[Callable[[], Any], Callable[[Any], None]]] = field(default_factory=list)  # with joiners
+    has_history: bool = False  # the optimizers were given with a state
+    steps_were_asked: bool = False  # of an epoch: schedules are made from them
+    registered: list[Any] = field(default_factory=list)  # saved and loaded with these
 
     def training(self) -> TrainStep:
         if self.step is None:
@@ -92,16 +102,26 @@ class BetweenSteps:
         """Updates that are under way end, and the model holds the newest weights."""
         self.boundary.drain(self._objects.step)
 
-    def reduce(self, tensor: Tensor, operation: Operation) -> Tensor:
-        evaluation = self._evaluation_round()
+    def reduce(self, values: Any, operation: Operation) -> Any:
+        if isinstance(values, dict):
+            return {key: self.reduce(value, operation) for key, value in values.items()}
+        if isinstance(values, list | tuple):
+            return type(values)(self.reduce(value, operation) for value in values)
+        tensor, evaluation = torch.as_tensor(values, device=self._group.device), self._evaluation_round()
+        note_collective(self._group.evaluations)
         if evaluation is None:
             return self.boundary.reduced(tensor, operation)
-        return self.boundary.in_round(
-            lambda: tensor.detach() if evaluation.void else self.boundary.reduced(tensor, operation), tensor.detach
-        )
+
+        def reduce() -> Tensor:
+            if evaluation.void:
+                return tensor.detach()
+            return self.boundary.reduced(tensor, operation, evaluation.real_workers)
+
+        return self.boundary.in_round(reduce, tensor.detach)
 
     def gather_rows(self, values: Any) -> Any:
         evaluation = self._evaluation_round()
+        note_collective(self._group.evaluations)
         if evaluation is None:
             return self.boundary.gathered_rows(values, None)
 
@@ -117,6 +137,11 @@ class BetweenSteps:
     def _evaluation_round(self) -> EvaluationLoader | None:
         return next((loader for loader in self._group.evaluations if loader.real_rows is not None), None)
 
+    def barrier(self) -> None:
+        for loader in self._group.evaluations:
+            loader.meets()
+        self.boundary.barrier(with_servers=self._objects.step is None)
+
     def end_evaluation(self) -> None:
         """None leaves an evaluation that another has to run a round of again."""
         if self._group.recovery.is_elastic:
@@ -130,15 +155,30 @@ class BetweenSteps:
             raise ReplicaError(f"the workers' weights differ: {dict(enumerate(hashes))}")
         return mine
 
-    def full_state(self) -> dict[str, Tensor]:
+    def full_state(self, models: Sequence[nn.Module] | None = None) -> dict[str, Tensor]:
+        """Of these models, or of all; tied weights are one tensor."""
         self.drain()
         objects = self._objects
 
         def everything() -> dict[str, Tensor]:
-            named = named_state(objects.models)
-            return {name: objects.full_tensor(value).to("cpu", copy=True) for name, value in named.items()}
+            known: dict[int, Tensor] = {}
+            named = named_state(objects.models if models is None else models)
+            for value in named.values():
+                if id(value) not in known:
+                    known[id(value)] = objects.full_tensor(value).to("cpu", copy=True)
+            return {name: known[id(value)] for name, value in named.items()}
 
         return self.boundary.alike(everything)
+
+    @contextmanager
+    def goes_first(self, first: bool) -> Iterator[None]:
+        """The others come to what is inside when those that are `first` have done it."""
+        meets_servers = self._objects.step is None
+        if not first:
+            self.boundary.barrier(with_servers=meets_servers)
+        yield
+        if first:
+            self.boundary.barrier(with_servers=meets_servers)
 
     # -- for those who save ------------------------------------------------------------------------------------------
 
@@ -147,8 +187,8 @@ class BetweenSteps:
 
     def job_state(self) -> JobState:
         objects, step = self._objects, self._objects.training()
-        trained = (objects.models, objects.optimizers, objects.schedulers)
-        return JobState(*trained, step, objects.loader, objects.shared, self.job_facts, self._config.seed)
+        trained, seed = (objects.models, objects.optimizers, objects.schedulers), self._config.seed
+        return JobState(*trained, step, objects.loader, objects.shared, objects.registered, self.job_facts, seed)
 
     def job_facts(self) -> dict[str, Any]:
         loader = self._objects.loader
@@ -171,19 +211,18 @@ class Preparation:
         self._stops, self._opinion, self._replay, self._record_folder = stops, opinion, replay, record_folder
 
     def prepare(self, objects: tuple[Any, ...]) -> tuple[Any, ...]:
-        training = any(isinstance(thing, Optimizer) for thing in objects)
-        objects = tuple(as_loader(thing, self._config, shuffle=training) for thing in objects)
-        loaders = [thing for thing in objects if isinstance(thing, DataLoader)]
-        if training and len(loaders) > 1:
-            raise ConfigError(
-                f"prepare() got {len(loaders)} loaders beside an optimizer and can't tell which one trains; give the "
-                "training loader here and the others in a prepare() call of their own"
-            )
+        trains = any(isinstance(thing, Optimizer) for thing in objects)
+        place = _place_of_training_data(objects) if trains else None
+        objects = tuple(as_loader(thing, self._config, shuffle=at == place) for at, thing in enumerate(objects))
         for thing in objects:
             self._adopt(thing)
-        if training:
+        if trains:
             self._start_training()
-        return tuple(self._prepared(thing, training) for thing in objects)
+        loaders = [at for at, thing in enumerate(objects) if isinstance(thing, DataLoader)]
+        which = ""
+        if place is not None and len(loaders) > 1:
+            which = f" (in loader {loaders.index(place) + 1} of {len(loaders)})"
+        return tuple(self._prepared(thing, which if at == place else None) for at, thing in enumerate(objects))
 
     def _adopt(self, thing: Any) -> None:
         own = self._objects
@@ -195,6 +234,9 @@ class Preparation:
             own.schedulers.append(thing)
             if own.step is not None:  # made from a prepared optimizer, as a schedule over len(loader) must be
                 check_belong_together(own.models, own.optimizers, [thing])
+                if own.loader is not None and own.loader.was_measured:
+                    counted = "the items of this worker's loop"
+                    self._check_schedules([thing], own.loader, own.loader.source.steps, counted)
                 let_scheduler_follow(thing, own.step)
         elif not isinstance(thing, DataLoader):
             raise ConfigError(
@@ -212,6 +254,7 @@ class Preparation:
             raise ConfigError("engine.prepare() got an optimizer but no model; give both in one call")
         check_belong_together(own.models, own.optimizers, own.schedulers)
         check_batch_norms(own.models, config.reduction)
+        own.has_history = has_history(own.optimizers, [])  # a sharded strategy takes the state elsewhere
         self._fill_models()
         check_same_models(group.comm, own.models)
         check_memory(config, group.world, group.comm, group.device, own.optimizers, group.client)
@@ -287,10 +330,11 @@ class Preparation:
 
     # -- loaders -----------------------------------------------------------------------------------------------------
 
-    def _prepared(self, thing: Any, training: bool) -> Any:
+    def _prepared(self, thing: Any, which: str | None) -> Any:
+        """`which`: of the loader that trains, what to say about it."""
         if not isinstance(thing, DataLoader):
             return thing
-        return self._training_loader(thing) if training else self._evaluation_loader(thing)
+        return self._evaluation_loader(thing) if which is None else self._training_loader(thing, which)
 
     def _evaluation_loader(self, loader: DataLoader[Any]) -> EvaluationLoader:
         if (
@@ -307,29 +351,63 @@ class Preparation:
                 on_start=self._between.drain,
                 on_end=self._between.end_evaluation,
                 count=self._objects.evaluation_count,
+                # Strategies that fill a model from the meta device are those that gather weights in forward.
+                needs_all=lambda: self._objects.step is not None and self._config.strategy.entry.fills_meta,
             )
         )
         return self._group.evaluations[-1]
 
-    def _training_loader(self, loader: DataLoader[Any]) -> PreparedLoader:
+    def _training_loader(self, loader: DataLoader[Any], which: str) -> PreparedLoader:
         step, config, group = self._objects.training(), self._config, self._group
-        assignment = Assignment(
-            config.lanes,
-            config.accumulate,
-            step.assignment[group.world.rank],
-            config.seed,
-            config.global_batch_size,
-            config.timeout_s,
-        )
-        source = self._replayed(make_source(loader, assignment, lambda: group.comm, step), step)
+        source = self._replayed(make_source(loader, self._assignment(), lambda: group.comm, step), step)
         self._compare(loader)
+        counted = "batches, of which a step takes one for each lane and micro-batch"
+        self._check_schedules(self._objects.schedulers, loader, source.steps, counted)
         if self._opinion is not None:
             check_second_opinion(config, source)
-        self._objects.loader = PreparedLoader(
-            source, step, config, group, self._between.boundary, self._stops, self._record_folder
-        )
-        group.print(self._described(source))
-        return self._objects.loader
+        own = self._objects
+        own.loader = PreparedLoader(
+            source, step, config, group, self._between.boundary, self._stops, self._record_folder,
+            begun_elsewhere=lambda: own.has_history or has_history(own.optimizers, own.schedulers),
+        )  # fmt: skip
+        group.print(self._described(source) + which)
+        return own.loader
+
+    def _assignment(self) -> Assignment:
+        config, step = self._config, self._objects.step
+        world = self._group.world
+        own = (config.strategy.assign_lanes(config.lanes, world.size) if step is None else step.assignment)[world.rank]
+        return Assignment(config.lanes, config.accumulate, own, config.seed, config.global_batch_size, config.timeout_s)
+
+    def steps_per_epoch(self, loader: Any) -> int:
+        self._objects.steps_were_asked = True
+        if not isinstance(loader, DataLoader | PreparedLoader):
+            raise ConfigError(
+                f"engine.steps_per_epoch() takes the loader that trains, prepared or not, not {type(loader).__name__}"
+            )
+        if isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset):
+            return steps_of(loader, self._assignment())
+        steps = loader.source.steps if isinstance(loader, PreparedLoader) else None
+        if steps is None:
+            raise ConfigError(
+                "engine.steps_per_epoch() can't know the steps of a stream that has no length or is not prepared yet; "
+                "make the schedule over a number of steps that you choose"
+            )
+        return steps
+
+    def _check_schedules(self, schedulers: Sequence[Any], loader: Any, steps: int | None, counted: str) -> None:
+        """That none was made over len(loader), where this is not the number of steps.
+
+        In a short epoch it may be a coincidence, and is only said.
+        """
+        if steps is None or self._objects.steps_were_asked or (length := length_of(loader)) is None:
+            return
+        for scheduler in schedulers:
+            text = told_of_schedule(scheduler, length, steps, self._config.accumulate, counted)
+            if text is not None and length >= NO_COINCIDENCE:
+                raise ConfigError(text)
+            if text is not None:
+                self._group.print(f"paceline: {text}")
 
     def _compare(self, loader: DataLoader[Any]) -> None:
         """Whether every worker was given the same; found by what it leads to, the difference has cost an epoch."""
@@ -357,3 +435,13 @@ class Preparation:
             f"{config.backend if world.size > 1 else 'no'} communication · {self._group.device.type}"
             f"{' in ' + str(config.precision) if config.precision != Precision() else ''} · {amount}"
         )
+
+
+def _place_of_training_data(objects: Sequence[Any]) -> int | None:
+    """Of the loader or dataset that trains, among what `prepare` was given with an optimizer."""
+    data = [at for at, thing in enumerate(objects) if isinstance(thing, DataLoader | Dataset)]
+    return next((at for at in data if not _in_plain_order(objects[at])), data[0] if data else None)
+
+
+def _in_plain_order(thing: Any) -> bool:
+    return isinstance(thing, DataLoader) and thing.batch_size is not None and type(thing.sampler) is SequentialSampler

@@ -94,6 +94,10 @@ class ReplayingSource:
         return self._source.steps_left
 
     @property
+    def own_items(self) -> int:
+        return self._source.own_items
+
+    @property
     def digest(self) -> str | None:
         return self._source.digest
 
@@ -116,6 +120,9 @@ class ReplayingSource:
 
     def restore(self, state: Mapping[str, Any], *, changed: frozenset[str] = frozenset()) -> None:
         self._source.restore(state, changed=changed)
+
+    def begin_epoch(self, epoch: int) -> None:
+        self._source.begin_epoch(epoch)
 
     def facts(self) -> dict[str, Any]:
         return self._source.facts()

@@ -150,6 +150,13 @@ def must_leave_out(reports: Sequence[LaneReport], rule: OnNonFinite, step: int, 
     return True
 
 
+def has_history(optimizers: Sequence[Optimizer], schedulers: Sequence[Any]) -> bool:
+    """Whether they have made steps, as far as their states tell; Adagrad has one from the start, of no steps."""
+    states = [state for optimizer in optimizers for state in optimizer.state.values() if isinstance(state, dict)]
+    stepped = any(state["step"] > 0 if "step" in state else len(state) for state in states)
+    return stepped or any(getattr(scheduler, "last_epoch", 0) > 0 for scheduler in schedulers)
+
+
 def learning_rates(optimizers: Sequence[Optimizer]) -> list[float]:
     return [float(group["lr"]) for o in optimizers for group in o.param_groups if "lr" in group]
 
@@ -161,6 +168,50 @@ def check_learning_rates(before: Sequence[float], now: Sequence[float], step: in
             "the body runs once per item, not once per step. Hand the scheduler to engine.prepare(), or change the "
             "rate only when engine.stepped is true"
         )
+
+
+def length_of_schedule(scheduler: Any) -> int | None:
+    """In steps, of a schedule that has an end, where torch or transformers tell it."""
+    match type(scheduler).__name__:
+        case "OneCycleLR":
+            return int(scheduler.total_steps)
+        case "CosineAnnealingLR":
+            return int(scheduler.T_max)
+        case "LinearLR" | "PolynomialLR" if scheduler.total_iters != 5:  # unless nobody has said how long
+            return int(scheduler.total_iters)
+        case "SequentialLR":
+            last = length_of_schedule(scheduler._schedulers[-1])
+            return None if last is None else int(scheduler._milestones[-1]) + last
+        case "LambdaLR":
+            told = [getattr(factor, "keywords", {}).get("num_training_steps") for factor in scheduler.lr_lambdas]
+            return next((int(steps) for steps in told if steps is not None), None)
+    return None
+
+
+NO_COINCIDENCE = 50
+"""Batches in an epoch from which on a multiple of them is no number of steps that somebody has just chosen."""
+
+
+def told_of_schedule(scheduler: Any, length: int, steps: int, accumulate: int, counted: str) -> str | None:
+    """Of a schedule over as many steps as there are batches: lanes and micro-batches take several of them in one step.
+
+    `length` of the loader is what the script saw; `counted` says what that counts.
+    """
+    whole = length_of_schedule(scheduler)
+    if whole is None or whole < 1:
+        return None
+    for parts in {1, accumulate}:
+        for epochs in {whole * parts // length, -(-whole * parts // length)}:
+            as_batches = (length * epochs // parts, length // parts * epochs, -(-length // parts) * epochs)
+            if epochs >= 1 and whole in as_batches and whole != steps * epochs:
+                seen = "len(loader)" + (f" / {parts}" if parts > 1 else "")
+                return (
+                    f"the {type(scheduler).__name__} is made for {whole} steps, {epochs} × {seen}, but len(loader) "
+                    f"counts {counted}, and an epoch has {steps} steps: it would not end with the training. Write "
+                    f"engine.steps_per_epoch(loader) for {seen}, the same at any number of workers; if {whole} steps "
+                    "are meant, give the scheduler to a prepare() of its own after the loader's"
+                )
+    return None
 
 
 def gradient_versions(parameters: Sequence[Parameter]) -> list[tuple[Parameter, int]]:
@@ -175,6 +226,18 @@ def check_gradients_untouched(versions: Sequence[tuple[Parameter, int]], name_of
                 "engine.backward() and optimizer.step(); torch's clip_grad_norm_ and edits of .grad see only some "
                 "items of a step. Use engine.clip_grad_norm_(max_norm)"
             )
+
+
+def check_all_are_clipped(given: Any, optimizers: Sequence[Optimizer]) -> None:
+    """`clip_grad_norm_(parameters, max_norm)`: the norm is that of the whole gradient."""
+    clipped = {id(given)} if isinstance(given, Tensor) else {id(parameter) for parameter in given}
+    trained = {id(p) for o in optimizers for group in o.param_groups for p in group["params"] if p.requires_grad}
+    if not trained <= clipped:
+        raise LoopError(
+            f"engine.clip_grad_norm_(parameters, max_norm) got {len(trained & clipped)} of {len(trained)} parameters "
+            "that are trained: the norm is that of the whole gradient, of which a worker may have a part; give "
+            "model.parameters() of all prepared models"
+        )
 
 
 class ParameterPlaces:

@@ -82,15 +82,15 @@ def facts_of_data(loader: DataLoader[Any]) -> dict[str, Any]:
     dealt = loader.batch_sampler if loader.batch_size is None else loader.sampler
     return {
         "a dataset of type": type(loader.dataset).__qualname__,
-        "samples": _length(loader.dataset),
+        "samples": length_of(loader.dataset),
         "batch size": loader.batch_size,
         "drop_last": loader.drop_last,
         "a sampler of type": type(dealt).__qualname__,
-        "in the sampler": _length(dealt),
+        "in the sampler": length_of(dealt),
     }
 
 
-def _length(of: Any) -> int | None:
+def length_of(of: Any) -> int | None:
     try:
         return len(of)
     except (TypeError, NotImplementedError):  # a stream, or a sampler that does not know

@@ -5,6 +5,7 @@
     `_plain_entries`: step, …     all of it                   x             (survivors have it)     from a survivor
     place in the data             of its lanes                x             x, of streams           from a survivor
     settings of groups, buffers   all of it                   x             (survivors have it)     from a survivor
+    registered                    all of it                   x             (survivors have it)     from a survivor
     extra                         what the script gives       x
     shared                        `engine.share_with_joiners`                                       from a survivor
 
@@ -53,6 +54,7 @@ class JobState:
     step: TrainStep
     loader: PreparedLoader | None
     shared: Sequence[tuple[Callable[[], Any], Callable[[Any], None]]]
+    registered: Sequence[Any]  # `engine.register_for_checkpointing`
     facts: Callable[[], Mapping[str, Any]]  # a call: the in-memory checkpoint of every step does without
     seed: int
 
@@ -73,11 +75,18 @@ class JobState:
             for scheduler, saved in zip(schedulers, states, strict=True):
                 scheduler.load_state_dict(saved)
 
+        def put_registered(states: Sequence[Any]) -> None:
+            if len(states) != len(self.registered):
+                raise ValueError(f"{len(states)} were registered there, {len(self.registered)} here")
+            for thing, saved in zip(self.registered, states, strict=True):
+                thing.load_state_dict(saved)
+
         return [
             Entry("step", lambda: step.step, put_step),
             Entry("left_out_steps", lambda: step.left_out_steps, put_left_out),
             Entry("loss_scale", lambda: step.loss_scale and step.loss_scale.state_dict(), put_scale),
             Entry("schedulers", lambda: [_scheduler_state(scheduler) for scheduler in schedulers], put_schedulers),
+            Entry("registered", lambda: [thing.state_dict() for thing in self.registered], put_registered),
         ]
 
     # -- a checkpoint ------------------------------------------------------------------------------------------------
@@ -110,7 +119,9 @@ class JobState:
             place = partial(self.loader.load_state_dict, changed=changed)
             _load_one(folder, "place in the data", place, full_tree(tree["data"]))
         for entry in self._plain_entries():  # first: strategies load their optimizers for the step that comes next
-            _load_one(folder, entry.name.replace("_", " "), entry.put, full_tree(tree[entry.name]))
+            # Checkpoints of earlier versions have nothing registered.
+            saved = tree.get(entry.name, []) if entry.name == "registered" else tree[entry.name]
+            _load_one(folder, entry.name.replace("_", " "), entry.put, full_tree(saved))
         self.put_back_weights(checkpoint)
         for optimizer, saved in zip(self.optimizers, tree["optimizers"], strict=True):
             _load_one(folder, "optimizer", partial(step.load, optimizer), saved)
