@@ -163,6 +163,42 @@ def test_a_collective_in_a_body_that_does_not_run_alike_is_refused() -> None:
         assert "(1, 1, 2)" in result.error
 
 
+def sum_of_evaluation(world: World, *, samples: int, in_body: bool, asks: bool) -> float:
+    with paceline.Engine(world=world, seed=1) as engine:
+        data = TensorDataset(torch.arange(float(samples)).view(samples, 1))
+        loader = engine.prepare(DataLoader(data, batch_size=2))
+        total = torch.zeros(1)
+        for (rows,) in loader:
+            part = rows.sum().view(1)
+            if asks and loader.shadow:
+                part.zero_()
+            if in_body:
+                dist.all_reduce(part)
+            total += part
+        if not in_body:
+            dist.all_reduce(total)
+        return total.item()
+
+
+@pytest.mark.workers
+@pytest.mark.parametrize(
+    ("workers", "samples", "in_body", "asks"),
+    [(2, 20, False, False), (3, 20, False, False), (2, 20, True, False), (3, 20, True, True), (3, 3, False, True)],
+)
+def test_an_evaluation_that_asks_torch_counts_every_sample_once(
+    workers: int, samples: int, in_body: bool, asks: bool
+) -> None:
+    found = values(run_workers(sum_of_evaluation, workers, samples=samples, in_body=in_body, asks=asks))
+    assert found == [float(sum(range(samples)))] * workers
+
+
+@pytest.mark.workers
+def test_a_sum_that_would_count_a_repeated_batch_twice_is_refused() -> None:
+    for result in run_workers(sum_of_evaluation, 3, samples=20, in_body=True, asks=False):
+        assert result.error is not None
+        assert result.error.startswith("LoopError: torch.distributed in the body of an evaluation")
+
+
 @pytest.mark.unit
 @pytest.mark.parametrize("reduction", ["exact", "fast"])
 def test_sync_batch_norm_is_refused_where_bits_would_depend_on_workers(reduction: Any) -> None:

@@ -160,6 +160,16 @@ class EvaluationLoader:
             self._meets = self._round.met = True
         return self._round is not None
 
+    def check_real(self) -> None:
+        """That no worker has a shadow, which a collective can't tell from a batch of its own."""
+        if self._round is not None and self._round.real < self._world.size and not self._asks_for_shadow:
+            raise LoopError(
+                f"torch.distributed in the body of an evaluation, whose last round has {self._round.real} batches for "
+                f"{self._world.size} workers: the others have the first batch again, which would count twice. Take "
+                "engine.gather_for_metrics(values) or engine.reduce(values), or leave batches out for which "
+                "loader.shadow is true"
+            )
+
     def check_counted_once(self) -> None:
         """Before a collective behind the loop, which may be about what the body has added up."""
         text, self._repeated = self._repeated, None
@@ -385,8 +395,14 @@ def _as_it_is(batch: Any) -> Any:
     return batch
 
 
-def note_collective(loaders: Sequence[EvaluationLoader]) -> None:
-    """The script is about to call a collective of all workers, in the body of an evaluation or outside."""
+def note_collective(loaders: Sequence[EvaluationLoader], *, of_torch: bool = False) -> None:
+    """The script is about to call a collective of all workers, in the body of an evaluation or outside.
+
+    `of_torch`: it asks torch.distributed, which knows of no shadows.
+    """
+    if of_torch:
+        for loader in loaders:
+            loader.check_real()
     in_a_body = [loader.meets() for loader in loaders]
     if not any(in_a_body):
         for loader in loaders:

@@ -23,7 +23,7 @@ from paceline.elastic.recovery import NoRecovery, Parts, Recovery
 from paceline.elastic.worker_agent import Abandonable, WorkerAgent
 from paceline.engine.config import EngineConfig
 from paceline.engine.default_group import DefaultGroup
-from paceline.engine.evaluation import EvaluationLoader
+from paceline.engine.evaluation import EvaluationLoader, note_collective
 from paceline.engine.serving import Serving, server_among
 from paceline.errors import ConfigError
 from paceline.torch_compat import PrefixStore, Store
@@ -93,6 +93,7 @@ class Group:
         self._default_group.meet(self.world, self.store_of_generation())
 
     def _check_collective(self) -> None:
+        note_collective(self.evaluations, of_torch=True)
         if self.loop is not None:
             self.loop.check_collective()
 
