@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from paceline.data.length_grouped import DistributedLengthGroupedSampler, LengthGroupedSampler
     from paceline.data.process_shards import BatchSamplerShard, IterableDatasetShard
     from paceline.data.sharded_sampler import ShardedSampler
+    from paceline.data.step_source import StepPlace, StepSource
     from paceline.data.stream_reading import Stream
     from paceline.data.token_budget import TokenBudgetSampler
     from paceline.data.token_file import TokenFile
@@ -23,6 +24,8 @@ __all__ = [
     "IterableDatasetShard",
     "LengthGroupedSampler",
     "ShardedSampler",
+    "StepPlace",
+    "StepSource",
     "Stream",
     "TokenBudgetSampler",
     "TokenFile",
@@ -36,6 +39,8 @@ _HOMES = {
     "IterableDatasetShard": "process_shards",
     "LengthGroupedSampler": "length_grouped",
     "ShardedSampler": "sharded_sampler",
+    "StepPlace": "step_source",
+    "StepSource": "step_source",
     "Stream": "stream_reading",
     "TokenBudgetSampler": "token_budget",
     "TokenFile": "token_file",

@@ -173,6 +173,8 @@ class ItemDataset(Dataset[Any]):
         self._undrawn = mix(self._seed, "undrawn", epoch, position)
         self._quiet = []
         for library in (*LIBRARIES, CUDA) if torch.cuda.is_initialized() else LIBRARIES:  # type: ignore[no-untyped-call]
+            if getattr(self._dataset, "draws", False) and library not in self._drawn:
+                self._drawn.append(library)  # it says so itself: none of its samples is fetched twice to find out
             if library not in self._drawn:
                 library.seed(self._undrawn)
                 self._quiet.append((library, library.mark()))

@@ -25,6 +25,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset, IterableDataset, SequentialSampler
 
 from paceline.data.loader import steps_of
+from paceline.data.step_source import StepSource
 from paceline.data.work_source import Assignment, WorkSource
 from paceline.elastic.memory_checkpoint.shard_checksum import ShardChecksum
 from paceline.engine import activation_checkpointing as recomputing
@@ -213,7 +214,7 @@ class Preparation:
     def prepare(self, objects: tuple[Any, ...]) -> tuple[Any, ...]:
         trains = any(isinstance(thing, Optimizer) for thing in objects)
         place = _place_of_training_data(objects) if trains else None
-        objects = tuple(as_loader(thing, self._config, shuffle=at == place) for at, thing in enumerate(objects))
+        objects = tuple(as_loader(thing, self._config, trains=at == place) for at, thing in enumerate(objects))
         for thing in objects:
             self._adopt(thing)
         if trains:
@@ -240,7 +241,7 @@ class Preparation:
                 let_scheduler_follow(thing, own.step)
         elif not isinstance(thing, DataLoader):
             raise ConfigError(
-                "engine.prepare() takes models, optimizers, schedulers, DataLoaders and datasets, "
+                "engine.prepare() takes models, optimizers, schedulers, DataLoaders, datasets and a StepSource, "
                 f"not {type(thing).__name__}"
             )
 
@@ -381,6 +382,8 @@ class Preparation:
 
     def steps_per_epoch(self, loader: Any) -> int:
         self._objects.steps_were_asked = True
+        if isinstance(loader, StepSource):
+            return loader.steps
         if not isinstance(loader, DataLoader | PreparedLoader):
             raise ConfigError(
                 f"engine.steps_per_epoch() takes the loader that trains, prepared or not, not {type(loader).__name__}"
@@ -439,7 +442,7 @@ class Preparation:
 
 def _place_of_training_data(objects: Sequence[Any]) -> int | None:
     """Of the loader or dataset that trains, among what `prepare` was given with an optimizer."""
-    data = [at for at, thing in enumerate(objects) if isinstance(thing, DataLoader | Dataset)]
+    data = [at for at, thing in enumerate(objects) if isinstance(thing, DataLoader | Dataset | StepSource)]
     return next((at for at in data if not _in_plain_order(objects[at])), data[0] if data else None)
 
 

@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from paceline.collectives.communicator import Communicator
 from paceline.data.loader import ShardedLoader
+from paceline.data.step_source import StepSource
 from paceline.data.streams import Counts, StreamLoader
 from paceline.data.work_source import Assignment, WorkSource
 from paceline.engine.config import EngineConfig
@@ -20,8 +21,19 @@ _UNKNOWN = -1
 _SAME = "a stream that every worker reads whole must give the same everywhere"
 
 
-def as_loader(thing: Any, config: EngineConfig, *, shuffle: bool) -> Any:
-    """A plain dataset as a DataLoader; everything else as it is."""
+def as_loader(thing: Any, config: EngineConfig, *, trains: bool) -> Any:
+    """A plain dataset or a source of steps as a DataLoader; everything else as it is."""
+    if isinstance(thing, StepSource):
+        if not trains:
+            raise ConfigError(
+                "a StepSource is what trains: give it to prepare() with the optimizer, and no other loader"
+            )
+        if config.global_batch_size is not None:
+            raise ConfigError(
+                f"Engine(global_batch_size={config.global_batch_size}) with a StepSource, whose function makes batches "
+                "as large as it likes; leave it out"
+            )
+        return thing.loader(config.lanes, config.accumulate)
     if not isinstance(thing, Dataset):
         return thing
     wanted = config.global_batch_size
@@ -33,7 +45,7 @@ def as_loader(thing: Any, config: EngineConfig, *, shuffle: bool) -> Any:
     batch_size = max(1, wanted // (config.lanes * config.accumulate))
     if isinstance(thing, IterableDataset):
         return DataLoader(thing, batch_size=batch_size)
-    return DataLoader(thing, batch_size=batch_size, shuffle=shuffle)
+    return DataLoader(thing, batch_size=batch_size, shuffle=trains)
 
 
 def make_source(
