@@ -4,10 +4,10 @@
     model, optimizer, source = engine.prepare(model, optimizer, source)
     for batch in source: …                                  # an epoch of 1000 steps, or what is left of one
 
-`make_batch(place)` is called once for each micro-batch, when its turn comes: with L lanes and A micro-batches each, L × A
-times a step in all workers together. torch, numpy and random are seeded from the place before it, so a batch depends on
-the place alone, and the numbers on neither workers nor faults. It makes what goes into the model; what needs the model
-itself (a rollout) belongs into the loop's body, which has its weights.
+`make_batch(place)` is called once for each micro-batch, when its turn comes: with L lanes and A micro-batches each,
+L × A times a step in all workers together. torch, numpy and random are seeded from the place before it, so a batch
+depends on the place alone, and the numbers on neither workers nor faults. It makes what goes into the model; what needs
+the model itself (a rollout) belongs into the loop's body, which has its weights.
 
 An item counts as one sample: all weigh the same, unless `engine.backward(loss, weight=…)` says otherwise. A function
 that has a state of its own can't be repeated from a place: that is a stream (`paceline.data.Stream`).
