@@ -6,6 +6,9 @@
 
 A short form has a tensor, a root, a reduction or a timeout where the long one has lists and options: that is how they
 are told apart. What is asked for is checked here, before any rank hears of it, in the words that gloo has for it.
+
+torch's own groups call an operator of the dispatcher (`torch.ops.c10d.allreduce_`), whose kernel calls the backend: so
+profilers and dispatch modes see collectives. A group in Python is called without it, and so lets them know by itself.
 """
 
 from __future__ import annotations
@@ -13,12 +16,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import wraps
+from inspect import signature
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
 from paceline.errors import CollectiveError
+from paceline.torch_compat import begin_record, dispatch_modes, end_record, profiler_enabled, seen_by_modes
 
 AllgatherOptions: Any = c10d.AllgatherOptions  # type: ignore[attr-defined]  # there, but not exported
 OPTIONS = (
@@ -91,22 +97,68 @@ def _options(kind: Any, timeout: timedelta | None, **fields: Any) -> Any:
     return made
 
 
-def any_form(short: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """For a method that has the long form: it may also be called in this short one."""
+def collective(operator: str, short: Callable[..., Any] | None = None) -> Callable[[Callable[..., Any]], Any]:
+    """For a method that has the long form: it may also be called in this short one, and is seen as c10d's operator."""
 
     def decorate(method: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(method)
         def call(self: Any, *given: Any, **named: Any) -> Any:
-            if not named and given and isinstance(given[-1], OPTIONS):
-                return method(self, *given)
-            values = (*given, *named.values())
-            if all(isinstance(value, (list, tuple, OPTIONS)) for value in values):
-                return method(self, *given, **named)
-            return method(self, *short(*given, **named))
+            if named or not given or not isinstance(given[-1], OPTIONS):
+                given = _long_form(method, short, given, named)
+            if dispatch_modes() or profiler_enabled():
+                return _watched(operator, method, self, given)
+            return method(self, *given)
 
         return call
 
     return decorate
+
+
+def _long_form(method: Any, short: Any, given: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, ...]:
+    values = (*given, *named.values())
+    if short is not None and not all(isinstance(value, (list, tuple, OPTIONS)) for value in values):
+        long: tuple[Any, ...] = short(*given, **named)
+        return long
+    return signature(method).bind(None, *given, **named).args[1:] if named else given
+
+
+# -- who watches -------------------------------------------------------------------------------------------------------
+
+
+# By the names that c10d's operators have for them, what options hold.
+_FIELDS = {
+    "reduce_op": "reduceOp",
+    "root_rank": "rootRank",
+    "root_tensor": "rootTensor",
+    "async_op": "asyncOp",
+    "timeout": "timeout",
+    "device_ids": "device_ids",
+}
+
+
+def _watched(name: str, method: Callable[..., Any], group: Any, given: tuple[Any, ...]) -> Any:
+    """A profiler, and modes such as CommDebugMode, see the operator that torch's own groups call, and what with."""
+    operator = getattr(torch.ops.c10d, name).default
+    opts = given[-1] if given and isinstance(given[-1], OPTIONS) else None
+    tensors = iter(given if opts is None else given[:-1])
+    arguments = []
+    for argument in operator._schema.arguments:
+        if argument.name == "process_group":
+            arguments.append(group.boxed())
+        elif argument.name in _FIELDS:
+            arguments.append(getattr(opts, _FIELDS[argument.name], argument.default_value))
+        else:
+            arguments.append(next(tensors, None))
+    made: list[Any] = []
+    record = begin_record(f"c10d::{name}") if profiler_enabled() else None
+    try:
+        seen_by_modes(operator, tuple(arguments), lambda: made.append(method(group, *given)))
+    finally:
+        if record is not None:
+            end_record(record)
+    if not made:
+        raise CollectiveError(f"{name}: a dispatch mode did not call the operator, so nothing was moved")
+    return made[0]
 
 
 # -- checks ------------------------------------------------------------------------------------------------------------

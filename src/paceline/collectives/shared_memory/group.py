@@ -18,6 +18,7 @@ While a profiler records, all of them run in the thread, and show as asynchronou
 from __future__ import annotations
 
 import contextlib
+import inspect
 import itertools
 import json
 import threading
@@ -40,7 +41,7 @@ from paceline.collectives.shared_memory.operations import AllReduceInC, BucketSu
 from paceline.collectives.shared_memory.point_to_point import ANY, CHANNEL_BYTES, PointToPointQueues
 from paceline.collectives.shared_memory.segment import PAGE, Arenas, Segment, agree, until_all_have_heard
 from paceline.errors import CollectiveError, ConfigError
-from paceline.torch_compat import begin_record, end_record, profiler_enabled
+from paceline.torch_compat import begin_record, end_record, never_traced, profiler_enabled
 from paceline.world import environment
 
 # -- the collective queue ----------------------------------------------------------------------------------------------
@@ -312,6 +313,8 @@ class SharedMemoryGroup(dist.ProcessGroup):
             raise ConfigError(f"the paceline backend joins up to {MOST_RANKS} processes, not {size}")
         self._rank, self._size, self._store = rank, size, store
         self._name = self._description = ""
+        # A class in Python can't be a c10d::Backend: torch gets to know that this group moves the host's tensors.
+        self._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.CUSTOM, None)
         self._segments = itertools.count()
         timeout_s = _seconds(timeout)
         agreed = agree(store, rank, size, kernels or environment.wanted_kernels())
@@ -377,13 +380,13 @@ class SharedMemoryGroup(dist.ProcessGroup):
 
     # -- collectives -------------------------------------------------------------------------------------------------
 
-    @calls.any_form(calls.allreduce)
+    @calls.collective("allreduce_", calls.allreduce)
     def allreduce(self, tensors: Any, opts: Any = None) -> QueuedWork:
         """Several tensors are several addends of this rank; each of them gets the sum."""
         op = _op(opts)
         calls.check_not_empty("all_reduce", tensors)
         if len(tensors) == 1:
-            return self.allreduce_coalesced(tensors, opts)
+            return self._reduce_each(tensors, opts)
         calls.check_alike("all_reduce", tensors)
 
         def run() -> None:
@@ -393,15 +396,18 @@ class SharedMemoryGroup(dist.ProcessGroup):
 
         return self._run(run, list(tensors), opts, "all_reduce")
 
+    @calls.collective("allreduce_coalesced_")
     def allreduce_coalesced(self, tensors: Any, opts: Any = None) -> QueuedWork:
-        op = _op(opts)
         calls.check_not_empty("all_reduce", tensors)
-        tensors = list(tensors)
+        return self._reduce_each(list(tensors), opts)
+
+    def _reduce_each(self, tensors: list[Tensor], opts: Any) -> QueuedWork:
+        op = _op(opts)
         if any(tensor.is_sparse for tensor in tensors):
             return self._run(lambda: self._operations.all_reduce_sparse(tensors, op), tensors, opts, "all_reduce")
         return self._each(tensors, opts, "all_reduce", lambda flat: self._operations.all_reduce(flat, op))
 
-    @calls.any_form(calls.broadcast)
+    @calls.collective("broadcast_", calls.broadcast)
     def broadcast(self, tensors: Any, opts: Any = None) -> QueuedWork:
         """Several tensors all get what one of the root's is."""
         root, index = (opts.rootRank, opts.rootTensor) if opts is not None else (0, 0)
@@ -419,7 +425,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
 
         return self._run(run, list(tensors), opts, "broadcast")
 
-    @calls.any_form(calls.reduce)
+    @calls.collective("reduce_", calls.reduce)
     def reduce(self, tensors: Any, opts: Any = None) -> QueuedWork:
         op, root, index = (_op(opts), opts.rootRank, opts.rootTensor) if opts is not None else (ReduceOp.SUM, 0, 0)
         calls.check_root("reduce", root, self._size)
@@ -427,7 +433,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
         calls.check_single("reduce", tensors, "tensor list")
         return self._each(list(tensors), opts, "reduce", lambda flat: self._operations.reduce(flat, root, op))
 
-    @calls.any_form(calls.allgather)
+    @calls.collective("allgather_", calls.allgather)
     def allgather(self, output_tensors: Any, input_tensors: Any, opts: Any = None) -> QueuedWork:
         """Of n tensors a rank, tensor i of rank r comes to place r·n + i of every list."""
         outputs, inputs, count = output_tensors, input_tensors, len(input_tensors)
@@ -454,6 +460,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
         result = list(outputs[0]) if count == 1 else [list(outs) for outs in outputs]
         return self._run(run, result, opts, "all_gather", inputs)
 
+    @calls.collective("allgather_coalesced_")
     def allgather_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> QueuedWork:
         """`outputs[r][i]` is tensor i of rank r."""
         if len(outputs) != self._size:
@@ -471,13 +478,15 @@ class SharedMemoryGroup(dist.ProcessGroup):
 
         return self._run(run, [tensor for outs in outputs for tensor in outs], opts, "all_gather", inputs)
 
+    @calls.collective("_allgather_base_")
     def _allgather_base(self, output: Tensor, mine: Tensor, opts: Any = None) -> QueuedWork:
         return self._gather_into([output], [mine], opts)
 
+    @calls.collective("allgather_into_tensor_coalesced_")
     def allgather_into_tensor_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> QueuedWork:
         return self._gather_into(outputs, inputs, opts)
 
-    @calls.any_form(calls.reduce_scatter)
+    @calls.collective("reduce_scatter_", calls.reduce_scatter)
     def reduce_scatter(self, output_tensors: Any, input_tensors: Any, opts: Any = None) -> QueuedWork:
         """Part r of each rank's list goes to rank r; parts may differ in length, in the same way on every rank."""
         op = _op(opts)
@@ -493,13 +502,15 @@ class SharedMemoryGroup(dist.ProcessGroup):
 
         return self._run(run, outputs, opts, "reduce_scatter", [part for parts in inputs for part in parts])
 
+    @calls.collective("_reduce_scatter_base_")
     def _reduce_scatter_base(self, output: Tensor, mine: Tensor, opts: Any = None) -> QueuedWork:
         return self._scatter_sums([output], [mine], opts)
 
+    @calls.collective("reduce_scatter_tensor_coalesced_")
     def reduce_scatter_tensor_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> QueuedWork:
         return self._scatter_sums(outputs, inputs, opts)
 
-    @calls.any_form(calls.alltoall_base)
+    @calls.collective("alltoall_base_", calls.alltoall_base)
     def alltoall_base(
         self, output: Tensor, mine: Tensor, output_splits: Any = None, input_splits: Any = None, opts: Any = None
     ) -> QueuedWork:
@@ -510,6 +521,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
 
         return self._run(run, [output], opts, "all_to_all", [mine])
 
+    @calls.collective("alltoall_")
     def alltoall(self, outputs: Any, inputs: Any, opts: Any = None) -> QueuedWork:
         def run() -> None:
             with flat_outs(outputs) as flats:
@@ -517,7 +529,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
 
         return self._run(run, list(outputs), opts, "all_to_all", inputs)
 
-    @calls.any_form(calls.gather)
+    @calls.collective("gather_", calls.gather)
     def gather(self, output_tensors: Any, input_tensors: Any, opts: Any = None) -> QueuedWork:
         root = opts.rootRank if opts is not None else 0
         calls.check_root("gather", root, self._size)
@@ -531,7 +543,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
 
         return self._run(run, outs, opts, "gather", [mine])
 
-    @calls.any_form(calls.scatter)
+    @calls.collective("scatter_", calls.scatter)
     def scatter(self, output_tensors: Any, input_tensors: Any, opts: Any = None) -> QueuedWork:
         root = opts.rootRank if opts is not None else 0
         calls.check_root("scatter", root, self._size)
@@ -545,9 +557,13 @@ class SharedMemoryGroup(dist.ProcessGroup):
 
         return self._run(run, [output], opts, "scatter", parts)
 
-    @calls.any_form(calls.barrier)
+    @calls.collective("barrier", calls.barrier)
     def barrier(self, opts: Any = None) -> QueuedWork:
         return self._run(self._operations.barrier, [], opts, "barrier")
+
+    def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
+        """Like any barrier here: one that fails names all the ranks that did not come, on every rank that did."""
+        self.barrier(timeout).wait()
 
     # Newer names of the same.
     all_gather_single = _allgather_base
@@ -558,14 +574,17 @@ class SharedMemoryGroup(dist.ProcessGroup):
 
     # -- messages ----------------------------------------------------------------------------------------------------
 
+    @calls.collective("send")
     def send(self, tensors: Any, to: int, tag: int = 0) -> QueuedWork:
         work = QueuedWork([], Event(f"{NAME}:send", tensors))
         self._messages.send(tensors[0], to, tag, self._timeout_s, work)
         return work
 
+    @calls.collective("recv_")
     def recv(self, tensors: Any, source: int, tag: int = 0) -> QueuedWork:
         return self._receive(tensors, source, tag, "recv")
 
+    @calls.collective("recv_any_source_")
     def recv_anysource(self, tensors: Any, tag: int = 0) -> QueuedWork:
         return self._receive(tensors, ANY, tag, "recvAnySource")
 
@@ -575,6 +594,18 @@ class SharedMemoryGroup(dist.ProcessGroup):
         return work
 
     # -- the group ---------------------------------------------------------------------------------------------------
+
+    def _get_backend(self, device: torch.device) -> Any:
+        """torch's own groups have a backend for each kind of device; this one is its own, for the host's tensors."""
+        if torch.device(device).type != "cpu":
+            raise CollectiveError(f"the paceline backend moves CPU tensors; no backend is there for {device}")
+        return self
+
+    # What torch asks a backend for before it uses it.
+    supports_coalescing = supports_splitting = supports_shrinking = supports_time_estimate = False
+
+    def supports_tensor_alloc(self, device: torch.device) -> bool:
+        return False  # memory of ours is asked for by all ranks together (`allocate`)
 
     def getBackendName(self) -> str:  # noqa: N802 (c10d's name)
         return NAME
@@ -705,6 +736,11 @@ class SharedMemoryGroup(dist.ProcessGroup):
                 raise CollectiveError(json.loads(told)["error"])
             segment = Segment.open(told, rank=self._rank)
         return segment
+
+
+for _one in (*vars(SharedMemoryGroup).values(), *vars(QueuedWork).values()):
+    if inspect.isfunction(_one):
+        never_traced(_one)  # DDP's C++ calls them in the middle of a compiled forward
 
 
 def _good_slot_bytes(size: int, crowded: bool) -> int:
