@@ -65,6 +65,8 @@ def require(*needed: Any) -> None:
 
 
 _META = "a model on the meta device"
+_WATCHED = "collectives that CommDebugMode sees"
+_COMPILED = "DistributedDataParallel under torch.compile"
 
 # -- tensors -----------------------------------------------------------------------------------------------------------
 
@@ -79,6 +81,58 @@ plain_torch_function = resolve("torch._C:DisableTorchFunctionSubclass", "a strat
 without_modes = resolve("torch.utils._python_dispatch:_disable_current_modes", "weights in shards")
 
 eval_frame_callback = resolve("torch._C._dynamo.eval_frame:get_eval_frame_callback", "weights in shards")
+
+dispatch_modes: Callable[[], int] = resolve("torch._C:_len_torch_dispatch_stack", _WATCHED)  # how many are active
+_mode_stack: Callable[[], list[Any]] = resolve(
+    "torch.utils._python_dispatch:_get_current_dispatch_mode_stack", _WATCHED
+)
+_without_top_mode: Callable[[], Any] = resolve("torch.utils._python_dispatch:_pop_mode_temporarily", _WATCHED)
+
+
+class Watched:
+    """An operator of torch as dispatch modes get to see it, whose work is done in Python instead of in its kernel."""
+
+    def __init__(self, operator: Any, run: Callable[[], Any]) -> None:
+        self._operator, self._run = operator, run
+
+    def __call__(self, *_: Any, **__: Any) -> Any:
+        return self._run()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._operator, name)
+
+    def __eq__(self, other: object) -> bool:
+        return bool(self._operator == other)
+
+    def __hash__(self) -> int:
+        return hash(self._operator)
+
+    def __repr__(self) -> str:
+        return repr(self._operator)
+
+
+def seen_by_modes(operator: Any, arguments: tuple[Any, ...], run: Callable[[], Any]) -> Any:
+    """Call `run` as torch calls a kernel: every active mode sees the operator, and none what `run` does.
+
+    Modes that take part in tracing (fake, functional, proxy tensors) replace what an operator does: they are not asked.
+    """
+    if not dispatch_modes() or any(mode.is_infra_mode() for mode in _mode_stack()):
+        return run()
+    with _without_top_mode() as mode:
+        below = Watched(operator, lambda: seen_by_modes(operator, arguments, run))
+        return mode.__torch_dispatch__(below, (), arguments, {})
+
+
+_code_strategy = resolve("torch._C._dynamo.eval_frame:set_code_exec_strategy", _COMPILED)
+_strategy = resolve("torch._C._dynamo.eval_frame:_FrameExecStrategy", _COMPILED)
+_action = resolve("torch._C._dynamo.eval_frame:_FrameAction", _COMPILED)
+
+
+def never_traced(function: Callable[..., Any]) -> None:
+    """torch.compile leaves this function alone, and what it calls; dynamo itself is not imported for it."""
+    if not any(isinstance(one, Missing) for one in (_code_strategy, _strategy, _action)):
+        _code_strategy(function.__code__, _strategy(_action.SKIP, _action.SKIP))
+
 
 _use_count = resolve("torch._C:_storage_Use_Count", "using the memory of gathered weights again")
 _storage_id: Callable[[Any], int] = attribute(torch.UntypedStorage, "_cdata", _META)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import threading
 import time
 from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,7 +19,7 @@ from torch._C._distributed_c10d import FileStore, HashStore, PrefixStore, Store
 
 from paceline.collectives import process_groups
 from paceline.collectives.communicator import Communicator
-from paceline.errors import GenerationEnded, WorldError
+from paceline.errors import ConfigError, GenerationEnded, WorldError
 from paceline.world.world import Elasticity, TcpRendezvous, World
 from tests.workers import run_workers
 
@@ -29,7 +31,7 @@ LONG = timedelta(seconds=30)
 
 
 def connected(world: World, backend: str, folder: str) -> tuple[Store, Communicator]:
-    store = FileStore(f"{folder}/store")  # like the launcher's, it has no TCP connection that could be taken for gloo's
+    store = FileStore(f"{folder}/store")
     elastic = replace(world, elastic=Elasticity())
     place = PrefixStore("first", store)
     return store, Communicator.connect(elastic, place, backend=backend, device=CPU, timeout_s=30.0)
@@ -219,3 +221,48 @@ def test_a_group_that_is_being_built_is_left_behind_when_its_generation_is_over(
         process_groups.build_groups(world, store, "gloo", CPU, 30.0)
     assert time.monotonic() - began < 2
     stuck.set()
+
+
+def connect_during_a_build(world: World, folder: str) -> tuple[bytes, list[int]]:
+    """A thread of the user connects to a server of its own while gloo builds the group."""
+    build, ends = process_groups._build_group, []
+
+    def meanwhile() -> None:
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            here = socket.create_connection(server.getsockname())
+            ends.extend([here, server.accept()[0]])
+
+    def build_meanwhile(*about: Any) -> Any:
+        group = build(*about)
+        user = threading.Thread(target=meanwhile)
+        user.start()
+        user.join()
+        return group
+
+    process_groups._build_group = build_meanwhile
+    _, comm = connected(world, "gloo", folder)
+    known = [len(comm._sockets._found)]
+    comm.barrier()
+    comm.abandon("over")
+    with pytest.raises(GenerationEnded):
+        comm.barrier()
+    here, there = ends
+    here.sendall(b"still here")
+    said = there.recv(100)
+    comm.close()
+    for end in ends:
+        end.close()
+    return said, known
+
+
+def test_a_connection_that_a_user_s_thread_makes_meanwhile_is_not_the_group_s(tmp_path: Path) -> None:
+    results = run_workers(connect_during_a_build, 3, folder=str(tmp_path))
+    assert [(result.error, result.value) for result in results] == [(None, (b"still here", [2]))] * 3, results
+
+
+def test_a_gloo_that_tells_nobody_where_it_listens_is_refused_by_its_torch() -> None:
+    store = HashStore()
+    for rank in (0, 1):
+        store.set(f"0/{rank}", "somewhere")
+    with pytest.raises(ConfigError, match="does not tell where it listens"):
+        process_groups.gloo_connections(store, 0, 2)

@@ -30,7 +30,7 @@ def sum_among_strangers(world: World, address: str | None) -> tuple[set[str], fl
     world = world if address is None else replace(world, host_address=address)
     store = open_store(world, None, 20.0)
     before = listens_at()
-    groups = build_groups(world, store, "gloo", torch.device("cpu"), 20.0)
+    groups, _ = build_groups(world, store, "gloo", torch.device("cpu"), 20.0)
     mine = listens_at() - before
     crowd = [socket.create_connection(place, timeout=5) for place in mine for _ in range(5)]
     for number, stranger in enumerate(crowd):

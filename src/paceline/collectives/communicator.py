@@ -176,7 +176,7 @@ class Communicator:
         self._device = torch.device("cpu")
         self._explain: Callable[[], str | None] = lambda: None
         self._elastic = world.elastic is not None
-        self._sockets = OpenSockets.none()
+        self._sockets = OpenSockets()
         self._ended: str | None = None
         self._ended_at = 0.0
         self._parent: Communicator | None = None
@@ -200,8 +200,7 @@ class Communicator:
     def connect(
         cls, world: World, store: Store, *, backend: str, device: torch.device, timeout_s: float
     ) -> Communicator:
-        with OpenSockets.made_here() as sockets:
-            groups = build_groups(world, store, backend, device, timeout_s)
+        groups, sockets = build_groups(world, store, backend, device, timeout_s)
         comm = cls(groups, PrefixStore("paceline/notes", store), world, backend=backend, timeout_s=timeout_s)
         comm._device, comm._sockets = device, sockets
         return comm
@@ -252,7 +251,8 @@ class Communicator:
 
     def reconnect(self, world: World, store: Store) -> None:
         """Go on as this world, of those that are left; what is under way is given up."""
-        old, self._groups = self._groups, build_groups(world, store, self.backend, self._device, self.timeout_s)
+        old = self._groups
+        self._groups, self._sockets = build_groups(world, store, self.backend, self._device, self.timeout_s)
         self._store, self._world = PrefixStore("paceline/notes", store), world
         self.rank, self.size = world.rank, world.size
         shut_down(old)

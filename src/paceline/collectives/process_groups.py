@@ -4,8 +4,9 @@ building   In an elastic job a worker may die while a group is built. So all com
            that has yet to finish what it computes is waited for; and what can't be interrupted, the build itself, is
            left behind as soon as the store knows that its generation is over. The others try again with who is there.
 ending     gloo has no abort. An operation whose peer is gone fails on the peer's neighbours only, and the others wait
-           out their timeout; but a connection that is shut down under it fails everywhere. Its listening socket must be
-           left alone: gloo ends the process when that one fails.
+           out their timeout; but a connection that is shut down under it fails everywhere. Which connections are gloo's
+           the store tells: there every rank has published where it listens. The listening socket must be left alone:
+           gloo ends the process when that one fails.
 leaving    gloo builds and takes apart its groups in C++, and waits for messages there. After a peer died in the middle
            of a build it was seen to stay for good, a few times in a thousand; and when a connection breaks under a
            message that has come or left in part, gloo does not tell the one who waits, who stays until the timeout. The
@@ -19,6 +20,7 @@ import os
 import queue
 import re
 import socket
+import struct
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -45,12 +47,16 @@ LOOK_EVERY_S = 1.0
 _HERE = "paceline/here/"
 
 
-def build_groups(world: World, store: Store, backend: str, device: torch.device, timeout_s: float) -> Mapping[str, Any]:
+def build_groups(
+    world: World, store: Store, backend: str, device: torch.device, timeout_s: float
+) -> tuple[Mapping[str, Any], OpenSockets]:
+    """The groups by kind of device, and the connections that gloo has made for them."""
     backends = {"cpu": "gloo", device.type: backend}
     waits_s, timeout_s = timeout_s, timeout_s if world.elastic is None else min(REBUILD_IN_S, timeout_s)
     try:
         _gather(world, store, waits_s)
-        groups = {}
+        groups: dict[str, Any] = {}
+        sockets = OpenSockets()
         for kind, name in backends.items():
             place = PrefixStore(f"paceline/group/{kind}", store)
             build = partial(_build_group, world, place, name, device, timeout_s)
@@ -60,10 +66,12 @@ def build_groups(world: World, store: Store, backend: str, device: torch.device,
                 if world.elastic is None
                 else in_time(build, patience_s, "building a group", given_up=partial(_is_over, place))
             )
+            if name == "gloo":
+                sockets.add(gloo_connections(place, world.rank, world.size))
         if waits_s != timeout_s:
             for group in groups.values():
                 _let_wait(group, waits_s)
-        return groups
+        return groups, sockets
     except (RuntimeError, ValueError, TimeoutError, WorldError) as error:
         raise WorldError(
             f"worker {world.rank} of {world.size} could not join the {backend} group within {timeout_s:.0f} s: "
@@ -151,22 +159,12 @@ def first_line(error: BaseException) -> str:
 class OpenSockets:
     """Connections of this process by descriptor, with the number that tells them from a later one there."""
 
-    def __init__(self, found: Mapping[int, int]) -> None:
-        self._found = dict(found)
+    def __init__(self) -> None:
+        self._found: dict[int, int] = {}
         self._shut: dict[int, int] | None = None
 
-    @classmethod
-    def none(cls) -> OpenSockets:
-        return cls({})
-
-    @classmethod
-    @contextlib.contextmanager
-    def made_here(cls) -> Iterator[OpenSockets]:
-        """The connections to other processes that are made inside the block."""
-        before = _connections()
-        made = cls({})
-        yield made
-        made._found = {fd: inode for fd, inode in _connections().items() if before.get(fd) != inode}
+    def add(self, found: Mapping[int, int]) -> None:
+        self._found |= found
 
     def shut_down(self) -> None:
         for descriptor, inode in self._found.items():
@@ -188,17 +186,50 @@ def _inode(descriptor: int) -> int | None:
         return None
 
 
-def _connections() -> dict[int, int]:
-    found = {}
-    for name in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):  # no socket, or one that is not connected
-            if not os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
+def gloo_connections(store: Store, rank: int, size: int) -> dict[int, int]:
+    """The connections of the gloo group that was built from this store, by descriptor.
+
+    gloo's ranks tell each other through the store where they listen: one value of each rank, in which the address lies
+    as the kernel writes it. Of each pair of ranks one connects there. So a connection is gloo's, and no other thread's,
+    exactly if this end of it is where this rank listens, or the other end is where a peer does.
+    """
+    keys = [f"0/{each}" for each in range(size)]  # of gloo's first device: it is given one
+    if size == 1:
+        return {}
+    told = store.multi_get(keys) if store.check(keys) else [b""] * size
+    listening, found = False, {}
+    for descriptor in _sockets():
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as one:
+            if one.family not in (socket.AF_INET, socket.AF_INET6):
                 continue
-            with socket.socket(fileno=os.dup(int(name))) as connection:
-                if connection.family in (socket.AF_INET, socket.AF_INET6):
-                    connection.getpeername()
-                    found[int(name)] = os.fstat(connection.fileno()).st_ino
+            is_mine = _as_told(one.family, one.getsockname()) in told[rank]
+            if one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                listening |= is_mine
+                continue
+            there = _as_told(one.family, one.getpeername())
+            if is_mine or any(there in value for peer, value in enumerate(told) if peer != rank):
+                found[descriptor] = os.fstat(one.fileno()).st_ino
+    if not listening:
+        raise ConfigError(
+            f"gloo of torch {torch.__version__} does not tell where it listens as other releases do, and without that "
+            "its groups can't be ended; install a torch release that paceline was tested with (see its requirements), "
+            'or use backend="paceline" on one host'
+        )
     return found
+
+
+def _sockets() -> Iterator[int]:
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            if os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
+                yield int(name)
+
+
+def _as_told(family: int, address: Any) -> bytes:
+    """A socket's address as the kernel and gloo write it: `struct sockaddr_in`, or `sockaddr_in6`."""
+    host, port = address[:2]
+    flow = struct.pack("!I", address[2]) if family == socket.AF_INET6 else b""
+    return struct.pack("=H", family) + struct.pack("!H", port) + flow + socket.inet_pton(family, host.split("%")[0])
 
 
 # -- calls that can't be interrupted -----------------------------------------------------------------------------------

@@ -281,10 +281,13 @@ def test_calls_that_make_no_sense_are_refused_and_leave_the_group_whole() -> Non
     for texts in succeeded(run_workers(refused, 2)):
         assert texts == [
             "all_reduce: the paceline backend can't reduce torch.float32 by band",
-            "all_gather: a list of 3 tensors for 2 ranks",
-            "all_gather: the tensor for rank 0 is 2 torch.float64, this rank's own 2 torch.float32",
+            "all_gather: invalid output tensor list: Incorrect output list size 3. Output list size should be 2: one "
+            "tensor for each rank",
+            "all_gather: invalid tensor type: the tensor for rank 0 is 2 torch.float64, this rank's own 2 "
+            "torch.float32",
             "all_gather: 5 elements can't be cut into 2 equal parts",
-            "reduce_scatter: the tensor for rank 0 is 3 torch.float32, this rank's own 2 torch.float32",
+            "reduce_scatter: invalid tensor size: a part of 2 torch.float32 for each of 2 ranks, and a whole of 6 "
+            "torch.float32",
             "all_to_all: 1 outputs and 1 inputs for 2 ranks",
             "all_to_all: splits [1, 2] don't add up to 4 rows",
             "the paceline backend moves dense CPU tensors, not torch.strided on meta",

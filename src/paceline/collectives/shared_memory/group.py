@@ -18,6 +18,7 @@ While a profiler records, all of them run in the thread, and show as asynchronou
 from __future__ import annotations
 
 import contextlib
+import inspect
 import itertools
 import json
 import threading
@@ -33,13 +34,14 @@ from torch import Tensor
 from torch.distributed import ReduceOp
 from torch.futures import Future
 
+from paceline.collectives.shared_memory import calls
 from paceline.collectives.shared_memory.barrier import LINE, Barrier
 from paceline.collectives.shared_memory.kernels import choose_kernels, compiled_library
-from paceline.collectives.shared_memory.operations import AllReduceInC, BucketSums, Operations, rank_merges
+from paceline.collectives.shared_memory.operations import AllReduceInC, BucketSums, Operations, rank_merges, reduced
 from paceline.collectives.shared_memory.point_to_point import ANY, CHANNEL_BYTES, PointToPointQueues
 from paceline.collectives.shared_memory.segment import PAGE, Arenas, Segment, agree, until_all_have_heard
 from paceline.errors import CollectiveError, ConfigError
-from paceline.torch_compat import begin_record, end_record, profiler_enabled
+from paceline.torch_compat import begin_record, end_record, never_traced, profiler_enabled
 from paceline.world import environment
 
 # -- the collective queue ----------------------------------------------------------------------------------------------
@@ -239,29 +241,44 @@ def flat_of(tensor: Tensor) -> Tensor:
 
 
 @contextlib.contextmanager
-def flat_outs(tensors: Sequence[Tensor], *, filled: bool = False) -> Iterator[list[Tensor]]:
-    """Flat tensors to write to; those that are not contiguous are copied back at the end."""
+def flat_outs(tensors: Sequence[Tensor], *, filled: bool = False, apart: bool = False) -> Iterator[list[Tensor]]:
+    """Flat tensors to write to; those that are not contiguous are copied back at the end, and `apart` all of them."""
     flats = [
         flat_of(tensor if filled or tensor.is_contiguous() else torch.empty(tensor.shape, dtype=tensor.dtype))
         for tensor in tensors
     ]
+    if apart:
+        flats = [flat.clone() for flat in flats]
     yield flats
     for tensor, flat in zip(tensors, flats, strict=True):
-        if not tensor.is_contiguous():
+        if apart or not tensor.is_contiguous():
             whole = torch.view_as_complex(flat.view(-1, 2)) if tensor.is_complex() else flat
             tensor.detach().copy_(whole.view(tensor.shape))
 
 
-def equal_parts(flat: Tensor, size: int, what: str) -> list[Tensor]:
-    if flat.numel() % size:
-        raise CollectiveError(f"{what}: {flat.numel():,} elements can't be cut into {size} equal parts")
+def share_memory(tensors: Sequence[Tensor]) -> bool:
+    """Whether one of several tensors lies over another: what is done to one would be done to both."""
+    if len(tensors) == 1:
+        return False
+    spans = sorted((tensor.data_ptr(), tensor.data_ptr() + _extent(tensor)) for tensor in tensors if tensor.numel())
+    return any(begin < end for (_, end), (begin, _) in itertools.pairwise(spans))
+
+
+def _extent(tensor: Tensor) -> int:
+    """Bytes from its first element to behind its last."""
+    steps = sum((length - 1) * stride for length, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return (steps + 1) * tensor.element_size()
+
+
+def equal_parts(flat: Tensor, size: int) -> list[Tensor]:
     return list(flat.view(size, -1).unbind()) if flat.numel() else [flat] * size
 
 
 def split_rows(flat: Tensor, tensor: Tensor, splits: Any, size: int) -> list[Tensor]:
     """Parts of so many rows each; equal ones where nothing is said."""
     if not splits:
-        return equal_parts(flat, size, "all_to_all")
+        calls.check_equal_parts("all_to_all", flat, size)
+        return equal_parts(flat, size)
     row = flat.numel() // tensor.shape[0] if tensor.shape[0] else 0
     if sum(splits) != tensor.shape[0]:
         raise CollectiveError(f"all_to_all: splits {list(splits)} don't add up to {tensor.shape[0]} rows")
@@ -296,6 +313,8 @@ class SharedMemoryGroup(dist.ProcessGroup):
             raise ConfigError(f"the paceline backend joins up to {MOST_RANKS} processes, not {size}")
         self._rank, self._size, self._store = rank, size, store
         self._name = self._description = ""
+        # A class in Python can't be a c10d::Backend: torch gets to know that this group moves the host's tensors.
+        self._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.CUSTOM, None)
         self._segments = itertools.count()
         timeout_s = _seconds(timeout)
         agreed = agree(store, rank, size, kernels or environment.wanted_kernels())
@@ -361,34 +380,96 @@ class SharedMemoryGroup(dist.ProcessGroup):
 
     # -- collectives -------------------------------------------------------------------------------------------------
 
+    @calls.collective("allreduce_", calls.allreduce)
     def allreduce(self, tensors: Any, opts: Any = None) -> QueuedWork:
-        tensors = _listed(tensors)
+        """Several tensors are several addends of this rank; each of them gets the sum."""
+        op = _op(opts)
+        calls.check_not_empty("all_reduce", tensors)
+        if len(tensors) == 1:
+            return self._reduce_each(tensors, opts)
+        calls.check_alike("all_reduce", tensors)
+
+        def run() -> None:
+            total = reduced([flat_of(tensor) for tensor in tensors], ReduceOp.SUM if op == ReduceOp.AVG else op)
+            self._operations.all_reduce(total, op)
+            _fill(tensors, total)
+
+        return self._run(run, list(tensors), opts, "all_reduce")
+
+    @calls.collective("allreduce_coalesced_")
+    def allreduce_coalesced(self, tensors: Any, opts: Any = None) -> QueuedWork:
+        calls.check_not_empty("all_reduce", tensors)
+        return self._reduce_each(list(tensors), opts)
+
+    def _reduce_each(self, tensors: list[Tensor], opts: Any) -> QueuedWork:
         op = _op(opts)
         if any(tensor.is_sparse for tensor in tensors):
             return self._run(lambda: self._operations.all_reduce_sparse(tensors, op), tensors, opts, "all_reduce")
         return self._each(tensors, opts, "all_reduce", lambda flat: self._operations.all_reduce(flat, op))
 
-    def allreduce_coalesced(self, tensors: Any, opts: Any = None) -> QueuedWork:
-        return self.allreduce(tensors, opts)
-
+    @calls.collective("broadcast_", calls.broadcast)
     def broadcast(self, tensors: Any, opts: Any = None) -> QueuedWork:
-        root = opts.rootRank if opts is not None else 0
-        return self._each(_listed(tensors), opts, "broadcast", lambda flat: self._operations.broadcast(flat, root))
+        """Several tensors all get what one of the root's is."""
+        root, index = (opts.rootRank, opts.rootTensor) if opts is not None else (0, 0)
+        calls.check_root("broadcast", root, self._size)
+        calls.check_root_tensor("broadcast", index, tensors)
+        calls.check_alike("broadcast", tensors)
+        source = tensors[index]
+        others = [tensor for number, tensor in enumerate(tensors) if number != index]
 
-    def reduce(self, tensors: Any, opts: Any = None) -> QueuedWork:
-        op, root = _op(opts), opts.rootRank if opts is not None else 0
-        return self._each(_listed(tensors), opts, "reduce", lambda flat: self._operations.reduce(flat, root, op))
-
-    def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> QueuedWork:
         def run() -> None:
-            for outs, mine in zip(outputs, inputs, strict=True):
-                with flat_outs(outs) as flats:
+            with flat_outs([source], filled=True) as (flat,):
+                self._operations.broadcast(flat, root)
+            for other in others:
+                other.detach().copy_(source.detach())
+
+        return self._run(run, list(tensors), opts, "broadcast")
+
+    @calls.collective("reduce_", calls.reduce)
+    def reduce(self, tensors: Any, opts: Any = None) -> QueuedWork:
+        op, root, index = (_op(opts), opts.rootRank, opts.rootTensor) if opts is not None else (ReduceOp.SUM, 0, 0)
+        calls.check_root("reduce", root, self._size)
+        calls.check_root_tensor("reduce", index, tensors)
+        calls.check_single("reduce", tensors, "tensor list")
+        return self._each(list(tensors), opts, "reduce", lambda flat: self._operations.reduce(flat, root, op))
+
+    @calls.collective("allgather_", calls.allgather)
+    def allgather(self, output_tensors: Any, input_tensors: Any, opts: Any = None) -> QueuedWork:
+        """Of n tensors a rank, tensor i of rank r comes to place r·n + i of every list."""
+        outputs, inputs, count = output_tensors, input_tensors, len(input_tensors)
+        calls.check_not_empty("all_gather", inputs, "input tensor list")
+        if len(outputs) != count:
+            raise CollectiveError(
+                "all_gather requires input/output tensor lists to have the same length, not "
+                f"{count} inputs and {len(outputs)} lists of outputs"
+            )
+        calls.check_alike("all_gather", inputs)
+        for outs in outputs:
+            calls.check_count("all_gather: invalid output tensor list", outs, self._size * count, "output")
+            for place, out in enumerate(outs):
+                calls.check_part("all_gather", out, inputs[0], place // count)
+
+        def run() -> None:
+            for number, mine in enumerate(inputs):
+                with flat_outs(outputs[0][number::count]) as flats:
                     self._operations.all_gather(flats, flat_of(mine))
+            for outs in outputs[1:]:
+                for out, first in zip(outs, outputs[0], strict=True):
+                    out.detach().copy_(first)
 
-        return self._run(run, [tensor for outs in outputs for tensor in outs], opts, "all_gather", inputs)
+        result = list(outputs[0]) if count == 1 else [list(outs) for outs in outputs]
+        return self._run(run, result, opts, "all_gather", inputs)
 
+    @calls.collective("allgather_coalesced_")
     def allgather_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> QueuedWork:
         """`outputs[r][i]` is tensor i of rank r."""
+        if len(outputs) != self._size:
+            raise CollectiveError(
+                f"all_gather_coalesced: output lists should be equal to world size: {len(outputs)} for "
+                f"{self._size} ranks"
+            )
+        for rank, outs in enumerate(outputs):
+            calls.check_lists("all_gather_coalesced", outs, inputs, rank)
 
         def run() -> None:
             for number, mine in enumerate(inputs):
@@ -397,28 +478,39 @@ class SharedMemoryGroup(dist.ProcessGroup):
 
         return self._run(run, [tensor for outs in outputs for tensor in outs], opts, "all_gather", inputs)
 
+    @calls.collective("_allgather_base_")
     def _allgather_base(self, output: Tensor, mine: Tensor, opts: Any = None) -> QueuedWork:
         return self._gather_into([output], [mine], opts)
 
+    @calls.collective("allgather_into_tensor_coalesced_")
     def allgather_into_tensor_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> QueuedWork:
         return self._gather_into(outputs, inputs, opts)
 
-    def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> QueuedWork:
+    @calls.collective("reduce_scatter_", calls.reduce_scatter)
+    def reduce_scatter(self, output_tensors: Any, input_tensors: Any, opts: Any = None) -> QueuedWork:
+        """Part r of each rank's list goes to rank r; parts may differ in length, in the same way on every rank."""
         op = _op(opts)
+        outputs, inputs = list(output_tensors), list(input_tensors)
+        for output, parts in zip(outputs, inputs, strict=True):
+            calls.check_count("reduce_scatter", parts, self._size, "input")
+            calls.check_part("reduce_scatter", parts[self._rank], output, self._rank)
 
         def run() -> None:
-            for out, parts in zip(outputs, inputs, strict=True):
-                with flat_outs([out]) as (flat,):
+            for output, parts in zip(outputs, inputs, strict=True):
+                with flat_outs([output]) as (flat,):
                     self._operations.reduce_scatter(flat, [flat_of(part) for part in parts], op)
 
-        return self._run(run, list(outputs), opts, "reduce_scatter", [part for parts in inputs for part in parts])
+        return self._run(run, outputs, opts, "reduce_scatter", [part for parts in inputs for part in parts])
 
+    @calls.collective("_reduce_scatter_base_")
     def _reduce_scatter_base(self, output: Tensor, mine: Tensor, opts: Any = None) -> QueuedWork:
         return self._scatter_sums([output], [mine], opts)
 
+    @calls.collective("reduce_scatter_tensor_coalesced_")
     def reduce_scatter_tensor_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> QueuedWork:
         return self._scatter_sums(outputs, inputs, opts)
 
+    @calls.collective("alltoall_base_", calls.alltoall_base)
     def alltoall_base(
         self, output: Tensor, mine: Tensor, output_splits: Any = None, input_splits: Any = None, opts: Any = None
     ) -> QueuedWork:
@@ -429,6 +521,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
 
         return self._run(run, [output], opts, "all_to_all", [mine])
 
+    @calls.collective("alltoall_")
     def alltoall(self, outputs: Any, inputs: Any, opts: Any = None) -> QueuedWork:
         def run() -> None:
             with flat_outs(outputs) as flats:
@@ -436,28 +529,41 @@ class SharedMemoryGroup(dist.ProcessGroup):
 
         return self._run(run, list(outputs), opts, "all_to_all", inputs)
 
-    def gather(self, outputs: Any, inputs: Any, opts: Any = None) -> QueuedWork:
+    @calls.collective("gather_", calls.gather)
+    def gather(self, output_tensors: Any, input_tensors: Any, opts: Any = None) -> QueuedWork:
         root = opts.rootRank if opts is not None else 0
-        outs = list(outputs[0]) if outputs and self._rank == root else []
+        calls.check_root("gather", root, self._size)
+        calls.check_single("gather", input_tensors, "input tensor list")
+        mine = input_tensors[0]
+        outs = calls.of_root("gather", output_tensors, mine, self._rank == root, self._size, "output")
 
         def run() -> None:
             with flat_outs(outs) as flats:
-                self._operations.gather(flats, flat_of(inputs[0]), root)
+                self._operations.gather(flats, flat_of(mine), root)
 
-        return self._run(run, outs, opts, "gather", inputs)
+        return self._run(run, outs, opts, "gather", [mine])
 
-    def scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> QueuedWork:
+    @calls.collective("scatter_", calls.scatter)
+    def scatter(self, output_tensors: Any, input_tensors: Any, opts: Any = None) -> QueuedWork:
         root = opts.rootRank if opts is not None else 0
-        parts = list(inputs[0]) if inputs and self._rank == root else []
+        calls.check_root("scatter", root, self._size)
+        calls.check_single("scatter", output_tensors, "output tensor list")
+        output = output_tensors[0]
+        parts = calls.of_root("scatter", input_tensors, output, self._rank == root, self._size, "input")
 
         def run() -> None:
-            with flat_outs(outputs) as (flat,):
+            with flat_outs([output]) as (flat,):
                 self._operations.scatter(flat, [flat_of(part) for part in parts], root)
 
-        return self._run(run, list(outputs), opts, "scatter", parts)
+        return self._run(run, [output], opts, "scatter", parts)
 
+    @calls.collective("barrier", calls.barrier)
     def barrier(self, opts: Any = None) -> QueuedWork:
         return self._run(self._operations.barrier, [], opts, "barrier")
+
+    def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
+        """Like any barrier here: one that fails names all the ranks that did not come, on every rank that did."""
+        self.barrier(timeout).wait()
 
     # Newer names of the same.
     all_gather_single = _allgather_base
@@ -468,14 +574,17 @@ class SharedMemoryGroup(dist.ProcessGroup):
 
     # -- messages ----------------------------------------------------------------------------------------------------
 
+    @calls.collective("send")
     def send(self, tensors: Any, to: int, tag: int = 0) -> QueuedWork:
         work = QueuedWork([], Event(f"{NAME}:send", tensors))
         self._messages.send(tensors[0], to, tag, self._timeout_s, work)
         return work
 
+    @calls.collective("recv_")
     def recv(self, tensors: Any, source: int, tag: int = 0) -> QueuedWork:
         return self._receive(tensors, source, tag, "recv")
 
+    @calls.collective("recv_any_source_")
     def recv_anysource(self, tensors: Any, tag: int = 0) -> QueuedWork:
         return self._receive(tensors, ANY, tag, "recvAnySource")
 
@@ -485,6 +594,18 @@ class SharedMemoryGroup(dist.ProcessGroup):
         return work
 
     # -- the group ---------------------------------------------------------------------------------------------------
+
+    def _get_backend(self, device: torch.device) -> Any:
+        """torch's own groups have a backend for each kind of device; this one is its own, for the host's tensors."""
+        if torch.device(device).type != "cpu":
+            raise CollectiveError(f"the paceline backend moves CPU tensors; no backend is there for {device}")
+        return self
+
+    # What torch asks a backend for before it uses it.
+    supports_coalescing = supports_splitting = supports_shrinking = supports_time_estimate = False
+
+    def supports_tensor_alloc(self, device: torch.device) -> bool:
+        return False  # memory of ours is asked for by all ranks together (`allocate`)
 
     def getBackendName(self) -> str:  # noqa: N802 (c10d's name)
         return NAME
@@ -536,30 +657,35 @@ class SharedMemoryGroup(dist.ProcessGroup):
     # -- parts -------------------------------------------------------------------------------------------------------
 
     def _each(self, tensors: list[Tensor], opts: Any, name: str, operation: Callable[[Tensor], None]) -> QueuedWork:
-        """In place on each tensor; one that is not contiguous goes through a copy."""
+        """In place on each tensor; one that is not contiguous, or not alone in its memory, goes through a copy."""
 
         def run() -> None:
-            for tensor in tensors:
-                with flat_outs([tensor], filled=True) as (flat,):
+            with flat_outs(tensors, filled=True, apart=share_memory(tensors)) as flats:
+                for flat in flats:
                     operation(flat)
 
         return self._run(run, tensors, opts, name)
 
     def _gather_into(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any) -> QueuedWork:
+        for output, mine in zip(outputs, inputs, strict=True):
+            calls.check_cut("all_gather", output, mine, self._size)
+
         def run() -> None:
             for output, mine in zip(outputs, inputs, strict=True):
                 with flat_outs([output]) as (flat,):
-                    self._operations.all_gather(equal_parts(flat, self._size, "all_gather"), flat_of(mine))
+                    self._operations.all_gather(equal_parts(flat, self._size), flat_of(mine))
 
         return self._run(run, list(outputs), opts, "all_gather", inputs)
 
     def _scatter_sums(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any) -> QueuedWork:
         op = _op(opts)
+        for output, mine in zip(outputs, inputs, strict=True):
+            calls.check_cut("reduce_scatter", mine, output, self._size)
 
         def run() -> None:
             for output, mine in zip(outputs, inputs, strict=True):
                 with flat_outs([output]) as (flat,):
-                    parts = equal_parts(flat_of(mine), self._size, "reduce_scatter")
+                    parts = equal_parts(flat_of(mine), self._size)
                     self._operations.reduce_scatter(flat, parts, op)
 
         return self._run(run, list(outputs), opts, "reduce_scatter", inputs)
@@ -612,6 +738,11 @@ class SharedMemoryGroup(dist.ProcessGroup):
         return segment
 
 
+for _one in (*vars(SharedMemoryGroup).values(), *vars(QueuedWork).values()):
+    if inspect.isfunction(_one):
+        never_traced(_one)  # DDP's C++ calls them in the middle of a compiled forward
+
+
 def _good_slot_bytes(size: int, crowded: bool) -> int:
     """What is written into slots is read at once: from a cache that the cores share, if all slots together fit it.
 
@@ -621,8 +752,11 @@ def _good_slot_bytes(size: int, crowded: bool) -> int:
     return max(LEAST_SLOT_BYTES, min(most, in_all // (2 * size)))
 
 
-def _listed(tensors: Any) -> list[Tensor]:
-    return [tensors] if isinstance(tensors, Tensor) else list(tensors)
+def _fill(tensors: Sequence[Tensor], flat: Tensor) -> None:
+    """Each of them gets what is in `flat`."""
+    for tensor in tensors:
+        with flat_outs([tensor]) as (out,):
+            out.copy_(flat)
 
 
 def _op(opts: Any) -> Any:

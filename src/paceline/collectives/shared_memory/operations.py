@@ -22,6 +22,7 @@ tree over lanes (`BucketSums`).
 from __future__ import annotations
 
 import ctypes
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any
@@ -39,6 +40,7 @@ from paceline.errors import CollectiveError
 
 ALIGNED = 64  # elements: parts begin on cache lines
 SMALL = 32 * 2**10  # bytes
+MOST_TOLD = 40  # characters of a table of lengths: all of a call has to fit a rank's line
 _HALVES = (torch.bfloat16, torch.float16)
 
 
@@ -95,6 +97,7 @@ class Operations:
 
         Bytes read per rank: N times the longest rank's entries, not the dense size.
         """
+        totals = []
         for tensor in tensors:
             if op != ReduceOp.SUM or tensor.layout != torch.sparse_coo:
                 raise CollectiveError(
@@ -110,7 +113,9 @@ class Operations:
                 torch.cat([rows[:count] for rows, count in zip(values, counts, strict=True)]),
                 mine.shape,
             )
-            tensor.copy_(total.coalesce())
+            totals.append(total.coalesce())
+        for tensor, total in zip(tensors, totals, strict=True):  # at the end: one may be in the list twice
+            tensor.copy_(total)
 
     def _gathered(self, mine: Tensor) -> list[Tensor]:
         every = [torch.empty_like(mine) for _ in range(self._size)]
@@ -132,25 +137,32 @@ class Operations:
                     self.copy(piece[begin:end], self.read(rank, piece.dtype, end)[begin:end])
 
     def reduce_scatter(self, out: Tensor, parts: Sequence[Tensor], op: ReduceOp.RedOpType) -> None:
-        """Part r of every rank is added up on rank r."""
+        """Part r of every rank is added up on rank r; the parts of one rank may be of several lengths."""
         reduction = _reduction("reduce_scatter", op, out.dtype)
-        self._check_parts("reduce_scatter", parts, out)
-        call = Call("reduce_scatter", str(out.dtype), out.numel(), reduction)
-        for low, high in self._ranges(out.numel(), out.element_size() * self._size, call):
+        lengths = [part.numel() for part in parts]
+        longest = max(lengths)
+        call = Call("reduce_scatter", str(out.dtype), longest, reduction)
+        if min(lengths) < longest:
+            table = ", ".join(map(str, lengths))
+            told = table if len(table) < MOST_TOLD else f"table {zlib.crc32(table.encode()):08x}"
+            call = Call("reduce_scatter", str(out.dtype), sum(lengths), f"{reduction}, parts {told}")
+        for low, high in self._ranges(longest, out.element_size() * self._size, call):
             width = high - low
             for rank, part in enumerate(parts):
                 if rank != self._rank:
-                    self.copy(self.slot(self._rank, out.dtype, (rank + 1) * width)[rank * width :], part[low:high])
+                    given, at = part[low:high], rank * width
+                    self.copy(self.slot(self._rank, out.dtype, at + given.numel())[at:], given)
             self.wait_for_all(call)
-            begin, end = self._rank * width, (self._rank + 1) * width
+            mine = out[low:high]
+            begin = self._rank * width
+            end = begin + mine.numel()
             rows = [
                 parts[rank][low:high] if rank == self._rank else self.read(rank, out.dtype, end)[begin:]
                 for rank in range(self._size)
             ]
-            self._reduce([out[low:high]], rows, op)
+            self._reduce([mine], rows, op)
 
     def all_gather(self, outs: Sequence[Tensor], mine: Tensor, call: Call | None = None) -> None:
-        self._check_parts("all_gather", outs, mine)
         call = call or Call("all_gather", str(mine.dtype), mine.numel())
         large = mine.nbytes * self._size >= STREAM_FROM
         for low, high in self._ranges(mine.numel(), mine.element_size(), call):
@@ -171,8 +183,6 @@ class Operations:
                 self.copy(flat[low:high], self.read(root, flat.dtype, high - low))
 
     def gather(self, outs: Sequence[Tensor], mine: Tensor, root: int) -> None:
-        if self._rank == root:
-            self._check_parts("gather", outs, mine)
         call = Call("gather", str(mine.dtype), mine.numel(), f"to rank {root}")
         for low, high in self._ranges(mine.numel(), mine.element_size(), call):
             self.copy(self.slot(self._rank, mine.dtype, high - low), mine[low:high])
@@ -182,8 +192,6 @@ class Operations:
                     self.copy(out[low:high], self.read(rank, mine.dtype, high - low))
 
     def scatter(self, out: Tensor, parts: Sequence[Tensor], root: int) -> None:
-        if self._rank == root:
-            self._check_parts("scatter", parts, out)
         call = Call("scatter", str(out.dtype), out.numel(), f"from rank {root}")
         for low, high in self._ranges(out.numel(), out.element_size() * self._size, call):
             width = high - low
@@ -224,17 +232,6 @@ class Operations:
                 self.copy(wanted, self.read(rank, out.dtype, begin + wanted.numel())[begin:])
 
     # -- parts -------------------------------------------------------------------------------------------------------
-
-    def _check_parts(self, operation: str, parts: Sequence[Tensor], whole: Tensor) -> None:
-        """One tensor for each rank, like this rank's own. Nothing has been said yet, so the others are not misled."""
-        if len(parts) != self._size:
-            raise CollectiveError(f"{operation}: a list of {len(parts)} tensors for {self._size} ranks")
-        for rank, part in enumerate(parts):
-            if part.dtype != whole.dtype or part.numel() != whole.numel():
-                raise CollectiveError(
-                    f"{operation}: the tensor for rank {rank} is {part.numel():,} {part.dtype}, "
-                    f"this rank's own {whole.numel():,} {whole.dtype}"
-                )
 
     def _all_reduce_small(self, flat: Tensor, op: ReduceOp.RedOpType, call: Call) -> None:
         """Every rank adds up everything: one barrier less, where barriers cost more than adding."""
