@@ -91,13 +91,15 @@ class SumPlan:
                 local[below.pop()].append(merge)
         return tuple(tuple(found) for found in local)
 
-    def merges_after(self, worker: int, lane: int) -> tuple[Merge, ...]:
-        """The merges that become possible on `worker` once `lane` is finished, lanes being finished in order."""
-        return tuple(
-            merge
-            for merge in self._local[worker]
-            if lane == max(held for held in self.holders[worker] if held >> merge.level == merge.left >> merge.level)
-        )
+    @cached_property
+    def merges_after(self) -> tuple[dict[int, list[Merge]], ...]:
+        """By worker and lane: the merges that become possible there once the lane is finished, lanes in order."""
+        after: tuple[dict[int, list[Merge]], ...] = tuple({lane: [] for lane in lanes} for lanes in self.holders)
+        for worker, found in enumerate(self._local):
+            for merge in found:
+                below = [lane for lane in self.holders[worker] if lane >> merge.level == merge.left >> merge.level]
+                after[worker][max(below)].append(merge)
+        return after
 
     def roots(self, worker: int) -> tuple[int, ...]:
         """The partial sums that `worker` is left with, named by their lowest lane."""

@@ -216,7 +216,7 @@ def _gradients_at_once(plan: SumPlan) -> int:
         for lane in lanes:
             alive += 1
             most = max(most, alive)
-            alive -= len(plan.merges_after(worker, lane))
+            alive -= len(plan.merges_after[worker][lane])
     return most
 
 

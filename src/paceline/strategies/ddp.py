@@ -107,7 +107,7 @@ class Ddp(InBuckets):
                     sums.give_back(root)
             if scale != 1.0:
                 total.mul_(scale)
-            sums.hand_out(total, [used[entry.parameter] for entry in sums.bucket.entries])
+            sums.hand_out(total, used)
             self._totals.append(total)
         self._pending, self._roots = [], []
         self._buckets.plan_rebuild(used, self._comm)
