@@ -224,13 +224,13 @@ class Scatter:
     dtype: torch.dtype
     nodes: Mapping[int, Tensor]  # by name: the whole bucket, flat
     held: dict[int, Tensor]  # by name: this worker's range; afterwards those of the plan's sums
-    room: Callable[[int], Tensor]  # memory for a node that is not held yet; it may be part of `nodes`
+    buffer_for: Callable[[int], Tensor]  # memory for a node that is not held yet; it may be part of `nodes`
     wire: torch.dtype | None = None  # what messages are sent in, where that loses nothing: `nodes` were rounded to it
 
     def outs(self) -> dict[int, Tensor]:
         """Where each sum goes: a node that grows stays where it is."""
         return {
-            total.node: self.held[total.node] if total.node in self.held else self.room(total.node)
+            total.node: self.held[total.node] if total.node in self.held else self.buffer_for(total.node)
             for total in self.plan.sums
         }
 

@@ -18,8 +18,8 @@ from 0. In which rounds the workers exchange their votes is the strategy's choic
     LATER       none         of this worker alone     put back: rounds up to the next agreed one start from the same
     NEVER       none         of this worker alone     each lane goes on from its own; boundaries see lane 0's
 
-In a LATER or NEVER round the `Tally` holds this worker's own lanes alone: whoever adds up the rounds of a window (the
-servers do) has to add up their weights too. One update for several micro-batches is `Engine(accumulate=k)`.
+In a LATER or NEVER round the `Tally` holds this worker's own lanes alone: a strategy that adds up the rounds of a
+window (the servers do) has to add up their weights too. One update for several micro-batches is `Engine(accumulate=k)`.
 """
 
 from __future__ import annotations

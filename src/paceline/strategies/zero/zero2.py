@@ -105,7 +105,7 @@ class Zero2(ShardedStrategy):
         lowest = self._lowest
         scatter = Scatter(
             number, plan, shards.ranges, shards.bucket.dtype, nodes, self._held[number],
-            room=lambda node: own if node == lowest else torch.empty_like(own),
+            buffer_for=lambda node: own if node == lowest else torch.empty_like(own),
             wire=sums.rounded_to,
         )  # fmt: skip
         size = sum(node.nbytes for node in nodes.values())
