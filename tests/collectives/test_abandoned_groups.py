@@ -128,10 +128,12 @@ def test_waiting_again_for_what_has_come_takes_no_time(backend: str, tmp_path: P
 
 
 def start_when_it_is_over(world: World, backend: str, folder: str) -> list[bool]:
-    _, comm = connected(world, backend, folder)
+    store, comm = connected(world, backend, folder)
     comm.barrier()
     tensor, peer = torch.ones(1000), 1 - world.rank
     under_way = comm.receive(tensor.clone(), source=peer, tag=1)
+    store.set(f"worker {world.rank} receives", "")
+    store.wait(["worker 0 receives", "worker 1 receives"], LONG)
     comm.abandon("over")
     started = [comm.send(tensor, to=peer, tag=2), comm.receive(tensor, source=peer, tag=3), comm.all_reduce(tensor)]
     with pytest.raises(GenerationEnded, match=r"^over$"):
