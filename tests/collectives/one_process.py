@@ -46,7 +46,7 @@ def roots_of(plan: SumPlan, worker: int, values: Mapping[int, Tensor]) -> dict[i
     nodes: dict[int, Tensor] = {}
     for lane in sorted(plan.holders[worker]):
         nodes[lane] = values[lane].clone()
-        for merge in plan.merges_after(worker, lane):
+        for merge in plan.merges_after[worker][lane]:
             nodes[merge.left].add_(nodes.pop(merge.right))
     return nodes
 

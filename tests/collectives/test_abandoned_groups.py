@@ -18,7 +18,7 @@ import torch
 from torch._C._distributed_c10d import FileStore, HashStore, PrefixStore, Store
 
 from paceline.collectives import process_groups
-from paceline.collectives.communicator import Communicator
+from paceline.collectives.communicator import Communicator, wait_all
 from paceline.errors import ConfigError, GenerationEnded, WorldError
 from paceline.world.world import Elasticity, TcpRendezvous, World
 from tests.workers import run_workers
@@ -127,6 +127,30 @@ def test_waiting_again_for_what_has_come_takes_no_time(backend: str, tmp_path: P
     results = run_workers(wait_twice, 2, backend=backend, folder=str(tmp_path))
     assert [result.error for result in results] == [None, None], results
     assert results[0].value < 1.5, "it waited for a message that it had"
+
+
+def start_when_it_is_over(world: World, backend: str, folder: str) -> list[bool]:
+    store, comm = connected(world, backend, folder)
+    comm.barrier()
+    tensor, peer = torch.ones(1000), 1 - world.rank
+    under_way = comm.receive(tensor.clone(), source=peer, tag=1)
+    store.set(f"worker {world.rank} receives", "")
+    store.wait(["worker 0 receives", "worker 1 receives"], LONG)
+    comm.abandon("over")
+    started = [comm.send(tensor, to=peer, tag=2), comm.receive(tensor, source=peer, tag=3), comm.all_reduce(tensor)]
+    with pytest.raises(GenerationEnded, match=r"^over$"):
+        wait_all([under_way, *started])
+    with pytest.raises(GenerationEnded, match=r"^over$"):
+        started[-1].wait()
+    ended = [work.ended() for work in (under_way, *started)]
+    comm.close()
+    return ended
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_what_is_started_in_a_group_that_is_over_raises_where_it_is_waited_for(backend: str, tmp_path: Path) -> None:
+    results = run_workers(start_when_it_is_over, 2, backend=backend, folder=str(tmp_path))
+    assert [(result.error, result.value) for result in results] == [(None, [False] * 4)] * 2, results
 
 
 def wait_for_a_slow_peer(world: World, folder: str) -> list[str]:

@@ -34,11 +34,11 @@ def exchanges(
     present: tuple[int, ...],
     reduction: Reduction,
     backend: str = "gloo",
-    at_home: bool = False,
+    in_slot: bool = False,
 ) -> tuple[list[bool], float]:
     """Per bucket, whether its bits are those of one process; and the largest relative error.
 
-    `at_home`: each worker's first root is made where the exchange likes it best.
+    `in_slot`: each worker's first root is made where the exchange likes it best.
     """
     comm, _store = connect(world, backend)
     exchange = GradientExchange(comm, reduction)
@@ -46,10 +46,10 @@ def exchanges(
     started = []
     for bucket, elements in enumerate(ELEMENTS):
         roots = roots_of(plan, world.rank, lane_values(present, elements))
-        home = exchange.home(0, bucket, elements, torch.float32) if at_home else None
-        if home is not None and roots:
+        slot = exchange.slot(0, bucket, elements, torch.float32) if in_slot else None
+        if slot is not None and roots:
             first = next(iter(roots))
-            roots[first] = home.copy_(roots[first])
+            roots[first] = slot.copy_(roots[first])
         started.append(exchange.start(0, bucket, plan, roots, lambda n=elements: torch.full((n,), torch.nan)))  # type: ignore[misc]
     sums = [pending.wait() for pending in started]
     wanted = [one_process_sum(lane_values(present, elements)) for elements in ELEMENTS]
@@ -62,7 +62,9 @@ def exchanges(
 
 @pytest.mark.workers
 @pytest.mark.parametrize(
-    ("backend", "at_home"), [("gloo", False), ("paceline", False), ("paceline", True)], ids=["gloo", "away", "at home"]
+    ("backend", "in_slot"),
+    [("gloo", False), ("paceline", False), ("paceline", True)],
+    ids=["gloo", "away", "in a slot"],
 )
 @pytest.mark.parametrize(
     ("workers", "lanes", "present"),
@@ -70,9 +72,9 @@ def exchanges(
     ids=["native", "direct", "halving", "one worker without a root", "several roots"],
 )
 def test_exact_sums_of_buckets_under_way_together_have_the_bits_of_one_process(
-    workers: int, lanes: int, present: tuple[int, ...], backend: str, at_home: bool
+    workers: int, lanes: int, present: tuple[int, ...], backend: str, in_slot: bool
 ) -> None:
-    job = {"lanes": lanes, "present": present, "reduction": "exact", "backend": backend, "at_home": at_home}
+    job = {"lanes": lanes, "present": present, "reduction": "exact", "backend": backend, "in_slot": in_slot}
     for result in run_workers(exchanges, workers, **job):
         assert result.error is None, result.traceback
         assert result.value[0] == [True] * len(ELEMENTS)

@@ -76,13 +76,13 @@ def scatters(
         held: dict[int, Tensor] = {}
         results.append((held, one_process_sum(values)[low:high]))
         for sent_now, nodes in by_lane(how, world, lanes, present, values):
-            if how == "at home" and nodes:
+            if how == "in a slot" and nodes:
                 first = next(iter(nodes))
-                home = exchange.home(of, bucket, elements, dtype)
-                nodes[first] = nodes[first] if home is None else home.copy_(nodes[first])
+                slot = exchange.slot(of, bucket, elements, dtype)
+                nodes[first] = nodes[first] if slot is None else slot.copy_(nodes[first])
             scatter = Scatter(
                 bucket, sent_now, ranges(elements, world.size), dtype, nodes, held,
-                room=lambda node, width=high - low: torch.full((width,), torch.nan, dtype=dtype),
+                buffer_for=lambda node, width=high - low: torch.full((width,), torch.nan, dtype=dtype),
             )  # fmt: skip
             under_way.append(exchange.start_scatter(of, scatter, torch.empty(0, dtype=dtype)))
     for pending in under_way:
@@ -107,8 +107,8 @@ def scatters(
 @pytest.mark.parametrize(
     ("how", "workers", "lanes", "present"),
     [
-        ("roots", 2, 2, (0, 1)), ("at home", 2, 2, (0, 1)), ("at home", 4, 8, tuple(range(8))),
-        ("roots", 3, 8, tuple(range(8))), ("at home", 3, 8, tuple(range(8))), ("roots", 3, 3, (0, 1)),
+        ("roots", 2, 2, (0, 1)), ("in a slot", 2, 2, (0, 1)), ("in a slot", 4, 8, tuple(range(8))),
+        ("roots", 3, 8, tuple(range(8))), ("in a slot", 3, 8, tuple(range(8))), ("roots", 3, 3, (0, 1)),
         ("lanes", 2, 5, tuple(range(5))), ("lanes", 3, 8, tuple(range(8))), ("lanes", 4, 4, (0, 3)),
     ],
 )  # fmt: skip
@@ -148,7 +148,9 @@ def test_alone_lanes_are_added_where_they_are_held() -> None:
     held: dict[int, Tensor] = {}
     for sent_now in scatter_plans_by_lane(sum_plan(3, 1, present)):
         nodes = {lane: values[lane].clone() for lane in sent_now.sent[0]}
-        scatter = Scatter(0, sent_now, ((0, 1_000),), torch.float32, nodes, held, room=lambda _: torch.empty(1_000))
+        scatter = Scatter(
+            0, sent_now, ((0, 1_000),), torch.float32, nodes, held, buffer_for=lambda _: torch.empty(1_000)
+        )
         GradientExchange(SingleWorker(), "exact").start_scatter(0, scatter, torch.empty(0)).wait()
     assert list(held) == [0]
     assert same_bits(held[0], one_process_sum(values))

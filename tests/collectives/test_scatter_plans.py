@@ -83,7 +83,7 @@ def _below(plan: SumPlan, worker: int, root: int) -> Any:
     nodes: dict[int, Any] = {}
     for lane in plan.holders[worker]:
         nodes[lane] = lane
-        for merge in plan.merges_after(worker, lane):
+        for merge in plan.merges_after[worker][lane]:
             nodes[merge.left] = (nodes[merge.left], nodes.pop(merge.right))
     return nodes[root]
 

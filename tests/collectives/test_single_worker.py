@@ -91,7 +91,7 @@ def test_a_scattered_bucket_of_one_worker_is_held_whole() -> None:
     exchange = GradientExchange(SingleWorker(), "exact")
     for sent_now in scatter_plans_by_lane(sum_plan(3, 1, (0, 1, 2))):
         nodes = {lane: values[lane].clone() for lane in sent_now.sent[0]}
-        scatter = Scatter(0, sent_now, ((0, 100),), torch.float32, nodes, held, room=lambda _: torch.empty(100))
+        scatter = Scatter(0, sent_now, ((0, 100),), torch.float32, nodes, held, buffer_for=lambda _: torch.empty(100))
         exchange.start_scatter(0, scatter, torch.empty(0)).wait()
     assert same_bits(held[0], one_process_sum(values))
 

@@ -85,8 +85,7 @@ class Strategy(StrategyBase):
         self.calls.append(("collect", tally))
         for sums, gradients in zip(self._buckets.sums, self._gradients, strict=True):
             total = torch.stack(gradients).sum(0) if gradients else sums.buffer().zero_()
-            used = [self._buckets.used[member.parameter] for member in sums.bucket.members]
-            sums.hand_out(total * tally.scale, used)
+            sums.hand_out(total * tally.scale, self._buckets.used)
 
     def clip(self, max_norm: float) -> float:
         self.calls.append(("clip", max_norm))

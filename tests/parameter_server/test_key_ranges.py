@@ -45,7 +45,7 @@ key_bytes = st.integers(1, 30 * BLOCK)
 def sliced(table: KeyTable, buckets: tuple[Bucket, ...], parameters: list[torch.Tensor]) -> list[torch.Tensor]:
     """Every key's part of the flat gradients of its bucket."""
     flats = [
-        torch.cat([parameters[member.parameter].reshape(-1).to(bucket.dtype) for member in bucket.members])
+        torch.cat([parameters[entry.parameter].reshape(-1).to(bucket.dtype) for entry in bucket.entries])
         for bucket in buckets
     ]
     return [key.of_bucket(flats[key.bucket]) for key in table.keys]

@@ -92,7 +92,7 @@ def test_with_a_home_the_first_lane_and_so_the_root_lives_there_step_after_step(
     for step in range(3):
         for lane in (0, 1):
             sums.take(lane, [torch.full((2,), float(step + lane))] * together)
-            sums.merge(plan, 0, lane)
+            sums.merge(plan.merges_after[0][lane])
         (root,) = sums.nodes.values()
         assert root.data_ptr() == home.data_ptr()
         assert root.tolist() == [2.0 * step + 1] * 2 * together
@@ -130,7 +130,7 @@ def root_of(sums: LaneSums, lanes: dict[int, list[Tensor | None]]) -> Tensor:
     plan = sum_plan(max(lanes) + 1, 1, tuple(sorted(lanes)))
     for lane in sorted(lanes):
         sums.take(lane, lanes[lane])
-        sums.merge(plan, 0, lane)
+        sums.merge(plan.merges_after[0][lane])
     (root,) = sums.nodes.values()
     return root
 
@@ -170,7 +170,7 @@ def test_sixteen_lanes_need_five_buffers() -> None:
     for lane in range(16):
         sums.take(lane, [torch.ones(2), torch.ones(2)])
         used |= {node.data_ptr() for node in sums.nodes.values()}
-        sums.merge(plan, 0, lane)
+        sums.merge(plan.merges_after[0][lane])
     assert (len(used), sums.nodes[0].tolist()) == (5, [16.0] * 4)
 
 

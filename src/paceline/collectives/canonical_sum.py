@@ -91,13 +91,15 @@ class SumPlan:
                 local[below.pop()].append(merge)
         return tuple(tuple(found) for found in local)
 
-    def merges_after(self, worker: int, lane: int) -> tuple[Merge, ...]:
-        """The merges that become possible on `worker` once `lane` is finished, lanes being finished in order."""
-        return tuple(
-            merge
-            for merge in self._local[worker]
-            if lane == max(held for held in self.holders[worker] if held >> merge.level == merge.left >> merge.level)
-        )
+    @cached_property
+    def merges_after(self) -> tuple[dict[int, list[Merge]], ...]:
+        """By worker and lane: the merges that become possible there once the lane is finished, lanes in order."""
+        after: tuple[dict[int, list[Merge]], ...] = tuple({lane: [] for lane in lanes} for lanes in self.holders)
+        for worker, found in enumerate(self._local):
+            for merge in found:
+                below = [lane for lane in self.holders[worker] if lane >> merge.level == merge.left >> merge.level]
+                after[worker][max(below)].append(merge)
+        return after
 
     def roots(self, worker: int) -> tuple[int, ...]:
         """The partial sums that `worker` is left with, named by their lowest lane."""
@@ -222,13 +224,13 @@ class Scatter:
     dtype: torch.dtype
     nodes: Mapping[int, Tensor]  # by name: the whole bucket, flat
     held: dict[int, Tensor]  # by name: this worker's range; afterwards those of the plan's sums
-    room: Callable[[int], Tensor]  # memory for a node that is not held yet; it may be part of `nodes`
+    buffer_for: Callable[[int], Tensor]  # memory for a node that is not held yet; it may be part of `nodes`
     wire: torch.dtype | None = None  # what messages are sent in, where that loses nothing: `nodes` were rounded to it
 
     def outs(self) -> dict[int, Tensor]:
         """Where each sum goes: a node that grows stays where it is."""
         return {
-            total.node: self.held[total.node] if total.node in self.held else self.room(total.node)
+            total.node: self.held[total.node] if total.node in self.held else self.buffer_for(total.node)
             for total in self.plan.sums
         }
 

@@ -7,7 +7,9 @@ what it reports becomes a `PeerLostError` that says which worker was waited for 
 In an elastic job a group may be *abandoned*, by any thread: what waits in it ends at once, and it and all that is asked
 of it from then on says `GenerationEnded`. Buffers of what was under way are free when its `wait` has ended.
 
-Whatever is started hands back a `Work`. Where a wait may last although its end is known from elsewhere, it is made of
+Whatever is started hands back a `Work`, also where it could not be started: a failure is said by its `wait`, or by its
+`ended`, which only records that the group is over. So what torch calls (hooks, saved tensors) may start things and go
+on; the loop raises what became of them. Where a wait may last although its end is known from elsewhere, it is made of
 short ones with a look in between: at the peers' notes, or whether the group is over. gloo's wait for a message can't be
 made of short ones (one that times out closes the group), so another thread has it.
 
@@ -77,6 +79,14 @@ class Work:
             self.when_done()
             self.when_done = None
 
+    def ended(self, timeout_s: float | None = None) -> bool:
+        """Wait for it; False: its group is over. Whoever has no caller to raise it to records that."""
+        try:
+            self.wait(timeout_s)
+        except GenerationEnded:
+            return False
+        return True
+
     def wait_for_vote(self, vote: int, look_every_s: float = 0.5) -> None:
         """Wait for step vote number `vote`, and look at the peers' notes while it takes long."""
         self.wait(vote=vote, look_every_s=look_every_s)
@@ -109,6 +119,19 @@ class Work:
         self._work.wait()
 
 
+class _NotStarted:
+    """In place of c10d's work, where its group could not start it."""
+
+    def __init__(self, why: str) -> None:
+        self._why = why
+
+    def is_completed(self) -> bool:
+        return True
+
+    def wait(self, timeout: timedelta | None = None) -> None:
+        raise GivenUpError(self._why)
+
+
 class Done(Work):
     """Something that was over as soon as it began: what a worker without peers waits for."""
 
@@ -123,17 +146,20 @@ class Done(Work):
         """At once."""
 
 
-def wait_all(handles: Sequence[Handle]) -> None:
-    messages = [work for work in handles if isinstance(work, Work) and work.is_gloo_message and not work._done]
+def wait_all(works: Sequence[Work]) -> None:
+    """If the group ends: until none of them touches its buffers any more."""
+    messages = [work for work in works if work.is_gloo_message and not work._done]
     if len(messages) > 1:  # lent to the other thread once
         try:
             with Waiting():
                 _wait_for_messages(messages)
         except (RuntimeError, TimeoutError, WorldError) as error:
             late = next((work for work in messages if not work._done), messages[-1])
-            raise late._owner.lost(error, late._doing) from error
-    for handle in handles:
-        handle.wait()
+            failure = late._owner.lost(error, late._doing)
+            if not late._owner.is_over:
+                raise failure from error
+    for over in [work for work in works if not work.ended()]:
+        over.wait()
 
 
 def _wait_for_messages(works: Sequence[Work]) -> None:
@@ -277,7 +303,7 @@ class Communicator:
 
     def send_and_receive(
         self, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]], *, operation: str
-    ) -> list[Handle]:
+    ) -> list[Work]:
         """Tensors to and from peers, started as one group so that no order between them can block; sends first."""
         (device,) = {tensor.device for tensor, _ in (*sends, *receives)}
         group = self._groups[device.type]
@@ -467,11 +493,12 @@ class Communicator:
 
     def _started(self, start: Callable[[], Any], doing: str) -> Work:
         if self._ended is not None:
-            raise GenerationEnded(self._ended)
+            return Work(_NotStarted(self._ended), self, doing)
         try:
             work = start()
         except (RuntimeError, WorldError) as error:
-            raise self.lost(error, doing) from error
+            self.lost(error, doing)  # in an elastic job the group is over from here on
+            work = _NotStarted(first_line(error))
         return Work(work, self, doing)
 
     def lost(self, error: Exception, doing: str) -> PacelineError:
@@ -525,7 +552,7 @@ class SingleWorker(Communicator):
 
     def send_and_receive(
         self, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]], *, operation: str
-    ) -> list[Handle]:
+    ) -> list[Work]:
         for _, peer in (*sends, *receives):
             raise WorldError(f"worker {self.rank} is alone: there is no worker {peer} to exchange with")
         return []

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from paceline.collectives.canonical_sum import Scatter, SumPlan, owner_ranges
-from paceline.collectives.communicator import Communicator, Handle, wait_all
+from paceline.collectives.communicator import Communicator, Work, wait_all
 from paceline.collectives.executor import Scratch
 from paceline.collectives.schedule import Hop, How, Receive, Schedule, Send, one, one_per_rank
 
@@ -122,14 +122,14 @@ def _start(
     receives: Sequence[tuple[Tensor, int]],
     tag: int,
     operation: str,
-) -> tuple[list[Handle], list[Handle]]:
+) -> tuple[list[Work], list[Work]]:
     """Handles of the sends, and of the receives; as one group where messages between two ranks run in line."""
     tensors = [tensor for tensor, _ in (*sends, *receives)]
     if tensors and comm.batches(tensors[0].device):
         handles = comm.send_and_receive(sends, receives, operation=operation)
         return handles[: len(sends)], handles[len(sends) :]
-    incoming: list[Handle] = [comm.receive(t, source=peer, tag=tag, operation=operation) for t, peer in receives]
-    outgoing: list[Handle] = [comm.send(t, to=peer, tag=tag, operation=operation) for t, peer in sends]
+    incoming = [comm.receive(t, source=peer, tag=tag, operation=operation) for t, peer in receives]
+    outgoing = [comm.send(t, to=peer, tag=tag, operation=operation) for t, peer in sends]
     return outgoing, incoming
 
 

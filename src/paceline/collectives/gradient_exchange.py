@@ -85,7 +85,7 @@ class GradientExchange:
             self._comm.forget_buckets(old)
         return next(self._sets)
 
-    def home(self, of: int, bucket: int, elements: int, dtype: torch.dtype) -> Tensor | None:
+    def slot(self, of: int, bucket: int, elements: int, dtype: torch.dtype) -> Tensor | None:
         """Memory in which a worker's root of this bucket travels best, if there is any such.
 
         All workers ask for the same buckets in the same order.

@@ -506,13 +506,16 @@ class TrainStep:
             reports, self._config.on_nonfinite, self.step, why, 7
         )
         weights = tuple((report.lane, report.weight) for report in reports)
-        agreed = agreement is Agreement.NOW
-        return Tally(agreed, weights, item.step_samples, used, self._scale, left_out=left_out)
+        total, agreed = math.fsum(weight for _, weight in weights), agreement is Agreement.NOW
+        # backward has divided by the samples, and multiplied by the loss scale
+        scale = item.step_samples / total / self._scale if total > 0 else 0.0
+        empty = agreed and (left_out or total == 0)
+        return Tally(agreed, weights, item.step_samples, used, scale, empty, left_out)
 
     def _judge(self, active: Strategy, tally: Tally) -> None:
         """Whether there is anything to apply."""
         now = self.now
-        if tally.agreed and tally.weight == 0:
+        if tally.agreed and tally.scale == 0:
             warnings.warn(f"step {self.step + 1} is skipped: the weights of all its micro-batches are 0", stacklevel=6)
         if self.loss_scale is not None and not tally.empty:
             now.overflowed = self.loss_scale.drops(active.keeps_finite(), self._config.on_nonfinite, self.step)

@@ -185,7 +185,7 @@ def _by_lane(job: _Job, *, weights_whole: bool) -> Footprint:
     if job.accumulate > 1:
         gradients += job.model.parameters * job.model.gradient
     most = max(map(len, assignment))
-    # Whoever gathers weights to use them sends its part to all others each time, forward and backward.
+    # A worker that gathers weights to use them sends its part to all others each time, forward and backward.
     return _sharded(job, gradients, nodes=most, gathers=None if weights_whole else 2 * most * job.accumulate)
 
 
@@ -216,7 +216,7 @@ def _gradients_at_once(plan: SumPlan) -> int:
         for lane in lanes:
             alive += 1
             most = max(most, alive)
-            alive -= len(plan.merges_after(worker, lane))
+            alive -= len(plan.merges_after[worker][lane])
     return most
 
 

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from paceline.collectives.canonical_sum import SumPlan
+from paceline.collectives.canonical_sum import Merge, SumPlan
 from paceline.collectives.communicator import Communicator
 from paceline.errors import LoopError
 from paceline.sharding.bucket import ALIGNED, Bucket, BucketEntry, GradientSpec
@@ -172,7 +172,7 @@ class GradientBuckets:
         """Copy the gradient into its bucket while it is in the caches; whether it is the parameter's first."""
         sums, parameter = self.sums[number], self.parameters[index]
         gradient = parameter.grad
-        if not sums.takes_at_once or parameter.dtype != sums.bucket.dtype or gradient is None or gradient.is_sparse:
+        if sums.moves or parameter.dtype != sums.bucket.dtype or gradient is None or gradient.is_sparse:
             return True
         parameter.grad = None
         self.used[index] = True
@@ -198,22 +198,17 @@ class GradientBuckets:
                 gradient = gradient.to_dense() if gradient.is_sparse else gradient
             gradients.append(gradient)
         sums.take(lane, gradients)
-        rounded_to = self.lanes_are_in(number)
-        if rounded_to is not None:
-            sums.nodes[lane].copy_(sums.nodes[lane].to(rounded_to))
+        if sums.rounded_to is not None:
+            sums.nodes[lane].copy_(sums.nodes[lane].to(sums.rounded_to))
         if self.lane_checks is not None:
             self.lane_checks[lane] = (self.lane_checks.get(lane, 0) + bits_sum(sums.nodes[lane])) % (1 << 62)
         self._merge(sums, lane)
         self._taken[number] = True
 
-    def lanes_are_in(self, number: int) -> torch.dtype | None:
-        """What each lane's gradients in this bucket are rounded to, if they are: not what a model keeps in fp64."""
-        return self._rounded_to if self.sums[number].bucket.dtype == torch.float32 else None
-
     def _merge(self, sums: LaneSums, lane: int) -> None:
         if not self._by_lane:
             assert self._plan is not None
-            sums.merge(self._plan, self._worker, lane)
+            sums.merge(self._plan.merges_after[self._worker][lane])
 
     def _hold_gradients(self) -> None:
         for index, parameter in enumerate(self.parameters):
@@ -265,7 +260,7 @@ class GradientBuckets:
 
     def _set_buckets(self, order: Sequence[int]) -> None:
         buckets = self._cut(self._specs, order)
-        self.sums = [LaneSums(bucket, self.parameters, self._pool) for bucket in buckets]
+        self.sums = [LaneSums(bucket, self.parameters, self._pool, self._rounded_to) for bucket in buckets]
         self._bucket_of = {entry.parameter: number for number, bucket in enumerate(buckets) for entry in bucket.entries}
         self._place_of = {entry.parameter: place for bucket in buckets for place, entry in enumerate(bucket.entries)}
         self._next_order: list[int] | None = None
@@ -365,12 +360,20 @@ class LaneSums:
     a lane counts as +0.0 there. Where no bucket keeps its gradients all of them take their buffers from one pool.
     """
 
-    def __init__(self, bucket: Bucket, parameters: Sequence[Parameter], pool: BufferPool | None = None) -> None:
+    def __init__(
+        self,
+        bucket: Bucket,
+        parameters: Sequence[Parameter],
+        pool: BufferPool | None = None,
+        rounded_to: torch.dtype | None = None,
+    ) -> None:
+        """`rounded_to`: what each lane's gradients are rounded to, if they are; not what a model keeps in fp64."""
         self.bucket = bucket
-        self._moves = bucket.alone
+        self.rounded_to = rounded_to if bucket.dtype == torch.float32 else None
+        self.moves = bucket.alone  # otherwise gradients are copied as they come
         self._gaps = bucket.gaps
         self._shared = pool
-        if pool is not None and not self._moves:
+        if pool is not None and not self.moves:
             pool.expect(bucket.elements, bucket.dtype, bucket.device)
         self._parameters = [parameters[entry.parameter] for entry in bucket.entries]
         self._pool: list[Tensor] = []
@@ -379,13 +382,9 @@ class LaneSums:
         self._filling: Tensor | None = None
         self._there: set[int] = set()  # entries that have been put into it
 
-    @property
-    def takes_at_once(self) -> bool:
-        return not self._moves
-
     def use_slot(self, slot: Tensor) -> None:
         """Make roots in this memory from now on."""
-        self._moves = False
+        self.moves = False
         self._clear_gaps(slot)
         self._pool = [slot]  # the first to ask gets it, and the lane that a worker takes first becomes its root
 
@@ -413,7 +412,7 @@ class LaneSums:
 
     def take(self, lane: int, gradients: Sequence[Tensor | None]) -> None:
         """Make the entries' finished gradients of `lane` a node of the tree, with those that were put before."""
-        if self._moves and gradients[0] is not None:
+        if self.moves and gradients[0] is not None:
             self.nodes[lane] = _memory_in_order(gradients[0], self.bucket.dtype)
             return
         flat = self._filling if self._filling is not None else self.buffer()
@@ -436,16 +435,16 @@ class LaneSums:
         """A lane whose micro-batches were all skipped by the loop: it was given samples, and adds +0.0."""
         self.nodes[lane] = self.buffer().zero_()
 
-    def merge(self, plan: SumPlan, worker: int, lane: int) -> None:
-        for step in plan.merges_after(worker, lane):
-            right = self.nodes.pop(step.right)
-            self.nodes[step.left].add_(right)
+    def merge(self, merges: Sequence[Merge]) -> None:
+        for merge in merges:
+            right = self.nodes.pop(merge.right)
+            self.nodes[merge.left].add_(right)
             self.give_back(right)
 
     def buffer(self) -> Tensor:
         if self._pool:
             return self._pool.pop()
-        if self._shared is not None and not self._moves:
+        if self._shared is not None and not self.moves:
             flat = self._shared.take(self.bucket.elements, self.bucket.dtype, self.bucket.device)
         else:
             flat = torch.empty(self.bucket.elements, dtype=self.bucket.dtype, device=self.bucket.device)
@@ -459,7 +458,7 @@ class LaneSums:
 
     def give_back(self, flat: Tensor) -> None:
         # What backward allocated itself is not ours to keep: holding it would only add to the peak.
-        if self._moves:
+        if self.moves:
             return
         if self._shared is not None:
             self._shared.give_back(flat)
@@ -467,7 +466,7 @@ class LaneSums:
             self._pool.append(flat)
 
     def _views_of(self, flat: Tensor) -> list[Tensor]:
-        if self._moves:
+        if self.moves:
             return [flat.view(self.bucket.entries[0].shape)]
         views = self._views.get(flat.data_ptr())
         if views is None:
@@ -475,9 +474,10 @@ class LaneSums:
         return views
 
     def hand_out(self, total: Tensor, used: Sequence[bool]) -> None:
-        """Make the finished sum the parameters' gradients; a parameter that no lane used keeps None."""
-        for parameter, view, is_used in zip(self._parameters, self._views_of(total), used, strict=True):
-            parameter.grad = _as_gradient_of(parameter, view) if is_used else None
+        """Make the finished sum the parameters' gradients; one that no lane used (`used`, of all) keeps None."""
+        views = self._views_of(total)
+        for parameter, entry, view in zip(self._parameters, self.bucket.entries, views, strict=True):
+            parameter.grad = _as_gradient_of(parameter, view) if used[entry.parameter] else None
 
 
 def _view(flat: Tensor, entry: BucketEntry) -> Tensor:

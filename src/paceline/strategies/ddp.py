@@ -42,8 +42,8 @@ class Exchange(Protocol):
 
     def new_set(self, old: int | None = None) -> int: ...
 
-    def home(self, of: int, bucket: int, elements: int, dtype: torch.dtype) -> Tensor | None:
-        """Memory from which a root of this bucket travels best, if there is any."""
+    def slot(self, of: int, bucket: int, elements: int, dtype: torch.dtype) -> Tensor | None:
+        """Shared memory from which a root of this bucket travels best, if there is any."""
         ...
 
     def start(
@@ -86,7 +86,7 @@ class Ddp(InBuckets):
     def start_step(self, round: int, plan: SumPlan) -> None:
         self._plan = plan
         if not self._has_slots:  # once for each set of buckets, when all workers are here
-            self._buckets.use_slots(partial(self._exchange.home, self._set))
+            self._buckets.use_slots(partial(self._exchange.slot, self._set))
             self._has_slots = True
         self._pending, self._roots = [], []
         self._buckets.start_step(plan)
@@ -107,7 +107,7 @@ class Ddp(InBuckets):
                     sums.give_back(root)
             if scale != 1.0:
                 total.mul_(scale)
-            sums.hand_out(total, [used[entry.parameter] for entry in sums.bucket.entries])
+            sums.hand_out(total, used)
             self._totals.append(total)
         self._pending, self._roots = [], []
         self._buckets.plan_rebuild(used, self._comm)

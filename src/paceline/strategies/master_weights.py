@@ -185,8 +185,6 @@ class MasterShards(_Masters):
 
     def take_over_writes(self, pieces: Pieces) -> None:
         """Before a step: take over what the script wrote to parameters since the last one."""
-        if not self.any:
-            return
         written = {number for number, p in enumerate(pieces.parameters) if self.has(p) and self.was_written(p)}
         for piece, tensor in pieces.tensors.items():
             if piece.parameter in written:
@@ -195,7 +193,7 @@ class MasterShards(_Masters):
 
     def round(self, pieces: Pieces, of: Iterable[Piece]) -> None:
         """Write own pieces into the model, or wherever its weights are."""
-        changed = [piece for piece in of if self.has(pieces.parameters[piece.parameter])] if self.any else []
+        changed = [piece for piece in of if self.has(pieces.parameters[piece.parameter])]
         if not changed:
             return
         parts = [self.rounded(pieces.parameters[piece.parameter], piece) for piece in changed]

@@ -85,7 +85,7 @@ class Maker:
         raise NotImplementedError
 
     def teardown(self) -> None:
-        """In place of `close`, when the workers have changed: the group is over, so nothing is said to anybody.
+        """In place of `close`, when the workers have changed: the group is over, so nothing is sent.
 
         Models and optimizers are left as `open` found them: parameters of their full shapes and first precision, in
         memory of their own, on the job's device. Their values are what the last step left in them where every worker

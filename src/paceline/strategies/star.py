@@ -36,7 +36,7 @@ class StarExchange:
     def new_set(self, old: int | None = None) -> int:
         return next(self._sets)
 
-    def home(self, of: int, bucket: int, elements: int, dtype: torch.dtype) -> Tensor | None:
+    def slot(self, of: int, bucket: int, elements: int, dtype: torch.dtype) -> Tensor | None:
         return None  # roots travel as messages, from wherever they are
 
     def start(

@@ -18,17 +18,15 @@ from 0. In which rounds the workers exchange their votes is the strategy's choic
     LATER       none         of this worker alone     put back: rounds up to the next agreed one start from the same
     NEVER       none         of this worker alone     each lane goes on from its own; boundaries see lane 0's
 
-In a LATER or NEVER round the `Tally` holds this worker's own lanes alone: whoever adds up the rounds of a window (the
-servers do) has to add up their weights too. One update for several micro-batches is `Engine(accumulate=k)`.
+In a LATER or NEVER round the `Tally` holds this worker's own lanes alone: a strategy that adds up the rounds of a
+window (the servers do) has to add up their weights too. One update for several micro-batches is `Engine(accumulate=k)`.
 """
 
 from __future__ import annotations
 
 import enum
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, Protocol
 
 import torch
@@ -71,24 +69,9 @@ class Tally:
     weights: tuple[tuple[int, float], ...]  # (lane, weight), in lane order
     samples: int  # of the round, in the lanes of all workers; backward divides by it
     used: Sequence[bool]  # per parameter
-    loss_scale: float = 1.0  # backward multiplies by it
-    left_out: bool = (
-        False  # a loss was not finite, and such steps are skipped; lanes that never agree have weight 0 then
-    )
-
-    @cached_property
-    def weight(self) -> float:
-        return math.fsum(weight for _, weight in self.weights)
-
-    @property
-    def scale(self) -> float:
-        """What turns the sum of the counted lanes' gradients into their weighted mean."""
-        return self.samples / self.weight / self.loss_scale if self.weight > 0 else 0.0
-
-    @property
-    def empty(self) -> bool:
-        """All workers leave this round out: no `apply` follows."""
-        return self.agreed and (self.left_out or self.weight == 0)
+    scale: float = 1.0  # turns the sum of the counted lanes' gradients into their weighted mean; 0: none counts
+    empty: bool = False  # all workers leave this round out: no `apply` follows
+    left_out: bool = False  # a loss was not finite, and such steps are skipped; lanes that never agree have weight 0
 
 
 class Strategy(Protocol):

@@ -137,8 +137,7 @@ class Fsdp(Zero2):
 
     def _round(self, pieces: Sequence[Piece]) -> None:
         """Into the shards, wherever they are."""
-        if self._parts.masters.any:
-            super()._round([piece for piece in pieces if self._has_master(self.parameters[piece.parameter])])
+        super()._round([piece for piece in pieces if self._has_master(self.parameters[piece.parameter])])
 
     # -- between steps -----------------------------------------------------------------------------------------------
 

@@ -112,7 +112,8 @@ class ShardPulls:
         asked, answers = torch.empty(2, dtype=torch.int64), deque[Work]()
         try:
             while True:
-                self._comm.receive(asked, source=peer, tag=_ASK, operation="request").wait(FOREVER_S)
+                if not self._comm.receive(asked, source=peer, tag=_ASK, operation="request").ended(FOREVER_S):
+                    return
                 unit, version = asked.tolist()
                 if unit in (_MEETS, _REFUSES):
                     self._hear(peer, unit, version)
@@ -122,8 +123,8 @@ class ShardPulls:
                 for part in self._parts(unit):
                     answers.append(self._comm.send(part, to=peer, tag=_ANSWER, operation=_OPERATION))
                 while len(answers) > _KEPT:
-                    answers.popleft().wait()
-        except (PeerLostError, GenerationEnded, KeyError):  # lost, or our own group is over or closed
+                    answers.popleft().ended()
+        except (PeerLostError, KeyError):  # lost, or our own group is closed
             return
         finally:
             with self._change:
@@ -199,10 +200,7 @@ class ShardPulls:
             self._closing = True
             self._change.notify_all()
         for peer in self.peers:
-            try:
-                self._ask(peer, _LEAVES)
-            except (PeerLostError, GenerationEnded):
-                continue  # it has left before
+            self._ask(peer, _LEAVES)
         # Between steps a peer may go on alone, to evaluate or to save; inside one it will hear that we have left.
         until = time.monotonic() + (self._timeout_s if self._at_rest else LEAVES_WITHIN_S)
         for thread in self._threads:

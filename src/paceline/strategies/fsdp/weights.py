@@ -280,13 +280,9 @@ class ShardedWeights:
                     copies += [] if host is part else [(host, part)]
                     arriving[worker].append(host)
             flats.append(flat)
-        works, is_over = list[Work](), False
-        try:
-            works = self._pulls.start(unit, {peer: parts for peer, parts in arriving.items() if parts})
-        except GenerationEnded:
-            is_over = True
+        works = self._pulls.start(unit, {peer: parts for peer, parts in arriving.items() if parts})
         lifted = self._lift.start(lifts) if lifts else None
-        self._gathered[unit] = GatheredUnit(flats, works, copies, lifted, is_lost=is_over)
+        self._gathered[unit] = GatheredUnit(flats, works, copies, lifted)
 
     def _arrive(self, unit: int, gathered: GatheredUnit) -> None:
         gathered.end(self._lift)
@@ -497,11 +493,8 @@ class GatheredUnit:
 
     def end(self, lift: Lift) -> None:
         """Wait until nothing writes to it any more."""
-        for work in self.works:
-            try:
-                work.wait()
-            except GenerationEnded:
-                self.is_lost = True
+        ended = [work.ended() for work in self.works]  # all of them, whatever became of the first
+        self.is_lost |= not all(ended)
         self.works = ()
         if self.lifted is not None:
             lift.arrive(self.lifted)

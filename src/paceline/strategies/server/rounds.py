@@ -595,7 +595,7 @@ class SumsOnServers(PushedRounds):
 
         used = self._used_parameters(self._client.sums(round, put))
         for sums, total in zip(self._buckets.sums, self._totals, strict=True):
-            sums.hand_out(total, [used[entry.parameter] for entry in sums.bucket.entries])
+            sums.hand_out(total, used)
 
     def _used_parameters(self, bits: dict[int, int]) -> list[bool]:
         used = [False] * len(self.parameters)

@@ -203,8 +203,9 @@ class ShardedStrategy(InBuckets):
             self._prepare_sums(self._pieces)
         for optimizer in self._optimizers:
             parts.optimizers.assign(optimizer, self._pieces)
-        parts.masters.assigned(self.parameters)
-        parts.masters.take_over_writes(self._pieces)
+        if parts.masters.any:
+            parts.masters.assigned(self.parameters)
+            parts.masters.take_over_writes(self._pieces)
         self._buckets.start_step(plan)
 
     def _assigned_pieces(self) -> LocalPieces:
@@ -277,7 +278,8 @@ class ShardedStrategy(InBuckets):
         """The update, with master weights rounded to where the weights are."""
         if not self._parts.offloads:
             result = shard.step(self._used)
-            self._round(shard.own)
+            if self._parts.masters.any:
+                self._round(shard.own)
             return result
         result = shard.step(self._used, self._bucket_by_bucket(shard))
         self._parts.offload.finish()

@@ -28,7 +28,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from paceline.checkpoint.load import StoredTensor, full_tree
-from paceline.collectives.communicator import Communicator, Handle, wait_all
+from paceline.collectives.communicator import Communicator, Work, wait_all
 from paceline.errors import CheckpointError, ConfigError, LoopError
 from paceline.optim.piece_state import State, gather_state, like, scatter_state
 from paceline.optim.range_optimizer import optimizer_on
@@ -345,7 +345,7 @@ def full_states(comm: Communicator, leaving: Sequence[StateInPieces]) -> Iterato
         kept = {(worker, start): entries for worker, table in enumerate(tables) for start, entries in table[number]}
         wanted = rank in d.receivers
         states: list[State] = []
-        under_way: list[Handle] = []
+        under_way: list[Work] = []
         for owner, piece in d.owners:
             entries = kept[owner, piece.start]
             if owner == rank:
@@ -371,12 +371,12 @@ def full_states(comm: Communicator, leaving: Sequence[StateInPieces]) -> Iterato
 Entries = Mapping[str, Sequence[Any]]
 
 
-def _sent(comm: Communicator, state: State, entries: Entries, receivers: Collection[int]) -> list[Handle]:
+def _sent(comm: Communicator, state: State, entries: Entries, receivers: Collection[int]) -> list[Work]:
     each = [state[name].cpu().view(-1) for name, (kind, *_) in entries.items() if kind == _EACH]
     return [comm.send(t, to=receiver, tag=0, operation=_OPERATION) for t in each for receiver in sorted(receivers)]
 
 
-def _received(comm: Communicator, state: State, entries: Entries, owner: int) -> list[Handle]:
+def _received(comm: Communicator, state: State, entries: Entries, owner: int) -> list[Work]:
     each = [state[name].view(-1) for name, (kind, *_) in entries.items() if kind == _EACH]
     return [comm.receive(buffer, source=owner, tag=0, operation=_OPERATION) for buffer in each]
 

@@ -17,7 +17,6 @@ and at boundaries such as a hash.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
@@ -27,8 +26,8 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from paceline.collectives.communicator import Communicator, Handle, wait_all
-from paceline.errors import ConfigError, GenerationEnded, LoopError
+from paceline.collectives.communicator import Communicator, wait_all
+from paceline.errors import ConfigError, LoopError
 from paceline.sharding.bucket import ALIGNED, Shards
 from paceline.sharding.flat_layout import Piece, extent, in_logical_order, part_of
 from paceline.strategies.strategy import WriteWatch
@@ -214,13 +213,11 @@ class WeightGather:
         comm = self._comm
         others = [(comm.rank + hop) % comm.size for hop in range(1, comm.size)]
         arriving = [(package, package.buffer(), peer) for peer in others for package in self._packages[peer]]
-        handles: list[Handle] = [
-            comm.receive(flat, source=peer, tag=0, operation=_OPERATION) for _, flat, peer in arriving
-        ]
+        works = [comm.receive(flat, source=peer, tag=0, operation=_OPERATION) for _, flat, peer in arriving]
         for package in self._packages[comm.rank]:
             packed = package.packed()
-            handles += [comm.send(packed, to=peer, tag=0, operation=_OPERATION) for peer in others]
-        _wait_for_all(handles)
+            works += [comm.send(packed, to=peer, tag=0, operation=_OPERATION) for peer in others]
+        wait_all(works)
         for package, flat, _ in arriving:
             package.unpack(flat)
 
@@ -280,17 +277,6 @@ class Package:
                 part_of(parameter, piece).view(-1).copy_(part)
             else:
                 parameter.detach().copy_(part.view(parameter.shape))
-
-
-def _wait_for_all(handles: Sequence[Handle]) -> None:
-    """If the group ends: until none of them can write to weights any more."""
-    try:
-        wait_all(handles)
-    except GenerationEnded:
-        for handle in handles:
-            with suppress(GenerationEnded):
-                handle.wait()
-        raise
 
 
 def _packages(parameters: Sequence[Parameter], pieces: Sequence[Piece], some_alone: bool) -> Iterator[Package]:

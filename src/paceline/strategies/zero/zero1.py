@@ -46,7 +46,7 @@ class Zero1(ShardedStrategy):
 
     def _prepare_sums(self, pieces: LocalPieces) -> None:
         self._set = self._parts.exchange.new_set(old=self._set)
-        self._buckets.use_slots(partial(self._parts.exchange.home, self._set))
+        self._buckets.use_slots(partial(self._parts.exchange.slot, self._set))
 
     @property
     def roots_held(self) -> list[Tensor]:
@@ -66,7 +66,7 @@ class Zero1(ShardedStrategy):
         held: dict[int, Tensor] = {}
         scatter = Scatter(
             number, scatter_plan_of_roots(self._plan), shards.ranges, shards.bucket.dtype, roots, held,
-            room=lambda node: sum_in[start:stop],
+            buffer_for=lambda node: sum_in[start:stop],
         )  # fmt: skip
         handle = self._parts.exchange.start_scatter(self._set, scatter, sum_in)
         self._departed.append(_Departed(handle, held, roots, sum_in))

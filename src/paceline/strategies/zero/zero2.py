@@ -101,16 +101,16 @@ class Zero2(ShardedStrategy):
         assert self._pieces is not None
         plan = self._scatter_plans[self._sent[number]]
         self._sent[number] += 1
-        shards, own = self._pieces.shards.buckets[number], self._sums[number]
+        shards, own, sums = self._pieces.shards.buckets[number], self._sums[number], self._buckets.sums[number]
         lowest = self._lowest
         scatter = Scatter(
             number, plan, shards.ranges, shards.bucket.dtype, nodes, self._held[number],
-            room=lambda node: own if node == lowest else torch.empty_like(own),
-            wire=self._buckets.lanes_are_in(number),
+            buffer_for=lambda node: own if node == lowest else torch.empty_like(own),
+            wire=sums.rounded_to,
         )  # fmt: skip
         size = sum(node.nbytes for node in nodes.values())
         self._make_way(size)
-        pooled = tuple(nodes.values()) if self._buckets.sums[number].takes_at_once else ()
+        pooled = () if sums.moves else tuple(nodes.values())
         handle = self._parts.exchange.start_scatter(self._set, scatter, own)
         self._under_way.append(Departed(handle, number, pooled, size))
 
