@@ -261,10 +261,12 @@ def _as(name: str, value: Any, kind: Any) -> Any:
             raise ValueError
         return value
     if origin is list:
-        return _listed(value)
+        return _listed(name, value, typing.get_args(kind))
     if origin is dict:
         return _mapping(name, value)
-    raise AssertionError(f"{name}: no rule for {kind}")
+    if isinstance(kind, type) and isinstance(value, kind):  # of a derived class: a type that only its script knows
+        return value
+    raise ValueError
 
 
 def _switch(value: Any) -> bool:
@@ -295,12 +297,17 @@ def _number(value: Any, *, whole: bool) -> int | float:
     return int(number) if whole or (number.is_integer() and is_written_whole) else number
 
 
-def _listed(value: Any) -> list[str]:
+def _listed(name: str, value: Any, kinds: tuple[Any, ...]) -> list[Any]:
+    """Each of its values as the field's annotation says: list[int] holds numbers, also from a flag."""
     if isinstance(value, str):
-        return [part.strip() for part in value.split(",") if part.strip()]
+        value = [part.strip() for part in value.split(",") if part.strip()]
     if not isinstance(value, list | tuple):
         raise ValueError
-    return [str(part) for part in value]
+    if not kinds or kinds[0] is Any:
+        return list(value)
+    if kinds[0] is str:
+        return [str(part) for part in value]
+    return [converted(name, part, kinds[0]) for part in value]
 
 
 def _mapping(name: str, value: Any) -> dict[str, Any]:

@@ -139,6 +139,8 @@ class TrainerCallback:
 
     def on_prediction_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any: ...
 
+    def on_push_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any: ...
+
 
 class CallbackHandler:
     """Calls them in the order they were added, with the objects of the run."""

@@ -19,7 +19,7 @@ from __future__ import annotations
 import inspect
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -46,34 +46,38 @@ _KINDS: dict[OptimizerNames, tuple[Callable[..., Optimizer], dict[str, Any]]] = 
     OptimizerNames.ADAGRAD: (torch.optim.Adagrad, {}),
     OptimizerNames.RMSPROP: (torch.optim.RMSprop, {}),
 }
+_TAKES_BETAS = (torch.optim.AdamW,)
+
+
+def optimizer_class(arguments: TrainingArguments) -> tuple[Callable[..., Optimizer], dict[str, Any]]:
+    """What `optim` names, and the options that the arguments give it."""
+    kind, options = _KINDS[arguments.optim]
+    options = {"lr": arguments.learning_rate} | options
+    if kind in _TAKES_BETAS:
+        options |= {"betas": (arguments.adam_beta1, arguments.adam_beta2), "eps": arguments.adam_epsilon}
+    return kind, options | optimizer_options(arguments.optim_args)
 
 
 def make_optimizer(
-    model: nn.Module, arguments: TrainingArguments, named: tuple[Callable[..., Optimizer], dict[str, Any]] | None = None
+    model: nn.Module,
+    arguments: TrainingArguments,
+    kind: Callable[..., Optimizer],
+    options: Mapping[str, Any],
+    decaying: Sequence[str],
 ) -> Optimizer:
-    """The optimizer that the arguments name, or the class that is `named` with its options, over what is trained."""
-    decaying = set(decaying_names(model))
+    """The optimizer over what is trained; weight decay is for the parameters of these names."""
+    decays = set(decaying)
     trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
     groups = [
-        {"params": [p for name, p in trained if name in decaying], "weight_decay": arguments.weight_decay},
-        {"params": [p for name, p in trained if name not in decaying], "weight_decay": 0.0},
+        {"params": [p for name, p in trained if name in decays], "weight_decay": arguments.weight_decay},
+        {"params": [p for name, p in trained if name not in decays], "weight_decay": 0.0},
     ]
     if not trained:
         raise ConfigError(
             f"{type(model).__name__} has no parameter to train: all have requires_grad=False, or none is there"
         )
-    groups = [group for group in groups if group["params"]]
-    if named is not None:
-        return named[0](groups, **named[1])
-    kind, options = _KINDS[arguments.optim]
-    more = optimizer_options(arguments.optim_args)
-    if arguments.optim in (OptimizerNames.ADAMW_TORCH, OptimizerNames.ADAMW_TORCH_FUSED):
-        options = options | {
-            "betas": (arguments.adam_beta1, arguments.adam_beta2),
-            "eps": arguments.adam_epsilon,
-        }
     try:
-        return kind(groups, lr=arguments.learning_rate, **(options | more))
+        return kind([group for group in groups if group["params"]], **options)
     except (TypeError, ValueError) as error:
         raise ConfigError(
             f"optim={arguments.optim.value!r} with optim_args={arguments.optim_args!r}: {cause_of(error)}"
