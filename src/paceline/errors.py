@@ -31,12 +31,12 @@ class LaunchError(PacelineError):
     """The launcher was asked for something it can't start."""
 
 
-class ConfigError(PacelineError):
-    """Lanes, batch sizes or options that can't be honoured together."""
+class ConfigError(PacelineError, ValueError):
+    """Lanes, batch sizes or options that can't be honoured together; scripts expect a ValueError of a bad argument."""
 
 
-class LoopError(PacelineError):
-    """The training loop broke a rule of the work queue (docs/concepts/loop.md)."""
+class LoopError(PacelineError, RuntimeError):
+    """The training loop broke a rule of the work queue (docs/concepts/loop.md); for scripts a RuntimeError."""
 
 
 class ReplicaError(PacelineError):

@@ -116,7 +116,7 @@ def test_every_field_says_in_a_line_what_it_is_for() -> None:
         ({"learning_rate": "fast"}, "learning_rate='fast': expected a finite number, got str"),
         ({"max_steps": 1.5}, "max_steps=1.5: expected a whole number, got float"),
         ({"eval_strategy": "sometimes"}, "eval_strategy='sometimes' is not known here; choose one of no, steps, epoch"),
-        ({"optim": "adafactor"}, "optim='adafactor' is not known here; choose one of adamw_torch, adamw_torch_fused"),
+        ({"optim": "adamw_8bit"}, "optim='adamw_8bit' is not known here; choose one of adamw_torch, adamw_torch_fused"),
         ({"per_device_train_batch_size": 0}, "per_device_train_batch_size=0: it is at least 1"),
         ({"dataloader_prefetch_factor": 2}, "needs loader processes; set dataloader_num_workers"),
     ],

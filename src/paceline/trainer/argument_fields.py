@@ -60,6 +60,15 @@ class OptimizerNames(enum.StrEnum):
     SGD = "sgd"
     ADAGRAD = "adagrad"
     RMSPROP = "rmsprop"
+    ADAFACTOR = "adafactor"
+    ADAM = "adam"
+    ADADELTA = "adadelta"
+    ADAMAX = "adamax"
+    ASGD = "asgd"
+    MUON = "muon"
+    NADAM = "nadam"
+    RADAM = "radam"
+    RPROP = "rprop"
 
 
 class Sampling(enum.StrEnum):
@@ -110,6 +119,7 @@ class _WhatIsTrained:
     output_dir: str = setting("trainer_output", "where checkpoints, logs and the arguments go")
     per_device_train_batch_size: int = setting(8, "samples of one lane's micro-batch; a worker starts with one lane")
     per_device_eval_batch_size: int = setting(8, "samples of one evaluation batch")
+    auto_find_batch_size: bool = setting(False, "halve the batch size and start again when memory is short; one worker")
     gradient_accumulation_steps: int = setting(1, "micro-batches per lane and step")
     num_train_epochs: float = setting(3.0, "epochs, unless max_steps is given")
     max_steps: int = setting(-1, "steps in all; -1: num_train_epochs decides")
@@ -267,7 +277,6 @@ class UnsupportedFields:
         None, "patch the model before you give it to the Trainer"
     )
     neftune_noise_alpha: float | None = setting(None, "register a forward hook on the embedding that adds the noise")
-    auto_find_batch_size: bool = setting(False, "the batch size is fixed for the life of the job")
     logging_nan_inf_filter: bool = setting(
         False, "a loss that is NaN or infinite is never smoothed away; on_nonfinite says what happens"
     )

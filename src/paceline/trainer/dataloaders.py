@@ -36,6 +36,7 @@ from paceline.data.length_grouped import LengthGroupedSampler
 from paceline.data.sharded_sampler import BatchPlan
 from paceline.errors import ConfigError, DataError
 from paceline.trainer.argument_fields import Sampling
+from paceline.trainer.losses import forward_of
 from paceline.trainer.training_arguments import TrainingArguments
 
 Collator = Callable[[list[Any]], Any]
@@ -204,7 +205,7 @@ class KnownColumns:
 
 def known_columns(model: nn.Module, label_names: Sequence[str]) -> list[str] | None:
     """What a sample may have: the arguments of forward, and labels; None: a forward of **kwargs alone takes all."""
-    parameters = inspect.signature(model.forward).parameters
+    parameters = inspect.signature(forward_of(model)).parameters
     catch_all = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     names = [name for name, parameter in parameters.items() if parameter.kind not in catch_all]
     if not names and any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from paceline.errors import ConfigError
 
@@ -62,7 +62,7 @@ NEVER_CALLED = {
     "create_accelerator_and_postprocess": _ACCELERATE,
     "_build_accelerator_args": _ACCELERATE,
     "_validate_args": "check them in your __init__",
-    "_update_auto_batch_size": "the batch size is fixed for the life of the job",
+    "_update_auto_batch_size": "auto_find_batch_size sets per_device_train_batch_size",
     "_save_optimizer_and_scheduler": _STATE,
     "_save_rng_state": _STATE,
     "_save_scaler": _STATE,
@@ -112,6 +112,11 @@ class TrainerAccelerator:
         if options:
             raise ConfigError(f"accelerator.backward: {', '.join(options)} has no meaning here; leave it out")
         self._trainer.backward(loss)
+
+    def unwrap_model(self, model: nn.Module, **options: Any) -> nn.Module:
+        """The model inside what torch wraps one in."""
+        inner: nn.Module = getattr(model, "_orig_mod", model)
+        return inner.module if isinstance(inner, nn.DataParallel | nn.parallel.DistributedDataParallel) else inner
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._trainer.engine, name)

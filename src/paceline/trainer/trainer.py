@@ -38,10 +38,12 @@ from paceline.errors import ConfigError, LoopError
 from paceline.trainer import hub, run_folder
 from paceline.trainer.argument_fields import SaveStrategy
 from paceline.trainer.argument_parsing import check_names
+from paceline.trainer.batch_size import BatchSizeFinder
 from paceline.trainer.callbacks import (
     CallbackHandler,
     DefaultFlowCallback,
     PrinterCallback,
+    ProgressCallback,
     TrainerControl,
     TrainerState,
 )
@@ -123,7 +125,7 @@ class Trainer:
             self.model,
             loss_function=compute_loss_func,
             label_names=self.args.label_names,
-            smoothing=self.args.label_smoothing_factor,
+            smoothing=self._smoothing(),
         )
         self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
         self.processing_class = processing_class
@@ -141,14 +143,15 @@ class Trainer:
         self.accelerator = TrainerAccelerator(self)
         self._signature_columns: list[str] | None = None
         self.hub_model_id: str | None = None
+        self._persistent: list[tuple[Any, DataLoader[Any]]] = []  # eval loaders whose processes are kept
         self._evaluator = Evaluator(self)
         self.is_in_train = self.has_trained = False
         self.state = self.new_state()
         self.control = TrainerControl()
         self.reports = ReportCallback(self.args)
-        printer = [PrinterCallback()] if self.args.disable_tqdm else []
+        shown = PrinterCallback() if self.args.disable_tqdm else ProgressCallback()
         self.callback_handler = CallbackHandler(
-            [DefaultFlowCallback(), self.reports, *printer, *(callbacks or ())],
+            [DefaultFlowCallback(), shown, *(callbacks or ())],
             model=self.model,
             processing_class=self.processing_class,
             optimizer=self.optimizer,
@@ -159,6 +162,18 @@ class Trainer:
         if getattr(self.model, "config", None) is not None and hasattr(self.model.config, "use_cache"):
             self.model.config.use_cache = self.args.use_cache
         self.call_event("on_init_end")
+
+    def _smoothing(self) -> float:
+        """Labels of several classes at once are not smoothed, as in transformers; a warning says so."""
+        factor, config = self.args.label_smoothing_factor, getattr(self.model, "config", None)
+        if factor == 0 or getattr(config, "problem_type", None) != "multi_label_classification":
+            return factor
+        warnings.warn(
+            f"Label smoothing is not compatible with multi-label classification: label_smoothing_factor={factor} is "
+            "left out, since a label is a number for each class, not one class to spread over the others",
+            stacklevel=3,
+        )
+        return 0.0
 
     def _check_given(self) -> None:
         """Before anything is trained, what could only fail later."""
@@ -191,6 +206,13 @@ class Trainer:
         if self.train_dataset is None:
             raise ConfigError("the Trainer has no train_dataset to train on")
         resume = run_folder.where_to_begin(self.args, resume_from_checkpoint or self.args.resume_from_checkpoint)
+        if not self.args.auto_find_batch_size:
+            return self._train_once(resume, accept, ignore_keys_for_eval)
+        return BatchSizeFinder(self, resume).run(lambda: self._train_once(resume, accept, ignore_keys_for_eval))
+
+    def _train_once(
+        self, resume: bool | Path, accept: Sequence[str], ignore_keys_for_eval: list[str] | None
+    ) -> TrainOutput:
         self._make_engine(resume)
         self.is_in_train = self.has_trained = True
         try:
@@ -202,7 +224,7 @@ class Trainer:
                 self.engine.stop_on_signals()
             return loop.run()
         finally:
-            self.is_in_train = False
+            self.is_in_train, self._loop = False, None
             self.reports.close(ok=self.engine.stop_requested)  # nothing is left to close where training has ended well
             self.engine._stops.close()
 
@@ -331,7 +353,13 @@ class Trainer:
         if dataset is None:
             raise ConfigError("there is no eval_dataset to evaluate; give one to the Trainer or to evaluate()")
         dataset = self.eval_dataset[dataset] if isinstance(dataset, str) else dataset
-        return self._eval_loader(dataset, "eval_dataset", "evaluation")
+        if not self.args.dataloader_persistent_workers:
+            return self._eval_loader(dataset, "eval_dataset", "evaluation")
+        for known, loader in self._persistent:
+            if known is dataset:
+                return loader
+        self._persistent.append((dataset, self._eval_loader(dataset, "eval_dataset", "evaluation")))
+        return self._persistent[-1][1]
 
     def get_test_dataloader(self, test_dataset: Any) -> DataLoader[Any]:
         return self._eval_loader(test_dataset, "test_dataset", "test")
@@ -508,6 +536,18 @@ class Trainer:
         return loss, predictions_of(outputs, ignore_keys), called.labels
 
     @property
+    def model_wrapped(self) -> nn.Module:
+        """The model itself: nothing is wrapped."""
+        return self.model
+
+    @property
+    def _train_batch_size(self) -> int:
+        return self.args.train_batch_size
+
+    def _get_output_dir(self, trial: Any = None) -> str:
+        return self.args.output_dir
+
+    @property
     def main_input_name(self) -> str:
         return str(getattr(self.model, "main_input_name", "input_ids"))
 
@@ -633,16 +673,20 @@ class Trainer:
 
     def call_event(self, event: str, **more: Any) -> None:
         self.state.is_world_process_zero = self.is_world_process_zero()  # an elastic job may have lost the one that was
+        getattr(self.reports, event)(self.args, self.state, self.control, **more)
         self.control = self.callback_handler.call(event, self.args, self.state, self.control, **more)
 
     def add_callback(self, callback: Any) -> None:
         self.callback_handler.add(callback)
 
     def pop_callback(self, callback: Any) -> Any:
-        return self.callback_handler.pop(callback)
+        found = self.callback_handler.pop(callback)
+        if isinstance(found, ProgressCallback):
+            self.reports.shows_progress = False
+        return found
 
     def remove_callback(self, callback: Any) -> None:
-        self.callback_handler.pop(callback)
+        self.pop_callback(callback)
 
     def new_state(self) -> TrainerState:
         return TrainerState(

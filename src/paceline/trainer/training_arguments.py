@@ -25,7 +25,6 @@ import fcntl
 import json
 import logging
 import math
-import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
@@ -57,7 +56,7 @@ from paceline.world.environment import read_world
 from paceline.world.known_names import BACKENDS, MOST_LANES, MOST_THREADS, OFFLOADS, SEEDS
 from paceline.world.world import World
 
-_FOLLOWS = ("run_name", "report_to", "do_eval")  # from others
+_FOLLOWS = ("run_name", "report_to", "do_eval", "torch_compile_backend", "dataloader_pin_memory")  # from others
 _SECRETS = ("hub_token",)
 _TOKEN_COUNTS = ("no", "all", "non_padding")
 _MANY = 2**40
@@ -118,6 +117,8 @@ class TrainingArguments(UnsupportedFields, SupportedFields, metaclass=_Spelled):
     """The fields are those of `SupportedFields`; docs/concepts/trainer.md has a table of all."""
 
     def __post_init__(self) -> None:
+        self.output_dir = SupportedFields.output_dir if self.output_dir is None else self.output_dir
+        self.report_to = [] if self.report_to is None else self.report_to
         for name, kind in field_types(type(self)).items():
             setattr(self, name, converted(name, getattr(self, name), kind))
         check_unsupported(self)
@@ -155,6 +156,9 @@ class TrainingArguments(UnsupportedFields, SupportedFields, metaclass=_Spelled):
         self.run_name = self.run_name or self.output_dir
         self.do_eval = self.do_eval or self.eval_strategy is not IntervalStrategy.NO
         self.torch_compile = self.torch_compile or bool(self.torch_compile_backend or self.torch_compile_mode)
+        if self.torch_compile and self.torch_compile_backend is None:
+            self.torch_compile_backend = "inductor"
+        self.dataloader_pin_memory = self.dataloader_pin_memory and not self.use_cpu
         if self.eval_strategy is IntervalStrategy.STEPS and not self.eval_steps:
             self.eval_steps = self.logging_steps
         plateau = self.lr_scheduler_type is SchedulerType.REDUCE_ON_PLATEAU
@@ -353,21 +357,16 @@ class TrainingArguments(UnsupportedFields, SupportedFields, metaclass=_Spelled):
         return {n: value for n, value in values.items() if n not in skipped and value != _plain(getattr(defaults, n))}
 
     def described(self) -> str:
-        """All honoured fields: those that were changed one per line, then the others."""
-        changed = self.changed()
-        same = [item.name for item in fields(SupportedFields) if item.name not in (*changed, *_SECRETS)]
-        others = ", ".join(f"{name}={json.dumps(_plain(getattr(self, name)))}" for name in same)
-        wrapped = textwrap.wrap(others, 92, break_long_words=False, break_on_hyphens=False)
-        return "\n".join(
-            [
-                "training arguments:",
-                *(f"  * {name}={json.dumps(value)}" for name, value in changed.items()),
-                *(f"    {line}" for line in wrapped),
-            ]
-        )
+        """The fields that were changed; all of them are in training_arguments.json."""
+        lines = (f"  {name}={json.dumps(value)}" for name, value in self.changed().items())
+        return "\n".join(["training arguments that differ from their defaults:", *lines])
 
 
 def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _plain(part) for name, part in value.items()}
+    if isinstance(value, torch.dtype):
+        return str(value).removeprefix("torch.")
     return str(value) if isinstance(value, str) else value
 
 

@@ -167,9 +167,7 @@ class TrainingLoop:
         trainer, engine = self.trainer, self.engine
         source = trainer.get_train_dataloader()
         if self.args.torch_compile:
-            trainer.model.compile(
-                backend=self.args.torch_compile_backend or "inductor", mode=self.args.torch_compile_mode
-            )
+            trainer.model.compile(backend=self.args.torch_compile_backend, mode=self.args.torch_compile_mode)
         expected = self._steps_before_prepare(source) if trainer.makes_both() else None
         if expected is not None:
             trainer.create_optimizer_and_scheduler(num_training_steps=expected)
