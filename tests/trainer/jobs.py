@@ -49,7 +49,9 @@ def vectors(count: int = 24) -> TensorDataset:
     return TensorDataset(torch.randn(count, 8, generator=generator), torch.randint(3, (count,), generator=generator))
 
 
-def make_trainer(folder: Path | str, world: World | None = None, **given: Any) -> Trainer:
+def make_trainer(
+    folder: Path | str, world: World | None = None, kind: type[Trainer] = Trainer, **given: Any
+) -> Trainer:
     """A Trainer of the classifier; what is no argument of it is a training argument."""
     own = ("model_init", "train_dataset", "eval_dataset", "callbacks", "compute_metrics", "optimizers", "model")
     parts = {name: given.pop(name) for name in own if name in given}
@@ -65,7 +67,7 @@ def make_trainer(folder: Path | str, world: World | None = None, **given: Any) -
     defaults = {"model_init": Classifier, "train_dataset": Samples(24), "eval_dataset": Samples(11, seed=2)}
     if "model" in parts:
         del defaults["model_init"]
-    return Trainer(args=arguments, world=world, **(defaults | parts))
+    return kind(args=arguments, world=world, **(defaults | parts))
 
 
 class Words(nn.Module):

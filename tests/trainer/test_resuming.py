@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from paceline import Trainer, TrainerCallback
-from paceline.errors import CheckpointError, ConfigError
+from paceline.checkpoint.retention import all_checkpoints
+from paceline.errors import CheckpointError
 from paceline.trainer import EarlyStoppingCallback
 from tests.trainer.jobs import StopAt, make_trainer
 
@@ -51,14 +52,17 @@ def test_resume_true_without_a_checkpoint_starts_at_the_beginning_and_says_so(
     assert f"there is no checkpoint in {tmp_path}; training starts at step 0" in capsys.readouterr().out
 
 
-def test_a_new_run_does_not_write_over_the_checkpoints_of_another(tmp_path: Path) -> None:
+def test_a_new_run_does_not_write_over_the_checkpoints_of_another(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     make_trainer(tmp_path, save_strategy="steps", save_steps=3).train()
-    with pytest.raises(
-        ConfigError, match=r"has 2 checkpoints of another run, the newest is checkpoint-6: train\(resume"
-    ):
-        make_trainer(tmp_path, save_strategy="steps").train()
+    make_trainer(tmp_path, save_strategy="steps").train()
+    assert f"{tmp_path} had 2 checkpoints of another run, now checkpoint-6.abandoned" in capfd.readouterr().out
+    found = sorted(path.name for path in tmp_path.glob("checkpoint-*"))
+    assert found == ["checkpoint-3.abandoned", "checkpoint-6", "checkpoint-6.abandoned"]
     make_trainer(tmp_path, save_strategy="steps", save_steps=4, overwrite_output_dir=True).train()
-    assert sorted(path.name for path in tmp_path.glob("checkpoint-*")) == ["checkpoint-4", "checkpoint-6"]
+    ours = [path.name for path in all_checkpoints(tmp_path)]
+    assert ours == ["checkpoint-6", "checkpoint-4"]
 
 
 def test_the_best_model_is_kept_and_loaded_at_the_end(tmp_path: Path) -> None:

@@ -9,10 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from paceline import TrainingArguments
 from paceline.errors import ConfigError
+from paceline.strategies.fsdp.fsdp import FsdpConfig
 from paceline.trainer.argument_fields import SupportedFields, UnsupportedFields
+from paceline.trainer.engine_setup import build_engine
 
 
 def test_an_unknown_name_is_answered_with_the_nearest() -> None:
@@ -79,6 +82,31 @@ def test_every_field_says_in_a_line_what_it_is_for() -> None:
         ({"deepspeed": {"zero_optimization": {"stage": 4}}}, "stage is 4; choose 0, 1, 2 or 3"),
         ({"deepspeed": {"optimizer": {}}}, "deepspeed: 'optimizer' is not supported"),
         ({"deepspeed": {"gradient_clipping": 2.0}}, "gradient_clipping is 2.0, but max_grad_norm=1.0; say it once"),
+        (
+            {"deepspeed": {"zero_optimization": {"overlap_comm": False}}},
+            "zero_optimization.overlap_comm=False would have",
+        ),
+        ({"deepspeed": {"zero_optimization": {"reduce_bucket_size": 5e8}}}, "no effect: set ddp_bucket_cap_mb"),
+        ({"deepspeed": {"zero_optimization": {"sub_group_size": 1e9}}}, "no effect: it has no meaning here; leave it"),
+        ({"deepspeed": {"steps_per_print": 2000}}, "deepspeed: steps_per_print=2000 would have no effect: set logging"),
+        ({"deepspeed": {"train_batch_size": 64}}, "train_batch_size=64 would have no effect: it follows from per_dev"),
+        (
+            {"deepspeed": {"fp16": {"enabled": True, "loss_scale": 128}}, "fp16": True},
+            "fp16.loss_scale=128 would have no effect: it is always 0",
+        ),
+        (
+            {"deepspeed": {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu", "ratio": 0.3}}}},
+            "offload_optimizer.ratio=0.3 would have no effect",
+        ),
+        (
+            {"fsdp": "full_shard", "fsdp_config": {"backward_prefetch": "backward_pre"}},
+            "fsdp_config: backward_prefetch='backward_pre' would have no effect: it is always 'NO_PREFETCH'",
+        ),
+        ({"fsdp": "full_shard", "fsdp_config": {"min_num_params": 100}}, "min_num_params=100 would have no effect"),
+        (
+            {"fsdp": "shard_grad_op", "fsdp_config": {"transformer_layer_cls_to_wrap": "Block"}},
+            "transformer_layer_cls_to_wrap has no meaning with zero2",
+        ),
         ({"save_strategy": "best"}, "save_strategy='best' looks at evaluations; set eval_strategy"),
         ({"load_best_model_at_end": True}, "eval_strategy is 'no' and save_strategy 'steps'; make them the same"),
         (
@@ -88,7 +116,7 @@ def test_every_field_says_in_a_line_what_it_is_for() -> None:
         ({"learning_rate": "fast"}, "learning_rate='fast': expected a finite number, got str"),
         ({"max_steps": 1.5}, "max_steps=1.5: expected a whole number, got float"),
         ({"eval_strategy": "sometimes"}, "eval_strategy='sometimes' is not known here; choose one of no, steps, epoch"),
-        ({"optim": "adafactor"}, "optim='adafactor' is not known here; choose one of adamw_torch, adamw_torch_fused"),
+        ({"optim": "adamw_8bit"}, "optim='adamw_8bit' is not known here; choose one of adamw_torch, adamw_torch_fused"),
         ({"per_device_train_batch_size": 0}, "per_device_train_batch_size=0: it is at least 1"),
         ({"dataloader_prefetch_factor": 2}, "needs loader processes; set dataloader_num_workers"),
     ],
@@ -124,6 +152,38 @@ def test_what_contradicts_itself_is_one_clear_line(given: dict[str, Any], text: 
 def test_strategies_in_the_words_of_others(given: dict[str, Any], strategy: str | None, offload: str | None) -> None:
     choice = TrainingArguments(**given).choice
     assert (choice.strategy, choice.offload) == (strategy, offload)
+
+
+def test_keys_that_say_what_is_done_anyway_are_taken() -> None:
+    zero = {"stage": 2, "overlap_comm": True, "contiguous_gradients": "true", "reduce_bucket_size": "auto"}
+    given = {"zero_optimization": zero, "steps_per_print": "auto", "fp16": {"enabled": False, "loss_scale_window": 7}}
+    assert TrainingArguments(deepspeed=given).choice.strategy == "zero2"
+    fsdp = {"fsdp_version": 2, "fsdp_state_dict_type": "FULL_STATE_DICT", "reshard_after_forward": "false"}
+    assert TrainingArguments(fsdp="full_shard", fsdp_config=fsdp).choice.strategy == "zero2"
+
+
+def test_classes_to_wrap_are_the_units_of_fsdp(tmp_path: Path) -> None:
+    config = {"transformer_layer_cls_to_wrap": ["Block", "Head"]}
+    arguments = TrainingArguments(str(tmp_path), fsdp="full_shard", fsdp_config=config, use_cpu=True)
+    assert arguments.choice.units == ("Block", "Head")
+    with build_engine(arguments) as engine:
+        assert engine.config.strategy.config == FsdpConfig(units=("Block", "Head"))
+
+
+@dataclasses.dataclass
+class WithLists(TrainingArguments):
+    sizes: list[int] = dataclasses.field(default_factory=list, metadata={"help": "of layers"})
+    rates: list[float] | None = dataclasses.field(default=None, metadata={"help": "of layers"})
+    kind: torch.dtype = dataclasses.field(default=torch.float32, metadata={"help": "a type of its own"})
+
+
+def test_lists_of_a_derived_class_hold_what_their_annotation_says() -> None:
+    made = WithLists(sizes=[32, 64], rates=[0.5, 1])
+    assert (made.sizes, made.rates, made.kind) == ([32, 64], [0.5, 1], torch.float32)
+    flags = WithLists.from_command_line(["--sizes", "3,4", "--rates=0.1,2"])
+    assert (flags.sizes, flags.rates) == ([3, 4], [0.1, 2])
+    with pytest.raises(ConfigError, match="sizes='x': expected a whole number"):
+        WithLists(sizes=["x"])
 
 
 # -- flags and YAML ----------------------------------------------------------------------------------------------------

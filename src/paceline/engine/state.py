@@ -29,7 +29,7 @@ from paceline.engine.facts import check_same_job
 from paceline.engine.loop import PreparedLoader
 from paceline.engine.replicas import plain_name
 from paceline.engine.step import TrainStep
-from paceline.errors import CheckpointError
+from paceline.errors import CheckpointError, PacelineError
 from paceline.input_file import cause_of
 from paceline.sharding.local_shard import LocalShard
 from paceline.world.determinism import mix, seed_everything
@@ -301,5 +301,7 @@ def _load_model(model: nn.Module, load_full: Callable[[Tensor, Tensor], None], s
 def _load_one(folder: Path, kind: str, load: Callable[[Any], object], state: Any) -> None:
     try:
         load(state)
+    except PacelineError:  # some are ValueErrors or RuntimeErrors too, and say more
+        raise
     except (RuntimeError, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
         raise CheckpointError(f"the {kind} in {folder} does not fit this job's: {cause_of(error)}") from error

@@ -60,6 +60,15 @@ class OptimizerNames(enum.StrEnum):
     SGD = "sgd"
     ADAGRAD = "adagrad"
     RMSPROP = "rmsprop"
+    ADAFACTOR = "adafactor"
+    ADAM = "adam"
+    ADADELTA = "adadelta"
+    ADAMAX = "adamax"
+    ASGD = "asgd"
+    MUON = "muon"
+    NADAM = "nadam"
+    RADAM = "radam"
+    RPROP = "rprop"
 
 
 class Sampling(enum.StrEnum):
@@ -110,6 +119,7 @@ class _WhatIsTrained:
     output_dir: str = setting("trainer_output", "where checkpoints, logs and the arguments go")
     per_device_train_batch_size: int = setting(8, "samples of one lane's micro-batch; a worker starts with one lane")
     per_device_eval_batch_size: int = setting(8, "samples of one evaluation batch")
+    auto_find_batch_size: bool = setting(False, "halve the batch size and start again when memory is short; one worker")
     gradient_accumulation_steps: int = setting(1, "micro-batches per lane and step")
     num_train_epochs: float = setting(3.0, "epochs, unless max_steps is given")
     max_steps: int = setting(-1, "steps in all; -1: num_train_epochs decides")
@@ -192,6 +202,14 @@ class _Checkpoints:
 
 
 @dataclass
+class _Hub:
+    hub_model_id: str | None = setting(None, "where trainer.push_to_hub() uploads to; default: output_dir's name")
+    hub_token: str | None = setting(None, "what push_to_hub() signs in with; default: that of huggingface_hub")
+    hub_private_repo: bool | None = setting(None, "whether a repository that push_to_hub() makes is private")
+    hub_revision: str | None = setting(None, "the branch that push_to_hub() uploads to")
+
+
+@dataclass
 class _Data:
     dataloader_drop_last: bool = setting(False, "leave the short last step out")
     dataloader_num_workers: int = setting(0, "loader processes per worker")
@@ -235,14 +253,14 @@ class _Ours:
 
 @dataclass
 class SupportedFields(
-    _Ours, _Workers, _Data, _Checkpoints, _Evaluation, _Logging, _Precision, _Optimization, _WhatIsTrained
+    _Ours, _Workers, _Data, _Hub, _Checkpoints, _Evaluation, _Logging, _Precision, _Optimization, _WhatIsTrained
 ):
     """All of them; `output_dir` is the first."""
 
 
 # -- unsupported -----------------------------------------------------------------------------------------------------
 
-_HUB = "nothing is uploaded from a training run; use huggingface_hub on the saved folder"
+_HUB = "nothing is uploaded during a training; call trainer.push_to_hub() after it"
 _LOG_LEVELS = "paceline prints, it does not log; warnings are Python's own"
 _TRACKIO = "there is no trackio report; report_to knows tensorboard, wandb, mlflow, prometheus"
 _DDP = "gradients are summed by paceline, not by DistributedDataParallel"
@@ -259,7 +277,6 @@ class UnsupportedFields:
         None, "patch the model before you give it to the Trainer"
     )
     neftune_noise_alpha: float | None = setting(None, "register a forward hook on the embedding that adds the noise")
-    auto_find_batch_size: bool = setting(False, "the batch size is fixed for the life of the job")
     logging_nan_inf_filter: bool = setting(
         False, "a loss that is NaN or infinite is never smoothed away; on_nonfinite says what happens"
     )
@@ -273,12 +290,8 @@ class UnsupportedFields:
     eval_use_gather_object: bool = setting(False, "objects would travel by pickle; return tensors")
     save_on_each_node: bool = setting(False, "a checkpoint is one folder that all hosts see")
     push_to_hub: bool = setting(False, _HUB)
-    hub_token: str | None = setting(None, _HUB)
-    hub_private_repo: bool | None = setting(None, _HUB)
-    hub_model_id: str | None = setting(None, _HUB)
     hub_strategy: str = setting("every_save", _HUB)
     hub_always_push: bool = setting(False, _HUB)
-    hub_revision: str | None = setting(None, _HUB)
     ignore_data_skip: bool = setting(False, "resuming skips no data: the position in an epoch is one number")
     accelerator_config: dict[str, Any] | str | None = setting(
         None, "there is no Accelerate below; the Engine assigns samples"

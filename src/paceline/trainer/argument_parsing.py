@@ -7,7 +7,8 @@ default. A value is converted to the type of its field; a name that is no field 
 that transformers has given up is accepted with one warning that says today's.
 
     learning_rate: 1e-4          YAML reads a text here, because the number has no point; the field is a float
-    --report-to tensorboard,wandb
+    --report-to tensorboard,wandb        or --report-to tensorboard wandb
+    --resume-from-checkpoint             from the newest
     --lr-scheduler-kwargs '{"num_cycles": 2}'
 """
 
@@ -17,6 +18,7 @@ import argparse
 import difflib
 import enum
 import math
+import os
 import sys
 import types
 import typing
@@ -34,6 +36,7 @@ BEYOND = 2**63
 _TRUE = ("true", "yes", "on", "1")
 _FALSE = ("false", "no", "off", "0")
 _NONE = ("none", "null", "")
+_BARE = ("resume_from_checkpoint",)  # a text that may also be switched on: from the newest one
 
 # -- flags and files --------------------------------------------------------------------------------------------------
 
@@ -85,7 +88,9 @@ def _read_flags(cls: type, argv: Sequence[str]) -> dict[str, Any]:
             given[name] = value
         elif words and not words[0].startswith("--"):
             given[name] = words.pop(0)
-        elif is_switch(kinds.get(name, bool)):
+            while words and not words[0].startswith("--") and _is_list(kinds.get(name)):
+                given[name] += f",{words.pop(0)}"
+        elif is_switch(kinds.get(name, bool)) or name in _BARE:
             given[name] = True
         else:
             raise ConfigError(f"command line: --{flag} needs a value")
@@ -206,6 +211,10 @@ def is_switch(kind: Any) -> bool:
     return bool in _alternatives(kind)
 
 
+def _is_list(kind: Any) -> bool:
+    return any((typing.get_origin(one) or one) is list for one in _alternatives(kind))
+
+
 def converted(name: str, value: Any, kind: Any) -> Any:
     """`value` as the field `name` holds it."""
     alternatives = _alternatives(kind)
@@ -220,6 +229,8 @@ def converted(name: str, value: Any, kind: Any) -> Any:
     for one in mappings or wanted:  # a text stands for a mapping where there may be one
         try:
             return _as(name, value, one)
+        except ConfigError:  # which says more than that the type is another
+            raise
         except ValueError:
             continue
     expected = " or ".join(_described(one) for one in alternatives)
@@ -257,14 +268,18 @@ def _as(name: str, value: Any, kind: Any) -> Any:
     if origin is str:
         if isinstance(value, enum.Enum | bool):
             value = str(value).lower() if isinstance(value, bool) else value.value
+        if isinstance(value, os.PathLike):
+            value = os.fspath(value)
         if not isinstance(value, str):
             raise ValueError
         return value
     if origin is list:
-        return _listed(value)
+        return _listed(name, value, typing.get_args(kind))
     if origin is dict:
         return _mapping(name, value)
-    raise AssertionError(f"{name}: no rule for {kind}")
+    if isinstance(kind, type) and isinstance(value, kind):  # of a derived class: a type that only its script knows
+        return value
+    raise ValueError
 
 
 def _switch(value: Any) -> bool:
@@ -295,12 +310,17 @@ def _number(value: Any, *, whole: bool) -> int | float:
     return int(number) if whole or (number.is_integer() and is_written_whole) else number
 
 
-def _listed(value: Any) -> list[str]:
+def _listed(name: str, value: Any, kinds: tuple[Any, ...]) -> list[Any]:
+    """Each of its values as the field's annotation says: list[int] holds numbers, also from a flag."""
     if isinstance(value, str):
-        return [part.strip() for part in value.split(",") if part.strip()]
+        value = [part.strip() for part in value.split(",") if part.strip()]
     if not isinstance(value, list | tuple):
         raise ValueError
-    return [str(part) for part in value]
+    if not kinds or kinds[0] is Any:
+        return list(value)
+    if kinds[0] is str:
+        return [str(part) for part in value]
+    return [converted(name, part, kinds[0]) for part in value]
 
 
 def _mapping(name: str, value: Any) -> dict[str, Any]:

@@ -25,6 +25,7 @@ import math
 import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -139,6 +140,8 @@ class TrainerCallback:
 
     def on_prediction_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any: ...
 
+    def on_push_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any: ...
+
 
 class CallbackHandler:
     """Calls them in the order they were added, with the objects of the run."""
@@ -158,12 +161,18 @@ class CallbackHandler:
         self.callbacks.append(made)
 
     def pop(self, callback: Any) -> Any:
-        """Take one out, by itself or by its class."""
+        """Take one out, by itself or by its class; transformers' class of that name stands for ours."""
         for known in self.callbacks:
-            if known is callback or (isinstance(callback, type) and isinstance(known, callback)):
+            if known is callback or (isinstance(callback, type) and _is_one(known, callback)):
                 self.callbacks.remove(known)
                 return known
         return None
+
+    def __getattr__(self, event: str) -> Any:
+        """`handler.on_log(args, state, control, logs=…)`, as in transformers."""
+        if event in TrainerCallback.__dict__ and event.startswith("on_"):
+            return partial(self.call, event)
+        raise AttributeError(f"'CallbackHandler' object has no attribute {event!r}")
 
     def call(
         self, event: str, args: TrainingArguments, state: TrainerState, control: TrainerControl, **more: Any
@@ -203,6 +212,15 @@ class CallbackHandler:
                 found = saved.pop(0)
                 for name, value in {**found.get("args", {}), **found.get("attributes", {})}.items():
                     setattr(callback, name, value)
+        if missing := [name for name, saved in left.items() if saved]:
+            warnings.warn(
+                f"the checkpoint has a state of {', '.join(missing)}, but there is no such callback now", stacklevel=2
+            )
+
+
+def _is_one(known: Any, kind: type) -> bool:
+    ours = type(known).__module__ == __name__
+    return isinstance(known, kind) or (ours and type(known).__name__ == kind.__name__)
 
 
 def _has_state(callback: Any) -> bool:
@@ -284,6 +302,10 @@ class EarlyStoppingCallback(TrainerCallback, ExportableState):
         names = ("early_stopping_patience", "early_stopping_threshold")
         counter = "early_stopping_patience_counter"
         return {"args": {name: getattr(self, name) for name in names}, "attributes": {counter: getattr(self, counter)}}
+
+
+class ProgressCallback(TrainerCallback):
+    """Stands for the progress line and the table at the end; a Trainer that it is removed from shows neither."""
 
 
 class PrinterCallback(TrainerCallback):

@@ -22,13 +22,21 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, IterableDataset, Sampler, default_collate
+from torch.utils.data import (
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+    default_collate,
+)
 
 from paceline.data.global_order import GlobalOrder, Shuffled
 from paceline.data.length_grouped import LengthGroupedSampler
 from paceline.data.sharded_sampler import BatchPlan
 from paceline.errors import ConfigError, DataError
 from paceline.trainer.argument_fields import Sampling
+from paceline.trainer.losses import forward_of
 from paceline.trainer.training_arguments import TrainingArguments
 
 Collator = Callable[[list[Any]], Any]
@@ -39,40 +47,48 @@ _LABELS = ("label", "label_ids")
 
 
 def train_loader(
-    dataset: Any, arguments: TrainingArguments, collator: Collator, device: torch.device, processing_class: Any = None
+    dataset: Any,
+    arguments: TrainingArguments,
+    collator: Collator,
+    device: torch.device,
+    sampler: Sampler[int] | None = None,
 ) -> DataLoader[Any]:
     options = _options(arguments, collator, device)
     size, drop_last = arguments.per_device_train_batch_size, arguments.dataloader_drop_last
-    if _is_stream(dataset):
+    if is_stream(dataset):
         if arguments.train_sampling_strategy is Sampling.GROUP_BY_LENGTH:
             raise ConfigError("train_sampling_strategy='group_by_length' needs a dataset with a length, not a stream")
         return DataLoader(dataset, batch_size=size, drop_last=drop_last, **options)
-    if len(dataset) == 0:
-        raise ConfigError("train_dataset is empty: there is nothing to train on")
-    sampler = _sampler(dataset, arguments, processing_class)
-    shuffle = sampler is None and arguments.train_sampling_strategy is Sampling.RANDOM
-    return DataLoader(dataset, batch_size=size, shuffle=shuffle, sampler=sampler, drop_last=drop_last, **options)
+    return DataLoader(dataset, batch_size=size, sampler=sampler, drop_last=drop_last, **options)
 
 
 def eval_loader(
-    dataset: Any, arguments: TrainingArguments, collator: Collator, device: torch.device, name: str = "eval_dataset"
+    dataset: Any,
+    arguments: TrainingArguments,
+    collator: Collator,
+    device: torch.device,
+    name: str = "eval_dataset",
+    sampler: Sampler[int] | None = None,
 ) -> DataLoader[Any]:
-    """Every sample, in the dataset's order."""
+    """Every sample, in the dataset's order unless there is a sampler."""
     check_not_empty(dataset, name)
     size = arguments.per_device_eval_batch_size
-    return DataLoader(dataset, batch_size=size, shuffle=False, **_options(arguments, collator, device))
+    return DataLoader(dataset, batch_size=size, sampler=sampler, **_options(arguments, collator, device))
 
 
 def check_not_empty(dataset: Any, name: str) -> None:
-    if not _is_stream(dataset) and len(dataset) == 0:
+    if not is_stream(dataset) and len(dataset) == 0:
         raise ConfigError(f"{name} is empty: there is nothing to evaluate; leave it out and set eval_strategy='no'")
 
 
-def _is_stream(dataset: Any) -> bool:
+def is_stream(dataset: Any) -> bool:
     return isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__")
 
 
-def _sampler(dataset: Any, arguments: TrainingArguments, processing_class: Any) -> Sampler[int] | None:
+def train_sampler(dataset: Any, arguments: TrainingArguments, processing_class: Any) -> Sampler[int]:
+    """The order that the arguments name; a torch RandomSampler stands for the Engine's own shuffle."""
+    if len(dataset) == 0:
+        raise ConfigError("train_dataset is empty: there is nothing to train on")
     match arguments.train_sampling_strategy:
         case Sampling.GROUP_BY_LENGTH:
             column = arguments.length_column_name
@@ -84,9 +100,11 @@ def _sampler(dataset: Any, arguments: TrainingArguments, processing_class: Any) 
                 lengths=lengths,
                 model_input_name=names[0] if names else None,
             )
-        case Sampling.RANDOM if arguments.data_seed is not None:
+        case Sampling.SEQUENTIAL:
+            return SequentialSampler(dataset)
+        case _ if arguments.data_seed is not None:
             return SeededShuffle(len(dataset), arguments.data_seed)
-    return None
+    return RandomSampler(dataset)
 
 
 class SeededShuffle(Sampler[int]):
@@ -185,9 +203,13 @@ class KnownColumns:
             )
 
 
-def known_columns(model: nn.Module, label_names: Sequence[str]) -> list[str]:
-    """What a sample may have: the arguments of forward, and labels."""
-    names = list(inspect.signature(model.forward).parameters)
+def known_columns(model: nn.Module, label_names: Sequence[str]) -> list[str] | None:
+    """What a sample may have: the arguments of forward, and labels; None: a forward of **kwargs alone takes all."""
+    parameters = inspect.signature(forward_of(model)).parameters
+    catch_all = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    names = [name for name, parameter in parameters.items() if parameter.kind not in catch_all]
+    if not names and any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
+        return None
     return list(dict.fromkeys([*names, *_LABELS, *label_names]))
 
 

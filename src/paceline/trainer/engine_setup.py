@@ -21,7 +21,9 @@ from torch import nn
 from paceline.engine.engine import Engine
 from paceline.engine.replicas import named_state, weights_hash
 from paceline.errors import ConfigError
-from paceline.trainer.training_arguments import TrainingArguments
+from paceline.strategies.fsdp.fsdp import FsdpConfig
+from paceline.strategies.fsdp.hybrid import HybridConfig
+from paceline.trainer.training_arguments import StrategyChoice, TrainingArguments
 from paceline.world.determinism import mix
 from paceline.world.world import TcpRendezvous
 
@@ -38,7 +40,7 @@ def build_engine(arguments: TrainingArguments, *, lanes: int | None = None) -> E
         lanes=lanes or arguments.lanes,
         accumulate=arguments.gradient_accumulation_steps,
         seed=_seed(arguments),
-        strategy=choice.strategy,
+        strategy=_strategy(choice),
         reduction=arguments.reduction,  # type: ignore[arg-type]
         backend=arguments.ddp_backend,
         threads=arguments.threads,
@@ -53,6 +55,13 @@ def build_engine(arguments: TrainingArguments, *, lanes: int | None = None) -> E
     )
     engine.print(_unused_devices(arguments), end="")
     return engine
+
+
+def _strategy(choice: StrategyChoice) -> Any:
+    """By name, or with the units that the arguments name."""
+    if not choice.units:
+        return choice.strategy
+    return HybridConfig(units=choice.units) if choice.strategy == "hybrid" else FsdpConfig(units=choice.units)
 
 
 def share_weights(engine: Engine, model: nn.Module) -> None:

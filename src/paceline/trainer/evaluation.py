@@ -71,18 +71,22 @@ class Evaluator:
         prefix: str,
         ignore_keys: list[str] | None,
         *,
-        loss_only: bool,
+        loss_only: bool | None,
+        description: str,
     ) -> EvaluationOutput:
-        """The loop over `dataset` with the model in evaluation mode, and how long it took."""
+        """The Trainer's evaluation_loop over `dataset`, and how long it took."""
         trainer, began = self._trainer, time.perf_counter()
-        model, was_training = trainer.model, trainer.model.training
         loader = self._prepared(dataset, make)
         trainer.callback_handler.objects["eval_dataloader"] = loader
-        model.eval()
         try:
-            output = self._loop(loader, prefix, ignore_keys, loss_only)
+            output = trainer.evaluation_loop(
+                loader,
+                description=description,
+                prediction_loss_only=loss_only,
+                ignore_keys=ignore_keys,
+                metric_key_prefix=prefix,
+            )
         finally:
-            model.train(was_training)
             self._let_go(loader)
         seconds = time.perf_counter() - began
         rounds = math.ceil(output.num_samples / (trainer.args.eval_batch_size * trainer.args.world_size))
@@ -117,9 +121,25 @@ class Evaluator:
         if loader in known and not any(loader is kept for _, kept in self._kept):
             known.remove(loader)
 
-    # -- the loop: transformers' evaluation_loop ----------------------------------------------------------------------
+    # -- the loop -----------------------------------------------------------------------------------------------------
 
-    def _loop(self, loader: Any, prefix: str, ignore_keys: list[str] | None, loss_only: bool) -> EvaluationOutput:
+    def run(
+        self, loader: Any, prefix: str, ignore_keys: list[str] | None, *, loss_only: bool, keeps_rows: bool
+    ) -> EvaluationOutput:
+        """With the model in evaluation mode; a loader that the Engine has not seen is prepared."""
+        model = self._trainer.model
+        if isinstance(loader, DataLoader):
+            loader = self._trainer.engine.prepare(loader)
+        was_training = model.training
+        model.eval()
+        try:
+            return self._loop(loader, prefix, ignore_keys, loss_only, keeps_rows)
+        finally:
+            model.train(was_training)
+
+    def _loop(
+        self, loader: Any, prefix: str, ignore_keys: list[str] | None, loss_only: bool, keeps_rows: bool
+    ) -> EvaluationOutput:
         trainer, args = self._trainer, self._trainer.args
         kept: dict[str, list[Any]] = {"predictions": [], "labels": [], "inputs": []}  # a tree of rows for each round
         tally: list[list[float]] = []  # of each batch: loss, weight, samples
@@ -129,7 +149,7 @@ class Evaluator:
             rows = self._round(batch, ignore_keys, loss_only, tally)
             if args.batch_eval_metrics and not loss_only:
                 by_round = self._metrics(rows, tally[before:], compute_result=number + 1 == len(loader))
-            else:
+            if keeps_rows or not args.batch_eval_metrics:
                 for name, tree in rows.items():
                     kept[name].append(tree)
             if (steps := args.eval_accumulation_steps) is not None and (number + 1) % steps == 0:

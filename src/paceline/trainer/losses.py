@@ -121,6 +121,11 @@ class LossRule:
                 f"label_smoothing_factor needs the model's logits, but it returned {_described(outputs)}; return them, "
                 "or smooth the labels in compute_loss_func"
             )
+        if labels.is_floating_point():
+            raise ConfigError(
+                "label_smoothing_factor spreads a label that is one class over all of them, but these labels are a "
+                "number for each class; leave it out, or smooth them in compute_loss_func"
+            )
         if self._shifts:
             logits, labels = logits[..., :-1, :], labels[..., 1:]
         return F.cross_entropy(
@@ -168,10 +173,16 @@ def _first_prediction(outputs: Any) -> Tensor | None:
     return first if isinstance(first, Tensor) else None
 
 
+def forward_of(model: nn.Module) -> Callable[..., Any]:
+    """The forward that says which columns the model takes: that of the model inside, where adapters wrap one."""
+    inner = getattr(model, "get_base_model", None)
+    return (inner() if callable(inner) else model).forward
+
+
 def label_names_of(model: nn.Module) -> list[str]:
     """The arguments of forward that are labels, by their names."""
     spans = ("start_positions", "end_positions") if "QuestionAnswering" in type(model).__name__ else ()
-    return [name for name in inspect.signature(model.forward).parameters if "label" in name or name in spans] or [
+    return [name for name in inspect.signature(forward_of(model)).parameters if "label" in name or name in spans] or [
         "labels"
     ]
 

@@ -16,14 +16,14 @@ The factors are those of transformers for the same names, so that a run that mov
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
@@ -39,41 +39,66 @@ Scheduler = LambdaLR | ReduceLROnPlateau
 # -- optimizers -------------------------------------------------------------------------------------------------------
 
 _NEVER_DECAYS = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.|_)norm(?:$|\.)", re.IGNORECASE)
-_KINDS: dict[OptimizerNames, tuple[Callable[..., Optimizer], dict[str, Any]]] = {
-    OptimizerNames.ADAMW_TORCH: (torch.optim.AdamW, {"fused": False}),
-    OptimizerNames.ADAMW_TORCH_FUSED: (torch.optim.AdamW, {"fused": True}),
-    OptimizerNames.SGD: (torch.optim.SGD, {}),
-    OptimizerNames.ADAGRAD: (torch.optim.Adagrad, {}),
-    OptimizerNames.RMSPROP: (torch.optim.RMSprop, {}),
+_KINDS: dict[OptimizerNames, tuple[str, dict[str, Any]]] = {
+    OptimizerNames.ADAMW_TORCH: ("torch.optim.AdamW", {"fused": False}),
+    OptimizerNames.ADAMW_TORCH_FUSED: ("torch.optim.AdamW", {"fused": True}),
+    OptimizerNames.SGD: ("torch.optim.SGD", {}),
+    OptimizerNames.ADAGRAD: ("torch.optim.Adagrad", {}),
+    OptimizerNames.RMSPROP: ("torch.optim.RMSprop", {}),
+    OptimizerNames.ADAFACTOR: ("transformers.Adafactor", {"scale_parameter": False, "relative_step": False}),
+    OptimizerNames.ADAM: ("torch.optim.Adam", {}),
+    OptimizerNames.ADADELTA: ("torch.optim.Adadelta", {}),
+    OptimizerNames.ADAMAX: ("torch.optim.Adamax", {}),
+    OptimizerNames.ASGD: ("torch.optim.ASGD", {}),
+    OptimizerNames.MUON: ("torch.optim.Muon", {}),
+    OptimizerNames.NADAM: ("torch.optim.NAdam", {}),
+    OptimizerNames.RADAM: ("torch.optim.RAdam", {}),
+    OptimizerNames.RPROP: ("torch.optim.Rprop", {}),
 }
+_TAKES_BETAS = ("Adam", "AdamW", "Adamax", "NAdam", "RAdam")
+
+
+def optimizer_class(arguments: TrainingArguments) -> tuple[Callable[..., Optimizer], dict[str, Any]]:
+    """What `optim` names, and the options that the arguments give it."""
+    path, options = _KINDS[arguments.optim]
+    module, name = path.rsplit(".", 1)
+    try:
+        kind = getattr(importlib.import_module(module), name)
+    except ImportError:
+        raise ConfigError(f"optim={arguments.optim.value!r} needs a package that is not installed: {module}") from None
+    options = {"lr": arguments.learning_rate} | options
+    if name in _TAKES_BETAS:
+        options |= {"betas": (arguments.adam_beta1, arguments.adam_beta2), "eps": arguments.adam_epsilon}
+    if name == "Rprop":  # it moves by signs, and knows no decay
+        check_no_decay(arguments)
+    return kind, options | optimizer_options(arguments.optim_args)
+
+
+def check_no_decay(arguments: TrainingArguments) -> None:
+    if arguments.weight_decay:
+        raise ConfigError(f"optim={arguments.optim.value!r} has no weight decay; set weight_decay=0")
 
 
 def make_optimizer(
-    model: nn.Module, arguments: TrainingArguments, named: tuple[Callable[..., Optimizer], dict[str, Any]] | None = None
+    model: nn.Module,
+    arguments: TrainingArguments,
+    kind: Callable[..., Optimizer],
+    options: Mapping[str, Any],
+    decaying: Sequence[str],
 ) -> Optimizer:
-    """The optimizer that the arguments name, or the class that is `named` with its options, over what is trained."""
-    decaying = set(decaying_names(model))
+    """The optimizer over what is trained; weight decay is for the parameters of these names."""
+    decays = set(decaying)
     trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
     groups = [
-        {"params": [p for name, p in trained if name in decaying], "weight_decay": arguments.weight_decay},
-        {"params": [p for name, p in trained if name not in decaying], "weight_decay": 0.0},
+        {"params": [p for name, p in trained if name in decays], "weight_decay": arguments.weight_decay},
+        {"params": [p for name, p in trained if name not in decays], "weight_decay": 0.0},
     ]
     if not trained:
         raise ConfigError(
             f"{type(model).__name__} has no parameter to train: all have requires_grad=False, or none is there"
         )
-    groups = [group for group in groups if group["params"]]
-    if named is not None:
-        return named[0](groups, **named[1])
-    kind, options = _KINDS[arguments.optim]
-    more = optimizer_options(arguments.optim_args)
-    if arguments.optim in (OptimizerNames.ADAMW_TORCH, OptimizerNames.ADAMW_TORCH_FUSED):
-        options = options | {
-            "betas": (arguments.adam_beta1, arguments.adam_beta2),
-            "eps": arguments.adam_epsilon,
-        }
     try:
-        return kind(groups, lr=arguments.learning_rate, **(options | more))
+        return kind([group for group in groups if group["params"]], **options)
     except (TypeError, ValueError) as error:
         raise ConfigError(
             f"optim={arguments.optim.value!r} with optim_args={arguments.optim_args!r}: {cause_of(error)}"

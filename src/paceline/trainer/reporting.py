@@ -6,9 +6,9 @@
     on_train_end       the line stands still; a summary is shown
     on_log after it    values go to metrics.jsonl alone
 
-It is the first callback of a Trainer. Reporters and the line belong to the main worker; the others are silent. Where an
-elastic job loses that one, the next main worker takes over: the line continues, and so do the reports, with what the
-lost one had not written yet (`WrittenByAnother` in `integrations/json_lines.py`).
+It gets every event before the callbacks do. Reporters and the line belong to the main worker; the others are silent.
+Where an elastic job loses that one, the next main worker takes over: the line continues, and so do the reports, with
+what the lost one had not written yet (`WrittenByAnother` in `integrations/json_lines.py`).
 """
 
 from __future__ import annotations
@@ -40,15 +40,16 @@ class ReportCallback(TrainerCallback):
 
     def __init__(self, arguments: TrainingArguments) -> None:
         choose(arguments.report_to)  # a wrong name is an error now, not when training starts
+        self.shows_progress = not arguments.disable_tqdm
         self._reports = NoReports()
-        self._begin: Callable[[Any, Any], NoReports] = lambda args, state: NoReports()
+        self._begin: Callable[..., NoReports] = lambda args, state, shows: NoReports()
 
     def attach(self, engine: Engine, meters: Meters) -> None:
         """The training that begins next."""
         self._begin = partial(TrainingReports, engine, meters)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
-        self._reports = self._begin(args, state)
+        self._reports = self._begin(args, state, shows=self.shows_progress)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
         self._reports.step(args, state)
@@ -85,8 +86,8 @@ class NoReports:
 
 
 class TrainingReports(NoReports):
-    def __init__(self, engine: Engine, meters: Meters, args: Any, state: Any) -> None:
-        self._engine, self._meters = engine, meters
+    def __init__(self, engine: Engine, meters: Meters, args: Any, state: Any, *, shows: bool) -> None:
+        self._engine, self._meters, self._shows = engine, meters, shows
         self._is_reporting = engine.is_main_process
         self._reporters = choose(args.report_to, main=self._is_reporting)
         self._written: WrittenByAnother | None = None  # where this worker has taken over
@@ -98,7 +99,7 @@ class TrainingReports(NoReports):
             resumed_at=state.global_step or None,
         )
         self._reporters.start(self._run)
-        self._bar = NoBar() if args.disable_tqdm else engine.bar(state.max_steps)
+        self._bar = engine.bar(state.max_steps) if shows else NoBar()
         self._began = time.monotonic()
 
     def step(self, args: Any, state: Any) -> None:
@@ -136,7 +137,7 @@ class TrainingReports(NoReports):
 
     def summary(self, args: Any, state: Any) -> list[tuple[str, str]]:
         rows: list[tuple[str, str]] = []
-        if not args.disable_tqdm:
+        if self._shows:
             best = None
             if state.best_metric is not None:
                 best = (args.metric_for_best_model, state.best_metric, state.best_global_step or 0)
@@ -179,7 +180,7 @@ class FileAlone(NoReports):
 
 
 class NoBar:
-    """Where disable_tqdm is set."""
+    """Where disable_tqdm is set, or the ProgressCallback was removed."""
 
     def show(self, **fields: float | str | int) -> None: ...
 

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from paceline import input_file
 from paceline.checkpoint.disk import remove_folder
-from paceline.checkpoint.retention import all_checkpoints
+from paceline.checkpoint.retention import all_checkpoints, set_aside
 from paceline.engine.config import counted
 from paceline.engine.engine import Engine
 from paceline.errors import CheckpointError, ConfigError
@@ -36,31 +36,29 @@ WEIGHTS = "model.safetensors"
 def where_to_begin(arguments: TrainingArguments, resume: bool | str | Path | None) -> bool | Path:
     """At a checkpoint: the one that is named, True for the newest, False for none: at step 0.
 
-    An elastic job that lost all its workers and was restarted resumes from what it has saved itself. A run that starts
-    at step 0 doesn't write over another one.
+    An elastic job that lost all its workers and was restarted resumes from what it has saved itself.
     """
     is_switch = isinstance(resume, bool) or resume is None or str(resume).lower() in ("true", "false", "")
     wanted = str(resume).lower() == "true" if is_switch else Path(str(resume))  # a flag is a text
     elastic = arguments.world.elastic
     if wanted or (elastic is not None and elastic.joins):
         return wanted
-    found = all_checkpoints(Path(arguments.output_dir))
-    if elastic is not None and elastic.begins_again:
-        return bool(found)
-    if found and not arguments.overwrite_output_dir:
-        raise ConfigError(
-            f"{arguments.output_dir} has {counted(len(found), 'checkpoint')} of another run, the newest is "
-            f"{found[0].name}: train(resume_from_checkpoint=True) resumes from it; choose another output_dir, or set "
-            "overwrite_output_dir=True to remove them"
-        )
-    return False
+    return bool(all_checkpoints(Path(arguments.output_dir))) if elastic is not None and elastic.begins_again else False
 
 
 def begin(arguments: TrainingArguments, engine: Engine, *, fresh: bool) -> None:
-    """Everything was checked: store the arguments, and remove checkpoints of an earlier run where that was allowed."""
+    """Everything was checked: store the arguments. Checkpoints of an earlier run get a name that no run resumes from.
+
+    They can't stay: this run, restarted, would take them for its own. `overwrite_output_dir` removes them.
+    """
     if engine.is_main_process:
-        for path in all_checkpoints(Path(arguments.output_dir)) if fresh else ():
-            remove_folder(path)
+        folder = Path(arguments.output_dir)
+        if fresh and arguments.overwrite_output_dir:
+            for path in all_checkpoints(folder):
+                remove_folder(path)
+        elif fresh and (moved := set_aside(folder, -1)):
+            first = moved[0].name
+            engine.print(f"paceline: {folder} had {counted(len(moved), 'checkpoint')} of another run, now {first} …")
         given = {"arguments": arguments.to_dict(), "resolved": resolved(engine)}
         _publish(Path(arguments.output_dir) / ARGUMENTS, json.dumps(given, indent=2) + "\n")
     engine.barrier()

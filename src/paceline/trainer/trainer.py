@@ -19,24 +19,31 @@ The same script runs alone, under `paceline run --workers N`, torchrun, SLURM or
 
 from __future__ import annotations
 
+import itertools
+import math
 import threading
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Sampler, SequentialSampler
 
 from paceline.engine.engine import Engine
-from paceline.errors import ConfigError
-from paceline.trainer import run_folder
+from paceline.errors import ConfigError, LoopError
+from paceline.trainer import hub, run_folder
+from paceline.trainer.argument_fields import SaveStrategy
 from paceline.trainer.argument_parsing import check_names
+from paceline.trainer.batch_size import BatchSizeFinder
 from paceline.trainer.callbacks import (
     CallbackHandler,
     DefaultFlowCallback,
     PrinterCallback,
+    ProgressCallback,
     TrainerControl,
     TrainerState,
 )
@@ -47,16 +54,25 @@ from paceline.trainer.dataloaders import (
     count_tokens,
     default_collator,
     eval_loader,
+    is_stream,
     known_columns,
     train_loader,
+    train_sampler,
 )
 from paceline.trainer.engine_setup import build_engine, check_can_be_replaced, share_weights, start_seed
-from paceline.trainer.evaluation import Evaluator
-from paceline.trainer.losses import LossFunction, LossRule, predictions_of
-from paceline.trainer.optimization import Scheduler, get_scheduler, make_optimizer
+from paceline.trainer.evaluation import EvaluationOutput, Evaluator
+from paceline.trainer.losses import LossFunction, LossRule, predictions_of, takes
+from paceline.trainer.optimization import (
+    Scheduler,
+    decaying_names,
+    get_scheduler,
+    make_optimizer,
+    optimizer_class,
+)
+from paceline.trainer.overrides import TrainerAccelerator, check_overrides, overrides
 from paceline.trainer.reporting import ReportCallback
 from paceline.trainer.training_arguments import TrainingArguments
-from paceline.trainer.training_loop import TrainingLoop, TrainOutput
+from paceline.trainer.training_loop import TrainingLoop, TrainOutput, metric_for_best
 from paceline.world.determinism import seed_everything
 from paceline.world.world import World
 
@@ -91,6 +107,7 @@ class Trainer:
             warnings.warn("tokenizer= is called processing_class= now; it is taken as that", stacklevel=2)
             processing_class = old.pop("tokenizer")
         check_names(old, list(Trainer.__init__.__annotations__), "Trainer")
+        check_overrides(type(self), Trainer)
         if (model is None) == (model_init is None):
             raise ConfigError("the Trainer needs a model or a model_init that makes one: give one of them")
         self.args = args if args is not None else TrainingArguments()
@@ -108,7 +125,7 @@ class Trainer:
             self.model,
             loss_function=compute_loss_func,
             label_names=self.args.label_names,
-            smoothing=self.args.label_smoothing_factor,
+            smoothing=self._smoothing(),
         )
         self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
         self.processing_class = processing_class
@@ -120,14 +137,21 @@ class Trainer:
         self.optimizer, self.lr_scheduler = optimizers
         self._made_by_us = optimizers == (None, None)
         self._check_given()
+        self._loop: TrainingLoop | None = None
+        self._takes_count = takes(self.compute_loss, "num_items_in_batch")
+        self._weight: float | None = None  # labels of the micro-batch that is computed
+        self.accelerator = TrainerAccelerator(self)
+        self._signature_columns: list[str] | None = None
+        self.hub_model_id: str | None = None
+        self._persistent: list[tuple[Any, DataLoader[Any]]] = []  # eval loaders whose processes are kept
         self._evaluator = Evaluator(self)
         self.is_in_train = self.has_trained = False
         self.state = self.new_state()
         self.control = TrainerControl()
         self.reports = ReportCallback(self.args)
-        printer = [PrinterCallback()] if self.args.disable_tqdm else []
+        shown = PrinterCallback() if self.args.disable_tqdm else ProgressCallback()
         self.callback_handler = CallbackHandler(
-            [DefaultFlowCallback(), self.reports, *printer, *(callbacks or ())],
+            [DefaultFlowCallback(), shown, *(callbacks or ())],
             model=self.model,
             processing_class=self.processing_class,
             optimizer=self.optimizer,
@@ -138,6 +162,18 @@ class Trainer:
         if getattr(self.model, "config", None) is not None and hasattr(self.model.config, "use_cache"):
             self.model.config.use_cache = self.args.use_cache
         self.call_event("on_init_end")
+
+    def _smoothing(self) -> float:
+        """Labels of several classes at once are not smoothed, as in transformers; a warning says so."""
+        factor, config = self.args.label_smoothing_factor, getattr(self.model, "config", None)
+        if factor == 0 or getattr(config, "problem_type", None) != "multi_label_classification":
+            return factor
+        warnings.warn(
+            f"Label smoothing is not compatible with multi-label classification: label_smoothing_factor={factor} is "
+            "left out, since a label is a number for each class, not one class to spread over the others",
+            stacklevel=3,
+        )
+        return 0.0
 
     def _check_given(self) -> None:
         """Before anything is trained, what could only fail later."""
@@ -170,18 +206,25 @@ class Trainer:
         if self.train_dataset is None:
             raise ConfigError("the Trainer has no train_dataset to train on")
         resume = run_folder.where_to_begin(self.args, resume_from_checkpoint or self.args.resume_from_checkpoint)
+        if not self.args.auto_find_batch_size:
+            return self._train_once(resume, accept, ignore_keys_for_eval)
+        return BatchSizeFinder(self, resume).run(lambda: self._train_once(resume, accept, ignore_keys_for_eval))
+
+    def _train_once(
+        self, resume: bool | Path, accept: Sequence[str], ignore_keys_for_eval: list[str] | None
+    ) -> TrainOutput:
         self._make_engine(resume)
         self.is_in_train = self.has_trained = True
         try:
             share_weights(self.engine, self.model)
-            loop = TrainingLoop(self, resume, accept, ignore_keys_for_eval)
+            self._loop = loop = TrainingLoop(self, resume, accept, ignore_keys_for_eval)
             self.engine.print(self.args.described())
             run_folder.begin(self.args, self.engine, fresh=not resume)
             if threading.current_thread() is threading.main_thread():  # Python hands signals to that one only
                 self.engine.stop_on_signals()
             return loop.run()
         finally:
-            self.is_in_train = False
+            self.is_in_train, self._loop = False, None
             self.reports.close(ok=self.engine.stop_requested)  # nothing is left to close where training has ended well
             self.engine._stops.close()
 
@@ -215,6 +258,72 @@ class Trainer:
         seed_everything(start_seed(self.args))
         return self.model_init()
 
+    def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: float | None = None) -> Tensor:
+        """Forward and backward of one micro-batch; its loss. Override it, and end in this one or accelerator.backward.
+
+        The loss is the mean of this micro-batch: the Engine divides by accumulation and lanes. What is logged is what
+        backward was given.
+        """
+        inputs = self._prepare_inputs(inputs)
+        count: dict[str, Any] = {"num_items_in_batch": num_items_in_batch} if self._takes_count else {}
+        with self.compute_loss_context_manager():
+            loss: Tensor = self.compute_loss(model, inputs, **count)
+        self.backward(loss, num_items_in_batch)
+        return loss.detach()
+
+    def backward(self, loss: Tensor, num_items_in_batch: float | None = None) -> None:
+        """Of this micro-batch's loss, weighted by its labels."""
+        weight = self._weight if num_items_in_batch is None else float(num_items_in_batch)
+        self.engine.mean("loss", loss, weight=weight)
+        self.engine.backward(loss, weight=weight)
+
+    def run_micro_batch(self, batch: Any, samples: int) -> None:
+        """What the loop does with a work item."""
+        engine = self.engine
+        batches, count = self.get_batch_samples(iter([batch]), 1, engine.device)
+        if len(batches) != 1:
+            raise LoopError(
+                f"get_batch_samples returned {len(batches)} batches where num_batches is 1; return a list of one"
+            )
+        batch = batches[0]
+        self._weight = None if count is None else float(count)
+        engine.mean("tokens", self.count_tokens(batch) / max(1, samples))
+        self.training_step(self.model, batch, self._weight)
+
+    def get_batch_samples(
+        self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
+    ) -> tuple[list[Any], float | None]:
+        """So many batches, and how many labels they have. It is called for each micro-batch, with `num_batches` 1."""
+        batches = list(itertools.islice(epoch_iterator, num_batches))
+        return batches, self._get_num_items_in_batch(batches, device)
+
+    def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> float | None:
+        """How many labels the loss of these batches is the mean of; None: their samples."""
+        counts = [self.weight_of(batch) for batch in batch_samples]
+        known = [count for count in counts if count is not None]
+        return sum(known) if counts and len(known) == len(counts) else None
+
+    def _prepare_inputs(self, inputs: Any) -> Any:
+        """A batch before the model gets it, in training and evaluation; the Engine has put it on its device."""
+        return self._prepare_input(inputs)
+
+    def _prepare_input(self, data: Any) -> Any:
+        if isinstance(data, Tensor):
+            return data.to(self.engine.device)
+        if isinstance(data, Mapping):
+            return type(data)({name: self._prepare_input(part) for name, part in data.items()})  # type: ignore[call-arg]
+        if type(data) in (list, tuple):
+            return type(data)(self._prepare_input(part) for part in data)
+        return data
+
+    def compute_loss_context_manager(self) -> AbstractContextManager[Any]:
+        """Entered around compute_loss."""
+        return self.autocast_smart_context_manager()
+
+    def autocast_smart_context_manager(self, cache_enabled: bool | None = True) -> AbstractContextManager[Any]:
+        """Nothing: parameters are in low precision, not autocast."""
+        return nullcontext()
+
     def compute_loss(
         self, model: nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: float | None = None
     ) -> Any:
@@ -233,24 +342,91 @@ class Trainer:
     # -- loaders, optimizer, schedule ---------------------------------------------------------------------------------
 
     def get_train_dataloader(self) -> DataLoader[Any]:
-        data = self.train_dataset
-        return train_loader(data, self.args, self._collator(data), self.engine.device, self.processing_class)
+        if self.train_dataset is None:
+            raise ConfigError("the Trainer has no train_dataset to train on")
+        data = self._remove_unused_columns(self.train_dataset, "training")
+        sampler = None if is_stream(data) else self._get_train_sampler(data)
+        return train_loader(data, self.args, self._collator(data, "training"), self.engine.device, sampler)
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader[Any]:
         dataset = self.eval_dataset if eval_dataset is None else eval_dataset
-        return eval_loader(dataset, self.args, self._collator(dataset), self.engine.device)
+        if dataset is None:
+            raise ConfigError("there is no eval_dataset to evaluate; give one to the Trainer or to evaluate()")
+        dataset = self.eval_dataset[dataset] if isinstance(dataset, str) else dataset
+        if not self.args.dataloader_persistent_workers:
+            return self._eval_loader(dataset, "eval_dataset", "evaluation")
+        for known, loader in self._persistent:
+            if known is dataset:
+                return loader
+        self._persistent.append((dataset, self._eval_loader(dataset, "eval_dataset", "evaluation")))
+        return self._persistent[-1][1]
 
     def get_test_dataloader(self, test_dataset: Any) -> DataLoader[Any]:
-        return eval_loader(test_dataset, self.args, self._collator(test_dataset), self.engine.device, "test_dataset")
+        return self._eval_loader(test_dataset, "test_dataset", "test")
+
+    def _eval_loader(self, dataset: Any, name: str, description: str) -> DataLoader[Any]:
+        dataset = self._remove_unused_columns(dataset, description)
+        sampler = None if is_stream(dataset) else self._get_eval_sampler(dataset)
+        return eval_loader(dataset, self.args, self._collator(dataset, description), self.engine.device, name, sampler)
+
+    def _get_train_sampler(self, train_dataset: Any = None) -> Sampler[int] | None:
+        """The order of the samples, the same on every worker: the Engine assigns it to lanes."""
+        return train_sampler(
+            self.train_dataset if train_dataset is None else train_dataset, self.args, self.processing_class
+        )
+
+    def _get_eval_sampler(self, eval_dataset: Any) -> Sampler[int] | None:
+        """The dataset's order; one of your own is asked once for each loader."""
+        return SequentialSampler(eval_dataset)
 
     def create_optimizer_and_scheduler(self, num_training_steps: int) -> None:
+        """Called before the first step where a subclass has one of its own; otherwise the two that follow are."""
         self.create_optimizer()
         self.create_scheduler(num_training_steps)
 
-    def create_optimizer(self) -> Optimizer:
+    def makes_both(self) -> bool:
+        """Whether a subclass makes the optimizer and the schedule together."""
+        return overrides(self, "create_optimizer_and_scheduler", Trainer)
+
+    def create_optimizer(self, model: nn.Module | None = None) -> Optimizer:
         """The optimizer that was given, or that the arguments name. Override it for one of your own."""
         if self.optimizer is None:
-            self.optimizer = make_optimizer(self.model, self.args, self._optimizer_cls_and_kwargs)
+            model = self.model if model is None else model
+            kind, options = self._optimizer_cls_and_kwargs or self.get_optimizer_cls_and_kwargs(self.args, model)
+            self.optimizer = make_optimizer(model, self.args, kind, options, self.get_decay_parameter_names(model))
+        made: Optimizer = self.optimizer
+        return made
+
+    @staticmethod
+    def get_optimizer_cls_and_kwargs(args: TrainingArguments, model: nn.Module | None = None) -> tuple[Any, Any]:
+        """The class that `optim` names, with its options."""
+        return optimizer_class(args)
+
+    def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
+        """The names of parameters that weight decay applies to."""
+        return list(decaying_names(model))
+
+    def get_num_trainable_parameters(self) -> int:
+        return sum(parameter.numel() for parameter in self.model.parameters() if parameter.requires_grad)
+
+    def get_learning_rates(self) -> list[float]:
+        """Of each group of parameters."""
+        return [float(group["lr"]) for group in self._existing_optimizer().param_groups]
+
+    def get_optimizer_group(self, param: Tensor | None = None) -> Any:
+        """The group of a parameter, or the parameters of all groups."""
+        groups = self._existing_optimizer().param_groups
+        if param is None:
+            return [group["params"] for group in groups]
+        return next((group for group in groups if any(param is known for known in group["params"])), None)
+
+    def _get_learning_rate(self) -> float:
+        """Of the first group, as it is logged."""
+        return self.get_learning_rates()[0]
+
+    def _existing_optimizer(self) -> Optimizer:
+        if self.optimizer is None:
+            raise ConfigError("there is no optimizer yet; call create_optimizer() first, or train()")
         made: Optimizer = self.optimizer
         return made
 
@@ -267,13 +443,29 @@ class Trainer:
         made: Scheduler = self.lr_scheduler
         return made
 
-    def _collator(self, dataset: Any = None) -> Collator:
-        if not self.args.remove_unused_columns:
-            return self.data_collator
-        names = known_columns(self.model, ("labels", *self.loss_rule.names))
-        collator = KnownColumns(self.data_collator, names, type(self.model).__name__)
-        collator.check(dataset)
+    def _collator(self, dataset: Any = None, description: str = "training") -> Collator:
+        collator = self._get_collator_with_removed_columns(self.data_collator, description)
+        if isinstance(collator, KnownColumns):
+            collator.check(dataset)
         return collator
+
+    def _get_collator_with_removed_columns(self, data_collator: Collator, description: str | None = None) -> Collator:
+        """A collator that gives the model the columns it takes."""
+        if not self.args.remove_unused_columns:
+            return data_collator
+        self._set_signature_columns_if_needed()
+        if self._signature_columns is None:  # the model takes whatever there is
+            return data_collator
+        return KnownColumns(data_collator, self._signature_columns, type(self.model).__name__)
+
+    def _remove_unused_columns(self, dataset: Any, description: str | None = None) -> Any:
+        """The dataset as it is read: its columns are removed by the collator, sample by sample."""
+        return dataset
+
+    def _set_signature_columns_if_needed(self) -> None:
+        """`_signature_columns`: what forward takes, and labels. Set it yourself for a collator that needs more."""
+        if self._signature_columns is None:
+            self._signature_columns = known_columns(self.model, ("labels", *self.loss_rule.names))
 
     # -- evaluation and prediction ------------------------------------------------------------------------------------
 
@@ -290,9 +482,11 @@ class Trainer:
             for name, part in dataset.items():
                 found |= self.evaluate(part, ignore_keys, f"{metric_key_prefix}_{name}")
             return found
-        loss_only = self.compute_metrics is None or self.args.prediction_loss_only
+        loss_only = True if self.compute_metrics is None else None
         make = self.get_eval_dataloader
-        output = self._evaluator.measure(dataset, make, metric_key_prefix, ignore_keys, loss_only=loss_only)
+        output = self._evaluator.measure(
+            dataset, make, metric_key_prefix, ignore_keys, loss_only=loss_only, description="Evaluation"
+        )
         self.log(dict(output.metrics))
         self.call_event("on_evaluate", metrics=output.metrics)
         return output.metrics
@@ -301,20 +495,39 @@ class Trainer:
         self, test_dataset: Any, ignore_keys: list[str] | None = None, metric_key_prefix: str = "test"
     ) -> PredictionOutput:
         """Predictions for every sample, in the dataset's order; where there are labels, metrics too."""
-        make, loss_only = self.get_test_dataloader, self.args.prediction_loss_only
-        output = self._evaluator.measure(test_dataset, make, metric_key_prefix, ignore_keys, loss_only=loss_only)
+        make = self.get_test_dataloader
+        output = self._evaluator.measure(
+            test_dataset, make, metric_key_prefix, ignore_keys, loss_only=None, description="Prediction"
+        )
         self.call_event("on_predict", metrics=output.metrics)
         return PredictionOutput(output.predictions, output.label_ids, output.metrics)
+
+    def evaluation_loop(
+        self,
+        dataloader: Any,
+        description: str,
+        prediction_loss_only: bool | None = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+    ) -> EvaluationOutput:
+        """What evaluate and predict do with a loader: every sample once, and the same numbers on every worker."""
+        loss_only = self.args.prediction_loss_only if prediction_loss_only is None else prediction_loss_only
+        keeps_rows = description == "Prediction"
+        return self._evaluator.run(
+            dataloader, metric_key_prefix, ignore_keys, loss_only=loss_only, keeps_rows=keeps_rows
+        )
 
     def prediction_step(
         self, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
     ) -> tuple[Tensor | None, Any, Any]:
         """Loss, predictions and labels of a batch; a loss only where there are labels, or the model gives one."""
+        inputs = self._prepare_inputs(inputs)
         called = self.loss_rule.call(inputs)
-        if called.labels is not None:
-            loss, outputs = self.compute_loss(model, inputs, return_outputs=True)
-        else:
-            loss, outputs = self.loss_rule.of(model, inputs, needed=False)
+        with self.compute_loss_context_manager():
+            if called.labels is not None:
+                loss, outputs = self.compute_loss(model, inputs, return_outputs=True)
+            else:
+                loss, outputs = self.loss_rule.of(model, inputs, needed=False)
         if prediction_loss_only:
             return loss, None, None
         if ignore_keys is None:
@@ -323,18 +536,109 @@ class Trainer:
         return loss, predictions_of(outputs, ignore_keys), called.labels
 
     @property
+    def model_wrapped(self) -> nn.Module:
+        """The model itself: nothing is wrapped."""
+        return self.model
+
+    @property
+    def _train_batch_size(self) -> int:
+        return self.args.train_batch_size
+
+    def _get_output_dir(self, trial: Any = None) -> str:
+        return self.args.output_dir
+
+    @property
     def main_input_name(self) -> str:
         return str(getattr(self.model, "main_input_name", "input_ids"))
 
     # -- saving and logging -------------------------------------------------------------------------------------------
 
-    def save_model(self, output_dir: str | Path | None = None) -> None:
-        """Weights as one safetensors file, with config and tokenizer where there are some; all workers call it."""
+    def save_model(self, output_dir: str | Path | None = None, _internal_call: bool = False) -> None:
+        """Weights as safetensors, with config and tokenizer where there are some; all workers call it."""
         folder = Path(self.args.output_dir if output_dir is None else output_dir)
         state = self.engine.state_dict() if self.has_trained else dict(self.model.state_dict())
         if self.is_world_process_zero():
-            run_folder.write_weights(folder, self.model, run_folder.tied(self.model, state), self.processing_class)
+            self._save(str(folder), state_dict=run_folder.tied(self.model, state))
         self.engine.barrier()
+
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Tensor] | None = None) -> None:
+        """What save_model writes, on the main worker alone."""
+        folder = Path(self.args.output_dir if output_dir is None else output_dir)
+        state = run_folder.tied(self.model, dict(self.model.state_dict())) if state_dict is None else state_dict
+        run_folder.write_weights(folder, self.model, state, self.processing_class)
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any = None) -> None:
+        """checkpoint-N of the step that has just acted; called on every worker, while training."""
+        if self._loop is None:
+            raise ConfigError("_save_checkpoint belongs to a training that is under way; save_model() saves weights")
+        self._loop.save_checkpoint()
+
+    def _determine_best_metric(self, metrics: dict[str, float], trial: Any = None) -> bool:
+        """Whether this evaluation is the best so far; if so the state knows it."""
+        args, state = self.args, self.state
+        if args.metric_for_best_model is None:
+            return False
+        value, best = metric_for_best(args, metrics), state.best_metric
+        is_best = best is None or (value > best if args.greater_is_better else value < best)
+        if is_best and not math.isnan(value):
+            state.best_metric = value
+            if args.save_strategy is not SaveStrategy.NO:
+                state.best_global_step = state.global_step
+            return True
+        return False
+
+    def _load_best_model(self) -> None:
+        """At the end of a training with load_best_model_at_end."""
+        if self._loop is not None:
+            self._loop.load_best()
+
+    def init_hf_repo(self, token: str | None = None) -> None:
+        """Make the repository that push_to_hub uploads to."""
+        if self.is_world_process_zero():
+            self.hub_model_id = hub.create_repository(self.args, token)
+
+    def create_model_card(
+        self, *, model_name: str | None = None, finetuned_from: str | None = None, **facts: Any
+    ) -> None:
+        """`README.md` in output_dir; `facts` are its metadata: language, license, tags, tasks, dataset …"""
+        if not self.is_world_process_zero():
+            return
+        origin = finetuned_from or getattr(getattr(self.model, "config", None), "_name_or_path", None) or None
+        tasks, data = facts.pop("tasks", None), facts.pop("dataset", None)
+        known = {"base_model": origin, "pipeline_tag": tasks, "datasets": data, **facts}
+        name = model_name or Path(self.args.output_dir).absolute().name
+        hub.write_card(self.args, self.state.log_history, name, known)
+
+    def push_to_hub(
+        self,
+        commit_message: str | None = "End of training",
+        blocking: bool = True,
+        token: str | None = None,
+        revision: str | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Save the model and its card, and upload output_dir without checkpoints; all workers call it.
+
+        `kwargs` go to create_model_card. It needs huggingface_hub.
+        """
+        self.call_event("on_push_begin")
+        if self.hub_model_id is None:
+            self.init_hf_repo(token)
+        self.save_model(_internal_call=True)
+        if not self.is_world_process_zero():
+            return None
+        self.create_model_card(**kwargs)
+        assert self.hub_model_id is not None
+        return hub.upload(
+            self.args, self.hub_model_id, message=commit_message, token=token, revision=revision, wait=blocking
+        )
+
+    def hyperparameter_search(self, *positional: Any, **named: Any) -> Any:
+        """Refused: trials would share the workers, the folder and the lanes of one job."""
+        raise ConfigError(
+            "there is no hyperparameter_search here: start one run for each trial, each with an output_dir of its own, "
+            "and read eval_loss from its metrics.jsonl"
+        )
 
     def save_state(self) -> None:
         """`trainer_state.json` in output_dir."""
@@ -343,8 +647,12 @@ class Trainer:
 
     def log_metrics(self, split: str, metrics: dict[str, float]) -> None:
         """Show what `train`, `evaluate` or `predict` gave, as a table."""
-        rows = [(name, f"{value:,.4g}" if isinstance(value, float) else str(value)) for name, value in metrics.items()]
+        rows = [(name, str(value)) for name, value in self.metrics_format(metrics).items()]
         self.engine.show_table(f"{split} metrics", sorted(rows))
+
+    def metrics_format(self, metrics: dict[str, float]) -> dict[str, Any]:
+        """The values as log_metrics shows them."""
+        return {name: f"{value:,.4g}" if isinstance(value, float) else value for name, value in metrics.items()}
 
     def save_metrics(self, split: str, metrics: dict[str, float], combined: bool = True) -> None:
         """`{split}_results.json` in output_dir, and together with those of other splits `all_results.json`."""
@@ -365,16 +673,20 @@ class Trainer:
 
     def call_event(self, event: str, **more: Any) -> None:
         self.state.is_world_process_zero = self.is_world_process_zero()  # an elastic job may have lost the one that was
+        getattr(self.reports, event)(self.args, self.state, self.control, **more)
         self.control = self.callback_handler.call(event, self.args, self.state, self.control, **more)
 
     def add_callback(self, callback: Any) -> None:
         self.callback_handler.add(callback)
 
     def pop_callback(self, callback: Any) -> Any:
-        return self.callback_handler.pop(callback)
+        found = self.callback_handler.pop(callback)
+        if isinstance(found, ProgressCallback):
+            self.reports.shows_progress = False
+        return found
 
     def remove_callback(self, callback: Any) -> None:
-        self.callback_handler.pop(callback)
+        self.pop_callback(callback)
 
     def new_state(self) -> TrainerState:
         return TrainerState(

@@ -25,7 +25,6 @@ import fcntl
 import json
 import logging
 import math
-import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
@@ -38,6 +37,7 @@ import torch
 from paceline.engine.config import LARGEST_BUCKET_MIB, MOST_ACCUMULATED, find_device
 from paceline.engine.one_line_errors import show_our_errors_in_one_line
 from paceline.errors import ConfigError
+from paceline.optim.loss_scale import LossScale
 from paceline.strategies.registry import STRATEGIES
 from paceline.trainer import argument_parsing
 from paceline.trainer.argument_fields import (
@@ -56,7 +56,8 @@ from paceline.world.environment import read_world
 from paceline.world.known_names import BACKENDS, MOST_LANES, MOST_THREADS, OFFLOADS, SEEDS
 from paceline.world.world import World
 
-_FOLLOWS = ("run_name", "report_to", "do_eval")  # from others
+_FOLLOWS = ("run_name", "report_to", "do_eval", "torch_compile_backend", "dataloader_pin_memory")  # from others
+_SECRETS = ("hub_token",)
 _TOKEN_COUNTS = ("no", "all", "non_padding")
 _MANY = 2**40
 _COUNTS = {
@@ -95,6 +96,7 @@ class StrategyChoice:
     strategy: str | None = None  # None: what the launcher says, or ddp
     offload: str | None = None
     recompute: bool = False  # activations
+    units: tuple[str, ...] = ()  # classes of modules that fsdp gathers whole; none: it finds them
 
 
 class _Spelled(type):
@@ -115,6 +117,8 @@ class TrainingArguments(UnsupportedFields, SupportedFields, metaclass=_Spelled):
     """The fields are those of `SupportedFields`; docs/concepts/trainer.md has a table of all."""
 
     def __post_init__(self) -> None:
+        self.output_dir = SupportedFields.output_dir if self.output_dir is None else self.output_dir
+        self.report_to = [] if self.report_to is None else self.report_to
         for name, kind in field_types(type(self)).items():
             setattr(self, name, converted(name, getattr(self, name), kind))
         check_unsupported(self)
@@ -152,6 +156,9 @@ class TrainingArguments(UnsupportedFields, SupportedFields, metaclass=_Spelled):
         self.run_name = self.run_name or self.output_dir
         self.do_eval = self.do_eval or self.eval_strategy is not IntervalStrategy.NO
         self.torch_compile = self.torch_compile or bool(self.torch_compile_backend or self.torch_compile_mode)
+        if self.torch_compile and self.torch_compile_backend is None:
+            self.torch_compile_backend = "inductor"
+        self.dataloader_pin_memory = self.dataloader_pin_memory and not self.use_cpu
         if self.eval_strategy is IntervalStrategy.STEPS and not self.eval_steps:
             self.eval_steps = self.logging_steps
         plateau = self.lr_scheduler_type is SchedulerType.REDUCE_ON_PLATEAU
@@ -331,7 +338,8 @@ class TrainingArguments(UnsupportedFields, SupportedFields, metaclass=_Spelled):
 
     def to_dict(self) -> dict[str, Any]:
         """Every field, as JSON has it."""
-        return {item.name: _plain(getattr(self, item.name)) for item in fields(self)}
+        found = {item.name: _plain(getattr(self, item.name)) for item in fields(self)}
+        return found | {name: f"<{name.upper()}>" for name in _SECRETS if found[name] is not None}
 
     def to_json_string(self) -> str:
         return json.dumps(self.to_dict(), indent=2)
@@ -341,22 +349,24 @@ class TrainingArguments(UnsupportedFields, SupportedFields, metaclass=_Spelled):
         simple = bool | int | float | str
         return {name: value if isinstance(value, simple) else str(value) for name, value in self.to_dict().items()}
 
-    def described(self) -> str:
-        """All honoured fields: those that were changed one per line, then the others."""
-        changed: list[str] = []
-        same: list[str] = []
+    def changed(self) -> dict[str, Any]:
+        """The fields that have another value than their default, but for secrets."""
         defaults = SupportedFields()
-        for item in fields(SupportedFields):
-            value = _plain(getattr(self, item.name))
-            is_default = item.name in _FOLLOWS or value == _plain(getattr(defaults, item.name))
-            (same if is_default else changed).append(f"{item.name}={json.dumps(value)}")
-        others = textwrap.wrap(", ".join(same), 92, break_long_words=False, break_on_hyphens=False)
-        return "\n".join(
-            ["training arguments:", *(f"  * {line}" for line in changed), *(f"    {line}" for line in others)]
-        )
+        values = {item.name: _plain(getattr(self, item.name)) for item in fields(SupportedFields)}
+        skipped = (*_FOLLOWS, *_SECRETS)
+        return {n: value for n, value in values.items() if n not in skipped and value != _plain(getattr(defaults, n))}
+
+    def described(self) -> str:
+        """The fields that were changed; all of them are in training_arguments.json."""
+        lines = (f"  {name}={json.dumps(value)}" for name, value in self.changed().items())
+        return "\n".join(["training arguments that differ from their defaults:", *lines])
 
 
 def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _plain(part) for name, part in value.items()}
+    if isinstance(value, torch.dtype):
+        return str(value).removeprefix("torch.")
     return str(value) if isinstance(value, str) else value
 
 
@@ -372,46 +382,50 @@ _FSDP = {
 _UNITS = ("auto_wrap",)  # units are found automatically
 _STAGES = {0: "ddp", 1: "zero1", 2: "zero2", 3: "zero3"}
 
-# Parts of DeepSpeed's config that say how fast, not what: sizes and overlaps of its own communication.
-_TUNING = frozenset(
-    {
-        "allgather_bucket_size",
-        "allgather_partitions",
-        "contiguous_gradients",
-        "overlap_comm",
-        "reduce_bucket_size",
-        "reduce_scatter",
-        "round_robin_gradients",
-        "stage",
-        "stage3_gather_16bit_weights_on_model_save",
-        "stage3_max_live_parameters",
-        "stage3_max_reuse_distance",
-        "stage3_param_persistence_threshold",
-        "stage3_prefetch_bucket_size",
-        "sub_group_size",
-    }
-)
-_FSDP_TUNING = frozenset(
-    {
-        "auto_wrap_policy",
-        "backward_prefetch",
-        "cpu_ram_efficient_loading",
-        "forward_prefetch",
-        "limit_all_gathers",
-        "min_num_params",
-        "state_dict_type",
-        "sync_module_states",
-        "transformer_layer_cls_to_wrap",
-        "use_orig_params",
-        "version",
-    }
-)
+# Keys of others' configs that say what is done here in any case, with the values that do so; any other is refused.
+_ZERO_IS = {
+    "stage": tuple(_STAGES),
+    "overlap_comm": (True,),
+    "reduce_scatter": (True,),
+    "allgather_partitions": (True,),
+    "contiguous_gradients": (True,),
+    "stage3_gather_16bit_weights_on_model_save": (True,),
+}
+_ZERO_INSTEAD = {"reduce_bucket_size": "set ddp_bucket_cap_mb", "allgather_bucket_size": "set ddp_bucket_cap_mb"}
+_OFFLOAD_IS: dict[str, tuple[Any, ...]] = {"device": ("none", "cpu", None), "pin_memory": (True,)}
+_FP16_IS: dict[str, tuple[Any, ...]] = {
+    "enabled": (True,),
+    "auto_cast": (False,),
+    "loss_scale": (0,),
+    "initial_scale_power": (round(math.log2(LossScale.initial)),),
+    "loss_scale_window": (LossScale.growth_every,),
+    "min_loss_scale": (int(LossScale.smallest), LossScale.smallest),
+    "hysteresis": (1,),
+}
+_FSDP_IS = {
+    "version": (2,),
+    "auto_wrap_policy": ("TRANSFORMER_BASED_WRAP",),
+    "min_num_params": (0,),
+    "use_orig_params": (True,),
+    "sync_module_states": (True,),
+    "cpu_offload": (False,),
+    "cpu_ram_efficient_loading": (False,),
+    "forward_prefetch": (False,),
+    "backward_prefetch": ("NO_PREFETCH",),
+    "limit_all_gathers": (False,),
+    "state_dict_type": ("FULL_STATE_DICT",),
+}
 _SAYS_AGAIN = {
     "train_micro_batch_size_per_gpu": "per_device_train_batch_size",
     "gradient_accumulation_steps": "gradient_accumulation_steps",
     "gradient_clipping": "max_grad_norm",
 }
-_REPORTS = frozenset({"steps_per_print", "wall_clock_breakdown", "train_batch_size"})
+_PARTS_IS: dict[str, tuple[Any, ...]] = {"wall_clock_breakdown": (False,), "zero_allow_untested_optimizer": (True,)}
+_PARTS_INSTEAD = {
+    "steps_per_print": "set logging_steps",
+    "train_batch_size": "it follows from per_device_train_batch_size, gradient_accumulation_steps and lanes",
+    "wall_clock_breakdown": "step_time_s and data_wait_s are in every log",
+}
 
 
 def choose_strategy(arguments: Any) -> StrategyChoice:
@@ -435,6 +449,7 @@ def choose_strategy(arguments: Any) -> StrategyChoice:
         strategy=next((choice.strategy for choice in choices.values()), None),
         offload=next(iter(offloads), None),
         recompute=any(choice.recompute for choice in choices.values()),
+        units=next((choice.units for choice in choices.values() if choice.units), ()),
     )
 
 
@@ -452,11 +467,32 @@ def _of_fsdp(text: str, config: Mapping[str, Any]) -> StrategyChoice:
         )
     settings = {name.removeprefix("fsdp_"): value for name, value in config.items()}
     strategy, recompute = _FSDP[known[0]], bool(settings.pop("activation_checkpointing", False))
-    if strategy == "fsdp" and settings.pop("reshard_after_forward", True) is False:
+    if strategy == "fsdp" and _as_told(settings.pop("reshard_after_forward", True)) is False:
         strategy = "zero2"
-    if left := sorted(set(settings) - _FSDP_TUNING - {"cpu_offload"}):
-        raise ConfigError(f"fsdp_config: {', '.join(left)} has no meaning here; leave it out")
-    return StrategyChoice(strategy, recompute=recompute)
+    given = settings.pop("transformer_layer_cls_to_wrap", None) or ()
+    units = tuple(given.replace(",", " ").split()) if isinstance(given, str) else tuple(str(name) for name in given)
+    if units and strategy not in ("fsdp", "hybrid"):
+        raise ConfigError(f"fsdp_config: transformer_layer_cls_to_wrap has no meaning with {strategy}; leave it out")
+    _check_keys("fsdp_config: ", settings, _FSDP_IS, {})
+    return StrategyChoice(strategy, recompute=recompute, units=units)
+
+
+def _check_keys(
+    where: str, given: Mapping[str, Any], known: Mapping[str, tuple[Any, ...]], instead: Mapping[str, str]
+) -> None:
+    """Raise for the first key that would be ignored: one with another value than what is done in any case."""
+    for name, value in given.items():
+        told = _as_told(value)
+        if told == "auto" or any(told == one and type(told) is type(one) for one in known.get(name, ())):
+            continue
+        fixed = " or ".join(repr(one) for one in known.get(name, ()) if one is not None)
+        why = instead.get(name) or (f"it is always {fixed}" if fixed else "it has no meaning here")
+        raise ConfigError(f"{where}{name}={value!r} would have no effect: {why}; leave it out")
+
+
+def _as_told(value: Any) -> Any:
+    """A config file may write a switch as a text."""
+    return value.lower() == "true" if isinstance(value, str) and value.lower() in ("true", "false") else value
 
 
 def _of_deepspeed(config: Mapping[str, Any], arguments: Any) -> StrategyChoice:
@@ -465,24 +501,33 @@ def _of_deepspeed(config: Mapping[str, Any], arguments: Any) -> StrategyChoice:
     if stage not in _STAGES:
         raise ConfigError(f"deepspeed: zero_optimization.stage is {stage!r}; choose 0, 1, 2 or 3")
     offload = None
-    if (device := zero.pop("offload_optimizer", {}).get("device", "none")) not in ("none", None):
+    if (device := _offload_device(zero, "offload_optimizer")) is not None:
         if device != "cpu":
             raise ConfigError(f"deepspeed: offload_optimizer to {device!r} is not there; choose cpu or none")
         offload = "optimizer"
-    if (device := zero.pop("offload_param", {}).get("device", "none")) not in ("none", None):
+    if (device := _offload_device(zero, "offload_param")) is not None:
         if device != "cpu" or offload is None:
             raise ConfigError("deepspeed: offload_param works to the cpu, together with offload_optimizer")
         offload = "parameters"
-    if left := sorted(set(zero) - _TUNING):
-        raise ConfigError(f"deepspeed: zero_optimization.{left[0]} has no meaning here; leave it out")
+    _check_keys("deepspeed: zero_optimization.", zero, _ZERO_IS, _ZERO_INSTEAD)
     for name, value in config.items():
         _check_part(name, value, arguments)
     return StrategyChoice(_STAGES[stage], offload)
 
 
+def _offload_device(zero: dict[str, Any], name: str) -> str | None:
+    """Where a part is kept; takes the part out of `zero`."""
+    part = dict(zero.pop(name, None) or {})
+    device = part.pop("device", "none")
+    if device in ("none", None):
+        return None
+    _check_keys(f"deepspeed: zero_optimization.{name}.", part, _OFFLOAD_IS, {})
+    return str(device)
+
+
 def _check_part(name: str, value: Any, arguments: Any) -> None:
     """A part of DeepSpeed's config that TrainingArguments has too: it may only say the same, or auto."""
-    if name == "zero_optimization" or name in _REPORTS or value == "auto":
+    if name == "zero_optimization" or value == "auto":
         return
     if name in ("bf16", "fp16"):
         wanted = value.get("enabled", False)
@@ -490,10 +535,15 @@ def _check_part(name: str, value: Any, arguments: Any) -> None:
             raise ConfigError(
                 f"deepspeed: {name}.enabled is {wanted}, but {name}={getattr(arguments, name)}; say it once"
             )
+        if getattr(arguments, name):  # of a precision that is not used nothing is expected
+            _check_keys(f"deepspeed: {name}.", value, _FP16_IS if name == "fp16" else {"enabled": (True,)}, {})
         return
     if name in _SAYS_AGAIN:
         ours = getattr(arguments, _SAYS_AGAIN[name])
         if value != ours:
             raise ConfigError(f"deepspeed: {name} is {value}, but {_SAYS_AGAIN[name]}={ours}; say it once")
+        return
+    if name in _PARTS_IS or name in _PARTS_INSTEAD:
+        _check_keys("deepspeed: ", {name: value}, _PARTS_IS, _PARTS_INSTEAD)
         return
     raise ConfigError(f"deepspeed: {name!r} is not supported; leave it out, and give the Trainer its own argument")

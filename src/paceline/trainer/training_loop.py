@@ -37,7 +37,6 @@ from paceline.input_file import cause_of
 from paceline.trainer import run_folder
 from paceline.trainer.argument_fields import IntervalStrategy, SaveStrategy
 from paceline.trainer.callbacks import TrainerState, full_metric_name
-from paceline.trainer.losses import takes
 from paceline.trainer.meters import Meters, PeakMemory, model_flops, peak_flops
 from paceline.trainer.optimization import reach
 from paceline.trainer.training_arguments import TrainingArguments
@@ -121,6 +120,18 @@ def resumed_plan(
     return replace(plan, max_steps=plan.max_steps + shift, shift=shift)
 
 
+def metric_for_best(arguments: TrainingArguments, metrics: Mapping[str, Any]) -> float:
+    """The value that decides which model is the best."""
+    assert arguments.metric_for_best_model is not None
+    name = full_metric_name(arguments.metric_for_best_model)
+    if name not in metrics:
+        raise ConfigError(
+            f"metric_for_best_model={arguments.metric_for_best_model!r}: there is no {name!r} among the metrics "
+            f"{', '.join(sorted(metrics))}"
+        )
+    return float(metrics[name])
+
+
 class TrainingLoop:
     def __init__(
         self,
@@ -132,11 +143,12 @@ class TrainingLoop:
         self.trainer, self.args, self.engine = trainer, trainer.args, trainer.engine
         self._ignore_keys = ignore_keys_for_eval
         self.losses = Losses()
-        self._takes_count = takes(trainer.compute_loss, "num_items_in_batch")
         flops = model_flops(trainer.model)
         self.norm: float | None = None
         self.rate = 0.0
         self.saved_step = self.evaluated_step = -1
+        self._score: float | None = None  # of the checkpoint that is saved next
+        self._is_dropped = False
         self.epoch_ends = False  # the step that has just acted is the last of its epoch
         self.checkpoints = self.engine.checkpoints(
             self.args.output_dir, keep=self.args.save_total_limit, asynchronous=self.args.asynchronous_save
@@ -155,13 +167,19 @@ class TrainingLoop:
         trainer, engine = self.trainer, self.engine
         source = trainer.get_train_dataloader()
         if self.args.torch_compile:
-            trainer.model.compile(
-                backend=self.args.torch_compile_backend or "inductor", mode=self.args.torch_compile_mode
-            )
+            trainer.model.compile(backend=self.args.torch_compile_backend, mode=self.args.torch_compile_mode)
+        expected = self._steps_before_prepare(source) if trainer.makes_both() else None
+        if expected is not None:
+            trainer.create_optimizer_and_scheduler(num_training_steps=expected)
         optimizer = trainer.create_optimizer()
         given = [] if trainer.lr_scheduler is None else [trainer.lr_scheduler]
         *_, loader = engine.prepare(trainer.model, optimizer, *given, source)
         plan = plan_run(loader, self.args, engine.config.lanes)
+        if expected not in (None, plan.max_steps):
+            raise ConfigError(
+                f"create_optimizer_and_scheduler was called with {expected} steps, but the loader gives "
+                f"{plan.max_steps}; override create_optimizer and create_scheduler instead"
+            )
         if not given:
             engine.prepare(trainer.create_scheduler(plan.max_steps, optimizer))
         trainer.callback_handler.objects |= {
@@ -171,6 +189,18 @@ class TrainingLoop:
             "train_dataloader": loader,
         }
         return loader, plan
+
+    def _steps_before_prepare(self, source: Any) -> int:
+        """How many steps the run will have, for what is made before the Engine has assigned samples."""
+        if self.args.max_steps > 0:
+            return self.args.max_steps
+        try:
+            batches = len(source)
+        except TypeError:
+            raise ConfigError("a stream without a length has no epochs to count; set max_steps") from None
+        each = self.args.gradient_accumulation_steps * self.engine.config.lanes
+        per_epoch = batches // each if self.args.dataloader_drop_last else math.ceil(batches / each)
+        return math.ceil(self.args.num_train_epochs * per_epoch)
 
     def _resume(self, which: bool | Path, accept: Sequence[str]) -> None:
         state = self.trainer.new_state()
@@ -278,7 +308,7 @@ class TrainingLoop:
             self._event("on_step_begin")
         if engine.step + 1 >= self.plan.max_steps:
             engine.stop()
-        self._forward_and_backward(batch, item.samples)
+        self.trainer.run_micro_batch(batch, item.samples)
         norm = engine.clip_grad_norm_(args.max_grad_norm) if args.max_grad_norm > 0 else None
         if not item.last_of_step:
             self._event("on_substep_end")
@@ -287,20 +317,10 @@ class TrainingLoop:
         if engine.stepped:
             self._end_step(item)
 
-    def _forward_and_backward(self, batch: Any, samples: int) -> None:
-        """What transformers' training_step does."""
-        trainer, engine = self.trainer, self.engine
-        weight = trainer.weight_of(batch)
-        count: dict[str, Any] = {"num_items_in_batch": weight} if self._takes_count else {}
-        loss = trainer.compute_loss(trainer.model, batch, **count)
-        engine.mean("loss", loss, weight=weight)
-        engine.mean("tokens", trainer.count_tokens(batch) / max(1, samples))
-        engine.backward(loss, weight=weight)
-
     def _update(self, norm: float | None) -> None:
         trainer = self.trainer
         self._event("on_pre_optimizer_step")
-        self.norm, self.rate = norm, float(trainer.optimizer.param_groups[0]["lr"])
+        self.norm, self.rate = norm, trainer._get_learning_rate()
         trainer.optimizer.step()
         self._event("on_optimizer_step")
         if not isinstance(trainer.lr_scheduler, ReduceLROnPlateau):
@@ -372,45 +392,46 @@ class TrainingLoop:
 
     def _evaluate(self) -> tuple[float | None, bool]:
         """The metric that decides which model is best, and whether this one is; where none is, None."""
-        trainer, args, state = self.trainer, self.args, self.trainer.state
+        trainer, args = self.trainer, self.args
         metrics = trainer.evaluate(ignore_keys=self._ignore_keys)
         plateau = trainer.lr_scheduler if isinstance(trainer.lr_scheduler, ReduceLROnPlateau) else None
         if args.metric_for_best_model is None:
             if plateau is not None:
                 raise ConfigError("a ReduceLROnPlateau scheduler looks at a metric: set metric_for_best_model")
             return None, False
-        name = full_metric_name(args.metric_for_best_model)
-        if name not in metrics:
-            raise ConfigError(
-                f"metric_for_best_model={args.metric_for_best_model!r}: there is no {name!r} among the metrics "
-                f"{', '.join(sorted(metrics))}"
-            )
-        value, best = float(metrics[name]), state.best_metric
-        better = best is None or (value > best if args.greater_is_better else value < best)
-        is_best = better and not math.isnan(value)
-        if is_best:
-            state.best_metric, state.best_global_step = value, state.global_step
+        value = metric_for_best(args, metrics)
+        is_best = trainer._determine_best_metric(metrics, trial=None)
         if plateau is not None:
             plateau.step(value)
         return value, is_best
 
     def _save(self, score: float | None) -> None:
         trainer, state = self.trainer, self.trainer.state
-        folder = Path(self.args.output_dir) / checkpoint_name(state.global_step)
+        self._score, self._is_dropped = score, False
         if state.best_global_step == state.global_step:
-            state.best_model_checkpoint = str(folder)
-        if self.args.save_only_model and not self.engine.stop_requested:
-            trainer.save_model(folder)
-            run_folder.prune_weights(self.args, state.best_model_checkpoint, main=trainer.is_world_process_zero())
-        else:
-            score = None if score is None or math.isnan(score) else score
-            greater = True if score is None else bool(self.args.greater_is_better)
-            if self.checkpoints.save(self._extra(), score=score, greater_is_better=greater) is None:
-                return  # a warning says why; training continues
+            state.best_model_checkpoint = str(self._folder())
+        trainer._save_checkpoint(trainer.model, trial=None)
+        if self._is_dropped:
+            return  # a warning says why; training continues
         self.saved_step = state.global_step
         if trainer.callback_handler.listens("on_save"):
             self.checkpoints.wait()  # a callback may want to look at it
         self._event("on_save")
+
+    def save_checkpoint(self) -> None:
+        """What the Trainer's _save_checkpoint does."""
+        trainer, score = self.trainer, self._score
+        if self.args.save_only_model and not self.engine.stop_requested:
+            trainer.save_model(self._folder(), _internal_call=True)
+            best = trainer.state.best_model_checkpoint
+            run_folder.prune_weights(self.args, best, main=trainer.is_world_process_zero())
+            return
+        score = None if score is None or math.isnan(score) else score
+        greater = True if score is None else bool(self.args.greater_is_better)
+        self._is_dropped = self.checkpoints.save(self._extra(), score=score, greater_is_better=greater) is None
+
+    def _folder(self) -> Path:
+        return Path(self.args.output_dir) / checkpoint_name(self.trainer.state.global_step)
 
     def _extra(self) -> dict[str, Any]:
         return {
@@ -439,11 +460,11 @@ class TrainingLoop:
         }
         trainer.log(metrics)
         if self.args.load_best_model_at_end:
-            self._load_best()
+            trainer._load_best_model()
         self._event("on_train_end")
         return TrainOutput(state.global_step, metrics["train_loss"], metrics)
 
-    def _load_best(self) -> None:
+    def load_best(self) -> None:
         path = self.trainer.state.best_model_checkpoint
         best = Path(path) if path is not None and Path(path).exists() else self.checkpoints.best
         if best is not None:
