@@ -36,17 +36,12 @@ class ConfigError(PacelineError, ValueError):
     """Lanes, batch sizes or options that can't be honoured together; scripts expect a ValueError of a bad argument."""
 
 
-<<<<<<< HEAD
 class UnknownNameError(ConfigError, AttributeError):
     """An attribute that the Engine doesn't have; `hasattr` and `getattr` with a default expect an AttributeError."""
 
 
-class LoopError(PacelineError):
-    """The training loop broke a rule of the work queue (docs/concepts/loop.md)."""
-=======
 class LoopError(PacelineError, RuntimeError):
     """The training loop broke a rule of the work queue (docs/concepts/loop.md); for scripts a RuntimeError."""
->>>>>>> wt-h4
 
 
 class ReplicaError(PacelineError):
