@@ -20,10 +20,10 @@ from paceline.elastic.step_log import StepLog, line_of, read_step_log
 from paceline.errors import CheckpointError, ConfigError, DataError, PacelineError, WorldError
 from paceline.input_file import cause_of, one_line, open_output, parse_json, read_json, read_short
 from paceline.parameter_server.update_log import read_log
+from paceline.tracking import json_lines
+from paceline.tracking.reporter import known_id
 from paceline.trainer import TrainingArguments
 from paceline.trainer.callbacks import TrainerState
-from paceline.trainer.integrations import json_lines
-from paceline.trainer.integrations.reporter import known_id
 from paceline.trainer.run_folder import recorded_lanes
 from tests.damage import INSTEAD, NESTED
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.trainer.integrations.json_lines import rows
+from paceline.tracking.json_lines import rows
 from tests.faults.jobs import run_job
 from tests.faults.trainer_script import EVALUATED, STEPS
 

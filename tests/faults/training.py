@@ -59,6 +59,7 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=2)
     parser.add_argument("--samples", type=int, default=SAMPLES)
     parser.add_argument("--width", type=int, default=40)
+    parser.add_argument("--log", action="store_true", help="the loss of every step, by engine.log")
     parser.add_argument("--count-workers", action="store_true", help="by torch.distributed, after every epoch")
     parser.add_argument("--loader-processes", type=int, default=0)
     parser.add_argument("--save-every", type=int, default=0, help="steps between checkpoints; 0: none")
@@ -77,6 +78,7 @@ def main() -> None:
         bucket_mib=0.001,
         record_samples=asked.run_dir,
         strategy=strategy,
+        project_dir=asked.run_dir,
         second_opinion=asked.second_opinion,
     ) as engine:
         elastic = engine.world.elastic
@@ -88,6 +90,8 @@ def main() -> None:
         loader = DataLoader(Noisy(asked.samples), batch_size=ROWS, shuffle=True, num_workers=asked.loader_processes)
         model, optimizer, loader, schedule = engine.prepare(model, optimizer, loader, schedule)
         checkpoints = engine.checkpoints(asked.run_dir, keep=2)
+        if asked.log:
+            engine.init_trackers("logged", config={"width": asked.width})
         if asked.save_every:
             checkpoints.resume()
         if elastic is not None and elastic.joins:
@@ -95,12 +99,15 @@ def main() -> None:
         while loader.epoch < asked.epochs:
             for points, labels in loader:
                 loss = F.cross_entropy(model(points), labels)
+                engine.mean("loss", loss)
                 engine.backward(loss)
                 engine.clip_grad_norm_(0.5)
                 optimizer.step()
                 schedule.step()
                 optimizer.zero_grad()
                 if engine.stepped:
+                    if asked.log:
+                        engine.log({"loss": engine.means["loss"]})
                     time.sleep(asked.step_s)
                     if asked.await_joiner and engine.step == AWAITED_AT:
                         wait_for(Path(f"stands-{asked.await_joiner}"))

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 
 from paceline import Engine, Trainer, TrainerCallback, TrainingArguments
 from paceline.errors import ConfigError, NonFiniteLossError
-from paceline.trainer.integrations.json_lines import rows
+from paceline.tracking.json_lines import rows
 from paceline.trainer.optimization import get_scheduler
 from tests.trainer.jobs import Classifier, Samples, accuracy, make_trainer
 

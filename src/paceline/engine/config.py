@@ -221,9 +221,6 @@ def _as_accumulated(accumulate: int, steps: int | None) -> int:
 
 
 _ALL_ONCE = "leave it out: every sample is dealt to one worker, once, whatever the number of workers"
-_TRACKERS = (
-    "paceline.Trainer has report_to=; in a loop of your own report when engine.stepped, where engine.is_main_process"
-)
 
 ARGUMENTS_ELSEWHERE: Mapping[str, str] = {
     "cpu": "write device='cpu'",
@@ -235,8 +232,6 @@ ARGUMENTS_ELSEWHERE: Mapping[str, str] = {
     "even_batches": _ALL_ONCE,
     "fsdp_plugin": "write strategy='fsdp'",
     "gradient_accumulation_plugin": "write gradient_accumulation_steps=k",
-    "log_with": _TRACKERS,
-    "project_dir": "give the folder to engine.save_state() or engine.checkpoints()",
     "rng_types": "leave it out: all random numbers follow from seed=",
     "split_batches": "write global_batch_size=, the samples of all workers in one step",
     "step_scheduler_with_optimizer": "leave it out: a prepared scheduler acts when the optimizer does, in every step "
@@ -248,9 +243,7 @@ NAMES_ELSEWHERE: Mapping[str, str] = {
     "clip_grad_value_": "use engine.clip_grad_norm_(parameters, max_norm): few strategies keep the gradient in .grad",
     "distributed_type": "ask engine.num_processes, engine.device or engine.config.strategy",
     "free_memory": "call engine.close() and let go of the objects",
-    "init_trackers": _TRACKERS,
     "join_uneven_inputs": _ALL_ONCE,
-    "log": _TRACKERS,
     "no_sync": "write Engine(gradient_accumulation_steps=k): a step's gradients are exchanged once, whatever its micro-"
     "batches, and optimizer.step() acts with the last of them",
     "scaler": "engine.loss_scale is the scale, and Engine(precision='fp16', loss_scale=…) sets it",

@@ -24,7 +24,7 @@ import atexit
 import inspect
 import math
 import signal
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import wraps
 from pathlib import Path
@@ -47,6 +47,7 @@ from paceline.engine.config import MIXED, config_of, find_device, refuse_argumen
 from paceline.engine.evaluation import share_of
 from paceline.engine.group import Group
 from paceline.engine.loop import PreparedLoader
+from paceline.engine.metrics_log import MetricsLog
 from paceline.engine.one_line_errors import show_our_errors_in_one_line
 from paceline.engine.prepare import BetweenSteps, Preparation, PreparedObjects
 from paceline.engine.progress import Bar, Progress
@@ -91,6 +92,8 @@ class Engine:
         record_samples: str | Path | None = None,
         timeout_s: float = 600.0,
         second_opinion: int | None = None,
+        log_with: str | Sequence[str] | None = None,
+        project_dir: str | Path | None = None,
         world: World | None = None,
         mixed_precision: str | None = None,
         gradient_accumulation_steps: int | None = None,
@@ -130,6 +133,13 @@ class Engine:
         record_folder = None if record_samples is None else path_of("record_samples", record_samples)
         self._group = Group(seat, self.config, self.device)
         self._put_together(opinion, record_folder)
+        self._metrics_log = MetricsLog(
+            log_with,
+            Path("runs") if project_dir is None else path_of("project_dir", project_dir),
+            is_main=lambda: self.is_main_process,
+            world=self.resolved,
+            say=self.print,
+        )
         torch.set_num_threads(self.config.threads)
         if reduction == "exact":
             make_deterministic(self.device.type)
@@ -151,6 +161,19 @@ class Engine:
         recorded = record_folder if self._replay is None else None
         self._preparation = Preparation(*parts, self._stops, opinion, self._replay, recorded)
         group.connect(Assembly(*parts, self._preparation, self._saver))
+
+    def resolved(self) -> dict[str, Any]:
+        """What followed from the arguments, the launcher and the hardware."""
+        config = self.config
+        return {
+            "workers": self.world.size,
+            "lanes": config.lanes,
+            "threads": config.threads,
+            "strategy": str(config.strategy),
+            "device": self.device.type,
+            "precision": str(config.precision),
+            "torch": torch.__version__,
+        }
 
     @property
     def world(self) -> World:
@@ -494,6 +517,16 @@ class Engine:
                 )
         self._objects.registered += things
 
+    # -- values of one's own loop ------------------------------------------------------------------------------------
+
+    def init_trackers(self, project_name: str, config: Mapping[str, Any] | None = None) -> None:
+        """Begin the reports of a run, in `project_dir/project_name`; after `load_state`, if the job goes on."""
+        self._metrics_log.start(project_name, config or {}, self.step)
+
+    def log(self, values: Mapping[str, Any], step: int | None = None) -> None:
+        """Numbers by name, of a step that is done; called by every worker, written once."""
+        self._metrics_log.log(values, self.step if step is None else step)
+
     def close(self) -> None:
         """Leave the job: threads, hooks, group and control connection end. Called at exit by itself."""
         if self._closed:
@@ -510,6 +543,7 @@ class Engine:
                 group.comm.abandon("this worker leaves in the middle of its loop")  # the others go on without it
         self._saver.finish()
         self._objects.close()
+        self._metrics_log.close()
         group.close()
 
     end_training = close

@@ -7,8 +7,8 @@
     on_log after it    values go to metrics.jsonl alone
 
 It gets every event before the callbacks do. Reporters and the line belong to the main worker; the others are silent.
-Where an elastic job loses that one, the next main worker takes over: the line continues, and so do the reports, with
-what the lost one had not written yet (`WrittenByAnother` in `integrations/json_lines.py`).
+Where an elastic job loses that one, the next main worker takes over: the line continues, and so do the reports
+(tracking/run.py).
 """
 
 from __future__ import annotations
@@ -16,19 +16,17 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from paceline.checkpoint.retention import all_checkpoints
 from paceline.engine.engine import Engine
+from paceline.tracking import choose, json_lines
+from paceline.tracking.reporter import RunInfo
+from paceline.tracking.run import RunReports
 from paceline.trainer.callbacks import TrainerCallback, full_metric_name
-from paceline.trainer.integrations import choose, json_lines
-from paceline.trainer.integrations.json_lines import WrittenByAnother
-from paceline.trainer.integrations.reporter import RunInfo
 from paceline.trainer.meters import Meters
-from paceline.trainer.run_folder import resolved
 from paceline.trainer.training_arguments import TrainingArguments
 from paceline.world.terminal import duration
 
@@ -88,52 +86,39 @@ class NoReports:
 class TrainingReports(NoReports):
     def __init__(self, engine: Engine, meters: Meters, args: Any, state: Any, *, shows: bool) -> None:
         self._engine, self._meters, self._shows = engine, meters, shows
-        self._is_reporting = engine.is_main_process
-        self._reporters = choose(args.report_to, main=self._is_reporting)
-        self._written: WrittenByAnother | None = None  # where this worker has taken over
-        self._run = RunInfo(
+        self._folder = Path(args.output_dir)
+        run = RunInfo(
             name=str(args.run_name),
-            folder=Path(args.output_dir),
+            folder=self._folder,
             config=args.to_dict(),
-            world=resolved(engine),
+            world=engine.resolved(),
             resumed_at=state.global_step or None,
         )
-        self._reporters.start(self._run)
+        self._reports = RunReports(
+            args.report_to,
+            run,
+            is_main=lambda: engine.is_main_process,
+            world=engine.resolved,
+            say=engine.print,
+        )
         self._bar = engine.bar(state.max_steps) if shows else NoBar()
         self._began = time.monotonic()
 
     def step(self, args: Any, state: Any) -> None:
-        self._take_over(args, state)
+        self._reports.take_over(state.log_history)
         loss = self._meters.last_loss
         shown = {} if loss is None else {"loss": loss}
         self._bar.show(**shown, epoch=f"{state.epoch:.2f}")  # always as wide: a line that jumps is hard to read
         self._bar.step_done(state.global_step, self._engine.step_samples)
 
     def log(self, args: Any, state: Any, values: dict[str, float]) -> None:
-        known = self._take_over(args, state) or (self._written and self._written.has(state.global_step, values))
-        if not known:
-            self._reporters.log(state.global_step, values)
+        self._reports.log(state.global_step, values, state.log_history)
         shown = {label: values[name] for name, label in SHOWN.items() if name in values}
         best = full_metric_name(args.metric_for_best_model or "loss")
         if best in values and best not in SHOWN:  # what the run is judged by, in the place of the loss
             shown.pop("eval loss", None)
             shown[best.replace("_", " ")] = values[best]
         self._bar.show(**shown)
-
-    def _take_over(self, args: Any, state: Any) -> bool:
-        """Whether this worker has just become the main one of a run under way; its history is written by then."""
-        engine = self._engine
-        if self._is_reporting or not engine.is_main_process:
-            return False
-        written = WrittenByAnother(self._run.folder, state.log_history)
-        self._is_reporting, self._written = True, written
-        self._reporters = choose(args.report_to)
-        lines, at = written.last_lines, written.last_step
-        self._reporters.start(replace(self._run, world=resolved(engine), resumed_at=at, taken_over=lines))
-        for step, values in written.missing:
-            self._reporters.log(step, values)
-        engine.print(f"paceline: this worker takes over the reports: {', '.join(self._reporters.names)}")
-        return True
 
     def summary(self, args: Any, state: Any) -> list[tuple[str, str]]:
         rows: list[tuple[str, str]] = []
@@ -148,7 +133,7 @@ class TrainingReports(NoReports):
                 checkpoints=all_checkpoints(Path(args.output_dir)),
                 weights_hash=self._engine.weights_hash(),  # a collective: a worker that is lost by then is known to be
             )
-        self._take_over(args, state)
+        self._reports.take_over(state.log_history)
         return rows
 
     def show(self, title: str, rows: list[tuple[str, str]]) -> None:
@@ -157,9 +142,9 @@ class TrainingReports(NoReports):
 
     def close(self, *, ok: bool) -> NoReports:
         self._bar.close()
-        has_file = not self._is_reporting or json_lines.JsonLines.name in self._reporters.names
-        self._reporters.close(ok=ok)
-        return FileAlone(self._engine, self._run.folder) if has_file else NoReports()
+        has_file = not self._reports.is_reporting or json_lines.JsonLines.name in self._reports.names
+        self._reports.close(ok=ok)
+        return FileAlone(self._engine, self._folder) if has_file else NoReports()
 
 
 class FileAlone(NoReports):

@@ -59,23 +59,9 @@ def begin(arguments: TrainingArguments, engine: Engine, *, fresh: bool) -> None:
         elif fresh and (moved := set_aside(folder, -1)):
             first = moved[0].name
             engine.print(f"paceline: {folder} had {counted(len(moved), 'checkpoint')} of another run, now {first} …")
-        given = {"arguments": arguments.to_dict(), "resolved": resolved(engine)}
+        given = {"arguments": arguments.to_dict(), "resolved": engine.resolved()}
         _publish(Path(arguments.output_dir) / ARGUMENTS, json.dumps(given, indent=2) + "\n")
     engine.barrier()
-
-
-def resolved(engine: Engine) -> dict[str, Any]:
-    """What followed from the arguments, the launcher and the hardware."""
-    config = engine.config
-    return {
-        "workers": engine.world.size,
-        "lanes": config.lanes,
-        "threads": config.threads,
-        "strategy": str(config.strategy),
-        "device": engine.device.type,
-        "precision": str(config.precision),
-        "torch": torch.__version__,
-    }
 
 
 def write_json(arguments: TrainingArguments, name: str, values: Mapping[str, Any]) -> None:

@@ -12,7 +12,7 @@
 | a loss of what the model returns         | `losses.py`, through `compute_loss`                     |
 | evaluation and prediction                | `evaluation.py`, through `prediction_step`              |
 | loaders, optimizer, schedule             | `dataloaders.py`, `optimization.py`                     |
-| files of the run, reports                | `run_folder.py`, `reporting.py`, `integrations/`        |
+| files of the run, reports                | `run_folder.py`, `reporting.py`, `tracking/`            |
 
 The same script runs alone, under `paceline run --workers N`, torchrun, SLURM or MPI.
 """

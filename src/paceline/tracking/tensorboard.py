@@ -10,7 +10,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from paceline.trainer.integrations.reporter import RunInfo, in_section
+from paceline.tracking.reporter import RunInfo, in_section
 
 FOLDER = "tensorboard"
 

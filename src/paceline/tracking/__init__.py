@@ -19,12 +19,12 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 
 from paceline.errors import ConfigError, PacelineError
-from paceline.trainer.integrations.json_lines import JsonLines
-from paceline.trainer.integrations.mlflow import MLflow
-from paceline.trainer.integrations.prometheus import Prometheus
-from paceline.trainer.integrations.reporter import Reporter, RunInfo
-from paceline.trainer.integrations.tensorboard import TensorBoard
-from paceline.trainer.integrations.wandb import WeightsAndBiases
+from paceline.tracking.json_lines import JsonLines
+from paceline.tracking.mlflow import MLflow
+from paceline.tracking.prometheus import Prometheus
+from paceline.tracking.reporter import Reporter, RunInfo
+from paceline.tracking.tensorboard import TensorBoard
+from paceline.tracking.wandb import WeightsAndBiases
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from itertools import islice
 from typing import Any
 
-from paceline.trainer.integrations.reporter import RunInfo, known_id
+from paceline.tracking.reporter import RunInfo, known_id
 
 ID_FILE = "mlflow_run.json"
 PARAMETERS_AT_ONCE = 100

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from paceline.input_file import open_input, open_output, parse_json
-from paceline.trainer.integrations.reporter import Logged, RunInfo
+from paceline.tracking.reporter import Logged, RunInfo
 
 FILE_NAME = "metrics.jsonl"
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.errors import ConfigError
-from paceline.trainer.integrations.reporter import RunInfo, in_section
+from paceline.tracking.reporter import RunInfo, in_section
 
 ADDRESS = "127.0.0.1"
 DEFAULT_PORT = 9464

@@ -11,7 +11,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from paceline.trainer.integrations.reporter import RunInfo, in_section, known_id
+from paceline.tracking.reporter import RunInfo, in_section, known_id
 
 ID_FILE = "wandb_run.json"
 STEP = "train/global_step"

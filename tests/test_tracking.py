@@ -16,13 +16,13 @@ from typing import Any
 
 import pytest
 
+from paceline import tracking
 from paceline.errors import ConfigError
-from paceline.trainer import integrations
-from paceline.trainer.integrations import Reporters, choose
-from paceline.trainer.integrations.json_lines import FILE_NAME, JsonLines, WrittenByAnother, rows
-from paceline.trainer.integrations.prometheus import Prometheus
-from paceline.trainer.integrations.reporter import RunInfo, in_section
-from paceline.trainer.integrations.tensorboard import FOLDER, TensorBoard
+from paceline.tracking import Reporters, choose
+from paceline.tracking.json_lines import FILE_NAME, JsonLines, WrittenByAnother, rows
+from paceline.tracking.prometheus import Prometheus
+from paceline.tracking.reporter import RunInfo, in_section
+from paceline.tracking.tensorboard import FOLDER, TensorBoard
 
 
 @pytest.fixture
@@ -169,7 +169,7 @@ def test_json_lines_are_always_there_and_only_on_the_main_worker(run: RunInfo) -
 
 
 def test_all_means_those_that_are_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(integrations, "_is_installed", lambda module: module in ("tensorboard", "prometheus_client"))
+    monkeypatch.setattr(tracking, "_is_installed", lambda module: module in ("tensorboard", "prometheus_client"))
     assert choose("all").names == ["json lines", "tensorboard", "prometheus"]
 
 
