@@ -536,6 +536,8 @@ class Engine:
         self._stops.close()
         group = self._group
         loader = self._objects.loader
+        if loader is not None:
+            loader.end_steps()
         if loader is not None and loader.in_loop:
             if not group.recovery.is_elastic:
                 loader.say_left()

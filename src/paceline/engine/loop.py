@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import types
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +63,8 @@ class PreparedLoader:
         self._items: Prefetch | None = None
         self._waited_s = 0.0  # before this step
         self._step_items: list[tuple[WorkItem, Any]] = []
+        self._stepping: Generator[Any] | None = None  # the loop of `next_step`, which stands still after each step
+        self._was_stopped = False
         self.in_loop = self.left_early = False
         self._begun_elsewhere, self._epoch_is_set = begun_elsewhere, False
         self.was_measured = False  # by len(): what is made from that counts items
@@ -78,7 +80,7 @@ class PreparedLoader:
     def epoch(self) -> int:
         if not self._group.recovery.admitted:  # it is the job's, and a loop over what is left of it follows
             self._join(any_loop=True)
-        return self.source.epoch
+        return self.source.epoch + (self._stepping is not None and self._ends_epoch())
 
     @property
     def position(self) -> int:
@@ -106,8 +108,8 @@ class PreparedLoader:
 
     # -- the loop ----------------------------------------------------------------------------------------------------
 
-    def __iter__(self) -> Iterator[Any]:
-        step = self._step
+    def __iter__(self) -> Generator[Any]:
+        step, self._was_stopped = self._step, False
         if self._items is not None:
             raise LoopError("the training loader is already being iterated; a second loop over it would mix two epochs")
         if step.broken:
@@ -134,6 +136,7 @@ class PreparedLoader:
                     self._commit(step.item)
                 if step.item is None:
                     if step.stop_agreed:
+                        self._was_stopped = True
                         break
                     self._recovers(between_steps=True)
             early = self._group.recovery.left_early
@@ -146,6 +149,39 @@ class PreparedLoader:
             self._group.loop = None
             self._drop_items()
             self._leave(early)
+
+    def next_step(self) -> Iterator[Any]:
+        """The items of the next step alone, for loops that update behind them; one epoch follows the other.
+
+            for batch in loader.next_step():
+                engine.backward(loss_of(batch))
+            optimizer.step()
+
+        Without an item: the loop was ended by `engine.stop()` or a signal.
+        """
+        for _ in ("what is left of this epoch", "the next one"):
+            if self._stepping is None:
+                self._stepping = iter(self)
+            for batch in self._stepping:
+                yield batch
+                if self._step.item is None or self._step.item.last_of_step:
+                    return
+            self._stepping = None
+            if self._was_stopped or self._stops.agreed:
+                return
+
+    def end_steps(self) -> None:
+        """No more of them are asked for: the last one counts, and the loop is left."""
+        stepping, self._stepping = self._stepping, None
+        if stepping is not None and self._ends_epoch():
+            next(stepping, None)
+        elif stepping is not None:
+            stepping.close()
+
+    def _ends_epoch(self) -> bool:
+        """The step that has just acted is the epoch's last."""
+        item, steps = self._step.item_done(), self.source.steps
+        return item is not None and not self._step.inside_step and steps is not None and item.step + 1 >= steps
 
     def _next_pair(self) -> tuple[WorkItem, Any] | None:
         """The next item; None when the epoch is over, for the workers that there are now."""
