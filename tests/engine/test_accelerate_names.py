@@ -158,6 +158,29 @@ def test_clipping_of_something_else_is_refused(call: Any, told: str) -> None:
                 call(engine, model)
 
 
+def test_options_of_torchs_backward_are_refused() -> None:
+    with Engine() as engine:
+        model, _, loader = prepared(engine)
+        with pytest.raises(LoopError, match=r"engine\.backward\(retain_graph=…\).*last=False"):
+            for x, y in loader:
+                engine.backward(F.mse_loss(model(x), y), retain_graph=True)
+
+
+def test_a_loader_that_was_prepared_without_the_optimizer_does_not_train() -> None:
+    with Engine() as engine:
+        model = nn.Linear(8, 1)
+        model, _ = engine.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        loader = engine.prepare(DataLoader(vectors(), batch_size=4, shuffle=True))
+        with pytest.raises(LoopError, match="with the optimizer; one that was given without is for evaluation"):
+            for x, y in loader:
+                engine.backward(F.mse_loss(model(x), y))
+
+
+def test_what_is_no_number_can_not_be_gathered() -> None:
+    with Engine() as engine, pytest.raises(LoopError, match=r"tensors and numbers, .* not a str; gather the numbers"):
+        engine.gather_for_metrics({"texts": ["one", "two"]})
+
+
 # -- between steps -----------------------------------------------------------------------------------------------------
 
 

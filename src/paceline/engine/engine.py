@@ -169,11 +169,15 @@ class Engine:
         out = self._preparation.prepare(objects)
         return out if len(out) > 1 else out[0]
 
-    def backward(self, loss: Tensor, *, weight: float | Tensor | None = None, last: bool = True) -> None:
+    def backward(
+        self, loss: Tensor, *, weight: float | Tensor | None = None, last: bool = True, **unknown: Any
+    ) -> None:
         """Backward for this item. `loss` is the mean over `weight` samples or tokens (default: the samples handed out).
 
         `last=False` holds buckets back when an item has several losses.
         """
+        for name in unknown:
+            rules.refuse_options(name)
         self._training().backward(loss, weight, last=last)
 
     def update(self, optimizer: Optimizer, loss_fn: Callable[[Any], Any]) -> None:

@@ -32,7 +32,7 @@ from paceline.engine.activation_checkpointing import Recomputed
 from paceline.engine.boundary import Boundary, Operation
 from paceline.engine.checkpoints import Surroundings
 from paceline.engine.config import EngineConfig, counted
-from paceline.engine.evaluation import EvaluationCount, EvaluationLoader, no_rows, note_collective
+from paceline.engine.evaluation import EvaluationCount, EvaluationLoader, check_rows, no_rows, note_collective
 from paceline.engine.facts import chosen_by_script, facts_of_process, job_facts
 from paceline.engine.group import Group
 from paceline.engine.loop import PreparedLoader, is_scheduler, let_optimizer_act_once, let_scheduler_follow
@@ -119,6 +119,7 @@ class BetweenSteps:
         return self.boundary.in_round(reduce, tensor.detach)
 
     def gather_rows(self, values: Any) -> Any:
+        check_rows(values)
         evaluation = self._evaluation_round()
         note_collective(self._group.evaluations)
         if evaluation is None:
