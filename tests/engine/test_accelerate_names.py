@@ -63,6 +63,8 @@ def test_arguments_that_are_not_known_are_refused_with_what_to_write(given: dict
         ("no_sync", r"write Engine\(gradient_accumulation_steps=k\)"),
         ("skip_first_batches", "goes on with the next sample by itself"),
         ("clip_grad_value_", r"use engine\.clip_grad_norm_"),
+        ("set_trigger", r"call engine\.stop\(\)"),
+        ("prepare_data_loader", r"to engine\.prepare"),
     ],
 )
 def test_a_name_that_is_not_known_answers_with_what_to_write(name: str, told: str) -> None:
@@ -88,6 +90,7 @@ def test_one_process_is_all_of_them() -> None:
     with Engine() as engine:
         assert (engine.num_processes, engine.process_index, engine.local_process_index) == (1, 0, 0)
         assert (engine.is_main_process, engine.is_local_main_process, engine.is_last_process) == (True, True, True)
+        assert (engine.use_distributed, engine.distributed_type) == (False, "NO")
         assert engine.on_main_process(lambda x: x + 1)(1) == engine.on_local_main_process(lambda x: x + 1)(1) == 2
         engine.wait_for_everyone()
         with engine.main_process_first(), engine.local_main_process_first():
@@ -125,6 +128,18 @@ def test_accumulate_gives_the_bits_of_our_own_words() -> None:
     assert syncs == [False, False, False, True] * 4 + [False, True]  # 72 samples: the last step has two micro-batches
 
 
+def test_a_step_that_is_left_out_says_so() -> None:
+    with Engine(on_nonfinite="skip") as engine:
+        model, optimizer, loader = prepared(engine, samples=8)
+        said = []
+        with pytest.warns(UserWarning, match="the loss of step 1 is nan"):
+            for number, (x, y) in enumerate(loader):
+                engine.backward(F.mse_loss(model(x), y) * (torch.nan if number == 0 else 1))
+                optimizer.step()
+                said.append(engine.optimizer_step_was_skipped)
+        assert said == [True, False]
+
+
 def test_autocast_computes_in_the_jobs_precision() -> None:
     weight, x = torch.ones(2, 2), torch.ones(2, 2)
     for mixed, dtype in (("no", torch.float32), ("bf16", torch.bfloat16)):
@@ -156,6 +171,29 @@ def test_clipping_of_something_else_is_refused(call: Any, told: str) -> None:
             for x, y in loader:
                 engine.backward(F.mse_loss(model(x), y))
                 call(engine, model)
+
+
+def test_options_of_torchs_backward_are_refused() -> None:
+    with Engine() as engine:
+        model, _, loader = prepared(engine)
+        with pytest.raises(LoopError, match=r"engine\.backward\(retain_graph=…\).*last=False"):
+            for x, y in loader:
+                engine.backward(F.mse_loss(model(x), y), retain_graph=True)
+
+
+def test_a_loader_that_was_prepared_without_the_optimizer_does_not_train() -> None:
+    with Engine() as engine:
+        model = nn.Linear(8, 1)
+        model, _ = engine.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        loader = engine.prepare(DataLoader(vectors(), batch_size=4, shuffle=True))
+        with pytest.raises(LoopError, match="with the optimizer; one that was given without is for evaluation"):
+            for x, y in loader:
+                engine.backward(F.mse_loss(model(x), y))
+
+
+def test_what_is_no_number_can_not_be_gathered() -> None:
+    with Engine() as engine, pytest.raises(LoopError, match=r"tensors and numbers, .* not a str; gather the numbers"):
+        engine.gather_for_metrics({"texts": ["one", "two"]})
 
 
 # -- between steps -----------------------------------------------------------------------------------------------------
@@ -222,6 +260,14 @@ def together(world: World, *, folder: str, strategy: str) -> str:
         assert total["rank"][0].item() == sum(range(world.size))
         assert engine.reduce(torch.tensor(float(world.rank)), reduction="mean").item() == (world.size - 1) / 2
         assert engine.on_main_process(lambda: "said")() == ("said" if world.rank == 0 else None)
+        assert engine.on_last_process(lambda: "said")() == ("said" if world.rank == world.size - 1 else None)
+        assert engine.distributed_type == ("NO" if world.size == 1 else "MULTI_CPU")
+        ragged = torch.full((1, world.rank + 1), world.rank + 1)
+        ends = engine.pad_across_processes({"a": [ragged]}, dim=1)["a"][0]
+        starts = engine.pad_across_processes(ragged, dim=1, pad_first=True)
+        rows = [[rank + 1] * (rank + 1) for rank in range(world.size)]
+        assert engine.gather(ends).tolist() == [row + [0] * (world.size - len(row)) for row in rows]
+        assert engine.gather(starts).tolist() == [[0] * (world.size - len(row)) + row for row in rows]
         with engine.split_between_processes(list(range(7))) as mine:
             assert engine.gather_for_metrics(torch.tensor(mine)).tolist() == list(range(7))
 

@@ -7,10 +7,8 @@ life.
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -18,7 +16,7 @@ from paceline.collectives.choice import check_algorithm
 from paceline.collectives.gradient_exchange import Reduction
 from paceline.engine import activation_checkpointing as recomputing
 from paceline.engine.activation_checkpointing import ActivationCheckpointing
-from paceline.errors import ConfigError, UnknownNameError
+from paceline.errors import ConfigError
 from paceline.input_file import one_line
 from paceline.optim.loss_scale import LossScale, OnNonFinite, loss_scale_of
 from paceline.optim.offload import OffloadName, check_offload
@@ -195,7 +193,7 @@ def config_of(
     return config
 
 
-# -- names of other frameworks -----------------------------------------------------------------------------------------
+# -- names of Accelerate -----------------------------------------------------------------------------------------------
 
 MIXED = {"no": "fp32", "bf16": "bf16", "fp16": "fp16"}
 """Accelerate's `mixed_precision`, and what it is here."""
@@ -218,60 +216,6 @@ def _as_accumulated(accumulate: int, steps: int | None) -> int:
     if accumulate not in (1, steps):
         raise ConfigError(f"gradient_accumulation_steps={steps} and accumulate={accumulate}; give one of them")
     return steps
-
-
-_ALL_ONCE = "leave it out: every sample is dealt to one worker, once, whatever the number of workers"
-
-ARGUMENTS_ELSEWHERE: Mapping[str, str] = {
-    "cpu": "write device='cpu'",
-    "dataloader_config": _ALL_ONCE,
-    "deepspeed_plugin": "write strategy='zero1', 'zero2' or 'zero3'",
-    "device_placement": "leave it out: batches and models go to engine.device",
-    "dispatch_batches": _ALL_ONCE,
-    "dynamo_backend": "call torch.compile(model) before engine.prepare()",
-    "even_batches": _ALL_ONCE,
-    "fsdp_plugin": "write strategy='fsdp'",
-    "gradient_accumulation_plugin": "write gradient_accumulation_steps=k",
-    "rng_types": "leave it out: all random numbers follow from seed=",
-    "split_batches": "write global_batch_size=, the samples of all workers in one step",
-    "step_scheduler_with_optimizer": "leave it out: a prepared scheduler acts when the optimizer does, in every step "
-    "once; step one that counts epochs after the loop",
-}
-"""Of Accelerate's constructor; those that mean here what they mean there are arguments of the Engine."""
-
-NAMES_ELSEWHERE: Mapping[str, str] = {
-    "clip_grad_value_": "use engine.clip_grad_norm_(parameters, max_norm): few strategies keep the gradient in .grad",
-    "distributed_type": "ask engine.num_processes, engine.device or engine.config.strategy",
-    "free_memory": "call engine.close() and let go of the objects",
-    "join_uneven_inputs": _ALL_ONCE,
-    "no_sync": "write Engine(gradient_accumulation_steps=k): a step's gradients are exchanged once, whatever its micro-"
-    "batches, and optimizer.step() acts with the last of them",
-    "scaler": "engine.loss_scale is the scale, and Engine(precision='fp16', loss_scale=…) sets it",
-    "skip_first_batches": "leave it out: after engine.load_state() the loader goes on with the next sample by itself",
-    "state": "ask engine.world and engine.config",
-    "unscale_gradients": "leave it out: engine.clip_grad_norm_() clips the gradient without the loss scale",
-}
-"""Of Accelerate's Accelerator, with what to write here."""
-
-
-def refuse_argument(name: str, known: Iterable[str]) -> NoReturn:
-    """A keyword argument that the Engine doesn't have."""
-    raise ConfigError(f"Engine({name}=…) is not known; {_instead(name, ARGUMENTS_ELSEWHERE, known, '{}=')}")
-
-
-def refuse_name(name: str, known: Iterable[str]) -> NoReturn:
-    """An attribute that the Engine doesn't have."""
-    public = [other for other in known if not other.startswith("_")]
-    raise UnknownNameError(f"engine.{name} is not known; {_instead(name, NAMES_ELSEWHERE, public, 'engine.{}')}")
-
-
-def _instead(name: str, elsewhere: Mapping[str, str], known: Iterable[str], form: str) -> str:
-    if name in elsewhere:
-        return elsewhere[name]
-    nearest = difflib.get_close_matches(name, [*known, *elsewhere], n=1)
-    if nearest and nearest[0] in elsewhere:
-        return f"if {nearest[0]} is meant: {elsewhere[nearest[0]]}"
-    return f"did you mean {form.format(nearest[0])}?" if nearest else "docs/concepts/loop.md lists what there is"
 
 
 def find_device(world: World, wanted: str | torch.device | None) -> torch.device:

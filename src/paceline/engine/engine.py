@@ -15,7 +15,7 @@ each part of an engine lives:
     group          the other workers, and how to reach them    state, checkpoints  the state of a job, and saving it
     prepare        `prepare`: the user's objects               assembly            what changes with the workers of an
     loop           the loop over items, and what it retries                        elastic job (elastic/recovery.py)
-    step           a step, from lanes to an update
+    step           a step, from lanes to an update             accelerate_names    what its scripts call
 """
 
 from __future__ import annotations
@@ -24,27 +24,24 @@ import atexit
 import inspect
 import math
 import signal
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import wraps
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
-from paceline.checkpoint.weights_file import write_weights
 from paceline.collectives.byte_count import Traffic
 from paceline.collectives.gradient_exchange import Reduction
 from paceline.elastic.faults import arm, tell_hash
 from paceline.engine import activation_checkpointing as recomputing
 from paceline.engine import rules
+from paceline.engine.accelerate_names import AccelerateNames, refuse_argument, refuse_name
 from paceline.engine.assembly import Assembly
 from paceline.engine.boundary import Operation, check_boundary
 from paceline.engine.checkpoints import Checkpoints, Saver, WhenBusy
-from paceline.engine.config import MIXED, config_of, find_device, refuse_argument, refuse_name
-from paceline.engine.evaluation import share_of
+from paceline.engine.config import config_of, find_device
 from paceline.engine.group import Group
 from paceline.engine.loop import PreparedLoader
 from paceline.engine.metrics_log import MetricsLog
@@ -54,10 +51,10 @@ from paceline.engine.progress import Bar, Progress
 from paceline.engine.second_opinion import SecondOpinion
 from paceline.engine.step import Timing, TrainStep
 from paceline.engine.stop_signals import StoppedOnRequest, StopSignals
-from paceline.errors import ConfigError, LoopError
+from paceline.errors import LoopError
 from paceline.optim.loss_scale import LossScale, OnNonFinite
 from paceline.optim.offload import OffloadName
-from paceline.optim.precision import DTYPES, Precision
+from paceline.optim.precision import Precision
 from paceline.parameter_server.replay import replay_of
 from paceline.world.checked_values import number, path_of
 from paceline.world.determinism import make_deterministic, mix, seed_everything
@@ -66,7 +63,7 @@ from paceline.world.terminal import SummaryTable
 from paceline.world.world import World
 
 
-class Engine:
+class Engine(AccelerateNames):
     """A worker's view of the job. Create it before the model: it seeds, so that all workers build the same weights."""
 
     def __init__(
@@ -192,11 +189,15 @@ class Engine:
         out = self._preparation.prepare(objects)
         return out if len(out) > 1 else out[0]
 
-    def backward(self, loss: Tensor, *, weight: float | Tensor | None = None, last: bool = True) -> None:
+    def backward(
+        self, loss: Tensor, *, weight: float | Tensor | None = None, last: bool = True, **unknown: Any
+    ) -> None:
         """Backward for this item. `loss` is the mean over `weight` samples or tokens (default: the samples handed out).
 
         `last=False` holds buckets back when an item has several losses.
         """
+        for name in unknown:
+            rules.refuse_options(name)
         self._training().backward(loss, weight, last=last)
 
     def update(self, optimizer: Optimizer, loss_fn: Callable[[Any], Any]) -> None:
@@ -410,112 +411,6 @@ class Engine:
             asynchronous=asynchronous,
             when_busy=when_busy,
         )
-
-    # -- what scripts for Accelerate call ----------------------------------------------------------------------------
-
-    wait_for_everyone = barrier
-
-    @property
-    def num_processes(self) -> int:
-        """Workers, now. The samples of a step depend on lanes instead, `engine.config.lanes`."""
-        return self._group.among.size
-
-    @property
-    def process_index(self) -> int:
-        return self._group.among.rank
-
-    @property
-    def local_process_index(self) -> int:
-        return self._group.among.local_rank
-
-    @property
-    def is_local_main_process(self) -> bool:
-        """The first worker of its host."""
-        return self._group.among.local_rank == 0
-
-    @property
-    def is_last_process(self) -> bool:
-        return self._group.among.rank == self._group.among.size - 1
-
-    @property
-    def mixed_precision(self) -> str:
-        return next(there for there, here in MIXED.items() if here == self.config.precision.parameters)
-
-    @property
-    def gradient_accumulation_steps(self) -> int:
-        return self.config.accumulate
-
-    @property
-    def sync_gradients(self) -> bool:
-        """Whether the item that the loop has is this worker's last of the step, with which the optimizer acts."""
-        item = None if self._objects.step is None else self._objects.step.item
-        return item is None or item.last_of_step
-
-    @contextmanager
-    def accumulate(self, *models: nn.Module) -> Iterator[None]:
-        """One micro-batch. The loop adds them up by itself; `Engine(gradient_accumulation_steps=k)` says how many."""
-        self._training()
-        yield
-
-    def autocast(self) -> AbstractContextManager[Any]:
-        """For what is computed outside the prepared models, which do this by themselves: torch's autocast."""
-        low = DTYPES[self.config.precision.parameters]
-        return nullcontext() if low == torch.float32 else torch.autocast(self.device.type, low)
-
-    def main_process_first(self) -> AbstractContextManager[None]:
-        """`with` it, the other workers do what is inside when the main one has done it, as to find its cache."""
-        check_boundary(self._objects.step, "main_process_first")
-        return self._between.goes_first(self.is_main_process)
-
-    def local_main_process_first(self) -> AbstractContextManager[None]:
-        """Likewise, the first worker of every host before the others."""
-        check_boundary(self._objects.step, "local_main_process_first")
-        return self._between.goes_first(self.is_local_main_process)
-
-    def on_main_process(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Decorates what one worker alone does; on the others it returns None."""
-        return wraps(function)(lambda *args, **named: function(*args, **named) if self.is_main_process else None)
-
-    def on_local_main_process(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Decorates what one worker of every host does."""
-        return wraps(function)(lambda *args, **named: function(*args, **named) if self.is_local_main_process else None)
-
-    @contextmanager
-    def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:
-        """This worker's part of `inputs`, as for inference; with padding all parts are equally long."""
-        yield share_of(inputs, self.process_index, self.num_processes, pad=apply_padding)
-
-    def unwrap_model(self, model: nn.Module, **_: bool) -> nn.Module:
-        """The model: `prepare` wraps nothing. Whole weights, whatever the strategy, are `get_state_dict(model)`."""
-        return model
-
-    def get_state_dict(self, model: nn.Module) -> dict[str, Tensor]:
-        """Whole weights and buffers of one model by name, on the host; all workers call it and get them."""
-        check_boundary(self._objects.step, "get_state_dict")
-        return self._between.full_state([model])
-
-    def save_model(self, model: nn.Module, save_directory: str | Path) -> None:
-        """`save_directory/model.safetensors`, whole, whatever the strategy; all workers call it."""
-        check_boundary(self._objects.step, "save_model")
-        weights, folder = self._between.full_state([model]), path_of("save_directory", save_directory)
-        if self.is_main_process:
-            write_weights(folder / "model.safetensors", weights)
-        self._between.boundary.barrier()
-
-    def save(self, thing: Any, file: str | Path) -> None:
-        """`torch.save` by one worker."""
-        if self.is_main_process:
-            torch.save(thing, path_of("file", file))
-
-    def register_for_checkpointing(self, *things: Any) -> None:
-        """What has `state_dict()` and `load_state_dict()` is saved and loaded with the job, and given to joiners."""
-        for thing in things:
-            if not (callable(getattr(thing, "state_dict", None)) and callable(getattr(thing, "load_state_dict", None))):
-                raise ConfigError(
-                    f"engine.register_for_checkpointing() got a {type(thing).__name__}, without state_dict() and "
-                    "load_state_dict(); give engine.checkpoints(…).save(extra=…) plain values"
-                )
-        self._objects.registered += things
 
     # -- values of one's own loop ------------------------------------------------------------------------------------
 

@@ -419,6 +419,21 @@ def no_rows(values: Any) -> Any:
     return value.reshape(1)[:0] if value.dim() == 0 else value[:0]
 
 
+def check_rows(values: Any) -> None:
+    """That all values to be gathered are tensors or numbers."""
+    if isinstance(values, dict | list | tuple):
+        for value in values.values() if isinstance(values, dict) else values:
+            check_rows(value)
+        return
+    try:
+        torch.as_tensor(values)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise LoopError(
+            f"engine.gather_for_metrics() takes tensors and numbers, and lists, tuples and dicts of them, not a "
+            f"{type(values).__name__}; gather the numbers that it is made from, as a text's token ids"
+        ) from error
+
+
 def padded_rows(tensor: Tensor, rows: int) -> Tensor:
     """Workers may hold batches of different length; an all-gather needs them equal."""
     if tensor.shape[0] == rows:

@@ -34,7 +34,7 @@ from paceline.engine.boundary import Boundary, Operation
 from paceline.engine.checkpoints import Surroundings
 from paceline.engine.config import EngineConfig, counted
 from paceline.engine.default_group import check_batch_norms
-from paceline.engine.evaluation import EvaluationCount, EvaluationLoader, no_rows, note_collective
+from paceline.engine.evaluation import EvaluationCount, EvaluationLoader, check_rows, no_rows, note_collective
 from paceline.engine.facts import chosen_by_script, facts_of_process, job_facts
 from paceline.engine.group import Group
 from paceline.engine.loop import PreparedLoader, is_scheduler, let_optimizer_act_once, let_scheduler_follow
@@ -120,7 +120,22 @@ class BetweenSteps:
 
         return self.boundary.in_round(reduce, tensor.detach)
 
+    def padded(self, values: Any, dim: int, pad: int, first: bool) -> Any:
+        """To the longest of all workers, those with a repeated batch among them: their rows are gathered as well."""
+        if isinstance(values, dict):
+            return {key: self.padded(value, dim, pad, first) for key, value in values.items()}
+        if isinstance(values, list | tuple):
+            return type(values)(self.padded(value, dim, pad, first) for value in values)
+        if dim >= values.dim():
+            return values
+        longest = int(self.reduce(torch.tensor(values.shape[dim], device=self._group.device), "max"))
+        shape = list(values.shape)
+        shape[dim] = longest - values.shape[dim]
+        filler = values.new_full(shape, pad)
+        return torch.cat([filler, values] if first else [values, filler], dim)
+
     def gather_rows(self, values: Any) -> Any:
+        check_rows(values)
         evaluation = self._evaluation_round()
         note_collective(self._group.evaluations)
         if evaluation is None:

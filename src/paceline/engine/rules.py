@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 from torch import Tensor, nn
 from torch.nn import Parameter
@@ -42,7 +42,10 @@ class ItemFacts(Protocol):
 def item_of_backward(item: WorkItem | None, loss: Tensor, so_far: ItemFacts, step: int) -> WorkItem:
     """The item that a backward is for."""
     if item is None:
-        raise LoopError("engine.backward() needs an item: call it inside `for batch in loader` of a prepared loader")
+        raise LoopError(
+            "engine.backward() needs an item: call it inside `for batch in loader` of the loader that was given to "
+            "engine.prepare() together with the optimizer; one that was given without is for evaluation"
+        )
     check_backward_held(item, so_far, step)
     if so_far.step_called:
         raise LoopError(
@@ -57,6 +60,14 @@ def item_of_backward(item: WorkItem | None, loss: Tensor, so_far: ItemFacts, ste
     if loss.numel() != 1:
         raise LoopError(f"engine.backward() takes a scalar loss, got shape {tuple(loss.shape)}; average it first")
     return item
+
+
+def refuse_options(name: str) -> NoReturn:
+    """A keyword argument of torch's `backward`."""
+    raise LoopError(
+        f"engine.backward({name}=…): a graph is used once, and its gradients leave as they are made. Add losses of one "
+        "graph up before engine.backward(), or give all but the last one engine.backward(loss, last=False)"
+    )
 
 
 def check_backward_held(item: WorkItem, so_far: ItemFacts, step: int) -> None:

@@ -12,7 +12,6 @@ from torch.optim import Optimizer
 
 from paceline.collectives.canonical_sum import SumPlan
 from paceline.engine.replicas import parameter_names
-from paceline.errors import GenerationEnded
 from paceline.sharding.local_shard import LocalShard
 from paceline.strategies.registry import Chosen, Job, LaneAssignment
 from paceline.strategies.strategy import Strategy
@@ -32,7 +31,7 @@ class StrategyTable:
         self._known: dict[tuple[int, ...], Strategy] = {}
         try:
             self.of(self._all)
-        except GenerationEnded:  # somebody died while it opened: leave the models for another table
+        except BaseException:  # a worker died while it opened, or it refused: leave the models as they were
             self.teardown()
             raise
 

@@ -1,0 +1,257 @@
+"""The names of Accelerate's Accelerator, with their meaning on any number of workers, each a line over what there is.
+
+    engine.accumulate(model)         what the loop does by itself
+    engine.num_processes             workers; `main_process_first`, `gather` and others are what these do together
+    engine.no_sync                   has no meaning here: refused, with what to write instead
+    engine.bakward                   likewise, with the nearest name that there is
+
+docs/concepts/loop.md has the table of both. What an Engine can do beyond it is `engine.py`.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import wraps
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+
+from paceline.checkpoint.weights_file import write_weights
+from paceline.engine.boundary import check_boundary
+from paceline.engine.config import MIXED, EngineConfig
+from paceline.engine.evaluation import share_of
+from paceline.engine.group import Group
+from paceline.engine.prepare import BetweenSteps, PreparedObjects
+from paceline.errors import ConfigError, UnknownNameError
+from paceline.optim.precision import DTYPES
+from paceline.world.checked_values import path_of
+
+
+class AccelerateNames:
+    """The Engine's base: it has the parts, and this their names in Accelerate."""
+
+    config: EngineConfig
+    device: torch.device
+    _group: Group
+    _objects: PreparedObjects
+    _between: BetweenSteps
+
+    # -- who am I ----------------------------------------------------------------------------------------------------
+
+    @property
+    def num_processes(self) -> int:
+        """Workers, now. The samples of a step depend on lanes instead, `engine.config.lanes`."""
+        return self._group.among.size
+
+    @property
+    def process_index(self) -> int:
+        return self._group.among.rank
+
+    @property
+    def local_process_index(self) -> int:
+        return self._group.among.local_rank
+
+    @property
+    def is_local_main_process(self) -> bool:
+        """The first worker of its host."""
+        return self._group.among.local_rank == 0
+
+    @property
+    def is_last_process(self) -> bool:
+        return self._group.among.rank == self._group.among.size - 1
+
+    @property
+    def use_distributed(self) -> bool:
+        return self._group.among.size > 1
+
+    @property
+    def distributed_type(self) -> str:
+        """A word of Accelerate's `DistributedType`, which compares equal; it says nothing of the strategy."""
+        return f"MULTI_{'CPU' if self.device.type == 'cpu' else 'GPU'}" if self.use_distributed else "NO"
+
+    # -- the loop ----------------------------------------------------------------------------------------------------
+
+    @property
+    def mixed_precision(self) -> str:
+        return next(there for there, here in MIXED.items() if here == self.config.precision.parameters)
+
+    @property
+    def gradient_accumulation_steps(self) -> int:
+        return self.config.accumulate
+
+    @property
+    def sync_gradients(self) -> bool:
+        """Whether the item that the loop has is this worker's last of the step, with which the optimizer acts."""
+        item = None if self._objects.step is None else self._objects.step.item
+        return item is None or item.last_of_step
+
+    @property
+    def optimizer_step_was_skipped(self) -> bool:
+        """The last step was left out: a gradient was too large for fp16, or a loss not finite (`on_nonfinite`)."""
+        return self._objects.step is not None and self._objects.step.now.empty
+
+    @contextmanager
+    def accumulate(self, *models: nn.Module) -> Iterator[None]:
+        """One micro-batch. The loop adds them up by itself; `Engine(gradient_accumulation_steps=k)` says how many."""
+        self._objects.training()
+        yield
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        """For what is computed outside the prepared models, which do this by themselves: torch's autocast."""
+        low = DTYPES[self.config.precision.parameters]
+        return nullcontext() if low == torch.float32 else torch.autocast(self.device.type, low)
+
+    # -- between steps -----------------------------------------------------------------------------------------------
+
+    def wait_for_everyone(self) -> None:
+        """No worker goes on before all are here: `barrier`."""
+        check_boundary(self._objects.step, "wait_for_everyone")
+        self._between.barrier()
+
+    def main_process_first(self) -> AbstractContextManager[None]:
+        """`with` it, the other workers do what is inside when the main one has done it, as to find its cache."""
+        check_boundary(self._objects.step, "main_process_first")
+        return self._between.goes_first(self._group.is_main)
+
+    def local_main_process_first(self) -> AbstractContextManager[None]:
+        """Likewise, the first worker of every host before the others."""
+        check_boundary(self._objects.step, "local_main_process_first")
+        return self._between.goes_first(self.is_local_main_process)
+
+    def on_main_process(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Decorates what one worker alone does; on the others it returns None."""
+        return wraps(function)(lambda *args, **named: function(*args, **named) if self._group.is_main else None)
+
+    def on_local_main_process(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Decorates what one worker of every host does."""
+        return wraps(function)(lambda *args, **named: function(*args, **named) if self.is_local_main_process else None)
+
+    def on_last_process(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Decorates what the last worker does."""
+        return wraps(function)(lambda *args, **named: function(*args, **named) if self.is_last_process else None)
+
+    def pad_across_processes(self, values: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:
+        """Tensors as long in dimension `dim` as the longest of all workers: before a `gather` of different lengths."""
+        check_boundary(self._objects.step, "pad_across_processes")
+        return self._between.padded(values, dim, pad_index, pad_first)
+
+    @contextmanager
+    def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:
+        """This worker's part of `inputs`, as for inference; with padding all parts are equally long."""
+        yield share_of(inputs, self.process_index, self.num_processes, pad=apply_padding)
+
+    def unwrap_model(self, model: nn.Module, **_: bool) -> nn.Module:
+        """The model: `prepare` wraps nothing. Whole weights, whatever the strategy, are `get_state_dict(model)`."""
+        return model
+
+    def get_state_dict(self, model: nn.Module) -> dict[str, Tensor]:
+        """Whole weights and buffers of one model by name, on the host; all workers call it and get them."""
+        check_boundary(self._objects.step, "get_state_dict")
+        return self._between.full_state([model])
+
+    def save_model(self, model: nn.Module, save_directory: str | Path) -> None:
+        """`save_directory/model.safetensors`, whole, whatever the strategy; all workers call it."""
+        check_boundary(self._objects.step, "save_model")
+        weights, folder = self._between.full_state([model]), path_of("save_directory", save_directory)
+        if self._group.is_main:
+            write_weights(folder / "model.safetensors", weights)
+        self._between.boundary.barrier()
+
+    def save(self, thing: Any, file: str | Path) -> None:
+        """`torch.save` by one worker."""
+        if self._group.is_main:
+            torch.save(thing, path_of("file", file))
+
+    def register_for_checkpointing(self, *things: Any) -> None:
+        """What has `state_dict()` and `load_state_dict()` is saved and loaded with the job, and given to joiners."""
+        for thing in things:
+            if not (callable(getattr(thing, "state_dict", None)) and callable(getattr(thing, "load_state_dict", None))):
+                raise ConfigError(
+                    f"engine.register_for_checkpointing() got a {type(thing).__name__}, without state_dict() and "
+                    "load_state_dict(); give engine.checkpoints(…).save(extra=…) plain values"
+                )
+        self._objects.registered += things
+
+
+# -- names that are refused --------------------------------------------------------------------------------------------
+
+_ALL_ONCE = "leave it out: every sample is dealt to one worker, once, whatever the number of workers"
+
+_ALL_IN_ONE = "give models, optimizers, schedulers and loaders to engine.prepare(…), in one call and any order"
+_DATA_PARALLEL = "leave it out: all workers train the same model, each on its part of the batch"
+_EXCHANGED_ONCE = (
+    "write Engine(gradient_accumulation_steps=k): a step's gradients are exchanged once, whatever its micro-batches, "
+    "and optimizer.step() acts with the last of them"
+)
+_STOPS = "call engine.stop() before engine.backward(): the loop of all workers ends after the same step"
+
+ARGUMENTS_ELSEWHERE: Mapping[str, str] = {
+    "cpu": "write device='cpu'",
+    "dataloader_config": _ALL_ONCE,
+    "deepspeed_plugin": "write strategy='zero1', 'zero2' or 'zero3'",
+    "device_placement": "leave it out: batches and models go to engine.device",
+    "dispatch_batches": _ALL_ONCE,
+    "dynamo_backend": "call torch.compile(model) before engine.prepare()",
+    "even_batches": _ALL_ONCE,
+    "fsdp_plugin": "write strategy='fsdp'",
+    "gradient_accumulation_plugin": "write gradient_accumulation_steps=k",
+    "kwargs_handlers": "write timeout_s= for a group's timeout and loss_scale= for a scaler's settings; parameters "
+    "without a gradient are found by themselves",
+    "megatron_lm_plugin": _DATA_PARALLEL,
+    "parallelism_config": _DATA_PARALLEL,
+    "project_config": "give the folder to engine.save_state(), or to engine.checkpoints(folder, keep=…)",
+    "rng_types": "leave it out: all random numbers follow from seed=",
+    "split_batches": "write global_batch_size=, the samples of all workers in one step",
+    "step_scheduler_with_optimizer": "leave it out: a prepared scheduler acts when the optimizer does, in every step "
+    "once; step one that counts epochs after the loop",
+    "torch_tp_plugin": _DATA_PARALLEL,
+}
+"""Of Accelerate's constructor; those that mean here what they mean there are arguments of the Engine."""
+
+NAMES_ELSEWHERE: Mapping[str, str] = {
+    "check_trigger": _STOPS,
+    "clip_grad_value_": "use engine.clip_grad_norm_(parameters, max_norm): few strategies keep the gradient in .grad",
+    "free_memory": "call engine.close() and let go of the objects",
+    "get_tracker": "engine.log(values) writes to all that Engine(log_with=…) names",
+    "join_uneven_inputs": _ALL_ONCE,
+    "no_sync": _EXCHANGED_ONCE,
+    "on_local_process": "ask `if engine.local_process_index == …`",
+    "on_process": "ask `if engine.process_index == …`",
+    "prepare_data_loader": _ALL_IN_ONE,
+    "prepare_model": _ALL_IN_ONE,
+    "prepare_optimizer": _ALL_IN_ONE,
+    "prepare_scheduler": _ALL_IN_ONE,
+    "register_load_state_pre_hook": "engine.register_for_checkpointing(thing) loads what has load_state_dict()",
+    "register_save_state_pre_hook": "engine.register_for_checkpointing(thing) saves what has state_dict()",
+    "scaler": "engine.loss_scale is the scale, and Engine(precision='fp16', loss_scale=…) sets it",
+    "set_trigger": _STOPS,
+    "skip_first_batches": "leave it out: after engine.load_state() the loader goes on with the next sample by itself",
+    "state": "ask engine.world and engine.config",
+    "trigger_sync_in_backward": _EXCHANGED_ONCE,
+    "unscale_gradients": "leave it out: engine.clip_grad_norm_() clips the gradient without the loss scale",
+}
+"""Of Accelerate's Accelerator, with what to write here."""
+
+
+def refuse_argument(name: str, known: Iterable[str]) -> NoReturn:
+    """A keyword argument that the Engine doesn't have."""
+    raise ConfigError(f"Engine({name}=…) is not known; {_instead(name, ARGUMENTS_ELSEWHERE, known, '{}=')}")
+
+
+def refuse_name(name: str, known: Iterable[str]) -> NoReturn:
+    """An attribute that the Engine doesn't have."""
+    public = [other for other in known if not other.startswith("_")]
+    raise UnknownNameError(f"engine.{name} is not known; {_instead(name, NAMES_ELSEWHERE, public, 'engine.{}')}")
+
+
+def _instead(name: str, elsewhere: Mapping[str, str], known: Iterable[str], form: str) -> str:
+    if name in elsewhere:
+        return elsewhere[name]
+    nearest = difflib.get_close_matches(name, [*known, *elsewhere], n=1)
+    if nearest and nearest[0] in elsewhere:
+        return f"if {nearest[0]} is meant: {elsewhere[nearest[0]]}"
+    return f"did you mean {form.format(nearest[0])}?" if nearest else "docs/concepts/loop.md lists what there is"
