@@ -87,6 +87,11 @@ class PreparedLoader:
         """Samples of this epoch that committed steps have used."""
         return self.source.position
 
+    @property
+    def sampler(self) -> PreparedLoader:
+        """Scripts for DDP write `loader.sampler.set_epoch(epoch)`."""
+        return self
+
     def set_epoch(self, epoch: int) -> None:
         """Begin that epoch with the next loop, where the place is in another; all workers call it, between loops.
 

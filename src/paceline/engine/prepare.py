@@ -49,7 +49,7 @@ from paceline.engine.replicas import (
 )
 from paceline.engine.rules import NO_COINCIDENCE, has_history, told_of_schedule
 from paceline.engine.second_opinion import ComparedPasses, SecondOpinion, check_second_opinion
-from paceline.engine.sources import as_loader, check_same_data, facts_of_data, length_of, make_source
+from paceline.engine.sources import as_loader, check_same_data, facts_of_data, length_of, make_source, undivided
 from paceline.engine.state import JobState
 from paceline.engine.step import OnePass, TrainStep
 from paceline.engine.stop_signals import StopSignals
@@ -227,6 +227,7 @@ class Preparation:
         self._stops, self._opinion, self._replay, self._record_folder = stops, opinion, replay, record_folder
 
     def prepare(self, objects: tuple[Any, ...]) -> tuple[Any, ...]:
+        objects = tuple(map(undivided, objects))
         trains = any(isinstance(thing, Optimizer) for thing in objects)
         place = _place_of_training_data(objects) if trains else None
         objects = tuple(as_loader(thing, self._config, trains=at == place) for at, thing in enumerate(objects))

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, SequentialSampler
+from torch.utils.data.distributed import DistributedSampler
 
 from paceline.collectives.communicator import Communicator
 from paceline.data.loader import ShardedLoader
@@ -46,6 +48,26 @@ def as_loader(thing: Any, config: EngineConfig, *, trains: bool) -> Any:
     if isinstance(thing, IterableDataset):
         return DataLoader(thing, batch_size=batch_size)
     return DataLoader(thing, batch_size=batch_size, shuffle=trains)
+
+
+def undivided(loader: Any) -> Any:
+    """A DataLoader without torch's DistributedSampler, which would divide once more what `prepare` deals.
+
+    What it says, shuffled or not, is kept. A subclass may do anything, and is refused with all others that divide.
+    """
+    if not isinstance(loader, DataLoader) or loader.batch_size is None:
+        return loader
+    if type(loader.sampler) is not DistributedSampler:
+        return loader
+    data: Any = loader.dataset
+    sampler = RandomSampler(data) if loader.sampler.shuffle else SequentialSampler(data)
+    whole = copy.copy(loader)
+    for name, value in (
+        ("sampler", sampler),
+        ("batch_sampler", BatchSampler(sampler, loader.batch_size, loader.drop_last)),
+    ):
+        object.__setattr__(whole, name, value)  # DataLoader's own refuses: here nothing has been iterated yet
+    return whole
 
 
 def make_source(
