@@ -328,12 +328,7 @@ def run(
     worker_count = _worker_count(_per_host(workers, num_processes, host_count), known)
     server_count = _server_count(servers)
     is_alone = host_count == 1 and not _may_grow(max_workers, worker_count, server_count, coordinator)
-    try:
-        environment.check_settings()  # what the shell says of the job, which workers would find out each by itself
-        precision = "fp32" if precision == "no" else precision
-        settings = LaunchSettings(lanes, threads, backend, seed, strategy, precision, activation_checkpointing, offload)
-    except WorldError as error:
-        raise LaunchError(str(error)) from error
+    settings = _settings(lanes, threads, backend, seed, strategy, precision, activation_checkpointing, offload)
     job = Job(
         script=_find(script, arguments or [], module),
         workers=worker_count,
@@ -358,6 +353,19 @@ def run(
 
 
 # -- from their values to a job ----------------------------------------------------------------------------------------
+
+
+def _settings(
+    lanes: int | None, threads: int | None, backend: str | None, seed: int | None, strategy: str | None,
+    precision: str | None, recomputed: str | None, offload: str | None,
+) -> LaunchSettings:  # fmt: skip
+    """`precision` may be "no", as accelerate says it."""
+    try:
+        environment.check_settings()  # what the shell says of the job, which workers would find out each by itself
+        precision = "fp32" if precision == "no" else precision
+        return LaunchSettings(lanes, threads, backend, seed, strategy, precision, recomputed, offload)
+    except WorldError as error:
+        raise LaunchError(str(error)) from error
 
 
 def _check_host(job: Job) -> None:

@@ -128,8 +128,6 @@ class Engine(AccelerateNames):
         )
         opinion = None if second_opinion is None else SecondOpinion(second_opinion)
         record_folder = None if record_samples is None else path_of("record_samples", record_samples)
-        self._group = Group(seat, self.config, self.device)
-        self._put_together(opinion, record_folder)
         self._metrics_log = MetricsLog(
             log_with,
             Path("runs") if project_dir is None else path_of("project_dir", project_dir),
@@ -137,6 +135,8 @@ class Engine(AccelerateNames):
             world=self.resolved,
             say=self.print,
         )
+        self._group = Group(seat, self.config, self.device)
+        self._put_together(opinion, record_folder)
         torch.set_num_threads(self.config.threads)
         if reduction == "exact":
             make_deterministic(self.device.type)
