@@ -310,9 +310,9 @@ def run(
     --master-port, --standalone; --num-processes (of all hosts together), --num-machines, --machine-rank,
     --main-process-ip, --main-process-port, --mixed-precision.
 
-    Exit codes: 0 all well (or all but workers that an asynchronous job went on without, with a warning),
-    1 a worker or server failed or hung, 2 wrong usage, 3 could not meet, 4 fewer than --min-workers left or the
-    state lost once too often, 75 stopped on request, 128+n killed by signal n, 130 Ctrl-C, 143 SIGTERM.
+    Exit codes: 0 all well (or all but workers that an asynchronous job went on without, with a warning), 1 a worker
+    or server failed or hung, 2 wrong usage, 3 could not meet, 4 fewer than --min-workers left or the state lost once
+    too often, 75 stopped on request, 128+n killed by signal n, 130 Ctrl-C, 143 SIGTERM.
     """
     rules = Rules(
         min_workers=1 if min_workers is None else min_workers,
