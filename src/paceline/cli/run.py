@@ -306,9 +306,9 @@ def run(
 ) -> None:
     """Start workers that train together: paceline run --workers 4 train.py --epochs 3
 
-    The names of torchrun and accelerate are accepted too: --nproc-per-node, --nnodes, --node-rank, --master-addr,
-    --master-port, --standalone; --num-processes (of all hosts together), --num-machines, --machine-rank,
-    --main-process-ip, --main-process-port, --mixed-precision.
+    torchrun's and accelerate's names work too: --nproc-per-node, --nnodes, --node-rank, --master-addr, --master-port,
+    --standalone; --num-processes (of all hosts), --num-machines, --machine-rank, --main-process-ip,
+    --main-process-port, --mixed-precision.
 
     Exit codes: 0 all well (or all but workers that an asynchronous job went on without, with a warning), 1 a worker
     or server failed or hung, 2 wrong usage, 3 could not meet, 4 fewer than --min-workers left or the state lost once
