@@ -194,6 +194,7 @@ def refuse(world: World) -> list[str]:
             texts.append(str(info.value))
         with pytest.raises(TypeError, match="root"):
             group.broadcast(x)
+        group.broadcast([x], None).wait()  # no options are the long form's
         group.barrier().wait()
     return texts
 

@@ -116,6 +116,8 @@ def collective(operator: str, short: Callable[..., Any] | None = None) -> Callab
 
 
 def _long_form(method: Any, short: Any, given: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, ...]:
+    while given and given[-1] is None:  # no options, splits or timeout
+        given = given[:-1]
     values = (*given, *named.values())
     if short is not None and not all(isinstance(value, (list, tuple, OPTIONS)) for value in values):
         long: tuple[Any, ...] = short(*given, **named)
