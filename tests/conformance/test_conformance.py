@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from tests.conformance.driver import EXCEPTIONS, complaints, recorded
+from tests.conformance.driver import EXCEPTIONS, OF_GLOO, complaints, recorded, source_of_gloo_tests
 from tests.conformance.suite import LikeGloo, Outcome
 
 A_FEW = [
@@ -46,7 +47,7 @@ def test_an_exception_that_passes_is_complained_about() -> None:
 
 
 def test_every_exception_is_a_test_that_passes_with_gloo() -> None:
-    assert set(EXCEPTIONS) <= recorded(8)
+    assert set(EXCEPTIONS) <= recorded(8) | recorded(OF_GLOO)
     assert len(recorded(3)) < len(recorded(8))
 
 
@@ -56,3 +57,35 @@ def test_inside_the_suite_the_backend_answers_to_gloos_name_too() -> None:
     assert name == "paceline"
     assert name != "nccl"
     assert name in ["mpi", "gloo"]
+
+
+def test_without_gloos_tests_the_driver_says_what_did_not_run_and_how_it_would(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_network(*_: object, **__: object) -> None:
+        raise OSError("no route to host")
+
+    monkeypatch.setattr(Path, "home", lambda: tmp_path)
+    monkeypatch.setattr("urllib.request.urlopen", no_network)
+    said = source_of_gloo_tests(None)
+    assert isinstance(said, str)
+    assert said.startswith("not run, because https://raw.githubusercontent.com/pytorch/pytorch/v")
+    assert "no route to host" in said
+    assert "--pytorch" in said
+    assert source_of_gloo_tests(tmp_path) == tmp_path / "test/distributed"
+
+
+def test_gloos_tests_are_fetched_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def answer(address: str, **_: object) -> io.BytesIO:
+        asked.append(address.rpartition("/")[2])
+        return io.BytesIO(b"pass\n")
+
+    monkeypatch.setattr(Path, "home", lambda: tmp_path)
+    monkeypatch.setattr("urllib.request.urlopen", answer)
+    folder = source_of_gloo_tests(None)
+    assert folder == source_of_gloo_tests(None)
+    assert asked == ["test_c10d_gloo.py", "test_c10d_common.py"]
+    assert isinstance(folder, Path)
+    assert sorted(path.name for path in folder.iterdir()) == sorted(asked)

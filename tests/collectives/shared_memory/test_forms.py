@@ -74,6 +74,13 @@ def coalesced(group: Any, case: Case) -> Any:
     return [x, y]
 
 
+def sparse(group: Any, case: Case) -> Any:
+    """Several sparse tensors of a rank are several addends, too."""
+    pair = [case.tensor(4, 3).to(torch.float32).relu().sub(1).relu().to_sparse() for _ in range(2)]
+    group.allreduce(pair).wait()
+    return [tensor.to_dense() for tensor in pair]
+
+
 def broadcast(group: Any, case: Case) -> Any:
     x, y, z, pair = case.tensor(), case.tensor(), case.tensor(), case.tensors(2)
     group.broadcast(x, root=case.root).wait()
@@ -137,6 +144,7 @@ def all_to_all(group: Any, case: Case) -> Any:
 CALLS = [
     all_reduce,
     coalesced,
+    sparse,
     broadcast,
     reduce,
     all_gather,
@@ -186,6 +194,7 @@ def refuse(world: World) -> list[str]:
             texts.append(str(info.value))
         with pytest.raises(TypeError, match="root"):
             group.broadcast(x)
+        group.broadcast([x], None).wait()  # no options are the long form's
         group.barrier().wait()
     return texts
 

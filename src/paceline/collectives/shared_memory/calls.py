@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed import ReduceOp
 from torch.distributed import distributed_c10d as c10d
 
 from paceline.errors import CollectiveError
@@ -115,6 +116,8 @@ def collective(operator: str, short: Callable[..., Any] | None = None) -> Callab
 
 
 def _long_form(method: Any, short: Any, given: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, ...]:
+    while given and given[-1] is None:  # no options, splits or timeout
+        given = given[:-1]
     values = (*given, *named.values())
     if short is not None and not all(isinstance(value, (list, tuple, OPTIONS)) for value in values):
         long: tuple[Any, ...] = short(*given, **named)
@@ -177,12 +180,23 @@ def check_root_tensor(operation: str, index: int, tensors: Sequence[Tensor]) -> 
 def check_alike(operation: str, tensors: Sequence[Tensor]) -> None:
     """Several tensors that stand for one, as those of a rank with several devices did."""
     for tensor in tensors[1:]:
+        if tensor.layout != tensors[0].layout:
+            raise CollectiveError(f"{operation}: invalid tensor layout {tensor.layout} beside {tensors[0].layout}")
         if tensor.dtype != tensors[0].dtype:
             raise CollectiveError(f"{operation}: invalid tensor type {tensor.dtype} beside {tensors[0].dtype}")
         if tensor.shape != tensors[0].shape:
             raise CollectiveError(
                 f"{operation}: invalid tensor size {list(tensor.shape)} beside {list(tensors[0].shape)}"
             )
+
+
+def check_sparse(tensors: Sequence[Tensor], op: Any) -> None:
+    """Sparse tensors, of embeddings' gradients say, can be summed, and nothing else."""
+    for tensor in tensors:
+        if tensor.layout != torch.sparse_coo:
+            raise CollectiveError(f"all_reduce: invalid tensor layout {tensor.layout} where others are sparse_coo")
+    if op != ReduceOp.SUM:
+        raise CollectiveError(f"all_reduce: unsupported reduction operation {op} of sparse tensors; they can be summed")
 
 
 def check_single(operation: str, tensors: Sequence[Any], what: str) -> None:

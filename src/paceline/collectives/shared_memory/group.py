@@ -24,9 +24,8 @@ import json
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -50,8 +49,7 @@ from paceline.world import environment
 LINGER_S = 2.0  # how long the end of a group waits for what is under way
 
 
-@dataclass(frozen=True)
-class Event:
+class Event(NamedTuple):
     """What a profiler shows: a name, and the shapes of some tensors."""
 
     name: str
@@ -59,6 +57,10 @@ class Event:
 
 
 _ending = threading.Lock()  # the end of a work and the first question for its future
+
+
+def _wait_only(work: QueuedWork) -> None:
+    """Nothing is done for a work by whoever waits for it."""
 
 
 class QueuedWork(dist.Work):
@@ -75,7 +77,7 @@ class QueuedWork(dist.Work):
         self._future: Future[Any] | None = None
         self._outcome: Future[list[Any]] | None = None
         self._record = begin_record(event.name, *event.tensors) if profiler_enabled() else None
-        self.help: Callable[[QueuedWork], None] = lambda work: None  # set by a line whose thread may come to wait
+        self.help = _wait_only  # set by a line whose thread may come to wait
 
     def finish(self, error: BaseException | None = None) -> None:
         self._error = error
@@ -258,8 +260,6 @@ def flat_outs(tensors: Sequence[Tensor], *, filled: bool = False, apart: bool = 
 
 def share_memory(tensors: Sequence[Tensor]) -> bool:
     """Whether one of several tensors lies over another: what is done to one would be done to both."""
-    if len(tensors) == 1:
-        return False
     spans = sorted((tensor.data_ptr(), tensor.data_ptr() + _extent(tensor)) for tensor in tensors if tensor.numel())
     return any(begin < end for (_, end), (begin, _) in itertools.pairwise(spans))
 
@@ -383,11 +383,21 @@ class SharedMemoryGroup(dist.ProcessGroup):
     @calls.collective("allreduce_", calls.allreduce)
     def allreduce(self, tensors: Any, opts: Any = None) -> QueuedWork:
         """Several tensors are several addends of this rank; each of them gets the sum."""
-        op = _op(opts)
-        calls.check_not_empty("all_reduce", tensors)
         if len(tensors) == 1:
             return self._reduce_each(tensors, opts)
+        op = _op(opts)
+        calls.check_not_empty("all_reduce", tensors)
         calls.check_alike("all_reduce", tensors)
+        if tensors[0].is_sparse:
+            calls.check_sparse(tensors, op)
+
+            def run_sparse() -> None:
+                total = torch.stack(tuple(tensors)).sum(0).coalesce()
+                self._operations.all_reduce_sparse([total])
+                for tensor in tensors:
+                    tensor.copy_(total)
+
+            return self._run(run_sparse, list(tensors), opts, "all_reduce")
 
         def run() -> None:
             total = reduced([flat_of(tensor) for tensor in tensors], ReduceOp.SUM if op == ReduceOp.AVG else op)
@@ -403,8 +413,9 @@ class SharedMemoryGroup(dist.ProcessGroup):
 
     def _reduce_each(self, tensors: list[Tensor], opts: Any) -> QueuedWork:
         op = _op(opts)
-        if any(tensor.is_sparse for tensor in tensors):
-            return self._run(lambda: self._operations.all_reduce_sparse(tensors, op), tensors, opts, "all_reduce")
+        if any([tensor.layout is not torch.strided for tensor in tensors]):  # noqa: C419 (a list is quicker)
+            calls.check_sparse(tensors, op)
+            return self._run(lambda: self._operations.all_reduce_sparse(tensors), tensors, opts, "all_reduce")
         return self._each(tensors, opts, "all_reduce", lambda flat: self._operations.all_reduce(flat, op))
 
     @calls.collective("broadcast_", calls.broadcast)
@@ -659,8 +670,10 @@ class SharedMemoryGroup(dist.ProcessGroup):
     def _each(self, tensors: list[Tensor], opts: Any, name: str, operation: Callable[[Tensor], None]) -> QueuedWork:
         """In place on each tensor; one that is not contiguous, or not alone in its memory, goes through a copy."""
 
+        apart = len(tensors) > 1 and share_memory(tensors)
+
         def run() -> None:
-            with flat_outs(tensors, filled=True, apart=share_memory(tensors)) as flats:
+            with flat_outs(tensors, filled=True, apart=apart) as flats:
                 for flat in flats:
                     operation(flat)
 

@@ -90,7 +90,7 @@ class Operations:
                     self.copy(piece[begin:end], self.read(rank, piece.dtype, end)[begin:end])
         return None
 
-    def all_reduce_sparse(self, tensors: Sequence[Tensor], op: ReduceOp.RedOpType) -> None:
+    def all_reduce_sparse(self, tensors: Sequence[Tensor]) -> None:
         """Of embeddings' gradients, say: every rank gathers all ranks' entries and adds them up.
 
         counts of all ─► indices of all, padded to the longest ─► values likewise ─► one tensor, equal indices added
@@ -99,10 +99,6 @@ class Operations:
         """
         totals = []
         for tensor in tensors:
-            if op != ReduceOp.SUM or tensor.layout != torch.sparse_coo:
-                raise CollectiveError(
-                    f"sparse tensors can be summed, in layout sparse_coo, not {op} of {tensor.layout}"
-                )
             mine = tensor.detach().coalesce()
             counts = [int(count) for count in self._gathered(torch.tensor([mine._nnz()]))]
             longest = max(counts)
