@@ -104,7 +104,7 @@ class PreparedLoader:
             raise TypeError(f"a {type(self.dataset).__name__} without __len__ gives a loader without length")
         if not self.was_measured and (lanes := self._config.lanes) > (workers := self._group.world.size):
             self._group.print(
-                f"paceline: len(loader) is {items} on this worker, how often the loop's body runs, because {lanes} lanes "
+                f"paceline: len(loader) is {items} on this worker, how often the loop's body runs, as {lanes} lanes "
                 f"are on {counted(workers, 'worker')}; an epoch has {steps} steps on any number of workers: "
                 "engine.steps_per_epoch(loader)"
             )
