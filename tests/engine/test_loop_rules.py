@@ -333,6 +333,14 @@ def test_len_is_how_often_the_body_runs(samples: int, lanes: int, accumulate: in
             assert (bodies, engine.step) == (len(loader), steps * (epoch + 1))
 
 
+def test_a_length_that_depends_on_the_number_of_workers_is_spoken_of_once(capsys: pytest.CaptureFixture[str]) -> None:
+    for lanes, accumulate, said in ((2, 2, 1), (1, 2, 0), (1, 1, 0)):
+        with Engine(lanes=lanes, accumulate=accumulate) as engine:
+            _, _, loader = prepared(engine)
+            assert len(loader) == len(loader) == 8
+        assert capsys.readouterr().out.count("paceline: len(loader) is 8 on this worker") == said
+
+
 def test_the_length_of_a_whole_epoch_stays_in_the_middle_of_one() -> None:
     with Engine(lanes=4) as engine:
         model, optimizer, loader = prepared(engine)

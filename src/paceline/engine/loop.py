@@ -28,7 +28,7 @@ from paceline.data.sharded_sampler import WorkItem
 from paceline.data.work_source import WorkSource
 from paceline.elastic.faults import fault_point
 from paceline.engine.boundary import Boundary
-from paceline.engine.config import EngineConfig
+from paceline.engine.config import EngineConfig, counted
 from paceline.engine.facts import facts_of_process, job_facts
 from paceline.engine.group import Group
 from paceline.engine.replicas import weights_hash
@@ -106,9 +106,16 @@ class PreparedLoader:
 
     def __len__(self) -> int:
         """How often the loop's body runs in a whole epoch, on this worker; `engine.steps_per_epoch` counts steps."""
-        self.was_measured = True
-        if (items := self.source.own_items) is None:
+        items, steps = self.source.own_items, self.source.steps
+        if items is None or steps is None:
             raise TypeError(f"a {type(self.dataset).__name__} without __len__ gives a loader without length")
+        if not self.was_measured and (lanes := self._config.lanes) > (workers := self._group.world.size):
+            self._group.print(
+                f"paceline: len(loader) is {items} on this worker, how often the loop's body runs, as {lanes} lanes "
+                f"are on {counted(workers, 'worker')}; an epoch has {steps} steps on any number of workers: "
+                "engine.steps_per_epoch(loader)"
+            )
+        self.was_measured = True
         return items
 
     # -- the loop ----------------------------------------------------------------------------------------------------

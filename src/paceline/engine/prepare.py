@@ -108,7 +108,8 @@ class BetweenSteps:
             return {key: self.reduce(value, operation) for key, value in values.items()}
         if isinstance(values, list | tuple):
             return type(values)(self.reduce(value, operation) for value in values)
-        tensor, evaluation = torch.as_tensor(values, device=self._group.device), self._evaluation_round()
+        tensor = values if isinstance(values, Tensor) else torch.as_tensor(values, device=self._group.device)
+        evaluation = self._evaluation_round()
         note_collective(self._group.evaluations)
         if evaluation is None:
             return self.boundary.reduced(tensor, operation)
