@@ -236,7 +236,7 @@ def test_the_batch_size_is_halved_until_it_fits_and_gives_the_bits_of_that_size(
     weights = {name: value.clone() for name, value in model.state_dict().items()}
     trainer = make_trainer(tmp_path / "a", model=Tabular(model), callbacks=[ShortOfMemory()], **given)
     trainer.train()
-    assert trainer.args.per_device_train_batch_size == trainer.state.train_batch_size == 4
+    assert (trainer.state.train_batch_size, trainer.args.per_device_train_batch_size) == (4, 16)
     found = trainer.engine.weights_hash()
     model.load_state_dict(weights)
     expected = make_trainer(tmp_path / "b", model=Tabular(model), max_steps=2, per_device_train_batch_size=4)

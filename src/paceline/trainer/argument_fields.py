@@ -247,6 +247,7 @@ class _Ours:
     offload: str | None = setting(None, "ours: kept in the host's memory: optimizer, parameters")
     on_nonfinite: str = setting("stop", "ours: a loss that is NaN or infinite: stop, skip, continue")
     overwrite_output_dir: bool = setting(False, "ours: remove the checkpoints of an earlier run in output_dir")
+    pretrained_files: bool = setting(True, "ours: checkpoints open with from_pretrained: model.safetensors, config …")
     asynchronous_save: bool = setting(True, "ours: checkpoints are written while training continues")
     record_samples: bool = setting(False, "ours: write which samples went into which step, for paceline data audit")
 
