@@ -143,6 +143,9 @@ class _Optimization:
     adam_epsilon: float = setting(1e-8, "AdamW's term for numerical stability")
     max_grad_norm: float = setting(1.0, "the gradient of the global batch is clipped to it; 0: not at all")
     label_smoothing_factor: float = setting(0.0, "how much of each label is spread over all classes")
+    neftune_noise_alpha: float | None = setting(
+        None, "NEFTune: noise of this size on the input embeddings, in training"
+    )
     average_tokens_across_devices: bool = setting(True, "the loss is the mean over all tokens of a step, always")
 
 
@@ -277,7 +280,6 @@ class UnsupportedFields:
     liger_kernel_config: dict[str, Any] | str | None = setting(
         None, "patch the model before you give it to the Trainer"
     )
-    neftune_noise_alpha: float | None = setting(None, "register a forward hook on the embedding that adds the noise")
     logging_nan_inf_filter: bool = setting(
         False, "a loss that is NaN or infinite is never smoothed away; on_nonfinite says what happens"
     )

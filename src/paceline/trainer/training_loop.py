@@ -23,12 +23,14 @@ from __future__ import annotations
 import math
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from paceline.checkpoint.retention import all_checkpoints, checkpoint_name
@@ -131,6 +133,34 @@ def metric_for_best(arguments: TrainingArguments, metrics: Mapping[str, Any]) ->
             f"{', '.join(sorted(metrics))}"
         )
     return float(metrics[name])
+
+
+@contextmanager
+def noisy_embeddings(model: nn.Module, alpha: float | None) -> Iterator[None]:
+    """NEFTune: in training, what the input embedding gives gets uniform noise of up to alpha / √(length · width).
+
+    The noise is drawn from torch's generator, as dropout is, so it is the lane's and not the worker's.
+    """
+    if not alpha:
+        yield
+        return
+    find = getattr(model, "get_input_embeddings", None)
+    if not callable(find):
+        raise ConfigError(
+            f"neftune_noise_alpha needs a model with get_input_embeddings(); {type(model).__name__} has none"
+        )
+
+    def add_noise(module: nn.Module, given: Any, output: torch.Tensor) -> torch.Tensor:
+        if not module.training:
+            return output
+        most = alpha / math.sqrt(output.shape[1] * output.shape[2])
+        return output + torch.empty_like(output).uniform_(-most, most)
+
+    handle = find().register_forward_hook(add_noise)
+    try:
+        yield
+    finally:
+        handle.remove()
 
 
 class TrainingLoop:
@@ -263,6 +293,10 @@ class TrainingLoop:
     # -- the loop -----------------------------------------------------------------------------------------------------
 
     def run(self) -> TrainOutput:
+        with noisy_embeddings(self.trainer.model, self.args.neftune_noise_alpha):
+            return self._run()
+
+    def _run(self) -> TrainOutput:
         trainer = self.trainer
         began = time.perf_counter()
         trainer.model.train()
