@@ -13,7 +13,7 @@ help:
 	@echo "make bits        the full product of workers, lanes, buckets and models: one hash each"
 	@echo "make fuzz        random models, optimizers, strategies and workers: the bits of one worker, for SECONDS (60)"
 	@echo "make faults      workers killed, stopped and failing in every phase of a step, under every strategy"
-	@echo "make conformance PyTorch's own distributed tests on the paceline backend, world sizes 3 and 8"
+	@echo "make conformance PyTorch's own distributed tests on the paceline backend, transformers' on the Trainer"
 	@echo "make clean       remove the virtual environment and run folders"
 
 setup: $(READY)
@@ -62,6 +62,7 @@ faults: setup
 
 conformance: setup
 	$(PYTHON) -m tests.conformance.driver
+	$(PYTHON) -m tests.conformance.transformers_trainer
 
 clean:
 	rm -rf $(VENV) runs

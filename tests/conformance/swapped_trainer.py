@@ -1,6 +1,6 @@
 """A pytest plugin: transformers' own tests of its Trainer get paceline's Trainer and TrainingArguments instead.
 
-    python -m pytest -p tests.conformance.swapped_trainer tests/trainer          in a checkout of transformers' tests
+    python -m pytest -p swapped_trainer tests/trainer          in a checkout of transformers' tests
 
 The default callbacks come with a Trainer, so those are ours too; all other objects (models, samplers, early stopping)
 stay transformers'. With PACELINE_WHOSE_TRAINER=transformers nothing is swapped.
