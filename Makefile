@@ -13,7 +13,7 @@ help:
 	@echo "make bits        the full product of workers, lanes, buckets and models: one hash each"
 	@echo "make fuzz        random models, optimizers, strategies and workers: the bits of one worker, for SECONDS (60)"
 	@echo "make faults      workers killed, stopped and failing in every phase of a step, under every strategy"
-	@echo "make conformance PyTorch's own distributed tests on the paceline backend, gloo's among them"
+	@echo "make conformance PyTorch's distributed tests on the paceline backend, transformers' on the Trainer"
 	@echo "make clean       remove the virtual environment and run folders"
 
 setup: $(READY)
@@ -63,6 +63,7 @@ faults: setup
 # gloo's tests are fetched from GitHub unless PYTORCH is a checkout of the release.
 conformance: setup
 	$(PYTHON) -m tests.conformance.driver $(if $(PYTORCH),--pytorch $(PYTORCH))
+	$(PYTHON) -m tests.conformance.transformers_trainer
 
 clean:
 	rm -rf $(VENV) runs

@@ -15,7 +15,10 @@ from paceline import TrainerCallback, TrainingArguments
 from paceline.errors import ConfigError, LoopError
 from paceline.trainer import DefaultFlowCallback, PrinterCallback, ProgressCallback, hub
 from paceline.trainer.argument_fields import OptimizerNames
+from paceline.trainer.training_loop import noisy_embeddings
+from paceline.world.world import World
 from tests.trainer.jobs import Samples, make_trainer
+from tests.workers import hashes, run_workers
 
 # -- members ----------------------------------------------------------------------------------------------------------
 
@@ -212,6 +215,49 @@ def test_predict_keeps_predictions_with_batch_eval_metrics(tmp_path: Path) -> No
     assert output.metrics["test_done"] == 1.0
 
 
+class Embedded(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.out = nn.Embedding(11, 4), nn.Linear(4, 11)
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.embedding
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+        self.seen = self.embedding(input_ids)
+        return F.cross_entropy(self.out(self.seen).flatten(0, 1), labels.flatten())
+
+
+def noisy(world: World, folder: Path) -> str:
+    rows = [{"input_ids": torch.tensor([n % 11, 3]), "labels": torch.tensor([1, n % 5])} for n in range(12)]
+    given: dict[str, Any] = {"train_dataset": rows, "eval_dataset": rows, "lanes": 3, "neftune_noise_alpha": 0.4}
+    trainer = make_trainer(folder, world, model_init=Embedded, **given, max_steps=2)
+    trainer.train()
+    module = trainer.model.get_submodule("embedding")
+    assert not module._forward_hooks
+    return trainer.engine.weights_hash()
+
+
+@pytest.mark.workers
+def test_noise_on_embeddings_is_the_lanes_own(tmp_path: Path) -> None:
+    one = hashes(run_workers(noisy, 1, folder=tmp_path / "1"))
+    assert hashes(run_workers(noisy, 2, folder=tmp_path / "2")) == one
+
+
+def test_noise_is_added_in_training_alone_and_within_its_bounds() -> None:
+    model = Embedded()
+    ids = torch.zeros(3, 5, dtype=torch.long)
+    with noisy_embeddings(model, 0.4):
+        model(ids, ids)
+        apart = (model.seen - model.embedding.weight[0]).detach().abs()
+        assert 0 < float(apart.max()) <= 0.4 / 20**0.5
+        model.eval()
+        model(ids, ids)
+        assert torch.equal(model.seen[0, 0], model.embedding.weight[0])
+    with pytest.raises(ConfigError, match="Anything has none"), noisy_embeddings(Anything(), 1.0):
+        pass
+
+
 # -- again ------------------------------------------------------------------------------------------------------------
 
 
@@ -236,7 +282,7 @@ def test_the_batch_size_is_halved_until_it_fits_and_gives_the_bits_of_that_size(
     weights = {name: value.clone() for name, value in model.state_dict().items()}
     trainer = make_trainer(tmp_path / "a", model=Tabular(model), callbacks=[ShortOfMemory()], **given)
     trainer.train()
-    assert trainer.args.per_device_train_batch_size == trainer.state.train_batch_size == 4
+    assert (trainer.state.train_batch_size, trainer.args.per_device_train_batch_size) == (4, 16)
     found = trainer.engine.weights_hash()
     model.load_state_dict(weights)
     expected = make_trainer(tmp_path / "b", model=Tabular(model), max_steps=2, per_device_train_batch_size=4)

@@ -165,7 +165,8 @@ def test_save_only_model_saves_weights_that_nothing_resumes_from(tmp_path: Path)
     settings: dict[str, Any] = {"save_strategy": "steps", "save_steps": 2, "save_only_model": True}
     make_trainer(tmp_path, **settings, save_total_limit=2).train()
     assert sorted(path.name for path in tmp_path.glob("checkpoint-*")) == ["checkpoint-4", "checkpoint-6"]
-    assert [path.name for path in (tmp_path / "checkpoint-6").iterdir()] == ["model.safetensors"]
+    names = sorted(path.name for path in (tmp_path / "checkpoint-6").iterdir())
+    assert names == ["model.safetensors", "trainer_state.json"]
     with pytest.raises(CheckpointError, match=r"none of the 2 checkpoints in .* can be used; see above why"):
         make_trainer(tmp_path, **settings).train(resume_from_checkpoint=True)
 

@@ -64,7 +64,7 @@ def _other(name: str) -> Any:
         return {"a": 1}
     if name == "optim_target_modules":
         return ["all"]
-    return 1.0 if name == "neftune_noise_alpha" else True if name.startswith(("ddp", "hub_private")) else "other"
+    return True if name.startswith(("ddp", "hub_private")) else "other"
 
 
 def test_every_field_says_in_a_line_what_it_is_for() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 transformers = pytest.importorskip("transformers")
@@ -167,6 +168,79 @@ def test_a_model_of_transformers_trains_alike_on_any_number_of_workers_and_is_sa
 def train_gpt_seeded(world: World, folder: Path, strategy: str) -> str:
     torch.manual_seed(7)
     return train_gpt(world, folder, strategy)
+
+
+def tied_gpt() -> Any:
+    """Its output layer is its embedding."""
+    config = transformers.GPT2Config(
+        vocab_size=50, n_positions=16, n_embd=16, n_layer=2, n_head=2, bos_token_id=1, eos_token_id=2
+    )
+    return transformers.GPT2LMHeadModel(config)
+
+
+def saved_checkpoint(world: World, folder: Path, **more: Any) -> list[str]:
+    arguments = TrainingArguments(
+        str(folder), max_steps=4, save_steps=2, use_cpu=True, logging_steps=1, lanes=2, threads=1, **more
+    )
+    trainer = Trainer(model_init=tied_gpt, args=arguments, train_dataset=texts(8), world=world)
+    trainer.train()
+    whole = trainer.engine.state_dict()
+    trainer.save_model(folder / "final")
+    if not world.is_main:
+        return []
+    wrong = []
+    for name in ("checkpoint-4", "final"):
+        model = transformers.AutoModelForCausalLM.from_pretrained(folder / name)
+        assert model.lm_head.weight is model.transformer.wte.weight
+        wrong += [f"{name}/{key}" for key, value in model.state_dict().items() if not torch.equal(value, whole[key])]
+    return wrong
+
+
+@pytest.mark.workers
+@pytest.mark.parametrize("more", [{}, {"strategy": "fsdp"}, {"strategy": "zero3"}, {"bf16": True}])
+def test_a_checkpoint_opens_with_from_pretrained_under_every_strategy(tmp_path: Path, more: dict[str, Any]) -> None:
+    results = run_workers(saved_checkpoint, 2, folder=tmp_path, **more)
+    assert [(result.value, result.error) for result in results] == [([], None), ([], None)]
+    assert (tmp_path / "checkpoint-4" / "generation_config.json").exists()
+    state = transformers.TrainerState.load_from_json(str(tmp_path / "checkpoint-2" / "trainer_state.json"))
+    assert (state.global_step, state.max_steps, len(state.log_history)) == (2, 4, 2)
+    assert state.total_flos > 0
+
+
+def test_a_checkpoint_has_the_tokenizer_and_of_any_module_the_weights(tmp_path: Path) -> None:
+    class Tokenizer:
+        def save_pretrained(self, folder: str) -> None:
+            (Path(folder) / "chat").mkdir()
+            (Path(folder) / "chat" / "words.json").write_text("[]")
+
+    trainer = make_trainer(tmp_path, save_strategy="steps", save_steps=3)
+    trainer.processing_class = Tokenizer()
+    trainer.train()
+    folder = tmp_path / "checkpoint-6"
+    assert (folder / "chat" / "words.json").read_text() == "[]"
+    found = load_file(folder / "model.safetensors")
+    assert {name: value.tolist() for name, value in found.items()} == {
+        name: value.tolist() for name, value in trainer.engine.state_dict().items()
+    }
+    bare = make_trainer(tmp_path / "bare", save_strategy="steps", pretrained_files=False)
+    bare.train()
+    names = {path.name for path in (tmp_path / "bare" / "checkpoint-6").iterdir()}
+    assert names == {"COMPLETE", "manifest.json", "worker-00000-of-00001.safetensors"}
+
+
+class OwnWay(Trainer):
+    def _save(self, output_dir: Any = None, state_dict: Any = None) -> None:
+        assert output_dir is not None
+        (Path(output_dir) / "mine.txt").write_text(str(len(state_dict)))
+
+
+def test_a_checkpoint_holds_what_a_subclass_saves(tmp_path: Path) -> None:
+    make_trainer(tmp_path, kind=OwnWay, save_strategy="steps").train()
+    folder = tmp_path / "checkpoint-6"
+    assert (folder / "mine.txt").read_text() == "6"
+    assert (folder / "trainer_state.json").exists()
+    assert not (folder / "model.safetensors").exists()
+    make_trainer(tmp_path, kind=OwnWay, max_steps=8).train(resume_from_checkpoint=True)
 
 
 def test_the_loss_is_the_mean_over_the_tokens_that_are_predicted(tmp_path: Path) -> None:

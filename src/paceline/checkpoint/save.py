@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from paceline.checkpoint.disk import make_folder, publish, rename, write_file
+from paceline.checkpoint.load import Checkpoint
 from paceline.checkpoint.manifest import COMPLETE, MANIFEST, complete_text, merge
 from paceline.checkpoint.tensor_file import code_of, write_tensors
 from paceline.checkpoint.tree import flatten
@@ -32,6 +33,7 @@ from paceline.input_file import read_json
 from paceline.sharding.flat_layout import FlatLayout, part_of
 from paceline.sharding.local_shard import LocalShard
 
+Beside = Callable[[Checkpoint], None]
 LOOK_EVERY_S = 0.005
 STUCK_S = 120.0  # without a new byte of any worker: some may be gone
 _ALIGN = 64
@@ -174,13 +176,27 @@ def give_up(partial: Path, portion: Portion, reason: str) -> None:
         return
 
 
-def complete(partial: Path, folder: Path, workers: int, about: dict[str, Any], checksum: str, timeout_s: float) -> None:
-    """The main worker's last act: wait for all portions, describe them together, publish."""
+def complete(
+    partial: Path,
+    folder: Path,
+    workers: int,
+    about: dict[str, Any],
+    checksum: str,
+    timeout_s: float,
+    beside: Beside | None = None,
+) -> None:
+    """The main worker's last act: wait for all portions, describe them together, publish.
+
+    `beside` may write more files, such as others' formats of what the portions hold.
+    """
     parts = [read_json(path) for path in _all_there(partial, workers, timeout_s)]
-    text = merge(checksum, about, parts).text().encode()
+    manifest = merge(checksum, about, parts)
+    text = manifest.text().encode()
     for path in partial.glob("worker-*.json"):
         path.unlink()
     write_file(partial / MANIFEST, [text])
+    if beside is not None:
+        beside(Checkpoint(partial, manifest))
     write_file(partial / COMPLETE, [complete_text(text)])
     publish(partial, folder)
 

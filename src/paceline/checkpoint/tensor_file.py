@@ -94,12 +94,24 @@ def as_bytes(tensor: Tensor) -> memoryview:
     return flat.view(torch.uint8).numpy().data
 
 
-def write_tensors(path: Path, tensors: Sequence[tuple[str, Tensor]], checksum: str) -> WrittenFile:
+class LazyTensor(Protocol):
+    """One that is read when it is written: then memory holds one of them at a time."""
+
+    @property
+    def shape(self) -> torch.Size: ...
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    def full_tensor(self) -> Tensor: ...
+
+
+def write_tensors(path: Path, tensors: Sequence[tuple[str, Tensor | LazyTensor]], checksum: str) -> WrittenFile:
     """Write tensors under their names, one after another, and flush."""
     table: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, tensor in tensors:
-        start, end = end, end + tensor.numel() * tensor.element_size()
+        start, end = end, end + tensor.shape.numel() * tensor.dtype.itemsize
         table[name] = {
             "dtype": code_of(tensor.dtype, name),
             "shape": list(tensor.shape),
@@ -113,7 +125,8 @@ def write_tensors(path: Path, tensors: Sequence[tuple[str, Tensor]], checksum: s
     def chunks() -> Iterator[Any]:
         yield header
         for _, tensor in tensors:
-            digest, data = new_digest(checksum), as_bytes(tensor)
+            data = as_bytes(tensor if isinstance(tensor, Tensor) else tensor.full_tensor())
+            digest = new_digest(checksum)
             for start in range(0, len(data), CHUNK):
                 chunk = data[start : start + CHUNK]
                 digest.update(chunk)

@@ -9,12 +9,11 @@ from __future__ import annotations
 import pickle
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from torch import Tensor
 
 from paceline.checkpoint.disk import flush_folder, rename
-from paceline.checkpoint.load import Checkpoint, full_tree
+from paceline.checkpoint.load import Checkpoint, StoredTensor
 from paceline.checkpoint.retention import newest_in
 from paceline.checkpoint.tensor_file import best_checksum, write_tensors
 from paceline.errors import CheckpointError
@@ -23,8 +22,8 @@ from paceline.input_file import cause_of, open_input
 PICKLED = (".pt", ".pth", ".bin", ".ckpt")
 
 
-def write_weights(path: Path, weights: Mapping[str, Tensor]) -> int:
-    """One .safetensors file, there when it is whole; its bytes."""
+def write_weights(path: Path, weights: Mapping[str, Tensor | StoredTensor]) -> int:
+    """One .safetensors file, there when it is whole; its bytes. Of stored tensors memory holds one at a time."""
     once: dict[int, str] = {}
     for name, tensor in weights.items():
         once.setdefault(id(tensor), name)
@@ -39,22 +38,21 @@ def write_weights(path: Path, weights: Mapping[str, Tensor]) -> int:
     return file.bytes
 
 
-def weights_of(checkpoint: Checkpoint, model: int = 0) -> dict[str, Tensor]:
-    """The weights and buffers of one of its models; tied ones are one object."""
+def stored_weights(checkpoint: Checkpoint, model: int = 0) -> dict[str, Tensor | StoredTensor]:
+    """The weights and buffers of one of its models, not read yet but for tiny ones; tied ones are one object."""
     models = checkpoint.tree.get("models")
     if not isinstance(models, list) or not all(isinstance(one, dict) for one in models):
         raise CheckpointError(f"{checkpoint.folder} holds no models")
     if not 0 <= model < len(models):
         raise CheckpointError(f"{checkpoint.folder} holds {len(models)} models; there is no model {model}")
-    known: dict[int, Any] = {}
-    found: dict[str, Tensor] = {}
-    for name, stored in models[model].items():
-        tensor = known.setdefault(id(stored), None)
-        if tensor is None:
-            tensor = known[id(stored)] = full_tree(stored)
-        if isinstance(tensor, Tensor):
-            found[name] = tensor
-    return found
+    return {name: stored for name, stored in models[model].items() if isinstance(stored, Tensor | StoredTensor)}
+
+
+def weights_of(checkpoint: Checkpoint, model: int = 0) -> dict[str, Tensor]:
+    """The same, read."""
+    stored = stored_weights(checkpoint, model)
+    read = {id(one): one if isinstance(one, Tensor) else one.full_tensor() for one in stored.values()}
+    return {name: read[id(one)] for name, one in stored.items()}
 
 
 def read_weights(path: Path, model: int = 0) -> dict[str, Tensor]:

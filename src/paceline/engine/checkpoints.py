@@ -42,7 +42,16 @@ from paceline.checkpoint.retention import (
     remove_leftovers,
     set_aside,
 )
-from paceline.checkpoint.save import AsyncWriter, Portion, SnapshotBuffer, complete, give_up, portion_of, write_portion
+from paceline.checkpoint.save import (
+    AsyncWriter,
+    Beside,
+    Portion,
+    SnapshotBuffer,
+    complete,
+    give_up,
+    portion_of,
+    write_portion,
+)
 from paceline.checkpoint.tensor_file import best_checksum
 from paceline.elastic.faults import fault_point
 from paceline.engine.config import EngineConfig
@@ -67,6 +76,7 @@ class _Last:
     folder: Path
     extra: Any
     about: dict[str, Any]
+    beside: Beside | None
 
 
 class Checkpoints:
@@ -95,10 +105,18 @@ class Checkpoints:
         self._keep, self._asynchronous, self._when_busy = keep, asynchronous, when_busy
         self._saved = False
 
-    def save(self, extra: Any = None, *, score: float | None = None, greater_is_better: bool = True) -> Path | None:
+    def save(
+        self,
+        extra: Any = None,
+        *,
+        score: float | None = None,
+        greater_is_better: bool = True,
+        beside: Beside | None = None,
+    ) -> Path | None:
         """Save the job as it is after this step; None if it is not saved: a warning says why.
 
         `extra`, a tree of plain values and tensors, comes back from `resume`. The best `score` is among those kept.
+        `beside` writes more files into the folder, on the main worker, where the checkpoint is written.
         """
         if not self._at_boundary("checkpoints.save"):
             return None
@@ -108,13 +126,14 @@ class Checkpoints:
         about = {} if score is None else {"score": score, "greater_is_better": greater_is_better}
         try:
             self._set_aside()
-            self._last = _Last(self._around().world, self._step(), folder, extra, about)
+            self._last = _Last(self._around().world, self._step(), folder, extra, about, beside)
             if self._asynchronous:
-                if not self._saver.start(folder, extra, about, self._prune, drop=self._when_busy == "drop"):
+                drop = self._when_busy == "drop"
+                if not self._saver.start(folder, extra, about, self._prune, drop=drop, beside=beside):
                     self._say(f"paceline: {folder.name} is dropped: the save before it is still being written")
                     return None
             else:
-                self._saver.save(folder, extra, about)
+                self._saver.save(folder, extra, about, beside)
         except CheckpointError as error:
             self._warn(str(error))
             return None
@@ -194,7 +213,7 @@ class Checkpoints:
             return
         self._saver.take_failure()
         try:
-            self._saver.save(last.folder, last.extra, last.about)
+            self._saver.save(last.folder, last.extra, last.about, last.beside)
         except CheckpointError as error:
             self._warn(str(error))
 
@@ -258,6 +277,7 @@ class Save:
     is_main: bool
     timeout_s: float
     step: int
+    beside: Beside | None
 
     def write(self) -> None:
         try:
@@ -265,7 +285,7 @@ class Save:
             write_portion(self.partial, self.portion, self.checksum)
             if self.is_main:
                 workers = self.portion.workers
-                complete(self.partial, self.folder, workers, self.about, self.checksum, self.timeout_s)
+                complete(self.partial, self.folder, workers, self.about, self.checksum, self.timeout_s, self.beside)
         except Exception as error:
             plain = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
             reason = getattr(error, "strerror", None) or plain
@@ -283,7 +303,9 @@ class Saver:
         self._writer, self._room = AsyncWriter(), SnapshotBuffer()
         self._under_way: Save | None = None
 
-    def save(self, folder: Path, extra: Any = None, about: dict[str, Any] | None = None) -> None:
+    def save(
+        self, folder: Path, extra: Any = None, about: dict[str, Any] | None = None, beside: Beside | None = None
+    ) -> None:
         """Save, and come back when it is whole on the disk; raises on every worker if it can't be.
 
         If workers are lost meanwhile, those that are left save again.
@@ -291,14 +313,14 @@ class Saver:
         while True:
             world = self._around().world
             try:
-                return self._save_once(folder, extra, about)
+                return self._save_once(folder, extra, about, beside)
             except CheckpointError:
                 if self._around().world is world:
                     raise
 
-    def _save_once(self, folder: Path, extra: Any, about: dict[str, Any] | None) -> None:
+    def _save_once(self, folder: Path, extra: Any, about: dict[str, Any] | None, beside: Beside | None) -> None:
         self._all_done()
-        save = self._begun(folder, extra, about or {})
+        save = self._begun(folder, extra, about or {}, beside)
         fault_point("snapshot", save.step)
         failure: str | None = None
         try:
@@ -311,14 +333,21 @@ class Saver:
             raise CheckpointError(failures[0])
 
     def start(
-        self, folder: Path, extra: Any, about: dict[str, Any], afterwards: Callable[[], None], *, drop: bool
+        self,
+        folder: Path,
+        extra: Any,
+        about: dict[str, Any],
+        afterwards: Callable[[], None],
+        *,
+        drop: bool,
+        beside: Beside | None = None,
     ) -> bool:
         """Take a snapshot and write it in the background; False: it is dropped, for the one before is not written."""
         busy = any(self._around().told(self._writer.busy))
         if busy and drop:
             return False
         self._all_done()
-        save = self._begun(folder, extra, about)
+        save = self._begun(folder, extra, about, beside)
         fault_point("snapshot", save.step)
         copied = Save(**{**vars(save), "portion": save.portion.copied(self._room)})
 
@@ -405,7 +434,7 @@ class Saver:
             wrong = [f"{folder} can't be read: {type(error).__name__}: {cause_of(error)}"]
         return [line for lines in around.told(wrong) for line in lines]
 
-    def _begun(self, folder: Path, extra: Any, about: dict[str, Any]) -> Save:
+    def _begun(self, folder: Path, extra: Any, about: dict[str, Any], beside: Beside | None) -> Save:
         around, state = self._around(), self._state()
         world, is_main = around.world, around.world.is_main
         portion, failure = None, None
@@ -428,7 +457,7 @@ class Saver:
             raise CheckpointError(f"{folder} could not be saved: a worker was lost")
         whole = self._about(state, world) | about if is_main else {}
         timeout_s, step = self._config.timeout_s, state.step.step
-        self._under_way = save = Save(folder, partial, portion, whole, checksum, is_main, timeout_s, step)
+        self._under_way = save = Save(folder, partial, portion, whole, checksum, is_main, timeout_s, step, beside)
         return save
 
     def _made_ready(self, folder: Path, needed: int) -> str | None:

@@ -437,9 +437,9 @@ class TrainStep:
             return
         sent = self.phase in (Phase.COLLECTED, Phase.APPLIED)
         item = rules.item_of_mean(self._item_of_body(), name, sent=sent)
+        key = name_key(name)
+        self._mean_names[key] = name  # of a shadow too: other workers' lanes give its mean a value
         if not item.shadow:
-            key = name_key(name)
-            self._mean_names[key] = name
             weight = float(item.samples) if weight is None else float(weight)
             self.now.report(item.lane).add_mean(key, float(value), weight)
 

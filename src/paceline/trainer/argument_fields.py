@@ -143,6 +143,9 @@ class _Optimization:
     adam_epsilon: float = setting(1e-8, "AdamW's term for numerical stability")
     max_grad_norm: float = setting(1.0, "the gradient of the global batch is clipped to it; 0: not at all")
     label_smoothing_factor: float = setting(0.0, "how much of each label is spread over all classes")
+    neftune_noise_alpha: float | None = setting(
+        None, "NEFTune: noise of this size on the input embeddings, in training"
+    )
     average_tokens_across_devices: bool = setting(True, "the loss is the mean over all tokens of a step, always")
 
 
@@ -247,6 +250,7 @@ class _Ours:
     offload: str | None = setting(None, "ours: kept in the host's memory: optimizer, parameters")
     on_nonfinite: str = setting("stop", "ours: a loss that is NaN or infinite: stop, skip, continue")
     overwrite_output_dir: bool = setting(False, "ours: remove the checkpoints of an earlier run in output_dir")
+    pretrained_files: bool = setting(True, "ours: checkpoints open with from_pretrained: model.safetensors, config …")
     asynchronous_save: bool = setting(True, "ours: checkpoints are written while training continues")
     record_samples: bool = setting(False, "ours: write which samples went into which step, for paceline data audit")
 
@@ -276,7 +280,6 @@ class UnsupportedFields:
     liger_kernel_config: dict[str, Any] | str | None = setting(
         None, "patch the model before you give it to the Trainer"
     )
-    neftune_noise_alpha: float | None = setting(None, "register a forward hook on the embedding that adds the noise")
     logging_nan_inf_filter: bool = setting(
         False, "a loss that is NaN or infinite is never smoothed away; on_nonfinite says what happens"
     )

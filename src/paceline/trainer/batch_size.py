@@ -44,23 +44,23 @@ class BatchSizeFinder:
         self._before = {name: value.detach().cpu().clone() for name, value in trainer.model.state_dict().items()}
         saved = _saved_size(Path(args.output_dir), resume)
         if saved is not None:
-            args.per_device_train_batch_size = saved
+            trainer._train_batch_size = saved
 
     def run(self, train: Callable[[], _T]) -> _T:
         while True:
             try:
                 return train()
             except (RuntimeError, MemoryError) as error:
-                if not is_out_of_memory(error) or self._trainer.args.per_device_train_batch_size == 1:
+                if not is_out_of_memory(error) or self._trainer._train_batch_size == 1:
                     raise
             self._halve()  # outside: what the exception holds on to is free by now
 
     def _halve(self) -> None:
-        trainer, args = self._trainer, self._trainer.args
-        args.per_device_train_batch_size //= 2
+        trainer = self._trainer
+        trainer._train_batch_size //= 2
+        size = trainer._train_batch_size
         trainer.engine.print(
-            f"paceline: out of memory; training starts again with per_device_train_batch_size="
-            f"{args.per_device_train_batch_size}"
+            f"paceline: out of memory; training starts again as with per_device_train_batch_size={size}"
         )
         trainer.engine.close()
         for name, value in trainer.model.state_dict(keep_vars=True).items():

@@ -57,7 +57,7 @@ class TrainerState:
     train_batch_size: int | None = None
     num_train_epochs: int = 0
     num_input_tokens_seen: int = 0
-    total_flos: float = 0
+    total_flos: float = 0.0
     log_history: list[dict[str, Any]] = field(default_factory=list)
     best_metric: float | None = None
     best_global_step: int | None = None

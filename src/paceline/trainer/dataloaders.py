@@ -51,10 +51,10 @@ def train_loader(
     arguments: TrainingArguments,
     collator: Collator,
     device: torch.device,
-    sampler: Sampler[int] | None = None,
+    sampler: Sampler[int] | None,
+    size: int,
 ) -> DataLoader[Any]:
-    options = _options(arguments, collator, device)
-    size, drop_last = arguments.per_device_train_batch_size, arguments.dataloader_drop_last
+    options, drop_last = _options(arguments, collator, device), arguments.dataloader_drop_last
     if is_stream(dataset):
         if arguments.train_sampling_strategy is Sampling.GROUP_BY_LENGTH:
             raise ConfigError("train_sampling_strategy='group_by_length' needs a dataset with a length, not a stream")
@@ -85,7 +85,7 @@ def is_stream(dataset: Any) -> bool:
     return isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__")
 
 
-def train_sampler(dataset: Any, arguments: TrainingArguments, processing_class: Any) -> Sampler[int]:
+def train_sampler(dataset: Any, arguments: TrainingArguments, processing_class: Any, size: int) -> Sampler[int]:
     """The order that the arguments name; a torch RandomSampler stands for the Engine's own shuffle."""
     if len(dataset) == 0:
         raise ConfigError("train_dataset is empty: there is nothing to train on")
@@ -95,7 +95,7 @@ def train_sampler(dataset: Any, arguments: TrainingArguments, processing_class: 
             lengths = list(dataset[column]) if column in getattr(dataset, "column_names", ()) else None
             names = getattr(processing_class, "model_input_names", None)
             return LengthGroupedSampler(
-                arguments.per_device_train_batch_size * arguments.gradient_accumulation_steps,
+                size * arguments.gradient_accumulation_steps,
                 dataset=dataset,
                 lengths=lengths,
                 model_input_name=names[0] if names else None,

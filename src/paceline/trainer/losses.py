@@ -57,7 +57,7 @@ class LossRule:
         label_names: Sequence[str] | None = None,
         smoothing: float = 0.0,
     ) -> None:
-        self._function, self._smoothing = loss_function, smoothing
+        self._function, self.smoothing = loss_function, smoothing
         self.names = tuple(label_names or label_names_of(model))
         self._shifts = shifts_labels(model)
         self._takes_count = loss_function is not None and takes(loss_function, "num_items_in_batch")
@@ -65,7 +65,7 @@ class LossRule:
     @property
     def takes_labels_out(self) -> bool:
         """The model does not get the labels: a loss function does."""
-        return self._function is not None or self._smoothing > 0
+        return self._function is not None or self.smoothing > 0
 
     def call(self, batch: Any) -> Called:
         if isinstance(batch, Mapping):
@@ -92,7 +92,7 @@ class LossRule:
         if self._function is not None and (called.labels is not None or needed):
             count = {"num_items_in_batch": weight} if self._takes_count else {}
             value: Tensor | None = self._function(outputs, called.labels, **count)
-        elif self._smoothing > 0 and called.labels is not None:
+        elif self.smoothing > 0 and called.labels is not None:
             value = self._smoothed(outputs, called.labels)
         else:
             value = found_loss(outputs)
@@ -132,7 +132,7 @@ class LossRule:
             logits.reshape(-1, logits.shape[-1]).float(),
             labels.reshape(-1),
             ignore_index=IGNORED,
-            label_smoothing=self._smoothing,
+            label_smoothing=self.smoothing,
         )
 
 

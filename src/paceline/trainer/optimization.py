@@ -137,7 +137,7 @@ def get_scheduler(
         return ReduceLROnPlateau(optimizer, **more)
     factor = _FACTORS[kind]
     highest = float(optimizer.defaults["lr"])
-    all_known = {"warmup": num_warmup_steps, "steps": num_training_steps, "highest": highest}
+    all_known = {"num_warmup_steps": num_warmup_steps, "num_training_steps": num_training_steps, "lr_init": highest}
     known = {key: value for key, value in all_known.items() if key in inspect.signature(factor).parameters}
     _check_kwargs(kind, factor, more, given=("step", *known))
     try:
@@ -152,7 +152,9 @@ def reach(scheduler: Any, steps: int) -> None:
     """Let a schedule of ours end after so many steps; the warm-up stays what it was."""
     if isinstance(scheduler, LambdaLR):
         scheduler.lr_lambdas = [
-            partial(factor, steps=steps) if isinstance(factor, partial) and "steps" in factor.keywords else factor
+            partial(factor, num_training_steps=steps)
+            if isinstance(factor, partial) and "num_training_steps" in factor.keywords
+            else factor
             for factor in scheduler.lr_lambdas
         ]
 
@@ -171,103 +173,109 @@ def _check_kwargs(
 # -- factors ---------------------------------------------------------------------------------------------------------
 
 
-def _rising(step: int, warmup: int) -> float:
-    return step / max(1, warmup)
+def _rising(step: int, num_warmup_steps: int) -> float:
+    return step / max(1, num_warmup_steps)
 
 
-def _done(step: int, warmup: int, steps: int) -> float:
+def _done(step: int, num_warmup_steps: int, num_training_steps: int) -> float:
     """The part of the way after the warm-up."""
-    return (step - warmup) / max(1, steps - warmup)
+    return (step - num_warmup_steps) / max(1, num_training_steps - num_warmup_steps)
 
 
 def constant(step: int) -> float:
     return 1.0
 
 
-def constant_with_warmup(step: int, warmup: int) -> float:
-    return _rising(step, warmup) if step < warmup else 1.0
+def constant_with_warmup(step: int, num_warmup_steps: int) -> float:
+    return _rising(step, num_warmup_steps) if step < num_warmup_steps else 1.0
 
 
-def linear(step: int, warmup: int, steps: int) -> float:
-    return _rising(step, warmup) if step < warmup else max(0.0, 1 - _done(step, warmup, steps))
+def linear(step: int, num_warmup_steps: int, num_training_steps: int) -> float:
+    return (
+        _rising(step, num_warmup_steps)
+        if step < num_warmup_steps
+        else max(0.0, 1 - _done(step, num_warmup_steps, num_training_steps))
+    )
 
 
-def cosine(step: int, warmup: int, steps: int, num_cycles: float = 0.5) -> float:
-    if step < warmup:
-        return _rising(step, warmup)
-    return max(0.0, (1 + math.cos(2 * math.pi * num_cycles * _done(step, warmup, steps))) / 2)
+def cosine(step: int, num_warmup_steps: int, num_training_steps: int, num_cycles: float = 0.5) -> float:
+    if step < num_warmup_steps:
+        return _rising(step, num_warmup_steps)
+    return max(0.0, (1 + math.cos(2 * math.pi * num_cycles * _done(step, num_warmup_steps, num_training_steps))) / 2)
 
 
-def cosine_with_restarts(step: int, warmup: int, steps: int, num_cycles: int = 1) -> float:
-    if step < warmup:
-        return _rising(step, warmup)
-    done = _done(step, warmup, steps)
+def cosine_with_restarts(step: int, num_warmup_steps: int, num_training_steps: int, num_cycles: int = 1) -> float:
+    if step < num_warmup_steps:
+        return _rising(step, num_warmup_steps)
+    done = _done(step, num_warmup_steps, num_training_steps)
     return 0.0 if done >= 1 else (1 + math.cos(math.pi * (num_cycles * done % 1.0))) / 2
 
 
-def polynomial(step: int, warmup: int, steps: int, highest: float, lr_end: float = 1e-7, power: float = 1.0) -> float:
-    if lr_end >= highest:
-        raise ValueError(f"lr_end={lr_end} is not below the learning rate {highest}")
-    if step < warmup:
-        return _rising(step, warmup)
-    left = 1 - min(1.0, _done(step, warmup, steps))
-    return float(((highest - lr_end) * left**power + lr_end) / highest)
+def polynomial(
+    step: int, num_warmup_steps: int, num_training_steps: int, lr_init: float, lr_end: float = 1e-7, power: float = 1.0
+) -> float:
+    if lr_end >= lr_init:
+        raise ValueError(f"lr_end={lr_end} is not below the learning rate {lr_init}")
+    if step < num_warmup_steps:
+        return _rising(step, num_warmup_steps)
+    left = 1 - min(1.0, _done(step, num_warmup_steps, num_training_steps))
+    return float(((lr_init - lr_end) * left**power + lr_end) / lr_init)
 
 
-def inverse_sqrt(step: int, warmup: int, timescale: int | None = None) -> float:
-    if step < warmup:
-        return _rising(step, warmup)
-    timescale = timescale or warmup or 10_000
-    return math.sqrt(timescale / (step + timescale - warmup))
+def inverse_sqrt(step: int, num_warmup_steps: int, timescale: int | None = None) -> float:
+    if step < num_warmup_steps:
+        return _rising(step, num_warmup_steps)
+    timescale = timescale or num_warmup_steps or 10_000
+    return math.sqrt(timescale / (step + timescale - num_warmup_steps))
 
 
 def cosine_with_min_lr(
     step: int,
-    warmup: int,
-    steps: int,
-    highest: float,
+    num_warmup_steps: int,
+    num_training_steps: int,
+    lr_init: float,
     num_cycles: float = 0.5,
     min_lr: float | None = None,
     min_lr_rate: float | None = None,
 ) -> float:
-    least = _least(highest, min_lr, min_lr_rate)
-    if step < warmup:
-        return _rising(step, warmup)
-    wave = (1 + math.cos(2 * math.pi * num_cycles * _done(step, warmup, steps))) / 2
+    least = _least(lr_init, min_lr, min_lr_rate)
+    if step < num_warmup_steps:
+        return _rising(step, num_warmup_steps)
+    wave = (1 + math.cos(2 * math.pi * num_cycles * _done(step, num_warmup_steps, num_training_steps))) / 2
     return max(0.0, wave * (1 - least) + least)
 
 
 def cosine_warmup_with_min_lr(
     step: int,
-    warmup: int,
-    steps: int,
-    highest: float,
+    num_warmup_steps: int,
+    num_training_steps: int,
+    lr_init: float,
     num_cycles: float = 0.5,
     min_lr: float | None = None,
     min_lr_rate: float | None = None,
     warmup_lr_rate: float | None = None,
 ) -> float:
     """Its warm-up begins above zero, and each step counts as done when it begins."""
-    least = _least(highest, min_lr, min_lr_rate)
-    if step < warmup and warmup_lr_rate is None:
-        return (step + 1) / max(1, warmup)
-    if step < warmup:
+    least = _least(lr_init, min_lr, min_lr_rate)
+    if step < num_warmup_steps and warmup_lr_rate is None:
+        return (step + 1) / max(1, num_warmup_steps)
+    if step < num_warmup_steps:
         assert warmup_lr_rate is not None
-        return warmup_lr_rate + (1 - warmup_lr_rate) * step / max(1, warmup - 1)
-    wave = (1 + math.cos(2 * math.pi * num_cycles * _done(step + 1, warmup, steps))) / 2
+        return warmup_lr_rate + (1 - warmup_lr_rate) * step / max(1, num_warmup_steps - 1)
+    wave = (1 + math.cos(2 * math.pi * num_cycles * _done(step + 1, num_warmup_steps, num_training_steps))) / 2
     return max(0.0, wave * (1 - least) + least)
 
 
-def _least(highest: float, min_lr: float | None, min_lr_rate: float | None) -> float:
+def _least(lr_init: float, min_lr: float | None, min_lr_rate: float | None) -> float:
     if (min_lr is None) == (min_lr_rate is None):
         raise ValueError("give one of min_lr and min_lr_rate in lr_scheduler_kwargs")
-    return min_lr / highest if min_lr is not None else float(min_lr_rate or 0.0)
+    return min_lr / lr_init if min_lr is not None else float(min_lr_rate or 0.0)
 
 
 def warmup_stable_decay(
     step: int,
-    warmup: int,
-    steps: int,
+    num_warmup_steps: int,
+    num_training_steps: int,
     num_decay_steps: int,
     num_stable_steps: int | None = None,
     warmup_type: str = "linear",
@@ -278,13 +286,13 @@ def warmup_stable_decay(
     for name in (warmup_type, decay_type):
         if name not in _SHAPES:
             raise ValueError(f"{name!r} is no shape; choose {', '.join(_SHAPES)}")
-    stable = steps - warmup - num_decay_steps if num_stable_steps is None else num_stable_steps
-    if step < warmup:
-        factor = _SHAPES[warmup_type](1 - _rising(step, warmup))
-    elif step < warmup + stable:
+    stable = num_training_steps - num_warmup_steps - num_decay_steps if num_stable_steps is None else num_stable_steps
+    if step < num_warmup_steps:
+        factor = _SHAPES[warmup_type](1 - _rising(step, num_warmup_steps))
+    elif step < num_warmup_steps + stable:
         return 1.0
-    elif step < warmup + stable + num_decay_steps:
-        done = (step - warmup - stable) / max(1, num_decay_steps)
+    elif step < num_warmup_steps + stable + num_decay_steps:
+        done = (step - num_warmup_steps - stable) / max(1, num_decay_steps)
         factor = _SHAPES[decay_type](done * 2 * num_cycles if decay_type == "cosine" else done)
     else:
         return min_lr_ratio

@@ -26,11 +26,11 @@ from paceline.checkpoint.retention import all_checkpoints, set_aside
 from paceline.engine.config import counted
 from paceline.engine.engine import Engine
 from paceline.errors import CheckpointError, ConfigError
+from paceline.trainer.pretrained_files import WEIGHTS, say_dtype
 from paceline.trainer.training_arguments import TrainingArguments
 from paceline.world.known_names import MOST_LANES
 
 ARGUMENTS = "training_arguments.json"
-WEIGHTS = "model.safetensors"
 
 
 def where_to_begin(arguments: TrainingArguments, resume: bool | str | Path | None) -> bool | Path:
@@ -94,7 +94,9 @@ def write_weights(folder: Path, model: nn.Module, state: dict[str, Tensor], proc
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if callable(getattr(model, "save_pretrained", None)):
+            dtypes = [value.dtype for value in state.values()]  # before: it takes out what it has written
             model.save_pretrained(str(folder), state_dict=state)  # type: ignore[operator]
+            say_dtype(folder, dtypes)
         else:
             partial = folder / f".{WEIGHTS}.partial"
             plain = {name: value.clone(memory_format=torch.contiguous_format) for name, value in state.items()}

@@ -118,6 +118,7 @@ class Trainer:
             )
         if world is not None:
             self.args._world = world
+        self._train_batch_size = self.args.train_batch_size  # auto_find_batch_size may find another
         self._engine: Engine | None = None
         self.model_init = model_init
         self.model: nn.Module = model if model is not None else self.call_model_init()
@@ -346,7 +347,8 @@ class Trainer:
             raise ConfigError("the Trainer has no train_dataset to train on")
         data = self._remove_unused_columns(self.train_dataset, "training")
         sampler = None if is_stream(data) else self._get_train_sampler(data)
-        return train_loader(data, self.args, self._collator(data, "training"), self.engine.device, sampler)
+        collator = self._collator(data, "training")
+        return train_loader(data, self.args, collator, self.engine.device, sampler, self._train_batch_size)
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader[Any]:
         dataset = self.eval_dataset if eval_dataset is None else eval_dataset
@@ -371,9 +373,8 @@ class Trainer:
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Sampler[int] | None:
         """The order of the samples, the same on every worker: the Engine assigns it to lanes."""
-        return train_sampler(
-            self.train_dataset if train_dataset is None else train_dataset, self.args, self.processing_class
-        )
+        data = self.train_dataset if train_dataset is None else train_dataset
+        return train_sampler(data, self.args, self.processing_class, self._train_batch_size)
 
     def _get_eval_sampler(self, eval_dataset: Any) -> Sampler[int] | None:
         """The dataset's order; one of your own is asked once for each loader."""
@@ -541,8 +542,9 @@ class Trainer:
         return self.model
 
     @property
-    def _train_batch_size(self) -> int:
-        return self.args.train_batch_size
+    def label_smoother(self) -> LossRule | None:
+        """What smooths labels, where something does."""
+        return self.loss_rule if self.loss_rule.smoothing > 0 else None
 
     def _get_output_dir(self, trial: Any = None) -> str:
         return self.args.output_dir
@@ -566,6 +568,10 @@ class Trainer:
         folder = Path(self.args.output_dir if output_dir is None else output_dir)
         state = run_folder.tied(self.model, dict(self.model.state_dict())) if state_dict is None else state_dict
         run_folder.write_weights(folder, self.model, state, self.processing_class)
+
+    def saves_by_itself(self) -> bool:
+        """Whether a subclass writes the model its own way; then checkpoints hold what it writes."""
+        return overrides(self, "save_model", Trainer) or overrides(self, "_save", Trainer)
 
     def _save_checkpoint(self, model: nn.Module, trial: Any = None) -> None:
         """checkpoint-N of the step that has just acted; called on every worker, while training."""

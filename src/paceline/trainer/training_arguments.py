@@ -77,7 +77,9 @@ _COUNTS = {
     "threads": (1, MOST_THREADS),
 }
 """From, to; where there may be none it is None."""
-_NEVER_NEGATIVE = dict.fromkeys(("learning_rate", "weight_decay", "max_grad_norm", "adam_epsilon")) | dict.fromkeys(
+_NEVER_NEGATIVE = dict.fromkeys(
+    ("learning_rate", "weight_decay", "max_grad_norm", "adam_epsilon", "neftune_noise_alpha")
+) | dict.fromkeys(
     ("warmup_steps", "num_train_epochs", "eval_delay", "logging_steps", "eval_steps", "save_steps"), _MANY
 )
 """With the most of it, where there is one."""

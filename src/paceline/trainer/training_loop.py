@@ -23,12 +23,14 @@ from __future__ import annotations
 import math
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from paceline.checkpoint.retention import all_checkpoints, checkpoint_name
@@ -39,6 +41,7 @@ from paceline.trainer.argument_fields import IntervalStrategy, SaveStrategy
 from paceline.trainer.callbacks import TrainerState, full_metric_name
 from paceline.trainer.meters import Meters, PeakMemory, model_flops, peak_flops
 from paceline.trainer.optimization import reach
+from paceline.trainer.pretrained_files import STATE, PretrainedFiles
 from paceline.trainer.training_arguments import TrainingArguments
 
 if TYPE_CHECKING:
@@ -88,10 +91,10 @@ class RunPlan:
         return {"samples_per_step": self.samples_per_step, "shift": self.shift}
 
 
-def plan_run(loader: Any, arguments: TrainingArguments, lanes: int) -> RunPlan:
+def plan_run(loader: Any, arguments: TrainingArguments, lanes: int, batch_size: int) -> RunPlan:
     """`loader` is a prepared one: its length is the same at any number of workers."""
     per_epoch = loader.source.steps
-    samples = arguments.per_device_train_batch_size * arguments.gradient_accumulation_steps * lanes
+    samples = batch_size * arguments.gradient_accumulation_steps * lanes
     if per_epoch == 0:
         raise ConfigError(
             f"an epoch has no step: the {len(loader.dataset):,} samples don't fill a global batch of {samples}, and "
@@ -132,6 +135,34 @@ def metric_for_best(arguments: TrainingArguments, metrics: Mapping[str, Any]) ->
     return float(metrics[name])
 
 
+@contextmanager
+def noisy_embeddings(model: nn.Module, alpha: float | None) -> Iterator[None]:
+    """NEFTune: in training, what the input embedding gives gets uniform noise of up to alpha / √(length · width).
+
+    The noise is drawn from torch's generator, as dropout is, so it is the lane's and not the worker's.
+    """
+    if not alpha:
+        yield
+        return
+    find = getattr(model, "get_input_embeddings", None)
+    if not callable(find):
+        raise ConfigError(
+            f"neftune_noise_alpha needs a model with get_input_embeddings(); {type(model).__name__} has none"
+        )
+
+    def add_noise(module: nn.Module, given: Any, output: torch.Tensor) -> torch.Tensor:
+        if not module.training:
+            return output
+        most = alpha / math.sqrt(output.shape[1] * output.shape[2])
+        return output + torch.empty_like(output).uniform_(-most, most)
+
+    handle = find().register_forward_hook(add_noise)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
 class TrainingLoop:
     def __init__(
         self,
@@ -143,7 +174,7 @@ class TrainingLoop:
         self.trainer, self.args, self.engine = trainer, trainer.args, trainer.engine
         self._ignore_keys = ignore_keys_for_eval
         self.losses = Losses()
-        flops = model_flops(trainer.model)
+        self._flops = model_flops(trainer.model)
         self.norm: float | None = None
         self.rate = 0.0
         self.saved_step = self.evaluated_step = -1
@@ -153,12 +184,13 @@ class TrainingLoop:
         self.checkpoints = self.engine.checkpoints(
             self.args.output_dir, keep=self.args.save_total_limit, asynchronous=self.args.asynchronous_save
         )
+        self._files = PretrainedFiles(trainer.model, trainer.processing_class)
         self.loader, self.plan = self._prepared()
         self.began_at_step = 0
         self._resume(resume, accept)
         self.engine.share_with_joiners(self._extra, self._join)
         self._paused = True  # something else than training came before the next step
-        self.meters = self._meters(flops)
+        self.meters = self._meters(self._flops)
         trainer.reports.attach(self.engine, self.meters)
 
     # -- before the first step ----------------------------------------------------------------------------------------
@@ -174,7 +206,7 @@ class TrainingLoop:
         optimizer = trainer.create_optimizer()
         given = [] if trainer.lr_scheduler is None else [trainer.lr_scheduler]
         *_, loader = engine.prepare(trainer.model, optimizer, *given, source)
-        plan = plan_run(loader, self.args, engine.config.lanes)
+        plan = plan_run(loader, self.args, engine.config.lanes, trainer._train_batch_size)
         if expected not in (None, plan.max_steps):
             raise ConfigError(
                 f"create_optimizer_and_scheduler was called with {expected} steps, but the loader gives "
@@ -214,7 +246,7 @@ class TrainingLoop:
                 raise CheckpointError(f"none of the {len(bad)} checkpoints in {folder} can be used; see above why")
             self.engine.print(f"paceline: there is no checkpoint in {folder}; training starts at step 0")
         state.max_steps, state.num_train_epochs = self.plan.max_steps, self.plan.epochs
-        state.train_batch_size = self.args.train_batch_size
+        state.train_batch_size = self.trainer._train_batch_size
         state.compute_steps(self.args, self.plan.max_steps)
         state.global_step = self.began_at_step = self.engine.step
         self.trainer.state = state
@@ -261,6 +293,10 @@ class TrainingLoop:
     # -- the loop -----------------------------------------------------------------------------------------------------
 
     def run(self) -> TrainOutput:
+        with noisy_embeddings(self.trainer.model, self.args.neftune_noise_alpha):
+            return self._run()
+
+    def _run(self) -> TrainOutput:
         trainer = self.trainer
         began = time.perf_counter()
         trainer.model.train()
@@ -336,6 +372,7 @@ class TrainingLoop:
         self.losses.add(engine.means["loss"])
         tokens = round(engine.means["tokens"] * item.step_samples)
         state.num_input_tokens_seen += tokens
+        state.total_flos += self._flops * (tokens or item.step_samples)
         waited = engine.timing.waited_for_data_s
         self.meters.step(samples=item.step_samples, tokens=tokens, waited_s=waited, loss=engine.means["loss"])
         every = self.args.torch_empty_cache_steps
@@ -422,13 +459,30 @@ class TrainingLoop:
         """What the Trainer's _save_checkpoint does."""
         trainer, score = self.trainer, self._score
         if self.args.save_only_model and not self.engine.stop_requested:
-            trainer.save_model(self._folder(), _internal_call=True)
-            best = trainer.state.best_model_checkpoint
-            run_folder.prune_weights(self.args, best, main=trainer.is_world_process_zero())
+            self._save_model_alone()
             return
         score = None if score is None or math.isnan(score) else score
         greater = True if score is None else bool(self.args.greater_is_better)
-        self._is_dropped = self.checkpoints.save(self._extra(), score=score, greater_is_better=greater) is None
+        own, wanted = trainer.saves_by_itself(), self.args.pretrained_files
+        beside = self._files.writer(trainer.state.to_dict()) if wanted and not own and self._is_main() else None
+        saved = self.checkpoints.save(self._extra(), score=score, greater_is_better=greater, beside=beside)
+        self._is_dropped = saved is None
+        if wanted and own and not self._is_dropped:  # a subclass writes the model: into a folder that is there
+            self.checkpoints.wait()
+            self._write_model(self._folder())
+
+    def _save_model_alone(self) -> None:
+        self._write_model(self._folder())
+        best = self.trainer.state.best_model_checkpoint
+        run_folder.prune_weights(self.args, best, main=self._is_main())
+
+    def _write_model(self, folder: Path) -> None:
+        self.trainer.save_model(folder, _internal_call=True)
+        if self._is_main():
+            self.trainer.state.save_to_json(folder / STATE)
+
+    def _is_main(self) -> bool:
+        return self.trainer.is_world_process_zero()
 
     def _folder(self) -> Path:
         return Path(self.args.output_dir) / checkpoint_name(self.trainer.state.global_step)
