@@ -28,6 +28,7 @@ TAKEN = {
     "overlap": {True},
     "activation_checkpointing": {"nonsense"},  # the name of a class, which is looked for in `prepare`
     "record_samples": {"nonsense", "-1"},
+    "project_dir": {"nonsense", "-1"},
 }
 
 

@@ -32,8 +32,10 @@ class MetricsLog:
         world: Callable[[], Mapping[str, Any]],
         say: Callable[[str], None],
     ) -> None:
-        choose(log_with, main=False)  # a wrong name is an error now, not after the data are loaded
-        self._log_with, self._folder = log_with, project_dir
+        self._log_with, self._folder = _names("log_with", log_with), project_dir
+        choose(
+            self._log_with, main=False, argument="log_with"
+        )  # a wrong name is an error now, not after the data are loaded
         self._is_main, self._world, self._say = is_main, world, say
         self._reports: RunReports | None = None
         self._history: list[Mapping[str, Any]] = []
@@ -58,6 +60,15 @@ class MetricsLog:
         if self._reports is not None:
             self._reports.close(ok=True)
             self._reports = None
+
+
+def _names(argument: str, value: Any) -> list[str]:
+    names = [] if value is None else [value] if isinstance(value, str) else value
+    if not isinstance(names, list | tuple) or not all(isinstance(name, str) and name for name in names):
+        raise ConfigError(f"{argument}: expected the name of a tracker, or several, not a {type(value).__name__}")
+    if value is not None and not names:
+        raise ConfigError(f"{argument} is empty; leave it out, or name trackers")
+    return list(names)
 
 
 def _number(name: str, value: Any) -> float:

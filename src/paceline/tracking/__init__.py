@@ -43,25 +43,25 @@ KNOWN = {
 }
 
 
-def choose(report_to: str | Sequence[str] | None, *, main: bool = True) -> Reporters:
+def choose(report_to: str | Sequence[str] | None, *, main: bool = True, argument: str = "report_to") -> Reporters:
     """The reporters of a run, not started yet. Bad names and missing packages are errors on every worker."""
     names = [report_to] if isinstance(report_to, str) else list(report_to or ["none"])
     if names == ["all"]:
         chosen = [known.make("") for known in KNOWN.values() if _is_installed(known.module)]
     else:
-        chosen = [_named(name) for name in names if name != "none"]
+        chosen = [_named(name, argument) for name in names if name != "none"]
     return Reporters([JsonLines(), *chosen] if main else [], strict=names != ["all"])
 
 
-def _named(name: str) -> Reporter:
+def _named(name: str, argument: str) -> Reporter:
     base, colon, where = name.partition(":")
     known = KNOWN.get(base)
     if known is None or (colon and base != "prometheus"):
         near = get_close_matches(base, [*KNOWN, "all", "none"], n=1)
         hint = f"did you mean {near[0]!r}? It takes" if near and near[0] != base else "it takes"
-        raise ConfigError(f"report_to={name!r} is not known; {hint} {', '.join(KNOWN)}, or all or none alone")
+        raise ConfigError(f"{argument}={name!r} is not known; {hint} {', '.join(KNOWN)}, or all or none alone")
     if not _is_installed(known.module):
-        raise ConfigError(f"report_to={name!r} needs a package that is not installed: pip install {known.package}")
+        raise ConfigError(f"{argument}={name!r} needs a package that is not installed: pip install {known.package}")
     return known.make(where)
 
 
