@@ -290,3 +290,42 @@ def test_a_gloo_that_tells_nobody_where_it_listens_is_refused_by_its_torch() -> 
         store.set(f"0/{rank}", "somewhere")
     with pytest.raises(ConfigError, match="does not tell where it listens"):
         process_groups.gloo_connections(store, 0, 2)
+
+
+def connections_by_address(world: World, address: str, folder: str) -> int:
+    _, comm = connected(replace(world, host_address=address), "gloo", folder)
+    count = len(comm._sockets._found)
+    comm.close()
+    return count
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", "::1"])
+def test_gloo_s_connections_are_found_at_either_kind_of_address(address: str, tmp_path: Path) -> None:
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    try:
+        with socket.socket(family) as probe:
+            probe.bind((address, 0))
+    except OSError:
+        pytest.skip(f"no interface here has {address}")
+    results = run_workers(connections_by_address, 3, address=address, folder=str(tmp_path))
+    assert [(result.error, result.value) for result in results] == [(None, 2)] * 3, results
+
+
+def go_on_without_one(world: World, folder: str) -> int:
+    store, comm = connected(world, "gloo", folder)
+    if world.rank == 2:
+        comm.close()
+        return 0
+    before = set(comm._sockets._found.values())
+    comm.reconnect(comm.world.without({2}), PrefixStore("without 2", store))
+    new = set(comm._sockets._found.values()) - before
+    threading.Timer(0.2, comm.abandon, ["over"]).start()
+    with pytest.raises(GenerationEnded):
+        comm.receive(torch.ones(3), source=1 - comm.rank, tag=1).wait()
+    comm.close()
+    return len(new)
+
+
+def test_a_group_that_went_on_without_a_worker_knows_its_new_connections(tmp_path: Path) -> None:
+    results = run_workers(go_on_without_one, 3, folder=str(tmp_path))
+    assert [(result.error, result.value) for result in results] == [(None, 1), (None, 1), (None, 0)], results
