@@ -67,3 +67,12 @@ def no_process_is_left() -> Iterator[None]:
     yield
     left = multiprocessing.active_children()
     assert not left, f"the test left processes behind: {left}"
+
+
+@pytest.fixture(autouse=True)
+def no_default_group_is_left() -> Iterator[None]:
+    """An engine that a test did not close keeps torch's default group, which other libraries would find."""
+    yield
+    dist = sys.modules.get("torch.distributed")
+    if dist is not None and dist.is_available() and dist.is_initialized():
+        dist.destroy_process_group()

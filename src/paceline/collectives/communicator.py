@@ -535,6 +535,11 @@ class SingleWorker(Communicator):
         super().__init__({}, HashStore(), world or World(), backend="single", timeout_s=math.inf)
         self.rank, self.size = 0, 1
 
+    @property
+    def groups(self) -> Mapping[str, Any]:
+        """None are built for one worker."""
+        return {}
+
     def abandon(self, why: str) -> None:
         """Nothing waits here."""
 

@@ -79,7 +79,8 @@ class EngineConfig:
         whole_number("accumulate", self.accumulate, least=1, most=MOST_ACCUMULATED, why=why)
         number("bucket_mib", self.bucket_mib, above=0, why="a bucket holds at least one gradient")
         number("bucket_mib", self.bucket_mib, most=LARGEST_BUCKET_MIB)
-        seconds("timeout_s", self.timeout_s, why="a wait of no time always fails")
+        waits_s = seconds("timeout_s", self.timeout_s, why="a wait of no time always fails")
+        object.__setattr__(self, "timeout_s", waits_s)  # a plain number, whatever it was
         switch("overlap", self.overlap)
         one_word("backend", self.backend, BACKENDS)
         if self.global_batch_size is not None:

@@ -33,9 +33,7 @@ class MetricsLog:
         say: Callable[[str], None],
     ) -> None:
         self._log_with, self._folder = _names("log_with", log_with), project_dir
-        choose(
-            self._log_with, main=False, argument="log_with"
-        )  # an error now, not after the data are loaded
+        choose(self._log_with, main=False, argument="log_with")  # an error now, not after the data are loaded
         self._is_main, self._world, self._say = is_main, world, say
         self._reports: RunReports | None = None
         self._history: list[Mapping[str, Any]] = []

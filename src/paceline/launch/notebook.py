@@ -7,7 +7,6 @@ output by worker, a failure with its name, Ctrl-C, an elastic job.
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 import tempfile
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.errors import ConfigError, LaunchError
+from paceline.world.environment import unbuffered
 
 ENDS_IN_S = 40.0
 """What the launcher has to end its workers when the notebook is interrupted: its grace period, and some more."""
@@ -77,9 +77,8 @@ def _flags(options: Mapping[str, Any]) -> list[str]:
 
 def _run(command: Sequence[str]) -> int:
     """Its output is the notebook's: a cell shows what is written to Python's stdout, not to the descriptor."""
-    environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
     with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, text=True, env=environment
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, text=True, env=unbuffered()
     ) as launcher:
         try:
             assert launcher.stdout is not None

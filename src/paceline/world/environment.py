@@ -142,6 +142,11 @@ def temporary_folder() -> str | None:
     return text_of(os.environ, "TMPDIR")
 
 
+def unbuffered() -> dict[str, str]:
+    """For a process whose output is read line by line while it runs."""
+    return {**os.environ, "PYTHONUNBUFFERED": "1"}
+
+
 def with_temporary_files_in(folder: str) -> dict[str, str]:
     """For a program that is to leave its temporary files there."""
     return {**os.environ, "TMPDIR": folder}
