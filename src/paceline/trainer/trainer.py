@@ -13,6 +13,9 @@
 | evaluation and prediction                | `evaluation.py`, through `prediction_step`              |
 | loaders, optimizer, schedule             | `dataloaders.py`, `optimization.py`                     |
 | files of the run, reports                | `run_folder.py`, `reporting.py`, `integrations/`        |
+| files for from_pretrained, the Hub       | `pretrained_files.py`, `hub.py`                         |
+| what a subclass may override             | `overrides.py`                                          |
+| a batch size that fits into memory       | `batch_size.py`                                         |
 
 The same script runs alone, under `paceline run --workers N`, torchrun, SLURM or MPI.
 """
