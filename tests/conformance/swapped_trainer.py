@@ -25,7 +25,15 @@ _MODULES: list[Any] = [
     transformers.trainer_callback,
     transformers.training_args,
 ]
-_NAMES = ("Trainer", "TrainingArguments", "DefaultFlowCallback", "ProgressCallback", "PrinterCallback")
+_NAMES = (
+    "Trainer",
+    "TrainingArguments",
+    "Seq2SeqTrainer",
+    "Seq2SeqTrainingArguments",
+    "DefaultFlowCallback",
+    "ProgressCallback",
+    "PrinterCallback",
+)
 
 
 def swap() -> None:

@@ -32,7 +32,6 @@ _ACCELERATE = "accelerator_config is refused: there is no Accelerate below"
 _DDP = "ddp_static_graph is refused: gradients are not summed by DistributedDataParallel"
 _LOGGER = "looks into transformers' logger; ours is a Python warning"
 _OPTIMIZER_FILE = "looks for optimizer.pt, scheduler.pt, training_args.bin: that state is in the workers' parts"
-_GREEDY = "lr_scheduler_type='greedy' is refused: its rate follows from each worker's own losses"
 DELIBERATE = {
     "TrainerAcceleratorConfigTest::test_accelerate_config_from_dataclass_grad_accum": _ACCELERATE,
     "TrainerAcceleratorConfigTest::test_accelerator_config_empty": _ACCELERATE,
@@ -48,7 +47,6 @@ DELIBERATE = {
     "TrainerDDPKwargsTest::test_ddp_static_graph_true_reaches_accelerator": _DDP,
     "TrainerCallbackTest::test_duplicate_callback_warning": _LOGGER,
     "StatefulCallbackTest::test_missing_stateful_callback_warning": _LOGGER,
-    "StatefulCallbackTest::test_trainer_control_state_persists": "what control asks for next is not saved",
     "TrainerCheckpointSaveTest::test_save_checkpoints": _OPTIMIZER_FILE,
     "TrainerBestModelTest::test_load_best_model_at_end": _OPTIMIZER_FILE,
     "TrainerBestModelTest::test_load_best_model_from_safetensors": _OPTIMIZER_FILE,
@@ -56,8 +54,6 @@ DELIBERATE = {
     "TrainerBestModelTest::test_best_model_checkpoint_behavior": "counts the files in output_dir; ours has logs there",
     "TrainerBestModelTest::test_metric_for_best_model_behavior": "save_strategy='best' without a metric looks at loss",
     "TrainerGradientCheckpointingTest::test_gradient_checkpointing": "a model without blocks is refused",
-    "TrainerLRTest::test_greedy_lr": _GREEDY,
-    "TrainerLRTest::test_greedy_lr_args": _GREEDY,
     "TrainerLoggingTest::test_log_level": "log_level is refused: paceline prints",
     "TrainerLoggingTest::test_logging_inf_nan_filter": "logging_nan_inf_filter is refused: a NaN ends the training",
     "TrainerEvaluationTest::test_eval_use_gather_object": "eval_use_gather_object is refused: it travels by pickle",

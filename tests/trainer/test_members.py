@@ -13,7 +13,14 @@ from torch import Tensor, nn
 
 from paceline import TrainerCallback, TrainingArguments
 from paceline.errors import ConfigError, LoopError
-from paceline.trainer import DefaultFlowCallback, PrinterCallback, ProgressCallback, hub
+from paceline.trainer import (
+    DefaultFlowCallback,
+    EarlyStoppingCallback,
+    PrinterCallback,
+    ProgressCallback,
+    TrainerState,
+    hub,
+)
 from paceline.trainer.argument_fields import OptimizerNames
 from paceline.trainer.training_loop import noisy_embeddings
 from paceline.world.world import World
@@ -137,6 +144,22 @@ def test_a_class_of_transformers_stands_for_ours_of_its_name(tmp_path: Path) -> 
     trainer = make_trainer(tmp_path)
     assert isinstance(trainer.pop_callback(theirs), ProgressCallback)
     assert trainer.pop_callback(theirs) is None
+
+
+def test_callbacks_and_control_come_back_from_trainer_state_json(tmp_path: Path) -> None:
+    given: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": 3, "metric_for_best_model": "loss"}
+    stopping = EarlyStoppingCallback(early_stopping_patience=7)
+    make_trainer(tmp_path, save_strategy="steps", save_steps=3, callbacks=[stopping], **given).train()
+    fresh = EarlyStoppingCallback()
+    trainer = make_trainer(tmp_path, callbacks=[fresh], **given)
+    trainer.state = TrainerState.load_from_json(tmp_path / "checkpoint-6" / "trainer_state.json")
+    trainer._load_callback_state()
+    assert trainer.control.should_training_stop
+    assert fresh.early_stopping_patience == 7
+    lone = make_trainer(tmp_path)
+    lone.state = trainer.state
+    with pytest.warns(UserWarning, match="has a state of EarlyStoppingCallback, but there is no such callback"):
+        lone._load_callback_state()
 
 
 class Heard(TrainerCallback):

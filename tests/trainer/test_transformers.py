@@ -14,10 +14,10 @@ from torch import Tensor
 transformers = pytest.importorskip("transformers")
 
 from paceline import Trainer, TrainingArguments  # noqa: E402
-from paceline.trainer.argument_fields import SchedulerType  # noqa: E402
+from paceline.trainer.argument_fields import LOOK_AT_METRICS, SchedulerType  # noqa: E402
 from paceline.trainer.optimization import get_scheduler  # noqa: E402
 from paceline.world.world import World  # noqa: E402
-from tests.trainer.jobs import make_trainer  # noqa: E402
+from tests.trainer.jobs import StopAt, make_trainer  # noqa: E402
 from tests.workers import hashes, run_workers  # noqa: E402
 
 
@@ -42,7 +42,7 @@ def test_every_argument_of_transformers_has_a_field_with_its_default() -> None:
     } - ({"optim"} if str(theirs["optim"].default) == "adamw_torch_fused" else set())
 
 
-@pytest.mark.parametrize("name", [kind.value for kind in SchedulerType if kind != "reduce_lr_on_plateau"])
+@pytest.mark.parametrize("name", [kind.value for kind in SchedulerType if kind not in LOOK_AT_METRICS])
 @pytest.mark.parametrize("warmup", [0, 5])
 def test_learning_rates_are_those_of_transformers(name: str, warmup: int) -> None:
     from transformers import get_scheduler as theirs
@@ -168,6 +168,28 @@ def test_a_model_of_transformers_trains_alike_on_any_number_of_workers_and_is_sa
 def train_gpt_seeded(world: World, folder: Path, strategy: str) -> str:
     torch.manual_seed(7)
     return train_gpt(world, folder, strategy)
+
+
+def test_a_greedy_schedule_looks_at_evaluations_and_is_resumed(tmp_path: Path) -> None:
+    given: dict[str, Any] = {
+        "lr_scheduler_type": "greedy",
+        "lr_scheduler_kwargs": {"patience": 1, "factor": 0.5, "smooth": False},
+        "eval_strategy": "steps",
+        "eval_steps": 2,
+        "save_strategy": "steps",
+        "save_steps": 2,
+        "max_steps": 12,
+    }
+    whole = make_trainer(tmp_path / "whole", **given)
+    whole.train()
+    rates = [row["learning_rate"] for row in whole.state.log_history if "loss" in row]
+    assert len(set(rates)) > 1
+    parts = make_trainer(tmp_path / "parts", **given, callbacks=[StopAt(6)])
+    parts.train()
+    rest = make_trainer(tmp_path / "parts", **given)
+    rest.train(resume_from_checkpoint=True)
+    assert [row["learning_rate"] for row in rest.state.log_history if "loss" in row] == rates
+    assert rest.engine.weights_hash() == whole.engine.weights_hash()
 
 
 def tied_gpt() -> Any:

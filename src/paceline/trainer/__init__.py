@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     )
     from paceline.trainer.evaluation import EvalPrediction
     from paceline.trainer.optimization import get_scheduler
+    from paceline.trainer.seq2seq import Seq2SeqTrainer, Seq2SeqTrainingArguments
     from paceline.trainer.trainer import PredictionOutput, Trainer
     from paceline.trainer.training_arguments import TrainingArguments
     from paceline.trainer.training_loop import TrainOutput
@@ -30,6 +31,8 @@ __all__ = [
     "PredictionOutput",
     "PrinterCallback",
     "ProgressCallback",
+    "Seq2SeqTrainer",
+    "Seq2SeqTrainingArguments",
     "TrainOutput",
     "Trainer",
     "TrainerCallback",
@@ -47,6 +50,8 @@ _HOMES = {
     "PredictionOutput": "trainer",
     "PrinterCallback": "callbacks",
     "ProgressCallback": "callbacks",
+    "Seq2SeqTrainer": "seq2seq",
+    "Seq2SeqTrainingArguments": "seq2seq",
     "TrainOutput": "training_loop",
     "Trainer": "trainer",
     "TrainerCallback": "callbacks",

@@ -50,6 +50,11 @@ class SchedulerType(enum.StrEnum):
     COSINE_WITH_MIN_LR = "cosine_with_min_lr"
     COSINE_WARMUP_WITH_MIN_LR = "cosine_warmup_with_min_lr"
     WARMUP_STABLE_DECAY = "warmup_stable_decay"
+    GREEDY = "greedy"
+
+
+LOOK_AT_METRICS = (SchedulerType.REDUCE_ON_PLATEAU, SchedulerType.GREEDY)
+"""They move when the model was evaluated, not with every step."""
 
 
 class OptimizerNames(enum.StrEnum):

@@ -106,6 +106,9 @@ class TrainerControl:
     should_evaluate: bool = False
     should_log: bool = False
 
+    def state(self) -> dict[str, Any]:
+        return {"args": dataclasses.asdict(self), "attributes": {}}
+
 
 class TrainerCallback:
     """Does nothing at every moment; override those you care about."""

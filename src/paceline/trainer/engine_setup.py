@@ -29,7 +29,7 @@ from paceline.world.world import TcpRendezvous
 
 DEFAULT_SEED = 42
 DEFAULT_BUCKET_MIB = 16.0
-_FULL_WEIGHTS = ("ddp", "star", "zero1", "zero2")
+FULL_WEIGHTS = ("ddp", "star", "zero1", "zero2")
 
 
 def build_engine(arguments: TrainingArguments, *, lanes: int | None = None) -> Engine:
@@ -100,7 +100,7 @@ def check_can_be_replaced(engine: Engine, optimizer_may_go: bool) -> None:
             "train() was called again, but the optimizer given to the Trainer belongs to the first training; make a "
             "new Trainer with a new optimizer"
         )
-    if strategy not in _FULL_WEIGHTS:
+    if strategy not in FULL_WEIGHTS:
         raise ConfigError(
             f"train() was called again, but under strategy={strategy!r} the weights lie in parts on the workers; "
             "save_model(), and make a new Trainer"

@@ -8,7 +8,7 @@ The learning rate of a step is its highest value times a factor of the step's nu
     factor
       1 ┤    ╭──────╮                linear, cosine …     warm-up in a line, then down
         │   ╱        ╲               constant             no warm-up, no way down
-      0 ┼──╱          ╲──            reduce_lr_on_plateau looks at evaluations instead
+      0 ┼──╱          ╲──            reduce_lr_on_plateau and greedy look at evaluations instead
         0  warm-up    steps
 
 The factors are those of transformers for the same names, so that a run that moves over sees the same rates.
@@ -34,7 +34,7 @@ from paceline.trainer.argument_fields import OptimizerNames, SchedulerType, chos
 from paceline.trainer.argument_parsing import optimizer_options
 from paceline.trainer.training_arguments import TrainingArguments
 
-Scheduler = LambdaLR | ReduceLROnPlateau
+Scheduler = LambdaLR | ReduceLROnPlateau | Any  # the last: GreedyLR, of transformers
 
 # -- optimizers -------------------------------------------------------------------------------------------------------
 
@@ -135,6 +135,8 @@ def get_scheduler(
     if kind is SchedulerType.REDUCE_ON_PLATEAU:
         _check_kwargs(kind, ReduceLROnPlateau, more, given=("self", "optimizer"))
         return ReduceLROnPlateau(optimizer, **more)
+    if kind is SchedulerType.GREEDY:
+        return _greedy(kind, optimizer, more)
     factor = _FACTORS[kind]
     highest = float(optimizer.defaults["lr"])
     all_known = {"num_warmup_steps": num_warmup_steps, "num_training_steps": num_training_steps, "lr_init": highest}
@@ -146,6 +148,25 @@ def get_scheduler(
         raise ConfigError(f"lr_scheduler_type={kind.value!r}: {error}") from error
     # A partial: its values are the job's arguments, and are not overwritten by those of a saved state.
     return LambdaLR(optimizer, partial(factor, **known, **more))
+
+
+def _greedy(kind: SchedulerType, optimizer: Optimizer, more: dict[str, Any]) -> Any:
+    try:
+        from transformers.optimization import GreedyLR
+    except ImportError:
+        raise ConfigError("lr_scheduler_type='greedy' needs a package that is not installed: transformers") from None
+    _check_kwargs(kind, GreedyLR, more, given=("self", "optimizer"))
+    return GreedyLR(optimizer, **more)
+
+
+def looks_at_metrics(scheduler: Any) -> bool:
+    """Whether its step() takes the metric of an evaluation."""
+    return isinstance(scheduler, ReduceLROnPlateau) or is_greedy(scheduler)
+
+
+def is_greedy(scheduler: Any) -> bool:
+    """The one scheduler that is not torch's: the Engine does not know it, and the Trainer saves its state."""
+    return type(scheduler).__name__ == "GreedyLR"
 
 
 def reach(scheduler: Any, steps: int) -> None:

@@ -14,6 +14,7 @@ the training's own thread: a tokenizer that pads a batch must not be saved by an
 
 from __future__ import annotations
 
+import copy
 import json
 import tempfile
 from collections.abc import Sequence
@@ -40,8 +41,7 @@ class PretrainedFiles:
 
     def writer(self, state: dict[str, Any]) -> Beside:
         """Adds the files to a checkpoint that is being written; `state` is the Trainer's as it is now."""
-        about = self._described()
-        text = json.dumps(state, indent=2, sort_keys=True) + "\n"
+        about, state = self._described(), copy.deepcopy(state)
 
         def write(checkpoint: Checkpoint) -> None:
             folder = checkpoint.folder
@@ -51,7 +51,7 @@ class PretrainedFiles:
             weights = stored_weights(checkpoint)
             write_weights(folder / WEIGHTS, weights)
             say_dtype(folder, [weight.dtype for weight in weights.values()])
-            (folder / STATE).write_text(text, encoding="utf-8")
+            write_state(folder, state)
 
         return write
 
@@ -67,6 +67,10 @@ class PretrainedFiles:
                 files = [path for path in sorted(Path(folder).rglob("*")) if path.is_file()]
                 self._about = {path.relative_to(folder): path.read_bytes() for path in files}
         return self._about
+
+
+def write_state(folder: Path, state: dict[str, Any]) -> None:
+    (folder / STATE).write_text(json.dumps(state, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
 def say_dtype(folder: Path, saved: Sequence[torch.dtype]) -> None:

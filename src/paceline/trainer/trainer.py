@@ -13,6 +13,9 @@
 | evaluation and prediction                | `evaluation.py`, through `prediction_step`              |
 | loaders, optimizer, schedule             | `dataloaders.py`, `optimization.py`                     |
 | files of the run, reports                | `run_folder.py`, `reporting.py`, `tracking/`            |
+| files for from_pretrained, the Hub       | `pretrained_files.py`, `hub.py`                         |
+| what a subclass may override             | `overrides.py`                                          |
+| a batch size that fits into memory       | `batch_size.py`                                         |
 
 The same script runs alone, under `paceline run --workers N`, torchrun, SLURM or MPI.
 """
@@ -309,12 +312,16 @@ class Trainer:
         return self._prepare_input(inputs)
 
     def _prepare_input(self, data: Any) -> Any:
+        """On the device; what is there already stays the object that it is."""
         if isinstance(data, Tensor):
             return data.to(self.engine.device)
         if isinstance(data, Mapping):
-            return type(data)({name: self._prepare_input(part) for name, part in data.items()})  # type: ignore[call-arg]
+            moved = {name: self._prepare_input(part) for name, part in data.items()}
+            same = all(moved[name] is data[name] for name in moved)
+            return data if same else type(data)(moved)  # type: ignore[call-arg]
         if type(data) in (list, tuple):
-            return type(data)(self._prepare_input(part) for part in data)
+            parts = [self._prepare_input(part) for part in data]
+            return data if all(a is b for a, b in zip(parts, data, strict=True)) else type(data)(parts)
         return data
 
     def compute_loss_context_manager(self) -> AbstractContextManager[Any]:
@@ -592,6 +599,21 @@ class Trainer:
                 state.best_global_step = state.global_step
             return True
         return False
+
+    def state_with_callbacks(self) -> dict[str, Any]:
+        """As trainer_state.json has it: with what callbacks and control carry over a resume, as in transformers."""
+        each = self.callback_handler.states() | {TrainerControl.__name__: [self.control.state()]}
+        states = {name: found[0] if len(found) == 1 else found for name, found in each.items()}
+        return self.state.to_dict() | {"stateful_callbacks": states}
+
+    def _load_callback_state(self) -> None:
+        """Give callbacks and control what a state that was read from trainer_state.json has of them."""
+        saved = {
+            name: part if isinstance(part, list) else [part] for name, part in self.state.stateful_callbacks.items()
+        }
+        for control in saved.pop(TrainerControl.__name__, []):
+            self.control = TrainerControl(**control["args"])
+        self.callback_handler.restore(saved)
 
     def _load_best_model(self) -> None:
         """At the end of a training with load_best_model_at_end."""

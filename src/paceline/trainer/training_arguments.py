@@ -41,11 +41,11 @@ from paceline.optim.loss_scale import LossScale
 from paceline.strategies.registry import STRATEGIES
 from paceline.trainer import argument_parsing
 from paceline.trainer.argument_fields import (
+    LOOK_AT_METRICS,
     DistributedType,
     IntervalStrategy,
     ParallelMode,
     SaveStrategy,
-    SchedulerType,
     SupportedFields,
     UnsupportedFields,
     check_unsupported,
@@ -163,7 +163,7 @@ class TrainingArguments(UnsupportedFields, SupportedFields, metaclass=_Spelled):
         self.dataloader_pin_memory = self.dataloader_pin_memory and not self.use_cpu
         if self.eval_strategy is IntervalStrategy.STEPS and not self.eval_steps:
             self.eval_steps = self.logging_steps
-        plateau = self.lr_scheduler_type is SchedulerType.REDUCE_ON_PLATEAU
+        plateau = self.lr_scheduler_type in LOOK_AT_METRICS
         if self.metric_for_best_model is None and (
             self.load_best_model_at_end or plateau or self.save_strategy is SaveStrategy.BEST
         ):
@@ -228,8 +228,9 @@ class TrainingArguments(UnsupportedFields, SupportedFields, metaclass=_Spelled):
                 raise ConfigError(f"{kind}_strategy='steps' and {kind}_steps={steps}: it is more than 0")
             if steps > 1 and steps != int(steps):
                 raise ConfigError(f"{kind}_steps={steps}: a number of steps is whole, a part of all steps is below 1")
-        if self.lr_scheduler_type is SchedulerType.REDUCE_ON_PLATEAU and self.eval_strategy is IntervalStrategy.NO:
-            raise ConfigError("lr_scheduler_type='reduce_lr_on_plateau' looks at evaluations; set eval_strategy")
+        if self.lr_scheduler_type in LOOK_AT_METRICS and self.eval_strategy is IntervalStrategy.NO:
+            kind = self.lr_scheduler_type.value
+            raise ConfigError(f"lr_scheduler_type={kind!r} looks at evaluations; set eval_strategy")
         if self.save_strategy is SaveStrategy.BEST and self.eval_strategy is IntervalStrategy.NO:
             raise ConfigError("save_strategy='best' looks at evaluations; set eval_strategy")
 

@@ -31,7 +31,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from paceline.checkpoint.retention import all_checkpoints, checkpoint_name
 from paceline.errors import CheckpointError, ConfigError
@@ -40,8 +39,8 @@ from paceline.trainer import run_folder
 from paceline.trainer.argument_fields import IntervalStrategy, SaveStrategy
 from paceline.trainer.callbacks import TrainerState, full_metric_name
 from paceline.trainer.meters import Meters, PeakMemory, model_flops, peak_flops
-from paceline.trainer.optimization import reach
-from paceline.trainer.pretrained_files import STATE, PretrainedFiles
+from paceline.trainer.optimization import is_greedy, looks_at_metrics, reach
+from paceline.trainer.pretrained_files import PretrainedFiles, write_state
 from paceline.trainer.training_arguments import TrainingArguments
 
 if TYPE_CHECKING:
@@ -204,16 +203,18 @@ class TrainingLoop:
         if expected is not None:
             trainer.create_optimizer_and_scheduler(num_training_steps=expected)
         optimizer = trainer.create_optimizer()
-        given = [] if trainer.lr_scheduler is None else [trainer.lr_scheduler]
-        *_, loader = engine.prepare(trainer.model, optimizer, *given, source)
+        given = trainer.lr_scheduler is not None
+        known = [trainer.lr_scheduler] if given and not is_greedy(trainer.lr_scheduler) else []
+        *_, loader = engine.prepare(trainer.model, optimizer, *known, source)
         plan = plan_run(loader, self.args, engine.config.lanes, trainer._train_batch_size)
         if expected not in (None, plan.max_steps):
             raise ConfigError(
                 f"create_optimizer_and_scheduler was called with {expected} steps, but the loader gives "
                 f"{plan.max_steps}; override create_optimizer and create_scheduler instead"
             )
-        if not given:
-            engine.prepare(trainer.create_scheduler(plan.max_steps, optimizer))
+        made = None if given else trainer.create_scheduler(plan.max_steps, optimizer)
+        if made is not None and not is_greedy(made):
+            engine.prepare(made)
         trainer.callback_handler.objects |= {
             "model": trainer.model,
             "optimizer": optimizer,
@@ -276,6 +277,8 @@ class TrainingLoop:
             self.epoch_ends, callbacks = bool(extra["epoch_ends"]), extra["callbacks"]
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise CheckpointError(f"the Trainer's part of this checkpoint is damaged: {cause_of(error)}") from error
+        if (scheduler := extra.get("scheduler")) is not None:
+            self.trainer.lr_scheduler.load_state_dict(scheduler)
         for name in ("is_local_process_zero", "is_world_process_zero"):
             setattr(saved, name, getattr(fresh, name))
         if self.args.restore_callback_states_from_checkpoint:
@@ -359,7 +362,7 @@ class TrainingLoop:
         self.norm, self.rate = norm, trainer._get_learning_rate()
         trainer.optimizer.step()
         self._event("on_optimizer_step")
-        if not isinstance(trainer.lr_scheduler, ReduceLROnPlateau):
+        if not looks_at_metrics(trainer.lr_scheduler):
             trainer.lr_scheduler.step()
         trainer.optimizer.zero_grad()
 
@@ -431,10 +434,11 @@ class TrainingLoop:
         """The metric that decides which model is best, and whether this one is; where none is, None."""
         trainer, args = self.trainer, self.args
         metrics = trainer.evaluate(ignore_keys=self._ignore_keys)
-        plateau = trainer.lr_scheduler if isinstance(trainer.lr_scheduler, ReduceLROnPlateau) else None
+        plateau = trainer.lr_scheduler if looks_at_metrics(trainer.lr_scheduler) else None
         if args.metric_for_best_model is None:
             if plateau is not None:
-                raise ConfigError("a ReduceLROnPlateau scheduler looks at a metric: set metric_for_best_model")
+                kind = type(plateau).__name__
+                raise ConfigError(f"a {kind} scheduler looks at a metric: set metric_for_best_model")
             return None, False
         value = metric_for_best(args, metrics)
         is_best = trainer._determine_best_metric(metrics, trial=None)
@@ -464,7 +468,7 @@ class TrainingLoop:
         score = None if score is None or math.isnan(score) else score
         greater = True if score is None else bool(self.args.greater_is_better)
         own, wanted = trainer.saves_by_itself(), self.args.pretrained_files
-        beside = self._files.writer(trainer.state.to_dict()) if wanted and not own and self._is_main() else None
+        beside = self._files.writer(trainer.state_with_callbacks()) if wanted and not own and self._is_main() else None
         saved = self.checkpoints.save(self._extra(), score=score, greater_is_better=greater, beside=beside)
         self._is_dropped = saved is None
         if wanted and own and not self._is_dropped:  # a subclass writes the model: into a folder that is there
@@ -479,7 +483,7 @@ class TrainingLoop:
     def _write_model(self, folder: Path) -> None:
         self.trainer.save_model(folder, _internal_call=True)
         if self._is_main():
-            self.trainer.state.save_to_json(folder / STATE)
+            write_state(folder, self.trainer.state_with_callbacks())
 
     def _is_main(self) -> bool:
         return self.trainer.is_world_process_zero()
@@ -494,6 +498,7 @@ class TrainingLoop:
             "losses": asdict(self.losses),
             "epoch_ends": self.epoch_ends,
             "plan": self.plan.saved(),
+            "scheduler": self.trainer.lr_scheduler.state_dict() if is_greedy(self.trainer.lr_scheduler) else None,
         }
 
     # -- the end ------------------------------------------------------------------------------------------------------
