@@ -86,6 +86,62 @@ def test_prepare_inputs_is_called_in_evaluation_too(tmp_path: Path) -> None:
     assert plain.metrics["test_loss"] != prepared.metrics["test_loss"]
 
 
+class PlainBackward(OwnStep):
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
+        loss = self.compute_loss(model, inputs)
+        loss.backward()
+        return loss.detach()
+
+
+class OneMoreBackward(Trainer):
+    """Adversarial training, as it is written for one process."""
+
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
+        loss = super().training_step(model, inputs, num_items_in_batch)
+        self.compute_loss(model, inputs).backward()
+        return loss
+
+
+class BackwardTwice(Trainer):
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
+        self.accelerator.backward(self.compute_loss(model, inputs))
+        return super().training_step(model, inputs, num_items_in_batch)
+
+
+class NoBackward(Trainer):
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
+        return self.compute_loss(model, inputs).detach()
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        (PlainBackward, r"called loss.backward\(\), whose gradient no other worker would get"),
+        (OneMoreBackward, r"called loss.backward\(\), whose gradient no other worker would get"),
+        (BackwardTwice, "called backward twice for one micro-batch; add the losses up"),
+        (NoBackward, "returned without a backward; end it in super"),
+    ],
+)
+def test_a_step_whose_gradient_would_be_wrong_is_refused(tmp_path: Path, kind: type[Trainer], text: str) -> None:
+    plain = Tensor.backward
+    with pytest.raises(LoopError, match=text):
+        trained(tmp_path, kind)
+    assert Tensor.backward is plain
+
+
+class WithCritic(OwnStep):
+    """Another model, with an optimizer of its own, is nobody else's business."""
+
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
+        critic = torch.nn.Linear(8, 1)
+        critic(inputs["x"]).sum().backward()
+        return super().training_step(model, inputs, num_items_in_batch)
+
+
+def test_a_backward_of_another_model_is_left_alone(tmp_path: Path) -> None:
+    assert trained(tmp_path, WithCritic)
+
+
 class TwoAtOnce(Trainer):
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> Any:
         batches = list(epoch_iterator)

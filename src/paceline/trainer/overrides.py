@@ -11,11 +11,14 @@ thinks. So every method of transformers' Trainer is either called here, with its
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from paceline.errors import ConfigError
+from paceline.errors import ConfigError, LoopError
+from paceline.torch_compat import version_of
 
 if TYPE_CHECKING:
     from paceline.trainer.trainer import Trainer
@@ -97,6 +100,32 @@ def check_overrides(kind: type, base: type) -> None:
 def overrides(trainer: Trainer, name: str, base: type) -> bool:
     """Whether this Trainer has a method of that name of its own, by its class or on the object."""
     return name in vars(trainer) or getattr(type(trainer), name) is not getattr(base, name)
+
+
+@contextmanager
+def refusing_plain_backward(model: nn.Module) -> Iterator[None]:
+    """While a training_step of a subclass runs: `loss.backward()` would add to this worker's gradient alone."""
+    plain = Tensor.backward
+
+    def checked(loss: Tensor, *positional: Any, **named: Any) -> None:
+        before = _gradients(model)
+        plain(loss, *positional, **named)  # type: ignore[no-untyped-call]
+        if _gradients(model) != before:
+            raise LoopError(
+                "training_step called loss.backward(), whose gradient no other worker would get; add the losses of the "
+                "micro-batch up and call self.accelerator.backward(loss) once"
+            )
+
+    Tensor.backward = checked  # type: ignore[method-assign,assignment]
+    try:
+        yield
+    finally:
+        Tensor.backward = plain  # type: ignore[method-assign]
+
+
+def _gradients(model: nn.Module) -> list[tuple[int, int]]:
+    grads = [parameter.grad for parameter in model.parameters()]
+    return [(0, 0) if grad is None else (id(grad), version_of(grad)) for grad in grads]
 
 
 class TrainerAccelerator:

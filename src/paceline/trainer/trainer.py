@@ -72,7 +72,7 @@ from paceline.trainer.optimization import (
     make_optimizer,
     optimizer_class,
 )
-from paceline.trainer.overrides import TrainerAccelerator, check_overrides, overrides
+from paceline.trainer.overrides import TrainerAccelerator, check_overrides, overrides, refusing_plain_backward
 from paceline.trainer.reporting import ReportCallback
 from paceline.trainer.training_arguments import TrainingArguments
 from paceline.trainer.training_loop import TrainingLoop, TrainOutput, metric_for_best
@@ -143,6 +143,8 @@ class Trainer:
         self._check_given()
         self._loop: TrainingLoop | None = None
         self._takes_count = takes(self.compute_loss, "num_items_in_batch")
+        self._owns_step = overrides(self, "training_step", Trainer)
+        self._has_run_backward = False  # for the micro-batch that is computed
         self._weight: float | None = None  # labels of the micro-batch that is computed
         self.accelerator = TrainerAccelerator(self)
         self._signature_columns: list[str] | None = None
@@ -277,6 +279,11 @@ class Trainer:
 
     def backward(self, loss: Tensor, num_items_in_batch: float | None = None) -> None:
         """Of this micro-batch's loss, weighted by its labels."""
+        if self._has_run_backward:
+            raise LoopError(
+                "training_step called backward twice for one micro-batch; add the losses up, and call it once with both"
+            )
+        self._has_run_backward = True
         weight = self._weight if num_items_in_batch is None else float(num_items_in_batch)
         self.engine.mean("loss", loss, weight=weight)
         self.engine.backward(loss, weight=weight)
@@ -292,7 +299,17 @@ class Trainer:
         batch = batches[0]
         self._weight = None if count is None else float(count)
         engine.mean("tokens", self.count_tokens(batch) / max(1, samples))
-        self.training_step(self.model, batch, self._weight)
+        self._has_run_backward = False
+        if not self._owns_step:
+            self.training_step(self.model, batch, self._weight)
+            return
+        with refusing_plain_backward(self.model):
+            self.training_step(self.model, batch, self._weight)
+        if not self._has_run_backward:
+            raise LoopError(
+                "training_step returned without a backward; end it in super().training_step(…) or "
+                "self.accelerator.backward(loss)"
+            )
 
     def get_batch_samples(
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
