@@ -44,8 +44,10 @@ def swap() -> None:
     transformers.trainer.DEFAULT_CALLBACKS[:] = [ours.DefaultFlowCallback]
 
 
-if os.environ.get(WHOSE) != "transformers":
-    swap()
-for _gone in ("GlueDataset", "GlueDataTrainingArguments"):  # a newer transformers than its tests has them no more
-    if not hasattr(transformers, _gone):
-        setattr(transformers, _gone, None)
+def pytest_configure() -> None:
+    """Here and not on import, which others do for the name of the variable."""
+    if os.environ.get(WHOSE) != "transformers":
+        swap()
+    for gone in ("GlueDataset", "GlueDataTrainingArguments"):  # a newer transformers than its tests has them no more
+        if not hasattr(transformers, gone):
+            setattr(transformers, gone, None)
