@@ -329,3 +329,9 @@ def go_on_without_one(world: World, folder: str) -> int:
 def test_a_group_that_went_on_without_a_worker_knows_its_new_connections(tmp_path: Path) -> None:
     results = run_workers(go_on_without_one, 3, folder=str(tmp_path))
     assert [(result.error, result.value) for result in results] == [(None, 1), (None, 1), (None, 0)], results
+
+
+@pytest.mark.unit
+def test_a_backend_that_can_not_be_had_is_a_config_error_and_no_failure_to_meet() -> None:
+    with pytest.raises(ConfigError, match="moves CPU tensors only, but this worker trains on cuda"):
+        process_groups.build_groups(World(), HashStore(), "paceline", torch.device("cuda"), 5.0)

@@ -72,6 +72,8 @@ def build_groups(
             for group in groups.values():
                 _let_wait(group, waits_s)
         return groups, sockets
+    except ConfigError:  # a ValueError too: what was asked for can't be had, whoever comes
+        raise
     except (RuntimeError, ValueError, TimeoutError, WorldError) as error:
         raise WorldError(
             f"worker {world.rank} of {world.size} could not join the {backend} group within {timeout_s:.0f} s: "
