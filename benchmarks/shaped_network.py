@@ -109,6 +109,7 @@ def work(trial: Trial, rank: int) -> list[dict[str, Any]]:
     from torch._C._distributed_c10d import PrefixStore
 
     from paceline.collectives.communicator import Communicator
+    from paceline.world.control import NoSupervisor
     from paceline.world.rendezvous_store import open_store
     from paceline.world.world import TcpRendezvous, World
 
@@ -124,7 +125,7 @@ def work(trial: Trial, rank: int) -> list[dict[str, Any]]:
         return Communicator.connect(world(size), prefix, backend="gloo", device=device, timeout_s=TIMEOUT_S)
 
     everyone = max(trial.hosts) + 1  # one more for the server
-    store = open_store(world(everyone), None, TIMEOUT_S)
+    store = open_store(world(everyone), NoSupervisor(), TIMEOUT_S)
     groups = {size: connect(size) for size in (*trial.hosts, everyone) if rank < size}
     all_hosts = groups[everyone]
     served = {

@@ -22,6 +22,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 
 from paceline.collectives.byte_count import Flow
 from paceline.collectives.communicator import Communicator
+from paceline.world.control import NoSupervisor
 from paceline.world.rendezvous_store import open_store
 from paceline.world.world import World
 
@@ -39,7 +40,9 @@ class Served:
         for rank in range(workers, len(self._host_of)):
             if self._host_of[rank] == here.rank:
                 # A store answers one question at a time, so a server that its worker waits for has one of its own.
-                own = PrefixStore(name, open_store(replace(here, rank=1), None, TIMEOUT_S))  # rank 0 would listen
+                own = PrefixStore(
+                    name, open_store(replace(here, rank=1), NoSupervisor(), TIMEOUT_S)
+                )  # rank 0 would listen
                 args = (self._world(here, rank), own)
                 self._threads.append(threading.Thread(target=self._serve, args=args, daemon=True))
                 self._threads[-1].start()

@@ -31,10 +31,10 @@ from paceline.collectives.executor import Scratch, run_schedule
 from paceline.launch.job import Job
 from paceline.launch.supervisor import supervise
 from paceline.launch.worker_main import Script
-from paceline.world.control import ControlClient
+from paceline.world.control import NoSupervisor, Supervisor, call_supervisor
 from paceline.world.environment import read_world
 from paceline.world.rendezvous_store import open_store
-from paceline.world.world import ControlSocket, LaunchSettings, Topology, World
+from paceline.world.world import LaunchSettings, Topology, World
 
 SIZES = range(2, 9)
 ELEMENTS = 4 * 53_760  # divides by 64 · N for all N of SIZES, so that every chunk of every algorithm is as long
@@ -105,13 +105,13 @@ def one_root_each(size: int) -> SumPlan:
 
 def count(
     world: World,
-    client: ControlClient | None = None,
+    supervisor: Supervisor = NoSupervisor(),  # noqa: B008 (it has no state)
     *,
     elements: int = ELEMENTS,
     sizes_over_servers: Sequence[int] = SIZES,
 ) -> Counts:
     """A program for all workers of a world: every way, in groups of the first 2, 3, … of them."""
-    store = open_store(world, client, TIMEOUT_S)
+    store = open_store(world, supervisor, TIMEOUT_S)
     scratch = Scratch()
     counts: Counts = {row.name: {} for row in ROWS}
     for size in range(2, world.size + 1):
@@ -246,14 +246,11 @@ def count_in_workers() -> Counts | int:
 
 def count_as_worker(file: Path) -> None:
     world = read_world()
-    client = None
-    if isinstance(world.rendezvous, ControlSocket):
-        client = ControlClient.connect(world.rendezvous.path, world.rank)
-    counts = count(world, client)
+    supervisor = call_supervisor(world)
+    counts = count(world, supervisor)
     if world.is_main:
         file.write_text(json.dumps(counts))
-    if client is not None:
-        client.close()
+    supervisor.close()
 
 
 def main(words: Sequence[str] | None = None) -> None:

@@ -12,6 +12,7 @@ from paceline.collectives.communicator import Communicator
 from paceline.collectives.direct_all_reduce import direct_all_reduce, direct_all_reduce_by_collectives
 from paceline.collectives.executor import Scratch, run_schedule
 from paceline.collectives.halving_doubling import HALVING_DOUBLING
+from paceline.world.control import NoSupervisor
 from paceline.world.rendezvous_store import open_store
 from tests.collectives.one_process import lane_values, one_process_sum, roots_of, same_bits
 from tests.workers import run_workers
@@ -30,7 +31,7 @@ def cases(workers: int, how: str) -> list[tuple[SumPlan, int]]:
 
 def differing_sums(world: World, *, hows: list[str]) -> list[str]:
     """The sums whose bits are not the bits of one process."""
-    store = open_store(world, None, 20.0)
+    store = open_store(world, NoSupervisor(), 20.0)
     comm = Communicator.connect(world, store, backend="gloo", device=torch.device("cpu"), timeout_s=20.0)
     scratch = Scratch()
     wrong = []

@@ -22,6 +22,7 @@ from paceline.collectives.choice import (
 )
 from paceline.collectives.communicator import Communicator
 from paceline.errors import ConfigError
+from paceline.world.control import NoSupervisor
 from paceline.world.rendezvous_store import open_store
 from paceline.world.world import Topology
 from tests.workers import run_workers
@@ -142,7 +143,7 @@ def test_an_unknown_name_is_refused_with_the_list() -> None:
 def agrees(world: World) -> tuple[Choice, Choice, list[str], dict[str, int]]:
     """Two hosts of which the first has two ranks: both links are there to be measured."""
     told = replace(world, host_rank=world.rank // 2, hosts=2)
-    store = open_store(told, None, 20.0)
+    store = open_store(told, NoSupervisor(), 20.0)
     comm = Communicator.connect(told, store, backend="gloo", device=torch.device("cpu"), timeout_s=20.0)
     before = comm.traffic
     measured = Choice.agreed(comm, AUTO)

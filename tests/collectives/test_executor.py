@@ -21,6 +21,7 @@ from paceline.collectives.communicator import Communicator, Handle
 from paceline.collectives.executor import Scratch, run_schedule
 from paceline.collectives.ring_all_reduce import RING, RING_ALL_GATHER, RING_REDUCE_SCATTER
 from paceline.errors import PeerLostError
+from paceline.world.control import NoSupervisor
 from paceline.world.rendezvous_store import open_store
 from paceline.world.world import TcpRendezvous
 from tests.collectives.simulator import NAMES, error_of, random_tensors, schedule_of, simulate
@@ -178,7 +179,7 @@ def test_nccl_gets_the_messages_of_a_beat_as_one_group_and_they_are_counted() ->
 
 def wrong_sums(world: World) -> list[str]:
     """What is not the sum, or not the same on all ranks: every algorithm, some dtypes, segments and shapes."""
-    store = open_store(world, None, 20.0)
+    store = open_store(world, NoSupervisor(), 20.0)
     comm = Communicator.connect(world, store, backend="gloo", device=torch.device("cpu"), timeout_s=20.0)
     scratch = Scratch()
     wrong = []
@@ -217,7 +218,7 @@ def test_between_processes_every_algorithm_gives_all_workers_the_sum(workers: in
 
 
 def loses_the_last_worker(world: World, *, name: str) -> str:
-    store = open_store(world, None, 20.0)
+    store = open_store(world, NoSupervisor(), 20.0)
     comm = Communicator.connect(world, store, backend="gloo", device=torch.device("cpu"), timeout_s=20.0)
     comm.barrier()
     if world.rank == world.size - 1:
@@ -241,7 +242,7 @@ def test_a_killed_peer_is_missed_by_everybody(name: str) -> None:
 
 
 def sums_on_one_gpu(world: World) -> float:
-    store = open_store(world, None, 20.0)
+    store = open_store(world, NoSupervisor(), 20.0)
     comm = Communicator.connect(world, store, backend="gloo", device=torch.device("cuda"), timeout_s=20.0)
     tensors = random_tensors(world.size, 50_001, torch.float32)
     mine = tensors[world.rank].cuda()

@@ -14,6 +14,7 @@ from paceline.collectives.canonical_sum import sum_plan
 from paceline.collectives.communicator import Communicator, SingleWorker
 from paceline.collectives.gradient_exchange import GradientExchange, Reduction
 from paceline.errors import PeerLostError
+from paceline.world.control import NoSupervisor
 from paceline.world.rendezvous_store import open_store
 from tests.collectives.one_process import lane_values, one_process_sum, roots_of, same_bits
 from tests.workers import run_workers
@@ -23,7 +24,7 @@ ELEMENTS = (1, 100, 5_000, 64)  # of the buckets that are under way together
 
 def connect(world: World, backend: str = "gloo") -> tuple[Communicator, object]:
     """The communicator, and the store that lives as long as it does."""
-    store = open_store(world, None, 20.0)
+    store = open_store(world, NoSupervisor(), 20.0)
     return Communicator.connect(world, store, backend=backend, device=torch.device("cpu"), timeout_s=20.0), store
 
 

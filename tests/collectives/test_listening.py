@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from paceline.collectives.process_groups import build_groups, shut_down
+from paceline.world.control import NoSupervisor
 from paceline.world.rendezvous_store import open_store
 from paceline.world.world import World
 from tests.workers import run_workers
@@ -28,7 +29,7 @@ def listens_at() -> set[tuple[str, int]]:
 def sum_among_strangers(world: World, address: str | None) -> tuple[set[str], float]:
     """Where gloo listens, and a sum while others connect there and talk nonsense."""
     world = world if address is None else replace(world, host_address=address)
-    store = open_store(world, None, 20.0)
+    store = open_store(world, NoSupervisor(), 20.0)
     before = listens_at()
     groups, _ = build_groups(world, store, "gloo", torch.device("cpu"), 20.0)
     mine = listens_at() - before

@@ -25,6 +25,7 @@ from paceline.collectives.communicator import Communicator, SingleWorker
 from paceline.collectives.direct_all_reduce import CANONICAL_SCATTER
 from paceline.collectives.gradient_exchange import GradientExchange
 from paceline.errors import PeerLostError
+from paceline.world.control import NoSupervisor
 from paceline.world.lanes import strided_lanes
 from paceline.world.rendezvous_store import open_store
 from tests.collectives.one_process import lane_values, one_process_sum, roots_of, same_bits
@@ -42,7 +43,7 @@ def ranges(elements: int, workers: int) -> tuple[tuple[int, int], ...]:
 
 
 def connect(world: World, backend: str) -> tuple[Communicator, object]:
-    store = open_store(world, None, 20.0)
+    store = open_store(world, NoSupervisor(), 20.0)
     return Communicator.connect(world, store, backend=backend, device=torch.device("cpu"), timeout_s=20.0), store
 
 

@@ -90,7 +90,7 @@ def test_orders_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> No
         fault_point("apply", 1)
     monkeypatch.delenv("PACELINE_FAULTS")
     arm(3, 0)
-    assert faults._ordered == []
+    assert faults.ordered == []
 
 
 def test_a_slow_worker_sleeps_as_long_as_it_was_told(monkeypatch: pytest.MonkeyPatch) -> None:

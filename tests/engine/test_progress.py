@@ -10,6 +10,7 @@ import torch.nn.functional as F
 
 from paceline import Engine, World
 from paceline.engine.progress import Bar, Pace
+from paceline.world.control import NoSupervisor
 from paceline.world.terminal import ProgressLine, SummaryTable, duration
 from tests.engine.loops import prepared
 
@@ -71,7 +72,7 @@ def test_speed_is_that_of_the_last_half_minute() -> None:
 
 def test_the_time_left_is_counted_from_the_step_it_began_at(capsys: pytest.CaptureFixture[str]) -> None:
     clock = Clock()
-    bar = Bar(step=50, total=100, main=lambda: True, client=None, clock=clock)
+    bar = Bar(step=50, total=100, main=lambda: True, supervisor=NoSupervisor(), clock=clock)
     bar.show(loss=2.5)
     for step in range(51, 61):
         clock.now += 1.0
@@ -89,7 +90,7 @@ def test_a_worker_that_has_joined_goes_on_with_the_line_at_a_speed_of_its_own_ti
 ) -> None:
     clock = Clock()
     main = [False]
-    bar = Bar(step=0, total=100, main=lambda: main[0], client=None, clock=clock)
+    bar = Bar(step=0, total=100, main=lambda: main[0], supervisor=NoSupervisor(), clock=clock)
     for step in range(51, 61):
         clock.now += 1.0
         main[0] = step > 55  # the one that showed it is lost
@@ -98,7 +99,7 @@ def test_a_worker_that_has_joined_goes_on_with_the_line_at_a_speed_of_its_own_ti
 
 
 def test_only_the_main_worker_shows_it(capsys: pytest.CaptureFixture[str]) -> None:
-    bar = Bar(step=0, total=3, main=lambda: False, client=None)
+    bar = Bar(step=0, total=3, main=lambda: False, supervisor=NoSupervisor())
     bar.step_done(1, 4)
     bar.close()
     assert capsys.readouterr().out == ""

@@ -21,7 +21,7 @@ from paceline.launch.coordinator import Coordinator
 from paceline.launch.exit_rules import Policy
 from paceline.launch.failure_attribution import Phase
 from paceline.launch.rendezvous import HostAssignment
-from paceline.world.control import ControlClient
+from paceline.world.control import ControlClient, NoSupervisor
 from paceline.world.rendezvous_store import ControlStore, StoreTimeoutError, open_store
 from paceline.world.terminal import ProgressLine
 from paceline.world.world import ControlSocket, LaunchSettings, TcpRendezvous, World
@@ -184,13 +184,13 @@ def test_a_supervisor_that_is_gone_is_said(tmp_path: Path) -> None:
 
 
 def test_a_store_is_opened_for_every_kind_of_world(channel: Channel) -> None:
-    alone = open_store(World(), None, 5)
+    alone = open_store(World(), NoSupervisor(), 5)
     alone.set("a", b"1")
     assert alone.get("a") == b"1"
     control = World(rank=0, size=2, local_size=2, rendezvous=ControlSocket(channel.path))
     assert isinstance(open_store(control, channel.client(0), 5), ControlStore)
     with pytest.raises(WorldError, match="needs its ControlClient"):
-        open_store(control, None, 5)
+        open_store(control, NoSupervisor(), 5)
 
 
 def test_rank_0_serves_a_tcp_store_on_loopback_only_and_says_when_the_port_is_taken() -> None:
@@ -198,14 +198,14 @@ def test_rank_0_serves_a_tcp_store_on_loopback_only_and_says_when_the_port_is_ta
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     world = World(rank=0, size=2, local_size=2, rendezvous=TcpRendezvous("127.0.0.1", port))
-    store = open_store(world, None, 5)
+    store = open_store(world, NoSupervisor(), 5)
     store.set("a", b"1")
     host = World(rank=1, size=2, local_rank=1, local_size=2, rendezvous=TcpRendezvous("127.0.0.1", port))
-    assert open_store(host, None, 5).get("a") == b"1"
+    assert open_store(host, NoSupervisor(), 5).get("a") == b"1"
     listening = [c.laddr for c in psutil.Process().net_connections(kind="inet") if c.status == psutil.CONN_LISTEN]
     assert [address.ip for address in listening if address.port == port] == ["127.0.0.1"]
     with pytest.raises(WorldError, match=f"port {port} on 127.0.0.1 is in use"):
-        open_store(world, None, 5)
+        open_store(world, NoSupervisor(), 5)
 
 
 def test_a_tcp_store_that_nobody_serves_is_named() -> None:
@@ -214,4 +214,4 @@ def test_a_tcp_store_that_nobody_serves_is_named() -> None:
         port = probe.getsockname()[1]
     host = World(rank=1, size=2, local_rank=1, local_size=2, rendezvous=TcpRendezvous("127.0.0.1", port))
     with pytest.raises(WorldError, match=f"rank 1: no store answers at 127.0.0.1:{port} within 0.3 s"):
-        open_store(host, None, 0.3)
+        open_store(host, NoSupervisor(), 0.3)

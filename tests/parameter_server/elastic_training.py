@@ -33,6 +33,7 @@ from paceline.engine.strategy_table import StrategyTable
 from paceline.errors import GenerationEnded
 from paceline.strategies.registry import Job, choose
 from paceline.strategies.strategy import ItemPlace, Tally
+from paceline.world.control import NoSupervisor
 from paceline.world.world import Elasticity, World
 
 LANES, STEPS, ROWS = 4, 8, 3
@@ -124,7 +125,7 @@ class Training:
             world=self.world,
             comm=self.comm,
             store=store,
-            client=None,
+            supervisor=NoSupervisor(),
             device=CPU,
             models=[self.model],
             names=names,

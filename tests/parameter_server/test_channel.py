@@ -18,6 +18,7 @@ from paceline.collectives.communicator import Communicator
 from paceline.errors import PeerLostError
 from paceline.parameter_server.channel import BufferPool, GroupChannel, keepalive_s, local_channels
 from paceline.parameter_server.wire import FIELDS, Header, Kind, WireError
+from paceline.world.control import NoSupervisor
 from paceline.world.rendezvous_store import open_store
 from tests.workers import run_workers
 
@@ -32,7 +33,7 @@ class Meeting:
     """Two ranks with a channel to each other."""
 
     def __init__(self, world: World, backend: str, timeout_s: float = 20.0, **options: Any) -> None:
-        self.store = open_store(world, None, timeout_s)  # kept: what is built on it needs it
+        self.store = open_store(world, NoSupervisor(), timeout_s)  # kept: what is built on it needs it
         place = PrefixStore("test", self.store)
         device = torch.device("cpu")
         self.comm = Communicator.connect(world, place, backend=backend, device=device, timeout_s=timeout_s)

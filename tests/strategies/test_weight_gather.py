@@ -13,6 +13,7 @@ from paceline.sharding.flat_layout import BLOCK, in_logical_order, piece_of
 from paceline.strategies.buckets import gradient_specs
 from paceline.strategies.zero.sharded_optimizer import LocalPieces
 from paceline.strategies.zero.weights import WeightGather
+from paceline.world.control import NoSupervisor
 from paceline.world.rendezvous_store import open_store
 from tests.workers import run_workers
 
@@ -30,7 +31,7 @@ def parameters_of(worker: int) -> list[Parameter]:
 
 def gathers(world: World, *, backend: str, by_messages: bool, of: list[int]) -> list[list[float]]:
     """What each parameter holds after every worker has written its own number into what it owns."""
-    store = open_store(world, None, 20.0)
+    store = open_store(world, NoSupervisor(), 20.0)
     comm = Communicator.connect(world, store, backend=backend, device=torch.device("cpu"), timeout_s=20.0)
     parameters = parameters_of(-1)
     specs = gradient_specs(parameters)

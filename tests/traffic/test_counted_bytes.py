@@ -10,6 +10,7 @@ import torch
 from paceline import World
 from paceline.collectives.byte_count import ByteCount, Flow, Traffic
 from paceline.collectives.communicator import Communicator
+from paceline.world.control import NoSupervisor
 from paceline.world.rendezvous_store import open_store
 from tests.benchmarks import script
 from tests.workers import run_workers
@@ -71,7 +72,7 @@ def test_a_count_is_kept_by_operation_and_peer_and_can_be_subtracted() -> None:
 
 def a_message_and_a_native_sum(world: World) -> tuple[Traffic, int]:
     """What was counted, and the bytes received before the message was waited for."""
-    store = open_store(world, None, 20.0)
+    store = open_store(world, NoSupervisor(), 20.0)
     comm = Communicator.connect(world, store, backend="gloo", device=torch.device("cpu"), timeout_s=20.0)
     if world.rank == 0:
         comm.send(torch.zeros(25), to=1, tag=0).wait()

@@ -9,6 +9,7 @@ import torch
 from torch.distributed import PrefixStore
 
 from paceline.collectives.communicator import Communicator
+from paceline.world.control import NoSupervisor
 from paceline.world.rendezvous_store import open_store
 from paceline.world.world import World
 from tests.workers import hashes, run_workers
@@ -20,7 +21,7 @@ CPU = torch.device("cpu")
 
 def sum_at_the_servers(world: World, backend: str) -> list[float]:
     """Each worker sends its rank to every server and gets the sum back; then the workers add up alone."""
-    store = open_store(world, None, 20.0)
+    store = open_store(world, NoSupervisor(), 20.0)
     joint = Communicator.connect(
         world.joint(), PrefixStore("joint", store), backend=backend, device=CPU, timeout_s=20.0
     )

@@ -10,11 +10,14 @@ from typing import Any
 import pytest
 
 from paceline.world import waiting
+from paceline.world.control import NoSupervisor
 from paceline.world.waiting import Waiting, WaitWatch, waiting_call
 
 
 class Heard:
     """In place of the line to the supervisor."""
+
+    is_there = True
 
     def __init__(self) -> None:
         self.words: list[tuple[str, dict[str, Any]]] = []
@@ -65,7 +68,7 @@ def test_a_wait_that_lasts_is_told_once_and_so_is_its_end(quick: None, monkeypat
 
 
 def test_without_a_supervisor_it_is_printed(quick: None, capfd: pytest.CaptureFixture[str]) -> None:
-    watch = WaitWatch(None, "worker 3")
+    watch = WaitWatch(NoSupervisor(), "worker 3")
     with Waiting() as waits:
         waits.still_for("workers 1, 2")
         time.sleep(0.3)

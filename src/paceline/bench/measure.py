@@ -26,10 +26,10 @@ from paceline.bench.statistics import CpuClock, foreign_and_steal, machine_facts
 from paceline.bench.workloads import WORKLOADS, Workload
 from paceline.errors import ConfigError
 from paceline.torch_compat import PrefixStore
-from paceline.world.control import ControlClient
+from paceline.world.control import call_supervisor
 from paceline.world.environment import read_world
 from paceline.world.rendezvous_store import open_store
-from paceline.world.world import ControlSocket, World
+from paceline.world.world import World
 
 FIRST_STEPS = 2
 """Run before anything is timed: Engine and DDP both learn the order of their buckets in the first one."""
@@ -119,9 +119,8 @@ def gathered(values: Sequence[float]) -> list[list[float]]:
 @contextlib.contextmanager
 def meeting(world: World) -> Iterator[None]:
     """torch's default group over the launcher's store: DDP's own, and ours for barriers and results."""
-    path = world.rendezvous.path if isinstance(world.rendezvous, ControlSocket) else None
-    client = ControlClient.connect(path, world.rank) if path is not None else None
-    store = open_store(world, client, MEET_TIMEOUT_S)
+    supervisor = call_supervisor(world)
+    store = open_store(world, supervisor, MEET_TIMEOUT_S)
     try:
         dist.init_process_group("gloo", store=PrefixStore("bench", store), rank=world.rank, world_size=world.size)
         try:
@@ -130,8 +129,7 @@ def meeting(world: World) -> Iterator[None]:
         finally:
             dist.destroy_process_group()
     finally:
-        if client is not None:
-            client.close()
+        supervisor.close()
 
 
 @contextlib.contextmanager

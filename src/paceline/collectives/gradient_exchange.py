@@ -39,7 +39,7 @@ from paceline.collectives.executor import Scratch, run_schedule
 from paceline.collectives.halving_doubling import HALVING_DOUBLING
 from paceline.collectives.schedule import Schedule
 from paceline.collectives.shared_memory.group import CollectiveQueue, Event, QueuedWork
-from paceline.elastic.faults import fault_point
+from paceline.elastic.faults import fault_point, ordered
 from paceline.world.waiting import Waiting
 
 Reduction = Literal["exact", "fast"]
@@ -102,7 +102,8 @@ class GradientExchange:
         `spare` gives a buffer to a worker that has no root.
         """
         pending = self._started(of, bucket, plan, roots, spare)
-        fault_point("bucket")
+        if ordered:
+            fault_point("bucket")
         return pending
 
     def _started(
@@ -138,7 +139,8 @@ class GradientExchange:
         Once it is waited for this worker's nodes are free, and `scatter.held` has its own range's sums.
         """
         handle = self._started_scatter(of, scatter, like)
-        fault_point("bucket")
+        if ordered:
+            fault_point("bucket")
         return handle
 
     def _started_scatter(self, of: int, scatter: Scatter, like: Tensor) -> Handle:

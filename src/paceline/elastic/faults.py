@@ -13,8 +13,8 @@
 happens once, in the process that the job began with, or in the slot's n-th replacement with `incarnation=n`: what
 takes a dead worker's place must not die of the same order.
 
-The engine calls `fault_point(phase, step)` where a phase begins. While nothing is ordered that is one test of an empty
-list; what happens is announced in a line on stderr.
+The engine calls `fault_point(phase, step)` where a phase begins, and on the way of a step only `if ordered:`: a step
+comes here in tests alone. What happens is announced in a line on stderr.
 
 Whether a fault has changed a bit is told by the hash of the weights. `engine.weights_hash()` calls `tell_hash` on every
 worker, which writes lines `slot hash` to the file that PACELINE_HASH_FILE names; `paceline chaos` reads what two runs
@@ -74,7 +74,7 @@ def parsed(text: str) -> list[Fault]:
     return [_fault(order.strip()) for order in text.split(";") if order.strip()]
 
 
-_ordered: list[Fault] = []
+ordered: list[Fault] = []
 """What has yet to happen in this process; empty in every process that is not being tested."""
 
 
@@ -82,7 +82,7 @@ def arm(rank: int, incarnation: int = 0, orders: str | None = None) -> None:
     """This process is `rank`: what is ordered for it (by PACELINE_FAULTS) will happen from now on."""
     text = orders if orders is not None else environment.injected_faults()
     faults = parsed(text or "")
-    _ordered[:] = [fault for fault in faults if (fault.rank, fault.incarnation) == (rank, incarnation)]
+    ordered[:] = [fault for fault in faults if (fault.rank, fault.incarnation) == (rank, incarnation)]
 
 
 _now = [0]
@@ -95,20 +95,20 @@ def begin_step(step: int) -> None:
 
 def fault_point(phase: str, step: int | None = None) -> None:
     """Here a process may fail in the course of `step`, by default the one that began last."""
-    if _ordered:
+    if ordered:
         step = _now[0] if step is None else step
-        for fault in [fault for fault in _ordered if fault.phase == phase and fault.step in (step, None)]:
-            _ordered.remove(fault)
+        for fault in [fault for fault in ordered if fault.phase == phase and fault.step in (step, None)]:
+            ordered.remove(fault)
             _happen(fault, phase, step)
 
 
 def flips_due(step: int) -> list[Fault]:
     """Flips for the engine to make in this step, each handed out once."""
-    if not _ordered:
+    if not ordered:
         return []
-    due = [fault for fault in _ordered if fault.kind == "flip" and fault.step in (step, None)]
+    due = [fault for fault in ordered if fault.kind == "flip" and fault.step in (step, None)]
     for fault in due:
-        _ordered.remove(fault)
+        ordered.remove(fault)
     return due
 
 

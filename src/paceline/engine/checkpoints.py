@@ -60,7 +60,7 @@ from paceline.errors import CheckpointError
 from paceline.input_file import cause_of, one_line
 from paceline.sharding.flat_layout import BLOCK
 from paceline.world.checked_values import one_word, switch, whole_number
-from paceline.world.control import ControlClient
+from paceline.world.control import Supervisor
 from paceline.world.world import World
 
 WhenBusy = Literal["wait", "drop"]
@@ -262,7 +262,7 @@ class Surroundings:
 
     world: World
     told: Told
-    client: ControlClient | None
+    supervisor: Supervisor
 
 
 @dataclass(frozen=True)
@@ -488,6 +488,5 @@ class Saver:
         }
 
     def _tell_launcher(self, save: Save) -> None:
-        client = self._around().client
-        if save.is_main and client is not None:
-            client.tell("checkpoint", folder=str(save.folder))
+        if save.is_main:
+            self._around().supervisor.tell("checkpoint", folder=str(save.folder))

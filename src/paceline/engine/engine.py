@@ -148,7 +148,7 @@ class Engine(AccelerateNames):
         config, group = self.config, self._group
         told = group.seat.settings
         self._replay = None if told.replay is None else replay_of(Path(told.replay))
-        tells = group.world.is_main and group.client is None  # the launcher has told it otherwise
+        tells = group.world.is_main and not group.supervisor.is_there  # the launcher has told it otherwise
         self._stops = StopSignals(group.world.name, tells=tells, is_server=group.world.is_server)
         self._objects = PreparedObjects()
         self._between = BetweenSteps(config, group, self._objects)
@@ -289,7 +289,7 @@ class Engine(AccelerateNames):
         Without `numbers`: SIGTERM, Ctrl-C and SIGUSR1. What follows is told in docs/concepts/stopping.md.
         """
         self._stops.watch(numbers)
-        self._group.tell("policy", stops_on_request=True)
+        self._group.supervisor.tell("policy", stops_on_request=True)
 
     @property
     def stop_requested(self) -> bool:
@@ -299,7 +299,7 @@ class Engine(AccelerateNames):
     def exit_if_stopped(self) -> None:
         """After the loop and the last save: leave with code 75 if a signal ended the loop; otherwise do nothing."""
         if self._stops.agreed:
-            if self._group.client is None:  # the launcher says it otherwise
+            if not self._group.supervisor.is_there:  # the launcher says it otherwise
                 self.print(f"paceline: stopped on request after step {self.step}; start again to continue")
             raise StoppedOnRequest
 
@@ -323,12 +323,12 @@ class Engine(AccelerateNames):
 
     def bar(self, total: int | None) -> Bar:
         """A progress line that the caller moves on: one for several loops, or for none; close it."""
-        return Bar(step=self.step, total=total, main=lambda: self.is_main_process, client=self._group.client)
+        return Bar(step=self.step, total=total, main=lambda: self.is_main_process, supervisor=self._group.supervisor)
 
     def show_table(self, title: str, rows: Sequence[Sequence[str]]) -> None:
         """Two columns, shown once: by the launcher where there is one, otherwise printed."""
-        if self.is_main_process and self._group.client is not None:
-            self._group.client.tell("table", title=title, rows=[list(row) for row in rows])
+        if self.is_main_process and self._group.supervisor.is_there:
+            self._group.supervisor.tell("table", title=title, rows=[list(row) for row in rows])
         elif self.is_main_process:
             SummaryTable.of(title, rows).print()
 

@@ -27,10 +27,10 @@ from paceline.engine.evaluation import EvaluationLoader, note_collective
 from paceline.engine.serving import Serving, server_among
 from paceline.errors import ConfigError
 from paceline.torch_compat import PrefixStore, Store
-from paceline.world.control import ControlClient
+from paceline.world.control import ControlClient, Supervisor, call_supervisor
 from paceline.world.rendezvous_store import open_store
 from paceline.world.waiting import WaitWatch
-from paceline.world.world import ControlSocket, World
+from paceline.world.world import World
 
 
 class RunningLoop(Protocol):
@@ -48,9 +48,9 @@ class Group:
         self.seat, self._config, self.device = seat, config, device
         self.world = self.among = among_members(seat)
         config.check_against(self.world)
-        self.client = call_supervisor(seat)
-        self._opened_store, self.store = open_meeting(seat, self.client, config.timeout_s)
-        self._watch = WaitWatch(self.client, seat.name) if self.store is not None else None
+        self.supervisor = call_supervisor(seat)
+        self._opened_store, self.store = open_meeting(seat, self.supervisor, config.timeout_s)
+        self._watch = WaitWatch(self.supervisor, seat.name) if self.store is not None else None
         self.comm: Communicator = SingleWorker()
         self._default_group = DefaultGroup(
             config.backend, config.timeout_s, self._connect_default_group, self._check_collective
@@ -70,11 +70,6 @@ class Group:
     def is_main(self) -> bool:
         """One of all workers: the first, or when that one is lost the first of the others."""
         return self.recovery.is_main(self.among)
-
-    def tell(self, kind: str, **fields: Any) -> None:
-        """The supervisor, if there is one."""
-        if self.client is not None:
-            self.client.tell(kind, **fields)
 
     def print(self, *values: object, **options: Any) -> None:
         if self.is_main:
@@ -107,7 +102,7 @@ class Group:
     def _join_elastic_job(self, parts: Parts) -> None:
         """In an elastic job workers come and go: who commits steps, and how those that are left go on."""
         seat, config = self.seat, self._config
-        if seat.elastic is None or self.client is None:
+        if seat.elastic is None or not isinstance(self.supervisor, ControlClient):
             return
         if not config.strategy.is_synchronous:
             raise ConfigError(
@@ -117,7 +112,7 @@ class Group:
         members = tuple(slot for slot, _ in seat.elastic.members) or tuple(range(seat.size))
         servers = tuple(range(seat.size, seat.size + seat.servers))
         first = Generation(0 if seat.elastic.joins else 1, members, main=members[0], servers=servers)
-        agent = WorkerAgent(self.client, seat.rank, seat.elastic.incarnation, first, self.timeout_s)
+        agent = WorkerAgent(self.supervisor, seat.rank, seat.elastic.incarnation, first, self.timeout_s)
         if seat.is_server:
             self.serving = Serving(agent, seat, self._store_of, self.timeout_s)
         else:
@@ -194,24 +189,17 @@ class Group:
         self._default_group.leave("the engine was closed")
         self.comm.close()
         self.recovery.close()
-        if self.client is not None:
-            self.client.close()
+        self.supervisor.close()
 
 
 _engines = itertools.count()
 
 
-def call_supervisor(world: World) -> ControlClient | None:
-    if not isinstance(world.rendezvous, ControlSocket):
-        return None
-    return ControlClient.connect(world.rendezvous.path, world.rank)
-
-
-def open_meeting(world: World, client: ControlClient | None, timeout_s: float) -> tuple[Store | None, Store | None]:
+def open_meeting(world: World, supervisor: Supervisor, timeout_s: float) -> tuple[Store | None, Store | None]:
     """The store of all processes, to be kept as long as what is built on it, and this engine's place in it."""
     if world.size + world.servers == 1 and world.elastic is None:
         return None, None
-    store = open_store(world, client, timeout_s)
+    store = open_store(world, supervisor, timeout_s)
     # Several engines in one process meet in several places; all processes make theirs in the same order.
     return store, PrefixStore(f"paceline/{next(_engines)}", store)
 

@@ -26,7 +26,7 @@ from paceline.data.fetching import Prefetch
 from paceline.data.sample_log import LogHeader, MicroBatch, SampleLog, next_attempt
 from paceline.data.sharded_sampler import WorkItem
 from paceline.data.work_source import WorkSource
-from paceline.elastic.faults import fault_point
+from paceline.elastic.faults import fault_point, ordered
 from paceline.engine.boundary import Boundary
 from paceline.engine.config import EngineConfig, counted
 from paceline.engine.facts import facts_of_process, job_facts
@@ -202,7 +202,8 @@ class PreparedLoader:
             if self._group.recovery.loop_is_over:
                 self._group.recovery.loop_is_over = False
                 return None
-            fault_point("data", self._step.step + 1)
+            if ordered:
+                fault_point("data", self._step.step + 1)
             try:
                 return next(self._items)
             except StopIteration:
@@ -380,8 +381,8 @@ class PreparedLoader:
 
     def _tell_phase(self, name: str) -> None:
         """What the launcher names when this worker fails: the step it is in, or the last one after the loop."""
-        self._group.tell("phase", name=name)
-        self._group.tell("step", step=self._step.step + self.in_loop)
+        self._group.supervisor.tell("phase", name=name)
+        self._group.supervisor.tell("step", step=self._step.step + self.in_loop)
 
     def _facts(self) -> dict[str, str | int]:
         """What has to be the same in all workers."""

@@ -23,7 +23,7 @@ from paceline.errors import ConfigError
 from paceline.optim.range_optimizer import state_bytes
 from paceline.sharding.footprint import Model
 from paceline.strategies.registry import STRATEGIES, Chosen
-from paceline.world.control import ControlClient
+from paceline.world.control import Supervisor
 from paceline.world.host_limits import MemoryLimit, memory_limit, oom_kills
 from paceline.world.world import World
 
@@ -81,7 +81,7 @@ def check_memory(
     comm: Communicator,
     device: torch.device,
     optimizers: Sequence[Optimizer],
-    client: ControlClient | None,
+    supervisor: Supervisor,
 ) -> None:
     """Refuse what can't fit, on all workers alike; what may is told to the launcher, in case it does not."""
     fit = _fit(config, world, comm, device, optimizers)
@@ -91,9 +91,9 @@ def check_memory(
     everyone = comm.gather_json(refused)
     if text := next((text for text in everyone if text is not None), None):
         raise ConfigError(text)
-    if fit is not None and client is not None and fit.limit.kills_file is not None:
+    if fit is not None and fit.limit.kills_file is not None:
         file = fit.limit.kills_file
-        client.tell("memory", told=f"{fit.told()}; {fit.advice()}", kills_file=str(file), kills=oom_kills(file))
+        supervisor.tell("memory", told=f"{fit.told()}; {fit.advice()}", kills_file=str(file), kills=oom_kills(file))
 
 
 def _fit(

@@ -200,7 +200,7 @@ class BetweenSteps:
     # -- for those who save ------------------------------------------------------------------------------------------
 
     def surroundings(self) -> Surroundings:
-        return Surroundings(self._group.among, self.boundary.told, self._group.client)
+        return Surroundings(self._group.among, self.boundary.told, self._group.supervisor)
 
     def job_state(self) -> JobState:
         objects, step = self._objects, self._objects.training()
@@ -275,7 +275,7 @@ class Preparation:
         own.has_history = has_history(own.optimizers, [])  # a sharded strategy takes the state elsewhere
         self._fill_models()
         check_same_models(group.comm, own.models)
-        check_memory(config, group.world, group.comm, group.device, own.optimizers, group.client)
+        check_memory(config, group.world, group.comm, group.device, own.optimizers, group.supervisor)
         if config.activation_checkpointing is not None:
             own.recomputed = recomputing.Recomputed(config.activation_checkpointing, own.models)
             group.print(f"paceline: {own.recomputed.described}")
@@ -318,7 +318,7 @@ class Preparation:
             world=group.world,
             comm=group.comm,
             store=group.store_of_generation(),
-            client=group.client,
+            supervisor=group.supervisor,
             device=group.device,
             models=own.models,
             names=parameter_names(own.models),

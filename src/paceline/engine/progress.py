@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from typing import Any
 
-from paceline.world.control import ControlClient
+from paceline.world.control import Supervisor
 from paceline.world.terminal import ProgressLine, duration
 
 PLAIN_EVERY_S = 5.0
@@ -67,10 +67,10 @@ class Bar:
         step: int,
         total: int | None,
         main: Callable[[], bool],
-        client: ControlClient | None,
+        supervisor: Supervisor,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._step, self._total, self._main, self._client, self._clock = step, total, main, client, clock
+        self._step, self._total, self._main, self._supervisor, self._clock = step, total, main, supervisor, clock
         self._fields: dict[str, float | int | str] = {}
         self._is_first = True
         self._begun = clock()
@@ -111,13 +111,13 @@ class Bar:
 
     def _draw(self, *, final: bool) -> None:
         now, main = self._clock(), self._main()
-        live = self._client is not None or (main and sys.stdout.isatty())
+        live = self._supervisor.is_there or (main and sys.stdout.isatty())
         if not main or (not final and now - self._last < (SEND_EVERY_S if live else PLAIN_EVERY_S)):
             return
         self._last = now
         line = self.line(final=final)
-        if self._client is not None:
-            self._client.tell("progress", **asdict(line))
+        if self._supervisor.is_there:
+            self._supervisor.tell("progress", **asdict(line))
         elif live:
             self._draw_live(line)
         elif line.text() != self._printed:

@@ -91,31 +91,25 @@ def weight_of_backward(item: WorkItem, given: Any) -> float:
     return weight
 
 
-def check_step_applied(step: int, *, waits_for_update: bool) -> None:
-    """Before the next item."""
-    if waits_for_update:
-        raise LoopError(
-            f"step {step + 1} has its gradient but no optimizer.step() was called before the next batch; call "
-            "step() after every backward: it acts once per step. To accumulate k micro-batches, use "
-            "Engine(accumulate=k)"
-        )
+def step_not_applied(step: int) -> LoopError:
+    return LoopError(
+        f"step {step + 1} has its gradient but no optimizer.step() was called before the next batch; call step() after "
+        "every backward: it acts once per step. To accumulate k micro-batches, use Engine(accumulate=k)"
+    )
 
 
-def check_step_whole(so_far: ItemFacts, step: int, *, in_update: bool) -> None:
-    """Exceptions that the loop caught where nothing can be taken back any more."""
-    if in_update or (so_far.failed and so_far.ran_last):
-        raise LoopError(
-            f"an exception in step {step + 1} ended engine.{'update' if in_update else 'backward'}(), and the "
-            "loop caught it: a part of the step's gradients is under way or missing, and can't be taken back. Let "
-            "the exception end the program"
-        )
+def step_not_whole(step: int, *, in_update: bool) -> LoopError:
+    return LoopError(
+        f"an exception in step {step + 1} ended engine.{'update' if in_update else 'backward'}(), and the loop caught "
+        "it: a part of the step's gradients is under way or missing, and can't be taken back. Let the exception end "
+        "the program"
+    )
 
 
-def check_no_closure(closure: object) -> None:
-    if closure is not None:
-        raise LoopError(
-            "optimizer.step(closure) would run forward again inside the step; use engine.update(optimizer, loss_fn)"
-        )
+def closure_given() -> LoopError:
+    return LoopError(
+        "optimizer.step(closure) would run forward again inside the step; use engine.update(optimizer, loss_fn)"
+    )
 
 
 def check_one_optimizer(optimizers: int) -> None:

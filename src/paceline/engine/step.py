@@ -39,13 +39,13 @@ from torch.optim import Optimizer
 
 from paceline.collectives.byte_count import Traffic
 from paceline.data.sharded_sampler import WorkItem
-from paceline.elastic.faults import begin_step, fault_point, flips_due
+from paceline.elastic.faults import begin_step, fault_point, flips_due, ordered
 from paceline.engine import rules
 from paceline.engine.config import EngineConfig
 from paceline.engine.group import Group
 from paceline.engine.lane_buffers import LaneBuffers
 from paceline.engine.stop_signals import StopSignals
-from paceline.engine.strategy_table import StrategyTable, drop_gradients_of_others
+from paceline.engine.strategy_table import StrategyTable
 from paceline.engine.vote import (
     LaneReport,
     StepVote,
@@ -338,7 +338,7 @@ class TrainStep:
             self.buffers.start_shadow()
         elif item.first_of_lane:
             self.buffers.start_lane(item.lane)
-        fault_point("forward", self.round)
+        self._fault_point("forward")
         place = (item.epoch, item.step, item.lane, item.micro_batch, self.update)
         seed_everything(mix(self._config.seed, "model", *place))
 
@@ -346,24 +346,24 @@ class TrainStep:
         """The step begins, for an update by `optimizers`: who computes which of its lanes, and from which state."""
         self._places.check()
         active, remade = self.strategies.of(optimizers)
+        plan, in_step = self.strategies.plan(item.present)
         self.active = active
         if self.update == 0:
             self._rounds_before = self.rounds
-        before, plan, lowest = self._rounds_before, self.strategies.plan(item.present), item.present[0]
+        before, lowest = self._rounds_before, item.present[0]
         self.now = StepState(
             agreement=active.agreement(before),
             lowest=lowest,
             owner=next(worker for worker, lanes in enumerate(plan.holders) if lowest in lanes),
-            in_step=self.strategies.in_step(plan),
+            in_step=in_step,
             holders=plan.holders,
             traffic_before=self._traffic_so_far(),
             was_asked_to_stop=self._stops.agreed,
             loss_scale=None if self.loss_scale is None else self.loss_scale.state_dict(),
             committed=not self._group.recovery.is_elastic,
         )
-        begin_step(self.round)
-        for fault in flips_due(self.round):
-            self._flip_a_bit(fault.tensor, active)
+        if ordered:
+            self._begin_faults(active)
         self.now.watched = self.passes.watch(active, before)
         active.start_step(before, plan)
         self.buffers.start_step()
@@ -399,7 +399,7 @@ class TrainStep:
         place = now.place(item)
         started = time.perf_counter()
         active.start_backward(place, last=last)
-        fault_point("backward", self.round)
+        self._fault_point("backward")
         # The gradient is Σ w·∇loss / Σ w. Dividing by the step's samples before backward keeps small precisions in
         # range, and where w counts samples it is the whole scaling: no second pass over the gradient.
         torch.autograd.backward(loss, torch.full_like(loss, weight / item.step_samples * self._scale))
@@ -408,7 +408,18 @@ class TrainStep:
         if last:
             of_item.ran_last, of_item.before = True, None
             active.finish_backward(place)
-            drop_gradients_of_others(active, self._optimizers)
+            self._drop_gradients_of_others(active)
+
+    def _drop_gradients_of_others(self, active: Strategy) -> None:
+        """A loss may reach parameters of an optimizer that is not being updated; those gradients are nobody's."""
+        if len(self._optimizers) == 1:
+            return
+        mine = {id(parameter) for parameter in active.parameters}
+        for optimizer in self._optimizers:
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    if id(parameter) not in mine:
+                        parameter.grad = None
 
     def _finish_forward(self, item: WorkItem) -> None:
         """The item's forward is done: its lane's buffers are what it leaves, and may travel while backward runs."""
@@ -465,7 +476,7 @@ class TrainStep:
         active, now = self.strategy(), self.now
         self._group.recovery.check_part(self.round)
         vote = self._vote(active)
-        fault_point("exchange", self.round)
+        self._fault_point("exchange")
         votes = self.voting.cast(vote) if now.agreement is Agreement.NOW else [vote]
         reports, flags = lanes_in_order(votes), any_used(votes)
         used, changed = flags[: len(active.parameters)], flags[len(active.parameters) :]
@@ -477,11 +488,11 @@ class TrainStep:
             return False
         self._judge(active, tally)
         self._finish_buffers(changed)
-        self.means |= means_over(reports, self._mean_names)
+        if self._mean_names:
+            self.means |= means_over(reports, self._mean_names)
         self.stop_agreed = self._stops.hear([one.stop for one in votes])
         now.check, now.gradient_versions = vote.check, rules.gradient_versions(active.parameters)
         self.timing.left_during_backward = active.left_during_backward
-        self._traffic = now.traffic_before, self._traffic_so_far()
         if self._ended is not None:
             self.timing.exposed_s = time.perf_counter() - self._ended
         return True
@@ -551,7 +562,8 @@ class TrainStep:
         if self.is_lost:
             return None
         now = self.now
-        rules.check_no_closure(closure)
+        if closure is not None:
+            raise rules.closure_given()
         if not self._group.recovery.before_update:
             rules.check_one_optimizer(len(self._optimizers))
         now.of_item.step_called = True
@@ -589,13 +601,13 @@ class TrainStep:
         now.move(Phase.APPLIED)
         result = None
         if not now.empty:
-            fault_point("apply", self.round)
+            self._fault_point("apply")
             result = self.strategy().apply(optimizer, self._original_steps[id(optimizer)])
-            self._traffic = now.traffic_before, self._traffic_so_far()
             if len(now.acted) == len(self._optimizers) or self._updating:
                 self._commit()
         if now.committed:
             self._count()
+        self._traffic = now.traffic_before, self._traffic_so_far()
         return result
 
     def _commit(self) -> None:
@@ -603,11 +615,11 @@ class TrainStep:
         now = self.now
         if now.committed:
             return
-        fault_point("ready", self.round)
+        self._fault_point("ready")
         if not self._group.recovery.commits(self.round, self.update, check=now.check):
             raise GenerationEnded(f"the workers changed before step {self.round} was committed")
         now.committed = True
-        fault_point("after_commit", self.round)
+        self._fault_point("after_commit")
 
     def _count(self) -> None:
         """What the step did stays."""
@@ -625,13 +637,16 @@ class TrainStep:
         if self.replayed is not None:
             self.replayed.acted()
         elif not self._group.recovery.is_elastic:  # otherwise READY has said it
-            self._group.tell("step", step=self.step + 1)
+            self._group.supervisor.tell("step", step=self.step + 1)
         # What the user draws between steps must not depend on how many items this worker ran.
         seed_everything(mix(self._config.seed, "between", self.step, self.update))
 
     def end_item(self) -> None:
         """The loop asks for more: end what the last item left."""
-        rules.check_step_applied(self.step, waits_for_update=self.phase is Phase.COLLECTED)
+        if self.phase is Phase.BETWEEN_STEPS:
+            return
+        if self.phase is Phase.COLLECTED:
+            raise rules.step_not_applied(self.step)
         self._check_step_whole()
         with self._or_lost(unless_counted=True):
             if self.phase is Phase.ITEM:
@@ -656,7 +671,7 @@ class TrainStep:
             why = "had an exception in" if now.of_item.failed else "was left without"
             text = f"lane {item.lane} of step {self.step + 1} {why} engine.backward(); it counts as empty"
             warnings.warn(text, stacklevel=5)
-        drop_gradients_of_others(active, self._optimizers)
+        self._drop_gradients_of_others(active)
         self._ran(item)
         if self.phase is Phase.COLLECTED:
             self._act_as_usual()
@@ -786,8 +801,10 @@ class TrainStep:
         self.now.phase, self.now.item, self._in_body = Phase.BETWEEN_STEPS, None, False
 
     def _check_step_whole(self) -> None:
-        in_update = self._updating and self.phase in (Phase.ITEM, Phase.RAN)
-        rules.check_step_whole(self.now.of_item, self.step, in_update=in_update)
+        """Exceptions that the loop caught where nothing can be taken back any more."""
+        of_item, in_update = self.now.of_item, self._updating and self.phase in (Phase.ITEM, Phase.RAN)
+        if in_update or (of_item.failed and of_item.ran_last):
+            raise rules.step_not_whole(self.step, in_update=in_update)
 
     def _check_learning_rates(self) -> None:
         rates = rules.learning_rates(self._optimizers)
@@ -798,11 +815,17 @@ class TrainStep:
     def _new_voting(self) -> Voting:
         return Voting(self._group.comm, self.assignment, raises=not self._group.recovery.is_elastic)
 
-    def _flip_a_bit(self, wanted: str | None, active: Strategy) -> None:
-        """An injected fault: in a parameter, or where this worker has no whole ones in its part of the state."""
+    def _fault_point(self, phase: str) -> None:
+        if ordered:
+            fault_point(phase, self.round)
+
+    def _begin_faults(self, active: Strategy) -> None:
+        """A bit is flipped in a parameter, or where this worker has no whole ones in its part of the state."""
+        begin_step(self.round)
         part = () if active.replicas else self._group.recovery.part
         named = [("", tensor) for tensor in part] or [(self.strategies.name_of(p), p) for p in active.parameters]
-        flip_a_bit(wanted, named)
+        for fault in flips_due(self.round):
+            flip_a_bit(fault.tensor, named)
 
     def _traffic_so_far(self) -> Traffic:
         if self._group.comm.size > 1:

@@ -48,14 +48,12 @@ class StrategyTable:
         self._known[key] = self._maker.make(named, optimizers)
         return self._known[key], known is not None
 
-    def plan(self, present: tuple[int, ...]) -> SumPlan:
-        """Who holds which of the step's lanes."""
-        return _plan(self.assignment, present)
-
-    def in_step(self, plan: SumPlan) -> bool:
-        """Whether a worker's last item comes at the same place among the exchanges of all: not where every lane's
-        gradients leave by themselves and workers have different numbers of lanes and items."""
-        return self._leave_once_a_step or len({len(lanes) for lanes in plan.holders}) == 1
+    def plan(self, present: tuple[int, ...]) -> tuple[SumPlan, bool]:
+        """Who holds which of the step's lanes; and whether a worker's last item comes at the same place among the
+        exchanges of all: not where every lane's gradients leave by themselves and workers have different numbers of
+        lanes and items."""
+        plan = _plan(self.assignment, present)
+        return plan, self._leave_once_a_step or len({len(lanes) for lanes in plan.holders}) == 1
 
     def drain(self) -> None:
         for strategy in self._known.values():
@@ -110,15 +108,3 @@ def _plan(assignment: LaneAssignment, present: tuple[int, ...]) -> SumPlan:
     there = set(present)
     holders = tuple(tuple(lane for lane in lanes if lane in there) for lanes in assignment)
     return SumPlan(present=tuple(sorted(present)), holders=holders)
-
-
-def drop_gradients_of_others(active: Strategy, optimizers: Sequence[Optimizer]) -> None:
-    """A loss may reach parameters of an optimizer that is not being updated; those gradients are nobody's."""
-    if len(optimizers) < 2:
-        return
-    mine = {id(parameter) for parameter in active.parameters}
-    for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                if id(parameter) not in mine:
-                    parameter.grad = None

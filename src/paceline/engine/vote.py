@@ -144,14 +144,11 @@ class Voting:
         self._watch: WeightsWatch | None = None
         self._after_update: tuple[int, int] | None = None  # a step, and what it should find of the weights
         self.votes = 0
-
-    @property
-    def watching(self) -> bool:
-        return self._watch is not None
+        self.watching = False
 
     def watch(self, named: Sequence[tuple[str, Tensor]]) -> None:
         """Which weights must be alike."""
-        self._watch = WeightsWatch(named)
+        self._watch, self.watching = WeightsWatch(named), True
 
     def check(self, step: int) -> int:
         """This worker's sum over the part of the weights whose turn it is."""

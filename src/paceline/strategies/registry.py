@@ -32,7 +32,7 @@ from paceline.parameter_server.replay import Replay
 from paceline.sharding.footprint import FOOTPRINTS, Footprint, Model, footprint
 from paceline.strategies.strategy import Strategy
 from paceline.torch_compat import Store
-from paceline.world.control import ControlClient
+from paceline.world.control import Supervisor
 from paceline.world.lanes import neighbouring_lanes
 from paceline.world.world import World
 
@@ -49,7 +49,7 @@ class Job:
     world: World
     comm: Communicator  # between the workers; a `SingleWorker` where there is one, and on a server
     store: Store | None  # for groups of its own; None: there is no other process
-    client: ControlClient | None  # to the supervisor that started this process, if one did
+    supervisor: Supervisor  # that started this process
     device: torch.device
     models: Sequence[nn.Module]
     names: Mapping[int, str]  # of the models' parameters, by id

@@ -40,6 +40,7 @@ from concurrent.futures import Future
 from typing import Any, NoReturn
 
 from paceline.errors import LaunchError, WorldError
+from paceline.world.world import ControlSocket, World
 
 JSON = str | int | float | bool | None | Sequence["JSON"] | Mapping[str, "JSON"]
 
@@ -63,8 +64,20 @@ def no_thread(rank: int, error: RuntimeError) -> LaunchError:
     )
 
 
+class NoSupervisor:
+    """Of a process that no launcher of ours has started: nobody is told anything, and it prints its lines itself."""
+
+    is_there = False
+
+    def tell(self, kind: str, **fields: JSON) -> None: ...
+
+    def close(self) -> None: ...
+
+
 class ControlClient:
     """A connection to the supervisor. The caller that connects closes it; the end of the process does so too."""
+
+    is_there = True
 
     def __init__(self, connection: socket.socket, rank: int) -> None:
         self._connection = connection
@@ -177,6 +190,15 @@ class ControlClient:
         # Not an exception: no thread could handle it, and a half-alive worker would hold its port and memory.
         print(f"paceline: rank {self._rank}: the supervisor is gone; this worker leaves", file=sys.stderr, flush=True)
         os._exit(SUPERVISOR_GONE)
+
+
+Supervisor = ControlClient | NoSupervisor
+
+
+def call_supervisor(world: World) -> Supervisor:
+    if not isinstance(world.rendezvous, ControlSocket):
+        return NoSupervisor()
+    return ControlClient.connect(world.rendezvous.path, world.rank)
 
 
 def peer_user(connection: socket.socket) -> int:

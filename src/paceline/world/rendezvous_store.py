@@ -22,7 +22,7 @@ from typing import Any
 from torch.distributed import DistStoreError, HashStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from paceline.errors import WorldError
-from paceline.world.control import ControlClient
+from paceline.world.control import ControlClient, Supervisor
 from paceline.world.variables import is_loopback
 from paceline.world.world import ControlSocket, TcpRendezvous, World
 
@@ -96,14 +96,14 @@ class ControlStore(Store):
         return answer
 
 
-def open_store(world: World, client: ControlClient | None, timeout_s: float) -> Store:
+def open_store(world: World, supervisor: Supervisor, timeout_s: float) -> Store:
     """The store of this world; the caller keeps it for as long as groups built from it live."""
     if world.rendezvous is None:
         return HashStore()
     if isinstance(world.rendezvous, ControlSocket):
-        if client is None:
+        if not isinstance(supervisor, ControlClient):
             raise WorldError(f"rank {world.rank}: the store of a control socket needs its ControlClient")
-        return ControlStore(client, timeout_s)
+        return ControlStore(supervisor, timeout_s)
     return _tcp_store(world, world.rendezvous, timeout_s)
 
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from types import FrameType
 
 from paceline.errors import WorldError
-from paceline.world.control import ControlClient
+from paceline.world.control import Supervisor
 
 LOOK_EVERY_S = 0.5
 REPORT_AFTER_S = 1.0
@@ -70,8 +70,8 @@ class Waiting:
 class WaitWatch:
     """Watches whether the thread that made it waits; its maker closes it."""
 
-    def __init__(self, client: ControlClient | None, name: str) -> None:
-        self._client, self._name = client, name
+    def __init__(self, supervisor: Supervisor, name: str) -> None:
+        self._supervisor, self._name = supervisor, name
         self._thread = threading.get_ident()
         self._reported_since: float | None = None
         self._printed: set[tuple[str, str]] = set()
@@ -93,11 +93,11 @@ class WaitWatch:
         if noted is None or noted[1] == self._reported_since:
             return
         whom, since = noted
-        if now - since < (PRINT_AFTER_S if self._client is None else REPORT_AFTER_S):
+        if now - since < (REPORT_AFTER_S if self._supervisor.is_there else PRINT_AFTER_S):
             return
         call, place = waiting_call(sys._current_frames().get(self._thread))
         self._reported_since = since
-        if self._client is not None:
+        if self._supervisor.is_there:
             self._tell("waits", call=call, place=place, seconds=now - since)
         elif call != LOOP and (call, place) not in self._printed:  # a slow step is not reported
             self._printed.add((call, place))
@@ -106,9 +106,8 @@ class WaitWatch:
             print(line, file=sys.stderr, flush=True)
 
     def _tell(self, kind: str, **fields: str | float) -> None:
-        if self._client is not None:
-            with contextlib.suppress(OSError, WorldError):  # the engine is being closed, or the supervisor is stopped
-                self._client.tell(kind, **fields)
+        with contextlib.suppress(OSError, WorldError):  # the engine is being closed, or the supervisor is stopped
+            self._supervisor.tell(kind, **fields)
 
 
 def waiting_call(innermost: FrameType | None) -> tuple[str, str]:

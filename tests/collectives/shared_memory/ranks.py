@@ -20,6 +20,7 @@ from torch.distributed.distributed_c10d import AllgatherOptions, AllreduceOption
 from paceline import World
 from paceline.collectives.canonical_sum import merges
 from paceline.collectives.shared_memory.group import SharedMemoryGroup
+from paceline.world.control import NoSupervisor
 from paceline.world.rendezvous_store import open_store
 from tests.workers import Result
 
@@ -33,7 +34,7 @@ _TOLERANCE = {torch.float16: 2e-3, torch.bfloat16: 2e-2, torch.float32: 1e-5, to
 
 @contextlib.contextmanager
 def group_of(world: World, *, timeout_s: float = 20.0, **options: Any) -> Iterator[SharedMemoryGroup]:
-    store = open_store(world, None, 20.0)
+    store = open_store(world, NoSupervisor(), 20.0)
     group = SharedMemoryGroup(
         PrefixStore("tests", store), world.rank, world.size, timedelta(seconds=timeout_s), **options
     )
@@ -48,7 +49,7 @@ def torch_distributed(world: World, *, backend: str = "paceline", timeout_s: flo
     """The same through torch.distributed's own front door."""
     import paceline.backend  # noqa: F401
 
-    store = open_store(world, None, 20.0)
+    store = open_store(world, NoSupervisor(), 20.0)
     timeout = timedelta(seconds=timeout_s)
     dist.init_process_group(backend, store=store, rank=world.rank, world_size=world.size, timeout=timeout)
     try:

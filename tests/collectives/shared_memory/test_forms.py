@@ -16,6 +16,7 @@ from torch.distributed import PrefixStore, ReduceOp
 from paceline import World
 from paceline.collectives.shared_memory.group import SharedMemoryGroup
 from paceline.errors import CollectiveError
+from paceline.world.control import NoSupervisor
 from paceline.world.rendezvous_store import open_store
 from tests.collectives.shared_memory.ranks import group_of, opts, succeeded
 from tests.workers import run_workers
@@ -157,7 +158,7 @@ CALLS = [
 
 
 def compare(world: World) -> list[str]:
-    store = open_store(world, None, 20.0)
+    store = open_store(world, NoSupervisor(), 20.0)
     gloo = gloo_of(world, store)
     ours = SharedMemoryGroup(PrefixStore("ours", store), world.rank, world.size, LONG)
     different = []

@@ -7,6 +7,7 @@ import torch
 
 from paceline import World
 from paceline.collectives.communicator import Communicator
+from paceline.world.control import NoSupervisor
 from paceline.world.rendezvous_store import open_store
 from tests.workers import run_workers
 
@@ -15,7 +16,7 @@ pytestmark = pytest.mark.workers
 
 def tells_a_place(world: World) -> list[float]:
     """What rank 1 finds at the place that rank 0 names; rank 0 finds nothing."""
-    store = open_store(world, None, 20.0)
+    store = open_store(world, NoSupervisor(), 20.0)
     comm = Communicator.connect(world, store, backend="paceline", device=torch.device("cpu"), timeout_s=20.0)
     comm.shared(3, torch.int64)
     room = comm.shared(100, torch.float32)

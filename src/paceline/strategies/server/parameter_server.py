@@ -170,8 +170,8 @@ class Assembly:
         except BaseException:
             self.close()
             raise
-        if job.client is not None and not config.clock.deterministic:
-            job.client.tell("policy", survive_worker_loss=True)
+        if not config.clock.deterministic:
+            job.supervisor.tell("policy", survive_worker_loss=True)
 
     def _end_with_the_generation(self) -> None:
         """Where the workers have a group, this one ends with it; one worker alone and servers ask the engine for it."""
@@ -241,8 +241,7 @@ class Assembly:
         """Until all workers have said goodbye."""
         index = self.job.world.server_index
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // self.servers))
-        if self.job.client is not None:
-            self.job.client.tell("holds", what=self.spaces[0].table.held_by(index))
+        self.job.supervisor.tell("holds", what=self.spaces[0].table.held_by(index))
         server = self._server(index)
         server.start()
         try:
