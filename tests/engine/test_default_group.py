@@ -14,6 +14,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import paceline
+from paceline.collectives.shared_memory.group import SharedMemoryGroup
+from paceline.engine.default_group import COLLECTIVES
 from paceline.errors import ConfigError, LoopError
 from paceline.torch_compat import HashStore
 from paceline.world.world import World
@@ -25,6 +27,13 @@ def values(results: list[Result]) -> list[Any]:
     for result in results:
         assert result.error is None, result.traceback
     return [result.value for result in results]
+
+
+@pytest.mark.unit
+def test_whatever_the_shared_memory_backend_moves_the_jobs_group_passes_on() -> None:
+    theirs = {name for name, member in vars(SharedMemoryGroup).items() if hasattr(member, "__wrapped__")}
+    assert theirs >= {"allreduce", "alltoall", "recv"}
+    assert theirs <= set(COLLECTIVES)
 
 
 def ask_torch(world: World, *, backend: str) -> dict[str, Any]:

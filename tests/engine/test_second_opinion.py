@@ -92,5 +92,5 @@ def test_it_is_refused_where_lanes_cannot_be_passed_on() -> None:
         Engine(second_opinion=0)
     with Engine(second_opinion=2, strategy="parameter_server") as engine:
         model = nn.Linear(8, 1)
-        with pytest.raises(ConfigError, match="lanes are passed on to other workers under ddp, star, zero1"):
+        with pytest.raises(ConfigError, match="lanes are passed on to other workers under ddp, fsdp, star, zero1"):
             engine.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), DataLoader(vectors(), batch_size=4))

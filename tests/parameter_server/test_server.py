@@ -15,6 +15,7 @@ from paceline.errors import GenerationEnded, PeerLostError
 from paceline.parameter_server.clock import BoundedDelay, BoundedStaleness
 from paceline.parameter_server.key_ranges import Key
 from paceline.parameter_server.wire import WireError
+from tests.launch.launching import wait_until
 from tests.parameter_server.one_process import Cluster, space_of
 
 SYNCHRONOUS, ASYNCHRONOUS = BoundedStaleness(0), BoundedStaleness(math.inf)
@@ -181,6 +182,7 @@ def test_weights_that_do_not_come_are_named_when_the_time_is_up() -> None:
         ):
             cluster.start(0, 1)
         cluster.say_round(0, workers=[1])
+        wait_until(lambda: cluster.servers[0].stats.updates == 1, 5, "the round")  # or worker 0's goodbye comes first
 
 
 def test_a_worker_that_leaves_in_a_round_is_named_to_those_that_wait() -> None:

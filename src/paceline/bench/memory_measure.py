@@ -223,7 +223,7 @@ def _gradients(owned: Iterable[Tensor]) -> list[Tensor]:
 
 def _whole_roots(objects: Iterable[Any]) -> list[Tensor]:
     """In shared memory a gradient's own bytes are counted; zero1's pieces are parts of roots that are there whole."""
-    return [root for thing in objects if type(thing) is Zero1 for root in thing.roots_held]
+    return [root for thing in objects if isinstance(thing, Zero1) for root in thing.roots_held]
 
 
 def _tensors_in(thing: Any) -> Iterator[Tensor]:

@@ -187,7 +187,7 @@ class SampleLog:
         self._pending.append(entry)
 
     def commit(self) -> None:
-        """The step in progress is part of the weights now: write down what was in it."""
+        """The step in progress counts, unless the workers that say so now are lost before all have: write it down."""
         if not self._pending:
             return
         try:

@@ -125,15 +125,17 @@ class Boundary:
 
     def in_round(self, operation: Callable[[], T], otherwise: Callable[[], T]) -> T:
         """In the body of an evaluation: where workers are lost its round begins again, and this counts for nothing."""
-        self._again = False
-        try:
-            return operation()
-        except GenerationEnded:
+
+        def start_over() -> None:
             self._again = True
             self._group.start_over()
-            return otherwise()
+
+        self._again = False
+        try:
+            result = _attempt(operation, start_over)
         finally:
             self._again = True
+        return otherwise() if isinstance(result, _Lost) else result
 
 
 def check_boundary(step: TrainStep | None, name: str) -> None:
@@ -154,6 +156,19 @@ def check_boundary(step: TrainStep | None, name: str) -> None:
         )
 
 
+class _Lost:
+    """In place of a result."""
+
+
+def _attempt(operation: Callable[[], T], start_over: Callable[[], None]) -> T | _Lost:
+    """What the operation gives; where the workers change in it, `start_over` has them meet again."""
+    try:
+        return operation()
+    except GenerationEnded:
+        start_over()
+        return _Lost()
+
+
 class Retryable:
     """Collectives between two steps, counted: one that no worker has finished is done again."""
 
@@ -170,11 +185,10 @@ class Retryable:
                 result: T = self._given
                 self._given, self._has_given = None, False
             else:
-                try:
-                    result = operation()
-                except GenerationEnded:
-                    start_over()
+                attempt = _attempt(operation, start_over)
+                if isinstance(attempt, _Lost):
                     continue
+                result = attempt
             self._done, self._last = self._done + 1, result
             return result
 

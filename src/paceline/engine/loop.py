@@ -35,7 +35,7 @@ from paceline.engine.replicas import weights_hash
 from paceline.engine.sources import check_same_order
 from paceline.engine.step import TrainStep
 from paceline.engine.stop_signals import StopSignals
-from paceline.errors import GenerationEnded, LoopError
+from paceline.errors import LoopError
 from paceline.world.checked_values import whole_number
 from paceline.world.determinism import mix, seed_everything
 
@@ -145,7 +145,7 @@ class PreparedLoader:
                 if self._recovers():
                     continue
                 if step.item is not None and step.item.last_of_step:
-                    self._commit(step.item)
+                    self._end_step(step.item)
                 if step.item is None:
                     if step.stop_agreed:
                         self._was_stopped = True
@@ -155,7 +155,7 @@ class PreparedLoader:
         except GeneratorExit:  # a break, a return or an exception in the body
             whole = not step.inside_step and step.broken is None
             if step.item is not None and step.item.last_of_step and whole:
-                self._commit(step.item)  # a `break` after the step acted is a clean end: the step counts
+                self._end_step(step.item)  # a `break` after the step acted is a clean end: the step counts
             raise
         finally:
             self._group.loop = None
@@ -204,14 +204,15 @@ class PreparedLoader:
                 return None
             if ordered:
                 fault_point("data", self._step.step + 1)
-            try:
-                return next(self._items)
-            except StopIteration:
-                if not self._recovers(between_steps=True):
-                    return None
-            except GenerationEnded:
-                self._step.lose()
+            pair = None
+            with self._step.or_lost():
+                pair = next(self._items, None)
+            if pair is not None:
+                return pair
+            if self._step.is_lost:
                 self._recovers()
+            elif not self._recovers(between_steps=True):
+                return None
 
     def _recovers(self, *, between_steps: bool = False) -> bool:
         """Whether the step was lost, or between two steps the workers have changed: then the next item is another."""
@@ -227,7 +228,7 @@ class PreparedLoader:
     def start_over(self) -> None:
         """With the workers that there are now, from the first item that does not count."""
         if (item := self._step.item_done()) is not None:
-            self._commit(item)  # it counts, and the body has not given it back yet
+            self._end_step(item)  # it counts, and the body has not given it back yet
         self._handed_out.clear()
         self._group.recovery.recover()
         self._fetch()
@@ -266,7 +267,7 @@ class PreparedLoader:
         if item.last_of_step:
             self._waited_s = self._items.waited_s
 
-    def _commit(self, item: WorkItem) -> None:
+    def _end_step(self, item: WorkItem) -> None:
         """The step is done: its samples are used."""
         step, recovery = self._step, self._group.recovery
         step.end_item()

@@ -21,7 +21,7 @@ from paceline.engine.config import EngineConfig
 from paceline.engine.step import OnePass
 from paceline.engine.vote import LaneReport
 from paceline.errors import ConfigError, ReplicaError
-from paceline.strategies.registry import LaneAssignment
+from paceline.strategies.registry import STRATEGIES, LaneAssignment
 from paceline.strategies.strategy import Strategy
 from paceline.world.checked_values import whole_number
 
@@ -118,7 +118,7 @@ class ComparedPasses(OnePass):
 
 def check_second_opinion(config: EngineConfig, source: WorkSource) -> None:
     """Whether lanes can be passed on to other workers at all."""
-    name, able = config.strategy.name, ("ddp", "star", "zero1", "zero2", "zero3", "fsdp")
+    name, able = config.strategy.name, sorted(n for n, entry in STRATEGIES.items() if entry.passes_lanes_on)
     if name not in able or source.takes_places or config.reduction != "exact":
         what = f"strategy={name!r}" if name not in able else "this"
         raise ConfigError(

@@ -325,7 +325,7 @@ class TrainStep:
         """Hand out `item`; `optimizers`: for an update by these alone, by `engine.update`."""
         if optimizers is None or not self._updating:
             self.end_item()
-        with self._or_lost():
+        with self.or_lost():
             if item.first_of_step and not self.is_lost:
                 self._plan_lanes(item, optimizers or self._optimizers)
         if self.is_lost:
@@ -379,7 +379,7 @@ class TrainStep:
         now = self.now
         item = rules.item_of_backward(self._item_of_body(), loss, now.of_item, self.step)
         weight = rules.weight_of_backward(item, weight)
-        with self._or_lost():
+        with self.or_lost():
             try:
                 if self._group.comm.is_over:
                     raise GenerationEnded("the workers have changed")  # forward may have had zeros for weights
@@ -546,7 +546,7 @@ class TrainStep:
         self._clip = max_norm
         if self.phase is Phase.ITEM:
             raise LoopError("engine.clip_grad_norm_() belongs between engine.backward() and optimizer.step()")
-        with self._or_lost():
+        with self.or_lost():
             if self.now.overflowed:
                 self._norm = math.inf
             elif self.phase is Phase.COLLECTED:
@@ -582,7 +582,7 @@ class TrainStep:
         if self.is_lost:
             return None
         result = None
-        with self._or_lost():
+        with self.or_lost():
             try:
                 result = self._update_with(optimizer)
             except BaseException as error:
@@ -648,7 +648,7 @@ class TrainStep:
         if self.phase is Phase.COLLECTED:
             raise rules.step_not_applied(self.step)
         self._check_step_whole()
-        with self._or_lost(unless_counted=True):
+        with self.or_lost(unless_counted=True):
             if self.phase is Phase.ITEM:
                 self._skip_item()
             if self.phase is Phase.APPLIED and self.broken is None:
@@ -709,7 +709,7 @@ class TrainStep:
 
     def finish_update(self, optimizer: Optimizer) -> None:
         """The end of `engine.update`: act, then be ready for another optimizer on the same items."""
-        with self._or_lost():
+        with self.or_lost():
             if self.phase is Phase.ITEM:
                 self._skip_item()
         if self.is_lost:
@@ -722,7 +722,7 @@ class TrainStep:
     # -- a step that is lost, and other workers ----------------------------------------------------------------------
 
     @contextmanager
-    def _or_lost(self, *, unless_counted: bool = False) -> Iterator[None]:
+    def or_lost(self, *, unless_counted: bool = False) -> Iterator[None]:
         """The one place where a step meets the end of its group: it takes note, and the loop retries."""
         try:
             yield

@@ -56,6 +56,26 @@ def keepalive_s(timeout_s: float) -> float:
     return min(LONGEST_SILENCE_S, timeout_s / PINGS_PER_TIMEOUT)
 
 
+def listen(
+    channel: Channel,
+    hear: Callable[[Header, Tensor | None], bool],
+    *,
+    lost: Callable[[str], None],
+    over: Callable[[GenerationEnded], None],
+    failed: Callable[[Exception], None],
+) -> None:
+    """A thread's whole life: `hear` what comes until it says that there is no more, or until one of three ends."""
+    try:
+        while hear(*channel.receive()):
+            pass
+    except PeerLostError as error:
+        lost(str(error))
+    except GenerationEnded as error:
+        over(error)
+    except Exception as error:
+        failed(error)
+
+
 class Sent:
     """A message under way; it keeps what it carries alive."""
 

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from paceline.errors import GenerationEnded, PacelineError, PeerLostError
 from paceline.optim.piece_state import State
-from paceline.parameter_server.channel import GONE, Channel, Sent, end_of, keepalive_s
+from paceline.parameter_server.channel import GONE, Channel, Sent, end_of, keepalive_s, listen
 from paceline.parameter_server.clock import Clock, PullRequest, WeightsInHand
 from paceline.parameter_server.key_ranges import Key
 from paceline.parameter_server.server import Server
@@ -164,15 +164,13 @@ class ServerConnections:
     # -- receiving ---------------------------------------------------------------------------------------------------
 
     def _listen(self, server: int) -> None:
-        try:
-            while self._hear(server, *self._channels[server].receive()):
-                pass
-        except PeerLostError as error:
-            self._lose(server, str(error))
-        except GenerationEnded as error:
-            self._fail(str(error), over=True)
-        except Exception as error:
-            self._fail(f"{type(error).__name__}: {error}")
+        listen(
+            self._channels[server],
+            partial(self._hear, server),
+            lost=partial(self._lose, server),
+            over=lambda error: self._fail(str(error), over=True),
+            failed=lambda error: self._fail(f"{type(error).__name__}: {error}"),
+        )
 
     def _hear(self, server: int, header: Header, payload: Tensor | None) -> bool:
         """Whether more will come."""

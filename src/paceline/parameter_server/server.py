@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -23,7 +24,7 @@ from torch import Tensor
 from paceline.elastic.faults import fault_point
 from paceline.errors import GenerationEnded, PeerLostError
 from paceline.optim.piece_state import State
-from paceline.parameter_server.channel import GONE, Channel, end_of, keepalive_s
+from paceline.parameter_server.channel import GONE, Channel, end_of, keepalive_s, listen
 from paceline.parameter_server.server_core import Reply, ServerCore
 from paceline.parameter_server.staleness_stats import StalenessCounter, StalenessStats
 from paceline.parameter_server.update_log import NoLog, UpdateLog
@@ -142,16 +143,10 @@ class Server:
     # -- one thread for each peer ------------------------------------------------------------------------------------
 
     def _listen(self, peer: int) -> None:
+        hear = partial(self._hear, peer)
         try:
             with torch.no_grad():
-                while self._hear(peer, *self._channels[peer].receive()):
-                    pass
-        except PeerLostError as error:
-            self._lose(peer, str(error))
-        except GenerationEnded as error:
-            self._end(error)
-        except Exception as error:
-            self.fail(error)
+                listen(self._channels[peer], hear, lost=partial(self._lose, peer), over=self._end, failed=self.fail)
         finally:
             with self._change:
                 self._listening.discard(peer)

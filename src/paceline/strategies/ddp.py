@@ -235,4 +235,8 @@ def _open(config: DdpConfig, job: Job) -> DdpMaker:
     return DdpMaker(job, GradientExchange(job.comm, job.reduction, job.algorithm), overlap=job.overlap)
 
 
-register(Registered("ddp", DdpConfig, _open, takes_low_precision=True, replicated=True))
+register(
+    Registered(
+        "ddp", DdpConfig, _open, takes_low_precision=True, replicated=True, full_weights=True, passes_lanes_on=True
+    )
+)

@@ -79,4 +79,8 @@ def _open(config: StarConfig, job: Job) -> DdpMaker:
     return DdpMaker(job, StarExchange(job.comm), overlap=False)
 
 
-register(Registered("star", StarConfig, _open, takes_low_precision=True, replicated=True))
+register(
+    Registered(
+        "star", StarConfig, _open, takes_low_precision=True, replicated=True, full_weights=True, passes_lanes_on=True
+    )
+)

@@ -29,7 +29,6 @@ from paceline.world.world import TcpRendezvous
 
 DEFAULT_SEED = 42
 DEFAULT_BUCKET_MIB = 16.0
-FULL_WEIGHTS = ("ddp", "star", "zero1", "zero2")
 
 
 def build_engine(arguments: TrainingArguments, *, lanes: int | None = None) -> Engine:
@@ -94,15 +93,15 @@ def _seed(arguments: TrainingArguments) -> int:
 
 def check_can_be_replaced(engine: Engine, optimizer_may_go: bool) -> None:
     """Raise where this Engine can't be followed by another one in the same process."""
-    rendezvous, strategy = engine.world.rendezvous, engine.config.strategy.name
+    rendezvous, strategy = engine.world.rendezvous, engine.config.strategy
     if not optimizer_may_go:
         raise ConfigError(
             "train() was called again, but the optimizer given to the Trainer belongs to the first training; make a "
             "new Trainer with a new optimizer"
         )
-    if strategy not in FULL_WEIGHTS:
+    if not strategy.entry.full_weights:
         raise ConfigError(
-            f"train() was called again, but under strategy={strategy!r} the weights lie in parts on the workers; "
+            f"train() was called again, but under strategy={strategy.name!r} the weights lie in parts on the workers; "
             "save_model(), and make a new Trainer"
         )
     if engine.world.size > 1 and isinstance(rendezvous, TcpRendezvous) and not rendezvous.served_by_agent:

@@ -24,7 +24,6 @@ from torch import Tensor, nn
 
 from paceline.errors import ConfigError
 from paceline.trainer.argument_fields import setting
-from paceline.trainer.engine_setup import FULL_WEIGHTS
 from paceline.trainer.trainer import PredictionOutput, Trainer
 from paceline.trainer.training_arguments import TrainingArguments
 from paceline.world.checked_values import whole_number
@@ -134,11 +133,11 @@ class Seq2SeqTrainer(Trainer):
         return loss, self._filled(tokens, longest), None if labels is None else self._filled(labels, longest)
 
     def _check_strategy(self) -> None:
-        strategy = self.engine.config.strategy.name
-        if self.has_trained and self.engine.world.size > 1 and strategy not in FULL_WEIGHTS:
+        strategy = self.engine.config.strategy
+        if self.has_trained and self.engine.world.size > 1 and not strategy.entry.full_weights:
             raise ConfigError(
-                f"predict_with_generate with several workers under strategy={strategy!r}: each of them calls the model "
-                "as often as its texts are long, but a forward needs all of them; use ddp, zero1 or zero2, or save "
+                f"predict_with_generate with several workers under strategy={strategy.name!r}: each of them calls the "
+                "model as often as its texts are long, but a forward needs all of them; use ddp, zero1 or zero2, or save "
                 "the model and evaluate it on one worker"
             )
 

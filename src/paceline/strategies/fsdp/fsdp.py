@@ -236,6 +236,7 @@ register(
         assign_lanes=strided_lanes,
         takes_low_precision=True,
         takes_offload=True,
+        passes_lanes_on=True,
         fills_meta=True,
     )
 )

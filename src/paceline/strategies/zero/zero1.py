@@ -112,5 +112,7 @@ register(
         examples=(Zero1Config(weights="per worker"),),
         takes_low_precision=True,
         takes_offload=True,
+        full_weights=True,
+        passes_lanes_on=True,
     ),
 )

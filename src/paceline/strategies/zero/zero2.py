@@ -159,6 +159,8 @@ register(
         examples=(Zero2Config(weights="per worker"),),
         takes_low_precision=True,
         takes_offload=True,
+        full_weights=True,
+        passes_lanes_on=True,
         assign_lanes=strided_lanes,
     )
 )
