@@ -56,6 +56,7 @@ from paceline.optim.loss_scale import LossScale, OnNonFinite
 from paceline.optim.offload import OffloadName
 from paceline.optim.precision import Precision
 from paceline.parameter_server.replay import replay_of
+from paceline.world import messages
 from paceline.world.checked_values import number, path_of
 from paceline.world.determinism import make_deterministic, mix, seed_everything
 from paceline.world.environment import read_world
@@ -133,7 +134,7 @@ class Engine(AccelerateNames):
             Path("runs") if project_dir is None else path_of("project_dir", project_dir),
             is_main=lambda: self.is_main_process,
             world=self.resolved,
-            say=self.print,
+            say=self._note,
         )
         self._group = Group(seat, self.config, self.device)
         self._put_together(opinion, record_folder)
@@ -300,7 +301,7 @@ class Engine(AccelerateNames):
         """After the loop and the last save: leave with code 75 if a signal ended the loop; otherwise do nothing."""
         if self._stops.agreed:
             if self._group.client is None:  # the launcher says it otherwise
-                self.print(f"paceline: stopped on request after step {self.step}; start again to continue")
+                self._note(f"paceline: stopped on request after step {self.step}; start again to continue")
             raise StoppedOnRequest
 
     def share_with_joiners(self, give: Callable[[], Any], take: Callable[[Any], None]) -> None:
@@ -327,10 +328,12 @@ class Engine(AccelerateNames):
 
     def show_table(self, title: str, rows: Sequence[Sequence[str]]) -> None:
         """Two columns, shown once: by the launcher where there is one, otherwise printed."""
-        if self.is_main_process and self._group.client is not None:
+        if not (self.is_main_process and messages.shows_notes()):
+            return
+        if self._group.client is not None:
             self._group.client.tell("table", title=title, rows=[list(row) for row in rows])
-        elif self.is_main_process:
-            SummaryTable.of(title, rows).print()
+        else:
+            messages.show_table(SummaryTable.of(title, rows), "engine")
 
     # -- between steps -----------------------------------------------------------------------------------------------
 
@@ -460,6 +463,9 @@ class Engine(AccelerateNames):
         check_boundary(self._objects.step, operation)
         self._between.drain()
         return self._replay is None and self._group.recovery.admitted
+
+    def _note(self, text: str, area: str = "engine") -> None:
+        self._group.note(text, area)
 
     def _training(self) -> TrainStep:
         return self._objects.training()
