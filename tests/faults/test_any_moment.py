@@ -131,6 +131,17 @@ def test_with_quiet_a_recovery_is_not_told_but_an_exception_is(tmp_path: Path) -
     assert "Traceback" in job.err
 
 
+@pytest.mark.parametrize("strategy", ["ddp", "zero2"])
+def test_a_worker_lost_while_the_profiler_records_changes_no_bit(strategy: str, tmp_path: Path) -> None:
+    orders = ["kill:rank=0,step=2,phase=exchange"]
+    job = run_elastic(tmp_path / "job", f"--strategy {strategy}", "--profile --await-joiner 0-1", orders=orders)
+    check_unharmed(job, orders)
+    traces = {path.name.partition(".")[0] for path in (job.folder / "run" / "profile").iterdir()}
+    assert {f"rank{slot}_steps1-4" for slot in (1, 2, 3)} < traces, traces
+    assert any(name.startswith("rank0_steps") for name in traces), traces  # the joiner's own first steps
+    assert job.out.count("exposed communication") >= 1, job.text
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("strategy", ["ddp", "zero2"])
 def test_a_worker_comes_back_while_the_others_save(strategy: str, backend: str, tmp_path: Path) -> None:

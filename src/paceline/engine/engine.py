@@ -47,6 +47,7 @@ from paceline.engine.loop import PreparedLoader
 from paceline.engine.metrics_log import MetricsLog
 from paceline.engine.one_line_errors import show_our_errors_in_one_line
 from paceline.engine.prepare import BetweenSteps, Preparation, PreparedObjects
+from paceline.engine.profiling import FOLDER, Profile
 from paceline.engine.progress import Bar, Progress
 from paceline.engine.second_opinion import SecondOpinion
 from paceline.engine.step import Timing, TrainStep
@@ -129,9 +130,10 @@ class Engine(AccelerateNames):
         )
         opinion = None if second_opinion is None else SecondOpinion(second_opinion)
         record_folder = None if record_samples is None else path_of("record_samples", record_samples)
+        self._project_dir = Path("runs") if project_dir is None else path_of("project_dir", project_dir)
         self._metrics_log = MetricsLog(
             log_with,
-            Path("runs") if project_dir is None else path_of("project_dir", project_dir),
+            self._project_dir,
             is_main=lambda: self.is_main_process,
             world=self.resolved,
             say=self._note,
@@ -424,6 +426,23 @@ class Engine(AccelerateNames):
     def log(self, values: Mapping[str, Any], step: int | None = None) -> None:
         """Numbers by name, of a step that is done; called by every worker, written once."""
         self._metrics_log.log(values, self.step if step is None else step)
+
+    def profile(
+        self,
+        *given: Any,
+        wait: int = 1,
+        warmup: int = 1,
+        active: int = 3,
+        record_shapes: bool = False,
+        profile_memory: bool = False,
+        with_stack: bool = False,
+    ) -> Profile:
+        """`with` it, torch's profiler records `active` steps after `wait` and `warmup` others; all workers call it.
+
+        Each worker's trace goes to `project_dir/profile`; the main one shows what took longest.
+        """
+        options = {"record_shapes": record_shapes, "profile_memory": profile_memory, "with_stack": with_stack}
+        return Profile(self, self._project_dir / FOLDER, given, wait, warmup, active, **options)
 
     def close(self) -> None:
         """Leave the job: threads, hooks, group and control connection end. Called at exit by itself."""

@@ -10,7 +10,7 @@ store     where processes meet by names; comm is how tensors and words go betwee
 from __future__ import annotations
 
 import itertools
-from collections.abc import Set
+from collections.abc import Callable, Set
 from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol
@@ -62,6 +62,7 @@ class Group:
         self.lost: Set[int] = frozenset()  # as the strategy knows them
         self.evaluations: list[EvaluationLoader] = []  # whose batches are dealt to these workers
         self.loop: RunningLoop | None = None
+        self.after_step: list[Callable[[], None]] = []  # called when a step counts
         self.ends_with_it: list[Abandonable] = []  # besides what waits in `comm`
 
     @property

@@ -276,6 +276,8 @@ class PreparedLoader:
         self.source.commit(item)
         if in_updates:
             recovery.ends_updates(step.rounds)
+        for listener in self._group.after_step:
+            listener()
 
     # -- engine.update -----------------------------------------------------------------------------------------------
 
