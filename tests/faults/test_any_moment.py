@@ -122,6 +122,26 @@ def test_an_elastic_job_without_faults_has_the_bits_of_a_plain_one(tmp_path: Pat
     check_unharmed(run_elastic(tmp_path / "job", orders=[]))
 
 
+def test_with_quiet_a_recovery_is_not_told_but_an_exception_is(tmp_path: Path) -> None:
+    orders = ["kill:rank=2,step=2,phase=forward", "raise:rank=1,step=4,phase=forward"]
+    job = run_elastic(tmp_path / "job", "--quiet", "--await-joiner 2-1", orders=orders)
+    check_unharmed(job, orders)
+    told = [line for line in job.text.splitlines() if "paceline: " in line and "injected fault" not in line]
+    assert told == [], job.text
+    assert "Traceback" in job.err
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero2"])
+def test_a_worker_lost_while_the_profiler_records_changes_no_bit(strategy: str, tmp_path: Path) -> None:
+    orders = ["kill:rank=0,step=2,phase=exchange"]
+    job = run_elastic(tmp_path / "job", f"--strategy {strategy}", "--profile --await-joiner 0-1", orders=orders)
+    check_unharmed(job, orders)
+    traces = {path.name.partition(".")[0] for path in (job.folder / "run" / "profile").iterdir()}
+    assert {f"rank{slot}_steps1-4" for slot in (1, 2, 3)} < traces, traces
+    assert any(name.startswith("rank0_steps") for name in traces), traces  # the joiner's own first steps
+    assert job.out.count("exposed communication") >= 1, job.text
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("strategy", ["ddp", "zero2"])
 def test_a_worker_comes_back_while_the_others_save(strategy: str, backend: str, tmp_path: Path) -> None:

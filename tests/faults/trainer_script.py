@@ -20,7 +20,7 @@ EVALUATED = 4
 AWAITED_AT = 5
 JOINER_TIMEOUT_S = 20.0
 
-STANDS, JOINED = Path("stands"), Path("joined")
+STANDS, JOINED, CACHE = Path("stands"), Path("joined"), Path("cache")
 
 
 class Story(TrainerCallback):
@@ -59,4 +59,7 @@ if __name__ == "__main__":
         report_to="tensorboard",
         callbacks=[Story()],
     )
+    with trainer.args.main_process_first():  # before there is an Engine, and again in each replacement
+        assert CACHE.exists() or trainer.args.process_index == 0
+        CACHE.touch()
     trainer.train(resume_from_checkpoint="--resume" in sys.argv)

@@ -8,6 +8,7 @@ leaves its final hash in `hashes/SLOT`.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import time
 from pathlib import Path
@@ -68,19 +69,23 @@ def main() -> None:
     parser.add_argument("--sums-on-servers", action="store_true", help="parameter_server whose servers only add")
     parser.add_argument("--second-opinion", type=int, help="steps from one to the next whose lanes are computed twice")
     parser.add_argument("--await-joiner", help="SLOT-INCARNATION: the others don't end before it stands at the loop")
+    parser.add_argument("--profile", action="store_true", help="the first steps that this worker makes")
     asked = parser.parse_args()
     slot = int(os.environ["PACELINE_RANK"])  # the engine's rank is another: its place among those that are left
 
     strategy = ParameterServer(mode="aggregate") if asked.sums_on_servers else None
 
-    with paceline.Engine(
-        device="cpu",
-        bucket_mib=0.001,
-        record_samples=asked.run_dir,
-        strategy=strategy,
-        project_dir=asked.run_dir,
-        second_opinion=asked.second_opinion,
-    ) as engine:
+    with (
+        paceline.Engine(
+            device="cpu",
+            bucket_mib=0.001,
+            record_samples=asked.run_dir,
+            strategy=strategy,
+            project_dir=asked.run_dir,
+            second_opinion=asked.second_opinion,
+        ) as engine,
+        contextlib.ExitStack() as around,
+    ):
         elastic = engine.world.elastic
         if engine.world.is_server and elastic is not None and elastic.joins:
             Path(f"stands-{slot}-{elastic.incarnation}").touch()
@@ -96,6 +101,8 @@ def main() -> None:
             checkpoints.resume()
         if elastic is not None and elastic.joins:
             Path(f"stands-{slot}-{elastic.incarnation}").touch()
+        if asked.profile:
+            around.enter_context(engine.profile(wait=0, warmup=0, active=4))
         while loader.epoch < asked.epochs:
             for points, labels in loader:
                 loss = F.cross_entropy(model(points), labels)

@@ -412,3 +412,29 @@ def test_the_fork_server_cleans_up_after_a_supervisor_that_was_killed_before_it_
     assert fork_server.wait(30) == 0
     assert not run.exists()
     assert not kept.exists()
+
+
+NOTES = """
+import warnings
+from paceline.world import messages
+messages.logger("engine").info("paceline: a note")
+messages.warn("a warning", stacklevel=1)
+print("the script's", flush=True)
+"""
+
+
+def test_with_quiet_only_what_the_script_prints_is_shown_and_errors(launch: Start) -> None:
+    quiet = launch("--quiet --workers 2", NOTES).finish()
+    assert (quiet.code, quiet.err) == (0, "")
+    assert sorted(quiet.out.splitlines()) == ["[0] the script's", "[1] the script's"]
+    failed = launch("--quiet --workers 2", NOTES + "if rank == 1: raise KeyError('boom')\ntime.sleep(60)").finish()
+    assert failed.code == 1
+    assert "raised KeyError: 'boom'" in failed.err
+    assert "Traceback" in failed.err
+
+
+def test_without_it_notes_are_shown_too_and_the_environment_may_ask_for_it(launch: Start) -> None:
+    shown = launch("", NOTES).finish()
+    assert shown.out == "paceline: a note\nthe script's\n"
+    assert "UserWarning: a warning" in shown.err
+    assert launch("", NOTES, environment={"PACELINE_QUIET": "1"}).finish().out == "the script's\n"

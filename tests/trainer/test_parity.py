@@ -151,11 +151,16 @@ def test_where_transformers_counts_the_label_that_the_shift_drops_ours_is_the_me
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_where_transformers_adds_the_means_of_micro_batches_ours_is_their_mean(tmp_path: Path) -> None:
-    """A classifier's forward takes num_items_in_batch among its **kwargs and does nothing with it."""
+@pytest.mark.parametrize(("make", "samples"), [(classifier, classes), (translator, full)])
+def test_where_transformers_adds_the_means_of_micro_batches_ours_is_their_mean(
+    tmp_path: Path, make: Any, samples: Any
+) -> None:
+    """The forward of a classifier or of T5 takes num_items_in_batch among its **kwargs and does nothing with it."""
     settings: dict[str, Any] = {"gradient_accumulation_steps": 2, "learning_rate": 0.0, "max_grad_norm": 0.0}
-    ours, theirs = histories(tmp_path, classifier, classes, **settings, eval_strategy="no")
+    ours, theirs = histories(tmp_path, make, samples, **settings, eval_strategy="no")
     assert column(theirs, "loss") == pytest.approx([2 * loss for loss in column(ours, "loss")], rel=1e-5)
+    batch = {name: torch.stack([torch.as_tensor(row[name]) for row in samples(8)]) for name in samples(1)[0]}
+    assert column(ours, "loss")[0] == pytest.approx(float(make()(**batch).loss), rel=1e-5)
 
 
 class Line(nn.Module):

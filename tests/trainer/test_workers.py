@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -207,3 +209,28 @@ def test_arguments_know_who_this_worker_is() -> None:
         (2, 0, "distributed", "MULTI_CPU", True),
         (2, 1, "distributed", "MULTI_CPU", False),
     ]
+
+
+def first_and_then(world: World, folder: Path, *, local: bool) -> str:
+    """Worker 0 comes last to it, and is first all the same; what stands in its way then does not hold up the others."""
+    trainer = make_trainer(folder, world, **JOB)
+    place, other = folder / "cache", folder / "other"
+    if world.rank == 0:
+        time.sleep(0.3)
+    with trainer.args.main_process_first(local=local):
+        assert place.exists() == (world.rank > 0)
+        if world.rank == 0:
+            time.sleep(0.1)
+            place.touch()
+    with contextlib.suppress(KeyError), trainer.args.main_process_first(local=local):
+        if world.rank == 0:
+            other.touch()
+            raise KeyError
+        assert other.exists()
+    trainer.train()
+    return trainer.engine.weights_hash()
+
+
+@pytest.mark.parametrize("local", [True, False])
+def test_the_main_process_goes_first_and_then_the_others(tmp_path: Path, expected: str, local: bool) -> None:
+    assert hashes(run_workers(first_and_then, 3, folder=tmp_path, local=local)) == {expected}

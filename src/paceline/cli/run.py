@@ -125,6 +125,7 @@ GraceSeconds = Annotated[
     float,
     typer.Option(help="how long workers have to save and end after SIGTERM or Ctrl-C, before they are killed"),
 ]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="show what the script prints, and errors, alone")]
 IsModule = Annotated[bool, typer.Option("-m", "--module", help="run a module, as python -m does")]
 Elastic = Annotated[
     bool,
@@ -284,6 +285,7 @@ def run(
     offload: Offload = None,
     keep_memory: KeepMemory = True,
     grace_s: GraceSeconds = GRACE_S,
+    quiet: Quiet = False,
     module: IsModule = False,
     elastic: Elastic = False,
     min_workers: MinWorkers = None,
@@ -338,6 +340,7 @@ def run(
         grace_s=grace_s,
         elastic=rules if is_elastic else None,
         ledger=ledger,
+        quiet=quiet or environment.is_quiet(),
         hosts=None
         if is_alone
         else Hosts(

@@ -15,7 +15,6 @@ Each worker knows the places of its own lanes; where workers come or go, all of 
 from __future__ import annotations
 
 import copy
-import warnings
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -35,6 +34,7 @@ from paceline.data.stream_reading import (
 )
 from paceline.data.work_source import Assignment
 from paceline.errors import ConfigError, DataError
+from paceline.world import messages
 
 Counts = dict[int, list[int]]  # per lane, the samples of its micro-batches
 
@@ -371,7 +371,7 @@ class StreamLoader:
         parts = [p for lane in self._assignment.own_lanes for p in self._lanes[lane].parts.values()]
         again = [progress["samples"] for progress in parts if progress["state"] is None]
         if any(again):
-            warnings.warn(
+            messages.warn(
                 f"the stream {type(self.dataset).__name__} has no state_dict(): to go on, up to {max(again):,} samples "
                 "are read again and dropped, and it goes on exactly only if it gives the same samples again",
                 stacklevel=4,

@@ -17,7 +17,6 @@ it together, before the next step.
 from __future__ import annotations
 
 import os
-import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -26,6 +25,7 @@ from typing import Any, Protocol
 from paceline.elastic.decisions import Generation
 from paceline.elastic.faults import fault_point
 from paceline.errors import WorldError
+from paceline.world import messages
 from paceline.world.control import SUPERVISOR_GONE, ControlClient
 from paceline.world.waiting import Waiting
 
@@ -187,7 +187,7 @@ class WorkerAgent:
     def _change(self, generation: Generation) -> None:
         if self.slot not in (*generation.members, *generation.servers):
             # Fenced, and still here: what it would do from now on is another's to do.
-            print(f"paceline: {self._name} was given up: {generation.why}", file=sys.stderr, flush=True)
+            messages.logger("elastic").warning(f"paceline: {self._name} was given up: {generation.why}")
             os._exit(SUPERVISOR_GONE)
         with self._news:
             if generation.number <= self._newest.number:

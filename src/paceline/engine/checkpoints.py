@@ -23,7 +23,6 @@ import platform
 import secrets
 import shutil
 import time
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -59,6 +58,7 @@ from paceline.engine.state import JobState, check_whole
 from paceline.errors import CheckpointError
 from paceline.input_file import cause_of, one_line
 from paceline.sharding.flat_layout import BLOCK
+from paceline.world import messages
 from paceline.world.checked_values import one_word, switch, whole_number
 from paceline.world.control import Supervisor
 from paceline.world.world import World
@@ -243,14 +243,14 @@ class Checkpoints:
 
     def _say(self, text: str) -> None:
         if self._around().world.is_main:
-            print(text, flush=True)
+            messages.logger("engine").info(text)
 
     def _warn(self, text: str) -> None:
         if not self._around().world.is_main:
             return
         newest = next((path.name for path in all_checkpoints(self.folder)), None)
         left = "there is none before it" if newest is None else f"the newest is {newest}"
-        warnings.warn(f"{text}. The training goes on; {left}", stacklevel=3)
+        messages.warn(f"{text}. The training goes on; {left}", stacklevel=3)
 
 
 Told = Callable[[Any], list[Any]]

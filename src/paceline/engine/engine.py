@@ -47,6 +47,7 @@ from paceline.engine.loop import PreparedLoader
 from paceline.engine.metrics_log import MetricsLog
 from paceline.engine.one_line_errors import show_our_errors_in_one_line
 from paceline.engine.prepare import BetweenSteps, Preparation, PreparedObjects
+from paceline.engine.profiling import FOLDER, Profile
 from paceline.engine.progress import Bar, Progress
 from paceline.engine.second_opinion import SecondOpinion
 from paceline.engine.step import Timing, TrainStep
@@ -56,6 +57,7 @@ from paceline.optim.loss_scale import LossScale, OnNonFinite
 from paceline.optim.offload import OffloadName
 from paceline.optim.precision import Precision
 from paceline.parameter_server.replay import replay_of
+from paceline.world import messages
 from paceline.world.checked_values import number, path_of
 from paceline.world.determinism import make_deterministic, mix, seed_everything
 from paceline.world.environment import read_world
@@ -128,12 +130,13 @@ class Engine(AccelerateNames):
         )
         opinion = None if second_opinion is None else SecondOpinion(second_opinion)
         record_folder = None if record_samples is None else path_of("record_samples", record_samples)
+        self._project_dir = Path("runs") if project_dir is None else path_of("project_dir", project_dir)
         self._metrics_log = MetricsLog(
             log_with,
-            Path("runs") if project_dir is None else path_of("project_dir", project_dir),
+            self._project_dir,
             is_main=lambda: self.is_main_process,
             world=self.resolved,
-            say=self.print,
+            say=self._note,
         )
         self._group = Group(seat, self.config, self.device)
         self._put_together(opinion, record_folder)
@@ -300,7 +303,7 @@ class Engine(AccelerateNames):
         """After the loop and the last save: leave with code 75 if a signal ended the loop; otherwise do nothing."""
         if self._stops.agreed:
             if not self._group.supervisor.is_there:  # the launcher says it otherwise
-                self.print(f"paceline: stopped on request after step {self.step}; start again to continue")
+                self._note(f"paceline: stopped on request after step {self.step}; start again to continue")
             raise StoppedOnRequest
 
     def share_with_joiners(self, give: Callable[[], Any], take: Callable[[Any], None]) -> None:
@@ -327,10 +330,12 @@ class Engine(AccelerateNames):
 
     def show_table(self, title: str, rows: Sequence[Sequence[str]]) -> None:
         """Two columns, shown once: by the launcher where there is one, otherwise printed."""
-        if self.is_main_process and self._group.supervisor.is_there:
+        if not (self.is_main_process and messages.shows_notes()):
+            return
+        if self._group.supervisor.is_there:
             self._group.supervisor.tell("table", title=title, rows=[list(row) for row in rows])
-        elif self.is_main_process:
-            SummaryTable.of(title, rows).print()
+        else:
+            messages.show_table(SummaryTable.of(title, rows), "engine")
 
     # -- between steps -----------------------------------------------------------------------------------------------
 
@@ -422,6 +427,23 @@ class Engine(AccelerateNames):
         """Numbers by name, of a step that is done; called by every worker, written once."""
         self._metrics_log.log(values, self.step if step is None else step)
 
+    def profile(
+        self,
+        *given: Any,
+        wait: int = 1,
+        warmup: int = 1,
+        active: int = 3,
+        record_shapes: bool = False,
+        profile_memory: bool = False,
+        with_stack: bool = False,
+    ) -> Profile:
+        """`with` it, torch's profiler records `active` steps after `wait` and `warmup` others; all workers call it.
+
+        Each worker's trace goes to `project_dir/profile`; the main one shows what took longest.
+        """
+        options = {"record_shapes": record_shapes, "profile_memory": profile_memory, "with_stack": with_stack}
+        return Profile(self, self._project_dir / FOLDER, given, wait, warmup, active, **options)
+
     def close(self) -> None:
         """Leave the job: threads, hooks, group and control connection end. Called at exit by itself."""
         if self._closed:
@@ -460,6 +482,9 @@ class Engine(AccelerateNames):
         check_boundary(self._objects.step, operation)
         self._between.drain()
         return self._replay is None and self._group.recovery.admitted
+
+    def _note(self, text: str, area: str = "engine") -> None:
+        self._group.note(text, area)
 
     def _training(self) -> TrainStep:
         return self._objects.training()

@@ -10,8 +10,9 @@ store     where processes meet by names; comm is how tensors and words go betwee
 from __future__ import annotations
 
 import itertools
-from collections.abc import Set
+from collections.abc import Callable, Set
 from dataclasses import replace
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -27,6 +28,7 @@ from paceline.engine.evaluation import EvaluationLoader, note_collective
 from paceline.engine.serving import Serving, server_among
 from paceline.errors import ConfigError
 from paceline.torch_compat import PrefixStore, Store
+from paceline.world import messages
 from paceline.world.control import ControlClient, Supervisor, call_supervisor
 from paceline.world.rendezvous_store import open_store
 from paceline.world.waiting import WaitWatch
@@ -60,6 +62,7 @@ class Group:
         self.lost: Set[int] = frozenset()  # as the strategy knows them
         self.evaluations: list[EvaluationLoader] = []  # whose batches are dealt to these workers
         self.loop: RunningLoop | None = None
+        self.after_step: list[Callable[[], None]] = []  # called when a step counts
         self.ends_with_it: list[Abandonable] = []  # besides what waits in `comm`
 
     @property
@@ -74,6 +77,11 @@ class Group:
     def print(self, *values: object, **options: Any) -> None:
         if self.is_main:
             print(*values, **({"flush": True} | options))
+
+    def note(self, text: str, area: str = "engine") -> None:
+        """A message of ours, once, not once per worker."""
+        if self.is_main:
+            messages.logger(area).info(text)
 
     # -- meeting -----------------------------------------------------------------------------------------------------
 
@@ -116,7 +124,7 @@ class Group:
         if seat.is_server:
             self.serving = Serving(agent, seat, self._store_of, self.timeout_s)
         else:
-            self.recovery = Recovery(agent, seat, parts, self.print)
+            self.recovery = Recovery(agent, seat, parts, partial(self.note, area="elastic"))
 
     def meet(self, world: World) -> Communicator:
         """The workers of a new generation."""
@@ -144,7 +152,7 @@ class Group:
         for loader in self.evaluations:
             loader.deal_to(self.among)
         plural, whose = ("s", "their") if len(lost) > 1 else ("", "its")
-        self.print(f"paceline: going on without worker{plural} {named}; samples left in {whose} lanes are not seen")
+        self.note(f"paceline: going on without worker{plural} {named}; samples left in {whose} lanes are not seen")
 
     def start_over(self) -> None:
         """Go on with the workers that there are now; a training loop that runs hands its items out again."""

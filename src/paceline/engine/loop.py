@@ -14,7 +14,6 @@ on any number of workers. What does not count when the workers change is handed 
 from __future__ import annotations
 
 import types
-import warnings
 from collections.abc import Callable, Generator, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -36,6 +35,7 @@ from paceline.engine.sources import check_same_order
 from paceline.engine.step import TrainStep
 from paceline.engine.stop_signals import StopSignals
 from paceline.errors import LoopError
+from paceline.world import messages
 from paceline.world.checked_values import whole_number
 from paceline.world.determinism import mix, seed_everything
 
@@ -110,7 +110,7 @@ class PreparedLoader:
         if items is None or steps is None:
             raise TypeError(f"a {type(self.dataset).__name__} without __len__ gives a loader without length")
         if not self.was_measured and (lanes := self._config.lanes) > (workers := self._group.world.size):
-            self._group.print(
+            self._group.note(
                 f"paceline: len(loader) is {items} on this worker, how often the loop's body runs, as {lanes} lanes "
                 f"are on {counted(workers, 'worker')}; an epoch has {steps} steps on any number of workers: "
                 "engine.steps_per_epoch(loader)"
@@ -278,6 +278,8 @@ class PreparedLoader:
         self.source.commit(item)
         if in_updates:
             recovery.ends_updates(step.rounds)
+        for listener in self._group.after_step:
+            listener()
 
     # -- engine.update -----------------------------------------------------------------------------------------------
 
@@ -325,7 +327,7 @@ class PreparedLoader:
             return False
         self.in_loop = True
         if not (self._step.rounds or self.source.epoch or self._epoch_is_set) and self._begun_elsewhere():
-            warnings.warn(
+            messages.warn(
                 "the optimizer or scheduler has made steps before this job, but the data begin with epoch 0, whose "
                 "samples and random numbers come again; call loader.set_epoch(epoch) before the loop, or go on with "
                 "engine.save_state() and engine.load_state()",

@@ -278,7 +278,7 @@ class Preparation:
         check_memory(config, group.world, group.comm, group.device, own.optimizers, group.supervisor)
         if config.activation_checkpointing is not None:
             own.recomputed = recomputing.Recomputed(config.activation_checkpointing, own.models)
-            group.print(f"paceline: {own.recomputed.described}")
+            group.note(f"paceline: {own.recomputed.described}")
         if group.serving is not None and group.serving.joins:
             facts = job_facts(config, {}, group.device)
             del facts["machine device"]  # its own, wherever the workers compute
@@ -388,7 +388,7 @@ class Preparation:
             source, step, config, group, self._between.boundary, self._stops, self._record_folder,
             begun_elsewhere=lambda: own.has_history or has_history(own.optimizers, own.schedulers),
         )  # fmt: skip
-        group.print(self._described(source) + which)
+        group.note(self._described(source) + which)
         return own.loader
 
     def _assignment(self) -> Assignment:
@@ -427,7 +427,7 @@ class Preparation:
             if text is not None and length >= NO_COINCIDENCE:
                 raise ConfigError(text)
             if text is not None:
-                self._group.print(f"paceline: {text}")
+                self._group.note(f"paceline: {text}")
 
     def _compare(self, loader: DataLoader[Any]) -> None:
         """Whether every worker was given the same; found by what it leads to, the difference has cost an epoch."""

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from typing import Any
 
+from paceline.world import messages
 from paceline.world.control import Supervisor
 from paceline.world.terminal import ProgressLine, duration
 
@@ -110,7 +111,7 @@ class Bar:
         return ProgressLine(self._step, self._total, fields, final)
 
     def _draw(self, *, final: bool) -> None:
-        now, main = self._clock(), self._main()
+        now, main = self._clock(), self._main() and messages.shows_notes()
         live = self._supervisor.is_there or (main and sys.stdout.isatty())
         if not main or (not final and now - self._last < (SEND_EVERY_S if live else PLAIN_EVERY_S)):
             return
@@ -122,7 +123,7 @@ class Bar:
             self._draw_live(line)
         elif line.text() != self._printed:
             self._printed = line.text()
-            print(self._printed, flush=True)
+            messages.logger("engine").info(self._printed)
 
     def _draw_live(self, line: ProgressLine) -> None:
         from rich.live import Live  # what the script prints meanwhile appears above the line

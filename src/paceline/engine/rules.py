@@ -6,7 +6,6 @@ The table of all rules is docs/concepts/loop.md.
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, Protocol
 
@@ -20,6 +19,7 @@ from paceline.errors import LoopError, NonFiniteLossError
 from paceline.input_file import one_line
 from paceline.optim.loss_scale import OnNonFinite
 from paceline.torch_compat import own_parameters, version_of
+from paceline.world import messages
 
 
 class ItemFacts(Protocol):
@@ -151,7 +151,7 @@ def must_leave_out(reports: Sequence[LaneReport], rule: OnNonFinite, step: int, 
             f"{what}; training stops before the weights are touched "
             "(on_nonfinite='skip' leaves such steps out, 'continue' applies them)"
         )
-    warnings.warn(f"{what}; {told}", stacklevel=stacklevel)
+    messages.warn(f"{what}; {told}", stacklevel=stacklevel)
     return True
 
 

@@ -11,7 +11,6 @@ workers add up the same wrong number. Nothing of a pass is applied before two wo
 
 from __future__ import annotations
 
-import warnings
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -23,6 +22,7 @@ from paceline.engine.vote import LaneReport
 from paceline.errors import ConfigError, ReplicaError
 from paceline.strategies.registry import STRATEGIES, LaneAssignment
 from paceline.strategies.strategy import Strategy
+from paceline.world import messages
 from paceline.world.checked_values import whole_number
 
 MOST_PASSES = 5
@@ -109,7 +109,7 @@ class ComparedPasses(OnePass):
             text = f"worker {worker} computed lane {lane} of step {step} otherwise than two other passes did"
             if worker == rank and len(holders) > 1:
                 raise ReplicaError(f"{text}: its processor or its memory is not to be trusted")
-            warnings.warn(f"{text}; their result is used", stacklevel=6)
+            messages.warn(f"{text}; their result is used", stacklevel=6)
         self.again = verdict.again
         if not verdict.again:
             self.opinion.forget()

@@ -26,7 +26,6 @@ from __future__ import annotations
 import enum
 import math
 import time
-import warnings
 from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -60,6 +59,7 @@ from paceline.errors import GenerationEnded, LoopError
 from paceline.optim.loss_scale import MovingScale
 from paceline.strategies.registry import LaneAssignment
 from paceline.strategies.strategy import Agreement, ItemPlace, Strategy, Tally
+from paceline.world import messages
 from paceline.world.determinism import mix, seed_everything
 
 
@@ -527,7 +527,7 @@ class TrainStep:
         """Whether there is anything to apply."""
         now = self.now
         if tally.agreed and tally.scale == 0:
-            warnings.warn(f"step {self.step + 1} is skipped: the weights of all its micro-batches are 0", stacklevel=6)
+            messages.warn(f"step {self.step + 1} is skipped: the weights of all its micro-batches are 0", stacklevel=6)
         if self.loss_scale is not None and not tally.empty:
             now.overflowed = self.loss_scale.drops(active.keeps_finite(), self._config.on_nonfinite, self.step)
         now.empty = tally.empty or now.overflowed
@@ -670,7 +670,7 @@ class TrainStep:
         if not item.shadow:
             why = "had an exception in" if now.of_item.failed else "was left without"
             text = f"lane {item.lane} of step {self.step + 1} {why} engine.backward(); it counts as empty"
-            warnings.warn(text, stacklevel=5)
+            messages.warn(text, stacklevel=5)
         self._drop_gradients_of_others(active)
         self._ran(item)
         if self.phase is Phase.COLLECTED:

@@ -283,7 +283,14 @@ class ForkServerProcess:
     """The supervisor's handle on the fork server: one process and one channel, both closed together."""
 
     def __init__(
-        self, script: Script, folder: Path, threads: int | None, preloaded: Sequence[str], *, keep_memory: bool = False
+        self,
+        script: Script,
+        folder: Path,
+        threads: int | None,
+        preloaded: Sequence[str],
+        *,
+        keep_memory: bool = False,
+        quiet: bool = False,
     ) -> None:
         self._channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
@@ -292,7 +299,7 @@ class ForkServerProcess:
             self._process = start_process(
                 [*arguments, form, script.target, *script.arguments],
                 theirs.fileno(),
-                environment.parent_environment(threads, keep_memory=keep_memory),
+                environment.parent_environment(threads, keep_memory=keep_memory, quiet=quiet),
             )
         self._channel.setblocking(False)
 

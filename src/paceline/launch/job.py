@@ -52,6 +52,7 @@ class Job:
     grace_s: float = GRACE_S
     elastic: Rules | None = None
     ledger: Path | None = None
+    quiet: bool = False
 
     def __post_init__(self) -> None:
         if self.workers < 1:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import logging
 import os
 import signal
 import sys
@@ -31,7 +32,7 @@ from paceline.launch.job import Hosts, Job
 from paceline.launch.output import Screen, Stream, WorkerOutput
 from paceline.launch.rendezvous import HostAssignment, HostRendezvous, JoinedHost, JoinRequest, free_port, join
 from paceline.launch.worker_main import STACK_SIGNAL
-from paceline.world import environment
+from paceline.world import environment, messages
 from paceline.world.world import LOOPBACK, World
 
 PRELOADED: tuple[str, ...] = (
@@ -60,6 +61,7 @@ class Supervisor:
         self._job = job
         self._loop = asyncio.get_running_loop()
         self._screen = Screen(sys.stdout.fileno(), sys.stderr.fileno(), on_room=self._make_room)
+        self._messages = messages.logger("launch")
         self._decider: Decider | None = None
         self._interrupted: asyncio.Future[signal.Signals] = self._loop.create_future()
         self._asked: signal.Signals | None = None
@@ -72,9 +74,14 @@ class Supervisor:
     async def run(self) -> int:
         self._loop.set_exception_handler(self._on_loop_error)
         try:
-            with self._signals(), run_folder() as folder, contextlib.ExitStack() as owned:
+            with (
+                messages.handed_to(self._screen.log, quiet=self._job.quiet),
+                self._signals(),
+                run_folder() as folder,
+                contextlib.ExitStack() as owned,
+            ):
                 if (line := elsewhere_than_asked(folder, environment.temporary_folder())) is not None:
-                    self._screen.log(line)
+                    self._log(line)
                 return await self._run(folder, owned)
         finally:
             self._screen.close(SCREEN_CLOSE_S)
@@ -82,16 +89,23 @@ class Supervisor:
     async def _run(self, folder: Path, owned: contextlib.ExitStack) -> int:
         joined = await self._rendezvous()
         if joined is None:
-            self._screen.log("paceline: stopped while waiting for the other hosts")
+            self._messages.error("paceline: stopped while waiting for the other hosts")
             return 128 + self._interrupted.result()
         assignment, decider = joined
         self._decider = decider
-        server = ControlServer(folder / "control.sock", decider, self._screen.log)
+        server = ControlServer(folder / "control.sock", decider, self._log)
         threads = default_threads(assignment.settings, assignment.size)
         memory = None
         if assignment.elastic is not None:
-            memory = owned.enter_context(memory_folder(folder, log=self._screen.log))
-        fork_server = ForkServerProcess(self._job.script, folder, threads, PRELOADED, keep_memory=self._job.keep_memory)
+            memory = owned.enter_context(memory_folder(folder, log=self._log))
+        fork_server = ForkServerProcess(
+            self._job.script,
+            folder,
+            threads,
+            PRELOADED,
+            keep_memory=self._job.keep_memory,
+            quiet=self._job.quiet,
+        )
         decider.agent = agent = LocalAgent(self.show_output, fork_server, server, assignment, memory)
         try:
             await server.start()
@@ -111,7 +125,7 @@ class Supervisor:
             for task in (*checking, asking):
                 task.cancel()
             await self._catch_up()
-            self._log_all(outcome.lines)
+            self._tell(outcome, outcome.lines)
             await self._show_stacks(fork_server, outcome)
             await self._stop(fork_server)
             watching.cancel()
@@ -120,7 +134,7 @@ class Supervisor:
             await server.close()
             await decider.close()
         await self._drain()
-        self._log_all(outcome.closing)
+        self._tell(outcome, outcome.closing)
         return outcome.code
 
     async def _rendezvous(self) -> tuple[HostAssignment, Decider] | None:
@@ -147,18 +161,16 @@ class Supervisor:
         request = JoinRequest(hosts.rank, hosts.count, job.workers, job.settings, job.servers, job.elastic)
         if hosts.rank > 0:
             assignment, link = await join(hosts.coordinator, request, hosts.secret, hosts.meet_timeout_s)
-            return assignment, HostAgent(link, self._screen.log, assignment.elastic)
-        rendezvous = HostRendezvous(hosts.coordinator, request, hosts.secret, self._screen.log)
+            return assignment, HostAgent(link, self._log, assignment.elastic)
+        rendezvous = HostRendezvous(hosts.coordinator, request, hosts.secret, self._log)
         assignment, joined = await rendezvous.meet(hosts.meet_timeout_s, job.settings_for)
         return assignment, self._coordinate(assignment, joined, rendezvous)
 
     def _coordinate(
         self, assignment: HostAssignment, joined: Mapping[int, JoinedHost], rendezvous: HostRendezvous | None
     ) -> Coordinator:
-        ledger = StepLog(self._job.ledger, self._screen.log)
-        return Coordinator(
-            assignment, joined, self._screen.show, self._screen.log, self._job.grace_s, ledger, rendezvous
-        )
+        ledger = StepLog(self._job.ledger, self._log)
+        return Coordinator(assignment, joined, self._screen.show, self._log, self._job.grace_s, ledger, rendezvous)
 
     async def _watch(
         self, fork_server: ForkServerProcess, server: ControlServer, agent: LocalAgent, *, is_late: bool
@@ -293,9 +305,13 @@ class Supervisor:
         for output in self._outputs:
             output.resume()
 
-    def _log_all(self, lines: tuple[str, ...]) -> None:
+    def _log(self, line: str) -> None:
+        """While the job runs: warnings of ours, and tracebacks of workers that it goes on without."""
+        self._messages.log(logging.WARNING if line.startswith("paceline: ") else logging.ERROR, line)
+
+    def _tell(self, outcome: Outcome, lines: tuple[str, ...]) -> None:
         for line in lines:
-            self._screen.log(line)
+            self._messages.log(logging.ERROR if outcome.code else logging.WARNING, line)
 
     # ---- signals ------------------------------------------------------------------------------------------
 

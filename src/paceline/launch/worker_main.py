@@ -27,7 +27,7 @@ from typing import Any, NoReturn
 
 from paceline.elastic.worker_agent import WorkerAgent
 from paceline.errors import GenerationEnded, PacelineError, PeerLostError, WorldError
-from paceline.world import environment
+from paceline.world import environment, messages
 from paceline.world.control import ControlClient, no_thread
 from paceline.world.process import SERVER, set_process_name
 from paceline.world.world import ControlSocket, World
@@ -56,6 +56,7 @@ class Script:
 def run_worker(variables: Mapping[str, str], script: Script) -> NoReturn:
     """`variables` make a forked process a particular worker."""
     environment.enter(variables)
+    messages.obey_environment()
     world = environment.read_world()
     if world.is_server:
         set_process_name(SERVER)

@@ -13,12 +13,12 @@ loss: with on_nonfinite="stop" training ends, otherwise the step is left out. Su
 from __future__ import annotations
 
 import math
-import warnings
 from dataclasses import dataclass
 from typing import Literal
 
 from paceline.errors import ConfigError, NonFiniteLossError
 from paceline.optim.precision import Precision
+from paceline.world import messages
 from paceline.world.checked_values import number, whole_number
 
 OnNonFinite = Literal["stop", "skip", "continue"]
@@ -108,7 +108,7 @@ class MovingScale:
                 f"{what}; training stops before the weights are touched. Clip gradients or lower the learning rate, "
                 "train with precision='bf16', or leave such steps out with on_nonfinite='skip'"
             )
-        warnings.warn(f"{what}; the step is skipped", stacklevel=6)
+        messages.warn(f"{what}; the step is skipped", stacklevel=6)
         return True
 
     def _grow(self) -> None:

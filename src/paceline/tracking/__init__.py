@@ -13,7 +13,6 @@ with a `Reporter` (`reporter.py`) and a row in `KNOWN`.
 from __future__ import annotations
 
 import importlib.util
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -25,6 +24,7 @@ from paceline.tracking.prometheus import Prometheus
 from paceline.tracking.reporter import Reporter, RunInfo
 from paceline.tracking.tensorboard import TensorBoard
 from paceline.tracking.wandb import WeightsAndBiases
+from paceline.world import messages
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,7 @@ class Reporters:
     def _drop(self, reporter: Reporter, error: Exception) -> None:
         if reporter in self._reporters:
             self._reporters.remove(reporter)
-        warnings.warn(
+        messages.warn(
             f"{reporter.name} stopped reporting: {type(error).__name__}: {error}; training continues without it",
             stacklevel=3,
         )

@@ -10,13 +10,13 @@ Which ones a run has is chosen in `__init__.py`; JSON lines are always among the
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias
 
 from paceline.input_file import cause_of, read_json
+from paceline.world import messages
 
 Logged: TypeAlias = tuple[int, Mapping[str, float]]
 """A step and what was logged in it."""
@@ -54,7 +54,7 @@ def known_id(file: Path) -> str | None:
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError) as error:
-        warnings.warn(f"{file} can't be read, so a new run is started there: {cause_of(error)}", stacklevel=3)
+        messages.warn(f"{file} can't be read, so a new run is started there: {cause_of(error)}", stacklevel=3)
         return None
 
 

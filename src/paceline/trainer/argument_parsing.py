@@ -22,7 +22,6 @@ import os
 import sys
 import types
 import typing
-import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Union
@@ -30,6 +29,7 @@ from typing import Any, Union
 from paceline.errors import ConfigError
 from paceline.input_file import cause_of, one_line, parse_json, read_input
 from paceline.trainer.argument_fields import chosen
+from paceline.world import messages
 
 LARGEST_FILE = 2**24  # bytes
 BEYOND = 2**63
@@ -166,13 +166,13 @@ def todays_names(given: Mapping[str, Any], *, stacklevel: int = 3) -> dict[str, 
     out: dict[str, Any] = {}
     for name, value in given.items():
         if name in _GONE:
-            warnings.warn(f"{name} is gone and has no effect: {_GONE[name]}", stacklevel=stacklevel)
+            messages.warn(f"{name} is gone and has no effect: {_GONE[name]}", stacklevel=stacklevel)
         elif name in _RENAMED:
             new = _RENAMED[name]
             value = _VALUES.get(name, lambda same: same)(value)
             wins = not _says_something(new, given)
             taken = f"it is taken as {new}={value!r}" if wins else f"{new}={given[new]!r} is given too, and is taken"
-            warnings.warn(f"{name} is called {new} now; {taken}", stacklevel=stacklevel)
+            messages.warn(f"{name} is called {new} now; {taken}", stacklevel=stacklevel)
             if value is not None and wins:
                 out[new] = value
         else:

@@ -59,9 +59,8 @@ class BatchSizeFinder:
         trainer = self._trainer
         trainer._train_batch_size //= 2
         size = trainer._train_batch_size
-        trainer.engine.print(
-            f"paceline: out of memory; training starts again as with per_device_train_batch_size={size}"
-        )
+        text = f"paceline: out of memory; training starts again as with per_device_train_batch_size={size}"
+        trainer.engine._note(text, "trainer")
         trainer.engine.close()
         for name, value in trainer.model.state_dict(keep_vars=True).items():
             value.data = self._before[name].to(value.device, copy=True)  # and its dtype: bf16 may have replaced it

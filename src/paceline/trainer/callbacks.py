@@ -22,7 +22,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import partial
@@ -33,6 +32,7 @@ from paceline.errors import CheckpointError, ConfigError
 from paceline.input_file import cause_of, read_json
 from paceline.trainer.argument_fields import IntervalStrategy, SaveStrategy
 from paceline.trainer.training_arguments import TrainingArguments
+from paceline.world import messages
 
 _TAKEN_BACK = {
     "on_train_begin": ("should_training_stop",),
@@ -158,7 +158,7 @@ class CallbackHandler:
     def add(self, callback: Any) -> None:
         made = callback() if isinstance(callback, type) else callback
         if any(type(made) is type(known) for known in self.callbacks):
-            warnings.warn(
+            messages.warn(
                 f"there is already a {type(made).__name__} among the callbacks; now there are two", stacklevel=3
             )
         self.callbacks.append(made)
@@ -216,7 +216,7 @@ class CallbackHandler:
                 for name, value in {**found.get("args", {}), **found.get("attributes", {})}.items():
                     setattr(callback, name, value)
         if missing := [name for name, saved in left.items() if saved]:
-            warnings.warn(
+            messages.warn(
                 f"the checkpoint has a state of {', '.join(missing)}, but there is no such callback now", stacklevel=2
             )
 
@@ -298,7 +298,8 @@ class EarlyStoppingCallback(TrainerCallback, ExportableState):
             if state.is_world_process_zero and not control.should_training_stop:
                 name, count = args.metric_for_best_model, self.early_stopping_patience_counter
                 why = f"{name} has not become better than {best:g} in the last {count} evaluations"
-                print(f"paceline: training ends early after step {state.global_step:,}: {why}", flush=True)
+                text = f"paceline: training ends early after step {state.global_step:,}: {why}"
+                messages.logger("trainer").info(text)
             control.should_training_stop = True
 
     def state(self) -> dict[str, Any]:

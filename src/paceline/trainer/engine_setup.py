@@ -52,7 +52,8 @@ def build_engine(arguments: TrainingArguments, *, lanes: int | None = None) -> E
         record_samples=arguments.output_dir if arguments.record_samples else None,
         timeout_s=float(arguments.ddp_timeout),
     )
-    engine.print(_unused_devices(arguments), end="")
+    if text := _unused_devices(arguments):
+        engine._note(text, "trainer")
     return engine
 
 
@@ -77,7 +78,7 @@ def share_weights(engine: Engine, model: nn.Module) -> None:
         whole = value.detach().contiguous()
         engine._group.comm.broadcast(whole, root=0).wait()
         value.detach().copy_(whole)
-    engine.print("paceline: the workers had built different weights; all now use those of worker 0")
+    engine._note("paceline: the workers had built different weights; all now use those of worker 0", "trainer")
 
 
 def start_seed(arguments: TrainingArguments) -> int:
@@ -138,4 +139,4 @@ def _unused_devices(arguments: TrainingArguments) -> str:
         return ""
     if (count := torch.accelerator.device_count()) < 2:
         return ""
-    return f"paceline: {count} devices here, this process uses one; `paceline run --workers {count} …` uses all\n"
+    return f"paceline: {count} devices here, this process uses one; `paceline run --workers {count} …` uses all"

@@ -14,7 +14,6 @@ Where an elastic job loses that one, the next main worker takes over: the line c
 from __future__ import annotations
 
 import time
-import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -28,6 +27,7 @@ from paceline.tracking.run import RunReports
 from paceline.trainer.callbacks import TrainerCallback, full_metric_name
 from paceline.trainer.meters import Meters
 from paceline.trainer.training_arguments import TrainingArguments
+from paceline.world import messages
 from paceline.world.terminal import duration
 
 SHOWN = {"learning_rate": "lr", "eval_loss": "eval loss"}
@@ -99,7 +99,7 @@ class TrainingReports(NoReports):
             run,
             is_main=lambda: engine.is_main_process,
             world=engine.resolved,
-            say=engine.print,
+            say=partial(engine._note, area="trainer"),
         )
         self._bar = engine.bar(state.max_steps) if shows else NoBar()
         self._began = time.monotonic()
@@ -161,7 +161,7 @@ class FileAlone(NoReports):
         except OSError as error:
             self._is_writable = False
             path, why = self._folder / json_lines.FILE_NAME, error.strerror or error
-            warnings.warn(f"{path} can't be written any more: {why}", stacklevel=6)
+            messages.warn(f"{path} can't be written any more: {why}", stacklevel=6)
 
 
 class NoBar:

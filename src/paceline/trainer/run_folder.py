@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import os
-import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -28,6 +27,7 @@ from paceline.engine.engine import Engine
 from paceline.errors import CheckpointError, ConfigError
 from paceline.trainer.pretrained_files import WEIGHTS, say_dtype
 from paceline.trainer.training_arguments import TrainingArguments
+from paceline.world import messages
 from paceline.world.known_names import MOST_LANES
 
 ARGUMENTS = "training_arguments.json"
@@ -58,7 +58,8 @@ def begin(arguments: TrainingArguments, engine: Engine, *, fresh: bool) -> None:
                 remove_folder(path)
         elif fresh and (moved := set_aside(folder, -1)):
             first = moved[0].name
-            engine.print(f"paceline: {folder} had {counted(len(moved), 'checkpoint')} of another run, now {first} …")
+            text = f"paceline: {folder} had {counted(len(moved), 'checkpoint')} of another run, now {first} …"
+            engine._note(text, "trainer")
         given = {"arguments": arguments.to_dict(), "resolved": engine.resolved()}
         _publish(Path(arguments.output_dir) / ARGUMENTS, json.dumps(given, indent=2) + "\n")
     engine.barrier()
@@ -76,7 +77,7 @@ def read_json(arguments: TrainingArguments, name: str) -> dict[str, Any]:
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as error:
-        warnings.warn(f"{path} can't be read, so a new one is written: {input_file.cause_of(error)}", stacklevel=3)
+        messages.warn(f"{path} can't be read, so a new one is written: {input_file.cause_of(error)}", stacklevel=3)
         return {}
 
 

@@ -137,8 +137,8 @@ class Seq2SeqTrainer(Trainer):
         if self.has_trained and self.engine.world.size > 1 and not strategy.entry.full_weights:
             raise ConfigError(
                 f"predict_with_generate with several workers under strategy={strategy.name!r}: each of them calls the "
-                "model as often as its texts are long, but a forward needs all of them; use ddp, zero1 or zero2, or save "
-                "the model and evaluate it on one worker"
+                "model as often as its texts are long, but a forward needs all of them; use ddp, zero1 or zero2, or "
+                "save the model and evaluate it on one worker"
             )
 
     def _generated(self, inputs: Any, options: Mapping[str, Any]) -> Tensor:

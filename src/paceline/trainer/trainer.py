@@ -25,7 +25,6 @@ from __future__ import annotations
 import itertools
 import math
 import threading
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -76,6 +75,7 @@ from paceline.trainer.overrides import TrainerAccelerator, check_overrides, over
 from paceline.trainer.reporting import ReportCallback
 from paceline.trainer.training_arguments import TrainingArguments
 from paceline.trainer.training_loop import TrainingLoop, TrainOutput, metric_for_best
+from paceline.world import messages
 from paceline.world.determinism import seed_everything
 from paceline.world.world import World
 
@@ -107,7 +107,7 @@ class Trainer:
         **old: Any,
     ) -> None:
         if "tokenizer" in old:
-            warnings.warn("tokenizer= is called processing_class= now; it is taken as that", stacklevel=2)
+            messages.warn("tokenizer= is called processing_class= now; it is taken as that", stacklevel=2)
             processing_class = old.pop("tokenizer")
         check_names(old, list(Trainer.__init__.__annotations__), "Trainer")
         check_overrides(type(self), Trainer)
@@ -174,7 +174,7 @@ class Trainer:
         factor, config = self.args.label_smoothing_factor, getattr(self.model, "config", None)
         if factor == 0 or getattr(config, "problem_type", None) != "multi_label_classification":
             return factor
-        warnings.warn(
+        messages.warn(
             f"Label smoothing is not compatible with multi-label classification: label_smoothing_factor={factor} is "
             "left out, since a label is a number for each class, not one class to spread over the others",
             stacklevel=3,
@@ -224,7 +224,7 @@ class Trainer:
         try:
             share_weights(self.engine, self.model)
             self._loop = loop = TrainingLoop(self, resume, accept, ignore_keys_for_eval)
-            self.engine.print(self.args.described())
+            self.engine._note(self.args.described(), "trainer")
             run_folder.begin(self.args, self.engine, fresh=not resume)
             if threading.current_thread() is threading.main_thread():  # Python hands signals to that one only
                 self.engine.stop_on_signals()

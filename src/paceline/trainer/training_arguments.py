@@ -21,7 +21,6 @@ Two that say different things are an error, and so is a part of a config that ha
 
 from __future__ import annotations
 
-import fcntl
 import json
 import logging
 import math
@@ -54,6 +53,7 @@ from paceline.trainer.argument_parsing import check_names, converted, field_type
 from paceline.world.checked_values import LONGEST_WAIT_S, number, one_word, path_of, whole_number
 from paceline.world.environment import read_world
 from paceline.world.known_names import BACKENDS, MOST_LANES, MOST_THREADS, OFFLOADS, SEEDS
+from paceline.world.rendezvous_store import in_turn
 from paceline.world.world import World
 
 _FOLLOWS = ("run_name", "report_to", "do_eval", "torch_compile_backend", "dataloader_pin_memory")  # from others
@@ -322,10 +322,14 @@ class TrainingArguments(UnsupportedFields, SupportedFields, metaclass=_Spelled):
 
     @contextmanager
     def main_process_first(self, local: bool = True, desc: str = "work") -> Iterator[None]:
-        """The workers do what is inside one after another: what the first leaves in a cache, the others find."""
-        Path(self.output_dir).mkdir(parents=True, exist_ok=True)
-        with (Path(self.output_dir) / ".one_after_another").open("w") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
+        """The other workers do what is inside when the main one has done it, and find what it left in a cache.
+
+        With `local` (the caches of hosts differ) they wait for the first of their host.
+        """
+        world = self.world
+        first = self.local_process_index == 0 if local else world.is_main
+        of = f"host {world.host_rank}" if local else "all"
+        with in_turn(world, first=first, of=of, timeout_s=float(self.ddp_timeout)):
             yield
 
     def get_process_log_level(self) -> int:

@@ -245,7 +245,7 @@ class TrainingLoop:
             folder = Path(self.args.output_dir)
             if bad := all_checkpoints(folder):
                 raise CheckpointError(f"none of the {len(bad)} checkpoints in {folder} can be used; see above why")
-            self.engine.print(f"paceline: there is no checkpoint in {folder}; training starts at step 0")
+            self.engine._note(f"paceline: there is no checkpoint in {folder}; training starts at step 0", "trainer")
         state.max_steps, state.num_train_epochs = self.plan.max_steps, self.plan.epochs
         state.train_batch_size = self.trainer._train_batch_size
         state.compute_steps(self.args, self.plan.max_steps)
@@ -527,7 +527,7 @@ class TrainingLoop:
         path = self.trainer.state.best_model_checkpoint
         best = Path(path) if path is not None and Path(path).exists() else self.checkpoints.best
         if best is not None:
-            self.engine.print(f"paceline: ends with the best weights, of {best.name}")
+            self.engine._note(f"paceline: ends with the best weights, of {best.name}", "trainer")
             self.checkpoints.load_weights(best)
 
     # -- parts --------------------------------------------------------------------------------------------------------

@@ -33,13 +33,13 @@ import json
 import os
 import socket
 import struct
-import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, NoReturn
 
 from paceline.errors import LaunchError, WorldError
+from paceline.world import messages
 from paceline.world.world import ControlSocket, World
 
 JSON = str | int | float | bool | None | Sequence["JSON"] | Mapping[str, "JSON"]
@@ -188,7 +188,7 @@ class ControlClient:
 
     def _supervisor_gone(self) -> NoReturn:
         # Not an exception: no thread could handle it, and a half-alive worker would hold its port and memory.
-        print(f"paceline: rank {self._rank}: the supervisor is gone; this worker leaves", file=sys.stderr, flush=True)
+        messages.logger("world").error(f"paceline: rank {self._rank}: the supervisor is gone; this worker leaves")
         os._exit(SUPERVISOR_GONE)
 
 

@@ -103,19 +103,24 @@ def replay_environment(folder: Path, *, lanes: int, threads: int, seed: int) -> 
 KEEPING_MEMORY = {"MALLOC_TRIM_THRESHOLD_": str(2**40), "MALLOC_MMAP_THRESHOLD_": str(2**30)}
 
 
-def parent_environment(threads: int | None, *, keep_memory: bool) -> dict[str, str]:
+def parent_environment(threads: int | None, *, keep_memory: bool, quiet: bool = False) -> dict[str, str]:
     """What the process that workers are forked from starts with: the user's variables, without the job's secret.
 
     Thread pools are sized when numpy and torch are imported, so the count must be there before. None keeps what the
     user set, as torchrun does. With `keep_memory` workers reuse the memory that they free, unless the user has set up
-    the allocator already.
+    the allocator already. With `quiet` they keep their notes to themselves.
     """
     variables = {name: value for name, value in os.environ.items() if name != "PACELINE_SECRET"}
     if threads is not None:
         variables["OMP_NUM_THREADS"] = str(threads)
     if keep_memory and not any(name.startswith("MALLOC_") or name == "GLIBC_TUNABLES" for name in variables):
         variables |= KEEPING_MEMORY
-    return variables
+    return variables | ({"PACELINE_QUIET": "1"} if quiet else {})
+
+
+def is_quiet() -> bool:
+    """PACELINE_QUIET=1: no messages but errors (`messages`)."""
+    return text_of(os.environ, "PACELINE_QUIET") not in (None, "0")
 
 
 def thread_limit() -> int | None:

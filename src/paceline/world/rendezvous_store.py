@@ -11,18 +11,21 @@ A store is a table of strings to bytes in which `get` waits for the key. torch b
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import itertools
 import socket
 from base64 import b64decode, b64encode
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import Any
+from weakref import WeakValueDictionary
 
 # Public names, which torch's `__all__` leaves out.
 from torch.distributed import DistStoreError, HashStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from paceline.errors import WorldError
-from paceline.world.control import ControlClient, Supervisor
+from paceline.world.control import ControlClient, Supervisor, call_supervisor
 from paceline.world.variables import is_loopback
 from paceline.world.world import ControlSocket, TcpRendezvous, World
 
@@ -107,7 +110,43 @@ def open_store(world: World, supervisor: Supervisor, timeout_s: float) -> Store:
     return _tcp_store(world, world.rendezvous, timeout_s)
 
 
+_open: WeakValueDictionary[TcpRendezvous, Store] = WeakValueDictionary()
+"""What this process has open: rank 0 can serve one at an address."""
+_kept: list[Store] = []
+"""By `in_turn`: the others may still read from it when rank 0 has gone on."""
+_turns = itertools.count()
+
+
+@contextlib.contextmanager
+def in_turn(world: World, *, first: bool, of: str, timeout_s: float) -> Iterator[None]:
+    """The others come to what is inside when the one that is `first` has left it, well or by an exception.
+
+    `of` names those who wait for the same one. Nothing else has to be there yet, as no `Engine`; every process calls it
+    as often. A worker that joins later finds that it was done, and waits for nobody.
+    """
+    key = f"in_turn/{of}/{next(_turns)}"
+    if world.size + world.servers == 1 and world.elastic is None:
+        yield
+        return
+    supervisor = call_supervisor(world)
+    try:
+        store = open_store(world, supervisor, timeout_s)
+        if not supervisor.is_there:
+            _kept.append(store)
+        if not first:
+            store.wait([key], timedelta(seconds=timeout_s))
+        try:
+            yield
+        finally:
+            if first:
+                store.set(key, "done")
+    finally:
+        supervisor.close()
+
+
 def _tcp_store(world: World, meeting: TcpRendezvous, timeout_s: float) -> Store:
+    if (known := _open.get(meeting)) is not None:
+        return known
     serves = world.rank == 0 and not meeting.served_by_agent
     listener = _listen(meeting) if serves else None
     try:
@@ -129,6 +168,7 @@ def _tcp_store(world: World, meeting: TcpRendezvous, timeout_s: float) -> Store:
         ) from error
     if listener is not None:
         listener.detach()  # the server thread owns the descriptor now
+    _open[meeting] = store
     return store
 
 

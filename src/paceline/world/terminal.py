@@ -10,8 +10,6 @@ learning rate, epoch, speed.
 from __future__ import annotations
 
 import io
-import os
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -127,10 +125,3 @@ class SummaryTable:
             table.add_row(name, Text(value))
         console.print(table)
         return out.getvalue()
-
-    def print(self) -> None:
-        if sys.stdout.isatty():
-            sys.stdout.write(self.drawn(os.get_terminal_size(sys.stdout.fileno()).columns or 80))
-        else:
-            sys.stdout.write(self.plain())
-        sys.stdout.flush()

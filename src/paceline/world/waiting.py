@@ -20,6 +20,7 @@ from pathlib import Path
 from types import FrameType
 
 from paceline.errors import WorldError
+from paceline.world import messages
 from paceline.world.control import Supervisor
 
 LOOK_EVERY_S = 0.5
@@ -103,7 +104,7 @@ class WaitWatch:
             self._printed.add((call, place))
             where = f"{call} ({place})" if place else call
             line = f"paceline: {self._name} has waited {now - since:.0f} s in {where} for {whom}"
-            print(line, file=sys.stderr, flush=True)
+            messages.logger("world").warning(line)
 
     def _tell(self, kind: str, **fields: str | float) -> None:
         with contextlib.suppress(OSError, WorldError):  # the engine is being closed, or the supervisor is stopped

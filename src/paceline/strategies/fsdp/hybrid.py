@@ -32,6 +32,7 @@ from paceline.strategies.strategy import Strategy
 from paceline.strategies.zero.sharded_optimizer import LocalPieces
 from paceline.strategies.zero.zero2 import Zero2
 from paceline.torch_compat import PrefixStore
+from paceline.world import messages
 from paceline.world.checked_values import whole_number
 from paceline.world.lanes import neighbouring_lanes, strided_lanes
 from paceline.world.world import Topology, World
@@ -215,7 +216,8 @@ def say_if_smaller(topology: Topology, size: int, shard_over: int | None) -> Non
     if size < wanted:
         counts = " and ".join(str(len(host)) for host in topology.hosts)
         shared = "every worker holds all weights" if size == 1 else f"weights are shared by {size} workers"
-        print(f"paceline: {counts} workers are no groups of {wanted}: {shared} until there are others", flush=True)
+        text = f"paceline: {counts} workers are no groups of {wanted}: {shared} until there are others"
+        messages.logger("strategies").info(text)
 
 
 def _connected(job: Job, name: str, rank: int, workers: Sequence[int], hosts: int, *, one_host: bool) -> Communicator:

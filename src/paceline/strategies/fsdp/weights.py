@@ -17,7 +17,6 @@ what autograd keeps.
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -45,6 +44,7 @@ from paceline.strategies.strategy import WriteWatch
 from paceline.strategies.zero.sharded_optimizer import OptimizerShard, check_apart
 from paceline.strategies.zero.weights import ModelWeights
 from paceline.torch_compat import eval_frame_callback, without_modes
+from paceline.world import messages
 
 _KEPT_BESIDE = 1  # units used before the current one that stay, unless their module has ended
 
@@ -514,7 +514,7 @@ class GatheredUnit:
 
     def warn_if_lost(self, rank: int, name: str) -> None:
         if self.is_lost:
-            warnings.warn(
+            messages.warn(
                 f"worker {rank}: the workers changed while the model was used between two steps; the weights of "
                 f"{name!r} can't be had before the next step, and are nan until then",
                 stacklevel=3,

@@ -52,6 +52,7 @@ from paceline.strategies.registry import Job, Maker
 from paceline.strategies.server.rounds import PushedRounds, SumsOnServers, UpdatesOnArrival, UpdatesOnServers, Wiring
 from paceline.strategies.server.space import Space, check_of, plan_spaces
 from paceline.strategies.strategy import Strategy
+from paceline.world import messages
 from paceline.world.checked_values import number, path_of
 
 _TO_SERVER = (HEADER_TO_SERVER, PAYLOAD_TO_SERVER)
@@ -476,7 +477,7 @@ class ParameterServerMaker(Maker):
         plural = "" if assembly.servers == 1 else "s"
         who = f"{world.servers} server{plural}" if world.servers else "worker 0 as the server"
         title = f"paceline: parameter server, {assembly.config.clock}, {assembly.config.mode}, {who}"
-        print("\n    ".join([title, *sum_of(seen).lines()]), flush=True)
+        messages.logger("strategies").info("\n    ".join([title, *sum_of(seen).lines()]))
 
 
 # -- a server process --------------------------------------------------------------------------------------------------

@@ -13,7 +13,6 @@ it: as soon as it was sent, or, where they read it in shared memory, when the we
 from __future__ import annotations
 
 import math
-import warnings
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -47,6 +46,7 @@ from paceline.strategies.registry import Job
 from paceline.strategies.server.space import ModelWeights, Space, sliced_states, states_of_keys
 from paceline.strategies.strategy import Agreement, ItemPlace, StrategyBase, Tally
 from paceline.torch_compat import STEP_WAS_CALLED, foreach_mul_
+from paceline.world import messages
 
 READS = "weights being read"  # in a saved state
 ROUNDS_UNDER_WAY = 2  # whose pushes may still be on their way; a worker that no clock holds back is held back by this
@@ -480,7 +480,7 @@ class UpdatesOnArrival(UpdatesOnServers):
 
     def clip(self, max_norm: float) -> float:
         if self._clips is False:
-            warnings.warn(
+            messages.warn(
                 "engine.clip_grad_norm_() was not called in the step before, so this step's gradients have left "
                 "unclipped; it counts from the next one on",
                 stacklevel=4,
