@@ -15,7 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from paceline.checkpoint import disk
+from paceline.checkpoint import disk, weights_file
 from paceline.checkpoint.load import Checkpoint
 from paceline.checkpoint.manifest import complete_text
 from paceline.checkpoint.save import SnapshotBuffer, portion_of
@@ -116,23 +116,39 @@ def test_a_state_that_cannot_be_encoded_leaves_the_older_one_alone(tmp_path: Pat
     assert first_weight(tmp_path / "state") == 1.0
 
 
-def test_a_save_killed_at_any_call_that_changes_the_disk_leaves_the_old_state_or_the_new(tmp_path: Path) -> None:
+@pytest.mark.parametrize("weights", [False, True], ids=["parts", "and the model in shards"])
+def test_a_save_killed_at_any_call_that_changes_the_disk_leaves_the_old_state_or_the_new(
+    tmp_path: Path, weights: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A child of this process saves, and is gone by SIGKILL at its first such call, at its second, and so on."""
-    write(tmp_path / "state", state(1.0), workers=2)
+    monkeypatch.setattr(weights_file, "WORTH_CUTTING", 0)
+
+    def write_state(value: float) -> None:
+        tree = state(value)
+        model = {name: tree[name] for name in ("weight", "bias")}
+        write(tmp_path / "state", {**tree, "models": [model]}, workers=2, weights=weights)
+
+    def model_in_folder() -> dict[str, list[float]]:
+        files = sorted((tmp_path / "state").glob("model-*.safetensors"))
+        return {name: value.unique().tolist()[:1] for file in files for name, value in load_file(file).items()}
+
+    write_state(1.0)
     found: list[float] = []
     for call in range(200):
         pid = os.fork()
         if pid == 0:
             _kill_me_at(call)
-            write(tmp_path / "state", state(2.0), workers=2)
+            write_state(2.0)
             os._exit(0)
         _, status = os.waitpid(pid, 0)
         found.append(first_weight(tmp_path / "state"))
         assert Checkpoint.open(tmp_path / "state").verify() == []
+        assert model_in_folder() == ({"weight": [found[-1]], "bias": [0.0]} if weights else {})
+        assert (tmp_path / "state" / weights_file.INDEX).exists() == weights
         if os.WIFEXITED(status):
             break
         assert os.WTERMSIG(status) == signal.SIGKILL
-        write(tmp_path / "state", state(1.0), workers=2)
+        write_state(1.0)
     assert os.WIFEXITED(status), "the save never came to its end"
     assert call >= 20, f"only {call} calls were cut"
     assert found == sorted(found), "once it is published it stays"

@@ -229,6 +229,43 @@ def test_a_checkpoint_opens_with_from_pretrained_under_every_strategy(tmp_path: 
     assert state.total_flos > 0
 
 
+def shards_written(world: World, folder: Path, **more: Any) -> tuple[list[str], list[str]]:
+    """What is wrong in the checkpoint, and which files of the model this worker wrote in the last one."""
+    from paceline.checkpoint import weights_file
+
+    written: list[str] = []
+    write = weights_file.write_weights
+
+    def noted(path: Path, weights: Any) -> int:
+        written.append(path.name)
+        return write(path, weights)
+
+    weights_file.WORTH_CUTTING, weights_file.write_weights = 0, noted
+    wrong = saved_checkpoint(world, folder, **more)
+    return wrong, written[len(written) // 2 :]
+
+
+@pytest.mark.workers
+@pytest.mark.parametrize(
+    "more", [{"strategy": "zero3"}, {"strategy": "fsdp"}, {"strategy": "hybrid"}, {"strategy": "ddp", "bf16": True}]
+)
+def test_every_worker_writes_its_shards_of_the_model(tmp_path: Path, more: dict[str, Any]) -> None:
+    results = run_workers(shards_written, 2, folder=tmp_path, **more)
+    assert [result.error for result in results] == [None, None], results[0].traceback + results[1].traceback
+    (wrong, first), (_, second) = (result.value for result in results)
+    assert wrong == []
+    folder = tmp_path / "checkpoint-4"
+    files = sorted(path.name for path in folder.glob("model*"))
+    count = len(first) + len(second)
+    assert (count >= 2, abs(len(first) - len(second)) <= 1) == (True, True)
+    shards = [f"model-{place:05}-of-{count:05}.safetensors" for place in range(1, count + 1)]
+    assert (first, second) == (shards[::2], shards[1::2])
+    assert files == [*shards, "model.safetensors.index.json"]
+    assert not list(folder.glob("worker-*.model"))
+    sizes = [(folder / name).stat().st_size for name in shards]
+    assert max(sizes) < 0.7 * sum(sizes)
+
+
 def test_a_checkpoint_has_the_tokenizer_and_of_any_module_the_weights(tmp_path: Path) -> None:
     class Tokenizer:
         def save_pretrained(self, folder: str) -> None:

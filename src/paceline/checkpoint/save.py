@@ -1,7 +1,9 @@
 """Saving: each worker writes the ranges of tensors that it has, and the main one publishes all of them together.
 
     tree of states ──portion_of──► this worker's ranges ──write_portion──► worker-k.safetensors, worker-k.json
-                                                         ──complete──────► manifest.json, COMPLETE, the final name
+                                                         ──describe──────► manifest.json, once all portions are there
+                                                         ──write_model───► model-k.safetensors, if they are wanted
+                                                         ──complete──────► COMPLETE, the final name
 
 What every worker has whole (weights under ddp) is cut into as many parts as there are workers; what is in slices is
 written where it is. `Portion.copied` is the snapshot of an asynchronous save: after it the training may go on.
@@ -24,9 +26,10 @@ from torch import Tensor
 
 from paceline.checkpoint.disk import make_folder, publish, rename, write_file
 from paceline.checkpoint.load import Checkpoint
-from paceline.checkpoint.manifest import COMPLETE, MANIFEST, complete_text, merge
+from paceline.checkpoint.manifest import COMPLETE, MANIFEST, Manifest, complete_text, merge
 from paceline.checkpoint.tensor_file import code_of, write_tensors
 from paceline.checkpoint.tree import flatten
+from paceline.checkpoint.weights_file import cut, stored_weights, write_index, write_shards
 from paceline.collectives.shared_memory.kernels import choose_kernels
 from paceline.errors import CheckpointError
 from paceline.input_file import read_json
@@ -65,8 +68,14 @@ class Portion:
         return sum(part.values.numel() * part.values.element_size() for part in self.parts)
 
     @property
+    def bytes_of_model(self) -> int:
+        """Of the first one's weights: what `write_model` writes once more."""
+        mine = [part.values for part in self.parts if part.path.startswith("/models/0/")]
+        return sum(values.numel() * values.element_size() for values in mine)
+
+    @property
     def file(self) -> str:
-        return f"worker-{self.worker:05}-of-{self.workers:05}"
+        return _name_of(self.worker, self.workers)
 
     def copied(self, buffer: SnapshotBuffer) -> Portion:
         """The same with its tensors as they are now."""
@@ -176,57 +185,81 @@ def give_up(partial: Path, portion: Portion, reason: str) -> None:
         return
 
 
-def complete(
-    partial: Path,
-    folder: Path,
-    workers: int,
-    about: dict[str, Any],
-    checksum: str,
-    timeout_s: float,
-    beside: Beside | None = None,
-) -> None:
-    """The main worker's last act: wait for all portions, describe them together, publish.
-
-    `beside` may write more files, such as others' formats of what the portions hold.
-    """
-    parts = [read_json(path) for path in _all_there(partial, workers, timeout_s)]
-    manifest = merge(checksum, about, parts)
-    text = manifest.text().encode()
-    for path in partial.glob("worker-*.json"):
+def describe(partial: Path, workers: int, about: dict[str, Any], checksum: str, timeout_s: float) -> Checkpoint:
+    """The main worker waits for all portions and describes them together; the others read it (`described`)."""
+    wanted = [partial / f"{_name_of(worker, workers)}.json" for worker in range(workers)]
+    _wait_for(partial, wanted, timeout_s)
+    manifest = merge(checksum, about, [read_json(path) for path in wanted])
+    for path in wanted:
         path.unlink()
-    write_file(partial / MANIFEST, [text])
+    hidden = partial / f".{MANIFEST}"
+    write_file(hidden, [manifest.text().encode()])
+    rename(hidden, partial / MANIFEST)
+    return Checkpoint(partial, manifest)
+
+
+def described(partial: Path, timeout_s: float) -> Checkpoint:
+    """What the main worker has described, on another one."""
+    _wait_for(partial, [partial / MANIFEST], timeout_s)
+    return Checkpoint(partial, Manifest.parse(partial, (partial / MANIFEST).read_bytes()))
+
+
+def write_model(checkpoint: Checkpoint, worker: int, workers: int, timeout_s: float) -> None:
+    """This worker's shards of the weights, in Hugging Face's layout; the main worker waits for all and adds the index.
+
+    Elements that other workers have are read from their files, a tensor at a time.
+    """
+    folder, weights = checkpoint.folder, stored_weights(checkpoint)
+    shards = cut(weights, workers)
+    write_shards(folder, weights, shards[worker::workers])
+    if worker > 0:
+        make_folder(folder / f"{_name_of(worker, workers)}.model")
+        return
+    done = [folder / f"{_name_of(other, workers)}.model" for other in range(1, workers)]
+    _wait_for(folder, done, timeout_s)
+    for mark in done:
+        mark.rmdir()
+    write_index(folder, shards)
+
+
+def complete(checkpoint: Checkpoint, folder: Path, beside: Beside | None = None) -> None:
+    """The main worker's last act. `beside` may write more files, such as others' formats of what the portions hold."""
     if beside is not None:
-        beside(Checkpoint(partial, manifest))
-    write_file(partial / COMPLETE, [complete_text(text)])
+        beside(checkpoint)
+    partial = checkpoint.folder
+    write_file(partial / COMPLETE, [complete_text((partial / MANIFEST).read_bytes())])
     publish(partial, folder)
 
 
-def _all_there(partial: Path, workers: int, timeout_s: float) -> list[Path]:
+def _name_of(worker: int, workers: int) -> str:
+    return f"worker-{worker:05}-of-{workers:05}"
+
+
+def _wait_for(partial: Path, wanted: Sequence[Path], timeout_s: float) -> None:
+    """Until all of them are there. A worker that gives up says so in a name; one that is gone writes nothing more."""
     patience_s = min(timeout_s, STUCK_S)
     size = -1
-    wanted = [partial / f"worker-{worker:05}-of-{workers:05}.json" for worker in range(workers)]
     deadline = time.monotonic() + patience_s
-    while True:
-        missing = [path for path in wanted if not path.exists()]
-        if not missing:
-            return wanted
+    while missing := [path for path in wanted if not path.exists()]:
         for path in partial.glob("worker-*.failed*"):
             worker, _, reason = path.name.partition(".failed: ")
             raise CheckpointError(f"{worker.replace('-', ' ', 1)} could not write its part: {reason}")
+        if not partial.exists():
+            raise CheckpointError("the main worker has given it up")
         if (grown := _size(partial)) != size:
             size, deadline = grown, time.monotonic() + patience_s
         if time.monotonic() > deadline:
+            more = f", nor are {len(missing) - 1} more" if len(missing) > 1 else ""
             raise CheckpointError(
-                f"{len(missing)} of {workers} workers have not written their parts to {partial.parent}, the first is "
-                f"{missing[0].stem}, and nothing has come for {patience_s:g} s; the folder must be one that all hosts "
-                "share"
+                f"{missing[0].name} is not in {partial.parent}{more}, and nothing has come for {patience_s:g} s; "
+                "the folder must be one that all hosts share"
             )
         time.sleep(LOOK_EVERY_S)
 
 
 def _size(folder: Path) -> int:
     sizes = [0]
-    for path in folder.glob("worker-*"):
+    for path in folder.glob("*"):
         with contextlib.suppress(FileNotFoundError):
             sizes.append(path.stat().st_size)
     return sum(sizes)

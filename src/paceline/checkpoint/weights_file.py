@@ -1,41 +1,120 @@
-"""Weights as other people have them: one file, one tensor a name.
+"""Weights as other people have them: one tensor a name, in one .safetensors file or in several with an index.
 
-written    .safetensors in Hugging Face's layout; a tied weight once, under its first name
-read       our checkpoints, .safetensors, and .pt/.pth/.bin as far as they hold tensors alone (no pickled objects)
+    model.safetensors                     all of them, a tied weight once, under its first name
+
+    model-00001-of-00002.safetensors      beyond a size: shards, which several workers write at the same time
+    model-00002-of-00002.safetensors
+    model.safetensors.index.json          {"metadata": {"total_size": 96}, "weight_map": {"embed.weight": "model-0…"}}
+
+That is what `from_pretrained` reads. Tensors come from the checkpoint as they are written, so memory holds one of them.
+Read are our checkpoints, .safetensors, and .pt/.pth/.bin as far as they hold tensors alone (no pickled objects).
 """
 
 from __future__ import annotations
 
+import json
 import pickle
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
-from paceline.checkpoint.disk import flush_folder, rename
+from paceline.checkpoint.disk import flush_folder, rename, write_file
 from paceline.checkpoint.load import Checkpoint, StoredTensor
 from paceline.checkpoint.retention import newest_in
-from paceline.checkpoint.tensor_file import best_checksum, write_tensors
+from paceline.checkpoint.tensor_file import LazyTensor, best_checksum, write_tensors
 from paceline.errors import CheckpointError
-from paceline.input_file import cause_of, open_input
+from paceline.input_file import cause_of, open_input, read_json
 
 PICKLED = (".pt", ".pth", ".bin", ".ckpt")
+WEIGHTS = "model.safetensors"
+INDEX = f"{WEIGHTS}.index.json"
+LARGEST_SHARD = 50 * 10**9  # what transformers cuts at
+WORTH_CUTTING = 1 << 30
+"""Several workers write shards of at least so much: smaller models stay the one file that everything expects."""
+
+Weights = Mapping[str, Tensor | LazyTensor]
 
 
-def write_weights(path: Path, weights: Mapping[str, Tensor | StoredTensor]) -> int:
+@dataclass(frozen=True)
+class Shard:
+    """A file of weights, and whose are in it."""
+
+    file: str
+    names: tuple[str, ...]
+    bytes: int
+
+
+def cut(weights: Weights, workers: int = 1, largest: int = LARGEST_SHARD) -> list[Shard]:
+    """The files of a model, in the order of its names; each of so many workers has one of about the same size to write.
+
+    A tensor is in one file, so one that is larger than a file may be makes a file that is.
+    """
+    sizes = {name: _bytes(weights[name]) for name in _once(weights)}
+    limit = min(largest, max(WORTH_CUTTING, -(-sum(sizes.values()) // workers)))
+    groups: list[list[str]] = [[]]
+    room = limit
+    for name, size in sizes.items():
+        if groups[-1] and size > room:
+            groups.append([])
+            room = limit
+        groups[-1].append(name)
+        room -= size
+    count = len(groups)
+    files = [WEIGHTS] if count == 1 else [f"model-{place + 1:05}-of-{count:05}.safetensors" for place in range(count)]
+    return [Shard(file, tuple(g), sum(sizes[name] for name in g)) for file, g in zip(files, groups, strict=True)]
+
+
+def write_shards(folder: Path, weights: Weights, shards: Sequence[Shard]) -> None:
+    """Some of the files of a model; with several, `write_index` makes them one."""
+    for shard in shards:
+        write_weights(folder / shard.file, {name: weights[name] for name in shard.names})
+
+
+def write_index(folder: Path, shards: Sequence[Shard]) -> None:
+    """Where each weight is; one file needs none."""
+    if len(shards) > 1:
+        table = {name: shard.file for shard in shards for name in shard.names}
+        index = {"metadata": {"total_size": sum(shard.bytes for shard in shards)}, "weight_map": table}
+        write_file(folder / INDEX, [(json.dumps(index, indent=2, sort_keys=True) + "\n").encode()])
+
+
+def write_weights(path: Path, weights: Weights) -> int:
     """One .safetensors file, there when it is whole; its bytes. Of stored tensors memory holds one at a time."""
-    once: dict[int, str] = {}
-    for name, tensor in weights.items():
-        once.setdefault(id(tensor), name)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         partial = path.with_name(f".{path.name}.partial")
-        file = write_tensors(partial, [(name, weights[name]) for name in once.values()], best_checksum())
+        file = write_tensors(partial, [(name, weights[name]) for name in _once(weights)], best_checksum())
         rename(partial, path)
         flush_folder(path.parent)
     except OSError as error:
         raise CheckpointError(f"{path} could not be written: {cause_of(error)}") from error
     return file.bytes
+
+
+def _once(weights: Weights) -> list[str]:
+    """Of names for the same tensor the first, as transformers does."""
+    first: dict[int, str] = {}
+    for name, tensor in weights.items():
+        first.setdefault(id(tensor), name)
+    return list(first.values())
+
+
+def _bytes(tensor: Tensor | LazyTensor) -> int:
+    return tensor.shape.numel() * tensor.dtype.itemsize
+
+
+def say_dtype(folder: Path, saved: Sequence[torch.dtype]) -> None:
+    """The config names the precision of the weights in the file: master weights are wider than what computed."""
+    path = folder / "config.json"
+    kind = next((dtype for dtype in saved if dtype.is_floating_point), None)
+    if kind is None or not path.exists():
+        return
+    config = read_json(path)
+    if config.get("dtype") not in (None, name := str(kind).removeprefix("torch.")):
+        path.write_text(json.dumps(config | {"dtype": name}, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
 def stored_weights(checkpoint: Checkpoint, model: int = 0) -> dict[str, Tensor | StoredTensor]:
@@ -79,8 +158,6 @@ def _of_safetensors(path: Path) -> dict[str, Tensor]:
 
 
 def _tensors_of(path: Path) -> dict[str, Tensor]:
-    import torch
-
     try:
         found = torch.load(path, map_location="cpu", weights_only=True)
     except OSError:

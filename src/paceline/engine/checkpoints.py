@@ -47,8 +47,11 @@ from paceline.checkpoint.save import (
     Portion,
     SnapshotBuffer,
     complete,
+    describe,
+    described,
     give_up,
     portion_of,
+    write_model,
     write_portion,
 )
 from paceline.checkpoint.tensor_file import best_checksum
@@ -68,6 +71,17 @@ LONGEST_LINE = 1000
 
 
 @dataclass(frozen=True)
+class Files:
+    """What is written into a checkpoint for others than us."""
+
+    beside: Beside | None = None
+    weights: bool = False
+
+
+NONE = Files()
+
+
+@dataclass(frozen=True)
 class _Last:
     """A save, and the workers that made it."""
 
@@ -76,7 +90,7 @@ class _Last:
     folder: Path
     extra: Any
     about: dict[str, Any]
-    beside: Beside | None
+    files: Files
 
 
 class Checkpoints:
@@ -112,11 +126,13 @@ class Checkpoints:
         score: float | None = None,
         greater_is_better: bool = True,
         beside: Beside | None = None,
+        weights: bool = False,
     ) -> Path | None:
         """Save the job as it is after this step; None if it is not saved: a warning says why.
 
         `extra`, a tree of plain values and tensors, comes back from `resume`. The best `score` is among those kept.
-        `beside` writes more files into the folder, on the main worker, where the checkpoint is written.
+        `beside` writes more files into the folder, on the main worker, where the checkpoint is written. With `weights`
+        those of the first model are in it in Hugging Face's layout too: all workers say so, and each writes some.
         """
         if not self._at_boundary("checkpoints.save"):
             return None
@@ -124,16 +140,17 @@ class Checkpoints:
         folder = self.folder / checkpoint_name(self._step())
         score = None if score is None or math.isnan(score) else float(score)
         about = {} if score is None else {"score": score, "greater_is_better": greater_is_better}
+        files = Files(beside, weights)
         try:
             self._set_aside()
-            self._last = _Last(self._around().world, self._step(), folder, extra, about, beside)
+            self._last = _Last(self._around().world, self._step(), folder, extra, about, files)
             if self._asynchronous:
                 drop = self._when_busy == "drop"
-                if not self._saver.start(folder, extra, about, self._prune, drop=drop, beside=beside):
+                if not self._saver.start(folder, extra, about, self._prune, drop=drop, files=files):
                     self._say(f"paceline: {folder.name} is dropped: the save before it is still being written")
                     return None
             else:
-                self._saver.save(folder, extra, about, beside)
+                self._saver.save(folder, extra, about, files)
         except CheckpointError as error:
             self._warn(str(error))
             return None
@@ -213,7 +230,7 @@ class Checkpoints:
             return
         self._saver.take_failure()
         try:
-            self._saver.save(last.folder, last.extra, last.about, last.beside)
+            self._saver.save(last.folder, last.extra, last.about, last.files)
         except CheckpointError as error:
             self._warn(str(error))
 
@@ -277,15 +294,23 @@ class Save:
     is_main: bool
     timeout_s: float
     step: int
-    beside: Beside | None
+    files: Files
 
     def write(self) -> None:
         try:
             fault_point("write", self.step)
             write_portion(self.partial, self.portion, self.checksum)
+            workers, seconds = self.portion.workers, self.timeout_s
             if self.is_main:
-                workers = self.portion.workers
-                complete(self.partial, self.folder, workers, self.about, self.checksum, self.timeout_s, self.beside)
+                checkpoint = describe(self.partial, workers, self.about, self.checksum, seconds)
+            elif self.files.weights:
+                checkpoint = described(self.partial, seconds)
+            else:
+                return
+            if self.files.weights:
+                write_model(checkpoint, self.portion.worker, workers, seconds)
+            if self.is_main:
+                complete(checkpoint, self.folder, self.files.beside)
         except Exception as error:
             plain = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
             reason = getattr(error, "strerror", None) or plain
@@ -303,9 +328,7 @@ class Saver:
         self._writer, self._room = AsyncWriter(), SnapshotBuffer()
         self._under_way: Save | None = None
 
-    def save(
-        self, folder: Path, extra: Any = None, about: dict[str, Any] | None = None, beside: Beside | None = None
-    ) -> None:
+    def save(self, folder: Path, extra: Any = None, about: dict[str, Any] | None = None, files: Files = NONE) -> None:
         """Save, and come back when it is whole on the disk; raises on every worker if it can't be.
 
         If workers are lost meanwhile, those that are left save again.
@@ -313,14 +336,14 @@ class Saver:
         while True:
             world = self._around().world
             try:
-                return self._save_once(folder, extra, about, beside)
+                return self._save_once(folder, extra, about, files)
             except CheckpointError:
                 if self._around().world is world:
                     raise
 
-    def _save_once(self, folder: Path, extra: Any, about: dict[str, Any] | None, beside: Beside | None) -> None:
+    def _save_once(self, folder: Path, extra: Any, about: dict[str, Any] | None, files: Files) -> None:
         self._all_done()
-        save = self._begun(folder, extra, about or {}, beside)
+        save = self._begun(folder, extra, about or {}, files)
         fault_point("snapshot", save.step)
         failure: str | None = None
         try:
@@ -340,14 +363,14 @@ class Saver:
         afterwards: Callable[[], None],
         *,
         drop: bool,
-        beside: Beside | None = None,
+        files: Files = NONE,
     ) -> bool:
         """Take a snapshot and write it in the background; False: it is dropped, for the one before is not written."""
         busy = any(self._around().told(self._writer.busy))
         if busy and drop:
             return False
         self._all_done()
-        save = self._begun(folder, extra, about, beside)
+        save = self._begun(folder, extra, about, files)
         fault_point("snapshot", save.step)
         copied = Save(**{**vars(save), "portion": save.portion.copied(self._room)})
 
@@ -434,7 +457,7 @@ class Saver:
             wrong = [f"{folder} can't be read: {type(error).__name__}: {cause_of(error)}"]
         return [line for lines in around.told(wrong) for line in lines]
 
-    def _begun(self, folder: Path, extra: Any, about: dict[str, Any], beside: Beside | None) -> Save:
+    def _begun(self, folder: Path, extra: Any, about: dict[str, Any], files: Files) -> Save:
         around, state = self._around(), self._state()
         world, is_main = around.world, around.world.is_main
         portion, failure = None, None
@@ -443,7 +466,8 @@ class Saver:
             portion = portion_of(tree, world.rank, world.size)
         except CheckpointError as error:
             failure = f"{folder} could not be saved: {error}"
-        said = around.told([0 if portion is None else portion.bytes, secrets.token_hex(4), best_checksum(), failure])
+        size = 0 if portion is None else portion.bytes + files.weights * portion.bytes_of_model
+        said = around.told([size, secrets.token_hex(4), best_checksum(), failure])
         if portion is None or any(row[3] for row in said):
             raise CheckpointError(next(row[3] for row in said if row[3]))
         needed, attempt = sum(row[0] for row in said), said[0][1]
@@ -457,7 +481,7 @@ class Saver:
             raise CheckpointError(f"{folder} could not be saved: a worker was lost")
         whole = self._about(state, world) | about if is_main else {}
         timeout_s, step = self._config.timeout_s, state.step.step
-        self._under_way = save = Save(folder, partial, portion, whole, checksum, is_main, timeout_s, step, beside)
+        self._under_way = save = Save(folder, partial, portion, whole, checksum, is_main, timeout_s, step, files)
         return save
 
     def _made_ready(self, folder: Path, needed: int) -> str | None:

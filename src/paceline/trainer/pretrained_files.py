@@ -2,14 +2,16 @@
 
 checkpoint-100/
   worker-00000-of-00002.safetensors …, manifest.json, COMPLETE     to resume from
-  model.safetensors                                                weights under the model's names, each tied one once
+  model.safetensors                                                weights under the model's names, each tied one once;
+                                                                   of a large model shards with an index
   config.json, generation_config.json                              of a model of transformers
   tokenizer.json …                                                 of the processing_class
   trainer_state.json                                               steps, history, the best metric
 
-The weights are read back from the parts, tensor by tensor, by the thread that writes the checkpoint: memory never holds
-a second copy of the model, and training waits for none of it. Config and tokenizer are asked for once in a training, in
-the training's own thread: a tokenizer that pads a batch must not be saved by another thread meanwhile.
+The weights are written by all workers, each its shards of them (`checkpoints.save(weights=True)`): read back from the
+parts, tensor by tensor, in the thread that writes the checkpoint. So no worker ever holds the whole model, and training
+waits for none of it. The rest is written here, by the main worker. Config and tokenizer are asked for once in a
+training, in the training's own thread: a tokenizer that pads a batch must not be saved by another thread meanwhile.
 """
 
 from __future__ import annotations
@@ -17,19 +19,15 @@ from __future__ import annotations
 import copy
 import json
 import tempfile
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
 from paceline.checkpoint.load import Checkpoint
 from paceline.checkpoint.save import Beside
-from paceline.checkpoint.weights_file import stored_weights, write_weights
-from paceline.input_file import read_json
+from paceline.checkpoint.weights_file import say_dtype, stored_weights
 
-WEIGHTS = "model.safetensors"
 STATE = "trainer_state.json"
 
 
@@ -48,9 +46,7 @@ class PretrainedFiles:
             for name, content in about.items():
                 (folder / name).parent.mkdir(parents=True, exist_ok=True)
                 (folder / name).write_bytes(content)
-            weights = stored_weights(checkpoint)
-            write_weights(folder / WEIGHTS, weights)
-            say_dtype(folder, [weight.dtype for weight in weights.values()])
+            say_dtype(folder, [weight.dtype for weight in stored_weights(checkpoint).values()])
             write_state(folder, state)
 
         return write
@@ -71,14 +67,3 @@ class PretrainedFiles:
 
 def write_state(folder: Path, state: dict[str, Any]) -> None:
     (folder / STATE).write_text(json.dumps(state, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-
-
-def say_dtype(folder: Path, saved: Sequence[torch.dtype]) -> None:
-    """The config names the precision of the weights in the file: master weights are wider than what computed."""
-    path = folder / "config.json"
-    kind = next((dtype for dtype in saved if dtype.is_floating_point), None)
-    if kind is None or not path.exists():
-        return
-    config = read_json(path)
-    if config.get("dtype") not in (None, name := str(kind).removeprefix("torch.")):
-        path.write_text(json.dumps(config | {"dtype": name}, indent=2, sort_keys=True) + "\n", encoding="utf-8")

@@ -22,10 +22,10 @@ from torch import Tensor, nn
 from paceline import input_file
 from paceline.checkpoint.disk import remove_folder
 from paceline.checkpoint.retention import all_checkpoints, set_aside
+from paceline.checkpoint.weights_file import WEIGHTS, say_dtype
 from paceline.engine.config import counted
 from paceline.engine.engine import Engine
 from paceline.errors import CheckpointError, ConfigError
-from paceline.trainer.pretrained_files import WEIGHTS, say_dtype
 from paceline.trainer.training_arguments import TrainingArguments
 from paceline.world import messages
 from paceline.world.known_names import MOST_LANES

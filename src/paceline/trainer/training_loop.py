@@ -468,8 +468,11 @@ class TrainingLoop:
         score = None if score is None or math.isnan(score) else score
         greater = True if score is None else bool(self.args.greater_is_better)
         own, wanted = trainer.saves_by_itself(), self.args.pretrained_files
-        beside = self._files.writer(trainer.state_with_callbacks()) if wanted and not own and self._is_main() else None
-        saved = self.checkpoints.save(self._extra(), score=score, greater_is_better=greater, beside=beside)
+        weights = wanted and not own
+        beside = self._files.writer(trainer.state_with_callbacks()) if weights and self._is_main() else None
+        saved = self.checkpoints.save(
+            self._extra(), score=score, greater_is_better=greater, beside=beside, weights=weights
+        )
         self._is_dropped = saved is None
         if wanted and own and not self._is_dropped:  # a subclass writes the model: into a folder that is there
             self.checkpoints.wait()
