@@ -169,3 +169,14 @@ def test_a_worker_that_fails_in_the_step_after_which_another_joins_has_no_say(st
     trained = "--samples 232 --epochs 1"
     job = run_elastic(tmp_path / "job", f"--strategy {strategy}", f"{trained} --await-joiner 2-1", orders=orders)
     check_unharmed(job, orders, trained)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero2", "fsdp"])
+def test_a_worker_that_joins_gets_the_base_of_adapters_from_the_others(tmp_path: Path, strategy: str) -> None:
+    """Their checkpoints, which hold a reference to it alone, are those of a job that goes on meanwhile."""
+    trained = "--adapters"
+    arguments = f"{trained} --save-every 2 --step-s 0.1 --await-joiner 1-1"
+    orders = ["kill:rank=1,step=2,phase=backward"]
+    job = run_elastic(tmp_path, f"--strategy {strategy}", arguments, orders=orders)
+    check_unharmed(job, orders, trained)
+    assert "worker 1 is back" in job.err, job.text

@@ -49,6 +49,15 @@ def build(width: int) -> nn.Module:
     )  # fmt: skip
 
 
+def adapted(model: nn.Module, *, joins: bool) -> nn.Module:
+    """As if peft had frozen a part of it. A worker that joins has built another base, and is given the others'."""
+    model.peft_config = {"default": "an adapter"}  # type: ignore[assignment]
+    for parameter in model[4].requires_grad_(False).parameters():  # type: ignore[index]
+        if joins:
+            parameter.zero_()
+    return model
+
+
 def wait_for(file: Path) -> None:
     deadline = time.monotonic() + JOINER_TIMEOUT_S
     while not file.exists() and time.monotonic() < deadline:
@@ -68,6 +77,7 @@ def main() -> None:
     parser.add_argument("--run-dir", type=Path, default=Path("run"), help="of checkpoints and the sample log")
     parser.add_argument("--sums-on-servers", action="store_true", help="parameter_server whose servers only add")
     parser.add_argument("--second-opinion", type=int, help="steps from one to the next whose lanes are computed twice")
+    parser.add_argument("--adapters", action="store_true", help="a layer of the model is the base of adapters")
     parser.add_argument("--await-joiner", help="SLOT-INCARNATION: the others don't end before it stands at the loop")
     parser.add_argument("--profile", action="store_true", help="the first steps that this worker makes")
     asked = parser.parse_args()
@@ -90,6 +100,8 @@ def main() -> None:
         if engine.world.is_server and elastic is not None and elastic.joins:
             Path(f"stands-{slot}-{elastic.incarnation}").touch()
         model = build(asked.width)
+        if asked.adapters:
+            adapted(model, joins=elastic is not None and elastic.joins)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 20)
         loader = DataLoader(Noisy(asked.samples), batch_size=ROWS, shuffle=True, num_workers=asked.loader_processes)

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.checkpoint.weights_file import write_weights
+from paceline.engine.adapted_models import saves_adapters
 from paceline.engine.boundary import check_boundary
 from paceline.engine.config import MIXED, EngineConfig
 from paceline.engine.evaluation import share_of
@@ -154,10 +155,15 @@ class AccelerateNames:
         return self._between.full_state([model])
 
     def save_model(self, model: nn.Module, save_directory: str | Path) -> None:
-        """`save_directory/model.safetensors`, whole, whatever the strategy; all workers call it."""
+        """`save_directory/model.safetensors`, whole, whatever the strategy; all workers call it.
+
+        Of a PeftModel its adapters instead, as its `save_pretrained` writes them.
+        """
         check_boundary(self._objects.step, "save_model")
         weights, folder = self._between.full_state([model]), path_of("save_directory", save_directory)
-        if self._group.is_main:
+        if self._group.is_main and saves_adapters(model):
+            model.save_pretrained(str(folder), state_dict=weights)  # type: ignore[operator]
+        elif self._group.is_main:
             write_weights(folder / "model.safetensors", weights)
         self._between.boundary.barrier()
 

@@ -57,7 +57,7 @@ from paceline.checkpoint.save import (
 from paceline.checkpoint.tensor_file import best_checksum
 from paceline.elastic.faults import fault_point
 from paceline.engine.config import EngineConfig
-from paceline.engine.state import JobState, check_whole
+from paceline.engine.state import Alike, JobState, Told, check_whole
 from paceline.errors import CheckpointError
 from paceline.input_file import cause_of, one_line
 from paceline.sharding.flat_layout import BLOCK
@@ -270,15 +270,13 @@ class Checkpoints:
         messages.warn(f"{text}. The training goes on; {left}", stacklevel=3)
 
 
-Told = Callable[[Any], list[Any]]
-
-
 @dataclass(frozen=True)
 class Surroundings:
     """Of a save: the worker among those that are left, and how it speaks to the others."""
 
     world: World
     told: Told
+    alike: Alike
     supervisor: Supervisor
 
 
@@ -417,12 +415,12 @@ class Saver:
         """Put a checkpoint's state back on all workers; what was saved as `extra`."""
         self._all_done()
         checkpoint = self.opened(folder)
-        self._state().put_back(checkpoint, accept)
+        self._state().put_back(checkpoint, accept, self._around().told, self._around().alike)
         return full_tree(checkpoint.tree["extra"])
 
     def load_weights(self, folder: Path) -> None:
         self._all_done()
-        self._state().put_back_weights(self.opened(folder))
+        self._state().put_back_weights(self.opened(folder), self._around().told, self._around().alike)
 
     def opened(self, folder: Path) -> Checkpoint:
         """The same checkpoint on all workers."""
@@ -461,7 +459,7 @@ class Saver:
         around, state = self._around(), self._state()
         world, is_main = around.world, around.world.is_main
         portion, failure = None, None
-        tree = state.collected(around.told, is_main=is_main, extra=extra)
+        tree = state.collected(around.told, around.alike, is_main=is_main, extra=extra)
         try:
             portion = portion_of(tree, world.rank, world.size)
         except CheckpointError as error:

@@ -200,7 +200,7 @@ class BetweenSteps:
     # -- for those who save ------------------------------------------------------------------------------------------
 
     def surroundings(self) -> Surroundings:
-        return Surroundings(self._group.among, self.boundary.told, self._group.supervisor)
+        return Surroundings(self._group.among, self.boundary.told, self.boundary.alike, self._group.supervisor)
 
     def job_state(self) -> JobState:
         objects, step = self._objects, self._objects.training()

@@ -1,20 +1,21 @@
 """The state of a job, described once: checkpoints, the in-memory checkpoint and joining workers all read it here.
 
     entry                         every worker has            checkpoint    in-memory checkpoint    joining worker
-    models, optimizers            its part, or all of it      x             x                       from the copy
+    models, optimizers            its part, or all of it      x             x, if trained           from the copy
     `_plain_entries`: step, …     all of it                   x             (survivors have it)     from a survivor
     place in the data             of its lanes                x             x, of streams           from a survivor
     settings of groups, buffers   all of it                   x             (survivors have it)     from a survivor
     registered                    all of it                   x             (survivors have it)     from a survivor
+    bases                         built, or in the models     a reference   (in the models)         (in the models)
     extra                         what the script gives       x
     shared                        `engine.share_with_joiners`                                       from a survivor
 
-A new thing with a state is one more line in `_plain_entries`.
+A new thing with a state is one more line in `_plain_entries`. Bases are those of adapters (`adapted_models.py`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -25,6 +26,14 @@ from torch.optim import Optimizer
 
 from paceline.checkpoint.load import Checkpoint, full_tree
 from paceline.checkpoint.manifest import MANIFEST
+from paceline.engine.adapted_models import (
+    Reference,
+    are_references,
+    base_parameters,
+    check_base,
+    other_base,
+    reference_to_base,
+)
 from paceline.engine.facts import check_same_job
 from paceline.engine.loop import PreparedLoader
 from paceline.engine.replicas import plain_name
@@ -35,6 +44,8 @@ from paceline.sharding.local_shard import LocalShard
 from paceline.world.determinism import mix, seed_everything
 
 LocalShardOf = Callable[[Tensor], Tensor | LocalShard]
+Told = Callable[[Any], list[Any]]  # what every worker says, in rank order
+Alike = Callable[[Callable[[], Any]], Any]  # an operation of all workers, done again if one is lost in it
 
 
 @dataclass(frozen=True)
@@ -91,12 +102,13 @@ class JobState:
 
     # -- a checkpoint ------------------------------------------------------------------------------------------------
 
-    def collected(self, told: Callable[[Any], list[Any]], *, is_main: bool, extra: Any = None) -> dict[str, Any]:
+    def collected(self, told: Told, alike: Alike, *, is_main: bool, extra: Any = None) -> dict[str, Any]:
         """This worker's tree; all workers call it. What is not tensors comes from the main one."""
         step, loader = self.step, self.loader
         data = None if loader is None else loader.source.merged(told(loader.state_dict()))
+        bases = self._bases(alike)
         tree: dict[str, Any] = {
-            "models": _local_models(self.models, step.strategies.local_shard),
+            "models": _local_models(self.models, step.strategies.local_shard, bases),
             "optimizers": [step.strategies.local_state(optimizer) for optimizer in self.optimizers],
         }
         if is_main:
@@ -105,16 +117,26 @@ class JobState:
                 "kinds": [type(optimizer).__name__ for optimizer in self.optimizers],
                 "data": data,
                 "extra": extra,
+                "bases": bases,
             }
             tree |= {entry.name: entry.get() for entry in self._plain_entries()}
         return tree
 
-    def put_back(self, checkpoint: Checkpoint, accept: Sequence[str]) -> None:
+    def _bases(self, alike: Alike) -> list[Reference]:
+        """For each model; of a base in shards every worker reads the others', so all of them are here."""
+        if not any(map(base_parameters, self.models)):
+            return [{} for _ in self.models]
+        full_tensor = self.step.strategies.full_tensor
+        found: list[Reference] = alike(lambda: [reference_to_base(model, full_tensor) for model in self.models])
+        return found
+
+    def put_back(self, checkpoint: Checkpoint, accept: Sequence[str], told: Told, alike: Alike) -> None:
         """All workers do so; nothing is changed unless all of it fits. A damaged file is found when it is read."""
         tree, folder, step = checkpoint.tree, checkpoint.folder, self.step
         changed = check_same_job(folder, tree["job"], self.facts(), accept)
         prepared = {"models": self.models, "optimizers": self.optimizers, "schedulers": self.schedulers}
         _check_fits(folder, tree, prepared)
+        self._check_bases(checkpoint, told, alike)
         if self.loader is not None and tree["data"] is not None:
             place = partial(self.loader.load_state_dict, changed=changed)
             _load_one(folder, "place in the data", place, full_tree(tree["data"]))
@@ -122,13 +144,24 @@ class JobState:
             # Checkpoints of earlier versions have nothing registered.
             saved = tree.get(entry.name, []) if entry.name == "registered" else tree[entry.name]
             _load_one(folder, entry.name.replace("_", " "), entry.put, full_tree(saved))
-        self.put_back_weights(checkpoint)
+        self._load_models(checkpoint)
         for optimizer, saved in zip(self.optimizers, tree["optimizers"], strict=True):
             _load_one(folder, "optimizer", partial(step.load, optimizer), saved)
         seed_everything(mix(self.seed, "between", step.step, 0))
 
-    def put_back_weights(self, checkpoint: Checkpoint) -> None:
+    def put_back_weights(self, checkpoint: Checkpoint, told: Told, alike: Alike) -> None:
         _check_fits(checkpoint.folder, checkpoint.tree, {"models": self.models, "optimizers": self.optimizers})
+        self._check_bases(checkpoint, told, alike)
+        self._load_models(checkpoint)
+
+    def _check_bases(self, checkpoint: Checkpoint, told: Told, alike: Alike) -> None:
+        saved, full_tensor = _bases_of(checkpoint.tree), self.step.strategies.full_tensor
+        if any(saved):
+            pairs = list(zip(saved, self.models, strict=True))
+            found = alike(lambda: [other_base(base, model, full_tensor) for base, model in pairs])
+            check_base(checkpoint.folder, [text for texts in told(found) for text in texts])
+
+    def _load_models(self, checkpoint: Checkpoint) -> None:
         for model, saved in zip(self.models, checkpoint.tree["models"], strict=True):
             _load_one(checkpoint.folder, "model", partial(_load_model, model, self.step.strategies.load_full), saved)
 
@@ -136,10 +169,10 @@ class JobState:
 
     def tensors(self) -> dict[str, Any]:
         """This worker's part. Settings of groups are plain, and in step with the schedulers: every worker has them."""
-        strategies = self.step.strategies
+        strategies, skipped = self.step.strategies, [_names_untrained(model, self.optimizers) for model in self.models]
         states = [strategies.local_state(optimizer) for optimizer in self.optimizers]
         return {
-            "models": _local_models(self.models, strategies.local_shard),
+            "models": _local_models(self.models, strategies.local_shard, skipped),
             "optimizers": [
                 {name: value for name, value in state.items() if name != "param_groups"} for state in states
             ],
@@ -185,8 +218,10 @@ def _scheduler_state(scheduler: Any) -> dict[str, Any]:
     return {key: value for key, value in scheduler.state_dict().items() if key != "step"}
 
 
-def _local_models(models: Sequence[nn.Module], local_shard: LocalShardOf) -> list[dict[str, Any]]:
-    """The models' states as this worker can save them; tied weights are one object."""
+def _local_models(
+    models: Sequence[nn.Module], local_shard: LocalShardOf, skipped: Sequence[Container[str]]
+) -> list[dict[str, Any]]:
+    """The models' states as this worker can save them, without some names; tied weights are one object."""
     known: dict[int, Any] = {}
 
     def once(value: Any) -> Any:
@@ -197,18 +232,34 @@ def _local_models(models: Sequence[nn.Module], local_shard: LocalShardOf) -> lis
         return known[id(value)]
 
     return [
-        {plain_name(name): once(value) for name, value in model.state_dict(keep_vars=True).items()} for model in models
+        {
+            plain: once(value)
+            for name, value in model.state_dict(keep_vars=True).items()
+            if (plain := plain_name(name)) not in without
+        }
+        for model, without in zip(models, skipped, strict=True)
     ]
 
 
-def _untrained(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, Any]:
-    """Buffers, and weights that no optimizer holds."""
+def _names_untrained(model: nn.Module, optimizers: Sequence[Optimizer]) -> set[str]:
+    """Of buffers, and of weights that no optimizer holds."""
     trained = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
+    state = model.state_dict(keep_vars=True)
+    return {plain_name(name) for name, value in state.items() if id(value) not in trained}
+
+
+def _untrained(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, Any]:
+    names = _names_untrained(model, optimizers)
     return {
-        plain_name(name): value.detach().clone() if isinstance(value, Tensor) else value
+        plain: value.detach().clone() if isinstance(value, Tensor) else value
         for name, value in model.state_dict(keep_vars=True).items()
-        if id(value) not in trained
+        if (plain := plain_name(name)) in names
     }
+
+
+def _bases_of(tree: Mapping[str, Any]) -> list[Reference]:
+    """Checkpoints of earlier versions hold the bases themselves."""
+    return tree.get("bases") or [{} for _ in tree["models"]]
 
 
 def _groups_of(optimizer: Optimizer) -> list[dict[str, Any]]:
@@ -230,6 +281,7 @@ def check_whole(checkpoint: Checkpoint) -> None:
     wrong = [name for name, kind in _PARTS.items() if not isinstance(tree.get(name, _PARTS), kind)]
     if not wrong:
         wrong += ["models"] * any(not isinstance(model, dict) for model in tree["models"])
+        wrong += ["bases"] * (not are_references(tree.get("bases", []), len(tree["models"])))
         wrong += ["optimizers"] * any(not _is_optimizer(state) for state in tree["optimizers"])
         wrong += ["schedulers"] * any(not isinstance(state, dict) for state in tree["schedulers"])
         wrong += [name for name in ("step", "left_out_steps") if tree[name] < 0]
@@ -253,8 +305,9 @@ def _check_fits(folder: Path, tree: Mapping[str, Any], prepared: Mapping[str, Se
     for kind, things in prepared.items():
         if len(tree[kind]) != len(things):
             raise CheckpointError(f"{folder} holds {len(tree[kind])} {kind}, this job prepared {len(things)}")
-    for saved, model in zip(tree["models"], prepared["models"], strict=True):
-        mine = {plain_name(name): value for name, value in model.state_dict(keep_vars=True).items()}
+    for saved, base, model in zip(tree["models"], _bases_of(tree), prepared["models"], strict=True):
+        state = {plain_name(name): value for name, value in model.state_dict(keep_vars=True).items()}
+        mine = {name: value for name, value in state.items() if name not in base}
         missing, unknown = sorted(mine.keys() - saved.keys()), sorted(saved.keys() - mine.keys())
         told = [f"it has no {name!r}" for name in missing[:1]] + [f"the model has no {name!r}" for name in unknown[:1]]
         for name in [name for name in mine if name in saved]:
@@ -288,6 +341,8 @@ def _load_model(model: nn.Module, load_full: Callable[[Tensor, Tensor], None], s
     done: set[int] = set()
     others: dict[str, Any] = {}
     for name, value in model.state_dict(keep_vars=True).items():
+        if plain_name(name) not in state:  # of a base, which is there
+            continue
         saved = state[plain_name(name)]
         if not isinstance(value, Tensor) or name.endswith("_extra_state"):  # get_extra_state() may return a tensor
             others[name] = full_tree(saved)

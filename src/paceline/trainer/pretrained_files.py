@@ -8,6 +8,8 @@ checkpoint-100/
   tokenizer.json …                                                 of the processing_class
   trainer_state.json                                               steps, history, the best metric
 
+Of a PeftModel `adapter_model.safetensors` and `adapter_config.json` are there instead of weights and config.
+
 The weights are written by all workers, each its shards of them (`checkpoints.save(weights=True)`): read back from the
 parts, tensor by tensor, in the thread that writes the checkpoint. So no worker ever holds the whole model, and training
 waits for none of it. The rest is written here, by the main worker. Config and tokenizer are asked for once in a
@@ -26,16 +28,24 @@ from torch import nn
 
 from paceline.checkpoint.load import Checkpoint
 from paceline.checkpoint.save import Beside
-from paceline.checkpoint.weights_file import say_dtype, stored_weights
+from paceline.checkpoint.weights_file import say_dtype, stored_weights, weights_of
+from paceline.engine.adapted_models import base_parameters, saves_adapters
+from paceline.strategies.fsdp.unmaterialised import is_unmaterialised
 
 STATE = "trainer_state.json"
 
 
 class PretrainedFiles:
     def __init__(self, model: nn.Module, processing_class: Any) -> None:
-        parts: list[Any] = [model, processing_class]
+        self._adapted = model if saves_adapters(model) else None
+        parts: list[Any] = [processing_class] if self._adapted is not None else [model, processing_class]
         self._parts = [part for part in parts if callable(getattr(part, "save_pretrained", None))]
         self._about: dict[Path, bytes] | None = None
+
+    @property
+    def are_adapters(self) -> bool:
+        """Then the main worker writes all of them, and there is no model.safetensors."""
+        return self._adapted is not None
 
     def writer(self, state: dict[str, Any]) -> Beside:
         """Adds the files to a checkpoint that is being written; `state` is the Trainer's as it is now."""
@@ -46,7 +56,10 @@ class PretrainedFiles:
             for name, content in about.items():
                 (folder / name).parent.mkdir(parents=True, exist_ok=True)
                 (folder / name).write_bytes(content)
-            say_dtype(folder, [weight.dtype for weight in stored_weights(checkpoint).values()])
+            if self._adapted is not None:
+                write_adapters(folder, self._adapted, checkpoint)
+            else:
+                say_dtype(folder, [weight.dtype for weight in stored_weights(checkpoint).values()])
             write_state(folder, state)
 
         return write
@@ -63,6 +76,18 @@ class PretrainedFiles:
                 files = [path for path in sorted(Path(folder).rglob("*")) if path.is_file()]
                 self._about = {path.relative_to(folder): path.read_bytes() for path in files}
         return self._about
+
+
+def write_adapters(folder: Path, model: nn.Module, checkpoint: Checkpoint) -> None:
+    """As the model writes them. Beside adapters that may be embeddings of its base, which is nowhere else.
+
+    Those are frozen, so another thread may read them while the training goes on; unless they are in shards.
+    """
+    base = base_parameters(model)
+    in_shards = any(map(is_unmaterialised, base.values()))
+    weights = weights_of(checkpoint) | {name: p.detach() for name, p in base.items() if not in_shards}
+    embeddings = False if in_shards else "auto"
+    model.save_pretrained(str(folder), state_dict=weights, save_embedding_layers=embeddings)  # type: ignore[operator]
 
 
 def write_state(folder: Path, state: dict[str, Any]) -> None:

@@ -468,8 +468,9 @@ class TrainingLoop:
         score = None if score is None or math.isnan(score) else score
         greater = True if score is None else bool(self.args.greater_is_better)
         own, wanted = trainer.saves_by_itself(), self.args.pretrained_files
-        weights = wanted and not own
-        beside = self._files.writer(trainer.state_with_callbacks()) if weights and self._is_main() else None
+        opens = wanted and not own  # with from_pretrained
+        beside = self._files.writer(trainer.state_with_callbacks()) if opens and self._is_main() else None
+        weights = opens and not self._files.are_adapters
         saved = self.checkpoints.save(
             self._extra(), score=score, greater_is_better=greater, beside=beside, weights=weights
         )
