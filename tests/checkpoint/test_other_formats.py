@@ -18,6 +18,8 @@ from paceline.checkpoint.tensor_file import best_checksum
 from paceline.checkpoint.weights_file import cut
 from paceline.errors import CheckpointError
 from paceline.sharding.local_shard import LocalShard
+from paceline.world.world import World
+from tests.workers import run_workers
 
 MIB = 1 << 20
 
@@ -59,18 +61,27 @@ def sharded(worker: int, workers: int, full: dict[str, torch.Tensor]) -> dict[st
     return {"models": [shards]}
 
 
-def test_of_sharded_weights_no_worker_holds_more_than_a_tensor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(weights_file, "WORTH_CUTTING", 0)
+def write_in_shards(world: World, folder: str) -> list[int]:
+    """By how much two workers' memory grows, each in its turn."""
+    weights_file.WORTH_CUTTING = 0
+    path = Path(folder)
     full = {f"layer.{n}": torch.full((4 * MIB,), float(n)) for n in range(12)}  # 16 MiB each
     for worker in range(2):
-        write_portion(tmp_path, portion_of(sharded(worker, 2, full), worker, 2), best_checksum())
-    checkpoint = describe(tmp_path, 2, {"step": 1}, best_checksum(), timeout_s=5)
-    other = described(tmp_path, timeout_s=5)
+        write_portion(path, portion_of(sharded(worker, 2, full), worker, 2), best_checksum())
+    checkpoint = describe(path, 2, {"step": 1}, best_checksum(), timeout_s=5)
+    other = described(path, timeout_s=5)
     del full
-    grown = [
+    return [
         peak_growth(lambda: write_model(other, 1, 2, 5.0)),
         peak_growth(lambda: write_model(checkpoint, 0, 2, 5.0)),
     ]
+
+
+@pytest.mark.workers
+def test_of_sharded_weights_no_worker_holds_more_than_a_tensor(tmp_path: Path) -> None:
+    (result,) = run_workers(write_in_shards, 1, folder=str(tmp_path))  # without what other tests left in the allocator
+    assert result.error is None, result.traceback
+    grown = result.value
     assert max(grown) < 56 * MIB, grown  # of 192: a tensor, a range of it as it is read, and what the allocator keeps
     index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
     assert index["metadata"] == {"total_size": 192 * MIB}
