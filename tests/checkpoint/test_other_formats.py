@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import threading
 from collections.abc import Callable
@@ -63,6 +64,7 @@ def sharded(worker: int, workers: int, full: dict[str, torch.Tensor]) -> dict[st
 
 def write_in_shards(world: World, folder: str) -> list[int]:
     """By how much two workers' memory grows, each in its turn."""
+    ctypes.CDLL(None).mallopt(-3, MIB)  # M_MMAP_THRESHOLD: what is freed goes back, and so is not counted twice
     weights_file.WORTH_CUTTING = 0
     path = Path(folder)
     full = {f"layer.{n}": torch.full((4 * MIB,), float(n)) for n in range(12)}  # 16 MiB each
@@ -82,7 +84,7 @@ def test_of_sharded_weights_no_worker_holds_more_than_a_tensor(tmp_path: Path) -
     (result,) = run_workers(write_in_shards, 1, folder=str(tmp_path))  # without what other tests left in the allocator
     assert result.error is None, result.traceback
     grown = result.value
-    assert max(grown) < 56 * MIB, grown  # of 192: a tensor, a range of it as it is read, and what the allocator keeps
+    assert max(grown) < 40 * MIB, grown  # of 192: a tensor, and a range of it as it is read
     index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
     assert index["metadata"] == {"total_size": 192 * MIB}
     for file in sorted(set(index["weight_map"].values())):
