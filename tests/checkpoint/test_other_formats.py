@@ -84,7 +84,7 @@ def test_of_sharded_weights_no_worker_holds_more_than_a_tensor(tmp_path: Path) -
     (result,) = run_workers(write_in_shards, 1, folder=str(tmp_path))  # without what other tests left in the allocator
     assert result.error is None, result.traceback
     grown = result.value
-    assert max(grown) < 40 * MIB, grown  # of 192: a tensor, and a range of it as it is read
+    assert max(grown) < 48 * MIB, grown  # of 192: a tensor, the next one, and a range of it as it is read
     index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
     assert index["metadata"] == {"total_size": 192 * MIB}
     for file in sorted(set(index["weight_map"].values())):
