@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import threading
 from collections.abc import Callable
@@ -29,6 +30,9 @@ def peak_growth(work: Callable[[], object]) -> int:
         lines = Path("/proc/self/status").read_text().splitlines()
         return 1024 * int(next(line for line in lines if line.startswith(f"{name}:")).split()[1])
 
+    libc = ctypes.CDLL(None)
+    libc.mallopt(-3, MIB)  # M_MMAP_THRESHOLD: what is freed goes back to the system, and is not counted again
+    libc.malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5")  # the peak is what it is now
     before = field("VmRSS")
     work()
@@ -71,7 +75,7 @@ def test_of_sharded_weights_no_worker_holds_more_than_a_tensor(tmp_path: Path, m
         peak_growth(lambda: write_model(other, 1, 2, 5.0)),
         peak_growth(lambda: write_model(checkpoint, 0, 2, 5.0)),
     ]
-    assert max(grown) < 56 * MIB, grown  # of 192: a tensor, a range of it as it is read, and what the allocator keeps
+    assert max(grown) < 32 * MIB, grown  # of 192: a tensor, and a range of it as it is read
     index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
     assert index["metadata"] == {"total_size": 192 * MIB}
     for file in sorted(set(index["weight_map"].values())):
