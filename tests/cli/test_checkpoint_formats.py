@@ -27,6 +27,7 @@ from typer.testing import CliRunner, Result
 
 from paceline import Engine, World
 from paceline.checkpoint.load import Checkpoint, differences, full_tree
+from paceline.checkpoint.manifest import complete_text
 from paceline.cli.checkpoint import app
 from paceline.errors import CheckpointError, PacelineError
 from tests.checkpoint.folders import write
@@ -323,6 +324,19 @@ def test_weights_that_do_not_fit_are_named(saved: Path, tmp_path: Path) -> None:
     done("import", tmp_path / "checkpoint-0", "--hf", tmp_path)
     error = "is of another model: it has no 'norm.bias'; the model has no 'lm_head.weight'"
     with pytest.raises(CheckpointError, match=error):
+        train(World(), begin=tmp_path / "checkpoint-0")
+
+
+@pytest.mark.parametrize("names", [3, [], [["0/embed.weight"]], [[1, 2]]])
+def test_an_import_whose_names_make_no_sense_is_refused(saved: Path, tmp_path: Path, names: Any) -> None:
+    done("export", saved, "--dcp", tmp_path / "dcp")
+    done("import", tmp_path / "checkpoint-0", "--dcp", tmp_path / "dcp")
+    manifest = json.loads((tmp_path / "checkpoint-0" / "manifest.json").read_bytes())
+    manifest["tree"]["parameter_names"] = names
+    text = json.dumps(manifest).encode()
+    (tmp_path / "checkpoint-0" / "manifest.json").write_bytes(text)
+    (tmp_path / "checkpoint-0" / "COMPLETE").write_bytes(complete_text(text))
+    with pytest.raises(CheckpointError, match=r"^the optimizer('s state)? in .*/checkpoint-0 does not fit"):
         train(World(), begin=tmp_path / "checkpoint-0")
 
 

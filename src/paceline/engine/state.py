@@ -135,7 +135,7 @@ class JobState:
         """Of what other tools have saved the weights, and if it is there the optimizer's state; the rest is as new."""
         tree, folder = checkpoint.tree, checkpoint.folder
         _check_fits(folder, tree, {"models": self.models})
-        states = by_names(folder, tree, self.models, self.optimizers) if tree["optimizers"] else []
+        states = _by_names(folder, tree, self.models, self.optimizers) if tree["optimizers"] else []
         self.put_back_weights(checkpoint)
         for optimizer, saved in zip(self.optimizers, states, strict=bool(states)):
             _load_one(folder, "optimizer", partial(self.step.load, optimizer), saved)
@@ -322,26 +322,31 @@ def _with_ties(model: nn.Module, saved: Mapping[str, Any]) -> Mapping[str, Any]:
     return {**there, **saved}
 
 
-def by_names(
+def _by_names(
     folder: Path, tree: Mapping[str, Any], models: Sequence[nn.Module], optimizers: Sequence[Optimizer]
 ) -> list[dict[str, Any]]:
     """The state of an imported optimizer, which is known by names, as these optimizers number and group theirs."""
-    saved, told = tree["optimizers"][0], f"the optimizer's state in {folder} does not fit"
-    number = {name: place for place, name in enumerate(tree["parameter_names"][0])}
-    settings = {place: _settings(group) for group in saved["param_groups"] for place in group["params"]}
+    told = f"the optimizer's state in {folder} does not fit"
+    try:
+        saved = tree["optimizers"][0]
+        number = {name: place for place, name in enumerate(tree["parameter_names"][0])}
+        settings = {place: _settings(group) for group in saved["param_groups"] for place in group["params"]}
+        of_names = {name: (settings[place], saved["state"].get(place)) for name, place in number.items()}
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+        raise CheckpointError(f"{told}: it can't be understood: {cause_of(error)}") from error
     found = []
     for optimizer in optimizers:
         names, groups = _names_of(models, optimizer), _groups_of(optimizer)
-        if missing := [name for name in names if name not in number]:
+        if missing := [name for name in names if name not in of_names]:
             raise CheckpointError(f"{told}: it has no group with {missing[0].partition('/')[2]!r}; {_WITHOUT}")
         for group in groups:
-            theirs = [settings[number[names[place]]] for place in group["params"]]
+            theirs = [of_names[names[place]][0] for place in group["params"]]
             if odd := [name for name in (theirs[0] if theirs else ()) if name not in {*group, "initial_lr"}]:
                 raise CheckpointError(f"{told}: {type(optimizer).__name__} has no setting {odd[0]!r}; {_WITHOUT}")
             if any(repr(other) != repr(theirs[0]) for other in theirs):
                 raise CheckpointError(f"{told}: parameters of a group here have different settings there; {_WITHOUT}")
             group.update(theirs[0] if theirs else {})
-        states = {place: saved["state"].get(number[name]) for place, name in enumerate(names)}
+        states = {place: of_names[name][1] for place, name in enumerate(names)}
         found.append({"state": {p: s for p, s in states.items() if s is not None}, "param_groups": groups})
     return found
 
