@@ -163,6 +163,26 @@ def test_from_pretrained_opens_an_export(language_model: Path, tmp_path: Path, s
         assert f"in {len(set(index['weight_map'].values()))} files" in said
 
 
+@pytest.mark.parametrize("kind", ["T5ForConditionalGeneration", "BertForMaskedLM"])
+def test_tied_weights_have_the_name_that_transformers_keeps(tmp_path: Path, kind: str) -> None:
+    transformers = pytest.importorskip("transformers")
+    bert = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    t5 = {"d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 1, "num_heads": 2}
+    of = getattr(transformers, kind)
+    model = of(of.config_class(vocab_size=40, **(t5 if kind.startswith("T5") else bert)))
+    once: dict[int, Tensor] = {}
+    state = {
+        name: once.setdefault(id(value), value.detach()) for name, value in model.state_dict(keep_vars=True).items()
+    }
+    assert len(once) < len(state)
+    write(tmp_path / "checkpoint-1", {"models": [state]})
+    done("export", tmp_path, "--hf", tmp_path / "hf")
+    model.save_pretrained(tmp_path / "theirs")
+    ours, theirs = (load_file(tmp_path / folder / "model.safetensors") for folder in ("hf", "theirs"))
+    assert sorted(ours) == sorted(theirs)
+    assert list(differences({name: ours[name] for name in theirs}, theirs)) == []
+
+
 def test_there_and_back_gives_the_same_bytes(language_model: Path, saved: Path, tmp_path: Path) -> None:
     for place, source in enumerate((language_model, saved)):
         here = tmp_path / str(place)
@@ -297,6 +317,10 @@ def test_a_run_begins_with_an_import_in_its_folder(saved: Path, tmp_path: Path, 
         model, _, _ = engine.prepare(model, one_group(model), batches())
         assert engine.checkpoints(tmp_path / "run").resume() == {"imported": "hf"}
         assert engine.step == 0
+        assert list(differences(dict(model.state_dict()), expected)) == []
+        for parameter in model.parameters():
+            parameter.detach().zero_()
+        engine.checkpoints(tmp_path / "run").load_weights(tmp_path / "run" / "checkpoint-0")
         assert list(differences(dict(model.state_dict()), expected)) == []
     assert f"paceline: begins with {tmp_path}/run/checkpoint-0, imported from hf" in capfd.readouterr().out
 
