@@ -32,6 +32,9 @@ def peak_growth(work: Callable[[], object]) -> int:
         lines = Path("/proc/self/status").read_text().splitlines()
         return 1024 * int(next(line for line in lines if line.startswith(f"{name}:")).split()[1])
 
+    libc = ctypes.CDLL(None)
+    libc.mallopt(-3, MIB)  # M_MMAP_THRESHOLD: what is freed goes back to the system, and is not counted again
+    libc.malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5")  # the peak is what it is now
     before = field("VmRSS")
     work()
@@ -84,7 +87,7 @@ def test_of_sharded_weights_no_worker_holds_more_than_a_tensor(tmp_path: Path) -
     (result,) = run_workers(write_in_shards, 1, folder=str(tmp_path))  # without what other tests left in the allocator
     assert result.error is None, result.traceback
     grown = result.value
-    assert max(grown) < 48 * MIB, grown  # of 192: a tensor, the next one, and a range of it as it is read
+    assert max(grown) < 32 * MIB, grown  # of 192: a tensor, and a range of it as it is read
     index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
     assert index["metadata"] == {"total_size": 192 * MIB}
     for file in sorted(set(index["weight_map"].values())):

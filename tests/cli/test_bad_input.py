@@ -105,7 +105,7 @@ WRONG = {int: ("nan", "-1", HUGE, "1e3", ""), float: ("nan", "inf", "-inf", "-1"
 COMPLETE = {
     ("run",): ["train.py"],
     ("chaos",): ["--", "run", "train.py"],
-    ("checkpoint", "export"): ["here", "there"],
+    ("checkpoint", "export"): ["here", "there.safetensors"],
     ("checkpoint", "diff"): ["here", "there"],
     ("data", "tokenize"): ["out", "in"],
     ("data", "audit"): ["here"],

@@ -99,9 +99,9 @@ def test_verify_names_the_damaged_tensor_and_fails(saved: Path, tmp_path: Path) 
 
 
 def test_export_writes_one_file_with_tied_weights_once(saved: Path, tmp_path: Path) -> None:
-    assert paceline("export", saved, tmp_path / "out").exit_code == 0
-    assert set(load_file(tmp_path / "out" / "model.safetensors")) == {"embed.weight", "embed.bias"}
-    error = paceline("export", saved, tmp_path / "out", "--model", 3).exception
+    assert paceline("export", saved, tmp_path / "out.safetensors").exit_code == 0
+    assert set(load_file(tmp_path / "out.safetensors")) == {"embed.weight", "embed.bias"}
+    error = paceline("export", saved, tmp_path / "out.safetensors", "--model", 3).exception
     assert str(error).endswith("holds 1 models; there is no model 3")
 
 
@@ -136,8 +136,9 @@ def test_every_verb_says_in_one_line_what_is_wrong_with_a_damaged_checkpoint(
     shutil.copytree(saved / "checkpoint-2", broken)
     (broken / name).unlink()
     INSTEAD[instead](broken / name)
-    for words in (["list", tmp_path], ["show", broken], ["verify", broken], ["export", broken, tmp_path / "out"],
-                  ["diff", broken, saved]):  # fmt: skip
+    for words in (["list", tmp_path], ["show", broken], ["verify", broken], ["diff", broken, saved],
+                  ["export", broken, tmp_path / "out.safetensors"], ["export", broken, "--hf", tmp_path / "out"],
+                  ["export", broken, "--dcp", tmp_path / "out"]):  # fmt: skip
         said = paceline(*words)
         assert said.exit_code in (1, 2), (words, said.output)
         if said.exception is not None and not isinstance(said.exception, SystemExit):
@@ -160,4 +161,6 @@ def test_a_manifest_of_nothing_that_we_wrote_is_shown_all_the_same(saved: Path, 
     assert listed.exit_code == 0, listed.exception
     assert "[/]\\x1b[31m" in listed.stdout
     assert paceline("show", broken).exit_code == 0
-    assert "holds no models" in str(paceline("export", broken, tmp_path / "out").exception)
+    for format in ("--hf", "--dcp"):
+        assert "holds no models" in str(paceline("export", broken, format, tmp_path / "out").exception)
+    assert not (tmp_path / "out").exists()

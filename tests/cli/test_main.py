@@ -74,6 +74,11 @@ def test_help_tells_verbs_in_whole_sentences_and_options_in_groups(call: Call) -
     _, out, _ = call("run", "--help")
     for group in ("Options:", "How it trains:", "Elastic:", "Several hosts:"):
         assert f"\n{group}" in out
+    _, checkpoint, _ = call("checkpoint", "--help")
+    assert "..." not in checkpoint.split("Commands:")[1]
+    for verb in ("export", "import"):
+        _, told, _ = call("checkpoint", verb, "--help")
+        assert all(f"\n{group}" in told for group in ("Arguments:", "Formats:", "Options:"))
     assert "nproc_per_node" not in out  # understood, and told in a sentence, not beside our own name
 
 

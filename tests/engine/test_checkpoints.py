@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from paceline import Engine, World
 from paceline.checkpoint import save as saving
+from paceline.checkpoint import weights_file
 from paceline.checkpoint.load import Checkpoint
 from paceline.errors import CheckpointError, ConfigError
 from tests.workers import hashes, run_workers
@@ -364,24 +365,27 @@ def test_no_thread_and_no_save_is_left_when_the_engine_is_closed(tmp_path: Path)
     assert [thread.name for thread in threading.enumerate() if thread.name == "paceline checkpoint"] == []
 
 
-def dies_while_saving(world: World, *, folder: str) -> None:
-    """Worker 1 is gone in the middle of its part of the second checkpoint."""
+def dies_while_saving(world: World, *, folder: str, rank: int, where: str) -> None:
+    """A worker is gone in the middle of its part of the second checkpoint, or of its shards of the model."""
+    weights_file.WORTH_CUTTING = 0
     with Engine(world=world, lanes=2, timeout_s=3) as engine:
         things = prepared(engine)
         checkpoints = engine.checkpoints(folder)
         for step in train(engine, *things, 2):
-            if step == 2 and world.rank == 1:
-                saving.write_tensors = lambda *_: os._exit(9)  # type: ignore[assignment]
-            checkpoints.save()
+            if step == 2 and world.rank == rank:
+                setattr(saving, where, lambda *_: os._exit(9))
+            checkpoints.save(weights=True)
             if step == 1:
                 checkpoints.wait()
 
 
 @pytest.mark.workers
-def test_a_worker_killed_while_it_writes_leaves_the_checkpoint_before(tmp_path: Path) -> None:
-    run_workers(dies_while_saving, 2, folder=str(tmp_path))
+@pytest.mark.parametrize(("rank", "where"), [(1, "write_tensors"), (1, "write_shards"), (0, "write_shards")])
+def test_a_worker_killed_while_it_writes_leaves_the_checkpoint_before(tmp_path: Path, rank: int, where: str) -> None:
+    run_workers(dies_while_saving, 2, folder=str(tmp_path), rank=rank, where=where)
     assert [name for name in names(tmp_path) if not name.startswith(".")] == ["checkpoint-1"]
     assert Checkpoint.open(tmp_path / "checkpoint-1").verify() == []
+    assert len(list((tmp_path / "checkpoint-1").glob("model-*-of-*.safetensors"))) > 1
 
 
 def test_a_save_that_outlasts_the_timeout_keeps_its_snapshot_and_the_next_is_left_out(

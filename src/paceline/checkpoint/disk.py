@@ -12,9 +12,13 @@ import ctypes
 import errno
 import os
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+from paceline.errors import CheckpointError
+from paceline.input_file import cause_of
 
 CHUNK = 16 << 20
 _AT_FDCWD = -100
@@ -31,6 +35,7 @@ def write_file(path: Path, chunks: Iterable[Any]) -> int:
                 taken = write(file.fileno(), left)
                 left = left[taken:]
                 written += taken
+            del chunk, left  # before the next is made: it may be as large
         flush(file.fileno())
     return written
 
@@ -54,6 +59,25 @@ def flush_folder(path: Path) -> None:
 
 def make_folder(path: Path) -> None:
     path.mkdir(parents=True, exist_ok=True)
+
+
+@contextmanager
+def new_folder(folder: Path) -> Iterator[Path]:
+    """A hidden folder to write to, which gets its name when it is whole; what has the name already is not replaced."""
+    if folder.is_symlink() or (folder.exists() and (not folder.is_dir() or any(folder.iterdir()))):
+        raise CheckpointError(f"{folder} exists already; name a folder that does not, or is empty")
+    whole = folder.absolute()
+    partial = whole.with_name(f".{whole.name}.partial")
+    try:
+        shutil.rmtree(partial, ignore_errors=True)  # of an attempt that was cut off
+        make_folder(partial)
+        yield partial
+        if partial.exists():
+            publish(partial, folder)
+    except OSError as error:
+        raise CheckpointError(f"{folder} could not be written: {cause_of(error)}") from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
 
 
 def publish(partial: Path, folder: Path) -> None:

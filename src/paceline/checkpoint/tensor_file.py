@@ -17,8 +17,9 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -106,6 +107,15 @@ class LazyTensor(Protocol):
     def full_tensor(self) -> Tensor: ...
 
 
+@dataclass(frozen=True)
+class Later:
+    """A tensor in a file of others'."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    full_tensor: Callable[[], Tensor]
+
+
 def write_tensors(path: Path, tensors: Sequence[tuple[str, Tensor | LazyTensor]], checksum: str) -> WrittenFile:
     """Write tensors under their names, one after another, and flush."""
     table: dict[str, Any] = {"__metadata__": {"format": "pt"}}
@@ -127,11 +137,13 @@ def write_tensors(path: Path, tensors: Sequence[tuple[str, Tensor | LazyTensor]]
         for _, tensor in tensors:
             data = as_bytes(tensor if isinstance(tensor, Tensor) else tensor.full_tensor())
             digest = new_digest(checksum)
+            chunk = data[:0]
             for start in range(0, len(data), CHUNK):
                 chunk = data[start : start + CHUNK]
                 digest.update(chunk)
                 yield chunk
             checksums.append(digest.hexdigest())
+            del data, chunk
 
     size = write_file(path, chunks())
     return WrittenFile(path.name, size, file_checksum(checksum, header, checksums), tuple(checksums))
@@ -161,7 +173,7 @@ class TensorFile:
                 text = file.read(count)
             table = _table(parse_json(text), size - 8 - count)
         except FileNotFoundError as error:
-            raise CheckpointError(f"{path.parent} has no {path.name}, which its manifest names") from error
+            raise CheckpointError(f"{path.parent} has no {path.name}, which another file of it names") from error
         except OSError as error:
             raise CheckpointError(f"{path} can't be read: {cause_of(error)}") from error
         except (ValueError, KeyError) as error:
@@ -171,6 +183,18 @@ class TensorFile:
     def names(self) -> list[str]:
         """In the order of their bytes."""
         return sorted(self.table, key=lambda name: self.table[name]["data_offsets"][0])
+
+    def later(self, name: str) -> Later:
+        """A tensor that is read when it is asked for."""
+        about = self.table[name]
+        shape, dtype = about.get("shape"), about.get("dtype")
+        if (
+            dtype not in DTYPES
+            or not isinstance(shape, list)
+            or any(type(size) is not int or size < 0 for size in shape)
+        ):
+            raise CheckpointError(f"{self.path}: {name!r} is of a type {dtype!r:.20} or shape that is unknown here")
+        return Later(torch.Size(shape), DTYPES[dtype], partial(self.read, name))
 
     def read(self, name: str, checksum: tuple[str, str] | None = None) -> Tensor:
         """A tensor; with (kind, expected) its bytes are checked."""

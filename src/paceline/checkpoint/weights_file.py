@@ -12,21 +12,26 @@ Read are our checkpoints, .safetensors, and .pt/.pth/.bin as far as they hold te
 
 from __future__ import annotations
 
+import contextlib
 import json
 import pickle
+import re
+import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from paceline.checkpoint.disk import flush_folder, rename, write_file
 from paceline.checkpoint.load import Checkpoint, StoredTensor
+from paceline.checkpoint.manifest import COMPLETE, MANIFEST
 from paceline.checkpoint.retention import newest_in
-from paceline.checkpoint.tensor_file import LazyTensor, best_checksum, write_tensors
-from paceline.errors import CheckpointError
-from paceline.input_file import cause_of, open_input, read_json
+from paceline.checkpoint.tensor_file import Later, LazyTensor, TensorFile, best_checksum, write_tensors
+from paceline.errors import CheckpointError, ConfigError
+from paceline.input_file import cause_of, one_line, open_input, read_json
 
 PICKLED = (".pt", ".pth", ".bin", ".ckpt")
 WEIGHTS = "model.safetensors"
@@ -34,6 +39,11 @@ INDEX = f"{WEIGHTS}.index.json"
 LARGEST_SHARD = 50 * 10**9  # what transformers cuts at
 WORTH_CUTTING = 1 << 30
 """Several workers write shards of at least so much: smaller models stay the one file that everything expects."""
+
+NOT_ABOUT = (
+    "worker-*-of-*", MANIFEST, COMPLETE, "*.safetensors", "*.safetensors.index.json", "*.distcp",
+    "*.bin", "*.bin.index.json", "*.pt", "*.pth", "*.h5", "*.msgpack", "*.onnx", "*.gguf", "trainer_state.json",
+)  # fmt: skip
 
 Weights = Mapping[str, Tensor | LazyTensor]
 
@@ -83,14 +93,17 @@ def write_index(folder: Path, shards: Sequence[Shard]) -> None:
 
 def write_weights(path: Path, weights: Weights) -> int:
     """One .safetensors file, there when it is whole; its bytes. Of stored tensors memory holds one at a time."""
+    partial = path.with_name(f".{path.name}.partial")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_name(f".{path.name}.partial")
         file = write_tensors(partial, [(name, weights[name]) for name in _once(weights)], best_checksum())
         rename(partial, path)
         flush_folder(path.parent)
     except OSError as error:
         raise CheckpointError(f"{path} could not be written: {cause_of(error)}") from error
+    finally:
+        with contextlib.suppress(OSError):
+            partial.unlink()
     return file.bytes
 
 
@@ -106,6 +119,27 @@ def _bytes(tensor: Tensor | LazyTensor) -> int:
     return tensor.shape.numel() * tensor.dtype.itemsize
 
 
+def write_pretrained(folder: Path, checkpoint: Checkpoint, model: int = 0, largest: int = LARGEST_SHARD) -> list[Shard]:
+    """What `from_pretrained` reads: the weights, and beside them what the checkpoint has of config and tokenizer."""
+    weights = stored_weights(checkpoint, model)
+    shards = cut(weights, largest=largest)
+    write_shards(folder, weights, shards)
+    write_index(folder, shards)
+    copy_about(checkpoint.folder, folder)
+    say_dtype(folder, [weight.dtype for weight in weights.values()])
+    return shards
+
+
+def copy_about(source: Path, folder: Path) -> None:
+    """The files about a model (config, tokenizer, chat template, code); neither weights nor states of a training."""
+    for path in sorted(source.rglob("*")):
+        inside = path.relative_to(source)
+        hidden = any(part.startswith(".") for part in inside.parts)
+        if path.is_file() and not hidden and not any(inside.match(pattern) for pattern in NOT_ABOUT):
+            (folder / inside).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(path, folder / inside)
+
+
 def say_dtype(folder: Path, saved: Sequence[torch.dtype]) -> None:
     """The config names the precision of the weights in the file: master weights are wider than what computed."""
     path = folder / "config.json"
@@ -117,14 +151,20 @@ def say_dtype(folder: Path, saved: Sequence[torch.dtype]) -> None:
         path.write_text(json.dumps(config | {"dtype": name}, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
-def stored_weights(checkpoint: Checkpoint, model: int = 0) -> dict[str, Tensor | StoredTensor]:
-    """The weights and buffers of one of its models, not read yet but for tiny ones; tied ones are one object."""
+def model_of(checkpoint: Checkpoint, model: int = 0) -> dict[str, Any]:
+    """The state of one of its models, not read yet but for tiny tensors; tied ones are one object."""
     models = checkpoint.tree.get("models")
     if not isinstance(models, list) or not all(isinstance(one, dict) for one in models):
         raise CheckpointError(f"{checkpoint.folder} holds no models")
     if not 0 <= model < len(models):
         raise CheckpointError(f"{checkpoint.folder} holds {len(models)} models; there is no model {model}")
-    return {name: stored for name, stored in models[model].items() if isinstance(stored, Tensor | StoredTensor)}
+    return dict(models[model])
+
+
+def stored_weights(checkpoint: Checkpoint, model: int = 0) -> dict[str, Tensor | StoredTensor]:
+    """Of that the weights and buffers."""
+    state = model_of(checkpoint, model)
+    return {name: stored for name, stored in state.items() if isinstance(stored, Tensor | StoredTensor)}
 
 
 def weights_of(checkpoint: Checkpoint, model: int = 0) -> dict[str, Tensor]:
@@ -132,6 +172,57 @@ def weights_of(checkpoint: Checkpoint, model: int = 0) -> dict[str, Tensor]:
     stored = stored_weights(checkpoint, model)
     read = {id(one): one if isinstance(one, Tensor) else one.full_tensor() for one in stored.values()}
     return {name: read[id(one)] for name, one in stored.items()}
+
+
+def read_pretrained(folder: Path) -> dict[str, Later]:
+    """The weights in a folder that `from_pretrained` reads, not read yet."""
+    if (folder / INDEX).exists():
+        table = _weight_map(folder / INDEX)
+    else:
+        _check_pretrained(folder)
+        table = dict.fromkeys(TensorFile.open(folder / WEIGHTS).names(), WEIGHTS)
+    opened = {name: TensorFile.open(folder / name) for name in sorted(set(table.values()))}
+    if lost := [name for name, file in table.items() if name not in opened[file].table]:
+        raise CheckpointError(f"{folder / table[lost[0]]} has no {lost[0]!r}, which {INDEX} says it has")
+    in_order = [(name, file) for file in opened.values() for name in file.names() if table.get(name) == file.path.name]
+    return {name: file.later(name) for name, file in in_order}
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    try:
+        table = read_json(index).get("weight_map")
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{index} can't be read: {cause_of(error)}") from error
+    files = list(table.values()) if isinstance(table, dict) else [None]
+    if not isinstance(table, dict) or not all(isinstance(file, str) and Path(file).name == file for file in files):
+        raise CheckpointError(f"{index} has no weight_map of names and files beside it")
+    return table
+
+
+def _check_pretrained(folder: Path) -> None:
+    if (folder / WEIGHTS).exists():
+        return
+    if not folder.is_dir():
+        raise CheckpointError(f"there is no folder {folder}")
+    for found, meaning in (
+        (COMPLETE, "it is a checkpoint of paceline already"),
+        (".metadata", "it is of torch.distributed.checkpoint: import it with --dcp"),
+        ("adapter_model.safetensors", "it is an adapter alone: merge it into its model, and save that"),
+        ("pytorch_model.bin*", "it has pickled weights: open it where it comes from, and save_pretrained again"),
+        ("*.safetensors", f"its weights have another name: name them {WEIGHTS}"),
+    ):
+        if any(folder.glob(found)):
+            raise CheckpointError(f"{folder} has no {WEIGHTS}; {meaning}")
+    raise CheckpointError(f"{folder} has no {WEIGHTS} and no {INDEX}")
+
+
+def parse_size(text: str) -> int:
+    """5GB, 200MB, 1GiB: bytes, as transformers counts them."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?) ?([KMGT])(i?)B", text, re.IGNORECASE)
+    size = int(float(match[1]) * (1024 if match[3] else 1000) ** ("KMGT".index(match[2].upper()) + 1)) if match else 0
+    if size < 1:
+        raise ConfigError(f"{one_line(text)!r} is no size of a file; write 5GB, 200MB or 1GiB")
+    return size
 
 
 def read_weights(path: Path, model: int = 0) -> dict[str, Tensor]:

@@ -1,4 +1,4 @@
-"""`paceline checkpoint {list,show,verify,export,diff}`: look at what runs have saved, without starting one.
+"""`paceline checkpoint {list,show,verify,diff,export,import}`: what runs have saved, without starting one.
 
 $ paceline checkpoint list runs/demo
 checkpoint     step  workers  strategy       size  saved                 score
@@ -10,19 +10,23 @@ from __future__ import annotations
 
 import json
 import sys
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from paceline.errors import CheckpointError
+from paceline.errors import CheckpointError, ConfigError
 from paceline.input_file import one_line
 
 if TYPE_CHECKING:
     from paceline.checkpoint.load import Checkpoint
 
 app = typer.Typer(
-    no_args_is_help=True, add_completion=False, rich_markup_mode=None, help="Look at what runs have saved."
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    help="Look at what runs have saved, and exchange it with other tools.",
 )
 
 Saved = Annotated[Path, typer.Argument(help="a checkpoint, or a run's folder: its newest", show_default=False)]
@@ -106,22 +110,6 @@ def verify(checkpoint: Saved) -> None:
 
 
 @app.command()
-def export(
-    checkpoint: Saved,
-    file: Annotated[Path, typer.Argument(help="a .safetensors file, or a folder for model.safetensors")],
-    model: Annotated[int, typer.Option(help="which of the job's models")] = 0,
-) -> None:
-    """The weights as one safetensors file in Hugging Face's layout."""
-    from paceline.checkpoint.manifest import size_text
-    from paceline.checkpoint.weights_file import weights_of, write_weights
-
-    target = file if file.suffix == ".safetensors" else file / "model.safetensors"
-    weights = weights_of(_opened(checkpoint), model)
-    size = write_weights(target, weights)
-    print(f"{target}: {len(weights)} tensors, {size_text(size)}")
-
-
-@app.command()
 def diff(
     first: Saved,
     second: Annotated[Path, typer.Argument(help="the other one", show_default=False)],
@@ -148,6 +136,98 @@ def diff(
     if found:
         raise typer.Exit(1)
     print("no difference")
+
+
+_formats = partial(typer.Option, rich_help_panel="Formats", show_default=False)
+
+
+@app.command()
+def export(
+    checkpoint: Saved,
+    file: Annotated[
+        Path | None, typer.Argument(help="a .safetensors file, for the weights alone", show_default=False)
+    ] = None,
+    hf: Annotated[Path | None, _formats("--hf", help="a new folder, which from_pretrained opens")] = None,
+    dcp: Annotated[
+        Path | None,
+        _formats("--dcp", help="a new folder of torch.distributed.checkpoint: model, and optim by parameter name"),
+    ] = None,
+    model: Annotated[int, typer.Option(help="which of the job's models")] = 0,
+    max_shard_size: Annotated[
+        str | None,
+        typer.Option(help="a file's at most, as 5GB or 200MB [default: 50GB of hf, 1GB of dcp]", show_default=False),
+    ] = None,
+) -> None:
+    """Write a checkpoint for other tools: its weights as safetensors, or a folder of Hugging Face's or of torch's."""
+    from paceline.checkpoint.manifest import size_text
+    from paceline.checkpoint.weights_file import parse_size, stored_weights, write_weights
+
+    target = _one_of(file=file, hf=hf, dcp=dcp)
+    if file is not None and (file.suffix != ".safetensors" or max_shard_size is not None):
+        raise ConfigError(f"{file} is not one .safetensors file; a folder that from_pretrained opens is --hf {file}")
+    size = None if max_shard_size is None else parse_size(max_shard_size)
+    opened = _opened(checkpoint)
+    if file is not None:
+        weights = stored_weights(opened, model)
+        print(f"{file}: {len(weights)} tensors, {size_text(write_weights(file, weights))}")
+    elif hf is not None:
+        _export_hf(opened, target, model, size)
+    else:
+        _export_dcp(opened, target, model, size)
+
+
+def _export_hf(opened: Checkpoint, folder: Path, model: int, size: int | None) -> None:
+    from paceline.checkpoint.disk import new_folder
+    from paceline.checkpoint.manifest import size_text
+    from paceline.checkpoint.weights_file import LARGEST_SHARD, write_pretrained
+
+    with new_folder(folder) as partial:
+        shards = write_pretrained(partial, opened, model, size or LARGEST_SHARD)
+    tensors, total = sum(len(shard.names) for shard in shards), sum(shard.bytes for shard in shards)
+    print(f"{folder}: {tensors} tensors, {size_text(total)} in {len(shards)} file{'s' if len(shards) > 1 else ''}")
+    if not (folder / "config.json").exists():
+        print(f"it has no config.json, since the checkpoint has none: model.config.save_pretrained({str(folder)!r})")
+
+
+def _export_dcp(opened: Checkpoint, folder: Path, model: int, size: int | None) -> None:
+    from paceline.checkpoint.dcp_folder import LARGEST_FILE, write_dcp
+    from paceline.checkpoint.disk import new_folder
+
+    with new_folder(folder) as partial:
+        written = write_dcp(partial, opened, model, size or LARGEST_FILE)
+    print(f"{folder}: {' and '.join(written)}, for torch.distributed.checkpoint.load")
+    if "optim" not in written:
+        print("without the optimizer's state: the checkpoint has none, or does not say whose it is")
+
+
+@app.command("import")
+def import_from(
+    checkpoint: Annotated[
+        Path, typer.Argument(help="a new folder, such as runs/demo/checkpoint-0", show_default=False)
+    ],
+    hf: Annotated[Path | None, _formats("--hf", help="a folder that from_pretrained opens")] = None,
+    dcp: Annotated[Path | None, _formats("--dcp", help="a folder of torch.distributed.checkpoint")] = None,
+    optimizer: Annotated[bool, typer.Option(help="the optimizer's state too, where a folder of dcp has it")] = True,
+) -> None:
+    """Make a checkpoint of what other tools have saved: weights to begin with, and of dcp the optimizer's state."""
+    from paceline.checkpoint.imports import import_dcp, import_pretrained
+
+    source = _one_of(hf=hf, dcp=dcp)
+    made = (
+        import_pretrained(source, checkpoint) if hf is not None else import_dcp(source, checkpoint, optimizer=optimizer)
+    )
+    also = " and the optimizer's state" if made.tree["optimizers"] else ""
+    print(f"{checkpoint}: {len(made.tree['models'][0])} tensors of the model{also}; engine.load_state begins with them")
+
+
+def _one_of(**given: Path | None) -> Path:
+    """The one that is given."""
+    there = [path for path in given.values() if path is not None]
+    if len(there) != 1:
+        words = [name.upper() if name == "file" else f"--{name} FOLDER" for name in given]
+        much = "only one of them" if there else "one of them"
+        raise ConfigError(f"write {', '.join(words[:-1])} or {words[-1]}: {much} says the format")
+    return there[0]
 
 
 def _opened(path: Path) -> Checkpoint:

@@ -191,7 +191,10 @@ class Checkpoints:
     def _resumed(self, folder: Path, accept: Sequence[str]) -> Any:
         self._saved = False
         extra = self._saver.load(folder, accept)
-        self._say(f"paceline: goes on from {folder}, after step {self._step()}")
+        if isinstance(extra, dict) and "imported" in extra:
+            self._say(f"paceline: begins with {folder}, imported from {extra['imported']}")
+        else:
+            self._say(f"paceline: goes on from {folder}, after step {self._step()}")
         return {} if extra is None else extra
 
     @property

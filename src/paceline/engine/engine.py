@@ -392,6 +392,8 @@ class Engine(AccelerateNames):
         """Continue from `save_state`, on any number of workers, with the next sample.
 
         A job that differs in something the bits depend on is refused; `accept` names what may differ all the same.
+        What `paceline checkpoint import` made is no job: its weights, and its optimizer's state if it has one, are
+        what a new training begins with.
         """
         check_boundary(self._objects.step, "load_state")
         self._saver.load(path_of("folder", folder), accept)

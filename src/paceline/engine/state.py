@@ -115,6 +115,7 @@ class JobState:
             tree |= {
                 "job": dict(self.facts()),
                 "kinds": [type(optimizer).__name__ for optimizer in self.optimizers],
+                "parameter_names": [_names_of(self.models, optimizer) for optimizer in self.optimizers],
                 "data": data,
                 "extra": extra,
                 "bases": bases,
@@ -133,6 +134,9 @@ class JobState:
     def put_back(self, checkpoint: Checkpoint, accept: Sequence[str], told: Told, alike: Alike) -> None:
         """All workers do so; nothing is changed unless all of it fits. A damaged file is found when it is read."""
         tree, folder, step = checkpoint.tree, checkpoint.folder, self.step
+        if "imported" in checkpoint.manifest.about:
+            self._begin_with(checkpoint, told, alike)
+            return
         changed = check_same_job(folder, tree["job"], self.facts(), accept)
         prepared = {"models": self.models, "optimizers": self.optimizers, "schedulers": self.schedulers}
         _check_fits(folder, tree, prepared)
@@ -149,8 +153,20 @@ class JobState:
             _load_one(folder, "optimizer", partial(step.load, optimizer), saved)
         seed_everything(mix(self.seed, "between", step.step, 0))
 
+    def _begin_with(self, checkpoint: Checkpoint, told: Told, alike: Alike) -> None:
+        """Of what other tools have saved the weights, and if it is there the optimizer's state; the rest is as new."""
+        tree, folder = checkpoint.tree, checkpoint.folder
+        _check_fits(folder, tree, {"models": self.models})
+        states = _by_names(folder, tree, self.models, self.optimizers) if tree["optimizers"] else []
+        self.put_back_weights(checkpoint, told, alike)
+        for optimizer, saved in zip(self.optimizers, states, strict=bool(states)):
+            _load_one(folder, "optimizer", partial(self.step.load, optimizer), saved)
+        if self.loader is not None:  # so it is meant that an optimizer with a history begins with these data
+            self.loader.set_epoch(self.loader.source.epoch)
+        seed_everything(mix(self.seed, "between", self.step.step, 0))
+
     def put_back_weights(self, checkpoint: Checkpoint, told: Told, alike: Alike) -> None:
-        _check_fits(checkpoint.folder, checkpoint.tree, {"models": self.models, "optimizers": self.optimizers})
+        _check_fits(checkpoint.folder, checkpoint.tree, {"models": self.models})
         self._check_bases(checkpoint, told, alike)
         self._load_models(checkpoint)
 
@@ -262,6 +278,16 @@ def _bases_of(tree: Mapping[str, Any]) -> list[Reference]:
     return tree.get("bases") or [{} for _ in tree["models"]]
 
 
+def _names_of(models: Sequence[nn.Module], optimizer: Optimizer) -> list[str]:
+    """Of its parameters, by number: the model's place and the name in it. Other formats know them by name."""
+    known = {
+        id(parameter): f"{place}/{plain_name(name)}"
+        for place, model in enumerate(models)
+        for name, parameter in model.named_parameters()
+    }
+    return [known.get(id(parameter), "") for group in optimizer.param_groups for parameter in group["params"]]
+
+
 def _groups_of(optimizer: Optimizer) -> list[dict[str, Any]]:
     """As in its state_dict, which a sharded strategy guards: parameters by number."""
     number = {id(p): n for n, p in enumerate(p for group in optimizer.param_groups for p in group["params"])}
@@ -308,6 +334,7 @@ def _check_fits(folder: Path, tree: Mapping[str, Any], prepared: Mapping[str, Se
     for saved, base, model in zip(tree["models"], _bases_of(tree), prepared["models"], strict=True):
         state = {plain_name(name): value for name, value in model.state_dict(keep_vars=True).items()}
         mine = {name: value for name, value in state.items() if name not in base}
+        saved = _with_ties(model, saved)
         missing, unknown = sorted(mine.keys() - saved.keys()), sorted(saved.keys() - mine.keys())
         told = [f"it has no {name!r}" for name in missing[:1]] + [f"the model has no {name!r}" for name in unknown[:1]]
         for name in [name for name in mine if name in saved]:
@@ -322,6 +349,8 @@ def _check_fits(folder: Path, tree: Mapping[str, Any], prepared: Mapping[str, Se
             more = len(missing) + len(unknown) - 2
             rest = f" and {more} more names" if more > 0 else ""
             raise CheckpointError(f"the checkpoint in {folder} is of another model: {'; '.join(told[:3])}{rest}")
+    if "optimizers" not in prepared:
+        return
     for kind, optimizer in zip(tree.get("kinds", ()), prepared["optimizers"], strict=False):
         if kind != type(optimizer).__name__:
             raise CheckpointError(
@@ -336,10 +365,57 @@ def _check_fits(folder: Path, tree: Mapping[str, Any], prepared: Mapping[str, Se
             )
 
 
+def _with_ties(model: nn.Module, saved: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The state with all names of a tensor that has several: in files of others it may have one alone."""
+    names: dict[int, list[str]] = {}
+    for name, value in model.state_dict(keep_vars=True).items():
+        names.setdefault(id(value), []).append(plain_name(name))
+    tied = [same for same in names.values() if len(same) > 1 and any(name in saved for name in same)]
+    there = {name: next(saved[other] for other in same if other in saved) for same in tied for name in same}
+    return {**there, **saved}
+
+
+def _by_names(
+    folder: Path, tree: Mapping[str, Any], models: Sequence[nn.Module], optimizers: Sequence[Optimizer]
+) -> list[dict[str, Any]]:
+    """The state of an imported optimizer, which is known by names, as these optimizers number and group theirs."""
+    told = f"the optimizer's state in {folder} does not fit"
+    try:
+        saved = tree["optimizers"][0]
+        number = {name: place for place, name in enumerate(tree["parameter_names"][0])}
+        settings = {place: _settings(group) for group in saved["param_groups"] for place in group["params"]}
+        of_names = {name: (settings[place], saved["state"].get(place)) for name, place in number.items()}
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+        raise CheckpointError(f"{told}: it can't be understood: {cause_of(error)}") from error
+    found = []
+    for optimizer in optimizers:
+        names, groups = _names_of(models, optimizer), _groups_of(optimizer)
+        if missing := [name for name in names if name not in of_names]:
+            raise CheckpointError(f"{told}: it has no group with {missing[0].partition('/')[2]!r}; {_WITHOUT}")
+        for group in groups:
+            theirs = [of_names[names[place]][0] for place in group["params"]]
+            if odd := [name for name in (theirs[0] if theirs else ()) if name not in {*group, "initial_lr"}]:
+                raise CheckpointError(f"{told}: {type(optimizer).__name__} has no setting {odd[0]!r}; {_WITHOUT}")
+            if any(repr(other) != repr(theirs[0]) for other in theirs):
+                raise CheckpointError(f"{told}: parameters of a group here have different settings there; {_WITHOUT}")
+            group.update(theirs[0] if theirs else {})
+        states = {place: of_names[name][1] for place, name in enumerate(names)}
+        found.append({"state": {p: s for p, s in states.items() if s is not None}, "param_groups": groups})
+    return found
+
+
+_WITHOUT = "import the weights alone with --no-optimizer"
+
+
+def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in group.items() if name not in ("params", "param_names")}
+
+
 def _load_model(model: nn.Module, load_full: Callable[[Tensor, Tensor], None], state: Mapping[str, Any]) -> None:
     """One tensor after another: all of them together may not fit into memory."""
     done: set[int] = set()
     others: dict[str, Any] = {}
+    state = _with_ties(model, state)
     for name, value in model.state_dict(keep_vars=True).items():
         if plain_name(name) not in state:  # of a base, which is there
             continue

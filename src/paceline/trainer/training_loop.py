@@ -238,10 +238,10 @@ class TrainingLoop:
     def _resume(self, which: bool | Path, accept: Sequence[str]) -> None:
         state = self.trainer.new_state()
         extra = self.checkpoints.resume(which, accept=accept) if which else None
-        if extra is not None:
+        if extra is not None and "imported" not in extra:  # of others: a training that begins
             state = self._restored(extra, state)
             self._resume_plan(extra)
-        elif which and not (self.args.world.elastic is not None and self.args.world.elastic.joins):
+        elif which and extra is None and not (self.args.world.elastic is not None and self.args.world.elastic.joins):
             folder = Path(self.args.output_dir)
             if bad := all_checkpoints(folder):
                 raise CheckpointError(f"none of the {len(bad)} checkpoints in {folder} can be used; see above why")
