@@ -3,7 +3,7 @@
     python -m pytest -p swapped_trainer tests/trainer          in a checkout of transformers' tests
 
 The default callbacks come with a Trainer, so those are ours too; all other objects (models, samplers, early stopping)
-stay transformers'. With PACELINE_WHOSE_TRAINER=transformers nothing is swapped.
+stay transformers'. With PACELINE_WHOSE_CLASSES=transformers nothing is swapped.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ import transformers.training_args
 
 import paceline.trainer as ours
 
-WHOSE = "PACELINE_WHOSE_TRAINER"
 _MODULES: list[Any] = [
     transformers,
     transformers.trainer,
@@ -45,8 +44,8 @@ def swap() -> None:
 
 
 def pytest_configure() -> None:
-    """Here and not on import, which others do for the name of the variable."""
-    if os.environ.get(WHOSE) != "transformers":
+    """Before the tests import them by name."""
+    if os.environ.get("PACELINE_WHOSE_CLASSES") != "transformers":
         swap()
     for gone in ("GlueDataset", "GlueDataTrainingArguments"):  # a newer transformers than its tests has them no more
         if not hasattr(transformers, gone):

@@ -188,7 +188,7 @@ def test_the_samplers_own_batches_are_left_as_they_were() -> None:
 @pytest.mark.parametrize(("size", "nearest"), [(6, "4 or 8"), (3, "4")])
 def test_a_batch_that_cannot_be_split_equally_is_refused(size: int, nearest: str) -> None:
     with pytest.raises(
-        ConfigError, match=f"batch_size={size} has none for num_processes=4; nearest that has: {nearest}$"
+        ConfigError, match=f"batch_size={size} is no round multiple of num_processes=4; nearest that is: {nearest}$"
     ):
         BatchSamplerShard(cut(10, size), 4, 0, split_batches=True)
 

@@ -248,6 +248,6 @@ def test_a_batch_of_nothing_is_refused() -> None:
 @pytest.mark.parametrize(("size", "nearest"), [(3, "2 or 4"), (1, "2")])
 def test_a_batch_that_cannot_be_split_equally_is_refused(size: int, nearest: str) -> None:
     with pytest.raises(
-        ConfigError, match=f"batch_size={size} has none for num_processes=2; nearest that has: {nearest}$"
+        ConfigError, match=f"batch_size={size} is no round multiple of num_processes=2; nearest that is: {nearest}$"
     ):
         IterableDatasetShard(range(4), batch_size=size, num_processes=2, split_batches=True)

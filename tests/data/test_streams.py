@@ -321,6 +321,38 @@ def test_a_stream_with_a_state_reads_nothing_again_and_warns_of_nothing() -> Non
     assert sorted(samples_of(first) + samples_of(rest)) == list(range(50))
 
 
+class BufferShuffledExamplesIterable:
+    """By its name Hugging Face's; its dataset's state says what was read, and not what of that waits in the buffer."""
+
+
+class Link:
+    def __init__(self, **below: Any) -> None:
+        vars(self).update(below)
+
+
+class Buffered(Resumable):
+    """Gives its samples in pairs turned around: between the two of a pair its state is wrong."""
+
+    _ex_iterable = Link(ex_iterables=[Link(), Link(ex_iterable=BufferShuffledExamplesIterable())])
+
+    def __iter__(self) -> Iterator[Tensor]:
+        held: list[Tensor] = []
+        for number in super().__iter__():
+            held.append(number)
+            if len(held) == 2:
+                yield held.pop()
+                yield held.pop()
+        yield from held
+
+
+def test_a_stream_whose_state_leaves_out_its_shuffle_buffer_is_read_again() -> None:
+    job = Job(lambda: Buffered(50))
+    first = job.run(2, steps=1)
+    with pytest.warns(UserWarning, match="the stream Buffered has a shuffle buffer outside its state: to go on, up to"):
+        rest = job.run(3)
+    assert sorted(samples_of(first) + samples_of(rest)) == list(range(50))
+
+
 class ItsOwnIterator(IterableDataset[Tensor]):
     """To ask it for an iterator is to begin again."""
 

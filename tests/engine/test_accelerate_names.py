@@ -65,6 +65,8 @@ def test_arguments_that_are_not_known_are_refused_with_what_to_write(given: dict
         ("clip_grad_value_", r"use engine\.clip_grad_norm_"),
         ("set_trigger", r"call engine\.stop\(\)"),
         ("prepare_data_loader", r"to engine\.prepare"),
+        ("setup_dataloaders", r"to engine\.prepare"),
+        ("is_global_zero", r"write engine\.is_main_process"),
     ],
 )
 def test_a_name_that_is_not_known_answers_with_what_to_write(name: str, told: str) -> None:

@@ -280,8 +280,8 @@ def _part_of(owner: str, batch_size: int | None, num_processes: int) -> int:
         )
     if batch_size % num_processes:
         raise ConfigError(
-            f"{owner}: split_batches cuts a batch into equal parts, and batch_size={batch_size} has none for "
-            f"num_processes={num_processes}; nearest that has: "
+            f"{owner}: split_batches cuts a batch into equal parts, and batch_size={batch_size} is no round multiple "
+            f"of num_processes={num_processes}; nearest that is: "
             f"{' or '.join(str(size) for size in _nearest(batch_size, num_processes))}"
         )
     return batch_size // num_processes

@@ -81,6 +81,19 @@ def shards_of(dataset: Any) -> int | None:
     return None
 
 
+def has_whole_state(dataset: Any) -> bool:
+    """Whether `state_dict()` says where it is: Hugging Face's leaves out what waits in a shuffle buffer."""
+    return callable(getattr(dataset, "state_dict", None)) and not _has_buffer(getattr(dataset, "_ex_iterable", None))
+
+
+def _has_buffer(iterable: Any) -> bool:
+    """Anywhere in the chain of its iterables, one of which may have several below it."""
+    if iterable is None or type(iterable).__name__ == "BufferShuffledExamplesIterable":
+        return iterable is not None
+    below = getattr(iterable, "ex_iterables", None) or [getattr(iterable, "ex_iterable", None)]
+    return any(map(_has_buffer, below))
+
+
 def _names_in(code: types.CodeType) -> Iterator[str]:
     yield from code.co_names
     for constant in code.co_consts:
@@ -147,13 +160,14 @@ class _Part:
         self._collate, self._shape, self._epoch, self._number = collate, shape, request.epoch, request.part
         self._whole = request.part == WHOLE
         self.check = 0  # of what was read last, to compare between workers that read the same
-        self._stateful = callable(getattr(dataset, "state_dict", None))
+        self._stateful = has_whole_state(dataset)
         self._dataset = dataset
         self._chunks = self._samples = 0
         self._ended = self._state_checked = False
         resume = request.resume or {}
         with self._reading("could not begin"):
-            if self._stateful:  # several parts may live in one process, and a stream with a state keeps it in itself
+            # Several parts may live in one process, and a stream with a state keeps it in itself.
+            if callable(getattr(dataset, "state_dict", None)):
                 self._dataset = copy.deepcopy(dataset)
             if callable(getattr(self._dataset, "set_epoch", None)):
                 self._dataset.set_epoch(request.epoch)

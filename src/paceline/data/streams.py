@@ -371,8 +371,9 @@ class StreamLoader:
         parts = [p for lane in self._assignment.own_lanes for p in self._lanes[lane].parts.values()]
         again = [progress["samples"] for progress in parts if progress["state"] is None]
         if any(again):
+            lacks = "a shuffle buffer outside its state" if hasattr(self.dataset, "state_dict") else "no state_dict()"
             messages.warn(
-                f"the stream {type(self.dataset).__name__} has no state_dict(): to go on, up to {max(again):,} samples "
+                f"the stream {type(self.dataset).__name__} has {lacks}: to go on, up to {max(again):,} samples "
                 "are read again and dropped, and it goes on exactly only if it gives the same samples again",
                 stacklevel=4,
             )

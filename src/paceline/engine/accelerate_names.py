@@ -239,8 +239,23 @@ NAMES_ELSEWHERE: Mapping[str, str] = {
     "state": "ask engine.world and engine.config",
     "trigger_sync_in_backward": _EXCHANGED_ONCE,
     "unscale_gradients": "leave it out: engine.clip_grad_norm_() clips the gradient without the loss scale",
+    # Fabric's
+    "all_gather": "use engine.gather_for_metrics(values), or engine.reduce(values) where their sum is wanted",
+    "all_reduce": "use engine.reduce(values, reduction='mean')",
+    "clip_gradients": "use engine.clip_grad_norm_(max_norm)",
+    "global_rank": "write engine.process_index",
+    "is_global_zero": "write engine.is_main_process",
+    "launch": "leave it out: `paceline run --workers N script.py` starts the workers",
+    "no_backward_sync": _EXCHANGED_ONCE,
+    "rank_zero_first": "write engine.main_process_first(), or engine.local_main_process_first()",
+    "seed_everything": "write Engine(seed=…)",
+    "setup": _ALL_IN_ONE,
+    "setup_dataloaders": _ALL_IN_ONE,
+    "setup_module": _ALL_IN_ONE,
+    "setup_optimizers": _ALL_IN_ONE,
+    "world_size": "write engine.num_processes",
 }
-"""Of Accelerate's Accelerator, with what to write here."""
+"""Of Accelerate's Accelerator and Lightning's Fabric, with what to write here."""
 
 
 def refuse_argument(name: str, known: Iterable[str]) -> NoReturn:

@@ -270,7 +270,7 @@ class SupportedFields(
 # -- unsupported -----------------------------------------------------------------------------------------------------
 
 _HUB = "nothing is uploaded during a training; call trainer.push_to_hub() after it"
-_LOG_LEVELS = "paceline prints, it does not log; warnings are Python's own"
+_LOG_LEVELS = "call logging.getLogger('paceline').setLevel(…), on the workers that it is for"
 _TRACKIO = "there is no trackio report; report_to knows tensorboard, wandb, mlflow, prometheus"
 _DDP = "gradients are summed by paceline, not by DistributedDataParallel"
 _FULL_EVAL = "evaluation computes in the precision of training; use bf16 or fp16"
