@@ -182,14 +182,16 @@ class Engine(AccelerateNames):
 
     # -- the five lines of a loop ------------------------------------------------------------------------------------
 
-    def prepare(self, *objects: Any) -> Any:
+    def prepare(self, *objects: Any, weights: str | Path | None = None) -> Any:
         """Take models, optimizers, schedulers and loaders, in any order, and hand them back in that order.
 
         Of several loaders beside an optimizer the first that shuffles (or has a sampler of its own, or reads a stream)
         trains, or if none does the first; the others, and all in a call without an optimizer, are for evaluation. In
         place of a loader a plain dataset will do where the Engine knows its `global_batch_size`.
+
+        `weights`: of a model built under `torch.device("meta")`, the folder of safetensors files that they come from.
         """
-        out = self._preparation.prepare(objects)
+        out = self._preparation.prepare(objects, weights)
         return out if len(out) > 1 else out[0]
 
     def backward(

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset, IterableDataset, SequentialSampler
 
+from paceline.checkpoint.pretrained_weights import PretrainedWeights
 from paceline.data.loader import steps_of
 from paceline.data.step_source import StepSource
 from paceline.data.work_source import Assignment, WorkSource
@@ -55,11 +56,12 @@ from paceline.engine.step import OnePass, TrainStep
 from paceline.engine.stop_signals import StopSignals
 from paceline.engine.strategy_table import StrategyTable
 from paceline.engine.vote import WeightsWatch
-from paceline.errors import ConfigError, LoopError, ReplicaError
+from paceline.errors import CheckpointError, ConfigError, LoopError, ReplicaError
 from paceline.optim.precision import Precision
 from paceline.parameter_server.replay import Replay
-from paceline.strategies.meta_device import check_states, fill, is_on_meta, module_names, moved
+from paceline.strategies.meta_device import Given, check_states, fill, is_on_meta, module_names, moved
 from paceline.strategies.registry import Job
+from paceline.world.checked_values import path_of
 
 
 @dataclass
@@ -226,10 +228,14 @@ class Preparation:
     ) -> None:
         self._config, self._group, self._objects, self._between = config, group, objects, between
         self._stops, self._opinion, self._replay, self._record_folder = stops, opinion, replay, record_folder
+        self._given: Given = {}
 
-    def prepare(self, objects: tuple[Any, ...]) -> tuple[Any, ...]:
+    def prepare(self, objects: tuple[Any, ...], weights: str | Path | None = None) -> tuple[Any, ...]:
         objects = tuple(map(undivided, objects))
         trains = any(isinstance(thing, Optimizer) for thing in objects)
+        if weights is not None:
+            models = [thing for thing in objects if isinstance(thing, nn.Module)]
+            self._open_weights(path_of("weights", weights), models, trains=trains)
         place = _place_of_training_data(objects) if trains else None
         objects = tuple(as_loader(thing, self._config, trains=at == place) for at, thing in enumerate(objects))
         for thing in objects:
@@ -295,6 +301,29 @@ class Preparation:
         for scheduler in own.schedulers:
             let_scheduler_follow(scheduler, own.step)
 
+    def _open_weights(self, path: Path, models: Sequence[nn.Module], *, trains: bool) -> None:
+        """The first weights of the one model in the call; which files they are in is compared, values are not."""
+        if not trains or len(models) != 1 or not is_on_meta(models[0]):
+            raise ConfigError(
+                "engine.prepare(weights=…) is for one model, built under torch.device('meta') and prepared with its "
+                "optimizer: one on a real device has its weights, from its own from_pretrained or load_state_dict"
+            )
+        digest = failure = ""
+        try:
+            opened = PretrainedWeights.open(path)
+            digest, self._given = opened.digest(), opened.values_for(models[0])
+        except CheckpointError as error:
+            failure = str(error)
+        said = self._group.comm.gather_json([digest, failure])
+        if text := next((text for _, text in said if text), None):
+            raise CheckpointError(text)
+        if len({digest for digest, _ in said}) > 1:
+            raise CheckpointError(f"the workers see different weights in {path}; give the same files to every host")
+        with torch.no_grad():
+            for tensor in (*models[0].parameters(), *models[0].buffers()):
+                if not tensor.is_meta and id(tensor) in self._given:  # as where a script built a part of it elsewhere
+                    tensor.copy_(self._given[id(tensor)]())
+
     def _fill_models(self) -> None:
         """Models built on the meta device get their first weights here, where the strategy doesn't do it itself."""
         models = self._objects.models
@@ -302,7 +331,7 @@ class Preparation:
             return
         check_states(self._objects.optimizers)
         if not self._config.strategy.entry.fills_meta:
-            names = module_names(models)
+            names = module_names(models, self._given)
             for model in models:
                 fill(model, names, seed=self._config.seed, device=self._group.device)
 
@@ -331,6 +360,7 @@ class Preparation:
             overlap=config.overlap,
             timeout_s=config.timeout_s,
             seed=config.seed,
+            given=self._given,
             precision=config.precision,
             offload=config.offload is not None,
             facts=job_facts(config, {}, group.device),

@@ -3,6 +3,7 @@
     with torch.device("meta"):            no memory, whatever the size
         model = Gpt(…)
     engine.prepare(model, …)              module by module: memory, a seed of its own, its reset_parameters()
+    engine.prepare(…, weights=folder)     or its weights from files; what those don't have, as buffers, is reset
 
 A module's seed is made of the job's and of the module's name, so its weights are the same wherever and beside however
 many others it is filled. Strategies that keep shards fill a part of the model, cut it and go on; so a model can be
@@ -16,7 +17,9 @@ after theirs. Which ones it sets is found by running it once while all of them a
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -28,6 +31,9 @@ from paceline.torch_compat import apply_to_tensors, memory_id, memory_written_by
 from paceline.world.determinism import drawing_from, mix, seed_everything
 
 RESETS = ("reset_parameters", "_reset_parameters")
+Given = Mapping[int, Callable[[], Tensor]]
+"""By the id of a tensor on the meta device: how its values are read."""
+NOTHING_GIVEN: Given = MappingProxyType({})
 
 
 def is_on_meta(model: nn.Module) -> bool:
@@ -45,8 +51,12 @@ def moved(model: nn.Module, device: torch.device) -> nn.Module:
 class Modules(dict[int, str]):
     """Names of all modules by id, prefixed by the model's place when there are several; and what is filled together."""
 
-    def __init__(self, models: Sequence[nn.Module]) -> None:
+    def __init__(self, models: Sequence[nn.Module], given: Given = NOTHING_GIVEN) -> None:
         super().__init__()
+        self.given = given
+        self._models: dict[
+            int, nn.Module
+        ] = {}  # by id of a module: the innermost that sets first values of those in it
         self._owners: dict[int, nn.Module] = {}  # by id of a tensor on the meta device: the first module that has it
         self._below: dict[int, list[nn.Module]] = {}  # by id of a module: others to whose tensors its reset writes
         self._above: dict[int, list[nn.Module]] = {}  # the other way round, inner ones first
@@ -55,7 +65,12 @@ class Modules(dict[int, str]):
                 self.setdefault(id(module), f"{place}.{name}" if len(models) > 1 else name)
                 for tensor in _empty(module).values():
                     self._owners.setdefault(id(tensor), module)
-        for module in (module for model in models for module in model.modules()):
+        everything = [module for model in models for module in model.modules()]
+        if given:
+            for outer in (module for module in everything if callable(getattr(module, "_init_weights", None))):
+                self._models |= {id(module): outer for module in outer.modules()}
+            return
+        for module in everything:
             self._below[id(module)] = _reset_below(module)
             for below in self._below[id(module)]:
                 self._above.setdefault(id(below), []).insert(0, module)
@@ -68,6 +83,11 @@ class Modules(dict[int, str]):
     def after(self, module: nn.Module) -> list[nn.Module]:
         """Those that have to follow before its weights are what they shall be."""
         return self._above.get(id(module), [])
+
+    def reset_of(self, module: nn.Module) -> Callable[[], Any] | None:
+        """Its own; where weights are given, as of models of transformers, also that of the model that it is part of."""
+        model = self._models.get(id(module))
+        return _reset_of(module) or (None if model is None else partial(_initialise, model, module))
 
 
 module_names = Modules
@@ -90,7 +110,7 @@ def fill_modules(modules: Iterable[nn.Module], names: Modules, *, seed: int, dev
             ensure(other)
         empty = _empty(module)
         if empty:
-            _fill_module(module, names[id(module)], list(empty.items()), seed, device)
+            _fill_module(module, names, list(empty.items()), seed, device)
         for other in names.after(module):
             ensure(other)
 
@@ -99,10 +119,18 @@ def fill_modules(modules: Iterable[nn.Module], names: Modules, *, seed: int, dev
 
 
 def _fill_module(
-    module: nn.Module, name: str, empty: Sequence[tuple[str, Tensor]], seed: int, device: torch.device
+    module: nn.Module, names: Modules, empty: Sequence[tuple[str, Tensor]], seed: int, device: torch.device
 ) -> None:
+    name = names[id(module)]
     what = f"{name or 'the model'} ({type(module).__name__})"
-    reset = _reset_of(module)
+    for _, tensor in empty:
+        if (read := names.given.get(id(tensor))) is not None:
+            _give_memory(tensor, what, device)
+            tensor.detach().copy_(read())
+    empty = [(own, tensor) for own, tensor in empty if tensor.is_meta]
+    if not empty:
+        return
+    reset = names.reset_of(module)
     if reset is None:
         raise ConfigError(
             f"{what} was built on the meta device and has no reset_parameters() to give {empty[0][0]!r} its first "
@@ -121,9 +149,28 @@ def _fill_module(
     for own, tensor in empty:
         if _has_unset(tensor):
             raise ConfigError(
-                f"{what} was built on the meta device, and its {reset.__name__}() does not set all of {own!r}: set it "
+                f"{what} was built on the meta device, and its {_name_of(reset)}() does not set all of {own!r}: set it "
                 "there, since values given in __init__ are lost on the meta device"
             )
+
+
+def _name_of(reset: Callable[[], Any]) -> str:
+    return "_init_weights" if isinstance(reset, partial) else reset.__name__
+
+
+def _initialise(model: nn.Module, module: nn.Module) -> None:
+    """As transformers does for what its files don't have; the flag keeps it from weights that are there, below too."""
+    there = [tensor for tensor in module.parameters() if not hasattr(tensor, _IS_SET)]
+    for tensor in there:
+        setattr(tensor, _IS_SET, True)
+    try:
+        model._init_weights(module)  # type: ignore[operator]
+    finally:
+        for tensor in there:
+            delattr(tensor, _IS_SET)
+
+
+_IS_SET = "_is_hf_initialized"
 
 
 def _reset_of(module: nn.Module) -> Callable[[], Any] | None:

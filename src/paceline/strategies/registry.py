@@ -30,6 +30,7 @@ from paceline.errors import ConfigError
 from paceline.optim.precision import Precision
 from paceline.parameter_server.replay import Replay
 from paceline.sharding.footprint import FOOTPRINTS, Footprint, Model, footprint
+from paceline.strategies.meta_device import Given
 from paceline.strategies.strategy import Strategy
 from paceline.torch_compat import Store
 from paceline.world.control import Supervisor
@@ -62,6 +63,7 @@ class Job:
     overlap: bool
     timeout_s: float
     seed: int = 0
+    given: Given = field(default_factory=dict)  # first weights of a model that was built on the meta device, from files
     precision: Precision = field(default_factory=Precision)
     offload: bool = False  # of the optimizer, to the host
     facts: Mapping[str, Any] = field(default_factory=dict)  # what the bits depend on besides the objects, for records

@@ -18,8 +18,9 @@ Here a saved weight is gathered when autograd asks for it, and a worker asks for
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -34,17 +35,18 @@ from paceline.sharding.flat_layout import Piece
 from paceline.sharding.local_shard import LocalShard
 from paceline.sharding.unit import Classes
 from paceline.strategies.fsdp.weights import WeightsInShards
-from paceline.strategies.meta_device import fill, module_names
+from paceline.strategies.meta_device import fill, fill_modules, module_names
 from paceline.strategies.registry import Job, Maker, Registered, register
 from paceline.strategies.strategy import ItemPlace, Strategy, Tally
 from paceline.strategies.zero.sharded import ShardedMaker, ShardedParts, full_weights
 from paceline.strategies.zero.sharded_optimizer import LocalPieces
-from paceline.strategies.zero.weights import Weights, WeightsPerHost
+from paceline.strategies.zero.weights import ModelWeights, Weights, WeightsPerHost
 from paceline.strategies.zero.zero2 import Departed, Zero2
 from paceline.torch_compat import eval_frame_callback, plain_torch_function, require, without_modes
 from paceline.world.lanes import strided_lanes
 
 Units = Classes | type[nn.Module] | str | None
+_PARTS = 32  # into which a model is cut that is filled into shared memory: each is a piece of that
 NEEDED = plain_torch_function, without_modes, eval_frame_callback  # of torch
 
 
@@ -189,14 +191,16 @@ def open_weights(
     on_host = job.facts.get("offload") == PARAMETERS
     wanted = "per worker" if on_host else wanted
     in_shards = on_host or (job.comm.size > 1 and (wanted == "per worker" or not WeightsPerHost.possible(job.comm)))
-    if job.precision.is_low or not in_shards:
-        names = module_names(job.models)  # else unit by unit
+    per_host = not in_shards and wanted != "per worker" and WeightsPerHost.possible(job.comm)
+    if job.precision.is_low or not (in_shards or per_host):
+        names = module_names(job.models, job.given)  # else unit by unit
         for model in job.models:
             fill(model, names, seed=job.seed, device=HOST if on_host else job.device)
         if on_host:
             _hold_on_host(job)
     if not in_shards:
-        return ShardedMaker(ShardedParts(job, name, full_weights(wanted), everyone), whole)
+        filled = partial(_filled_in_parts, job) if per_host else full_weights
+        return ShardedMaker(ShardedParts(job, name, filled(wanted), everyone), whole)
     require(*NEEDED)
     classes = units if isinstance(units, tuple) or units is None else (units,)
 
@@ -208,6 +212,44 @@ def open_weights(
             raise
 
     return ShardedMaker(ShardedParts(job, name, weights, everyone), sharded)
+
+
+def _filled_in_parts(job: Job, wanted: Weights | None) -> Callable[[ShardedParts], ModelWeights]:
+    """Of a model on the meta device some modules at a time: what a worker fills goes to the host's one copy."""
+
+    def weights(parts: ShardedParts) -> ModelWeights:
+        there = full_weights(wanted)(parts)
+        try:
+            names, trained = module_names(job.models, job.given), _trained(job)
+            for modules in _in_parts(job):
+                fill_modules(modules, names, seed=job.seed, device=job.device)
+                there.hold([(name, parameter) for name, parameter in trained if not parameter.is_meta])
+        except BaseException:  # as when a worker dies while all of them begin
+            there.teardown()
+            raise
+        return there
+
+    return weights
+
+
+def _in_parts(job: Job) -> Iterator[list[nn.Module]]:
+    """All modules, in lists whose parameters take a bucket each, or a few hundredths of the model."""
+    everything = [module for model in job.models for module in model.modules()]
+    sizes = [sum(p.nbytes for p in module.parameters(recurse=False) if p.is_meta) for module in everything]
+    if not any(tensor.is_meta for model in job.models for tensor in (*model.parameters(), *model.buffers())):
+        return
+    most, part, size = max(job.bucket_bytes, sum(sizes) // _PARTS), list[nn.Module](), 0
+    for module, bytes_ in zip(everything, sizes, strict=True):
+        part, size = [*part, module], size + bytes_
+        if size >= most:
+            yield part
+            part, size = [], 0
+    yield part
+
+
+def _trained(job: Job) -> list[tuple[str, Parameter]]:
+    held = {id(p): p for o in job.optimizers for group in o.param_groups for p in group["params"] if p.requires_grad}
+    return [(job.names.get(number, "unnamed"), parameter) for number, parameter in held.items()]
 
 
 def _hold_on_host(job: Job) -> None:

@@ -45,6 +45,7 @@ from paceline.strategies.zero.sharded_optimizer import OptimizerShard, check_apa
 from paceline.strategies.zero.weights import ModelWeights
 from paceline.torch_compat import eval_frame_callback, without_modes
 from paceline.world import messages
+from paceline.world.process import give_back_free_memory
 
 _KEPT_BESIDE = 1  # units used before the current one that stay, unless their module has ended
 
@@ -177,12 +178,13 @@ class ShardedWeights:
 
     def _cut_up(self, job: Job) -> None:
         """Unit by unit, so that of a model on the meta device never more than a unit is whole."""
-        names, owners = module_names(job.models), dict[int, list[nn.Module]]()
+        names, owners = module_names(job.models, job.given), dict[int, list[nn.Module]]()
         for module in (module for model in job.models for module in model.modules()):
             for parameter in module.parameters(recurse=False):
                 owners.setdefault(id(parameter), []).append(module)
         for number, unit in enumerate(self._units):
             used = [module for place in unit.parameters for module in owners.get(id(self.parameters[place]), ())]
+            was_empty = any(parameter.is_meta for parameter in self._of_unit(number))
             fill_modules(used, names, seed=job.seed, device=job.device)
             self._shards.append([self.mine.cut(shards) for shards in self._buckets[number]])
             for parameter in (self.parameters[place] for place in unit.parameters):
@@ -190,6 +192,8 @@ class ShardedWeights:
                     layout = parameter.shape, parameter.stride()
                     parameter.data = torch.empty_strided(*layout, dtype=parameter.dtype, device=job.device)
             self._release(number)
+            if was_empty:  # shards among them keep the holes that whole weights leave from being used again
+                give_back_free_memory()
         for model in job.models:
             fill(model, names, seed=job.seed, device=job.device)
 
