@@ -26,7 +26,11 @@ MIB = 1 << 20
 
 
 def peak_growth(work: Callable[[], object]) -> int:
-    """By how many bytes the memory of this process grew while it worked, at the most."""
+    """By how many bytes the memory of this process grew while it worked, at the most; for a process of its own.
+
+    Where others have worked before, what the allocator has kept of theirs would be in it or not.
+    """
+    ctypes.CDLL(None).mallopt(-3, MIB)  # M_MMAP_THRESHOLD: what is freed goes back, and so is not counted twice
 
     def field(name: str) -> int:
         lines = Path("/proc/self/status").read_text().splitlines()
@@ -67,7 +71,6 @@ def sharded(worker: int, workers: int, full: dict[str, torch.Tensor]) -> dict[st
 
 def write_in_shards(world: World, folder: str) -> list[int]:
     """By how much two workers' memory grows, each in its turn."""
-    ctypes.CDLL(None).mallopt(-3, MIB)  # M_MMAP_THRESHOLD: what is freed goes back, and so is not counted twice
     weights_file.WORTH_CUTTING = 0
     path = Path(folder)
     full = {f"layer.{n}": torch.full((4 * MIB,), float(n)) for n in range(12)}  # 16 MiB each
@@ -84,7 +87,7 @@ def write_in_shards(world: World, folder: str) -> list[int]:
 
 @pytest.mark.workers
 def test_of_sharded_weights_no_worker_holds_more_than_a_tensor(tmp_path: Path) -> None:
-    (result,) = run_workers(write_in_shards, 1, folder=str(tmp_path))  # without what other tests left in the allocator
+    (result,) = run_workers(write_in_shards, 1, folder=str(tmp_path))
     assert result.error is None, result.traceback
     grown = result.value
     assert max(grown) < 32 * MIB, grown  # of 192: a tensor, and a range of it as it is read

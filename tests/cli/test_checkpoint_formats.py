@@ -367,20 +367,26 @@ def test_an_import_whose_names_make_no_sense_is_refused(saved: Path, tmp_path: P
 # -- memory ------------------------------------------------------------------------------------------------------------
 
 
-def test_an_export_holds_a_shard_at_a_time_and_an_import_a_tensor(tmp_path: Path) -> None:
-    names = [f"layer.{n}" for n in range(12)]
-    write(tmp_path / "checkpoint-1", {"models": [{name: torch.full((4 * MIB,), 1.0) for name in names}]}, workers=2)
+def export_and_import(world: World, folder: str) -> None:
+    path, names = Path(folder), [f"layer.{n}" for n in range(12)]
+    write(path / "checkpoint-1", {"models": [{name: torch.full((4 * MIB,), 1.0) for name in names}]}, workers=2)
     for words, most in (
-        (["export", tmp_path, tmp_path / "model.safetensors"], 32),
-        (["export", tmp_path, "--hf", tmp_path / "hf", "--max-shard-size", "40MB"], 32),
-        (["export", tmp_path, "--dcp", tmp_path / "dcp", "--max-shard-size", "40MB"], 48),
-        (["import", tmp_path / "in-hf", "--hf", tmp_path / "hf"], 32),
-        (["import", tmp_path / "in-dcp", "--dcp", tmp_path / "dcp"], 48),
+        (["export", path, path / "model.safetensors"], 32),
+        (["export", path, "--hf", path / "hf", "--max-shard-size", "40MB"], 32),
+        (["export", path, "--dcp", path / "dcp", "--max-shard-size", "40MB"], 48),
+        (["import", path / "in-hf", "--hf", path / "hf"], 32),
+        (["import", path / "in-dcp", "--dcp", path / "dcp"], 48),
     ):
         grown = peak_growth(lambda words=words: done(*words))  # type: ignore[misc]
         assert grown < most * MIB, f"{words[:2]}: {grown / MIB:.0f} of 192 MiB"
         if "model.safetensors" in str(words[-1]):
-            (tmp_path / "model.safetensors").unlink()
+            (path / "model.safetensors").unlink()
+
+
+@pytest.mark.workers
+def test_an_export_holds_a_shard_at_a_time_and_an_import_a_tensor(tmp_path: Path) -> None:
+    (result,) = run_workers(export_and_import, 1, folder=str(tmp_path), timeout_s=60)
+    assert result.error is None, result.traceback
 
 
 # -- what can't be done ------------------------------------------------------------------------------------------------
