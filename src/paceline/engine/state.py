@@ -110,6 +110,10 @@ class JobState:
             tree |= {entry.name: entry.get() for entry in self._plain_entries()}
         return tree
 
+    def first_model(self) -> dict[str, Any]:
+        """Of that the first model's part alone."""
+        return {"models": _local_models(self.models[:1], self.step.strategies.local_shard)}
+
     def put_back(self, checkpoint: Checkpoint, accept: Sequence[str]) -> None:
         """All workers do so; nothing is changed unless all of it fits. A damaged file is found when it is read."""
         tree, folder, step = checkpoint.tree, checkpoint.folder, self.step
