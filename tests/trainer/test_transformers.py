@@ -13,7 +13,7 @@ from torch import Tensor
 
 transformers = pytest.importorskip("transformers")
 
-from paceline import Trainer, TrainingArguments  # noqa: E402
+from paceline import Engine, Trainer, TrainingArguments  # noqa: E402
 from paceline.trainer.argument_fields import LOOK_AT_METRICS, SchedulerType  # noqa: E402
 from paceline.trainer.optimization import get_scheduler  # noqa: E402
 from paceline.world.world import World  # noqa: E402
@@ -264,6 +264,43 @@ def test_every_worker_writes_its_shards_of_the_model(tmp_path: Path, more: dict[
     assert not list(folder.glob("worker-*.model"))
     sizes = [(folder / name).stat().st_size for name in shards]
     assert max(sizes) < 0.7 * sum(sizes)
+
+
+def weights_alone(world: World, folder: Path, strategy: str) -> list[str]:
+    """What is wrong in a checkpoint of save_only_model."""
+    from paceline.checkpoint import weights_file
+
+    weights_file.WORTH_CUTTING = 0
+    arguments = TrainingArguments(
+        str(folder),
+        max_steps=2,
+        save_steps=2,
+        use_cpu=True,
+        lanes=2,
+        threads=1,
+        strategy=strategy,
+        save_only_model=True,
+    )
+    trainer = Trainer(model_init=tied_gpt, args=arguments, train_dataset=texts(8), world=world)
+    gather = Engine.state_dict
+    Engine.state_dict = None  # type: ignore[method-assign,assignment]  # nobody gathers the model to save it
+    trainer.train()
+    Engine.state_dict = gather  # type: ignore[method-assign]
+    whole = trainer.engine.state_dict()
+    trainer.engine.barrier()
+    if not world.is_main:
+        return []
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder / "checkpoint-2")
+    return [key for key, value in model.state_dict().items() if not torch.equal(value, whole[key])]
+
+
+@pytest.mark.workers
+@pytest.mark.parametrize("strategy", ["zero3", "fsdp"])
+def test_weights_alone_are_written_by_every_worker_too(tmp_path: Path, strategy: str) -> None:
+    results = run_workers(weights_alone, 2, folder=tmp_path, strategy=strategy)
+    assert [(result.value, result.error) for result in results] == [([], None), ([], None)], results[0].traceback
+    names = sorted(path.name for path in (tmp_path / "checkpoint-2").iterdir() if not path.name.startswith("model-"))
+    assert names == ["config.json", "generation_config.json", "model.safetensors.index.json", "trainer_state.json"]
 
 
 def test_a_checkpoint_has_the_tokenizer_and_of_any_module_the_weights(tmp_path: Path) -> None:

@@ -222,12 +222,19 @@ def write_model(checkpoint: Checkpoint, worker: int, workers: int, timeout_s: fl
     write_index(folder, shards)
 
 
-def complete(checkpoint: Checkpoint, folder: Path, beside: Beside | None = None) -> None:
-    """The main worker's last act. `beside` may write more files, such as others' formats of what the portions hold."""
+def complete(checkpoint: Checkpoint, folder: Path, beside: Beside | None = None, *, resumable: bool = True) -> None:
+    """The main worker's last act. `beside` may write more files, such as others' formats of what the portions hold.
+
+    What is not to be resumed from loses the portions: `write_model` has made of them what is left.
+    """
     if beside is not None:
         beside(checkpoint)
     partial = checkpoint.folder
-    write_file(partial / COMPLETE, [complete_text((partial / MANIFEST).read_bytes())])
+    if resumable:
+        write_file(partial / COMPLETE, [complete_text((partial / MANIFEST).read_bytes())])
+    else:
+        for name in (MANIFEST, *checkpoint.manifest.files):
+            (partial / name).unlink()
     publish(partial, folder)
 
 

@@ -72,10 +72,11 @@ LONGEST_LINE = 1000
 
 @dataclass(frozen=True)
 class Files:
-    """What is written into a checkpoint for others than us."""
+    """What is written into a checkpoint for others than us, and whether the job's state is in it at all."""
 
     beside: Beside | None = None
     weights: bool = False
+    state: bool = True
 
 
 NONE = Files()
@@ -156,6 +157,22 @@ class Checkpoints:
             return None
         if not self._asynchronous and self._around().world.is_main:
             self._prune_or_warn()
+        return folder
+
+    def save_weights(self, *, beside: Beside | None = None) -> Path | None:
+        """`checkpoint-{step}` with the first model's weights in Hugging Face's layout, and nothing to go on from.
+
+        It comes back when they are on the disk; each worker writes some, and none holds all of a sharded model.
+        """
+        if not self._at_boundary("checkpoints.save_weights"):
+            return None
+        self.poll()
+        folder = self.folder / checkpoint_name(self._step())
+        try:
+            self._saver.save(folder, files=Files(beside, weights=True, state=False))
+        except CheckpointError as error:
+            self._warn(str(error))
+            return None
         return folder
 
     def resume(self, which: bool | str | Path | None = True, *, accept: Sequence[str] = ()) -> Any:
@@ -311,7 +328,7 @@ class Save:
             if self.files.weights:
                 write_model(checkpoint, self.portion.worker, workers, seconds)
             if self.is_main:
-                complete(checkpoint, self.folder, self.files.beside)
+                complete(checkpoint, self.folder, self.files.beside, resumable=self.files.state)
         except Exception as error:
             plain = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
             reason = getattr(error, "strerror", None) or plain
@@ -462,7 +479,10 @@ class Saver:
         around, state = self._around(), self._state()
         world, is_main = around.world, around.world.is_main
         portion, failure = None, None
-        tree = state.collected(around.told, around.alike, is_main=is_main, extra=extra)
+        if files.state:
+            tree = state.collected(around.told, around.alike, is_main=is_main, extra=extra)
+        else:
+            tree = state.first_model()
         try:
             portion = portion_of(tree, world.rank, world.size)
         except CheckpointError as error:
@@ -513,5 +533,5 @@ class Saver:
         }
 
     def _tell_launcher(self, save: Save) -> None:
-        if save.is_main:
+        if save.is_main and save.files.state:
             self._around().supervisor.tell("checkpoint", folder=str(save.folder))

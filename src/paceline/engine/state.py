@@ -123,6 +123,10 @@ class JobState:
             tree |= {entry.name: entry.get() for entry in self._plain_entries()}
         return tree
 
+    def first_model(self) -> dict[str, Any]:
+        """Of that the first model's part alone."""
+        return {"models": _local_models(self.models[:1], self.step.strategies.local_shard, [()])}
+
     def _bases(self, alike: Alike) -> list[Reference]:
         """For each model; of a base in shards every worker reads the others', so all of them are here."""
         if not any(map(base_parameters, self.models)):
@@ -378,37 +382,33 @@ def _with_ties(model: nn.Module, saved: Mapping[str, Any]) -> Mapping[str, Any]:
 def _by_names(
     folder: Path, tree: Mapping[str, Any], models: Sequence[nn.Module], optimizers: Sequence[Optimizer]
 ) -> list[dict[str, Any]]:
-    """The state of an imported optimizer, which is known by names, as these optimizers number and group theirs."""
+    """The state of an imported optimizer, which is known by names, as these optimizers number and group theirs.
+
+    Settings are those of this job, which begins: a learning rate at the end of a schedule may be 0.
+    """
     told = f"the optimizer's state in {folder} does not fit"
     try:
         saved = tree["optimizers"][0]
         number = {name: place for place, name in enumerate(tree["parameter_names"][0])}
-        settings = {place: _settings(group) for group in saved["param_groups"] for place in group["params"]}
+        settings = {place: list(group) for group in saved["param_groups"] for place in group["params"]}
         of_names = {name: (settings[place], saved["state"].get(place)) for name, place in number.items()}
     except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
         raise CheckpointError(f"{told}: it can't be understood: {cause_of(error)}") from error
     found = []
     for optimizer in optimizers:
-        names, groups = _names_of(models, optimizer), _groups_of(optimizer)
+        names, kind = _names_of(models, optimizer), type(optimizer).__name__
         if missing := [name for name in names if name not in of_names]:
             raise CheckpointError(f"{told}: it has no group with {missing[0].partition('/')[2]!r}; {_WITHOUT}")
-        for group in groups:
-            theirs = [of_names[names[place]][0] for place in group["params"]]
-            if odd := [name for name in (theirs[0] if theirs else ()) if name not in {*group, "initial_lr"}]:
-                raise CheckpointError(f"{told}: {type(optimizer).__name__} has no setting {odd[0]!r}; {_WITHOUT}")
-            if any(repr(other) != repr(theirs[0]) for other in theirs):
-                raise CheckpointError(f"{told}: parameters of a group here have different settings there; {_WITHOUT}")
-            group.update(theirs[0] if theirs else {})
+        known = {"initial_lr", "param_names", *(key for group in optimizer.param_groups for key in group)}
+        if odd := [key for name in names for key in of_names[name][0] if key not in known]:
+            raise CheckpointError(f"{told}: it is of another optimizer, {kind} has no setting {odd[0]!r}; {_WITHOUT}")
         states = {place: of_names[name][1] for place, name in enumerate(names)}
-        found.append({"state": {p: s for p, s in states.items() if s is not None}, "param_groups": groups})
+        there = {place: state for place, state in states.items() if state is not None}
+        found.append({"state": there, "param_groups": _groups_of(optimizer)})
     return found
 
 
 _WITHOUT = "import the weights alone with --no-optimizer"
-
-
-def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in group.items() if name not in ("params", "param_names")}
 
 
 def _load_model(model: nn.Module, load_full: Callable[[Tensor, Tensor], None], state: Mapping[str, Any]) -> None:

@@ -480,8 +480,13 @@ class TrainingLoop:
             self._write_model(self._folder())
 
     def _save_model_alone(self) -> None:
-        self._write_model(self._folder())
-        best = self.trainer.state.best_model_checkpoint
+        trainer = self.trainer
+        if trainer.saves_by_itself() or self._files.are_adapters:
+            self._write_model(self._folder())
+        else:
+            beside = self._files.writer(trainer.state_with_callbacks()) if self._is_main() else None
+            self._is_dropped = self.checkpoints.save_weights(beside=beside) is None
+        best = trainer.state.best_model_checkpoint
         run_folder.prune_weights(self.args, best, main=self._is_main())
 
     def _write_model(self, folder: Path) -> None:
