@@ -7,6 +7,7 @@ import io
 import json
 from contextlib import redirect_stdout
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -73,6 +74,35 @@ def test_a_block_that_ends_before_says_that_nothing_was_recorded(
             profile.key_averages()
     assert "wait=0 and warmup=0 record from the start" in capsys.readouterr().out
     assert not (tmp_path / "profile").exists()
+
+
+def test_a_folder_that_cannot_be_written_costs_the_trace_alone(tmp_path: Path) -> None:
+    (tmp_path / "profile").write_text("in the way")
+    with (
+        Engine(lanes=4, project_dir=tmp_path) as engine,
+        pytest.warns(UserWarning, match=r"can't write .*rank0_steps3-5.*: .*exists"),
+    ):
+        profile = train(engine)
+        assert engine.step == 8
+    assert profile.trace is None
+    assert len(profile.key_averages()) > 0
+
+
+def test_on_a_gpu_kernels_are_counted_and_not_the_operators_that_started_them(tmp_path: Path) -> None:
+    def event(key: str, device: Any, on_gpu: float, note: bool = False) -> Any:
+        times = {"self_cpu_time_total": 7.0, "self_device_time_total": on_gpu, "count": 3}
+        return SimpleNamespace(key=key, device_type=device, is_user_annotation=note, **times)
+
+    cpu, gpu = SimpleNamespace(name="CPU"), SimpleNamespace(name="CUDA")
+    events = [event("aten::mm", cpu, 900.0), event("gemm", gpu, 900.0), event("Memcpy", gpu, 300.0)]
+    with Engine(lanes=4, project_dir=tmp_path) as engine:
+        profile = train(engine)
+        profile._on_gpu = True
+        _, rows = profile._table([*events, event("ProfilerStep#3", gpu, 5000.0), event("mine", gpu, 50.0, note=True)])
+    assert rows[1:3] == [
+        ("gemm", "75.0% of all operators, 0.30 ms in 1 call"),
+        ("Memcpy", "25.0% of all operators, 0.10 ms in 1 call"),
+    ]
 
 
 def test_a_second_one_inside_is_refused_and_another_after_it_is_not(tmp_path: Path) -> None:

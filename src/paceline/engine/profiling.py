@@ -12,13 +12,15 @@ trace has it twice, and the recovery in between.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch.profiler import ProfilerAction, ProfilerActivity, profile
 
 from paceline.errors import ConfigError, LoopError
+from paceline.input_file import cause_of
+from paceline.world import messages
 from paceline.world.checked_values import whole_number
 
 if TYPE_CHECKING:
@@ -50,15 +52,13 @@ class Profile:
         self._seconds, self._exposed_s, self._waited_s = 0.0, 0.0, 0.0
         self.trace: Path | None = None
         """Where this worker's is, once it is written."""
-        on_gpu = engine.device.type == "cuda"
+        self._was_recorded = False
+        self._on_gpu = on_gpu = engine.device.type == "cuda"
         self._profiler = profile(
             activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])],
             schedule=self._action,
             on_trace_ready=self._save,
             **options,
-        )
-        self._time_of: Callable[[Any], float] = lambda event: (
-            event.self_device_time_total if on_gpu else event.self_cpu_time_total
         )
 
     def __enter__(self) -> Profile:
@@ -73,7 +73,7 @@ class Profile:
     def __exit__(self, kind: object, error: BaseException | None, frames: object) -> None:
         self._engine._group.after_step.remove(self._step_counts)
         self._profiler.stop()
-        if self.trace is None and error is None:
+        if not self._was_recorded and error is None:
             self._engine._note(f"paceline: {self._nothing()}")
 
     def step(self) -> None:
@@ -81,7 +81,7 @@ class Profile:
 
     def key_averages(self, **options: Any) -> Any:
         """torch's, of the steps that were recorded."""
-        if self.trace is None:
+        if not self._was_recorded:
             raise LoopError(self._nothing())
         return self._profiler.key_averages(**options)
 
@@ -115,9 +115,13 @@ class Profile:
         """By the launcher's rank, which is the slot in an elastic job: no two processes have one at the same time."""
         steps = f"steps{self._at[0]}-{self._at[-1]}" if self._at else "no_whole_step"
         path = self._folder / f"rank{self._engine._group.seat.rank}_{steps}.pt.trace.json.gz"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        profiler.export_chrome_trace(str(path))
-        self.trace = path
+        self._was_recorded = True
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            profiler.export_chrome_trace(str(path))
+            self.trace = path
+        except OSError as error:  # what is trained is worth more
+            messages.warn(f"engine.profile() can't write {path}: {cause_of(error)}", stacklevel=1)
         if self._at and self._engine.is_main_process:
             self._engine.show_table(*self._table(profiler.key_averages()))
 
@@ -129,13 +133,22 @@ class Profile:
         rows = [("waiting for data", self._share(self._waited_s))]
         if world.size > 1:
             rows.insert(0, ("exposed communication", self._share(self._exposed_s)))
-        events = [event for event in averages if not event.key.startswith("ProfilerStep")]
-        total = sum(map(self._time_of, events)) or 1.0
-        for event in sorted(events, key=self._time_of, reverse=True)[:TOP]:
-            spent = self._time_of(event)  # in µs
+        spent_in = {id(event): self._time_of(event) for event in averages}  # in µs
+        total = sum(spent_in.values()) or 1.0
+        for event in sorted(averages, key=lambda event: spent_in[id(event)], reverse=True)[:TOP]:
+            spent = spent_in[id(event)]
             calls = f"{event.count / count:g} call{'' if event.count == count else 's'}"
             rows.append((event.key, f"{spent / total:.1%} of all operators, {spent / count / 1e3:.2f} ms in {calls}"))
         return title, [*rows, ("trace", str(self.trace))]
+
+    def _time_of(self, event: Any) -> float:
+        """By itself: of operators on the CPU; on a GPU of its kernels, which operators would count a second time."""
+        if event.key.startswith("ProfilerStep"):
+            return 0.0
+        if not self._on_gpu:
+            return float(event.self_cpu_time_total)
+        is_kernel = event.device_type.name == "CUDA" and not event.is_user_annotation
+        return float(event.self_device_time_total) if is_kernel else 0.0
 
     def _share(self, seconds: float) -> str:
         return f"{seconds / self._seconds:.1%} of the step, {1e3 * seconds / len(self._at):.2f} ms"
