@@ -316,15 +316,6 @@ def run(
     or server failed or hung, 2 wrong usage, 3 could not meet, 4 fewer than --min-workers left or the state lost once
     too often, 75 stopped on request, 128+n killed by signal n, 130 Ctrl-C, 143 SIGTERM.
     """
-    rules = Rules(
-        min_workers=1 if min_workers is None else min_workers,
-        max_workers=max_workers,
-        restart_workers=restart_workers is not False,
-        heartbeat_timeout_s=heartbeat_timeout_s,
-        step_timeout_s=step_timeout_s,
-        copies=copies,
-    )
-    is_elastic = elastic or min_workers is not None or max_workers is not None or bool(restart_workers)
     known = None if standalone else environment.launch_defaults()
     host_count = _host_count(hosts, host_rank, known)
     worker_count = _worker_count(_per_host(workers, num_processes, host_count), known)
@@ -338,7 +329,7 @@ def run(
         settings=settings,
         keep_memory=keep_memory,
         grace_s=grace_s,
-        elastic=rules if is_elastic else None,
+        elastic=_rules(elastic, min_workers, max_workers, restart_workers, heartbeat_timeout_s, step_timeout_s, copies),
         ledger=ledger,
         quiet=quiet or environment.is_quiet(),
         hosts=None
@@ -356,6 +347,23 @@ def run(
 
 
 # -- from their values to a job ----------------------------------------------------------------------------------------
+
+
+def _rules(
+    elastic: bool, min_workers: int | None, max_workers: int | None, restart_workers: bool | None,
+    heartbeat_timeout_s: float, step_timeout_s: float, copies: int,
+) -> Rules | None:  # fmt: skip
+    """None: a job that ends with its first worker. Any of the options that need an elastic one says so too."""
+    if not (elastic or min_workers is not None or max_workers is not None or restart_workers):
+        return None
+    return Rules(
+        min_workers=1 if min_workers is None else min_workers,
+        max_workers=max_workers,
+        restart_workers=restart_workers is not False,
+        heartbeat_timeout_s=heartbeat_timeout_s,
+        step_timeout_s=step_timeout_s,
+        copies=copies,
+    )
 
 
 def _settings(

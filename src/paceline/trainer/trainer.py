@@ -113,12 +113,7 @@ class Trainer:
         check_overrides(type(self), Trainer)
         if (model is None) == (model_init is None):
             raise ConfigError("the Trainer needs a model or a model_init that makes one: give one of them")
-        self.args = args if args is not None else TrainingArguments()
-        if not isinstance(self.args, TrainingArguments):
-            raise ConfigError(
-                f"args is a {type(self.args).__module__}.{type(self.args).__name__}; import TrainingArguments from "
-                "paceline too: it takes the same arguments"
-            )
+        self.args = TrainingArguments() if args is None else _checked(args)
         if world is not None:
             self.args._world = world
         self._train_batch_size = self.args.train_batch_size  # auto_find_batch_size may find another
@@ -749,3 +744,12 @@ def _named(dataset: Any) -> dict[str, Any]:
     if dataset is None:
         return {}
     return dataset if isinstance(dataset, dict) else {"": dataset}
+
+
+def _checked(args: Any) -> TrainingArguments:
+    if not isinstance(args, TrainingArguments):
+        raise ConfigError(
+            f"args is a {type(args).__module__}.{type(args).__name__}; import TrainingArguments from paceline too: it "
+            "takes the same arguments"
+        )
+    return args
