@@ -433,9 +433,9 @@ def loads_at_once(world: World, *, folder: str) -> str:
 
     original = saver.complete
 
-    def slow(*args: Any) -> None:
+    def slow(*args: Any, **options: Any) -> None:
         time.sleep(0.3)
-        original(*args)
+        original(*args, **options)
 
     saver.complete = slow
     with Engine(world=world, lanes=2) as engine:
