@@ -193,7 +193,7 @@ def test_a_store_is_opened_for_every_kind_of_world(channel: Channel) -> None:
         open_store(control, NoSupervisor(), 5)
 
 
-def test_rank_0_serves_a_tcp_store_on_loopback_only_and_says_when_the_port_is_taken() -> None:
+def test_rank_0_serves_a_tcp_store_on_loopback_only() -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -204,8 +204,17 @@ def test_rank_0_serves_a_tcp_store_on_loopback_only_and_says_when_the_port_is_ta
     assert open_store(host, NoSupervisor(), 5).get("a") == b"1"
     listening = [c.laddr for c in psutil.Process().net_connections(kind="inet") if c.status == psutil.CONN_LISTEN]
     assert [address.ip for address in listening if address.port == port] == ["127.0.0.1"]
-    with pytest.raises(WorldError, match=f"port {port} on 127.0.0.1 is in use"):
-        open_store(world, NoSupervisor(), 5)
+    assert open_store(world, NoSupervisor(), 5) is store  # by another Engine of this process
+
+
+def test_rank_0_says_when_the_port_of_its_store_is_taken() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        world = World(rank=0, size=2, local_size=2, rendezvous=TcpRendezvous("127.0.0.1", port))
+        with pytest.raises(WorldError, match=f"port {port} on 127.0.0.1 is in use"):
+            open_store(world, NoSupervisor(), 5)
 
 
 def test_a_tcp_store_that_nobody_serves_is_named() -> None:

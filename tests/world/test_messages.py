@@ -77,18 +77,19 @@ def test_the_level_silences_notes_progress_and_tables(capsys: pytest.CaptureFixt
 
 
 def test_a_supervisor_is_not_told_of_progress_that_nobody_wants() -> None:
-    class Client:
+    class Supervisor:
+        is_there = True
         told = 0
 
         def tell(self, kind: str, **fields: object) -> None:
             self.told += 1
 
-    client = Client()
+    supervisor = Supervisor()
     for level in (logging.INFO, logging.ERROR):
         TOP.setLevel(level)
-        bar = Bar(step=0, total=1, main=lambda: True, client=client)  # type: ignore[arg-type]
+        bar = Bar(step=0, total=1, main=lambda: True, supervisor=supervisor)  # type: ignore[arg-type]
         bar.step_done(1)
-    assert client.told == 1
+    assert supervisor.told == 1
 
 
 def test_a_handler_of_ones_own_gets_them_instead(
