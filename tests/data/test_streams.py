@@ -488,6 +488,26 @@ def test_a_stream_of_few_shards_is_read_in_fewer_parts() -> None:
     loader.close()
 
 
+class FewShards(IterableDataset[Tensor]):
+    """Each loader process has whole shards, so the third and all after it nothing."""
+
+    num_shards = 2
+
+    def __iter__(self) -> Iterator[Tensor]:
+        info = get_worker_info()
+        first, stride = (0, 1) if info is None else (info.id, info.num_workers)
+        for shard in range(first, self.num_shards, stride):
+            yield from map(torch.tensor, range(25 * shard, 25 * shard + 25))
+
+
+def test_a_stream_of_fewer_shards_than_lanes_is_read_whole_and_alike_on_any_number_of_workers() -> None:
+    """One worker trained with half of the lanes, several were refused."""
+    handed = [Job(FewShards).run(workers) for workers in (1, 2, 3, 4)]
+    assert handed[1:] == 3 * handed[:1]
+    assert samples_of(handed[0]) == list(range(50))
+    assert {lane for step, lane, _ in handed[0] if step == 0} == {0, 1, 2, 3}
+
+
 def test_a_stream_that_says_it_splits_itself_is_told_which_part_it_is() -> None:
     assert samples_of(Job(lambda: Stream(Hidden(), splits_itself=True), lanes=2).run(2)) == list(range(10))
 

@@ -529,3 +529,42 @@ def full_weights(world: World) -> dict[str, Any]:
     with Engine(world=world, lanes=2, strategy="fsdp") as engine:
         next(train(engine, *prepared(engine), 1))
         return {name: value.tolist() for name, value in engine.state_dict().items()}
+
+
+class Table:
+    """Something of the script's own with a state, as an average of the weights is."""
+
+    def __init__(self) -> None:
+        self.values = torch.zeros(0)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"values": self.values, "count": torch.tensor(3), "none": torch.zeros(0)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.values = state["values"]
+
+
+def saves_large_tensors(world: World, folder: str, strategy: str) -> float:
+    """Of `extra`, and of what was registered; the tensors that come back, added up."""
+    with Engine(world=world, lanes=4, strategy=strategy) as engine:
+        prepared(engine)
+        table = Table()
+        engine.register_for_checkpointing(table)
+        checkpoints = engine.checkpoints(folder)
+        table.values = torch.arange(5000.0)
+        checkpoints.save({"large": torch.ones(70, 70), "nested": (1, [torch.full((9000,), 0.5)])})
+        checkpoints.wait()
+        table.values = torch.zeros(0)
+        extra = checkpoints.resume()
+        assert extra["nested"][0] == 1
+        return float(table.values.sum() + extra["large"].sum() + extra["nested"][1][0].sum())
+
+
+@pytest.mark.workers
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_large_tensors_of_extra_and_of_what_is_registered_are_saved_by_several_workers(
+    tmp_path: Path, strategy: str
+) -> None:
+    results = run_workers(saves_large_tensors, 3, folder=str(tmp_path), strategy=strategy)
+    wanted = sum(range(5000)) + 70 * 70 + 4500
+    assert [(result.value, result.error) for result in results] == 3 * [(wanted, None)]

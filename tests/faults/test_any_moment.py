@@ -180,3 +180,11 @@ def test_a_worker_that_joins_gets_the_base_of_adapters_from_the_others(tmp_path:
     job = run_elastic(tmp_path, f"--strategy {strategy}", arguments, orders=orders)
     check_unharmed(job, orders, trained)
     assert "worker 1 is back" in job.err, job.text
+
+
+@pytest.mark.parametrize("strategy", ["zero3", "fsdp"])
+def test_a_worker_joins_a_job_whose_weights_came_from_files(tmp_path: Path, strategy: str) -> None:
+    trained, orders = "--pretrained", ["kill:rank=1,step=2,phase=backward"]
+    job = run_elastic(tmp_path, f"--strategy {strategy}", f"{trained} --step-s 0.1 --await-joiner 1-1", orders=orders)
+    check_unharmed(job, orders, trained)
+    assert "worker 1 is back" in job.err, job.text

@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
@@ -49,6 +50,16 @@ def build(width: int) -> nn.Module:
     )  # fmt: skip
 
 
+def pretrained(width: int) -> Path:
+    """Weights in a file, which every process may write: they are the same."""
+    generator, file = torch.Generator().manual_seed(5), Path("pretrained.safetensors")
+    state = build(width).state_dict()
+    drawn = {n: torch.rand(v.shape, generator=generator) if v.is_floating_point() else v for n, v in state.items()}
+    mine = Path(f".pretrained-{os.getpid()}")
+    save_file(drawn, mine)
+    return mine.replace(file)
+
+
 def adapted(model: nn.Module, *, joins: bool) -> nn.Module:
     """As if peft had frozen a part of it. A worker that joins has built another base, and is given the others'."""
     model.peft_config = {"default": "an adapter"}  # type: ignore[assignment]
@@ -78,6 +89,7 @@ def main() -> None:
     parser.add_argument("--sums-on-servers", action="store_true", help="parameter_server whose servers only add")
     parser.add_argument("--second-opinion", type=int, help="steps from one to the next whose lanes are computed twice")
     parser.add_argument("--adapters", action="store_true", help="a layer of the model is the base of adapters")
+    parser.add_argument("--pretrained", action="store_true", help="weights from a file, by way of the meta device")
     parser.add_argument("--await-joiner", help="SLOT-INCARNATION: the others don't end before it stands at the loop")
     parser.add_argument("--profile", action="store_true", help="the first steps that this worker makes")
     asked = parser.parse_args()
@@ -99,13 +111,15 @@ def main() -> None:
         elastic = engine.world.elastic
         if engine.world.is_server and elastic is not None and elastic.joins:
             Path(f"stands-{slot}-{elastic.incarnation}").touch()
-        model = build(asked.width)
+        weights = pretrained(asked.width) if asked.pretrained else None
+        with torch.device("cpu" if weights is None else "meta"):
+            model = build(asked.width)
         if asked.adapters:
             adapted(model, joins=elastic is not None and elastic.joins)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 20)
         loader = DataLoader(Noisy(asked.samples), batch_size=ROWS, shuffle=True, num_workers=asked.loader_processes)
-        model, optimizer, loader, schedule = engine.prepare(model, optimizer, loader, schedule)
+        model, optimizer, loader, schedule = engine.prepare(model, optimizer, loader, schedule, weights=weights)
         checkpoints = engine.checkpoints(asked.run_dir, keep=2)
         if asked.log:
             engine.init_trackers("logged", config={"width": asked.width})

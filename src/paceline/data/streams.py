@@ -7,9 +7,10 @@ twice: lane l has `readers` parts, and each part's reader is told to be one of l
              part 1 ─ batch, batch …             parts live in the worker that has the lane
     lane 1   part 2 ─ …
 
-A stream that can't be split is read whole by every worker, which keeps the samples of its lanes. Lanes run dry at
-different times, which can't be known beforehand: before each step the workers tell each other what their lanes have.
-Each worker knows the places of its own lanes; where workers come or go, all of them are merged (`merged`).
+A stream that can't be split, or has fewer shards than there are lanes, is read whole by every worker, which keeps the
+samples of its lanes. Lanes run dry at different times, which can't be known beforehand: before each step the workers
+tell each other what their lanes have. Each worker knows the places of its own lanes; where workers come or go, all of
+them are merged (`merged`).
 """
 
 from __future__ import annotations
@@ -60,8 +61,11 @@ class StreamLoader:
         check_assignable(source)
         self.dataset: Any = source.dataset
         self._assignment, self._agree, self._source = assignment, agree, source
-        self.splits = splits_itself(self.dataset)
         batch_size = batch_size_of(source, assignment) if source.batch_size is not None else None
+        shards, by_itself = shards_of(self.dataset), splits_itself(self.dataset)
+        # Of fewer shards than lanes some lanes would have nothing, and a worker that has those alone nothing to do.
+        self._too_few = by_itself and batch_size is not None and shards is not None and shards < assignment.lanes
+        self.splits = by_itself and not self._too_few
         if batch_size is None and not self.splits:
             raise ConfigError(
                 "a stream of ready-made batches (batch_size=None) that does not split itself by get_worker_info() "
@@ -212,7 +216,8 @@ class StreamLoader:
         if self.splits:
             how = f"a stream in {shape.parts} parts, {self.readers} for each lane"
         else:
-            how = "a stream that is not split: every worker reads all of it and keeps its lanes' samples"
+            what = "has fewer shards than lanes" if self._too_few else "is not split"
+            how = f"a stream that {what}: every worker reads all of it and keeps its lanes' samples"
         return f"up to {self._assignment.lanes} lanes × {self._assignment.accumulate} micro-batches × {size}", how
 
     # -- items -------------------------------------------------------------------------------------------------------

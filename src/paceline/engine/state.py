@@ -26,6 +26,7 @@ from torch.optim import Optimizer
 
 from paceline.checkpoint.load import Checkpoint, full_tree
 from paceline.checkpoint.manifest import MANIFEST
+from paceline.checkpoint.tree import DEEPEST, SMALL
 from paceline.engine.adapted_models import (
     Reference,
     are_references,
@@ -112,7 +113,7 @@ class JobState:
             "optimizers": [step.strategies.local_state(optimizer) for optimizer in self.optimizers],
         }
         if is_main:
-            tree |= {
+            mine = {
                 "job": dict(self.facts()),
                 "kinds": [type(optimizer).__name__ for optimizer in self.optimizers],
                 "parameter_names": [_names_of(self.models, optimizer) for optimizer in self.optimizers],
@@ -120,7 +121,7 @@ class JobState:
                 "extra": extra,
                 "bases": bases,
             }
-            tree |= {entry.name: entry.get() for entry in self._plain_entries()}
+            tree |= _saved_here(mine | {entry.name: entry.get() for entry in self._plain_entries()})
         return tree
 
     def first_model(self) -> dict[str, Any]:
@@ -231,6 +232,19 @@ class JobState:
         """In the data: when the step that the loop is in is done, or as it begins."""
         item = self.step.item_done() if step_done else None
         return None if self.loader is None else self.loader.source.state_after(item)
+
+
+def _saved_here(tree: Any, depth: int = 0) -> Any:
+    """A tree that one worker alone has: it writes its tensors whole. What all have is cut among them."""
+    if isinstance(tree, Tensor):
+        return tree if tree.nbytes <= SMALL else LocalShard.all_here(tree)
+    if depth > DEEPEST:  # it is refused where it is written
+        return tree
+    if isinstance(tree, dict):
+        return {key: _saved_here(value, depth + 1) for key, value in tree.items()}
+    if isinstance(tree, list | tuple):
+        return (tuple if isinstance(tree, tuple) else list)(_saved_here(value, depth + 1) for value in tree)
+    return tree
 
 
 def _scheduler_state(scheduler: Any) -> dict[str, Any]:
