@@ -21,6 +21,7 @@ from paceline.world.world import World  # noqa: E402
 from tests.workers import hashes, run_workers  # noqa: E402
 
 STEPS, HALF = 4, 2
+IMPORTS_S = 100.0  # transformers and peft take workers half a minute to import where the host is busy
 FILES = {"adapter_model.safetensors", "adapter_config.json"}
 
 
@@ -87,8 +88,10 @@ def test_a_checkpoint_of_a_peft_model_holds_no_base(tmp_path: Path) -> None:
 @pytest.mark.workers
 def test_a_lora_goes_on_under_another_strategy_on_other_workers_with_the_same_bits(tmp_path: Path) -> None:
     job = {"folder": str(tmp_path / "run"), "all_parameters": True}
-    hashes(run_workers(trained, 2, strategy="zero2", until=HALF, **job))
-    resumed = hashes(run_workers(trained, 3, strategy="fsdp", written=str(tmp_path / "out"), **job))
+    hashes(run_workers(trained, 2, timeout_s=IMPORTS_S, strategy="zero2", until=HALF, **job))
+    resumed = hashes(
+        run_workers(trained, 3, timeout_s=IMPORTS_S, strategy="fsdp", written=str(tmp_path / "out"), **job)
+    )
     undisturbed = {"folder": str(tmp_path / "alone"), "saves": False, "all_parameters": True}
     assert resumed == {trained(World(), written=str(tmp_path / "whole"), **undisturbed)}
     assert {path.name for path in (tmp_path / "out").iterdir()} >= FILES
@@ -133,7 +136,7 @@ def test_a_checkpoint_of_the_trainer_opens_with_peft(tmp_path: Path) -> None:
 @pytest.mark.workers
 def test_adapters_of_the_trainer_are_the_same_files_on_any_number_of_workers(tmp_path: Path) -> None:
     alone = trains_with_trainer(World(), folder=str(tmp_path / "1"))
-    two = run_workers(trains_with_trainer, 2, folder=str(tmp_path / "2"), strategy="fsdp")
+    two = run_workers(trains_with_trainer, 2, timeout_s=IMPORTS_S, folder=str(tmp_path / "2"), strategy="fsdp")
     assert hashes(two) == {alone}
     for inside in (f"checkpoint-{HALF}", "final"):
         for name in FILES:
