@@ -26,11 +26,9 @@ from torch import Tensor, nn
 from paceline.checkpoint.load import Checkpoint
 from paceline.checkpoint.manifest import COMPLETE
 from paceline.checkpoint.tensor_file import DTYPES, TensorFile
-from paceline.checkpoint.weights_file import stored_weights
+from paceline.checkpoint.weights_file import INDEX, WEIGHTS, stored_weights
 from paceline.errors import CheckpointError
 from paceline.input_file import cause_of, read_json
-
-SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
 @dataclass(frozen=True)
@@ -49,7 +47,7 @@ class PretrainedWeights:
 
     @classmethod
     def open(cls, path: Path) -> PretrainedWeights:
-        if (path / COMPLETE).exists() and not (path / SINGLE).exists() and not (path / INDEX).exists():
+        if (path / COMPLETE).exists() and not (path / WEIGHTS).exists() and not (path / INDEX).exists():
             stored = stored_weights(Checkpoint.open(path))
             return cls(path, {name: _of_checkpoint(value) for name, value in stored.items()})
         found: dict[str, PretrainedTensor] = {}
@@ -101,11 +99,11 @@ def _files_of(path: Path) -> dict[Path, list[str] | None]:
     """With the names to take from each, or None for all."""
     if path.is_file() and path.suffix == ".safetensors":
         return {path: None}
-    if (path / SINGLE).is_file():
-        return {path / SINGLE: None}
+    if (path / WEIGHTS).is_file():
+        return {path / WEIGHTS: None}
     if not (path / INDEX).is_file():
         raise CheckpointError(
-            f"{path} holds no weights: no {SINGLE}, no {INDEX} and no checkpoint; give the folder that "
+            f"{path} holds no weights: no {WEIGHTS}, no {INDEX} and no checkpoint; give the folder that "
             "save_pretrained wrote, or that huggingface_hub.snapshot_download returns"
         )
     try:
