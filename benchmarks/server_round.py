@@ -27,6 +27,7 @@ from paceline.parameter_server.wire import Close
 from paceline.strategies.registry import Job
 from paceline.strategies.server.parameter_server import Assembly, ParameterServer
 from paceline.strategies.server.space import plan_spaces
+from paceline.world.control import NoSupervisor
 from paceline.world.world import World
 
 PARTS = 24
@@ -46,7 +47,7 @@ class ServerJob:
             world=world,
             comm=SingleWorker(),
             store=store,
-            client=None,
+            supervisor=NoSupervisor(),
             device=torch.device("cpu"),
             models=(),
             names=_names(parameters),

@@ -110,8 +110,8 @@ def open_store(world: World, supervisor: Supervisor, timeout_s: float) -> Store:
     return _tcp_store(world, world.rendezvous, timeout_s)
 
 
-_open: WeakValueDictionary[TcpRendezvous, Store] = WeakValueDictionary()
-"""What this process has open: rank 0 can serve one at an address."""
+_served: WeakValueDictionary[TcpRendezvous, Store] = WeakValueDictionary()
+"""By this process: at an address there can be one. Others connect anew: a store answers one thread at a time."""
 _kept: list[Store] = []
 """By `in_turn`: the others may still read from it when rank 0 has gone on."""
 _turns = itertools.count()
@@ -145,9 +145,9 @@ def in_turn(world: World, *, first: bool, of: str, timeout_s: float) -> Iterator
 
 
 def _tcp_store(world: World, meeting: TcpRendezvous, timeout_s: float) -> Store:
-    if (known := _open.get(meeting)) is not None:
-        return known
     serves = world.rank == 0 and not meeting.served_by_agent
+    if serves and (known := _served.get(meeting)) is not None:
+        return known
     listener = _listen(meeting) if serves else None
     try:
         store = TCPStore(
@@ -168,7 +168,8 @@ def _tcp_store(world: World, meeting: TcpRendezvous, timeout_s: float) -> Store:
         ) from error
     if listener is not None:
         listener.detach()  # the server thread owns the descriptor now
-    _open[meeting] = store
+    if serves:
+        _served[meeting] = store
     return store
 
 
