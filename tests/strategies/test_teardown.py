@@ -141,7 +141,8 @@ class Crew:
     def step(self, moment: str = "") -> None:
         """One step; raises `Told` at the moment."""
         place, strategy = self.place, self.strategy
-        plan, mine = self.table.plan(tuple(range(LANES))), self.table.assignment[self.members.index(self.place.slot)]
+        plan, _ = self.table.plan(tuple(range(LANES)))
+        mine = self.table.assignment[self.members.index(self.place.slot)]
         strategy.start_step(place.round, plan)
         _tell("step begun", moment)
         for lane in mine:
