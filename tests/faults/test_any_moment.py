@@ -118,6 +118,15 @@ def test_a_worker_lost_at_any_moment_changes_no_bit(case: Case, tmp_path: Path) 
     check_unharmed(job, case.orders)
 
 
+@pytest.mark.parametrize("strategy", ["fsdp", "hybrid"])
+def test_one_whose_data_raise_between_two_steps_does_not_wait_for_the_others_to_leave(
+    strategy: str, tmp_path: Path
+) -> None:
+    """They stand in the next step, and wait for it: under fsdp neither would have ended."""
+    orders = ["raise:rank=0,step=2,phase=data"]
+    check_unharmed(run_elastic(tmp_path / "job", f"--strategy {strategy} --backend paceline", orders=orders), orders)
+
+
 def test_an_elastic_job_without_faults_has_the_bits_of_a_plain_one(tmp_path: Path) -> None:
     check_unharmed(run_elastic(tmp_path / "job", orders=[]))
 

@@ -459,7 +459,7 @@ class Engine(AccelerateNames):
         loader = self._objects.loader
         if loader is not None:
             loader.end_steps()
-        if loader is not None and loader.in_loop:
+        if loader is not None and (loader.in_loop or loader.failed):
             if not group.recovery.is_elastic:
                 loader.say_left()
             else:

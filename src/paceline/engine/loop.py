@@ -65,7 +65,7 @@ class PreparedLoader:
         self._step_items: list[tuple[WorkItem, Any]] = []
         self._stepping: Generator[Any] | None = None  # the loop of `next_step`, which stands still after each step
         self._was_stopped = False
-        self.in_loop = self.left_early = False
+        self.in_loop = self.left_early = self.failed = False
         self._begun_elsewhere, self._epoch_is_set = begun_elsewhere, False
         self.was_measured = False  # by len(): what is made from that counts items
         self._record_folder = record_folder
@@ -156,6 +156,9 @@ class PreparedLoader:
             whole = not step.inside_step and step.broken is None
             if step.item is not None and step.item.last_of_step and whole:
                 self._end_step(step.item)  # a `break` after the step acted is a clean end: the step counts
+            raise
+        except BaseException:  # of the data, as of a sample that can't be read: the others may be in their next step
+            self.failed = True
             raise
         finally:
             self._group.loop = None
@@ -325,7 +328,7 @@ class PreparedLoader:
         group.comm.take_back_note()
         if not self._stops.enter_loop(boundary.told):
             return False
-        self.in_loop = True
+        self.in_loop, self.failed = True, False
         if not (self._step.rounds or self.source.epoch or self._epoch_is_set) and self._begun_elsewhere():
             messages.warn(
                 "the optimizer or scheduler has made steps before this job, but the data begin with epoch 0, whose "

@@ -63,6 +63,7 @@ class ShardPulls:
         store, host = PrefixStore(f"pulls/{number}", job.store), torch.device("cpu")
         self._comm = Communicator.connect(job.comm.world, store, backend="gloo", device=host, timeout_s=job.timeout_s)
         self._comm.counts_with(job.comm)
+        self._workers = job.comm
         self._timeout_s, self._parts = job.timeout_s, parts
         self._at_rest = True
         self.peers = [worker for worker in range(self._comm.size) if worker != self._comm.rank]
@@ -201,8 +202,10 @@ class ShardPulls:
             self._change.notify_all()
         for peer in self.peers:
             self._ask(peer, _LEAVES)
-        # Between steps a peer may go on alone, to evaluate or to save; inside one it will hear that we have left.
-        until = time.monotonic() + (self._timeout_s if self._at_rest else LEAVES_WITHIN_S)
+        # Between steps a peer may go on alone, to evaluate or to save; inside one it will hear that we have left, as
+        # where the group is over.
+        waits = self._at_rest and not self._workers.is_over
+        until = time.monotonic() + (self._timeout_s if waits else LEAVES_WITHIN_S)
         for thread in self._threads:
             thread.join(timeout=max(0.0, until - time.monotonic()))
         self._close()
