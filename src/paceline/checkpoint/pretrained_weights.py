@@ -19,23 +19,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from torch import Tensor, nn
 
 from paceline.checkpoint.load import Checkpoint
 from paceline.checkpoint.manifest import COMPLETE
-from paceline.checkpoint.tensor_file import DTYPES, TensorFile
-from paceline.checkpoint.weights_file import INDEX, WEIGHTS, stored_weights
+from paceline.checkpoint.tensor_file import LazyTensor, TensorFile
+from paceline.checkpoint.weights_file import INDEX, WEIGHTS, read_pretrained, stored_weights
 from paceline.errors import CheckpointError
-from paceline.input_file import cause_of, read_json
-
-
-@dataclass(frozen=True)
-class PretrainedTensor:
-    shape: tuple[int, ...]
-    dtype: str
-    read: Callable[[], Tensor]
 
 
 @dataclass(frozen=True)
@@ -43,25 +34,20 @@ class PretrainedWeights:
     """Opened: names and shapes are known."""
 
     path: Path
-    tensors: Mapping[str, PretrainedTensor]
+    tensors: Mapping[str, Tensor | LazyTensor]
 
     @classmethod
     def open(cls, path: Path) -> PretrainedWeights:
+        if path.is_file() and path.suffix == ".safetensors":
+            file = TensorFile.open(path)
+            return cls(path, {name: file.later(name) for name in file.names()})
         if (path / COMPLETE).exists() and not (path / WEIGHTS).exists() and not (path / INDEX).exists():
-            stored = stored_weights(Checkpoint.open(path))
-            return cls(path, {name: _of_checkpoint(value) for name, value in stored.items()})
-        found: dict[str, PretrainedTensor] = {}
-        for file, names in _files_of(path).items():
-            opened = TensorFile.open(file)
-            for name in opened.names() if names is None else names:
-                if name not in opened.table:
-                    raise CheckpointError(f"{file} has no {name!r}, which {path / INDEX} says is in it")
-                found[name] = _of_file(opened, name)
-        return cls(path, found)
+            return cls(path, stored_weights(Checkpoint.open(path)))
+        return cls(path, read_pretrained(path))
 
     def digest(self) -> str:
         """Of names, shapes and dtypes: whether workers see the same."""
-        rows = [(name, tensor.shape, tensor.dtype) for name, tensor in sorted(self.tensors.items())]
+        rows = [(name, tuple(tensor.shape), str(tensor.dtype)) for name, tensor in sorted(self.tensors.items())]
         return hashlib.sha256(repr(rows).encode()).hexdigest()
 
     def values_for(self, model: nn.Module) -> dict[int, Callable[[], Tensor]]:
@@ -74,10 +60,10 @@ class PretrainedWeights:
             here = next((place for place in _places(name, model) if place in own), None)
             if here is None:
                 unknown.append(name)
-            elif tuple(own[here].shape) != tensor.shape:
-                self._refuse(f"{name!r} is {tensor.shape} there and {tuple(own[here].shape)} in the model")
+            elif own[here].shape != tensor.shape:
+                self._refuse(f"{name!r} is {tuple(tensor.shape)} there and {tuple(own[here].shape)} in the model")
             else:
-                found.setdefault(id(own[here]), tensor.read)
+                found.setdefault(id(own[here]), partial(_read, tensor))
         missing = [name for name, value in own.items() if id(value) not in found]
         unknown = [name for name in unknown if not _is_ignored(name, model)]
         if missing or unknown:
@@ -95,40 +81,8 @@ class PretrainedWeights:
         )
 
 
-def _files_of(path: Path) -> dict[Path, list[str] | None]:
-    """With the names to take from each, or None for all."""
-    if path.is_file() and path.suffix == ".safetensors":
-        return {path: None}
-    if (path / WEIGHTS).is_file():
-        return {path / WEIGHTS: None}
-    if not (path / INDEX).is_file():
-        raise CheckpointError(
-            f"{path} holds no weights: no {WEIGHTS}, no {INDEX} and no checkpoint; give the folder that "
-            "save_pretrained wrote, or that huggingface_hub.snapshot_download returns"
-        )
-    try:
-        where = read_json(path / INDEX)["weight_map"]
-        files: dict[Path, list[str] | None] = {path / Path(file).name: [] for file in where.values()}
-        for name, file in where.items():
-            files[path / Path(file).name].append(str(name))  # type: ignore[union-attr]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{path / INDEX} can't be understood: {cause_of(error)}") from error
-    for file in files:
-        if not file.is_file():
-            raise CheckpointError(f"{path} has no {file.name}, which {INDEX} names")
-    return files
-
-
-def _of_file(file: TensorFile, name: str) -> PretrainedTensor:
-    row = file.table[name]
-    if row.get("dtype") not in DTYPES or not isinstance(row.get("shape"), list):
-        raise CheckpointError(f"{file.path}: {name!r} is of a type {row.get('dtype')!r:.20} unknown here")
-    return PretrainedTensor(tuple(row["shape"]), row["dtype"], partial(file.read, name))
-
-
-def _of_checkpoint(stored: Any) -> PretrainedTensor:
-    read = (lambda: stored) if isinstance(stored, Tensor) else stored.full_tensor
-    return PretrainedTensor(tuple(stored.shape), str(stored.dtype), read)
+def _read(tensor: Tensor | LazyTensor) -> Tensor:
+    return tensor if isinstance(tensor, Tensor) else tensor.full_tensor()
 
 
 def _places(name: str, model: nn.Module) -> list[str]:
