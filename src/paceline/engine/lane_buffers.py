@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.collectives.communicator import Communicator, Handle
+from paceline.engine.host_reading import HostReading
 from paceline.torch_compat import foreach_copy_, version_of
 
 
@@ -34,6 +35,7 @@ class LaneBuffers:
         self._live: list[Tensor] = []
         self._at_start: list[Tensor] = []
         self._left: dict[int, list[Tensor]] = {}  # by lane: what it left in this step, where that is wanted
+        self._unchanged: dict[int, HostReading] = {}  # likewise: which of them are as at the start
         self._touched = False
         self._moving: list[int] = []  # buffers that some step has changed: the same list on every worker
         self._ahead: _Sent | None = None
@@ -77,14 +79,14 @@ class LaneBuffers:
     def finish_lane(self, lane: int, *, keep: bool) -> None:
         """After the lane's last forward; `keep` if its buffers may live on."""
         if keep and self._live:
-            self._left[lane] = [buffer.detach().clone() for buffer in self._live]
+            left = self._left[lane] = [buffer.detach().clone() for buffer in self._live]
+            self._unchanged[lane] = _are_equal(left, self._at_start)
 
     def changed(self, lowest: int) -> list[bool]:
         """Which buffers the step changed, as the worker that rode the lowest lane sees it; others see no change."""
-        kept = self._left.get(lowest)
-        if kept is None:
+        if lowest not in self._left:
             return [False] * len(self._live)
-        return [not torch.equal(a, b) for a, b in zip(kept, self._at_start, strict=True)]
+        return [not alike for alike in self._unchanged[lowest].read().tolist()]
 
     # -- a step that agrees ------------------------------------------------------------------------------------------
 
@@ -201,6 +203,15 @@ class _Sent:
         for number, tensor, part in zip(self.numbers, self.tensors, parts, strict=True):
             # A slice may start at an odd byte; a clone starts where its dtype can.
             yield number, part.clone().view(tensor.dtype).view(tensor.shape)
+
+
+def _are_equal(first: Sequence[Tensor], second: Sequence[Tensor]) -> HostReading:
+    """For each pair."""
+    flags = [
+        torch.tensor(torch.equal(a, b)) if a.device.type == "cpu" else (a == b).all()
+        for a, b in zip(first, second, strict=True)
+    ]
+    return HostReading(torch.stack([flag.to(flags[0].device) for flag in flags]))
 
 
 def _bytes(tensor: Tensor) -> Tensor:

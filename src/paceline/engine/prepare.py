@@ -32,6 +32,7 @@ from paceline.elastic.memory_checkpoint.shard_checksum import ShardChecksum
 from paceline.engine import activation_checkpointing as recomputing
 from paceline.engine.activation_checkpointing import Recomputed
 from paceline.engine.boundary import Boundary, Operation
+from paceline.engine.causal_masks import CausalMasks
 from paceline.engine.checkpoints import Surroundings
 from paceline.engine.config import EngineConfig, counted
 from paceline.engine.default_group import check_batch_norms
@@ -73,6 +74,7 @@ class PreparedObjects:
     loader: PreparedLoader | None = None  # that trains
     evaluation_count: EvaluationCount = field(default_factory=EvaluationCount)
     recomputed: Recomputed | None = None
+    causal_masks: CausalMasks | None = None
     shared: list[tuple[Callable[[], Any], Callable[[Any], None]]] = field(default_factory=list)  # with joiners
     has_history: bool = False  # the optimizers were given with a state
     steps_were_asked: bool = False  # of an epoch: schedules are made from them
@@ -91,7 +93,7 @@ class PreparedObjects:
         return weights_hash(self.models) if self.step is None else weights_hash(self.models, self.full_tensor)
 
     def close(self) -> None:
-        for part in (self.loader, self.step, self.recomputed):
+        for part in (self.loader, self.step, self.recomputed, self.causal_masks):
             if part is not None:
                 part.close()
 
@@ -296,6 +298,8 @@ class Preparation:
         own.step = TrainStep(config, group, *trained, strategies, self._stops, passes)
         if self._opinion is not None:
             group.recovery.shard_checksum = ShardChecksum(group.world.name, WeightsWatch)
+        if group.device.type == "cuda":
+            own.causal_masks = CausalMasks(own.models)
         for optimizer in own.optimizers:
             let_optimizer_act_once(optimizer, own.step)
         for scheduler in own.schedulers:

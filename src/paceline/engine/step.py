@@ -42,6 +42,7 @@ from paceline.elastic.faults import begin_step, fault_point, flips_due, ordered
 from paceline.engine import rules
 from paceline.engine.config import EngineConfig
 from paceline.engine.group import Group
+from paceline.engine.host_reading import HostReading
 from paceline.engine.lane_buffers import LaneBuffers
 from paceline.engine.stop_signals import StopSignals
 from paceline.engine.strategy_table import StrategyTable
@@ -110,15 +111,13 @@ class ItemState:
         """Some backward, or a part of one."""
         return self.ran_last or self.failed or self.before is not None
 
-    def add(self, report: LaneReport, item: WorkItem, loss: float, weight: float, *, last: bool) -> None:
-        """What a backward of the item adds to its lane's report."""
+    def add(self, report: LaneReport, item: WorkItem, weight: float, *, last: bool) -> None:
+        """What a backward of the item adds to its lane's report, besides its loss."""
         if self.before is None:
             self.before = replace(report)
         if last:
             report.weight += weight
             report.samples += item.samples
-        if report.finite:
-            report.loss, report.finite = loss, math.isfinite(loss)
 
     def take_back(self, report: LaneReport) -> None:
         """The item counts as empty: its lane reports nothing about it. Means stay, as for an item without backward."""
@@ -143,6 +142,8 @@ class StepState:
     in_step: bool = True  # what workers send before their last backward is in the same order everywhere
     holders: Sequence[Sequence[int]] = ()  # of its lanes, by worker
     reports: dict[int, LaneReport] = field(default_factory=dict)
+    losses: list[tuple[ItemState, LaneReport, HostReading]] = field(default_factory=list)  # on their way to the host
+    means: list[tuple[LaneReport, int, HostReading, float]] = field(default_factory=list)  # likewise
     left_out: set[tuple[int, int]] = field(default_factory=set)  # (lane, micro-batch) that had no backward
     learning_rates: list[float] | None = None
     gradient_versions: list[tuple[Parameter, int]] = field(default_factory=list)
@@ -163,6 +164,21 @@ class StepState:
 
     def report(self, lane: int) -> LaneReport:
         return self.reports.setdefault(lane, LaneReport(lane))
+
+    def read_losses(self) -> None:
+        """Those that were on their way, and means."""
+        for _, report, loss in self.losses:
+            if report.finite:
+                report.loss = loss.number()
+                report.finite = math.isfinite(report.loss)
+        for report, key, value, weight in self.means:
+            report.add_mean(key, value.number(), weight)
+        self.losses, self.means = [], []
+
+    def take_item_back(self, report: LaneReport) -> None:
+        """The item that the loop has counts as empty."""
+        self.losses = [one for one in self.losses if one[0] is not self.of_item]
+        self.of_item.take_back(report)
 
     def place(self, item: WorkItem) -> ItemPlace:
         if item.shadow:
@@ -393,7 +409,9 @@ class TrainStep:
     def _run_backward(self, item: WorkItem, loss: Tensor, weight: float, *, last: bool) -> None:
         now, of_item, active = self.now, self.now.of_item, self.strategy()
         if not item.shadow:
-            of_item.add(now.report(item.lane), item, float(loss.detach()), weight, last=last)
+            report = now.report(item.lane)
+            of_item.add(report, item, weight, last=last)
+            now.losses.append((of_item, report, HostReading(loss)))
         if last:
             self._finish_forward(item)
         place = now.place(item)
@@ -430,6 +448,7 @@ class TrainStep:
         if item.last_of_lane and not item.shadow:
             keep = agreement is Agreement.NOW and item.lane == now.lowest
             if agreement is Agreement.NEVER:
+                now.read_losses()
                 keep = not self._leaves_lane_out(now.reports[item.lane])
             self.buffers.finish_lane(item.lane, keep=keep)
         if item.last_of_step and agreement is Agreement.NOW and now.in_step:
@@ -452,7 +471,10 @@ class TrainStep:
         self._mean_names[key] = name  # of a shadow too: other workers' lanes give its mean a value
         if not item.shadow:
             weight = float(item.samples) if weight is None else float(weight)
-            self.now.report(item.lane).add_mean(key, float(value), weight)
+            report, is_here = self.now.report(item.lane), not isinstance(value, Tensor)
+            report.add_mean(key, float(value) if is_here else 0.0, weight if is_here else 0.0)
+            if isinstance(value, Tensor):
+                self.now.means.append((report, key, HostReading(value), weight))
 
     def _ran(self, item: WorkItem) -> None:
         """The item's part of the step is done; with the last item's the step has its gradient."""
@@ -499,6 +521,7 @@ class TrainStep:
 
     def _vote(self, active: Strategy) -> StepVote:
         now = self.now
+        now.read_losses()
         if now.watched:
             for lane, check in (active.lane_checks or {}).items():
                 now.reports[lane].check = check
@@ -663,7 +686,7 @@ class TrainStep:
         assert item is not None
         self._ended = None
         if not item.shadow:
-            now.of_item.take_back(now.report(item.lane))
+            now.take_item_back(now.report(item.lane))
             now.left_out.add((item.lane, item.micro_batch))
         self._finish_forward(item)
         active.skip(now.place(item))

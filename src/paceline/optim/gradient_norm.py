@@ -2,7 +2,8 @@
 
     parameter     |------ block ------|------ block ------|-- tail --|       counted from the parameter's first element
     inside        one norm in fp32 (fp64 stays fp64), over the same 4096 elements wherever they live
-    between       squares of the blocks' norms, added exactly (`math.fsum`), then rounded once
+    between       squares of the blocks' norms, as whole numbers of a unit far below the largest: their sum is exact in
+                  any order, on the host and on a device, and is rounded once
 
 A sum of per-worker partial sums would depend on where the shards end; this does not.
 """
@@ -33,21 +34,36 @@ def block_norms(gradient: Tensor) -> Tensor:
 
 
 def global_norm(gradients: Iterable[Tensor]) -> float:
-    return norm_of_blocks(all_block_norms(gradients))
+    return norm_of_blocks(_all_block_norms(gradients))
 
 
 def all_block_norms(gradients: Iterable[Tensor]) -> Tensor:
     """The norms of all blocks, in fp64 on the host, to be sent to other workers."""
-    norms = [block_norms(gradient).to("cpu", torch.float64) for gradient in gradients]
-    return torch.cat(norms) if norms else torch.zeros(0, dtype=torch.float64)
+    return _all_block_norms(gradients).to("cpu")
+
+
+def _all_block_norms(gradients: Iterable[Tensor]) -> Tensor:
+    norms = [block_norms(gradient).double() for gradient in gradients]
+    return torch.cat([one.to(norms[0].device) for one in norms]) if norms else torch.zeros(0, dtype=torch.float64)
+
+
+DIGITS = 33  # bits of each of the two parts of a square: 2^30 blocks of them can be added
 
 
 def norm_of_blocks(norms: Tensor) -> float:
     """Of blocks in any order; a block of norm 0 changes nothing."""
-    squares = norms.square().tolist()
-    if not all(map(math.isfinite, squares)):
-        return math.nan if any(map(math.isnan, squares)) else math.inf
-    return math.sqrt(math.fsum(squares))
+    if not norms.numel():
+        return 0.0
+    squares = norms.square()
+    exponent = torch.frexp(squares.max())[1].clamp(min=-900)  # 2^power has to be a number: norms under 1e-135 come to 0
+    scaled = torch.ldexp(squares, DIGITS - exponent)
+    high = scaled.floor()
+    low = torch.ldexp(scaled - high, torch.tensor(DIGITS)).round()
+    parts = [high.long().sum(), low.long().sum(), exponent.long(), squares.isnan().any(), squares.isinf().any()]
+    of_high, of_low, power, any_nan, any_infinite = torch.stack([part.long() for part in parts]).tolist()
+    if any_nan or any_infinite:
+        return math.nan if any_nan else math.inf
+    return math.sqrt(math.ldexp((of_high << DIGITS) + of_low, power - 2 * DIGITS))
 
 
 def clip_coefficient(norm: float, max_norm: float) -> float:

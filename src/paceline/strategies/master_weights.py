@@ -102,14 +102,17 @@ class FullMasters(_Masters):
 
     def round(self, parameters: Iterable[Parameter]) -> None:
         """Let the parameters be in low precision again, with what their masters have become."""
-        for parameter in parameters:
-            low = self._rounded.pop(id(parameter), None)
-            if low is not None:
-                self._masters[id(parameter)] = parameter.data
-                low.copy_(parameter.data)
-                parameter.grad = None
-                parameter.data = low
-                self.mark_clean([parameter])
+        changed = [parameter for parameter in parameters if id(parameter) in self._rounded]
+        if not changed:
+            return
+        lows = [self._rounded.pop(id(parameter)) for parameter in changed]
+        masters = [parameter.data for parameter in changed]
+        foreach_copy_(lows, masters)
+        for parameter, low, master in zip(changed, lows, masters, strict=True):
+            self._masters[id(parameter)] = master
+            parameter.grad = None
+            parameter.data = low
+        self.mark_clean(changed)
 
     def teardown(self) -> None:
         """Let the parameters be their masters for good. What was frozen has none, and stays as it is."""

@@ -238,7 +238,7 @@ def batch_size_of(batch: Any) -> int:
     return 0
 
 
-def count_tokens(batch: Any, main_input: str, *, padding: bool) -> int:
+def count_tokens(batch: Any, main_input: str, *, padding: bool) -> int | Tensor:
     """The elements of the main input where they are whole numbers.
 
     `padding=False` counts where the attention mask is set; a batch without a mask has no padding.
@@ -246,7 +246,7 @@ def count_tokens(batch: Any, main_input: str, *, padding: bool) -> int:
     if isinstance(batch, Mapping):
         mask = batch.get("attention_mask")
         if not padding and isinstance(mask, Tensor):
-            return int(mask.sum())
+            return mask.sum(dtype=torch.float64)
         found = batch.get(main_input, next(iter(batch.values()), None))
     else:
         found = batch[0] if isinstance(batch, list | tuple) and batch else batch

@@ -27,6 +27,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from paceline.engine.host_reading import HostReading
 from paceline.errors import ConfigError
 
 IGNORED = -100
@@ -80,15 +81,17 @@ class LossRule:
         return Called((batch,), {})
 
     def of(
-        self, model: nn.Module, batch: Any, *, needed: bool = True, weight: float | None = None
+        self, model: nn.Module, batch: Any, *, needed: bool = True, weight: float | HostReading | None = None
     ) -> tuple[Tensor | None, Any]:
         """Run the model: the loss and its outputs. The loss is None where there is none and it is not needed.
 
-        `weight` is what the batch's labels count, where the caller knows: counting waits for the device.
+        `weight` is what the batch's labels count, where the caller knows. It is read when forward is under way.
         """
         called = self.call(batch)
-        weight = self.weight(called.labels, batch) if weight is None else weight
+        weight = self.counted(batch) if weight is None else weight
         outputs = called.of(model)
+        if isinstance(weight, HostReading):
+            weight = weight.number()
         if self._function is not None and (called.labels is not None or needed):
             count = {"num_items_in_batch": weight} if self._takes_count else {}
             value: Tensor | None = self._function(outputs, called.labels, **count)
@@ -102,17 +105,18 @@ class LossRule:
             value = _nothing(outputs, value)  # the mean of no labels is 0/0, and would poison the step
         return value, outputs
 
-    def weight(self, labels: Any, batch: Any) -> float | None:
-        """How many labels count; None where samples do."""
+    def counted(self, batch: Any) -> HostReading | None:
+        """How many labels count, on its way to the host; None where samples do."""
+        labels = self.call(batch).labels
         if isinstance(batch, Mapping):
             if isinstance(shifted := batch.get("shift_labels"), Tensor):
-                return float((shifted != IGNORED).sum())
+                return HostReading((shifted != IGNORED).sum())
             labels = batch.get("labels", labels)
         if not isinstance(labels, Tensor) or labels.is_floating_point() or labels.is_complex() or labels.dim() == 0:
             return None
         if self._shifts and labels.dim() > 1:
             labels = labels[..., 1:]
-        return float((labels != IGNORED).sum())
+        return HostReading((labels != IGNORED).sum())
 
     def _smoothed(self, outputs: Any, labels: Tensor) -> Tensor:
         logits = _first_prediction(outputs)

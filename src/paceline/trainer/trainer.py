@@ -36,6 +36,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Sampler, SequentialSampler
 
 from paceline.engine.engine import Engine
+from paceline.engine.host_reading import HostReading
 from paceline.errors import ConfigError, LoopError
 from paceline.trainer import hub, run_folder
 from paceline.trainer.argument_fields import SaveStrategy
@@ -140,7 +141,9 @@ class Trainer:
         self._takes_count = takes(self.compute_loss, "num_items_in_batch")
         self._owns_step = overrides(self, "training_step", Trainer)
         self._has_run_backward = False  # for the micro-batch that is computed
-        self._weight: float | None = None  # labels of the micro-batch that is computed
+        counting = ("training_step", "compute_loss", "get_batch_samples", "_get_num_items_in_batch", "weight_of")
+        self._shows_count = compute_loss_func is not None or any(overrides(self, name, Trainer) for name in counting)
+        self._weight: float | HostReading | None = None  # labels of the micro-batch that is computed
         self.accelerator = TrainerAccelerator(self)
         self._signature_columns: list[str] | None = None
         self.hub_model_id: str | None = None
@@ -280,26 +283,31 @@ class Trainer:
             )
         self._has_run_backward = True
         weight = self._weight if num_items_in_batch is None else float(num_items_in_batch)
+        if isinstance(weight, HostReading):
+            weight = weight.number()
         self.engine.mean("loss", loss, weight=weight)
         self.engine.backward(loss, weight=weight)
 
     def run_micro_batch(self, batch: Any, samples: int) -> None:
         """What the loop does with a work item."""
-        engine = self.engine
-        batches, count = self.get_batch_samples(iter([batch]), 1, engine.device)
-        if len(batches) != 1:
-            raise LoopError(
-                f"get_batch_samples returned {len(batches)} batches where num_batches is 1; return a list of one"
-            )
-        batch = batches[0]
-        self._weight = None if count is None else float(count)
-        engine.mean("tokens", self.count_tokens(batch) / max(1, samples))
         self._has_run_backward = False
+        count: float | None = None
+        if self._shows_count:
+            batches, count = self.get_batch_samples(iter([batch]), 1, self.engine.device)
+            if len(batches) != 1:
+                raise LoopError(
+                    f"get_batch_samples returned {len(batches)} batches where num_batches is 1; return a list of one"
+                )
+            batch, self._weight = batches[0], None if count is None else float(count)
+        else:
+            self._weight = self.loss_rule.counted(batch)
+        self.engine.mean("tokens", self.count_tokens(batch) / max(1, samples))
         if not self._owns_step:
-            self.training_step(self.model, batch, self._weight)
-            return
-        with refusing_plain_backward(self.model):
-            self.training_step(self.model, batch, self._weight)
+            self.training_step(self.model, batch, count)
+        else:
+            with refusing_plain_backward(self.model):
+                self.training_step(self.model, batch, count)
+        self._weight = None
         if not self._has_run_backward:
             raise LoopError(
                 "training_step returned without a backward; end it in super().training_step(…) or "
@@ -348,14 +356,16 @@ class Trainer:
         self, model: nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: float | None = None
     ) -> Any:
         """The loss of a micro-batch: the mean over its `num_items_in_batch` labels, or samples. Override it at will."""
-        loss, outputs = self.loss_rule.of(model, inputs, weight=num_items_in_batch)
+        weight = self._weight if num_items_in_batch is None else num_items_in_batch
+        loss, outputs = self.loss_rule.of(model, inputs, weight=weight)
         return (loss, outputs) if return_outputs else loss
 
     def weight_of(self, batch: Any) -> float | None:
         """How many labels the loss of this batch is the mean of; None: its samples."""
-        return self.loss_rule.weight(self.loss_rule.call(batch).labels, batch)
+        counted = self.loss_rule.counted(batch)
+        return None if counted is None else counted.number()
 
-    def count_tokens(self, batch: Any) -> int:
+    def count_tokens(self, batch: Any) -> int | Tensor:
         kind = str(self.args.include_num_input_tokens_seen)
         return count_tokens(batch, self.main_input_name, padding=kind == "all")
 

@@ -1,0 +1,100 @@
+"""Models of transformers: whether a mask reaches torch's attention, and that what comes out is the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from paceline.engine.causal_masks import CausalMasks
+
+transformers = pytest.importorskip("transformers")
+
+SMALL = {
+    "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 40,
+    "max_position_embeddings": 32,
+}  # fmt: skip
+PADDED = torch.tensor([[1] * 12, [0] * 4 + [1] * 8])
+
+
+def llama() -> nn.Module:
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(num_key_value_heads=1, **SMALL))
+
+
+def gpt2() -> nn.Module:
+    sizes = {"n_embd": 16, "n_layer": 2, "n_head": 2, "vocab_size": 40, "n_positions": 32}
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config(bos_token_id=0, eos_token_id=0, **sizes))
+
+
+def bert() -> nn.Module:
+    return transformers.BertForMaskedLM(transformers.BertConfig(**SMALL))
+
+
+def mistral() -> nn.Module:
+    """Its layers look back four tokens."""
+    config = transformers.MistralConfig(num_key_value_heads=1, sliding_window=4, **SMALL)
+    return transformers.MistralForCausalLM(config)
+
+
+@pytest.fixture
+def masks(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[bool]]:
+    """Whether each call of torch's attention got one."""
+    seen: list[bool] = []
+    plain = F.scaled_dot_product_attention
+
+    def watched(*given: Any, **named: Any) -> Tensor:
+        seen.append(named.get("attn_mask") is not None)
+        return plain(*given, **named)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", watched)
+    yield seen
+    torch.compiler.reset()
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize(("make", "has_mask"), [(llama, False), (gpt2, False), (bert, False), (mistral, True)])
+def test_a_batch_without_padding_needs_no_mask_unless_the_model_looks_back_a_few_tokens(
+    make: Callable[[], nn.Module], has_mask: bool, compiled: bool, masks: list[bool]
+) -> None:
+    torch.manual_seed(0)
+    model, ids = make().eval(), torch.randint(0, 40, (2, 12))
+    whole, padded = model(ids).logits, model(input_ids=ids, attention_mask=PADDED).logits
+    hooks = CausalMasks([nn.Sequential(model)])
+    called: Any = torch.compile(model, backend="aot_eager") if compiled else model
+
+    def masks_of(**given: Tensor) -> tuple[set[bool], Tensor]:
+        masks.clear()
+        logits = called(**given).logits
+        return set(masks), logits
+
+    seen, found = masks_of(input_ids=ids)
+    assert seen == {has_mask}
+    assert torch.equal(found, whole)
+    seen, found = masks_of(input_ids=ids, attention_mask=PADDED)
+    assert seen == {True}
+    assert torch.allclose(found[PADDED.bool()], padded[PADDED.bool()], atol=1e-6)
+    assert torch.equal(masks_of(input_ids=ids)[1], whole)  # after a batch that had one
+    hooks.close()
+    assert torch.equal(model(input_ids=ids).logits, whole)
+
+
+def test_packed_sequences_keep_their_mask(masks: list[bool]) -> None:
+    torch.manual_seed(0)
+    model, ids = llama().eval(), torch.randint(0, 40, (1, 12))
+    places = torch.tensor([[0, 1, 2, 3, 4, 5, 0, 1, 2, 3, 4, 5]])
+    before = model(input_ids=ids, position_ids=places, use_cache=False).logits
+    hooks = CausalMasks([model])
+    masks.clear()
+    assert torch.equal(model(input_ids=ids, position_ids=places, use_cache=False).logits, before)
+    assert set(masks) == {True}
+    hooks.close()
+
+
+def test_a_model_of_ones_own_is_left_alone() -> None:
+    model = nn.Linear(2, 2)
+    CausalMasks([model]).close()
+    assert not model._forward_pre_hooks
