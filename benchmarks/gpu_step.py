@@ -11,7 +11,8 @@ tokens in bf16 with fused AdamW; a step is timed on the device, from the end of 
     accelerate, fabric        the same loop through them
     hf-trainer                transformers.Trainer
     engine, engine-compile    paceline, exact: the same bits on any number of workers; -fast: what a single run needs
-    trainer, trainer-compile  paceline's Trainer, exact
+    engine-blocks             paceline, exact, with Engine(compile=True): the blocks of the model, under any strategy
+    trainer, trainer-compile  paceline's Trainer, exact; -compile by blocks
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ MODELS: dict[str, dict[str, int]] = {
 VOCABULARY = 32_000
 CONTESTANTS = (
     "raw", "raw-compile", "accelerate", "fabric", "hf-trainer",
-    "engine", "engine-compile", "engine-compile-fast", "trainer", "trainer-compile",
+    "engine", "engine-blocks", "engine-compile", "engine-compile-fast", "trainer", "trainer-compile",
 )  # fmt: skip
 
 
@@ -187,6 +188,7 @@ def engine(name: str, asked: argparse.Namespace, clock: Clock, device: torch.dev
     import paceline
 
     options: dict[str, Any] = {"precision": "bf16", "lanes": asked.lanes, "strategy": asked.strategy}
+    options["compile"] = "blocks" in name
     if name.endswith("-fast"):
         options["reduction"] = "fast"
     with paceline.Engine(**options) as made:

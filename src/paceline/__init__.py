@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from paceline import data, errors
+    from paceline.engine.compilation import Compile
     from paceline.engine.engine import Engine
     from paceline.engine.stop_signals import StoppedOnRequest
     from paceline.launch.notebook import notebook_launcher
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 __all__ = [
+    "Compile",
     "EarlyStoppingCallback",
     "Engine",
     "LossScale",
@@ -36,6 +38,7 @@ __all__ = [
 
 
 _WHERE = {
+    "Compile": "paceline.engine.compilation",
     "EarlyStoppingCallback": "paceline.trainer",
     "Engine": "paceline.engine.engine",
     "LossScale": "paceline.optim.loss_scale",

@@ -82,6 +82,30 @@ without_modes = resolve("torch.utils._python_dispatch:_disable_current_modes", "
 
 eval_frame_callback = resolve("torch._C._dynamo.eval_frame:get_eval_frame_callback", "weights in shards")
 
+
+def compiler() -> Compiler:
+    """torch's compiler, looked up when it is used: importing it takes seconds."""
+    feature = "Engine(compile=…)"
+    return Compiler(resolve("torch._dynamo.utils:counters", feature), resolve("torch._dynamo:config", feature))
+
+
+class Compiler:
+    def __init__(self, counters: Any, settings: Any) -> None:
+        require(counters, settings)
+        self._counters, self._settings = counters, settings
+
+    @property
+    def graphs(self) -> int:
+        """That this process has compiled."""
+        return int(self._counters["stats"]["unique_graphs"])
+
+    def stay_compiled(self, *, wanted: bool) -> bool:
+        """Whether a function that was compiled too often raises, or goes on as it is; what was so before."""
+        before = bool(self._settings.fail_on_recompile_limit_hit)
+        self._settings.fail_on_recompile_limit_hit = wanted
+        return before
+
+
 dispatch_modes: Callable[[], int] = resolve("torch._C:_len_torch_dispatch_stack", _WATCHED)  # how many are active
 _mode_stack: Callable[[], list[Any]] = resolve(
     "torch.utils._python_dispatch:_get_current_dispatch_mode_stack", _WATCHED

@@ -26,6 +26,7 @@ NONSENSE = [math.nan, math.inf, -math.inf, -1, 10**20, 10**400, 1e300, "", "nons
 NAMES = [name for name in inspect.signature(Engine.__init__).parameters if name not in ("self", "world", "unknown")]
 TAKEN = {
     "overlap": {True},
+    "compile": {True},
     "activation_checkpointing": {"nonsense"},  # the name of a class, which is looked for in `prepare`
     "record_samples": {"nonsense", "-1"},
     "project_dir": {"nonsense", "-1"},

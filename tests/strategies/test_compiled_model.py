@@ -35,7 +35,7 @@ def test_a_model_that_is_compiled_after_prepare_is_refused_where_weights_are_in_
     for result in run_workers(compiles, 2, how=how, strategy=Zero3Config(weights="in shards")):
         assert result.error == (
             "LoopError: strategy='zero3' gathers weights in the modules' hooks, which torch.compile does not see; use "
-            "the model that engine.prepare() gave back as it is, or use strategy='zero2'"
+            "the model that engine.prepare() gave back as it is, with Engine(compile=True)"
         ), result.traceback
 
 

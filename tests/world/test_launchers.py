@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import os
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -476,10 +477,13 @@ def test_enter_is_what_read_world_reads(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_cublas_gets_a_workspace_and_keeps_the_users(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
-    assert environment.fix_cublas_workspace() == ":16:8"
+    with environment.cublas_workspace():
+        assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":16:8"
+    assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":16:8"
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
-    assert environment.fix_cublas_workspace() == ":4096:8"
-    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
+    with environment.cublas_workspace():
+        assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+    assert "CUBLAS_WORKSPACE_CONFIG" not in os.environ
 
 
 DEFAULTS = {

@@ -104,7 +104,7 @@ def _parse_text(text: str) -> ActivationCheckpointing:
 def find_modules(wanted: ActivationCheckpointing, models: Sequence[nn.Module]) -> tuple[list[nn.Module], str]:
     """The modules to run again, and a line that says which; modules inside others that match are left out."""
     found = [
-        module for model in models for module in (_of_classes(wanted, model) if wanted.classes else _blocks(model))
+        module for model in models for module in (_of_classes(wanted, model) if wanted.classes else blocks_of(model))
     ]
     found = list({id(module): module for module in found}.values())
     _check_found(wanted, models, found)
@@ -123,7 +123,7 @@ def _of_classes(wanted: ActivationCheckpointing, module: nn.Module) -> Iterator[
         yield from _of_classes(wanted, child)
 
 
-def _blocks(module: nn.Module) -> Iterator[nn.Module]:
+def blocks_of(module: nn.Module) -> Iterator[nn.Module]:
     """Outermost first: an expert's layers, or an attention's heads, repeat inside a block and are not meant."""
     repeats = set()
     if isinstance(module, nn.ModuleList | nn.Sequential):
@@ -133,7 +133,7 @@ def _blocks(module: nn.Module) -> Iterator[nn.Module]:
         if type(child) in repeats:
             yield child
         else:
-            yield from _blocks(child)
+            yield from blocks_of(child)
 
 
 def _may_be_block(module: nn.Module) -> bool:
@@ -141,7 +141,7 @@ def _may_be_block(module: nn.Module) -> bool:
     if not _has_forward(module):
         return False
     if isinstance(module, nn.Sequential):
-        return len(module) > 0 and next(_blocks(module), None) is None
+        return len(module) > 0 and next(blocks_of(module), None) is None
     return _has_children(module) or not type(module).__module__.startswith("torch.nn.")
 
 

@@ -16,6 +16,7 @@ from paceline.collectives.choice import check_algorithm
 from paceline.collectives.gradient_exchange import Reduction
 from paceline.engine import activation_checkpointing as recomputing
 from paceline.engine.activation_checkpointing import ActivationCheckpointing
+from paceline.engine.compilation import Compile, compile_of
 from paceline.errors import ConfigError
 from paceline.input_file import one_line
 from paceline.optim.loss_scale import LossScale, OnNonFinite, loss_scale_of
@@ -66,6 +67,7 @@ class EngineConfig:
     precision: Precision = field(default_factory=Precision)
     loss_scale: LossScale | None = None
     offload: OffloadName | None = None
+    compile: Compile | None = None
 
     def __post_init__(self) -> None:
         def check(ok: bool, text: str) -> None:
@@ -159,6 +161,8 @@ def config_of(
     loss_scale: LossScale | float | None,
     offload: OffloadName | None,
     activation_checkpointing: recomputing.Wanted,
+    compile: Compile | bool | None,
+    reduction: Reduction,
     **as_given: Any,
 ) -> EngineConfig:
     """`as_given`: what no flag speaks of."""
@@ -187,6 +191,8 @@ def config_of(
         precision=precision,
         loss_scale=loss_scale_of(loss_scale, precision),
         offload=offload,
+        compile=compile_of(compile, reduction),
+        reduction=reduction,
         **as_given,
     )
     able = [entry.name for entry in STRATEGIES.values() if entry.takes_offload]

@@ -41,7 +41,8 @@ from paceline.engine.accelerate_names import AccelerateNames, refuse_argument, r
 from paceline.engine.assembly import Assembly
 from paceline.engine.boundary import Operation, check_boundary
 from paceline.engine.checkpoints import Checkpoints, Saver, WhenBusy
-from paceline.engine.config import config_of, find_device
+from paceline.engine.compilation import Compile
+from paceline.engine.config import config_of, counted, find_device
 from paceline.engine.group import Group
 from paceline.engine.loop import PreparedLoader
 from paceline.engine.metrics_log import MetricsLog
@@ -86,6 +87,7 @@ class Engine(AccelerateNames):
         loss_scale: LossScale | float | None = None,
         offload: OffloadName | None = None,
         activation_checkpointing: recomputing.Wanted = None,
+        compile: Compile | bool | None = None,
         global_batch_size: int | None = None,
         on_nonfinite: OnNonFinite = "stop",
         record_samples: str | Path | None = None,
@@ -124,6 +126,7 @@ class Engine(AccelerateNames):
             loss_scale=loss_scale,
             offload=offload,
             activation_checkpointing=activation_checkpointing,
+            compile=compile,
             global_batch_size=global_batch_size,
             on_nonfinite=on_nonfinite,
             timeout_s=timeout_s,
@@ -465,6 +468,8 @@ class Engine(AccelerateNames):
             else:
                 group.comm.abandon("this worker leaves in the middle of its loop")  # the others go on without it
         self._saver.finish()
+        if (compiled := self._objects.compiled) is not None:
+            self._note(f"paceline: {counted(compiled.graphs, 'graph')} compiled for {compiled.kinds}")
         self._objects.close()
         self._metrics_log.close()
         group.close()

@@ -34,6 +34,7 @@ from paceline.engine.activation_checkpointing import Recomputed
 from paceline.engine.boundary import Boundary, Operation
 from paceline.engine.causal_masks import CausalMasks
 from paceline.engine.checkpoints import Surroundings
+from paceline.engine.compilation import CompiledBlocks
 from paceline.engine.config import EngineConfig, counted
 from paceline.engine.default_group import check_batch_norms
 from paceline.engine.evaluation import EvaluationCount, EvaluationLoader, check_rows, no_rows, note_collective
@@ -75,6 +76,7 @@ class PreparedObjects:
     evaluation_count: EvaluationCount = field(default_factory=EvaluationCount)
     recomputed: Recomputed | None = None
     causal_masks: CausalMasks | None = None
+    compiled: CompiledBlocks | None = None
     shared: list[tuple[Callable[[], Any], Callable[[Any], None]]] = field(default_factory=list)  # with joiners
     has_history: bool = False  # the optimizers were given with a state
     steps_were_asked: bool = False  # of an epoch: schedules are made from them
@@ -93,7 +95,7 @@ class PreparedObjects:
         return weights_hash(self.models) if self.step is None else weights_hash(self.models, self.full_tensor)
 
     def close(self) -> None:
-        for part in (self.loader, self.step, self.recomputed, self.causal_masks):
+        for part in (self.loader, self.step, self.recomputed, self.causal_masks, self.compiled):
             if part is not None:
                 part.close()
 
@@ -284,6 +286,9 @@ class Preparation:
         self._fill_models()
         check_same_models(group.comm, own.models)
         check_memory(config, group.world, group.comm, group.device, own.optimizers, group.supervisor)
+        if config.compile is not None:
+            own.compiled = CompiledBlocks(config.compile, own.models)
+            group.note(f"paceline: {own.compiled.described}")
         if config.activation_checkpointing is not None:
             own.recomputed = recomputing.Recomputed(config.activation_checkpointing, own.models)
             group.note(f"paceline: {own.recomputed.described}")
@@ -367,6 +372,7 @@ class Preparation:
             given=self._given,
             precision=config.precision,
             offload=config.offload is not None,
+            whole=() if own.compiled is None else tuple({type(module) for module in own.compiled.modules}),
             facts=job_facts(config, {}, group.device),
             replay=self._replay,
             generation=group.generation or 1,

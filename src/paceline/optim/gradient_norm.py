@@ -58,7 +58,7 @@ def norm_of_blocks(norms: Tensor) -> float:
     exponent = torch.frexp(squares.max())[1].clamp(min=-900)  # 2^power has to be a number: norms under 1e-135 come to 0
     scaled = torch.ldexp(squares, DIGITS - exponent)
     high = scaled.floor()
-    low = torch.ldexp(scaled - high, torch.tensor(DIGITS)).round()
+    low = ((scaled - high) * 2.0**DIGITS).round()
     parts = [high.long().sum(), low.long().sum(), exponent.long(), squares.isnan().any(), squares.isinf().any()]
     of_high, of_low, power, any_nan, any_infinite = torch.stack([part.long() for part in parts]).tolist()
     if any_nan or any_infinite:

@@ -66,6 +66,7 @@ class Job:
     given: Given = field(default_factory=dict)  # first weights of a model that was built on the meta device, from files
     precision: Precision = field(default_factory=Precision)
     offload: bool = False  # of the optimizer, to the host
+    whole: tuple[type[nn.Module], ...] = ()  # classes whose modules run with all of their weights: compiled ones
     facts: Mapping[str, Any] = field(default_factory=dict)  # what the bits depend on besides the objects, for records
     at_loop_end: list[LoopEndListener] = field(default_factory=list)  # a strategy adds its own
     replay: Replay | None = None  # do again what this has, instead of training

@@ -6,6 +6,7 @@
 | strategy, fsdp, deepspeed             | strategy, offload                             |
 | bf16, fp16                            | precision                                     |
 | gradient_checkpointing and its kwargs | activation_checkpointing                      |
+| torch_compile, its backend and mode   | compile                                       |
 | ddp_backend, ddp_timeout, ddp_bucket_cap_mb | backend, timeout_s, bucket_mib          |
 | use_cpu                               | device                                        |
 | seed, lanes, threads, reduction, on_nonfinite | the same                              |
@@ -18,6 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from paceline.engine.compilation import Compile
 from paceline.engine.engine import Engine
 from paceline.engine.replicas import named_state, weights_hash
 from paceline.errors import ConfigError
@@ -48,6 +50,7 @@ def build_engine(arguments: TrainingArguments, *, lanes: int | None = None) -> E
         precision=arguments.precision,
         offload=choice.offload,  # type: ignore[arg-type]
         activation_checkpointing=_recomputed(arguments),
+        compile=_compiled(arguments),
         on_nonfinite=arguments.on_nonfinite,  # type: ignore[arg-type]
         record_samples=arguments.output_dir if arguments.record_samples else None,
         timeout_s=float(arguments.ddp_timeout),
@@ -123,6 +126,12 @@ def _recomputed(arguments: TrainingArguments) -> Any:
     if not (arguments.gradient_checkpointing or arguments.choice.recompute):
         return None
     return "blocks" if every == 1 else int(every)
+
+
+def _compiled(arguments: TrainingArguments) -> Compile | None:
+    if not arguments.torch_compile:
+        return None
+    return Compile(arguments.torch_compile_backend or "inductor", arguments.torch_compile_mode)
 
 
 def _allow_tf32(arguments: TrainingArguments) -> None:

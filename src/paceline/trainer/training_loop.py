@@ -197,8 +197,6 @@ class TrainingLoop:
     def _prepared(self) -> tuple[Any, RunPlan]:
         trainer, engine = self.trainer, self.engine
         source = trainer.get_train_dataloader()
-        if self.args.torch_compile:
-            trainer.model.compile(backend=self.args.torch_compile_backend, mode=self.args.torch_compile_mode)
         expected = self._steps_before_prepare(source) if trainer.makes_both() else None
         if expected is not None:
             trainer.create_optimizer_and_scheduler(num_training_steps=expected)

@@ -79,12 +79,15 @@ def make_deterministic(device_type: str) -> None:
     import torch
 
     if device_type == "cuda":
-        environment.fix_cublas_workspace()
         torch.backends.cudnn.benchmark = False
         torch.backends.cudnn.deterministic = True
     # Filling fresh memory with NaN finds reads of uninitialised memory; it changes no bit and costs a pass over each.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     torch.use_deterministic_algorithms(True)
+    if device_type == "cuda":
+        with environment.cublas_workspace():
+            some = torch.ones(8, 8, device=device_type)
+            torch.mm(some, some)
 
 
 def fingerprint(device: torch.device | None = None) -> dict[str, Fact]:

@@ -203,6 +203,7 @@ def open_weights(
         return ShardedMaker(ShardedParts(job, name, filled(wanted), everyone), whole)
     require(*NEEDED)
     classes = units if isinstance(units, tuple) or units is None else (units,)
+    classes = (*(classes or ()), *job.whole) or None
 
     def weights(parts: ShardedParts) -> WeightsInShards:
         try:

@@ -708,7 +708,7 @@ def check_not_compiled(models: Sequence[nn.Module]) -> None:
     """Before training."""
     if any(type(module).__name__ == "OptimizedModule" for model in models for module in model.modules()):
         raise ConfigError(
-            f"{_WHY}; give engine.prepare() the model as it was before torch.compile, or use strategy='zero2'"
+            f"{_WHY}; give engine.prepare() the model as it was before torch.compile, and the Engine compile=True"
         )
 
 
@@ -719,4 +719,4 @@ def refuse_compiled(*_: Any) -> None:
     that frames are being rewritten around it.
     """
     if eval_frame_callback() is not None:
-        raise LoopError(f"{_WHY}; use the model that engine.prepare() gave back as it is, or use strategy='zero2'")
+        raise LoopError(f"{_WHY}; use the model that engine.prepare() gave back as it is, with Engine(compile=True)")

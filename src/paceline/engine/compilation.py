@@ -1,0 +1,130 @@
+"""torch.compile by blocks: the modules that a model repeats are compiled, one kind once, and the rest runs as it is.
+
+    Engine(compile=True)                           or Compile(backend="inductor", mode=None)
+
+    model ─► embedding ─► block ─► block ─► … ─► head ─► loss          what is compiled: block, and a loss function of
+             as it is     └─ the same code for all ─┘    └─ compiled   transformers, which passes over all logits
+
+A strategy's hooks stand around a block's forward, so weights in shards are gathered outside compiled code: the same
+code runs under every strategy, and with it the same bits. That is not so of `torch.compile(model)`, in which hooks
+would be traced. Blocks that are alike are compiled once, so a model of many layers starts quickly.
+
+Which code a batch runs must not depend on the batches before it, which are others on another worker. So every shape has
+code of its own, never one for several, and where shapes are too many (torch's limit is 8) training ends with an error.
+
+A model without blocks is one block. Under strategies with weights in shards blocks are the units that are gathered.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import nn
+
+from paceline.engine.activation_checkpointing import blocks_of
+from paceline.errors import ConfigError
+from paceline.input_file import one_line
+from paceline.torch_compat import compiler
+from paceline.world.checked_values import one_word
+
+MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
+SAFE_MODES = ("default",)
+"""Others measure which kernel is fastest, in every process anew, and reuse memory that lanes still need."""
+
+
+@dataclass(frozen=True)
+class Compile:
+    backend: str = "inductor"
+    mode: str | None = None
+
+    def __post_init__(self) -> None:
+        one_word("compile: backend", self.backend, torch.compiler.list_backends(exclude_tags=()))
+        if self.mode is not None:
+            one_word("compile: mode", self.mode, MODES)
+
+    def __str__(self) -> str:
+        return self.backend + (f" {self.mode}" if self.mode not in (None, "default") else "")
+
+
+def compile_of(wanted: object, reduction: str) -> Compile | None:
+    """What Engine(compile=…) means."""
+    if wanted is None or wanted is False:
+        return None
+    if not (wanted is True or isinstance(wanted, Compile)):
+        shown = one_line(repr(wanted), 60)
+        raise ConfigError(f"compile={shown} is not known; give True, or a paceline.Compile(backend=…, mode=…)")
+    compile = Compile() if wanted is True else wanted
+    if reduction == "exact" and compile.mode not in (None, *SAFE_MODES):
+        raise ConfigError(
+            f"compile mode {compile.mode!r} chooses kernels by measuring them, in each process anew, so bits would "
+            "differ; leave the mode out, or choose reduction='fast'"
+        )
+    return compile
+
+
+class CompiledBlocks:
+    """Modules whose forward is compiled, until `close`."""
+
+    def __init__(self, wanted: Compile, models: Sequence[nn.Module]) -> None:
+        self._models = models
+        self._check()
+        self.modules = [block for model in models for block in (list(blocks_of(model)) or [model])]
+        self._own = [module.__dict__.get("forward") for module in self.modules]
+        self._losses: list[tuple[nn.Module, Any]] = [
+            (model, model.loss_function) for model in models if _has_loss_function(model)
+        ]
+        self._compiler = compiler()
+        self._graphs = self._compiler.graphs
+        # torch would run further shapes as they are: code, and so bits, would depend on the batches before.
+        self._before = self._compiler.stay_compiled(wanted=True)
+
+        def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+            made: Callable[..., Any] = torch.compile(function, backend=wanted.backend, mode=wanted.mode, dynamic=False)
+            return made
+
+        of_class = {type(module).forward: compiled(type(module).forward) for module in self.modules}
+        for module, own in zip(self.modules, self._own, strict=True):
+            # A method of the module, so that a deep copy of it has one of its own.
+            module.forward = MethodType(of_class[type(module).forward], module) if own is None else compiled(own)
+        for model, loss in self._losses:
+            model.loss_function = compiled(loss)  # type: ignore[assignment]
+        kinds = Counter(type(module).__name__ for module in self.modules)
+        self.kinds = ", ".join(kinds) + (" and the loss" if self._losses else "")
+        told = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
+        self.described = f"{told}{' and the loss' if self._losses else ''} compiled by {wanted}"
+
+    @property
+    def graphs(self) -> int:
+        """How many have been compiled: more than the kinds of blocks and of shapes, and something changes in each."""
+        return self._compiler.graphs - self._graphs
+
+    def _check(self) -> None:
+        for module in (module for model in self._models for module in model.modules()):
+            if hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None:
+                raise ConfigError(
+                    f"Engine(compile=…) with {type(getattr(module, '_orig_mod', module)).__name__}, which is compiled "
+                    "already; leave one of the two out"
+                )
+
+    def close(self) -> None:
+        self._compiler.stay_compiled(wanted=self._before)
+        for module, own in zip(self.modules, self._own, strict=True):
+            if own is None:
+                module.__dict__.pop("forward", None)
+            else:
+                module.forward = own
+        for model, loss in self._losses:
+            model.loss_function = loss
+        self.modules, self._own, self._losses = [], [], []
+
+
+def _has_loss_function(model: nn.Module) -> bool:
+    """A model of transformers with a head that has one."""
+    return isinstance(getattr(type(model), "loss_function", None), property) and callable(
+        getattr(model, "loss_function", None)
+    )

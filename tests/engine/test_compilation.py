@@ -1,0 +1,148 @@
+"""Engine(compile=…): the blocks of a model are compiled, and the bits don't depend on how they are trained."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from paceline import Compile, Engine, World
+from paceline.errors import ConfigError
+from tests.workers import hashes, run_workers
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # of torch's compiler, about itself
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+class Net(nn.Module):
+    def __init__(self, width: int = 16) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(8, width), nn.Linear(width, 1)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        made: Tensor = self.last(x)
+        return made
+
+
+def samples() -> DataLoader[Any]:
+    drawn = torch.Generator().manual_seed(1)
+    data = TensorDataset(torch.randn(48, 8, generator=drawn), torch.randn(48, 1, generator=drawn))
+    return DataLoader(data, batch_size=4)
+
+
+def trains(
+    world: World, *, strategy: Any = "ddp", compile: Any = None, precision: str = "fp32", count: int = 48
+) -> str:
+    options: dict[str, Any] = {"lanes": 3, "timeout_s": 60, "bucket_mib": 0.001, "precision": precision}
+    with Engine(world=world, strategy=strategy, compile=compile, **options) as engine:
+        torch.manual_seed(0)
+        model = Net()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        model, optimizer, loader = engine.prepare(model, optimizer, samples())
+        for x, y in loader:
+            engine.backward(F.mse_loss(model(x), y))
+            engine.clip_grad_norm_(1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+        return engine.weights_hash()
+
+
+@pytest.mark.workers
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_one_hash_under_every_strategy_and_number_of_workers(precision: str) -> None:
+    compile = Compile("aot_eager")
+    alone = trains(World(), compile=compile, precision=precision)
+    for strategy, workers in (("ddp", 2), ("zero2", 3), ("zero3", 2), ("fsdp", 2), ("fsdp", 3)):
+        found = run_workers(trains, workers, strategy=strategy, compile=compile, precision=precision)
+        assert hashes(found) == {alone}, strategy
+
+
+@pytest.mark.slow
+@pytest.mark.workers
+def test_inductors_code_gives_one_hash_too() -> None:
+    alone = trains(World(), compile=True)
+    for strategy in ("ddp", "fsdp"):
+        assert hashes(run_workers(trains, 2, strategy=strategy, compile=True)) == {alone}
+
+
+def prepared(engine: Engine) -> tuple[Any, Any]:
+    model = Net()
+    prepared: Any = engine.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    return prepared
+
+
+def test_blocks_that_are_alike_are_compiled_once_and_a_copy_has_weights_of_its_own() -> None:
+    with Engine(world=World(), compile=Compile("aot_eager")) as engine:
+        model, _ = prepared(engine)
+        x = torch.randn(4, 8)
+        before = model(x)
+        compiled = engine._objects.compiled
+        assert compiled is not None
+        assert compiled.graphs == 1
+        assert compiled.described == "3 Block compiled by aot_eager"
+        other = copy.deepcopy(model)
+        with torch.no_grad():
+            for parameter in other.parameters():
+                parameter.zero_()
+        assert not other(x).any()
+        assert torch.equal(model(x), before)
+        assert compiled.graphs == 1
+    assert "forward" not in model.blocks[0].__dict__
+    assert torch.allclose(model(x), before)
+
+
+def test_a_model_without_blocks_is_one() -> None:
+    with Engine(world=World(), compile=Compile("eager")) as engine:
+        model = nn.Linear(8, 1)
+        engine.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        model(torch.randn(4, 8))
+        assert engine._objects.compiled is not None
+        assert engine._objects.compiled.described == "1 Linear compiled by eager"
+
+
+def test_too_many_shapes_end_the_training() -> None:
+    with Engine(world=World(), compile=Compile("eager")) as engine:
+        model, _ = prepared(engine)
+        with pytest.raises(Exception, match="recompile_limit"):
+            for rows in range(2, 20):
+                model(torch.randn(rows, 8))
+
+
+@pytest.mark.parametrize(
+    ("compile", "text"),
+    [
+        ("blocks", "compile='blocks' is not known; give True, or a paceline.Compile"),
+        (1, "compile=1 is not known"),
+        (lambda: Compile(mode="max-autotune"), "chooses kernels by measuring them"),
+        (lambda: Compile("nothing"), "compile: backend='nothing'"),
+        (lambda: Compile(mode="fastest"), "compile: mode='fastest'"),
+    ],
+)
+def test_what_can_t_be_compiled_so_is_refused(compile: Any, text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        Engine(world=World(), compile=compile() if callable(compile) else compile)
+
+
+def test_a_model_that_is_compiled_already_is_refused() -> None:
+    with Engine(world=World(), compile=True) as engine:
+        model = Net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with pytest.raises(ConfigError, match="with Net, which is compiled already"):
+            engine.prepare(torch.compile(model, backend="eager"), optimizer)
