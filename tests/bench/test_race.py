@@ -9,10 +9,14 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import typer
 
+from paceline.bench import race as race_module
 from paceline.bench.race import WARM_UP_ROUNDS, EngineTiming, Race, Round, summarise
 from paceline.bench.report import console, show_race
+from paceline.cli import bench
 from paceline.errors import ConfigError
+from paceline.launch.job import Job
 
 RACE = Race("mlp25m", workers=2, ours=("paceline-exact",), against=("torch-ddp", "no-communication"), rounds=2)
 WORKLOAD = {"name": "mlp25m", "parameters": 25_179_136, "batch_size": 32, "units_per_sample": 1, "unit": "samples/s"}
@@ -41,8 +45,30 @@ def test_nobody_always_follows_the_same_contestant() -> None:
 
 
 def test_a_race_survives_the_trip_to_the_workers() -> None:
-    race = replace(RACE, bucket_mib=2.5, steps_per_round=3)
+    race = replace(RACE, bucket_mib=2.5, steps_per_round=3, keep_memory=True)
     assert Race.from_json(race.to_json()) == race
+
+
+@pytest.mark.parametrize("keep_memory", [False, True])
+def test_freed_memory_is_kept_for_all_or_for_none(keep_memory: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    started = []
+
+    async def supervise(job: Job) -> int:
+        started.append(job)
+        return 3
+
+    monkeypatch.setattr(race_module, "supervise", supervise)
+    with pytest.raises(typer.Exit):
+        bench.step(keep_memory=keep_memory)
+    assert [job.keep_memory for job in started] == [keep_memory]
+
+
+def test_the_table_says_that_freed_memory_was_kept(capsys: pytest.CaptureFixture[str]) -> None:
+    shown = []
+    for race in (RACE, replace(RACE, keep_memory=True)):
+        show_race(summarise(race, WORKLOAD, MACHINE, 4, [measured(0.5, 0.6)] * (WARM_UP_ROUNDS + 1)), console())
+        shown.append("memory kept" in capsys.readouterr().out)
+    assert shown == [False, True]
 
 
 @pytest.mark.parametrize(

@@ -83,6 +83,7 @@ class Race:
     backend: str = "paceline"  # ours; the peers' is gloo, except for torch-ddp-paceline
     bucket_mib: float | None = None
     samples_per_worker: int | None = None  # in a step; the workload's own batch size where it is None
+    keep_memory: bool = False  # as `paceline run` does, and for all contestants alike
 
     def __post_init__(self) -> None:
         if self.workload not in WORKLOADS:
@@ -193,6 +194,7 @@ def run_in_workers(race: Race) -> dict[str, Any] | int:
             workers=race.workers,
             servers=race.servers,
             settings=LaunchSettings(lanes=race.workers, threads=THREADS_PER_WORKER, backend=race.backend),
+            keep_memory=race.keep_memory,
         )
         code = asyncio.run(supervise(job))
         if code != 0:

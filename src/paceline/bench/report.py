@@ -85,6 +85,7 @@ def show_race(result: dict[str, Any], out: Console) -> None:
         f"{workload['name']}: {workload['parameters']:,} parameters, batch {workload['batch_size']} per worker · "
         f"{race['workers']} workers × {result['threads_per_worker']} thread, {race['backend']} · "
         f"{len(result['rounds'])} rounds × {result['steps_per_round']} steps"
+        f"{', memory kept' if race['keep_memory'] else ''}"
     )
     if alone := result["contestants"].get(ONE_PROCESS):
         out.print(

@@ -87,6 +87,9 @@ def step(
     steps_per_round: StepsPerRound = None,
     bucket_mib: BucketMib = None,
     batch_size: BatchSize = None,
+    keep_memory: Annotated[
+        bool, typer.Option(help="let the allocator keep what is freed, as paceline run does, for all contestants")
+    ] = False,
     json_file: JsonFile = None,
 ) -> None:
     """Training throughput against torch's DDP: interleaved rounds, and the ratio with its spread."""
@@ -102,6 +105,7 @@ def step(
         backend=backend,
         bucket_mib=bucket_mib,
         samples_per_worker=batch_size,
+        keep_memory=keep_memory,
     )
     check_writable(json_file)
     result = run_in_workers(race)
