@@ -88,6 +88,7 @@ def main() -> None:
     parser.add_argument("--run-dir", type=Path, default=Path("run"), help="of checkpoints and the sample log")
     parser.add_argument("--sums-on-servers", action="store_true", help="parameter_server whose servers only add")
     parser.add_argument("--second-opinion", type=int, help="steps from one to the next whose lanes are computed twice")
+    parser.add_argument("--compression", help="of gradients, by name")
     parser.add_argument("--adapters", action="store_true", help="a layer of the model is the base of adapters")
     parser.add_argument("--pretrained", action="store_true", help="weights from a file, by way of the meta device")
     parser.add_argument("--await-joiner", help="SLOT-INCARNATION: the others don't end before it stands at the loop")
@@ -105,6 +106,7 @@ def main() -> None:
             strategy=strategy,
             project_dir=asked.run_dir,
             second_opinion=asked.second_opinion,
+            compression=asked.compression,
         ) as engine,
         contextlib.ExitStack() as around,
     ):

@@ -33,7 +33,8 @@ class Assembly:
 
     @property
     def replicated(self) -> bool:
-        return self._config.strategy.entry.replicated
+        """Not where gradients are compressed: a lane's residual is with one worker alone."""
+        return self._config.strategy.entry.replicated and self._config.compression is None
 
     @property
     def takes_places(self) -> bool:

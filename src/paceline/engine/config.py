@@ -14,6 +14,7 @@ import torch
 
 from paceline.collectives.choice import check_algorithm
 from paceline.collectives.gradient_exchange import Reduction
+from paceline.compression import Compression, compression_of
 from paceline.engine import activation_checkpointing as recomputing
 from paceline.engine.activation_checkpointing import ActivationCheckpointing
 from paceline.errors import ConfigError
@@ -66,6 +67,7 @@ class EngineConfig:
     precision: Precision = field(default_factory=Precision)
     loss_scale: LossScale | None = None
     offload: OffloadName | None = None
+    compression: Compression | None = None
 
     def __post_init__(self) -> None:
         def check(ok: bool, text: str) -> None:
@@ -100,6 +102,17 @@ class EngineConfig:
             "weights in low precision; choose one of "
             + ", ".join(entry.name for entry in STRATEGIES.values() if entry.takes_low_precision),
         )
+        if self.compression is not None:
+            check(
+                self.strategy.entry.takes_compression,
+                f"compression with strategy={self.strategy.name!r}, which has no gradient of a lane to compress; "
+                "choose one of " + ", ".join(entry.name for entry in STRATEGIES.values() if entry.takes_compression),
+            )
+            check(
+                self.reduction == "exact",
+                "compression with reduction='fast': lanes are compressed one by one and added in their own order, so "
+                "there is nothing to gain; leave reduction out",
+            )
 
     def check_against(self, world: World) -> None:
         if world.servers and not self.strategy.entry.uses_servers:
@@ -159,6 +172,7 @@ def config_of(
     loss_scale: LossScale | float | None,
     offload: OffloadName | None,
     activation_checkpointing: recomputing.Wanted,
+    compression: Any,
     **as_given: Any,
 ) -> EngineConfig:
     """`as_given`: what no flag speaks of."""
@@ -187,6 +201,7 @@ def config_of(
         precision=precision,
         loss_scale=loss_scale_of(loss_scale, precision),
         offload=offload,
+        compression=compression_of(compression),
         **as_given,
     )
     able = [entry.name for entry in STRATEGIES.values() if entry.takes_offload]

@@ -37,6 +37,7 @@ def job_facts(config: EngineConfig, data: Mapping[str, Any], device: torch.devic
         "reduction": config.reduction,
         "precision": str(config.precision),
         "offload": config.offload,
+        "compression": None if config.compression is None else str(config.compression),
         "loss_scale": None if config.loss_scale is None else str(config.loss_scale),
         "updates": SYNCHRONOUS if config.strategy.is_synchronous else str(config.strategy),
     }

@@ -367,6 +367,7 @@ class Preparation:
             given=self._given,
             precision=config.precision,
             offload=config.offload is not None,
+            compression=config.compression,
             facts=job_facts(config, {}, group.device),
             replay=self._replay,
             generation=group.generation or 1,

@@ -180,12 +180,12 @@ class StepState:
         self.losses = [one for one in self.losses if one[0] is not self.of_item]
         self.of_item.take_back(report)
 
-    def place(self, item: WorkItem) -> ItemPlace:
+    def place(self, item: WorkItem, loss_scale: float) -> ItemPlace:
         if item.shadow:
             return ItemPlace(item.lane, item.last_of_lane, item.last_of_step, shadow=True)
         report = self.reports[item.lane]
         so_far = report.weight, report.left_out, report.samples
-        return ItemPlace(item.lane, item.last_of_lane, item.last_of_step, False, *so_far)
+        return ItemPlace(item.lane, item.last_of_lane, item.last_of_step, False, *so_far, loss_scale)
 
 
 class OnePass:
@@ -414,7 +414,7 @@ class TrainStep:
             now.losses.append((of_item, report, HostReading(loss)))
         if last:
             self._finish_forward(item)
-        place = now.place(item)
+        place = now.place(item, self._scale)
         started = time.perf_counter()
         active.start_backward(place, last=last)
         self._fault_point("backward")
@@ -689,7 +689,7 @@ class TrainStep:
             now.take_item_back(now.report(item.lane))
             now.left_out.add((item.lane, item.micro_batch))
         self._finish_forward(item)
-        active.skip(now.place(item))
+        active.skip(now.place(item, self._scale))
         if not item.shadow:
             why = "had an exception in" if now.of_item.failed else "was left without"
             text = f"lane {item.lane} of step {self.step + 1} {why} engine.backward(); it counts as empty"

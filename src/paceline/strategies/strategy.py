@@ -59,6 +59,7 @@ class ItemPlace:
     weight: float = 0.0  # of the lane's micro-batches so far, this one included: samples or tokens
     left_out: bool = False  # in a round that never agrees: the lane's loss was not finite, nothing of it may be used
     samples: int = 0  # in the lane's micro-batches so far, this one included
+    loss_scale: float = 1.0  # that gradients are multiplied by
 
 
 @dataclass(frozen=True)
@@ -175,6 +176,14 @@ class Strategy(Protocol):
         """Make these its weights wherever they are kept; all workers do so, with the same."""
         ...
 
+    def compression_state(self, lanes: Sequence[int]) -> dict[str, Any]:
+        """What compression keeps between steps, as far as this worker has it; its lanes are these."""
+        ...
+
+    def load_compression(self, saved: Mapping[str, Any], lanes: Sequence[int]) -> None:
+        """Take such a state over, of any number of workers."""
+        ...
+
     def close(self) -> None: ...
 
 
@@ -193,6 +202,12 @@ class StrategyBase:
 
     def watch_lanes(self, wanted: bool) -> None:
         """Not for strategies whose lanes can't be computed again by another worker."""
+
+    def compression_state(self, lanes: Sequence[int]) -> dict[str, Any]:
+        return {}
+
+    def load_compression(self, saved: Mapping[str, Any], lanes: Sequence[int]) -> None:
+        """Nothing is compressed."""
 
     def keeps_finite(self) -> bool:
         raise NotImplementedError("asked only where models compute in low precision, which this strategy does not take")

@@ -1,0 +1,63 @@
+"""int8: each block of values as whole numbers from -127 to 127 and one fp32 scale.    bytes: (1 + 4/block) / 4 of fp32
+
+    scale = max |x| / 127        code = round(x / scale)        x̂ = code · scale
+
+Nearest rounding is at most half a scale off and has a bias, which error feedback gives back later. Stochastic rounding
+(down or up with the probability that keeps the mean) has none by itself.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from paceline.compression.block_codec import Partial, payload_like, row_scales
+from paceline.errors import ConfigError
+from paceline.world.checked_values import one_word, whole_number
+
+LARGEST = 127
+SMALLEST_SCALE = torch.finfo(torch.float32).tiny  # below, x / scale would overflow; the residual keeps such values
+
+
+@dataclass(frozen=True)
+class Int8:
+    block: int = 128
+    rounding: Literal["nearest", "stochastic"] = "nearest"
+
+    def __post_init__(self) -> None:
+        check_block("Int8", self.block)
+        one_word("Int8(rounding=…)", self.rounding, ("nearest", "stochastic"))
+
+    @property
+    def row_bytes(self) -> int:
+        return self.block + 4
+
+    @property
+    def draws(self) -> bool:
+        return self.rounding == "stochastic"
+
+    def encode(self, values: Tensor, partial: Partial, noise: Tensor | None = None) -> Tensor:
+        payload = payload_like(values, self.row_bytes)
+        scales = torch.linalg.vector_norm(values, torch.inf, dim=1, keepdim=True)
+        scales.div_(LARGEST).clamp_(min=SMALLEST_SCALE)
+        codes = values / scales
+        if noise is None:
+            codes.round_()
+        else:
+            codes.add_(noise).floor_().clamp_(-LARGEST, LARGEST)
+        payload[:, : self.block].view(torch.int8).copy_(codes)
+        row_scales(payload).copy_(scales)
+        return payload
+
+    def decode(self, payload: Tensor, partial: Partial, out: Tensor) -> None:
+        out.copy_(payload[:, : self.block].view(torch.int8)).mul_(row_scales(payload))
+
+
+def check_block(name: str, block: int) -> None:
+    """Owners' ranges are cut at multiples of 4096 elements of a parameter, and memory is aligned to 16."""
+    whole_number(f"{name}(block=…)", block, least=16, most=2048, why="a block has at least 16 elements")
+    if 4096 % block:
+        raise ConfigError(f"{name}(block={block}): a block is a power of two, from 16 to 2048")
