@@ -28,7 +28,7 @@ WAYS: dict[str, Any] = {
     "without feedback": Compression({"*.weight": "powersgd", "*": "int8"}, feedback=False),
     "mixed": MIXED,
 }
-STRATEGIES = ("ddp",)
+STRATEGIES = ("ddp", "zero2", "zero1")
 # workers, bucket_mib, backend
 PLACES = [(2, 0.01, "gloo"), (3, 0.001, "paceline"), (4, 0.05, "paceline"), (3, 0.002, "gloo")]
 

@@ -13,7 +13,11 @@ pytestmark = pytest.mark.job
 PHASES = ("forward", "bucket", "exchange", "ready", "after_commit", "apply")
 CASES = [
     ("int8", "ddp", "paceline", 0),
-    ("int8", "ddp", "gloo", 1),
+    ("int8", "zero2", "gloo", 1),
+    ("topk", "ddp", "gloo", 2),
+    ("powersgd", "zero1", "paceline", 3),
+    ("sign", "ddp", "gloo", 4),
+    ("bf16", "zero2", "paceline", 5),
 ]
 
 

@@ -56,8 +56,8 @@ class Int8:
         out.copy_(payload[:, : self.block].view(torch.int8)).mul_(row_scales(payload))
 
 
-def check_block(name: str, block: int) -> None:
+def check_block(name: str, block: int, least: int = 16) -> None:
     """Owners' ranges are cut at multiples of 4096 elements of a parameter, and memory is aligned to 16."""
-    whole_number(f"{name}(block=…)", block, least=16, most=2048, why="a block has at least 16 elements")
+    whole_number(f"{name}(block=…)", block, least=least, most=2048, why=f"a block has at least {least} elements")
     if 4096 % block:
-        raise ConfigError(f"{name}(block={block}): a block is a power of two, from 16 to 2048")
+        raise ConfigError(f"{name}(block={block}): a block is a power of two, from {least} to 2048")

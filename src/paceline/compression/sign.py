@@ -22,7 +22,7 @@ class Sign:
     block: int = 1024
 
     def __post_init__(self) -> None:
-        check_block("Sign", self.block)
+        check_block("Sign", self.block, least=32)  # bits of four bytes, after which the scale is aligned
 
     @property
     def row_bytes(self) -> int:
@@ -38,7 +38,7 @@ class Sign:
         scales = torch.linalg.vector_norm(values, 1, dim=1, keepdim=True).div_(self.block)
         for row, elements in partial:
             scales[row].mul_(self.block / elements)
-        bits = (values < 0).view(values.shape[0], -1, 8)
+        bits = (values < 0).view(values.shape[0], self.block // 8, 8)
         payload[:, :-4] = (bits * _WEIGHTS.to(values.device)).sum(dim=2, dtype=torch.uint8)
         row_scales(payload).copy_(scales)
         return payload

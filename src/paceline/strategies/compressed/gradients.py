@@ -82,6 +82,11 @@ class PendingTotal:
     def wait(self) -> Tensor:
         return self.gradients.scaled(self.bucket.wait())
 
+    def own_range(self) -> Tensor | None:
+        """Where owners keep the sums: None if this worker owns nothing of it."""
+        total = self.wait()
+        return total if total.numel() else None
+
 
 class CompressedGradients(NotCompressed):
     any = True
