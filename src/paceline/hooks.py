@@ -231,14 +231,14 @@ class CompressionState:
             if name not in self._kept["q"]:
                 first = first_factor(shapes[name][1], powersgd.rank, mix(self._seed, "powersgd", name))
                 self._kept["q"][name] = first.to(gradient.device)
-        left = self._mean_of({name: m @ self._kept["q"][name] for name, m in matrices.items()})
+        left = self._mean_of({name: self._kept["q"][name] @ m.t() for name, m in matrices.items()})
         left = {name: orthonormal(p) for name, p in left.items()}
-        mine = {name: m.t() @ left[name] for name, m in matrices.items()}
+        mine = {name: left[name] @ m for name, m in matrices.items()}
         right = self._mean_of({name: q.clone() for name, q in mine.items()})
         for name, gradient in named.items():
             self._kept["q"][name] = right[name].clone()
-            gradient.copy_((left[name] @ right[name].t()).view_as(gradient))
-            self._keep("residuals", name, matrices[name].addmm_(left[name], mine[name].t(), alpha=-1).view(-1))
+            gradient.copy_((left[name].t() @ right[name]).view_as(gradient))
+            self._keep("residuals", name, matrices[name].addmm_(left[name].t(), mine[name], alpha=-1).view(-1))
 
     def _mean_of(self, factors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         flat = torch.cat([factor.reshape(-1) for factor in factors.values()]).div_(self._ranks)

@@ -200,14 +200,14 @@ def test_topks_share_falls_in_its_warmup_and_never_to_nothing() -> None:
 def test_powersgd_finds_a_matrix_of_its_rank(seed: int, rows: int, columns: int, rank: int) -> None:
     drawn_from = torch.Generator().manual_seed(seed)
     m = torch.randn(rows, rank, generator=drawn_from) @ torch.randn(rank, columns, generator=drawn_from)
-    p = orthonormal(m @ first_factor(columns, rank, seed))
-    torch.testing.assert_close(p @ (m.t() @ p).t(), m, atol=1e-3, rtol=1e-3)
-    torch.testing.assert_close(p.t() @ p, torch.eye(rank), atol=1e-5, rtol=0)
+    p = orthonormal(first_factor(columns, rank, seed) @ m.t())
+    torch.testing.assert_close(p.t() @ (p @ m), m, atol=1e-3, rtol=1e-3)
+    torch.testing.assert_close(p @ p.t(), torch.eye(rank), atol=1e-5, rtol=0)
 
 
-def test_a_matrix_of_zeros_has_orthonormal_columns_too() -> None:
-    p = orthonormal(torch.zeros(7, 3))
-    torch.testing.assert_close(p.t() @ p, torch.eye(3))
+def test_a_matrix_of_zeros_has_orthonormal_rows_too() -> None:
+    p = orthonormal(torch.zeros(3, 7))
+    torch.testing.assert_close(p @ p.t(), torch.eye(3))
 
 
 def test_powersgd_leaves_vectors_and_small_matrices_alone() -> None:

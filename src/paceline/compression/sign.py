@@ -35,19 +35,25 @@ class Sign:
     def encode(self, values: Tensor, partial: Partial, noise: Tensor | None = None) -> Tensor:
         """Values beyond the end of a parameter are zeros: they change no sum, only how many it is divided by."""
         payload = payload_like(values, self.row_bytes)
-        scales = torch.linalg.vector_norm(values, 1, dim=1, keepdim=True).div_(self.block)
+        scales = values.abs().sum(dim=1, keepdim=True).div_(self.block)
         for row, elements in partial:
             scales[row].mul_(self.block / elements)
-        bits = (values < 0).view(values.shape[0], self.block // 8, 8)
-        payload[:, :-4] = (bits * _WEIGHTS.to(values.device)).sum(dim=2, dtype=torch.uint8)
+        payload[:, :-4] = _packed(values < 0)
         row_scales(payload).copy_(scales)
         return payload
 
     def decode(self, payload: Tensor, partial: Partial, out: Tensor) -> None:
-        bits = payload[:, :-4].unsqueeze(2).bitwise_and(_WEIGHTS.to(payload.device)).ne(0)
-        torch.where(bits.view_as(out), -row_scales(payload), row_scales(payload), out=out)
+        signs = _SIGNS.to(payload.device).index_select(0, payload[:, :-4].flatten().int())
+        torch.mul(signs.view_as(out), row_scales(payload), out=out)
         for row, elements in partial:
             out[row, elements:] = 0
 
 
-_WEIGHTS = torch.tensor([1, 2, 4, 8, 16, 32, 64, 128], dtype=torch.uint8)
+_TO_ONE_BYTE = 0x0102040810204080  # bit 8·i becomes bit 56 + i, and nothing else comes there
+_SIGNS = torch.where(torch.arange(256).unsqueeze(1).bitwise_and(2 ** torch.arange(8)).ne(0), -1.0, 1.0)
+
+
+def _packed(flags: Tensor) -> Tensor:
+    """Eight of them in a byte, the first in its lowest bit."""
+    eights = flags.view(torch.uint8).view(torch.int64)
+    return (eights * _TO_ONE_BYTE >> 56).to(torch.uint8)

@@ -35,13 +35,13 @@ class LowRankBucket:
         self._own = shards.ranges[shared.comm.rank]
         entries = sums.bucket.entries
         self._shapes = [matrix_shape(entry.shape) for entry in entries]
-        self._left = _Factors([(rows, powersgd.rank) for rows, _ in self._shapes], sums)
-        self._right = _Factors([(columns, powersgd.rank) for _, columns in self._shapes], sums)
+        self._left = _Factors([(powersgd.rank, rows) for rows, _ in self._shapes], sums)
+        self._right = _Factors([(powersgd.rank, columns) for _, columns in self._shapes], sums)
         self._residuals = LaneTensors(sums, shared.lanes)
         seeds = [mix(shared.seed, "powersgd", shared.names[entry.parameter]) for entry in entries]
         self._q = self._right.buffer()  # where the next power iteration begins; all workers have it
         for q, seed in zip(self._right.of(self._q), seeds, strict=True):
-            q.copy_(first_factor(q.shape[0], q.shape[1], seed))
+            q.copy_(first_factor(q.shape[1], q.shape[0], seed))
         self._next_q: Tensor | None = None
         self._sets = shared.exchange.new_set(), shared.exchange.new_set()
         self._held: dict[int, Tensor] = {}  # by lane: gradient and residual
@@ -65,7 +65,7 @@ class LowRankBucket:
             for m, q, p in zip(
                 self._matrices(held), self._right.of(self._q), self._left.of(factors[lane]), strict=True
             ):
-                torch.mm(m, q, out=p)
+                torch.mm(q, m.t(), out=p)
         self._pending = self._summed(self._sets[0], factors, self._left)
 
     def advance(self) -> None:
@@ -79,7 +79,7 @@ class LowRankBucket:
         for lane, held in self._held.items():
             of_lane = self._right.of(self._q_of[lane])
             for m, p, q in zip(self._matrices(held), self._left.of(self._p), of_lane, strict=True):
-                torch.mm(m.t(), p, out=q)
+                torch.mm(p, m, out=q)
         sent = {lane: q.clone() for lane, q in self._q_of.items()}  # sums are made in place
         self._pending = self._summed(self._sets[1], sent, self._right)
 
@@ -91,11 +91,11 @@ class LowRankBucket:
         self._out = self._sums.buffer()
         left = self._left.of(self._p)
         for out, p, q in zip(self._matrices(self._out), left, self._right.of(self._next_q), strict=True):
-            torch.mm(p, q.t(), out=out)
+            torch.mm(p.t(), q, out=out)
         for lane, held in self._held.items():
             if self._shared.feedback:
                 for m, p, q in zip(self._matrices(held), left, self._right.of(self._q_of[lane]), strict=True):
-                    m.addmm_(p, q.t(), alpha=-1)
+                    m.addmm_(p.t(), q, alpha=-1)
                 self._residuals.stage(lane, held)
             else:
                 self._sums.give_back(held)
