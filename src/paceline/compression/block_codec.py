@@ -42,6 +42,12 @@ def payload_like(values: Tensor, row_bytes: int) -> Tensor:
     return torch.empty((values.shape[0], row_bytes), dtype=torch.uint8, device=values.device)
 
 
+def clear_beyond(values: Tensor, partial: Partial) -> None:
+    """What is beyond the end of a parameter is 0, also in a row whose scale is not finite: its memory is used again."""
+    for row, elements in partial:
+        values[row, elements:] = 0
+
+
 def row_scales(payload: Tensor) -> Tensor:
     """The fp32 number with which each row ends, as a column in the payload's memory."""
     return payload[:, -4:].view(torch.float32)

@@ -12,7 +12,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from paceline.compression.block_codec import Partial
+from paceline.compression.block_codec import Partial, clear_beyond
 from paceline.world.checked_values import one_word
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -47,3 +47,4 @@ class Cast:
 
     def decode(self, payload: Tensor, partial: Partial, out: Tensor) -> None:
         out.copy_(payload.view(_DTYPES[self.to]))
+        clear_beyond(out, partial)

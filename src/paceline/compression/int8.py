@@ -14,7 +14,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from paceline.compression.block_codec import Partial, payload_like, row_scales
+from paceline.compression.block_codec import Partial, clear_beyond, payload_like, row_scales
 from paceline.errors import ConfigError
 from paceline.world.checked_values import one_word, whole_number
 
@@ -54,6 +54,7 @@ class Int8:
 
     def decode(self, payload: Tensor, partial: Partial, out: Tensor) -> None:
         out.copy_(payload[:, : self.block].view(torch.int8)).mul_(row_scales(payload))
+        clear_beyond(out, partial)
 
 
 def check_block(name: str, block: int, least: int = 16) -> None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from paceline.compression.block_codec import Partial, payload_like, row_scales
+from paceline.compression.block_codec import Partial, clear_beyond, payload_like, row_scales
 from paceline.compression.int8 import check_block
 
 
@@ -45,8 +45,7 @@ class Sign:
     def decode(self, payload: Tensor, partial: Partial, out: Tensor) -> None:
         signs = _SIGNS.to(payload.device).index_select(0, payload[:, :-4].flatten().int())
         torch.mul(signs.view_as(out), row_scales(payload), out=out)
-        for row, elements in partial:
-            out[row, elements:] = 0
+        clear_beyond(out, partial)
 
 
 _TO_ONE_BYTE = 0x0102040810204080  # bit 8·i becomes bit 56 + i, and nothing else comes there

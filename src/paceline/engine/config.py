@@ -105,8 +105,8 @@ class EngineConfig:
         if self.compression is not None:
             check(
                 self.strategy.entry.takes_compression,
-                f"compression with strategy={self.strategy.name!r}, which has no gradient of a lane to compress; "
-                "choose one of " + ", ".join(entry.name for entry in STRATEGIES.values() if entry.takes_compression),
+                f"compression with strategy={self.strategy.name!r}, which has none: choose one of "
+                + ", ".join(sorted(entry.name for entry in STRATEGIES.values() if entry.takes_compression)),
             )
             check(
                 self.reduction == "exact",

@@ -486,7 +486,8 @@ class Preparation:
         return (
             f"paceline: global batch {batch} · "
             f"{counted(world.size, 'worker')} × {counted(config.threads, 'thread')} ({world.source}) · "
-            f"{config.strategy}, {summed}{' over ' + config.algorithm if config.algorithm else ''} · "
+            f"{config.strategy}, {summed}{' over ' + config.algorithm if config.algorithm else ''}"
+            f"{'' if config.compression is None else f', compressed ({config.compression})'} · "
             f"{config.backend if world.size > 1 else 'no'} communication · {self._group.device.type}"
             f"{' in ' + str(config.precision) if config.precision != Precision() else ''} · {amount}"
         )
