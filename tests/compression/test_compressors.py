@@ -16,6 +16,7 @@ from paceline.compression.noise import uniform
 from paceline.compression.power_sgd import first_factor, orthonormal
 from paceline.compression.topk import largest
 from paceline.errors import ConfigError
+from paceline.world import known_names
 
 CODECS: list[BlockCompressor] = [
     Int8(), Int8(block=16), Int8(rounding="stochastic"), Cast("bf16"), Cast("fp16"), Sign(), Sign(block=32),
@@ -229,6 +230,7 @@ def test_the_first_pattern_that_fits_decides() -> None:
     assert compression.compressor("head.weight", (3, 3)) == Sign()
     assert compression.compressor("blocks.0.weight", (3, 3)) == Int8(block=64)
     assert Compression({"head.*": "sign"}).compressor("body", (3,)) is None
+    assert tuple(COMPRESSORS) == known_names.COMPRESSORS
     assert all(Compression(name).compressor("w", (64, 64)) == found for name, found in COMPRESSORS.items())
 
 
