@@ -168,9 +168,8 @@ class CompressionState:
         wanted = self._with_residual("residuals", name, flat)
         values = torch.nn.functional.pad(wanted, (0, -wanted.numel() % codec.block)).view(-1, codec.block)
         partial = _partial(codec, flat.numel(), 0, len(values))
-        rows = codec.encode(values, partial, self._noise(codec, name, self._rank, 0, values))
-        lost = values.sub_(_decoded(codec, rows, partial)).view(-1)[: flat.numel()]
-        self._keep("residuals", name, lost)
+        rows = codec.split(values, partial, self._noise(codec, name, self._rank, 0, values), None)
+        self._keep("residuals", name, values.view(-1)[: flat.numel()])
         return rows
 
     def _summed(
@@ -182,8 +181,8 @@ class CompressionState:
         for rows in parts[1:]:
             total.add_(_decoded(codec, rows, partial))
         total = self._with_residual("back", name, total.div_(self._ranks))
-        rows = codec.encode(total, partial, self._noise(codec, name, BACK, start, total))
-        self._keep("back", name, total.sub_(_decoded(codec, rows, partial)))
+        rows = codec.split(total, partial, self._noise(codec, name, BACK, start, total), None)
+        self._keep("back", name, total)
         return rows
 
     def _noise(self, codec: BlockCompressor, name: str, rank: int, start: int, values: Tensor) -> Tensor | None:

@@ -83,6 +83,29 @@ def test_rows_are_encoded_and_decoded_alike_in_any_slices(
     assert torch.equal(out, there_and_back(codec, values)[cut:])
 
 
+@settings(max_examples=80, deadline=None)
+@given(st.sampled_from(CODECS), st.integers(0, 10**6), st.integers(0, 9), st.integers(-44, 30), st.booleans())
+def test_splitting_is_adding_encoding_and_taking_away_to_the_last_bit(
+    codec: BlockCompressor, seed: int, rows: int, power: int, with_residual: bool
+) -> None:
+    """Also in C, where there is a compiler."""
+    values, residual = drawn(seed, rows, codec.block, power), drawn(seed + 1, rows, codec.block, power - 2)
+    if rows > 1:
+        values[1, 7:] = residual[1, 7:] = 0
+        values[0] *= 0.0 if seed % 3 == 0 else 1.0
+    partial = [(1, 7)] if rows > 1 else []
+    noise = uniform(7, 0, values.numel()).view_as(values) if codec.draws else None
+    wanted = values + residual if with_residual else values.clone()
+    payload = codec.encode(wanted, partial, noise)
+    sent = torch.empty_like(values)
+    codec.decode(payload, partial, sent)
+    if isinstance(codec, Int8):
+        assert torch.equal(sent, payload[:, :-4].view(torch.int8) * payload[:, -4:].view(torch.float32))
+    found = codec.split(values, partial, noise, residual if with_residual else None)
+    assert torch.equal(found, payload)
+    assert torch.equal(values, wanted - sent)
+
+
 @pytest.mark.parametrize("codec", CODECS, ids=str)
 def test_what_is_beyond_the_end_of_a_parameter_stays_zero_and_changes_nothing(codec: BlockCompressor) -> None:
     values = drawn(1, 3, codec.block)

@@ -35,7 +35,24 @@ class BlockCodec(Protocol):
 
     def encode(self, values: Tensor, partial: Partial, noise: Tensor | None = None) -> Tensor: ...
 
+    def split(self, values: Tensor, partial: Partial, noise: Tensor | None, residual: Tensor | None) -> Tensor:
+        """Encode values plus residual; what that loses is left in `values`."""
+        ...
+
     def decode(self, payload: Tensor, partial: Partial, out: Tensor) -> None: ...
+
+
+def split_by_decoding(
+    codec: BlockCodec, values: Tensor, partial: Partial, noise: Tensor | None, residual: Tensor | None
+) -> Tensor:
+    """`split` of a codec that has no faster way."""
+    if residual is not None:
+        values.add_(residual)
+    payload = codec.encode(values, partial, noise)
+    sent = torch.empty_like(values)
+    codec.decode(payload, partial, sent)
+    values.sub_(sent)
+    return payload
 
 
 def payload_like(values: Tensor, row_bytes: int) -> Tensor:

@@ -12,7 +12,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from paceline.compression.block_codec import Partial, clear_beyond
+from paceline.compression.block_codec import Partial, clear_beyond, split_by_decoding
 from paceline.world.checked_values import one_word
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -44,6 +44,9 @@ class Cast:
         sent = values.clamp(-largest, largest)
         sent.add_(values - values)  # 0 of what is finite, and otherwise nan
         return sent.to(dtype).view(torch.uint8)
+
+    def split(self, values: Tensor, partial: Partial, noise: Tensor | None, residual: Tensor | None) -> Tensor:
+        return split_by_decoding(self, values, partial, noise, residual)
 
     def decode(self, payload: Tensor, partial: Partial, out: Tensor) -> None:
         out.copy_(payload.view(_DTYPES[self.to]))

@@ -8,14 +8,18 @@ Nearest rounding is at most half a scale off and has a bias, which error feedbac
 
 from __future__ import annotations
 
+import ctypes
 from dataclasses import dataclass
+from functools import cache
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from paceline.compression.block_codec import Partial, clear_beyond, payload_like, row_scales
+from paceline.collectives.shared_memory.kernels import CKernels, choose_kernels
+from paceline.compression.block_codec import Partial, clear_beyond, payload_like, row_scales, split_by_decoding
 from paceline.errors import ConfigError
+from paceline.world import environment
 from paceline.world.checked_values import one_word, whole_number
 
 LARGEST = 127
@@ -52,9 +56,40 @@ class Int8:
         row_scales(payload).copy_(scales)
         return payload
 
+    def split(self, values: Tensor, partial: Partial, noise: Tensor | None, residual: Tensor | None) -> Tensor:
+        kernels = in_c()
+        given = [values] if residual is None else [values, residual]
+        if kernels is None or noise is not None or not all(map(_is_plain, given)):
+            return split_by_decoding(self, values, partial, noise, residual)
+        payload = payload_like(values, self.row_bytes)
+        address = 0 if residual is None else residual.data_ptr()
+        kernels.paceline_int8_split(values.data_ptr(), address, payload.data_ptr(), values.shape[0], self.block)
+        clear_beyond(values, partial)
+        return payload
+
     def decode(self, payload: Tensor, partial: Partial, out: Tensor) -> None:
-        out.copy_(payload[:, : self.block].view(torch.int8)).mul_(row_scales(payload))
+        kernels = in_c()
+        if kernels is not None and _is_plain(payload) and _is_plain(out):
+            kernels.paceline_int8_decode(payload.data_ptr(), out.data_ptr(), out.shape[0], self.block)
+        else:
+            out.copy_(payload[:, : self.block].view(torch.int8)).mul_(row_scales(payload))
         clear_beyond(out, partial)
+
+
+@cache
+def in_c() -> ctypes.CDLL | None:
+    """The same in one pass over memory, with the same bits of what is finite, where there is a compiler."""
+    kernels = choose_kernels(environment.wanted_kernels())
+    if not isinstance(kernels, CKernels):
+        return None
+    size, address = ctypes.c_size_t, ctypes.c_void_p
+    kernels.library.paceline_int8_split.argtypes = [address, address, address, size, size]
+    kernels.library.paceline_int8_decode.argtypes = [address, address, size, size]
+    return kernels.library
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    return tensor.device.type == "cpu" and tensor.is_contiguous()
 
 
 def check_block(name: str, block: int, least: int = 16) -> None:

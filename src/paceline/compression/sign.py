@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from paceline.compression.block_codec import Partial, clear_beyond, payload_like, row_scales
+from paceline.compression.block_codec import Partial, clear_beyond, payload_like, row_scales, split_by_decoding
 from paceline.compression.int8 import check_block
 
 
@@ -41,6 +41,9 @@ class Sign:
         payload[:, :-4] = _packed(values < 0)
         row_scales(payload).copy_(scales)
         return payload
+
+    def split(self, values: Tensor, partial: Partial, noise: Tensor | None, residual: Tensor | None) -> Tensor:
+        return split_by_decoding(self, values, partial, noise, residual)
 
     def decode(self, payload: Tensor, partial: Partial, out: Tensor) -> None:
         signs = _SIGNS.to(payload.device).index_select(0, payload[:, :-4].flatten().int())

@@ -54,12 +54,11 @@ class BlockBucket:
     def take(self, step: Step, lane: int, gradient: Tensor) -> None:
         values = gradient.view(-1, self._codec.block)
         residual = self._residuals.now.get(lane)
-        if residual is not None:
-            gradient.add_(residual)
-        rows = self._codec.encode(values, self._partial, self._noise(step, lane, 0, values))
-        self._sent[lane] = rows
+        noise = self._noise(step, lane, 0, values)
+        self._sent[lane] = self._codec.split(
+            values, self._partial, noise, None if residual is None else residual.view_as(values)
+        )
         if self._shared.feedback:
-            values.sub_(self._decoded(rows, 0))
             self._residuals.stage(lane, gradient)
         else:
             self._sums.give_back(gradient)
@@ -121,11 +120,10 @@ class BlockBucket:
         for merge in merges(step.plan.present):
             parts[merge.left].add_(parts.pop(merge.right))
         (total,) = parts.values()
-        if self._back is not None:
-            total.view(-1).add_(self._back)
-        rows = self._codec.encode(total, self._own_partial, self._noise(step, BACK, start, total))
+        back = None if self._back is None else self._back.view_as(total)
+        rows = self._codec.split(total, self._own_partial, self._noise(step, BACK, start, total), back)
         if self._shared.feedback:
-            self._next_back = total.sub_(self._decoded(rows, start)).view(-1)
+            self._next_back = total.view(-1)
         return rows
 
     def _gathered(self, own: Tensor) -> Tensor:
