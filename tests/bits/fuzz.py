@@ -452,7 +452,8 @@ def simpler(case: Case) -> Iterator[Case]:
         yield replace(case, layers=case.layers[:place] + case.layers[place + 1 :])
     plain: dict[str, Any] = {
         "compression": None, "losses": 1, "schedule": None, "clip": None, "noise": False, "drop_last": False,
-        "accumulate": 1, "precision": "fp32", "threads": 1, "groups": 1, "tied": False, "epochs": 1, "batch_size": 4, "width": 8,
+        "accumulate": 1, "precision": "fp32", "threads": 1, "groups": 1, "tied": False, "epochs": 1, "batch_size": 4,
+        "width": 8,
     }  # fmt: skip
     for name, value in plain.items():
         if getattr(case, name) != value:

@@ -116,9 +116,9 @@ def check_one_optimizer(optimizers: int) -> None:
     """Where a step is committed after its last update."""
     if optimizers > 1:
         raise LoopError(
-            "in an elastic job a sharded strategy, or any that compresses gradients, counts a step after its last "
-            f"update, and can't know which of {optimizers} optimizers makes it: call engine.update(optimizer, loss_fn) "
-            "for each, or use strategy='ddp' without compression"
+            "in an elastic job a sharded strategy counts a step after its last update, and can't know which of "
+            f"{optimizers} optimizers makes it: call engine.update(optimizer, loss_fn) for each, "
+            "or use strategy='ddp'"
         )
 
 

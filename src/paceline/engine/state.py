@@ -201,8 +201,15 @@ class JobState:
             "optimizers": [
                 {name: value for name, value in state.items() if name != "param_groups"} for state in states
             ],
-            "compression": strategies.compression_state(),
+            **self.residuals(),
         }
+
+    def residuals(self) -> dict[str, Any]:
+        """Of them what compression keeps: of lanes, so it is with one worker alone under every strategy."""
+        return {"compression": self.step.strategies.compression_state()}
+
+    def put_residuals(self, tensors: Mapping[str, Any]) -> None:
+        self.step.strategies.load_compression(tensors["compression"])
 
     def put_tensors(self, tensors: Mapping[str, Any], plain: Mapping[str, Any] | None) -> None:
         """What is not trained every worker has, as the body left it; one that joins gets it in `plain`."""
@@ -212,7 +219,7 @@ class JobState:
             _load_model(model, self.step.strategies.load_full, {**saved, **{name: known[name] for name in others}})
         for optimizer, saved in zip(self.optimizers, tensors["optimizers"], strict=True):
             self.step.load(optimizer, {**saved, "param_groups": _groups_of(optimizer)})
-        self.step.strategies.load_compression(tensors["compression"])
+        self.put_residuals(tensors)
 
     def plain(self) -> dict[str, Any]:
         """What every worker has, for those that join."""

@@ -544,7 +544,7 @@ class TrainStep:
         # backward has divided by the samples, and multiplied by the loss scale
         scale = item.step_samples / total / self._scale if total > 0 else 0.0
         empty = agreed and (left_out or total == 0)
-        return Tally(agreed, weights, item.step_samples, used, scale, empty, left_out)
+        return Tally(agreed, weights, item.step_samples, used, scale, empty, left_out, self._scale)
 
     def _judge(self, active: Strategy, tally: Tally) -> None:
         """Whether there is anything to apply."""
@@ -618,6 +618,8 @@ class TrainStep:
     def _update_with(self, optimizer: Optimizer) -> Any:
         """Commit, then update; or where updates can be undone, commit when the step's last one has been made."""
         now = self.now
+        if self.phase is Phase.COLLECTED and not now.empty:
+            self.strategy().keep_residuals()
         if self.phase is Phase.COLLECTED and (now.empty or self._group.recovery.before_update):
             self._commit()
         now.acted.add(id(optimizer))

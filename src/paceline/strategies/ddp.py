@@ -117,7 +117,7 @@ class Ddp(InBuckets):
         scale, used = tally.scale, tally.used
         self._used = used
         self._totals = []
-        self._compressed.advance()
+        self._compressed.advance(tally.loss_scale)
         for sums, pending, roots in zip(self._buckets.sums, self._pending, self._roots, strict=True):
             total = pending.wait()
             for root in roots.values():
@@ -142,7 +142,6 @@ class Ddp(InBuckets):
         return norm
 
     def apply(self, optimizer: Optimizer, original_step: Callable[[], Any]) -> Any:
-        self._compressed.commit(self._used)
         return original_step()
 
     def end_step(self) -> None:
@@ -167,6 +166,9 @@ class Ddp(InBuckets):
 
     def load(self, optimizer: Optimizer, state: dict[str, Any], *, round: int) -> None:
         load_exactly(optimizer, full_tree(state))
+
+    def keep_residuals(self) -> None:
+        self._compressed.commit(self._used)
 
     def compression_state(self, lanes: Sequence[int]) -> dict[str, Any]:
         return self._compressed.state(lanes, self._buckets.sums, self._shards)

@@ -73,6 +73,7 @@ class Tally:
     scale: float = 1.0  # turns the sum of the counted lanes' gradients into their weighted mean; 0: none counts
     empty: bool = False  # all workers leave this round out: no `apply` follows
     left_out: bool = False  # a loss was not finite, and such steps are skipped; lanes that never agree have weight 0
+    loss_scale: float = 1.0  # that gradients are multiplied by; `scale` divides by it
 
 
 class Strategy(Protocol):
@@ -176,6 +177,10 @@ class Strategy(Protocol):
         """Make these its weights wherever they are kept; all workers do so, with the same."""
         ...
 
+    def keep_residuals(self) -> None:
+        """The step is about to count, and to be applied: what compression keeps is that of the next step."""
+        ...
+
     def compression_state(self, lanes: Sequence[int]) -> dict[str, Any]:
         """What compression keeps between steps, as far as this worker has it; its lanes are these."""
         ...
@@ -202,6 +207,9 @@ class StrategyBase:
 
     def watch_lanes(self, wanted: bool) -> None:
         """Not for strategies whose lanes can't be computed again by another worker."""
+
+    def keep_residuals(self) -> None:
+        """Nothing is compressed."""
 
     def compression_state(self, lanes: Sequence[int]) -> dict[str, Any]:
         return {}

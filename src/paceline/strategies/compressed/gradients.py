@@ -55,11 +55,11 @@ class NotCompressed:
         """The worker's lanes have been taken: begin the exchange of the bucket."""
         raise NotImplementedError
 
-    def advance(self) -> None:
-        """All buckets have started, on all workers."""
+    def advance(self, loss_scale: float) -> None:
+        """All buckets have started, on all workers; gradients came multiplied by `loss_scale`."""
 
     def commit(self, used: Sequence[bool]) -> None:
-        """The step is applied."""
+        """The step is to be applied."""
 
     def forget(self) -> None:
         """The step is over."""
@@ -108,7 +108,6 @@ class CompressedGradients(NotCompressed):
         self._buckets: dict[int, CompressedBucket] = {}
         self._opened = self._begun = False
         self._step: Step | None = None
-        self._committed = False
         self._loss_scale = 1.0
 
     def grouped(self, specs: Sequence[GradientSpec]) -> Sequence[GradientSpec]:
@@ -147,15 +146,13 @@ class CompressedGradients(NotCompressed):
         self.open(sums, shards)
         self._step = Step(round, round - self._start_after, plan) if round >= self._start_after else None
         self._begun = self._begun or self._step is not None
-        self._committed = False
 
     def take(self, number: int, place: ItemPlace, gradient: Tensor) -> bool:
         if not self.compresses(number):
             return False
         assert self._step is not None
-        self._loss_scale = place.loss_scale
-        if self._loss_scale != 1.0:
-            gradient.div_(self._loss_scale)
+        if place.loss_scale != 1.0:
+            gradient.div_(place.loss_scale)
         self._buckets[number].take(self._step, place.lane, gradient)
         return True
 
@@ -167,7 +164,8 @@ class CompressedGradients(NotCompressed):
         self._buckets[number].start(self._step)
         return PendingTotal(self, self._buckets[number])
 
-    def advance(self) -> None:
+    def advance(self, loss_scale: float) -> None:
+        self._loss_scale = loss_scale  # of a worker without lanes too
         if self._step is not None:
             for bucket in self._buckets.values():
                 bucket.advance()
@@ -177,11 +175,7 @@ class CompressedGradients(NotCompressed):
         return total if self._loss_scale == 1.0 else total.mul_(self._loss_scale)
 
     def commit(self, used: Sequence[bool]) -> None:
-        """With the first of several optimizers that act together."""
-        if self._committed or self._step is None:
-            return
-        self._committed = True
-        for bucket in self._buckets.values():
+        for bucket in self._buckets.values() if self._step is not None else ():
             bucket.commit(used)
 
     def forget(self) -> None:

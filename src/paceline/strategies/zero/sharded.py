@@ -229,7 +229,7 @@ class ShardedStrategy(InBuckets):
         """The own pieces have their gradients; `.grad` of the parameters says that it has none."""
         assert self._pieces is not None
         self._used, scale = tally.used, tally.scale
-        self._compressed.advance()
+        self._compressed.advance(tally.loss_scale)
         for number, total in enumerate(self._totals()):
             if total is None:
                 continue
@@ -264,7 +264,6 @@ class ShardedStrategy(InBuckets):
 
     def apply(self, optimizer: Optimizer, original_step: Callable[[], Any]) -> Any:
         """The user's optimizer does not run its step() itself, but looks from outside as if it did."""
-        self._compressed.commit(self._used)
         shard = self._parts.optimizers.of(optimizer)
         for parameter in shard.parameters:
             parameter.grad = None
@@ -344,6 +343,9 @@ class ShardedStrategy(InBuckets):
     def load_full(self, parameter: Parameter, full: Tensor) -> None:
         super().load_full(parameter, full)
         self._parts.optimizers.load_master(parameter, full)
+
+    def keep_residuals(self) -> None:
+        self._compressed.commit(self._used)
 
     def compression_state(self, lanes: Sequence[int]) -> dict[str, Any]:
         return self._compressed.state(lanes, self._buckets.sums, self._cut_shards)
