@@ -6,7 +6,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from paceline import data, errors
+    from paceline import compression, data, errors, hooks
     from paceline.engine.compilation import Compile
     from paceline.engine.engine import Engine
     from paceline.engine.stop_signals import StoppedOnRequest
@@ -31,8 +31,10 @@ __all__ = [
     "TrainingArguments",
     "World",
     "__version__",
+    "compression",
     "data",
     "errors",
+    "hooks",
     "notebook_launcher",
 ]
 
@@ -50,7 +52,7 @@ _WHERE = {
     "World": "paceline.world.world",
     "notebook_launcher": "paceline.launch.notebook",
 }
-_MODULES = ("data", "errors")
+_MODULES = ("compression", "data", "errors", "hooks")
 
 
 def __getattr__(name: str) -> Any:

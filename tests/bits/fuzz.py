@@ -43,12 +43,22 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from paceline import Engine, World
+from paceline.compression import Compression, Int8, PowerSgd, Sign, TopK
 from paceline.strategies.registry import synchronous_strategies
 from tests.bits import fuzz_models as models
 from tests.workers import _CONTEXT, Result, run_workers
 
 STRATEGIES = {str(chosen): chosen for chosen in synchronous_strategies()}
 UPDATE_WHOLE_PARAMETERS = ("ddp", "star", "parameter_server mode=aggregate")
+COMPRESSIONS: dict[str, Any] = {
+    "int8": "int8",
+    "int8 stochastic": Int8(block=16, rounding="stochastic"),
+    "bf16": "bf16",
+    "sign": Sign(block=32),
+    "topk": TopK(share=0.1, momentum=0.5, warmup=2),
+    "mixed": Compression({"*bias*": None, "*norm*": "fp16", "*": PowerSgd(rank=1)}, start_after=1),
+}
+COMPRESS = [name for name, chosen in STRATEGIES.items() if chosen.entry.takes_compression]
 PHASES = ("data", "forward", "backward", "exchange", "ready", "before_commit", "after_commit", "apply")  # to die in
 TIMEOUT_S = 90.0
 FAILURES = Path("runs/fuzz")
@@ -100,6 +110,7 @@ class Case:
     legs: tuple[Leg, ...] = field(default_factory=tuple)
     stop_at: int | None = None
     kill: str | None = None
+    compression: str | None = None
 
     @property
     def text(self) -> str:
@@ -117,7 +128,8 @@ class Case:
         what = self.architecture or "+".join(self.layers) or "stem and head alone"
         how = " then ".join(f"{leg.strategy} on {leg.workers} ({leg.backend})" for leg in self.legs)
         settings = ", ".join(f"{k}={v}" for k, v in self.settings.items())
-        return f"{what}, {self.optimizer}({settings}), {self.precision}, {self.lanes} lanes: {how}"
+        compressed = f", {self.compression}" if self.compression else ""
+        return f"{what}, {self.optimizer}({settings}), {self.precision}{compressed}, {self.lanes} lanes: {how}"
 
 
 def draw(seed: int, *, elastic: bool = False, strategies: Sequence[str] = ()) -> Case:
@@ -155,8 +167,15 @@ def draw(seed: int, *, elastic: bool = False, strategies: Sequence[str] = ()) ->
             ["data", "forward", "backward", "exchange", "ready", "before_commit", "after_commit", "apply"]
         )
         kill = f"kill:rank={rng.randrange(leg.workers)},step={rng.randint(1, 3)},phase={phase}"
+    compression = rng.choice([None] * 2 * len(COMPRESSIONS) + list(COMPRESSIONS))
+    if compression is not None:
+        able = [name for name in COMPRESS if not strategies or name.startswith(tuple(strategies))]
+        able = [name for name in able if not whole or name in UPDATE_WHOLE_PARAMETERS]
+        compression = compression if able else None
+        legs = tuple(replace(leg, strategy=rng.choice(able), servers=0) if able else leg for leg in legs)
     return Case(
         seed=seed,
+        compression=compression,
         architecture=architecture,
         layers=layers if architecture is None else (),
         width=rng.choice([8, 12, 17, 24, 33, 130]),
@@ -283,6 +302,7 @@ def train(
         overlap=how.overlap,
         precision=job.precision,
         activation_checkpointing=how.recompute,
+        compression=None if job.compression is None else COMPRESSIONS[job.compression],
         record_samples=record,
         timeout_s=30.0,
     ) as engine:
@@ -431,8 +451,9 @@ def simpler(case: Case) -> Iterator[Case]:
     for place in range(len(case.layers)):
         yield replace(case, layers=case.layers[:place] + case.layers[place + 1 :])
     plain: dict[str, Any] = {
-        "losses": 1, "schedule": None, "clip": None, "noise": False, "drop_last": False, "accumulate": 1,
-        "precision": "fp32", "threads": 1, "groups": 1, "tied": False, "epochs": 1, "batch_size": 4, "width": 8,
+        "compression": None, "losses": 1, "schedule": None, "clip": None, "noise": False, "drop_last": False,
+        "accumulate": 1, "precision": "fp32", "threads": 1, "groups": 1, "tied": False, "epochs": 1, "batch_size": 4,
+        "width": 8,
     }  # fmt: skip
     for name, value in plain.items():
         if getattr(case, name) != value:

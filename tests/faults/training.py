@@ -12,6 +12,7 @@ import contextlib
 import os
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -41,6 +42,13 @@ class Noisy(Dataset[tuple[Tensor, Tensor]]):
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         return self.points[index] + 0.1 * torch.randn(16), self.labels[index]
+
+
+class Moving(torch.optim.AdamW):
+    def step(self, closure: Any = None) -> None:
+        super().step(closure)
+        for group in self.param_groups:
+            group["weight_decay"] += 0.5
 
 
 def build(width: int) -> nn.Module:
@@ -88,6 +96,9 @@ def main() -> None:
     parser.add_argument("--run-dir", type=Path, default=Path("run"), help="of checkpoints and the sample log")
     parser.add_argument("--sums-on-servers", action="store_true", help="parameter_server whose servers only add")
     parser.add_argument("--second-opinion", type=int, help="steps from one to the next whose lanes are computed twice")
+    parser.add_argument("--compression", help="of gradients, by name")
+    parser.add_argument("--fp16", action="store_true", help="with a loss scale that changes often")
+    parser.add_argument("--moving-settings", action="store_true", help="an optimizer that changes its own settings")
     parser.add_argument("--adapters", action="store_true", help="a layer of the model is the base of adapters")
     parser.add_argument("--pretrained", action="store_true", help="weights from a file, by way of the meta device")
     parser.add_argument("--await-joiner", help="SLOT-INCARNATION: the others don't end before it stands at the loop")
@@ -105,6 +116,9 @@ def main() -> None:
             strategy=strategy,
             project_dir=asked.run_dir,
             second_opinion=asked.second_opinion,
+            compression=asked.compression,
+            precision="fp16" if asked.fp16 else None,
+            loss_scale=paceline.LossScale(growth_every=1) if asked.fp16 else None,
         ) as engine,
         contextlib.ExitStack() as around,
     ):
@@ -116,7 +130,7 @@ def main() -> None:
             model = build(asked.width)
         if asked.adapters:
             adapted(model, joins=elastic is not None and elastic.joins)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        optimizer = (Moving if asked.moving_settings else torch.optim.AdamW)(model.parameters(), lr=1e-2)
         schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 20)
         loader = DataLoader(Noisy(asked.samples), batch_size=ROWS, shuffle=True, num_workers=asked.loader_processes)
         model, optimizer, loader, schedule = engine.prepare(model, optimizer, loader, schedule, weights=weights)

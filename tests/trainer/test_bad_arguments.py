@@ -48,6 +48,7 @@ def test_a_number_is_finite_and_in_its_range(name: str) -> None:
         ("reduction", "slow", "reduction='slow' is not known; choose exact or fast"),
         ("ddp_backend", "mpi", "ddp_backend='mpi' is not known; choose paceline, gloo or nccl"),
         ("offload", "", "offload='' is not known; choose optimizer or parameters"),
+        ("compression", "gzip", "compression='gzip' is not known; choose bf16, fp16, int8, sign, topk or powersgd"),
         ("on_nonfinite", "pray", "on_nonfinite='pray' is not known"),
         ("dataloader_multiprocessing_context", "thread", "is not known; choose fork, spawn or forkserver"),
         ("optim_args", "momentum", "optim_args='momentum': 'momentum' is no name=value"),

@@ -88,7 +88,7 @@ def sum_at_owners(
     owners = [peer for peer in others if ranges[peer][0] < ranges[peer][1]]
     foreign = [(peer, root) for peer in others for root in plan.roots(peer)] if width else []
     received = scratch.take(out, width * len(foreign)).view(len(foreign), width)
-    outgoing, incoming = _start(
+    outgoing, incoming = start_messages(
         comm,
         sends=[(roots[root][slice(*ranges[peer])], peer) for peer in owners for root in plan.roots(comm.rank)],
         receives=[(row, peer) for (peer, _), row in zip(foreign, received, strict=True)],
@@ -105,7 +105,7 @@ def sum_at_owners(
         if total.data_ptr() != out[own].data_ptr():
             out[own].copy_(total)
     wait_all(outgoing)
-    outgoing, incoming = _start(
+    outgoing, incoming = start_messages(
         comm,
         sends=[(out[own], peer) for peer in others] if width else [],
         receives=[(out[slice(*ranges[peer])], peer) for peer in owners],
@@ -115,7 +115,7 @@ def sum_at_owners(
     wait_all([*incoming, *outgoing])
 
 
-def _start(
+def start_messages(
     comm: Communicator,
     *,
     sends: Sequence[tuple[Tensor, int]],
@@ -176,7 +176,7 @@ def direct_reduce_scatter(comm: Communicator, scatter: Scatter, *, tag: int, scr
     received = scratch.take(like.new_empty(0, dtype=wire), (stop - start) * len(foreign)).view(
         len(foreign), stop - start
     )
-    outgoing, incoming = _start(
+    outgoing, incoming = start_messages(
         comm,
         sends=[(tensor[slice(*scatter.ranges[peer])], peer) for peer in owners for tensor in parting],
         receives=[(row, peer) for (peer, _), row in zip(foreign, received, strict=True)],

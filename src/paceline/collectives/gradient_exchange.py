@@ -153,6 +153,17 @@ class GradientExchange:
         tag = scatter.bucket * TAGS_PER_BUCKET
         return self._queued(lambda scratch: direct_reduce_scatter(comm, scatter, tag=tag, scratch=scratch))
 
+    def start_messages(self, exchange: Callable[[], None], device: torch.device) -> Handle:
+        """Begin an exchange of the caller's own making, made of messages, in line with the others."""
+        if device.type == "cpu":
+            handle: Handle = self._queued(lambda scratch: exchange())
+        else:  # in line with what the caller's stream computes
+            exchange()
+            handle = Done()
+        if ordered:
+            fault_point("bucket")
+        return handle
+
     def _queued(self, exchange: Callable[[Scratch], None]) -> Handle:
         event = Event("paceline:exchange")
         work = self._queue.run(lambda: exchange(self._scratch_of_queue), [], event, at_once=False)

@@ -8,8 +8,9 @@
                others enter a loop
 
 Where every worker has all of the state (`replicated`) a step's update is made after its commit, so what a worker has is
-always right. Elsewhere the update is made first and each worker's part of the state goes to the in-memory checkpoint:
-what was not committed is undone by reading the step before from there, the parts of the dead among it.
+always right; only what compression keeps of lanes goes to the in-memory checkpoint. Elsewhere the update is made first
+and each worker's part of the state goes there: what was not committed is undone by reading the step before from there,
+the parts of the dead among it.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from paceline.checkpoint.load import StoredTensor
 from paceline.checkpoint.manifest import size_text
 from paceline.checkpoint.tensor_file import DTYPES, code_of
 from paceline.checkpoint.tree import flatten, unflatten
@@ -38,6 +40,7 @@ from paceline.elastic.memory_checkpoint.replication import Offer, OneHost, Repli
 from paceline.elastic.memory_checkpoint.shard_checksum import NoShardChecksum
 from paceline.elastic.worker_agent import Abandonable, WorkerAgent
 from paceline.errors import PacelineError, PeerLostError, StateLostError, WorldError
+from paceline.sharding.local_shard import LocalShard
 from paceline.world.world import World
 
 RECOVERABLE = (PacelineError, RuntimeError, OSError)
@@ -61,8 +64,17 @@ class Parts(Protocol):
         """Only the worker that a lane is assigned to knows its place in the data."""
         ...
 
+    @property
+    def keeps_residuals(self) -> bool:
+        """Compression has a state of lanes, which is with one worker alone, also where the rest is replicated."""
+        ...
+
     def tensors(self) -> dict[str, Any]:
         """This worker's part of the state."""
+        ...
+
+    def residuals(self) -> dict[str, Any]:
+        """Of that what compression keeps."""
         ...
 
     def plain(self) -> dict[str, Any]:
@@ -109,6 +121,8 @@ class Parts(Protocol):
         ...
 
     def put_plain(self, plain: Mapping[str, Any]) -> None: ...
+
+    def put_residuals(self, tensors: Mapping[str, Any]) -> None: ...
 
     def put_tensors(self, tensors: Mapping[str, Any], plain: Mapping[str, Any] | None) -> None:
         """The committed state; of what is not trained, what this worker has or, if it joins, what is in `plain`."""
@@ -272,10 +286,11 @@ class Recovery(NoRecovery):
     def _keep(self, number: int) -> bool:
         """Whether this worker's part is safe; False: who should have a copy of it is gone, and so is this group."""
         parts, members = self._parts, self.agent.now.members
-        if parts.replicated and not parts.takes_places:
+        if parts.replicated and not (parts.takes_places or parts.keeps_residuals):
             return True
         try:
-            tree = {} if parts.replicated else parts.tensors()
+            kept_alone = parts.residuals() if parts.keeps_residuals else {}
+            tree = kept_alone if parts.replicated else parts.tensors()
             rank, own = members.index(self.agent.slot), self._places()
             self._checkpoint.write(number, tree, rank=rank, size=len(members), own=own)
             self.shard_checksum.take(number, self._checkpoint.only_here)
@@ -335,15 +350,16 @@ class Recovery(NoRecovery):
         joins = self.agent.slot in generation.joining
         if joins:
             fault_point("join", generation.step + 1)
-        # Teardown. What all have is laid out for joiners before that, while the strategies know where it is.
+        # Teardown. What all have is named for joiners before that, while the strategies know where it is.
         lays_out = bool(generation.joining) and not joins and parts.replicated
-        saved = self._lay_out(generation) if lays_out else self._saved
+        laid_out = parts.tensors() if lays_out else {}
         parts.teardown(lost=not generation.includes(self.agent.now))
 
         # Connect, agree with joiners on the state to go on from, and reopen the strategies.
         comm = parts.connect(world)
         hosts = self._connect_replicas(comm.gather_json)
         world = on_hosts(world, hosts) if hosts else world
+        saved = self._lay_out(generation, laid_out) if lays_out else self._saved
         told = self._agree(comm, generation, saved) if generation.joining else {}
         if joins:
             parts.put_plain(told)
@@ -351,11 +367,13 @@ class Recovery(NoRecovery):
 
         # The committed state and this worker's lanes; no worker begins the step before all are there.
         places = [told["place"]] if joins else None
-        if joins or parts.takes_places or not parts.replicated:
+        if joins or parts.takes_places or parts.keeps_residuals or not parts.replicated:
             number, writers = self._saved.number, self._saved.writers
             state = self._replication.read(number, writers)
             if joins or not parts.replicated:
                 parts.put_tensors(state.tree, told if joins else None)
+            elif parts.keeps_residuals:
+                parts.put_residuals(state.tree)
             if not joins and self.agent.slot in writers:
                 self._replication.renew(number)
             if parts.takes_places:
@@ -381,11 +399,15 @@ class Recovery(NoRecovery):
             servers=len(generation.servers),
         )
 
-    def _lay_out(self, generation: Generation) -> Saved:
-        """All of the state for those who join, each of the others a part of it."""
+    def _lay_out(self, generation: Generation, tensors: dict[str, Any]) -> Saved:
+        """All of the state for those who join, each of the others a part of it: `tensors`, and what a lost worker alone
+        had from the in-memory checkpoint."""
         staying = generation.staying
         number, rank = number_for_joiners(self._saved.number), staying.index(self.agent.slot)
-        self._checkpoint.write(number, self._parts.tensors(), rank=rank, size=len(staying), own=self._places())
+        if self._parts.keeps_residuals and self._saved.writers:
+            committed = self._replication.read(self._saved.number, self._saved.writers).tree["compression"]
+            tensors = {**tensors, "compression": _share_of(committed, rank, len(staying))}
+        self._checkpoint.write(number, tensors, rank=rank, size=len(staying), own=self._places())
         return Saved(number, staying)
 
     def _connect_replicas(self, tell: Callable[[Offer], Sequence[Offer]]) -> list[int]:
@@ -424,3 +446,12 @@ class Recovery(NoRecovery):
             return False
         self.recover()
         return True
+
+
+def _share_of(tree: Any, rank: int, size: int) -> Any:
+    """One part of every tensor of a stored tree, for one of so many workers."""
+    if isinstance(tree, StoredTensor):
+        elements = tree.stored.elements
+        start, stop = rank * elements // size, (rank + 1) * elements // size
+        return LocalShard.of(tree.shape, tree.dtype, [(start, tree.part(start, stop))] if start < stop else [])
+    return {name: _share_of(value, rank, size) for name, value in tree.items()}

@@ -36,6 +36,10 @@ class Assembly:
         return self._config.strategy.entry.replicated
 
     @property
+    def keeps_residuals(self) -> bool:
+        return self._config.compression is not None
+
+    @property
     def takes_places(self) -> bool:
         loader = self._objects.loader
         return loader is not None and loader.source.takes_places
@@ -61,6 +65,12 @@ class Assembly:
 
     def put_plain(self, plain: Mapping[str, Any]) -> None:
         self._between.job_state().put_plain(plain)
+
+    def residuals(self) -> dict[str, Any]:
+        return self._between.job_state().residuals()
+
+    def put_residuals(self, tensors: Mapping[str, Any]) -> None:
+        self._between.job_state().put_residuals(tensors)
 
     def put_tensors(self, tensors: Mapping[str, Any], plain: Mapping[str, Any] | None) -> None:
         self._between.job_state().put_tensors(tensors, plain)

@@ -14,6 +14,7 @@ import torch
 
 from paceline.collectives.choice import check_algorithm
 from paceline.collectives.gradient_exchange import Reduction
+from paceline.compression import Compression, compression_of
 from paceline.engine import activation_checkpointing as recomputing
 from paceline.engine.activation_checkpointing import ActivationCheckpointing
 from paceline.engine.compilation import Compile, compile_of
@@ -68,6 +69,7 @@ class EngineConfig:
     loss_scale: LossScale | None = None
     offload: OffloadName | None = None
     compile: Compile | None = None
+    compression: Compression | None = None
 
     def __post_init__(self) -> None:
         def check(ok: bool, text: str) -> None:
@@ -102,6 +104,17 @@ class EngineConfig:
             "weights in low precision; choose one of "
             + ", ".join(entry.name for entry in STRATEGIES.values() if entry.takes_low_precision),
         )
+        if self.compression is not None:
+            check(
+                self.strategy.entry.takes_compression,
+                f"compression with strategy={self.strategy.name!r}, which has none: choose one of "
+                + ", ".join(sorted(entry.name for entry in STRATEGIES.values() if entry.takes_compression)),
+            )
+            check(
+                self.reduction == "exact",
+                "compression with reduction='fast': lanes are compressed one by one and added in their own order, so "
+                "there is nothing to gain; leave reduction out",
+            )
 
     def check_against(self, world: World) -> None:
         if world.servers and not self.strategy.entry.uses_servers:
@@ -163,6 +176,7 @@ def config_of(
     activation_checkpointing: recomputing.Wanted,
     compile: Compile | bool | None,
     reduction: Reduction,
+    compression: Any,
     **as_given: Any,
 ) -> EngineConfig:
     """`as_given`: what no flag speaks of."""
@@ -193,6 +207,7 @@ def config_of(
         offload=offload,
         compile=compile_of(compile, reduction),
         reduction=reduction,
+        compression=compression_of(compression),
         **as_given,
     )
     able = [entry.name for entry in STRATEGIES.values() if entry.takes_offload]

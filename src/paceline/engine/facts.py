@@ -38,6 +38,7 @@ def job_facts(config: EngineConfig, data: Mapping[str, Any], device: torch.devic
         "precision": str(config.precision),
         "offload": config.offload,
         "compile": None if config.compile is None else str(config.compile),
+        "compression": None if config.compression is None else str(config.compression),
         "loss_scale": None if config.loss_scale is None else str(config.loss_scale),
         "updates": SYNCHRONOUS if config.strategy.is_synchronous else str(config.strategy),
     }

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ from paceline.collectives.communicator import Communicator
 from paceline.engine.config import EngineConfig, counted
 from paceline.errors import ConfigError
 from paceline.optim.range_optimizer import state_bytes
-from paceline.sharding.footprint import Model
+from paceline.sharding.footprint import Model, residuals
 from paceline.strategies.registry import STRATEGIES, Chosen
 from paceline.world.control import Supervisor
 from paceline.world.host_limits import MemoryLimit, memory_limit, oom_kills
@@ -43,6 +43,7 @@ class Fit:
     accumulate: int
     per_host: int
     on_host: int
+    compressed: bool = False
 
     @property
     def room(self) -> int:
@@ -50,7 +51,8 @@ class Fit:
 
     def held(self, strategy: Chosen) -> int:
         sizes = {"workers": self.workers, "lanes": self.lanes, "accumulate": self.accumulate}
-        return strategy.footprint(self.model, **sizes, per_host=self.per_host, on_host=self.on_host).held
+        held = strategy.footprint(self.model, **sizes, per_host=self.per_host, on_host=self.on_host).held
+        return held + (residuals(self.model, workers=self.workers, lanes=self.lanes) if self.compressed else 0)
 
     @property
     def fits(self) -> bool:
@@ -59,18 +61,22 @@ class Fit:
     def told(self) -> str:
         """What is held, of what, and by whom less."""
         shared = "" if self.sharers == 1 else f" for {counted(self.sharers, 'worker')}"
+        kept = "gradients, residuals" if self.compressed else "gradients"
         return (
-            f"weights, gradients and optimizer state of {self.model.parameters:,} parameters take "
+            f"weights, {kept} and optimizer state of {self.model.parameters:,} parameters take "
             f"{_gib(self.held(self.chosen))} on each worker, and the limit is {_gib(self.limit.bytes)}{shared} "
             f"({self.limit.shared_by})"
         )
 
     def advice(self) -> str:
         others = [Chosen(entry, entry.config()) for _, entry in sorted(STRATEGIES.items())]
-        smaller = {s.name: self.held(s) for s in others if s.has_footprint and self.held(s) < self.held(self.chosen)}
+        others = [s for s in others if s.has_footprint and (s.entry.takes_compression or not self.compressed)]
+        smaller = {s.name: self.held(s) for s in others if self.held(s) < self.held(self.chosen)}
         fitting = [f"strategy={name!r} takes {_gib(held)}" for name, held in smaller.items() if held <= self.room]
         if fitting:
             return f"on {counted(self.workers, 'worker')} {', '.join(fitting)}"
+        if self.compressed and (plain := replace(self, compressed=False)).fits:
+            return f"without compression strategy={self.chosen.name!r} takes {_gib(plain.held(self.chosen))}"
         everything = self.model.parameters * (self.model.weight + self.model.gradient + self.model.state)
         return f"strategy='zero3' needs at least {counted(math.ceil(everything / self.room), 'worker')} of this size"
 
@@ -114,7 +120,9 @@ def _fit(
     shares_memory = comm.backend == "paceline"
     per_host = world.size if shares_memory else 1
     on_host = world.size if world.size % world.local_size else world.local_size  # hosts that are not even: nobody's
-    return Fit(config.strategy, model, limit, sharers, world.size, config.lanes, config.accumulate, per_host, on_host)
+    compressed = config.compression is not None and config.compression.feedback
+    sizes = (world.size, config.lanes, config.accumulate, per_host, on_host)
+    return Fit(config.strategy, model, limit, sharers, *sizes, compressed)
 
 
 def _limit_of(device: torch.device) -> MemoryLimit | None:

@@ -373,6 +373,7 @@ class Preparation:
             precision=config.precision,
             offload=config.offload is not None,
             whole=() if own.compiled is None else tuple({type(module) for module in own.compiled.modules}),
+            compression=config.compression,
             facts=job_facts(config, {}, group.device),
             replay=self._replay,
             generation=group.generation or 1,
@@ -491,7 +492,8 @@ class Preparation:
         return (
             f"paceline: global batch {batch} · "
             f"{counted(world.size, 'worker')} × {counted(config.threads, 'thread')} ({world.source}) · "
-            f"{config.strategy}, {summed}{' over ' + config.algorithm if config.algorithm else ''} · "
+            f"{config.strategy}, {summed}{' over ' + config.algorithm if config.algorithm else ''}"
+            f"{'' if config.compression is None else f', compressed ({config.compression})'} · "
             f"{config.backend if world.size > 1 else 'no'} communication · {self._group.device.type}"
             f"{' in ' + str(config.precision) if config.precision != Precision() else ''} · {amount}"
         )

@@ -119,6 +119,11 @@ class ComparedPasses(OnePass):
 def check_second_opinion(config: EngineConfig, source: WorkSource) -> None:
     """Whether lanes can be passed on to other workers at all."""
     name, able = config.strategy.name, sorted(n for n, entry in STRATEGIES.items() if entry.passes_lanes_on)
+    if config.compression is not None:
+        raise ConfigError(
+            "Engine(second_opinion=…) with compression: a lane's residual stays with the worker that computes it, so "
+            "no other can compute it again; choose one of the two"
+        )
     if name not in able or source.takes_places or config.reduction != "exact":
         what = f"strategy={name!r}" if name not in able else "this"
         raise ConfigError(

@@ -3,6 +3,7 @@
     entry                         every worker has            checkpoint    in-memory checkpoint    joining worker
     models, optimizers            its part, or all of it      x             x, if trained           from the copy
     `_plain_entries`: step, …     all of it                   x             (survivors have it)     from a survivor
+    compression: residuals        of its lanes, its ranges    x             x                       from the copy
     place in the data             of its lanes                x             x, of streams           from a survivor
     settings of groups, buffers   all of it                   x             (survivors have it)     from a survivor
     registered                    all of it                   x             (survivors have it)     from a survivor
@@ -111,6 +112,7 @@ class JobState:
         tree: dict[str, Any] = {
             "models": _local_models(self.models, step.strategies.local_shard, bases),
             "optimizers": [step.strategies.local_state(optimizer) for optimizer in self.optimizers],
+            "compression": step.strategies.compression_state(),
         }
         if is_main:
             mine = {
@@ -156,6 +158,8 @@ class JobState:
         self._load_models(checkpoint)
         for optimizer, saved in zip(self.optimizers, tree["optimizers"], strict=True):
             _load_one(folder, "optimizer", partial(step.load, optimizer), saved)
+        kept = {} if "compression" in changed else tree.get("compression", {})  # of another compressor nothing fits
+        _load_one(folder, "compression's residuals", step.strategies.load_compression, kept)
         seed_everything(mix(self.seed, "between", step.step, 0))
 
     def _begin_with(self, checkpoint: Checkpoint, told: Told, alike: Alike) -> None:
@@ -197,7 +201,15 @@ class JobState:
             "optimizers": [
                 {name: value for name, value in state.items() if name != "param_groups"} for state in states
             ],
+            **self.residuals(),
         }
+
+    def residuals(self) -> dict[str, Any]:
+        """Of them what compression keeps: of lanes, so it is with one worker alone under every strategy."""
+        return {"compression": self.step.strategies.compression_state()}
+
+    def put_residuals(self, tensors: Mapping[str, Any]) -> None:
+        self.step.strategies.load_compression(tensors["compression"])
 
     def put_tensors(self, tensors: Mapping[str, Any], plain: Mapping[str, Any] | None) -> None:
         """What is not trained every worker has, as the body left it; one that joins gets it in `plain`."""
@@ -207,6 +219,7 @@ class JobState:
             _load_model(model, self.step.strategies.load_full, {**saved, **{name: known[name] for name in others}})
         for optimizer, saved in zip(self.optimizers, tensors["optimizers"], strict=True):
             self.step.load(optimizer, {**saved, "param_groups": _groups_of(optimizer)})
+        self.put_residuals(tensors)
 
     def plain(self) -> dict[str, Any]:
         """What every worker has, for those that join."""

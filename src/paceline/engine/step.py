@@ -180,12 +180,12 @@ class StepState:
         self.losses = [one for one in self.losses if one[0] is not self.of_item]
         self.of_item.take_back(report)
 
-    def place(self, item: WorkItem) -> ItemPlace:
+    def place(self, item: WorkItem, loss_scale: float) -> ItemPlace:
         if item.shadow:
             return ItemPlace(item.lane, item.last_of_lane, item.last_of_step, shadow=True)
         report = self.reports[item.lane]
         so_far = report.weight, report.left_out, report.samples
-        return ItemPlace(item.lane, item.last_of_lane, item.last_of_step, False, *so_far)
+        return ItemPlace(item.lane, item.last_of_lane, item.last_of_step, False, *so_far, loss_scale)
 
 
 class OnePass:
@@ -414,7 +414,7 @@ class TrainStep:
             now.losses.append((of_item, report, HostReading(loss)))
         if last:
             self._finish_forward(item)
-        place = now.place(item)
+        place = now.place(item, self._scale)
         started = time.perf_counter()
         active.start_backward(place, last=last)
         self._fault_point("backward")
@@ -544,7 +544,7 @@ class TrainStep:
         # backward has divided by the samples, and multiplied by the loss scale
         scale = item.step_samples / total / self._scale if total > 0 else 0.0
         empty = agreed and (left_out or total == 0)
-        return Tally(agreed, weights, item.step_samples, used, scale, empty, left_out)
+        return Tally(agreed, weights, item.step_samples, used, scale, empty, left_out, self._scale)
 
     def _judge(self, active: Strategy, tally: Tally) -> None:
         """Whether there is anything to apply."""
@@ -618,6 +618,8 @@ class TrainStep:
     def _update_with(self, optimizer: Optimizer) -> Any:
         """Commit, then update; or where updates can be undone, commit when the step's last one has been made."""
         now = self.now
+        if self.phase is Phase.COLLECTED and not now.empty:
+            self.strategy().keep_residuals()
         if self.phase is Phase.COLLECTED and (now.empty or self._group.recovery.before_update):
             self._commit()
         now.acted.add(id(optimizer))
@@ -689,7 +691,7 @@ class TrainStep:
             now.take_item_back(now.report(item.lane))
             now.left_out.add((item.lane, item.micro_batch))
         self._finish_forward(item)
-        active.skip(now.place(item))
+        active.skip(now.place(item, self._scale))
         if not item.shadow:
             why = "had an exception in" if now.of_item.failed else "was left without"
             text = f"lane {item.lane} of step {self.step + 1} {why} engine.backward(); it counts as empty"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from paceline.collectives.canonical_sum import SumPlan
 from paceline.engine.replicas import parameter_names
+from paceline.errors import ConfigError
 from paceline.sharding.local_shard import LocalShard
 from paceline.strategies.registry import Chosen, Job, LaneAssignment
 from paceline.strategies.strategy import Strategy
@@ -27,6 +28,8 @@ class StrategyTable:
         self._leave_once_a_step = chosen.entry.assign_lanes is neighbouring_lanes
         self._maker = chosen.entry.open(chosen.config, job)
         self.assignment: LaneAssignment = self._maker.assignment or chosen.assign_lanes(job.lanes, job.world.size)
+        self._own_lanes = () if job.world.is_server else self.assignment[job.comm.rank]
+        self._compresses = job.compression is not None
         self._names = parameter_names(job.models)  # it may have put others in their place
         self._known: dict[tuple[int, ...], Strategy] = {}
         try:
@@ -40,6 +43,11 @@ class StrategyTable:
         unique = {id(p): p for o in optimizers for group in o.param_groups for p in group["params"] if p.requires_grad}
         key = tuple(id(optimizer) for optimizer in optimizers)
         known = self._known.get(key)
+        if self._compresses and len(optimizers) < len(self._all):
+            raise ConfigError(
+                "engine.update() with Engine(compression=…): residuals are kept for one update of all parameters in a "
+                "step; let one optimizer.step() follow engine.backward(), or leave compression out"
+            )
         if known is not None:
             if len(known.parameters) == len(unique) and all(id(p) in unique for p in known.parameters):
                 return known, False
@@ -64,6 +72,13 @@ class StrategyTable:
 
     def load(self, optimizer: Optimizer, state: dict[str, Any], *, round: int) -> None:
         self._strategy_that_updates(optimizer).load(optimizer, state, round=round)
+
+    def compression_state(self) -> dict[str, Any]:
+        """Of the one strategy that there is where gradients are compressed."""
+        return self.of(self._all)[0].compression_state(self._own_lanes)
+
+    def load_compression(self, saved: Mapping[str, Any]) -> None:
+        self.of(self._all)[0].load_compression(saved, self._own_lanes)
 
     def full_tensor(self, weights: Tensor) -> Tensor:
         """A parameter's newest weights; anything else of a model's state is what it is."""

@@ -42,6 +42,8 @@ class GradientSpec:
     shape: tuple[int, ...]
     dtype: torch.dtype  # of the parameter
     device: torch.device
+    group: int = 0  # gradients of different groups don't share a bucket
+    block: int = 1  # elements: entries of such buckets start, and the buckets end, at multiples of it
 
     @property
     def elements(self) -> int:
@@ -69,21 +71,25 @@ class Bucket:
     entries: tuple[BucketEntry, ...]
     dtype: torch.dtype
     device: torch.device
+    block: int = 1
 
     @cached_property
     def elements(self) -> int:
-        """Of the flat buffer; there may be gaps between entries."""
-        return self.entries[-1].offset + self.entries[-1].elements
+        """Of the flat buffer; there may be gaps between entries, and where it has blocks one after the last."""
+        end = self.entries[-1].offset + self.entries[-1].elements
+        return -(-end // self.block) * self.block
 
     @property
     def gaps(self) -> list[tuple[int, int]]:
         """Elements of the flat buffer that are no entry's."""
-        ends = [(left.offset + left.elements, right.offset) for left, right in pairwise(self.entries)]
-        return [(start, stop) for start, stop in ends if start < stop]
+        ends = [entry.offset + entry.elements for entry in self.entries]
+        nexts = [*(entry.offset for entry in self.entries[1:]), self.elements]
+        return [(start, stop) for start, stop in zip(ends, nexts, strict=True) if start < stop]
 
     @property
     def alone(self) -> bool:
-        return len(self.entries) == 1
+        """One gradient is all of it, so that it can travel in its own memory."""
+        return len(self.entries) == 1 and not self.gaps
 
 
 def plan_buckets(
@@ -96,14 +102,15 @@ def plan_buckets(
     entry in `order`, since that is when they can leave. `aligned`: every entry starts where memory is aligned.
     """
     planned: list[tuple[int, list[int]]] = []
-    filling: dict[tuple[torch.dtype, torch.device], _Filling] = {}
+    filling: dict[tuple[torch.dtype, torch.device, int], _Filling] = {}
     for place, index in reversed(list(enumerate(order))):
         spec = specs[index]
         size = spec.elements * spec.sum_dtype.itemsize
         if size * 2 >= bucket_bytes:
             planned.append((place, [index]))
             continue
-        bucket = filling.setdefault((spec.sum_dtype, spec.device), _Filling(max(1, bucket_bytes // LAST_PART)))
+        key = spec.sum_dtype, spec.device, spec.group
+        bucket = filling.setdefault(key, _Filling(max(1, bucket_bytes // LAST_PART)))
         bucket.add(place, index, size)
         if bucket.bytes >= bucket.wanted:
             planned.append(bucket.empty(bucket_bytes))
@@ -138,12 +145,13 @@ def packed(specs: Sequence[GradientSpec], parameters: Sequence[int], aligned_to:
     """Parameters in one bucket, each at a multiple of so many bytes."""
     first = specs[parameters[0]]
     step = max(1, aligned_to // first.dtype.itemsize)  # weights are laid out as their sums are, and are smaller
+    step = max(step, first.block)
     entries: list[BucketEntry] = []
     offset = 0
     for parameter in parameters:
         entries.append(BucketEntry(parameter, offset, specs[parameter].shape))
         offset += -(-specs[parameter].elements // step) * step
-    return Bucket(tuple(entries), first.sum_dtype, first.device)
+    return Bucket(tuple(entries), first.sum_dtype, first.device, first.block)
 
 
 # -- every bucket cut into one range per worker ------------------------------------------------------------------------
@@ -254,10 +262,13 @@ def _boundary_near(bucket: Bucket, element: int, uncut: Collection[int]) -> int:
     """The place nearest to `element` where the bucket may be cut."""
     if element <= 0:
         return 0
-    for entry in bucket.entries:
+    ends = [*(entry.offset for entry in bucket.entries[1:]), bucket.elements]
+    for entry, end in zip(bucket.entries, ends, strict=True):
         inside = element - entry.offset
         if inside < entry.elements:
             low = 0 if entry.parameter in uncut else inside // BLOCK * BLOCK
             high = entry.elements if entry.parameter in uncut else min(low + BLOCK, entry.elements)
-            return entry.offset + (low if inside - low <= high - inside else high)
+            if inside - low <= high - inside:
+                return entry.offset + low
+            return end if high == entry.elements else entry.offset + high  # a gap belongs to what is before it
     return bucket.elements

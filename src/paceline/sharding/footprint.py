@@ -23,6 +23,8 @@ That is one lane per worker, one micro-batch and one holder of each shard. Other
                 none
     shard_over  workers that share weights under hybrid: those of a host, n above; all, unless given
 
+Compressed gradients add 2·g·Ψ for each lane of a worker (`residuals`).
+
 Numbers are those of the busiest worker. Buffers for what is under way are not in them.
 """
 
@@ -114,6 +116,11 @@ class _Job:
     @property
     def weights_once(self) -> bool:
         return 1 < self.workers <= self.per_host
+
+
+def residuals(model: Model, *, workers: int, lanes: int) -> int:
+    """What compression with error feedback keeps: of every lane of a worker its residual, before and after a step."""
+    return 2 * -(-lanes // workers) * model.parameters * model.gradient
 
 
 def _ddp(job: _Job) -> Footprint:

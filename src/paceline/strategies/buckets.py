@@ -32,6 +32,7 @@ from paceline.torch_compat import foreach_copy_, nothing_else_views, plain_torch
 
 Cut = Callable[[Sequence[GradientSpec], Sequence[int]], tuple[Bucket, ...]]  # of (specs, order of parameters)
 Leave = Callable[[int, dict[int, Tensor]], None]  # of (bucket, its nodes by lane)
+Compress = Callable[[int, ItemPlace, Tensor], bool]  # of (bucket, item, a lane's gradient): whether it was taken over
 SlotOf = Callable[[int, int, torch.dtype], Tensor | None]  # of (bucket, elements, dtype): shared memory, if there is
 
 
@@ -48,6 +49,7 @@ class GradientBuckets:
         rebuilds: bool = True,
         pool: BufferPool | None = None,
         lanes_rounded_to: torch.dtype | None = None,
+        compress: Compress | None = None,
     ) -> None:
         self._names = [name for name, _ in named]
         self.parameters = [parameter for _, parameter in named]
@@ -56,6 +58,7 @@ class GradientBuckets:
         self._overlap, self._by_lane = overlap, by_lane
         self._pool = pool
         self._rounded_to = lanes_rounded_to
+        self._compress = compress
         self._specs = gradient_specs(self.parameters)
         self._hooks = [
             parameter.register_post_accumulate_grad_hook(self._hook(index))  # type: ignore[no-untyped-call]
@@ -104,7 +107,7 @@ class GradientBuckets:
         else:
             for number in range(len(self.sums)):
                 if not self._taken[number]:
-                    self._take(number, place.lane)
+                    self._take(number, place)
             self._held = [None] * len(self.parameters)
         self._leave_the_rest(place)
 
@@ -118,9 +121,9 @@ class GradientBuckets:
             for number, sums in enumerate(self.sums):
                 if nothing:
                     sums.take_nothing(place.lane)
-                    self._merge(sums, place.lane)
+                    self._merge(number, place)
                 else:
-                    self._take(number, place.lane)
+                    self._take(number, place)
             self._held = [None] * len(self.parameters)
         self._leave_the_rest(place)
 
@@ -164,7 +167,7 @@ class GradientBuckets:
             return
         self._missing[number] -= 1
         while self._next < len(self.sums) and self._missing[self._next] == 0:
-            self._take(self._next, self._place.lane)
+            self._take(self._next, self._place)
             self._let_leave(self._next)
             self.left_during_backward += 1
 
@@ -178,11 +181,11 @@ class GradientBuckets:
         self.used[index] = True
         return sums.put(self._place_of[index], gradient)
 
-    def _take(self, number: int, lane: int) -> None:
-        sums = self.sums[number]
+    def _take(self, number: int, place: ItemPlace) -> None:
+        sums, lane = self.sums[number], place.lane
         gradients: list[Tensor | None] = []
-        for place, entry in enumerate(sums.bucket.entries):
-            if sums.has(place):
+        for at, entry in enumerate(sums.bucket.entries):
+            if sums.has(at):
                 gradients.append(None)
                 continue
             parameter = self.parameters[entry.parameter]
@@ -202,11 +205,14 @@ class GradientBuckets:
             sums.nodes[lane].copy_(sums.nodes[lane].to(sums.rounded_to))
         if self.lane_checks is not None:
             self.lane_checks[lane] = (self.lane_checks.get(lane, 0) + bits_sum(sums.nodes[lane])) % (1 << 62)
-        self._merge(sums, lane)
+        self._merge(number, place)
         self._taken[number] = True
 
-    def _merge(self, sums: LaneSums, lane: int) -> None:
-        if not self._by_lane:
+    def _merge(self, number: int, place: ItemPlace) -> None:
+        sums, lane = self.sums[number], place.lane
+        if self._compress is not None and self._compress(number, place, sums.nodes[lane]):
+            del sums.nodes[lane]
+        elif not self._by_lane:
             assert self._plan is not None
             sums.merge(self._plan.merges_after[self._worker][lane])
 

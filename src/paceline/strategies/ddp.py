@@ -12,7 +12,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -25,8 +24,9 @@ from paceline.collectives.canonical_sum import SumPlan
 from paceline.collectives.communicator import Communicator
 from paceline.collectives.gradient_exchange import GradientExchange
 from paceline.optim.gradient_norm import all_finite, clip_coefficient, global_norm
-from paceline.sharding.bucket import plan_buckets
+from paceline.sharding.bucket import Shards, cut_buckets, plan_buckets
 from paceline.strategies.buckets import GradientBuckets, InBuckets, drop_gradients
+from paceline.strategies.compressed.gradients import NotCompressed, compressed_gradients
 from paceline.strategies.master_weights import FullMasters, load_exactly
 from paceline.strategies.registry import Job, Maker, Registered, register
 from paceline.strategies.strategy import Tally
@@ -63,43 +63,61 @@ class Ddp(InBuckets):
         bucket_bytes: int,
         overlap: bool = True,
         lanes_rounded_to: torch.dtype | None = None,
+        compressed: NotCompressed | None = None,
     ) -> None:
         self._comm = comm
         self._exchange = exchange
+        self._compressed = compressed = compressed or NotCompressed()
         self._buckets = GradientBuckets(
             named,
             comm.rank,
-            cut=lambda specs, order: plan_buckets(specs, order, bucket_bytes),
+            cut=lambda specs, order: plan_buckets(compressed.grouped(specs), order, bucket_bytes),
             leave=self._send,
             overlap=overlap,
+            rebuilds=not compressed.any,
             lanes_rounded_to=lanes_rounded_to,
+            compress=compressed.take,
         )
         self.parameters = self.replicas = self._buckets.parameters
         self._set = exchange.new_set()
         self._totals: list[Tensor] = []
         self._pending: list[Pending] = []
         self._roots: list[dict[int, Tensor]] = []
+        self._used: Sequence[bool] = ()
         self._has_slots = False
 
     # -- one step --------------------------------------------------------------------------------------------------
 
     def start_step(self, round: int, plan: SumPlan) -> None:
         self._plan = plan
+        self._compressed.begin(round, plan, self._buckets.sums, self._shards)
         if not self._has_slots:  # once for each set of buckets, when all workers are here
-            self._buckets.use_slots(partial(self._exchange.slot, self._set))
+            self._buckets.use_slots(self._slot)
             self._has_slots = True
         self._pending, self._roots = [], []
         self._buckets.start_step(plan)
 
+    def _slot(self, number: int, elements: int, dtype: torch.dtype) -> Tensor | None:
+        """Not for buckets whose lanes' memory stays with the compression."""
+        return None if self._compressed.has(number) else self._exchange.slot(self._set, number, elements, dtype)
+
+    def _shards(self) -> Shards:
+        return cut_buckets([sums.bucket for sums in self._buckets.sums], self._comm.size)
+
     def _send(self, number: int, roots: dict[int, Tensor]) -> None:
         self._roots.append(roots)
+        if self._compressed.compresses(number):
+            self._pending.append(self._compressed.start(number))
+            return
         spare = self._buckets.sums[number].buffer
         self._pending.append(self._exchange.start(self._set, number, self._plan, roots, spare))
 
     def collect(self, tally: Tally) -> None:
         """`.grad` becomes the gradient of the global batch."""
         scale, used = tally.scale, tally.used
+        self._used = used
         self._totals = []
+        self._compressed.advance(tally.loss_scale)
         for sums, pending, roots in zip(self._buckets.sums, self._pending, self._roots, strict=True):
             total = pending.wait()
             for root in roots.values():
@@ -133,6 +151,7 @@ class Ddp(InBuckets):
         for sums, total in zip(self._buckets.sums, self._totals, strict=True):
             sums.give_back(total)
         self._totals = []
+        self._compressed.forget()
         if self._buckets.rebuild():
             self._set = self._exchange.new_set(old=self._set)
             self._has_slots = False
@@ -147,6 +166,15 @@ class Ddp(InBuckets):
 
     def load(self, optimizer: Optimizer, state: dict[str, Any], *, round: int) -> None:
         load_exactly(optimizer, full_tree(state))
+
+    def keep_residuals(self) -> None:
+        self._compressed.commit(self._used)
+
+    def compression_state(self, lanes: Sequence[int]) -> dict[str, Any]:
+        return self._compressed.state(lanes, self._buckets.sums, self._shards)
+
+    def load_compression(self, saved: Mapping[str, Any], lanes: Sequence[int]) -> None:
+        self._compressed.load(saved, lanes, self._buckets.sums, self._shards)
 
     def close(self) -> None:
         self._buckets.close()
@@ -214,6 +242,8 @@ class DdpMaker(Maker):
             "overlap": self._overlap,
             "lanes_rounded_to": job.precision.lanes_rounded_to,
         }
+        if isinstance(self._exchange, GradientExchange):
+            options["compressed"] = compressed_gradients(job, named, self._exchange, whole=True)
         return (
             LowPrecisionDdp(*given, masters=self._masters, **options)
             if job.precision.is_low
@@ -237,6 +267,13 @@ def _open(config: DdpConfig, job: Job) -> DdpMaker:
 
 register(
     Registered(
-        "ddp", DdpConfig, _open, takes_low_precision=True, replicated=True, full_weights=True, passes_lanes_on=True
+        "ddp",
+        DdpConfig,
+        _open,
+        takes_compression=True,
+        takes_low_precision=True,
+        replicated=True,
+        full_weights=True,
+        passes_lanes_on=True,
     )
 )

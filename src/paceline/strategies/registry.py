@@ -26,6 +26,7 @@ from torch.optim import Optimizer
 
 from paceline.collectives.communicator import Communicator
 from paceline.collectives.gradient_exchange import Reduction
+from paceline.compression import Compression
 from paceline.errors import ConfigError
 from paceline.optim.precision import Precision
 from paceline.parameter_server.replay import Replay
@@ -67,6 +68,7 @@ class Job:
     precision: Precision = field(default_factory=Precision)
     offload: bool = False  # of the optimizer, to the host
     whole: tuple[type[nn.Module], ...] = ()  # classes whose modules run with all of their weights: compiled ones
+    compression: Compression | None = None  # of gradients
     facts: Mapping[str, Any] = field(default_factory=dict)  # what the bits depend on besides the objects, for records
     at_loop_end: list[LoopEndListener] = field(default_factory=list)  # a strategy adds its own
     replay: Replay | None = None  # do again what this has, instead of training
@@ -114,6 +116,7 @@ class Registered:
     assign_lanes: Callable[[int, int], LaneAssignment] = neighbouring_lanes
     uses_servers: bool = False
     takes_offload: bool = False
+    takes_compression: bool = False  # of lanes' gradients
     takes_low_precision: bool = False  # it lowers the models when it opens, and keeps their fp32 masters
     fills_meta: bool = False  # it gives models that were built on the meta device their first weights itself
     replicated: bool = False  # every worker has all of the state, and an update needs no other worker

@@ -59,6 +59,7 @@ class ItemPlace:
     weight: float = 0.0  # of the lane's micro-batches so far, this one included: samples or tokens
     left_out: bool = False  # in a round that never agrees: the lane's loss was not finite, nothing of it may be used
     samples: int = 0  # in the lane's micro-batches so far, this one included
+    loss_scale: float = 1.0  # that gradients are multiplied by
 
 
 @dataclass(frozen=True)
@@ -72,6 +73,7 @@ class Tally:
     scale: float = 1.0  # turns the sum of the counted lanes' gradients into their weighted mean; 0: none counts
     empty: bool = False  # all workers leave this round out: no `apply` follows
     left_out: bool = False  # a loss was not finite, and such steps are skipped; lanes that never agree have weight 0
+    loss_scale: float = 1.0  # that gradients are multiplied by; `scale` divides by it
 
 
 class Strategy(Protocol):
@@ -175,6 +177,18 @@ class Strategy(Protocol):
         """Make these its weights wherever they are kept; all workers do so, with the same."""
         ...
 
+    def keep_residuals(self) -> None:
+        """The step is about to count, and to be applied: what compression keeps is that of the next step."""
+        ...
+
+    def compression_state(self, lanes: Sequence[int]) -> dict[str, Any]:
+        """What compression keeps between steps, as far as this worker has it; its lanes are these."""
+        ...
+
+    def load_compression(self, saved: Mapping[str, Any], lanes: Sequence[int]) -> None:
+        """Take such a state over, of any number of workers."""
+        ...
+
     def close(self) -> None: ...
 
 
@@ -193,6 +207,15 @@ class StrategyBase:
 
     def watch_lanes(self, wanted: bool) -> None:
         """Not for strategies whose lanes can't be computed again by another worker."""
+
+    def keep_residuals(self) -> None:
+        """Nothing is compressed."""
+
+    def compression_state(self, lanes: Sequence[int]) -> dict[str, Any]:
+        return {}
+
+    def load_compression(self, saved: Mapping[str, Any], lanes: Sequence[int]) -> None:
+        """Nothing is compressed."""
 
     def keeps_finite(self) -> bool:
         raise NotImplementedError("asked only where models compute in low precision, which this strategy does not take")

@@ -253,6 +253,7 @@ class _Ours:
     threads: int | None = setting(None, "ours: threads per worker; default: cores // lanes")
     reduction: str = setting("exact", "ours: exact gives the same bits on any number of workers; or fast")
     offload: str | None = setting(None, "ours: kept in the host's memory: optimizer, parameters")
+    compression: str | None = setting(None, "ours: of gradients: bf16, fp16, int8, sign, topk, powersgd")
     on_nonfinite: str = setting("stop", "ours: a loss that is NaN or infinite: stop, skip, continue")
     overwrite_output_dir: bool = setting(False, "ours: remove the checkpoints of an earlier run in output_dir")
     pretrained_files: bool = setting(True, "ours: checkpoints open with from_pretrained: model.safetensors, config …")

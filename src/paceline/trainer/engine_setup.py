@@ -49,6 +49,7 @@ def build_engine(arguments: TrainingArguments, *, lanes: int | None = None) -> E
         bucket_mib=float(arguments.ddp_bucket_cap_mb or DEFAULT_BUCKET_MIB),
         precision=arguments.precision,
         offload=choice.offload,  # type: ignore[arg-type]
+        compression=arguments.compression,
         activation_checkpointing=_recomputed(arguments),
         compile=_compiled(arguments),
         on_nonfinite=arguments.on_nonfinite,  # type: ignore[arg-type]

@@ -52,7 +52,7 @@ from paceline.trainer.argument_fields import (
 from paceline.trainer.argument_parsing import check_names, converted, field_types, optimizer_options, todays_names
 from paceline.world.checked_values import LONGEST_WAIT_S, number, one_word, path_of, whole_number
 from paceline.world.environment import read_world
-from paceline.world.known_names import BACKENDS, MOST_LANES, MOST_THREADS, OFFLOADS, SEEDS
+from paceline.world.known_names import BACKENDS, COMPRESSORS, MOST_LANES, MOST_THREADS, OFFLOADS, SEEDS
 from paceline.world.rendezvous_store import in_turn
 from paceline.world.world import World
 
@@ -87,6 +87,7 @@ _WORDS: dict[str, Iterable[str]] = {
     "strategy": STRATEGIES,
     "reduction": ("exact", "fast"),
     "offload": OFFLOADS,
+    "compression": COMPRESSORS,
     "on_nonfinite": ("stop", "skip", "continue"),
     "ddp_backend": BACKENDS,
     "dataloader_multiprocessing_context": ("fork", "spawn", "forkserver"),

@@ -12,6 +12,7 @@ from paceline.errors import ConfigError
 BACKENDS = ("paceline", "gloo", "nccl")
 PRECISIONS = ("fp32", "bf16", "fp16")
 OFFLOADS = ("optimizer", "parameters")
+COMPRESSORS = ("bf16", "fp16", "int8", "sign", "topk", "powersgd")
 
 MOST_LANES = 2**16
 MOST_THREADS = 2**10

@@ -358,3 +358,45 @@ int paceline_all_reduce_in_place(struct meeting *m, struct all_reduce *w, int64_
   }
   return ALL_REDUCED;
 }
+
+/* Rows of int8 with a scale (compression/int8.py): `values` of rows × block, plus `residual` where there is one, are coded
+   in one pass over memory, and what that loses is left in `values`. */
+void paceline_int8_split(float *values, const float *residual, uint8_t *payload, size_t rows, size_t block) {
+  const float smallest = 1.17549435e-38f;
+  for (size_t row = 0; row < rows; row++) {
+    float *restrict v = values + row * block;
+    uint8_t *to = payload + row * (block + 4);
+    int8_t *restrict codes = (int8_t *)to;
+    if (residual) {
+      const float *restrict r = residual + row * block;
+      for (size_t i = 0; i < block; i++) v[i] += r[i];
+    }
+    uint32_t largest = 0; /* of sizes as whole numbers, whose order is the same; what is not a number is above all */
+    for (size_t i = 0; i < block; i++) {
+      uint32_t bits;
+      memcpy(&bits, v + i, 4);
+      bits &= 0x7fffffffu;
+      largest = bits > largest ? bits : largest;
+    }
+    float scale;
+    memcpy(&scale, &largest, 4);
+    scale /= 127.0f;
+    if (scale < smallest) scale = smallest;
+    for (size_t i = 0; i < block; i++) {
+      int32_t code = (int32_t)__builtin_rintf(v[i] / scale);
+      codes[i] = (int8_t)code;
+      v[i] -= (float)(int8_t)code * scale;
+    }
+    memcpy(to + block, &scale, 4);
+  }
+}
+
+void paceline_int8_decode(const uint8_t *payload, float *restrict out, size_t rows, size_t block) {
+  for (size_t row = 0; row < rows; row++) {
+    const int8_t *codes = (const int8_t *)(payload + row * (block + 4));
+    float *restrict to = out + row * block;
+    float scale;
+    memcpy(&scale, payload + row * (block + 4) + block, 4);
+    for (size_t i = 0; i < block; i++) to[i] = (float)codes[i] * scale;
+  }
+}

@@ -66,6 +66,7 @@ class CKernels:
     name = "c"
 
     def __init__(self, library: ctypes.CDLL) -> None:
+        self.library = library
         self._sum = library.paceline_sum
         self._copy = library.paceline_copy
         self._copy.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]

@@ -10,7 +10,7 @@ How gradients leave (a worker's roots once a step, or lane by lane) is what zero
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 from weakref import WeakSet
 
@@ -26,10 +26,11 @@ from paceline.errors import ConfigError
 from paceline.optim.gradient_norm import all_block_norms, all_finite, clip_coefficient, norm_of_blocks
 from paceline.optim.offload import HOST, Offload
 from paceline.optim.range_optimizer import check_elementwise, check_thread_cuts
-from paceline.sharding.bucket import cut_buckets, plan_buckets
+from paceline.sharding.bucket import Shards, cut_buckets, plan_buckets
 from paceline.sharding.flat_layout import Piece, in_logical_order
 from paceline.sharding.local_shard import LocalShard
 from paceline.strategies.buckets import BufferPool, Cut, GradientBuckets, GradientPlaceholder, InBuckets, drop_gradients
+from paceline.strategies.compressed.gradients import compressed_gradients
 from paceline.strategies.master_weights import MasterShards
 from paceline.strategies.registry import Job, Maker
 from paceline.strategies.strategy import Strategy, Tally
@@ -157,16 +158,18 @@ class ShardedStrategy(InBuckets):
         parts.weights.hold(named)
         job = parts.job
         self._named, self._optimizers, self._parts = list(named), optimizers, parts
+        self._compressed = compressed = compressed_gradients(job, named, parts.exchange, whole=False)
         self._buckets = GradientBuckets(
             named,
             parts.rank,
-            cut=cut or (lambda specs, order: plan_buckets(specs, order, job.bucket_bytes)),
+            cut=cut or (lambda specs, order: plan_buckets(compressed.grouped(specs), order, job.bucket_bytes)),
             leave=self._leave,
             overlap=job.overlap,
             by_lane=by_lane,
-            rebuilds=cut is None,
+            rebuilds=cut is None and not compressed.any,
             pool=pool,
             lanes_rounded_to=job.precision.lanes_rounded_to,
+            compress=compressed.take,
         )
         self.parameters: Sequence[Parameter] = self._buckets.parameters
         self._placeholders = [GradientPlaceholder.of(parameter, name, parts.name) for name, parameter in named]
@@ -196,6 +199,7 @@ class ShardedStrategy(InBuckets):
         parts = self._parts
         self._plan = plan
         parts.weights.check()
+        self._compressed.begin(round, plan, self._buckets.sums, self._cut_shards)
         if self._pieces is None:
             parts.offload.forget()
             self._pieces = self._assigned_pieces()
@@ -208,21 +212,24 @@ class ShardedStrategy(InBuckets):
             parts.masters.take_over_writes(self._pieces)
         self._buckets.start_step(plan)
 
-    def _assigned_pieces(self) -> LocalPieces:
+    def _cut_shards(self) -> Shards:
         uncut = {number for number, p in enumerate(self.parameters) if not in_logical_order(p)}
-        shards = cut_buckets([sums.bucket for sums in self._buckets.sums], self._parts.workers, uncut)
+        return cut_buckets([sums.bucket for sums in self._buckets.sums], self._parts.workers, uncut)
+
+    def _assigned_pieces(self) -> LocalPieces:
         before, masters = self._values_before, self._parts.masters
 
         def values(parameter: Parameter, piece: Piece) -> Tensor:
             kept = before.pop(piece, None) if masters.has(parameter) else None
             return masters.of_piece(parameter, piece) if kept is None else kept
 
-        return LocalPieces(self._named, shards, self._parts.rank, values)
+        return LocalPieces(self._named, self._cut_shards(), self._parts.rank, values)
 
     def collect(self, tally: Tally) -> None:
         """The own pieces have their gradients; `.grad` of the parameters says that it has none."""
         assert self._pieces is not None
         self._used, scale = tally.used, tally.scale
+        self._compressed.advance(tally.loss_scale)
         for number, total in enumerate(self._totals()):
             if total is None:
                 continue
@@ -304,6 +311,7 @@ class ShardedStrategy(InBuckets):
         for parameter in self.parameters:
             parameter.grad = None
         self._pieces.drop_gradients()
+        self._compressed.forget()
         self._parts.offload.wait()
         if self._buckets.rebuild():
             self._values_before = dict(
@@ -335,6 +343,15 @@ class ShardedStrategy(InBuckets):
     def load_full(self, parameter: Parameter, full: Tensor) -> None:
         super().load_full(parameter, full)
         self._parts.optimizers.load_master(parameter, full)
+
+    def keep_residuals(self) -> None:
+        self._compressed.commit(self._used)
+
+    def compression_state(self, lanes: Sequence[int]) -> dict[str, Any]:
+        return self._compressed.state(lanes, self._buckets.sums, self._cut_shards)
+
+    def load_compression(self, saved: Mapping[str, Any], lanes: Sequence[int]) -> None:
+        self._compressed.load(saved, lanes, self._buckets.sums, self._cut_shards)
 
     def close(self) -> None:
         self._buckets.close()

@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 
 from paceline.collectives.canonical_sum import Scatter, SumPlan, scatter_plan_of_roots
 from paceline.collectives.communicator import Handle
+from paceline.strategies.compressed.gradients import PendingTotal
 from paceline.strategies.registry import Job, Registered, register
 from paceline.strategies.zero.sharded import ShardedMaker, ShardedParts, ShardedStrategy, full_weights
 from paceline.strategies.zero.sharded_optimizer import LocalPieces
@@ -42,16 +43,18 @@ class Zero1(ShardedStrategy):
     ) -> None:
         super().__init__(named, optimizers, parts)
         self._set: int | None = None
-        self._departed: list[_Departed] = []
+        self._departed: list[_Departed | PendingTotal] = []
 
     def _prepare_sums(self, pieces: LocalPieces) -> None:
         self._set = self._parts.exchange.new_set(old=self._set)
-        self._buckets.use_slots(partial(self._parts.exchange.slot, self._set))
+        slot = partial(self._parts.exchange.slot, self._set)
+        # not for buckets whose lanes' memory stays with the compression
+        self._buckets.use_slots(lambda number, *size: None if self._compressed.has(number) else slot(number, *size))
 
     @property
     def roots_held(self) -> list[Tensor]:
         """Whole gradients of this worker's lanes, of which only its own range has the sum over all workers."""
-        return [departed.sum_in for departed in self._departed]
+        return [departed.sum_in for departed in self._departed if isinstance(departed, _Departed)]
 
     def start_step(self, round: int, plan: SumPlan) -> None:
         super().start_step(round, plan)
@@ -60,6 +63,9 @@ class Zero1(ShardedStrategy):
     def _leave(self, number: int, roots: dict[int, Tensor]) -> None:
         assert self._pieces is not None
         assert self._set is not None
+        if self._compressed.compresses(number):
+            self._departed.append(self._compressed.start(number))
+            return
         shards = self._pieces.shards.buckets[number]
         sum_in = next(iter(roots.values())) if roots else self._buckets.sums[number].buffer()
         start, stop = shards.ranges[self._parts.rank]
@@ -72,8 +78,11 @@ class Zero1(ShardedStrategy):
         self._departed.append(_Departed(handle, held, roots, sum_in))
 
     def _totals(self) -> list[Tensor | None]:
-        totals = []
+        totals: list[Tensor | None] = []
         for sums, departed in zip(self._buckets.sums, self._departed, strict=True):
+            if isinstance(departed, PendingTotal):
+                totals.append(departed.own_range())
+                continue
             departed.handle.wait()
             for root in departed.roots.values():
                 if root is not departed.sum_in:
@@ -84,7 +93,8 @@ class Zero1(ShardedStrategy):
     def end_step(self) -> None:
         """Forget the gradients; the buffers they lived in serve the next step."""
         for sums, departed in zip(self._buckets.sums, self._departed, strict=True):
-            sums.give_back(departed.sum_in)
+            if isinstance(departed, _Departed):
+                sums.give_back(departed.sum_in)
         self._departed = []
         super().end_step()
 
@@ -110,6 +120,7 @@ register(
         Zero1Config,
         _open,
         examples=(Zero1Config(weights="per worker"),),
+        takes_compression=True,
         takes_low_precision=True,
         takes_offload=True,
         full_weights=True,

@@ -29,6 +29,7 @@ from torch.optim import Optimizer
 from paceline.collectives.canonical_sum import Scatter, ScatterPlan, SumPlan, scatter_plans_by_lane
 from paceline.collectives.communicator import Handle
 from paceline.strategies.buckets import BufferPool, Cut
+from paceline.strategies.compressed.gradients import PendingTotal
 from paceline.strategies.registry import Job, Registered, register
 from paceline.strategies.strategy import ItemPlace
 from paceline.strategies.zero.sharded import ShardedMaker, ShardedParts, ShardedStrategy, full_weights
@@ -58,11 +59,13 @@ class Zero2(ShardedStrategy):
         *,
         cut: Cut | None = None,
     ) -> None:
-        super().__init__(named, optimizers, parts, by_lane=True, pool=BufferPool(), cut=cut)
+        pool = BufferPool() if parts.job.compression is None else None  # of compressed lanes every one has its own
+        super().__init__(named, optimizers, parts, by_lane=True, pool=pool, cut=cut)
         self._set = parts.exchange.new_set()
         self._under_way: deque[Departed] = deque()
         self._sums: list[Tensor] = []
         self._held: list[dict[int, Tensor]] = []
+        self._pending: dict[int, PendingTotal] = {}  # by bucket, of compressed ones
 
     def _prepare_sums(self, pieces: LocalPieces) -> None:
         """The only gradients that stay: the sums of the own ranges."""
@@ -76,6 +79,7 @@ class Zero2(ShardedStrategy):
         super().start_step(round, plan)
         self._scatter_plans, self._lowest = self._scatter_plans_of(plan)
         self._held = [{} for _ in self._sums]
+        self._pending = {}
         self._sent = [0] * len(self._sums)
 
     def _scatter_plans_of(self, plan: SumPlan) -> tuple[Sequence[ScatterPlan], int]:
@@ -101,6 +105,10 @@ class Zero2(ShardedStrategy):
         assert self._pieces is not None
         plan = self._scatter_plans[self._sent[number]]
         self._sent[number] += 1
+        if self._compressed.compresses(number):  # lanes go together, when those of all workers are there
+            if self._sent[number] == len(self._scatter_plans):
+                self._pending[number] = self._compressed.start(number)
+            return
         shards, own, sums = self._pieces.shards.buckets[number], self._sums[number], self._buckets.sums[number]
         lowest = self._lowest
         scatter = Scatter(
@@ -132,12 +140,15 @@ class Zero2(ShardedStrategy):
 
     def _finished(self) -> list[Tensor | None]:
         """All lanes have arrived: what is held is the sum of all lanes."""
-        return [next(iter(held.values()), None) for held in self._held]
+        return [
+            self._pending[number].own_range() if number in self._pending else next(iter(held.values()), None)
+            for number, held in enumerate(self._held)
+        ]
 
     def close(self) -> None:
         super().close()
         self._under_way.clear()
-        self._sums, self._held = [], []
+        self._sums, self._held, self._pending = [], [], {}
 
 
 @dataclass(frozen=True)
@@ -157,6 +168,7 @@ register(
         Zero2Config,
         _open,
         examples=(Zero2Config(weights="per worker"),),
+        takes_compression=True,
         takes_low_precision=True,
         takes_offload=True,
         full_weights=True,

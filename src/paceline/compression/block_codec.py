@@ -1,0 +1,70 @@
+"""Block codecs: a gradient in blocks of equal length, each of which becomes a row of bytes that is read by itself.
+
+    parameter   |─ block 0 ─|─ block 1 ─|─ block 2 (0 beyond the end) ─|
+    payload     |─── row ───|─── row ───|───────────── row ────────────|      uint8, all rows of one length
+
+Blocks are counted from the beginning of a parameter, so a payload has the same bytes wherever buckets and the ranges of
+owners are cut (at multiples of 4096 elements of a parameter, which a block divides). Rows can be sliced, sent and
+decoded by themselves. What is not finite stays so: the sum must show it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+Partial = Sequence[tuple[int, int]]  # rows at the ends of parameters: (row, elements that it has)
+
+
+class BlockCodec(Protocol):
+    """Values are fp32, of shape (rows, block)."""
+
+    @property
+    def block(self) -> int: ...
+
+    @property
+    def row_bytes(self) -> int: ...
+
+    @property
+    def draws(self) -> bool:
+        """Whether `encode` wants random numbers: one in [0, 1) for each value."""
+        ...
+
+    def encode(self, values: Tensor, partial: Partial, noise: Tensor | None = None) -> Tensor: ...
+
+    def split(self, values: Tensor, partial: Partial, noise: Tensor | None, residual: Tensor | None) -> Tensor:
+        """Encode values plus residual; what that loses is left in `values`."""
+        ...
+
+    def decode(self, payload: Tensor, partial: Partial, out: Tensor) -> None: ...
+
+
+def split_by_decoding(
+    codec: BlockCodec, values: Tensor, partial: Partial, noise: Tensor | None, residual: Tensor | None
+) -> Tensor:
+    """`split` of a codec that has no faster way."""
+    if residual is not None:
+        values.add_(residual)
+    payload = codec.encode(values, partial, noise)
+    sent = torch.empty_like(values)
+    codec.decode(payload, partial, sent)
+    values.sub_(sent)
+    return payload
+
+
+def payload_like(values: Tensor, row_bytes: int) -> Tensor:
+    return torch.empty((values.shape[0], row_bytes), dtype=torch.uint8, device=values.device)
+
+
+def clear_beyond(values: Tensor, partial: Partial) -> None:
+    """What is beyond the end of a parameter is 0, also in a row whose scale is not finite: its memory is used again."""
+    for row, elements in partial:
+        values[row, elements:] = 0
+
+
+def row_scales(payload: Tensor) -> Tensor:
+    """The fp32 number with which each row ends, as a column in the payload's memory."""
+    return payload[:, -4:].view(torch.float32)

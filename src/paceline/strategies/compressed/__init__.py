@@ -1,0 +1,1 @@
+"""Gradients that travel compressed: what strategies with buckets do with them."""

@@ -1,0 +1,86 @@
+"""Compressed gradients: the same bits on any number of workers, in any buckets, through checkpoints and other sizes."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paceline.compression import Compression, Int8, PowerSgd, TopK
+from tests.bits.programs import PROGRAMS, gpt
+from tests.bits.test_checkpoints import HALF, STEPS, states_differ, trains
+from tests.workers import hashes, run_workers
+
+pytestmark = pytest.mark.workers
+
+MIXED = Compression({"*.bias": None, "*norm*": Int8(block=16), "head*": "sign", "*": PowerSgd(rank=2)}, start_after=2)
+WAYS: dict[str, Any] = {
+    "int8": "int8",
+    "int8 stochastic": Int8(rounding="stochastic"),
+    "bf16": "bf16",
+    "fp16": "fp16",
+    "sign": "sign",
+    "topk": TopK(share=0.05, warmup=3),
+    "topk momentum": TopK(share=0.02, momentum=0.9),
+    "powersgd": PowerSgd(rank=3),
+    "without feedback": Compression({"*.weight": "powersgd", "*": "int8"}, feedback=False),
+    "mixed": MIXED,
+}
+STRATEGIES = ("ddp", "zero2", "zero1")
+# workers, bucket_mib, backend
+PLACES = [(2, 0.01, "gloo"), (3, 0.001, "paceline"), (4, 0.05, "paceline"), (3, 0.002, "gloo")]
+
+
+@cache
+def hash_of_one(program: str, way: str, **job: Any) -> str:
+    (found,) = hashes(run_workers(PROGRAMS[program], 1, lanes=4, compression=WAYS[way], **job))
+    return found
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("way", WAYS)
+def test_compressed_gradients_give_one_hash_on_1_2_3_and_4_workers(way: str, strategy: str) -> None:
+    for workers, bucket_mib, backend in PLACES:
+        job = {"bucket_mib": bucket_mib, "backend": backend, "strategy": strategy, "compression": WAYS[way]}
+        assert hashes(run_workers(gpt, workers, lanes=4, **job)) == {hash_of_one("gpt", way)}, (workers, job)
+
+
+ANY_MODEL = [
+    ("wide", "fp32"), ("wide", "bf16"), ("odd_parameters", "fp32"), ("odd_parameters", "bf16"),
+    ("short_last_step", "fp16"), ("clipped", "fp32"), ("clipped", "fp16"), ("convnet", "bf16"), ("convnet", "fp16"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("program", "precision"), ANY_MODEL)
+def test_any_model_has_one_hash(program: str, precision: str) -> None:
+    turn = ANY_MODEL.index((program, precision))
+    way, strategy = list(WAYS)[turn % len(WAYS)], STRATEGIES[turn % len(STRATEGIES)]
+    one = hash_of_one(program, way, precision=precision)
+    for workers, bucket_mib, backend in PLACES[turn % 2 :: 2]:
+        job = {"bucket_mib": bucket_mib, "backend": backend, "strategy": strategy, "compression": WAYS[way]}
+        found = hashes(run_workers(PROGRAMS[program], workers, lanes=4, precision=precision, **job))
+        assert found == {one}, (workers, job)
+
+
+def test_compression_changes_the_bits_only_after_the_steps_it_waits_for() -> None:
+    """10 steps: compressed from the eleventh on it is the run without."""
+    plain = hashes(run_workers(gpt, 1, lanes=4))
+    late = hashes(run_workers(gpt, 2, lanes=4, compression=Compression("int8", start_after=10)))
+    assert late == plain
+    assert hashes(run_workers(gpt, 2, lanes=4, compression=Compression("int8", start_after=9))) != plain
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_checkpoint_of_residuals_goes_on_on_another_number_of_workers(way: str, tmp_path: Path) -> None:
+    turn = list(WAYS).index(way)
+    saving, loading = ((2, 3), (4, 1), (1, 4), (3, 2))[turn % 4]
+    before, after = STRATEGIES[turn % len(STRATEGIES)], STRATEGIES[(turn + 1) % len(STRATEGIES)]
+    straight = hashes(run_workers(trains, 1, until=STEPS, compression=WAYS[way]))
+    run, again = str(tmp_path / "run"), tmp_path / "again"
+    hashes(run_workers(trains, saving, until=HALF, run=run, compression=WAYS[way], strategy=before))
+    job = {"until": STEPS, "run": run, "again": str(again), "compression": WAYS[way], "strategy": after}
+    found = hashes(run_workers(trains, loading, **job))
+    assert states_differ(tmp_path / "run" / f"checkpoint-{HALF}", again) == []
+    assert found == straight
