@@ -11,7 +11,9 @@ import argparse
 import contextlib
 import os
 import time
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,6 +23,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 import paceline
+from paceline.strategies.registry import choose
 from paceline.strategies.server import ParameterServer
 
 LANES = 8
@@ -87,6 +90,7 @@ def main() -> None:
     parser.add_argument("--step-s", type=float, default=0.0, help="how long a step takes at least")
     parser.add_argument("--run-dir", type=Path, default=Path("run"), help="of checkpoints and the sample log")
     parser.add_argument("--sums-on-servers", action="store_true", help="parameter_server whose servers only add")
+    parser.add_argument("--windows", help="STRATEGY-STEPS: from one outer step to the next, of one that has those")
     parser.add_argument("--second-opinion", type=int, help="steps from one to the next whose lanes are computed twice")
     parser.add_argument("--adapters", action="store_true", help="a layer of the model is the base of adapters")
     parser.add_argument("--pretrained", action="store_true", help="weights from a file, by way of the meta device")
@@ -95,7 +99,10 @@ def main() -> None:
     asked = parser.parse_args()
     slot = int(os.environ["PACELINE_RANK"])  # the engine's rank is another: its place among those that are left
 
-    strategy = ParameterServer(mode="aggregate") if asked.sums_on_servers else None
+    strategy: Any = ParameterServer(mode="aggregate") if asked.sums_on_servers else None
+    if asked.windows is not None:
+        name, _, every = asked.windows.partition("-")
+        strategy = replace(choose(name).config, every=int(every))
 
     with (
         paceline.Engine(

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from paceline.checkpoint.manifest import size_text
 from paceline.collectives.communicator import Communicator
 from paceline.engine.config import EngineConfig, counted
 from paceline.errors import ConfigError
@@ -48,8 +49,8 @@ class Fit:
     def room(self) -> int:
         return self.limit.bytes // self.sharers
 
-    def held(self, strategy: Chosen) -> int:
-        sizes = {"workers": self.workers, "lanes": self.lanes, "accumulate": self.accumulate}
+    def held(self, strategy: Chosen, workers: int | None = None) -> int:
+        sizes = {"workers": workers or self.workers, "lanes": self.lanes, "accumulate": self.accumulate}
         return strategy.footprint(self.model, **sizes, per_host=self.per_host, on_host=self.on_host).held
 
     @property
@@ -69,8 +70,13 @@ class Fit:
         others = [Chosen(entry, entry.config()) for _, entry in sorted(STRATEGIES.items())]
         smaller = {s.name: self.held(s) for s in others if s.has_footprint and self.held(s) < self.held(self.chosen)}
         fitting = [f"strategy={name!r} takes {_gib(held)}" for name, held in smaller.items() if held <= self.room]
-        if fitting:
-            return f"on {counted(self.workers, 'worker')} {', '.join(fitting)}"
+        told = [f"on {counted(self.workers, 'worker')} {', '.join(fitting)}"] if fitting else []
+        if not self.chosen.entry.bits_of_ddp:  # it holds as much for each lane: more workers have fewer each
+            more = range(self.workers + 1, self.lanes + 1)
+            enough = next((n for n in more if self.held(self.chosen, n) <= self.room), None)
+            told += [] if enough is None else [f"{self.chosen.name} fits on {enough} workers of this size"]
+        if told:
+            return "; ".join(told)
         everything = self.model.parameters * (self.model.weight + self.model.gradient + self.model.state)
         return f"strategy='zero3' needs at least {counted(math.ceil(everything / self.room), 'worker')} of this size"
 
@@ -94,6 +100,19 @@ def check_memory(
     if fit is not None and fit.limit.kills_file is not None:
         file = fit.limit.kills_file
         supervisor.tell("memory", told=f"{fit.told()}; {fit.advice()}", kills_file=str(file), kills=oom_kills(file))
+
+
+def cost_of_lanes(config: EngineConfig, world: World, optimizers: Sequence[Optimizer]) -> str | None:
+    """What a strategy whose lanes are apart holds for them, where a worker has several; for one line at the start."""
+    model, most = _model(optimizers), -(-config.lanes // world.size)
+    if config.strategy.entry.bits_of_ddp or model is None or most == 1 or not config.strategy.has_footprint:
+        return None
+    sizes = world.size, config.lanes
+    here, alone = (size_text(config.strategy.footprint(model, workers=n, lanes=config.lanes).held) for n in sizes)
+    return (
+        f"paceline: {config.strategy.name} keeps weights, a gradient and optimizer state for each lane: "
+        f"{here} for {most} lanes on a worker, {alone} if {config.lanes} workers had one each"
+    )
 
 
 def _fit(

@@ -5,6 +5,7 @@
     `_plain_entries`: step, …     all of it                   x             (survivors have it)     from a survivor
     place in the data             of its lanes                x             x, of streams           from a survivor
     settings of groups, buffers   all of it                   x             (survivors have it)     from a survivor
+    buffers of lanes apart        of its lanes                x             x                       from the copy
     registered                    all of it                   x             (survivors have it)     from a survivor
     bases                         built, or in the models     a reference   (in the models)         (in the models)
     extra                         what the script gives       x
@@ -111,6 +112,7 @@ class JobState:
         tree: dict[str, Any] = {
             "models": _local_models(self.models, step.strategies.local_shard, bases),
             "optimizers": [step.strategies.local_state(optimizer) for optimizer in self.optimizers],
+            **self._lane_buffers(),
         }
         if is_main:
             mine = {
@@ -123,6 +125,14 @@ class JobState:
             }
             tree |= _saved_here(mine | {entry.name: entry.get() for entry in self._plain_entries()})
         return tree
+
+    def _lane_buffers(self) -> dict[str, Any]:
+        """Where workers never agree, lanes begin with lane 0's after a resume: that promises no bits."""
+        state = self.step.buffers.local_state() if self.step.strategies.lanes_apart else None
+        return {} if state is None else {"lane_buffers": state}
+
+    def _load_lane_buffers(self, state: Any) -> None:
+        self.step.buffers.load(full_tree(state), self.step.own_lanes)
 
     def first_model(self) -> dict[str, Any]:
         """Of that the first model's part alone."""
@@ -156,6 +166,7 @@ class JobState:
         self._load_models(checkpoint)
         for optimizer, saved in zip(self.optimizers, tree["optimizers"], strict=True):
             _load_one(folder, "optimizer", partial(step.load, optimizer), saved)
+        _load_one(folder, "lanes' buffers", self._load_lane_buffers, tree.get("lane_buffers"))
         seed_everything(mix(self.seed, "between", step.step, 0))
 
     def _begin_with(self, checkpoint: Checkpoint, told: Told, alike: Alike) -> None:
@@ -197,6 +208,7 @@ class JobState:
             "optimizers": [
                 {name: value for name, value in state.items() if name != "param_groups"} for state in states
             ],
+            **self._lane_buffers(),
         }
 
     def put_tensors(self, tensors: Mapping[str, Any], plain: Mapping[str, Any] | None) -> None:
@@ -207,6 +219,7 @@ class JobState:
             _load_model(model, self.step.strategies.load_full, {**saved, **{name: known[name] for name in others}})
         for optimizer, saved in zip(self.optimizers, tensors["optimizers"], strict=True):
             self.step.load(optimizer, {**saved, "param_groups": _groups_of(optimizer)})
+        self._load_lane_buffers(tensors.get("lane_buffers"))
 
     def plain(self) -> dict[str, Any]:
         """What every worker has, for those that join."""

@@ -1,0 +1,55 @@
+"""DiLoCo: local SGD with an outer optimizer, SGD with Nesterov momentum, on what the lanes have moved.
+
+    weights 1 + m · gradients m · optimizer state m · outer momentum 1, for m lanes of a worker
+    once in `every` steps: all-reduce of (outer weights - lane's weights), then the outer step on every worker
+
+The inner optimizer is the script's, AdamW in "DiLoCo: Distributed Low-Communication Training of Language Models"
+(Douillard et al., 2023), whose outer learning rate and momentum are the defaults here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+from paceline.errors import ConfigError
+from paceline.strategies.local.local_training import LocalMaker, Windows
+from paceline.strategies.registry import Job, Registered, register
+from paceline.world.checked_values import number, switch, whole_number
+
+
+@dataclass(frozen=True)
+class DilocoConfig:
+    """`every`: steps from one outer step to the next."""
+
+    every: int = 50
+    outer_lr: float = 0.7
+    outer_momentum: float = 0.9
+    nesterov: bool = True
+
+    def __post_init__(self) -> None:
+        why = "lanes meet every so many steps, so it is at least 1"
+        whole_number("DilocoConfig: every", self.every, least=1, why=why)
+        number("DilocoConfig: outer_lr", self.outer_lr, above=0)
+        number("DilocoConfig: outer_momentum", self.outer_momentum, least=0, below=1)
+        switch("DilocoConfig: nesterov", self.nesterov)
+        if self.nesterov and self.outer_momentum == 0:
+            raise ConfigError("DilocoConfig: nesterov=True needs an outer_momentum above 0; or choose nesterov=False")
+
+
+def _outer_optimizer(config: DilocoConfig, parameters: Sequence[Parameter]) -> Optimizer:
+    return torch.optim.SGD(parameters, lr=config.outer_lr, momentum=config.outer_momentum, nesterov=config.nesterov)
+
+
+def _open(config: DilocoConfig, job: Job) -> LocalMaker:
+    return LocalMaker(job, Windows("diloco", config.every, partial(_outer_optimizer, config)))
+
+
+register(
+    Registered("diloco", DilocoConfig, _open, examples=(DilocoConfig(every=3),), full_weights=True, bits_of_ddp=False)
+)
