@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from paceline import Engine, World
 from paceline.errors import ConfigError, LoopError
 from paceline.strategies.local.diloco import DilocoConfig
+from paceline.strategies.local.lane_sums import BLOCK, decoded, encoded
 from paceline.strategies.local.local_sgd import LocalSgdConfig
 from tests.workers import run_workers
 
@@ -276,9 +277,9 @@ def test_ddp_goes_on_from_a_state_of_lanes_and_lanes_from_one_of_ddp_where_that_
 
 def sends(world: World, *, strategy: Any, steps: int) -> int:
     with Engine(world=world, lanes=3, strategy=strategy, backend="gloo", device="cpu") as engine:
-        model = nn.Linear(64, 64)
+        model = nn.Linear(256, 256)
         optimizer = torch.optim.AdamW(model.parameters())
-        loader = DataLoader(TensorDataset(torch.randn(3 * steps, 64)), batch_size=1)
+        loader = DataLoader(TensorDataset(torch.randn(3 * steps, 256)), batch_size=1)
         model, optimizer, loader = engine.prepare(model, optimizer, loader)
         before = engine._group.comm.traffic
         for (x,) in loader:
@@ -294,7 +295,7 @@ def test_one_outer_step_in_fifty_moves_a_fiftieth_of_what_ddp_moves() -> None:
         sum(result.value for result in run_workers(sends, 3, strategy=strategy, steps=50))
         for strategy in ("ddp", DilocoConfig(every=50))
     )
-    assert ddp == 50 * 2 * 2 * 4 * (64 * 64 + 64), "2 (N-1)/N · 4 bytes by each of three workers in each step"
+    assert ddp == 50 * 2 * 2 * 4 * (256 * 256 + 256), "2 (N-1)/N · 4 bytes by each of three workers in each step"
     assert ddp == 50 * diloco
 
 
@@ -393,3 +394,49 @@ def test_a_state_that_the_script_loads_is_that_of_every_lane() -> None:
     assert not torch.allclose(moved["0.weight"], plain["0.weight"])
     for name, value in plain.items():
         assert torch.equal(forgotten[name], value), "without its history momentum is the gradient"
+
+
+# -- int8 --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_block_in_int8_is_off_by_half_a_step_of_its_largest_at_most(seed: int) -> None:
+    drawn = torch.Generator().manual_seed(seed)
+    values = torch.randn(int(torch.randint(1, 2000, (), generator=drawn)), generator=drawn) * 10.0 ** (3 * seed - 9)
+    values[values.numel() // 2 :] *= 1e-3
+    elements, scales = encoded(values)
+    assert elements.dtype == torch.int8
+    assert scales.numel() == -(-values.numel() // BLOCK)
+    for block, scale in zip((values - decoded(elements, scales)).split(BLOCK), scales.tolist(), strict=True):
+        assert float(block.abs().max()) <= 0.501 * scale
+    again = decoded(elements, scales)
+    assert torch.equal(decoded(*encoded(again)), again), "what is in int8 already stays"
+
+
+def test_zeros_stay_and_what_is_not_finite_is_seen() -> None:
+    assert torch.equal(decoded(*encoded(torch.zeros(300))), torch.zeros(300))
+    for bad in (math.nan, math.inf):
+        values = torch.ones(600)
+        values[300] = bad
+        found = decoded(*encoded(values)).isfinite()
+        assert not found[256:512].any()
+        assert found[:256].all()
+        assert found[512:].all()
+
+
+@pytest.mark.workers
+@pytest.mark.parametrize("backend", ["paceline", "gloo"])
+def test_sums_in_int8_have_one_hash_with_any_workers_and_buckets(backend: str) -> None:
+    job: dict[str, Any] = {"strategy": DilocoConfig(every=2, outer_gradients="int8"), "optimizer": "adamw"}
+    alone = one_hash(1, **job)
+    assert {one_hash(workers, backend=backend, bucket_mib=0.0005, **job) for workers in (2, 3, 4)} == {alone}
+    assert alone != one_hash(1, strategy=DilocoConfig(every=2), optimizer="adamw")
+
+
+@pytest.mark.workers
+def test_in_int8_fifty_steps_move_a_hundred_and_ninety_times_less_than_ddp() -> None:
+    ddp, diloco = (
+        sum(result.value for result in run_workers(sends, 3, strategy=strategy, steps=50))
+        for strategy in ("ddp", DilocoConfig(every=50, outer_gradients="int8"))
+    )
+    assert ddp > 190 * diloco, (ddp, diloco, ddp / diloco)

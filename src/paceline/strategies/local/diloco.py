@@ -18,25 +18,28 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from paceline.errors import ConfigError
+from paceline.strategies.local.lane_sums import WIRES, Wire
 from paceline.strategies.local.local_training import LocalMaker, Windows
 from paceline.strategies.registry import Job, Registered, register
-from paceline.world.checked_values import number, switch, whole_number
+from paceline.world.checked_values import number, one_word, switch, whole_number
 
 
 @dataclass(frozen=True)
 class DilocoConfig:
-    """`every`: steps from one outer step to the next."""
+    """`every`: steps from one outer step to the next; `outer_gradients`: what is sent of the lanes' moves."""
 
     every: int = 50
     outer_lr: float = 0.7
     outer_momentum: float = 0.9
     nesterov: bool = True
+    outer_gradients: Wire = "fp32"
 
     def __post_init__(self) -> None:
         why = "lanes meet every so many steps, so it is at least 1"
         whole_number("DilocoConfig: every", self.every, least=1, why=why)
         number("DilocoConfig: outer_lr", self.outer_lr, above=0)
         number("DilocoConfig: outer_momentum", self.outer_momentum, least=0, below=1)
+        one_word("DilocoConfig: outer_gradients", self.outer_gradients, WIRES)
         switch("DilocoConfig: nesterov", self.nesterov)
         if self.nesterov and self.outer_momentum == 0:
             raise ConfigError("DilocoConfig: nesterov=True needs an outer_momentum above 0; or choose nesterov=False")
@@ -47,9 +50,16 @@ def _outer_optimizer(config: DilocoConfig, parameters: Sequence[Parameter]) -> O
 
 
 def _open(config: DilocoConfig, job: Job) -> LocalMaker:
-    return LocalMaker(job, Windows("diloco", config.every, partial(_outer_optimizer, config)))
+    return LocalMaker(job, Windows("diloco", config.every, partial(_outer_optimizer, config), config.outer_gradients))
 
 
 register(
-    Registered("diloco", DilocoConfig, _open, examples=(DilocoConfig(every=3),), full_weights=True, bits_of_ddp=False)
+    Registered(
+        "diloco",
+        DilocoConfig,
+        _open,
+        examples=(DilocoConfig(every=3), DilocoConfig(every=2, outer_gradients="int8")),
+        full_weights=True,
+        bits_of_ddp=False,
+    )
 )

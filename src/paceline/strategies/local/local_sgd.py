@@ -9,27 +9,32 @@ mean, as in "Local SGD Converges Fast and Communicates Little" (Stich, 2019).
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
+from paceline.strategies.local.lane_sums import WIRES, Wire
 from paceline.strategies.local.local_training import LocalMaker, Windows
 from paceline.strategies.registry import Job, Registered, register
-from paceline.world.checked_values import whole_number
+from paceline.world.checked_values import one_word, whole_number
 
 
 @dataclass(frozen=True)
 class LocalSgdConfig:
-    """`every`: steps from one mean of the weights to the next."""
+    """`every`: steps from one mean of the weights to the next; `outer_gradients`: what is sent of the lanes' moves."""
 
     every: int = 8
+    outer_gradients: Wire = "fp32"
 
     def __post_init__(self) -> None:
         why = "lanes meet every so many steps, so it is at least 1; every=1 is a mean after each step"
         whole_number("LocalSgdConfig: every", self.every, least=1, why=why)
+        one_word("LocalSgdConfig: outer_gradients", self.outer_gradients, WIRES)
 
 
 def _open(config: LocalSgdConfig, job: Job) -> LocalMaker:
-    return LocalMaker(job, Windows("local_sgd", config.every, lambda parameters: torch.optim.SGD(parameters, lr=1.0)))
+    outer = partial(torch.optim.SGD, lr=1.0)
+    return LocalMaker(job, Windows("local_sgd", config.every, outer, config.outer_gradients))
 
 
 register(

@@ -30,6 +30,7 @@ from paceline.errors import ConfigError
 from paceline.optim.gradient_norm import clip_coefficient, global_norm
 from paceline.strategies.buckets import GradientPlaceholder, half_is_gone
 from paceline.strategies.local.lane_optimizer import LaneOptimizer
+from paceline.strategies.local.lane_sums import ExactSum, Int8Sum, SumOfLanes, Wire
 from paceline.strategies.local.outer_step import OuterSteps
 from paceline.strategies.registry import Job, Maker
 from paceline.strategies.strategy import Agreement, ItemPlace, StrategyBase, Tally
@@ -46,6 +47,7 @@ class Windows:
     strategy: str
     every: int
     outer_optimizer: OuterOptimizer
+    outer_gradients: Wire = "fp32"
 
     def ends_with(self, round: int) -> bool:
         return (round + 1) % self.every == 0
@@ -231,10 +233,14 @@ class LocalMaker(Maker):
 
     def __init__(self, job: Job, windows: Windows) -> None:
         self._job, self._windows = job, windows
-        self._exchange = GradientExchange(job.comm, job.reduction, job.algorithm)
         assignment = neighbouring_lanes(job.lanes, job.world.size)
         plan = SumPlan(tuple(range(job.lanes)), assignment)
-        self._outer_steps = OuterSteps(job.comm, self._exchange, plan, job.bucket_bytes)
+        self._sums: SumOfLanes
+        if windows.outer_gradients == "int8":
+            self._sums = Int8Sum(job.comm, plan)
+        else:
+            self._sums = ExactSum(job.comm, GradientExchange(job.comm, job.reduction, job.algorithm), plan)
+        self._outer_steps = OuterSteps(job.comm, self._sums, job.lanes, job.bucket_bytes)
         held: set[int] = set()
         for optimizer in job.optimizers:
             for parameter in (p for group in optimizer.param_groups for p in group["params"]):
@@ -257,12 +263,12 @@ class LocalMaker(Maker):
     def close(self) -> None:
         for lanes in self._everything:
             lanes.close()
-        self._exchange.close()
+        self._sums.close()
 
     def teardown(self) -> None:
         for lanes in self._everything:
             lanes.teardown()
-        self._exchange.close()
+        self._sums.close()
 
 
 def _outer(windows: Windows, optimizer: Optimizer) -> Optimizer:

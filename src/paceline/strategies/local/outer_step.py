@@ -5,7 +5,8 @@
     lane 2    θ - θ₂ ┘
 
 nₗ is the weight of the samples that lane l has trained with in the window, so a lane that had fewer counts less. With
-SGD of learning rate 1 the step is the mean of the lanes' weights. It moves what ddp moves in a step, once a window.
+SGD of learning rate 1 the step is the mean of the lanes' weights. It moves what ddp moves in a step, once a window, or
+in int8 about a quarter of that (`lane_sums.py`).
 """
 
 from __future__ import annotations
@@ -18,12 +19,12 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from paceline.collectives.canonical_sum import SumPlan
 from paceline.collectives.communicator import Communicator
-from paceline.sharding.bucket import Bucket, plan_buckets
-from paceline.strategies.buckets import LaneSums, expected_order, gradient_specs
-from paceline.strategies.ddp import Exchange, Pending
+from paceline.sharding.bucket import Bucket
+from paceline.strategies.buckets import LaneSums, gradient_specs
+from paceline.strategies.ddp import Pending
 from paceline.strategies.local.lane_optimizer import LaneOptimizer, copied_state
+from paceline.strategies.local.lane_sums import SumOfLanes
 
 UNDER_WAY = 2  # buckets: one is sent while the next is filled
 
@@ -31,9 +32,9 @@ UNDER_WAY = 2  # buckets: one is sent while the next is filled
 class OuterSteps:
     """Of all optimizers of a job; all workers make the same ones in the same order."""
 
-    def __init__(self, comm: Communicator, exchange: Exchange, plan: SumPlan, bucket_bytes: int) -> None:
-        """`plan`: of all lanes that there are."""
-        self._comm, self._exchange, self._plan, self._bucket_bytes = comm, exchange, plan, bucket_bytes
+    def __init__(self, comm: Communicator, sums: SumOfLanes, lanes: int, bucket_bytes: int) -> None:
+        """`lanes`: how many there are in the job."""
+        self._comm, self._sums, self._lanes, self._bucket_bytes = comm, sums, lanes, bucket_bytes
         self._sets: dict[int, tuple[tuple[int, ...], int, tuple[Bucket, ...]]] = {}  # by optimizer
 
     def synchronise(self, lanes: LaneOptimizer) -> None:
@@ -67,7 +68,7 @@ class OuterSteps:
 
     def _shares(self, lanes: LaneOptimizer) -> dict[int, float] | None:
         """By lane, how much it counts: every worker knows those of its own."""
-        mine = torch.zeros(len(self._plan.present), dtype=torch.float64)
+        mine = torch.zeros(self._lanes, dtype=torch.float64)
         for lane, weight in lanes.trained.items():
             mine[lane] = weight
         rows, handle = self._comm.all_gather(mine)
@@ -86,8 +87,8 @@ class OuterSteps:
                 sums = LaneSums(buckets[number], parameters)
                 for lane in lanes.lanes:
                     self._fill(sums, lanes, parameters, lane, shares[lane])
-                pending = self._exchange.start(number_of_set, number, self._plan, sums.nodes, sums.buffer)
-                under_way.append((sums, pending))
+                    self._sums.took(sums, lane)
+                under_way.append((sums, self._sums.start(number_of_set, number, sums)))
             if len(under_way) == UNDER_WAY or (under_way and number >= len(buckets)):
                 sums, pending = under_way.pop(0)
                 sums.hand_out(pending.wait(), used)
@@ -107,14 +108,12 @@ class OuterSteps:
                 outer = lanes.outer[parameter].to(sums.bucket.dtype)
                 moved.append((outer - weights.to(sums.bucket.dtype)).mul_(share))
         sums.take(lane, moved)
-        sums.merge(self._plan.merges_after[self._comm.rank][lane])
 
     def _buckets_of(self, lanes: LaneOptimizer, parameters: Sequence[Parameter]) -> tuple[int, tuple[Bucket, ...]]:
         """Cut anew only when what is trained has changed."""
         key, known = tuple(map(id, parameters)), self._sets.get(id(lanes))
         if known is None or known[0] != key:
-            specs = gradient_specs(parameters)
-            buckets = plan_buckets(specs, expected_order(len(parameters)), self._bucket_bytes)
-            number = self._exchange.new_set(old=None if known is None else known[1])
+            buckets = self._sums.cut(gradient_specs(parameters), self._bucket_bytes)
+            number = self._sums.new_set(None if known is None else known[1])
             known = self._sets[id(lanes)] = key, number, buckets
         return known[1], known[2]
