@@ -128,6 +128,19 @@ def test_a_worker_lost_at_any_moment_changes_no_bit(case: Case, tmp_path: Path) 
     check_unharmed(job, case.orders, case.trained)
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_worker_lost_while_a_fragment_of_lanes_is_on_its_way_changes_no_bit(backend: str, tmp_path: Path) -> None:
+    """Of four steps every other has one; workers that join have to take part in the next."""
+    trained = "--windows diloco-4-2"
+    orders = [
+        "kill:rank=1,step=3,phase=backward",
+        "kill:rank=3,step=5,phase=exchange",
+        "kill:rank=0,step=7,phase=ready",
+    ]
+    arguments = f"{trained} --step-s 0.05 --await-joiner 1-1"
+    check_unharmed(run_elastic(tmp_path / "job", f"--backend {backend}", arguments, orders=orders), orders, trained)
+
+
 @pytest.mark.parametrize("strategy", ["fsdp", "hybrid"])
 def test_one_whose_data_raise_between_two_steps_does_not_wait_for_the_others_to_leave(
     strategy: str, tmp_path: Path

@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from paceline import Engine, World
 from paceline.errors import ConfigError, LoopError
 from paceline.strategies.local.diloco import DilocoConfig
+from paceline.strategies.local.lane_optimizer import fragments_of
 from paceline.strategies.local.lane_sums import BLOCK, decoded, encoded
 from paceline.strategies.local.local_sgd import LocalSgdConfig
 from tests.workers import run_workers
@@ -134,58 +135,74 @@ def one_hash(workers: int, **options: Any) -> str:
 
 
 def by_hand(
-    items: Items, lanes: int, every: int, outer: Any, *, optimizer: str, clip: float | None, schedule: bool
+    items: Items, lanes: int, windows: Any, outer: Any, *, optimizer: str, clip: float | None, schedule: bool
 ) -> nn.Module:
-    """So many models in one process: each trains on its lane's micro-batches; then an optimizer on what they moved."""
+    """So many models in one process: each trains on its lane's micro-batches; then an optimizer on what they moved.
+
+    With fragments it comes in one part of the parameters at a time, between the gradients of a step and its updates.
+    """
     model = build()
     outer_optimizer = outer(model.parameters())
     copies = [build() for _ in range(lanes)]
     made = [OPTIMIZERS[optimizer](copy.parameters()) for copy in copies]
     schedules = [torch.optim.lr_scheduler.StepLR(one, 2, gamma=0.8) for one in made]
-    weights = [0.0] * lanes
+    every, fragments = windows.every, getattr(windows, "fragments", 1)
+    weights = [[0.0] * lanes for _ in range(fragments)]
+    of = fragments_of(list(model.parameters()), fragments)
 
-    def meet() -> None:
-        for name, parameter in model.named_parameters():
-            moved = [
-                weight * (parameter - copy.get_parameter(name)) for copy, weight in zip(copies, weights, strict=True)
-            ]
-            parameter.grad = torch.stack(moved).sum(0).detach() / sum(weights)
+    def meet(fragment: int) -> None:
+        moving = weights[fragment]
+        if not sum(moving):
+            return
+        named = [one for one, number in zip(model.named_parameters(), of, strict=True) if number == fragment]
+        for name, parameter in named:
+            there = [copy.get_parameter(name) for copy in copies]
+            moved = [weight * (parameter - one) for one, weight in zip(there, moving, strict=True)]
+            parameter.grad = torch.stack(moved).sum(0).detach() / sum(moving)
         outer_optimizer.step()
-        for copy in copies:
-            copy.load_state_dict(model.state_dict())
-        weights[:] = [0.0] * lanes
+        for name, parameter in named:
+            parameter.grad = None
+            for copy in copies:
+                copy.get_parameter(name).data.copy_(parameter.data)
+        weights[fragment] = [0.0] * lanes
 
+    due = {fragment * every // fragments: fragment for fragment in range(fragments)}
     for step, of_step in enumerate(items):
-        there = sorted({lane for lane, _, _ in of_step})
-        for lane in there:
+        totals: dict[int, int] = {}
+        for lane in sorted({lane for lane, _, _ in of_step}):
             batches = [(x, y) for number, x, y in of_step if number == lane]
-            total = sum(len(y) for _, y in batches)
+            totals[lane] = sum(len(y) for _, y in batches)
             for x, y in batches:
-                (F.cross_entropy(copies[lane](x), y) * len(y) / total).backward()
+                (F.cross_entropy(copies[lane](x), y) * len(y) / totals[lane]).backward()
             if clip is not None:
                 nn.utils.clip_grad_norm_(copies[lane].parameters(), clip)
+        if fragments > 1 and step % every in due:
+            meet(due[step % every])
+        for lane, total in totals.items():
             made[lane].step()
             made[lane].zero_grad()
-            weights[lane] += total
+            for moving in weights:
+                moving[lane] += total
         if schedule:
             for scheduler in schedules:
                 scheduler.step()
-        if (step + 1) % every == 0:
-            meet()
-    if sum(weights):
-        meet()
+        if fragments == 1 and (step + 1) % every == 0:
+            meet(0)
+    for fragment in range(fragments):
+        meet(fragment)
     return model
 
 
 @pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(12))
 def test_it_is_a_model_for_each_lane_and_an_optimizer_on_what_they_moved(seed: int) -> None:
     drawn = random.Random(seed)
     every, lanes = drawn.choice([1, 2, 3, 5]), drawn.choice([2, 3, 4])
     how: dict[str, Any] = {"optimizer": list(OPTIMIZERS)[seed % 5], "clip": drawn.choice([None, 0.1])}
     how["schedule"] = how["optimizer"] != "counts" and drawn.random() < 0.5
     if seed % 2:
-        config: Any = DilocoConfig(every=every, outer_lr=0.6, outer_momentum=0.8)
+        fragments = drawn.randint(1, every) if seed > 4 else 1
+        config: Any = DilocoConfig(every=every, outer_lr=0.6, outer_momentum=0.8, fragments=fragments)
     else:
         config = LocalSgdConfig(every)
 
@@ -196,7 +213,7 @@ def test_it_is_a_model_for_each_lane_and_an_optimizer_on_what_they_moved(seed: i
 
     job = {"lanes": lanes, "accumulate": drawn.choice([1, 2]), "count": drawn.randint(40, 60)}
     found = trains(World(), strategy=config, **how, **job)
-    expected = by_hand(found["items"], lanes, every, outer, **how)
+    expected = by_hand(found["items"], lanes, config, outer, **how)
     for name, value in expected.state_dict().items():
         torch.testing.assert_close(found["weights"][name], value, rtol=1e-4, atol=1e-6)
 
@@ -210,19 +227,19 @@ def test_a_mean_after_every_step_of_plain_sgd_is_ddp_but_for_rounding() -> None:
 
 # -- any number of workers ---------------------------------------------------------------------------------------------
 
-WAYS = [LocalSgdConfig(every=3), DilocoConfig(every=4)]
+WAYS = [LocalSgdConfig(every=3), DilocoConfig(every=4), DilocoConfig(every=3, fragments=2, outer_gradients="int8")]
 
 
 @pytest.mark.workers
 @pytest.mark.parametrize("optimizer", ["adagrad", "counts"])
-@pytest.mark.parametrize("strategy", WAYS, ids=["local_sgd", "diloco"])
+@pytest.mark.parametrize("strategy", WAYS, ids=["local_sgd", "diloco", "fragments"])
 def test_what_an_optimizer_keeps_anywhere_is_the_lanes(strategy: Any, optimizer: str) -> None:
     job: dict[str, Any] = {"strategy": strategy, "optimizer": optimizer, "schedule": True, "clip": 0.2}
     assert {one_hash(workers, **job) for workers in (1, 2, 3, 4)} == {one_hash(1, **job)}
 
 
 @pytest.mark.workers
-@pytest.mark.parametrize("strategy", WAYS, ids=["local_sgd", "diloco"])
+@pytest.mark.parametrize("strategy", WAYS, ids=["local_sgd", "diloco", "fragments"])
 def test_a_loss_that_is_not_finite_takes_its_lane_out_alone(strategy: Any) -> None:
     """In a step of a window, and in its last one."""
     job: dict[str, Any] = {"strategy": strategy, "on_nonfinite": "skip", "buffers": True}
@@ -234,7 +251,7 @@ def test_a_loss_that_is_not_finite_takes_its_lane_out_alone(strategy: Any) -> No
 
 
 @pytest.mark.workers
-@pytest.mark.parametrize("strategy", WAYS, ids=["local_sgd", "diloco"])
+@pytest.mark.parametrize("strategy", WAYS, ids=["local_sgd", "diloco", "fragments"])
 def test_a_boundary_inside_a_window_changes_nothing_and_shows_what_an_outer_step_would_give(strategy: Any) -> None:
     job: dict[str, Any] = {"strategy": strategy, "buffers": True}
     (alone,) = run(1, boundary_every=1, **job)
@@ -247,7 +264,7 @@ def test_a_boundary_inside_a_window_changes_nothing_and_shows_what_an_outer_step
 
 @pytest.mark.workers
 @pytest.mark.parametrize("until", [3, 4, 5])
-@pytest.mark.parametrize("strategy", WAYS, ids=["local_sgd", "diloco"])
+@pytest.mark.parametrize("strategy", WAYS, ids=["local_sgd", "diloco", "fragments"])
 def test_a_state_saved_anywhere_goes_on_with_other_workers_to_the_same_bits(
     strategy: Any, until: int, tmp_path: Path
 ) -> None:
@@ -310,6 +327,9 @@ def test_one_outer_step_in_fifty_moves_a_fiftieth_of_what_ddp_moves() -> None:
         (lambda: DilocoConfig(every=2.5), r"DilocoConfig: every=2.5: expected a whole number of at least 1, got"),  # type: ignore[arg-type]
         (lambda: DilocoConfig(outer_lr=0), r"DilocoConfig: outer_lr=0: it is a number above 0"),
         (lambda: DilocoConfig(outer_momentum=1.0), r"DilocoConfig: outer_momentum=1.0: it is a number of at least 0"),
+        (lambda: DilocoConfig(fragments=0), r"DilocoConfig: fragments=0: it is at least 1"),
+        (lambda: DilocoConfig(every=3, fragments=4), r"DilocoConfig: fragments=4 with every=3: a step"),
+        (lambda: DilocoConfig(outer_gradients="int4"), r"DilocoConfig: outer_gradients='int4' is not known; choose"),  # type: ignore[arg-type]
         (lambda: DilocoConfig(outer_momentum=0), r"DilocoConfig: nesterov=True needs an outer_momentum above 0"),
         (lambda: DilocoConfig(nesterov=1), r"DilocoConfig: nesterov=1: expected True or False, got a int"),  # type: ignore[arg-type]
     ],
@@ -431,6 +451,19 @@ def test_sums_in_int8_have_one_hash_with_any_workers_and_buckets(backend: str) -
     alone = one_hash(1, **job)
     assert {one_hash(workers, backend=backend, bucket_mib=0.0005, **job) for workers in (2, 3, 4)} == {alone}
     assert alone != one_hash(1, strategy=DilocoConfig(every=2), optimizer="adamw")
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_fragments_are_neighbours_and_each_parameter_is_in_one(seed: int) -> None:
+    drawn = random.Random(seed)
+    parameters = [nn.Parameter(torch.zeros(drawn.randint(1, 50))) for _ in range(drawn.randint(1, 30))]
+    for fragments in (1, 2, 3, 7):
+        found = fragments_of(parameters, fragments)
+        assert found == sorted(found)
+        assert set(found) <= set(range(fragments))
+    sizes = [sum(p.numel() for p, number in zip(parameters, fragments_of(parameters, 2), strict=True) if number == one)
+             for one in range(2)]  # fmt: skip
+    assert abs(sizes[0] - sizes[1]) <= max(p.numel() for p in parameters)
 
 
 @pytest.mark.workers

@@ -153,6 +153,10 @@ class GradientExchange:
         tag = scatter.bucket * TAGS_PER_BUCKET
         return self._queued(lambda scratch: direct_reduce_scatter(comm, scatter, tag=tag, scratch=scratch))
 
+    def in_turn(self, exchange: Callable[[], None]) -> Handle:
+        """Run an exchange of the caller's own on the thread, after those that were started before it."""
+        return self._queued(lambda _: exchange())
+
     def _queued(self, exchange: Callable[[Scratch], None]) -> Handle:
         event = Event("paceline:exchange")
         work = self._queue.run(lambda: exchange(self._scratch_of_queue), [], event, at_once=False)

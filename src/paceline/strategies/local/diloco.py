@@ -26,13 +26,17 @@ from paceline.world.checked_values import number, one_word, switch, whole_number
 
 @dataclass(frozen=True)
 class DilocoConfig:
-    """`every`: steps from one outer step to the next; `outer_gradients`: what is sent of the lanes' moves."""
+    """`every`: steps from one outer step to the next; `outer_gradients`: what is sent of the lanes' moves.
+
+    `fragments`: parts of the parameters that have their outer steps one after another, each while a step is computed.
+    """
 
     every: int = 50
     outer_lr: float = 0.7
     outer_momentum: float = 0.9
     nesterov: bool = True
     outer_gradients: Wire = "fp32"
+    fragments: int = 1
 
     def __post_init__(self) -> None:
         why = "lanes meet every so many steps, so it is at least 1"
@@ -41,6 +45,12 @@ class DilocoConfig:
         number("DilocoConfig: outer_momentum", self.outer_momentum, least=0, below=1)
         one_word("DilocoConfig: outer_gradients", self.outer_gradients, WIRES)
         switch("DilocoConfig: nesterov", self.nesterov)
+        whole_number("DilocoConfig: fragments", self.fragments, least=1)
+        if self.fragments > self.every:
+            raise ConfigError(
+                f"DilocoConfig: fragments={self.fragments} with every={self.every}: a step has the outer step of one "
+                "fragment at most, so there are at most as many as steps from one to the next"
+            )
         if self.nesterov and self.outer_momentum == 0:
             raise ConfigError("DilocoConfig: nesterov=True needs an outer_momentum above 0; or choose nesterov=False")
 
@@ -50,7 +60,8 @@ def _outer_optimizer(config: DilocoConfig, parameters: Sequence[Parameter]) -> O
 
 
 def _open(config: DilocoConfig, job: Job) -> LocalMaker:
-    return LocalMaker(job, Windows("diloco", config.every, partial(_outer_optimizer, config), config.outer_gradients))
+    outer = partial(_outer_optimizer, config)
+    return LocalMaker(job, Windows("diloco", config.every, outer, config.outer_gradients, config.fragments))
 
 
 register(
@@ -58,7 +69,11 @@ register(
         "diloco",
         DilocoConfig,
         _open,
-        examples=(DilocoConfig(every=3), DilocoConfig(every=2, outer_gradients="int8")),
+        examples=(
+            DilocoConfig(every=3),
+            DilocoConfig(every=2, outer_gradients="int8"),
+            DilocoConfig(every=4, fragments=3),
+        ),
         full_weights=True,
         bits_of_ddp=False,
     )

@@ -7,13 +7,18 @@
 A *window* is what lanes do apart: it opens with a step, in which every lane begins with a copy of the outer weights,
 and is closed when the lanes have met. A lane's optimizer state stays its own from one window to the next. What an
 optimizer changes in its groups' settings (Prodigy its `d`) is the lane's too; what a scheduler sets is for all lanes.
+
+Parameters may be in several *fragments*, neighbours of about the same number of elements, whose windows end one after
+another.
 """
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,9 +27,12 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from paceline.checkpoint.load import full_tree
+from paceline.collectives.communicator import Handle
 from paceline.errors import LoopError
 from paceline.optim.piece_state import like
 from paceline.sharding.local_shard import LocalShard, all_here
+from paceline.strategies.buckets import LaneSums
+from paceline.strategies.ddp import Pending
 from paceline.strategies.master_weights import load_exactly
 from paceline.strategies.strategy import WriteWatch
 
@@ -33,13 +41,45 @@ Settings = list[dict[str, Any]]  # by group
 LANES, START, OUTER = "lanes", "start", "outer"  # in a saved state, beside the optimizer's own entries
 
 
+@dataclass(frozen=True)
+class Meeting:
+    """Lanes that have begun to meet in a fragment: what they have moved is on its way, and how much each counts."""
+
+    round: int
+    fragment: int
+    parameters: Sequence[Parameter]
+    weights: Tensor  # by worker and lane
+    weighed: Handle
+    sums: Sequence[tuple[LaneSums, Pending]]
+
+    def arrive(self) -> list[Tensor]:
+        """By bucket, the sum of what the lanes have moved, each times its weight."""
+        self.weighed.wait()
+        return [pending.wait() for _, pending in self.sums]
+
+    def hand_out(self) -> float:
+        """Make these the parameters' gradients; the sum of all weights comes back."""
+        used = [True] * len(self.parameters)
+        for (sums, _), total in zip(self.sums, self.arrive(), strict=True):
+            sums.hand_out(total, used)
+        return math.fsum(self.weights.view(-1).tolist())
+
+
 class LaneOptimizer:
     """`lanes` are this worker's; `outer_optimizer` holds the same parameters."""
 
-    def __init__(self, optimizer: Optimizer, lanes: Sequence[int], outer_optimizer: Optimizer, strategy: str) -> None:
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        lanes: Sequence[int],
+        outer_optimizer: Optimizer,
+        strategy: str,
+        fragments: int = 1,
+    ) -> None:
         self.optimizer, self.lanes, self.outer_optimizer = optimizer, tuple(lanes), outer_optimizer
-        self.outer: dict[Parameter, Tensor] = {}  # of the window that is open: what lanes went apart from
-        self.trained: dict[int, float] = {}  # by lane: the weight of its samples in this window
+        self.outer: dict[Parameter, Tensor] = {}  # of windows that are open: what lanes went apart from
+        self.trained: list[dict[int, float]] = [{} for _ in range(fragments)]  # by lane: its samples in this window
+        self.meeting: Meeting | None = None  # that has begun, and is to end in this step
         self.is_previewed = False  # the model shows what lanes would give if they met now
         self._strategy = strategy
         self._weights: dict[int, dict[Parameter, Tensor]] = {}
@@ -57,6 +97,14 @@ class LaneOptimizer:
     @property
     def in_window(self) -> bool:
         return bool(self.outer)
+
+    def members(self, fragment: int) -> list[Parameter]:
+        """Those of its parameters that lanes have apart."""
+        found, of = [], fragments_of(self.parameters, len(self.trained))
+        for parameter, number in zip(self.parameters, of, strict=True):
+            if number == fragment and parameter in self.outer:
+                found.append(parameter)
+        return found
 
     # -- weights -----------------------------------------------------------------------------------------------------
 
@@ -100,12 +148,25 @@ class LaneOptimizer:
         """None: the lane has not trained in this window."""
         return self._weights.get(lane, {}).get(parameter)
 
-    def close_window(self) -> None:
-        """The lanes have met, and the parameters hold what they agreed on."""
-        self._weights.clear()
-        self.outer.clear()
-        self.trained.clear()
+    def forget_meeting(self) -> None:
+        """The lanes stay apart; what is on its way arrives, and is not used."""
+        if self.meeting is not None:
+            self.meeting.arrive()
+        self.meeting = None
+
+    def close_window(self, fragment: int) -> None:
+        """The lanes have met, and the fragment's parameters hold what they agreed on."""
+        for parameter in self.members(fragment):
+            del self.outer[parameter]
+            for own in self._weights.values():
+                own.pop(parameter, None)
+        self.trained[fragment].clear()
+        self.meeting = None
         self.is_previewed = False
+
+    def close_windows(self) -> None:
+        for fragment in range(len(self.trained)):
+            self.close_window(fragment)
 
     # -- a lane's step -----------------------------------------------------------------------------------------------
 
@@ -119,6 +180,11 @@ class LaneOptimizer:
         finally:
             for parameter in self.outer:
                 parameter.grad = None
+
+    def count(self, lane: int, weight: float) -> None:
+        """The lane has made a step on samples of this weight."""
+        for trained in self.trained:
+            trained[lane] = trained.get(lane, 0.0) + weight
 
     @contextmanager
     def _state_of(self, lane: int) -> Iterator[None]:
@@ -178,7 +244,7 @@ class LaneOptimizer:
                 "state": all_here(self._packed(self._states.get(lane, self._first))),
                 "settings": self._settings.get(lane, []),
                 "weights": {place: LocalShard.all_here(weights[p]) for place, p in self._placed() if p in weights},
-                "trained": self.trained.get(lane, 0.0),
+                "trained": [trained.get(lane, 0.0) for trained in self.trained],
             }
         saved: dict[str, Any] = {
             "state": lanes[0]["state"] if 0 in lanes else {},
@@ -194,7 +260,7 @@ class LaneOptimizer:
         """A state of another strategy has no lanes: each begins with a copy of it."""
         groups = state["param_groups"]
         lanes, others = state.get(LANES, {}), {"state": state["state"]}
-        self.close_window()
+        self.close_windows()
         self._settings.clear()
         for lane in self.lanes:
             saved = lanes.get(lane, others)
@@ -211,7 +277,8 @@ class LaneOptimizer:
                 self.outer[parameter] = _for(parameter, state[START][place])
         for lane in self.lanes if self.in_window else ():
             saved = lanes.get(lane, {})
-            self.trained[lane] = saved.get("trained", 0.0)
+            for trained, weight in zip(self.trained, saved.get("trained", ()), strict=False):
+                trained[lane] = weight
             self._weights[lane] = {
                 p: _for(p, saved["weights"][place]) for place, p in self._placed() if place in saved.get("weights", {})
             }
@@ -252,8 +319,18 @@ class LaneOptimizer:
         for parameter in self.parameters:
             parameter.grad = None
         self.show_outer()
-        self.close_window()
+        self.close_windows()
         self.optimizer.state = defaultdict(dict)
+
+
+def fragments_of(parameters: Sequence[Parameter], fragments: int) -> list[int]:
+    """Which fragment each belongs to: the one in which its middle element lies, of all elements in a row."""
+    everything = sum(parameter.numel() for parameter in parameters) or 1
+    found, before = [], 0
+    for parameter in parameters:
+        found.append(min(fragments - 1, (2 * before + parameter.numel()) * fragments // (2 * everything)))
+        before += parameter.numel()
+    return found
 
 
 def copied(tree: Any) -> Any:

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from paceline.collectives.canonical_sum import SumPlan, merges, owner_ranges
 from paceline.collectives.communicator import Communicator, wait_all
-from paceline.collectives.gradient_exchange import TAGS_PER_BUCKET, GradientExchange
+from paceline.collectives.gradient_exchange import TAGS_PER_BUCKET, GradientExchange, PendingSum
 from paceline.sharding.bucket import Bucket, GradientSpec, packed, plan_buckets
 from paceline.strategies.buckets import LaneSums, expected_order
 from paceline.strategies.ddp import Pending
@@ -71,8 +71,8 @@ class ExactSum:
 
 
 class Int8Sum:
-    def __init__(self, comm: Communicator, plan: SumPlan) -> None:
-        self._comm, self._plan = comm, plan
+    def __init__(self, comm: Communicator, exchange: GradientExchange, plan: SumPlan) -> None:
+        self._comm, self._exchange, self._plan = comm, exchange, plan
 
     def cut(self, specs: Sequence[GradientSpec], bucket_bytes: int) -> tuple[Bucket, ...]:
         """As ever, but parameters begin where blocks do."""
@@ -86,20 +86,16 @@ class Int8Sum:
         """It is rounded before it is added to another."""
 
     def start(self, of: int, number: int, sums: LaneSums) -> Pending:
-        return _WhenWaitedFor(self._comm, self._plan, sums, number * TAGS_PER_BUCKET)
+        out, tag = sums.buffer(), number * TAGS_PER_BUCKET
+
+        def exchange() -> None:
+            with torch.no_grad():
+                out.copy_(int8_sum(self._comm, self._plan, sums.nodes, out.numel(), tag=tag))
+
+        return PendingSum(out, self._exchange.in_turn(exchange))
 
     def close(self) -> None:
-        """It has no thread: nothing to end."""
-
-
-class _WhenWaitedFor:
-    def __init__(self, comm: Communicator, plan: SumPlan, sums: LaneSums, tag: int) -> None:
-        self._comm, self._plan, self._sums, self._tag = comm, plan, sums, tag
-
-    def wait(self) -> Tensor:
-        bucket = self._sums.bucket
-        total = int8_sum(self._comm, self._plan, self._sums.nodes, bucket.elements, tag=self._tag)
-        return total.to(bucket.device, bucket.dtype)
+        self._exchange.close()
 
 
 # -- blocks ------------------------------------------------------------------------------------------------------------

@@ -11,6 +11,13 @@ the optimizer's state, and runs `optimizer.step()` once for each. So the bits do
 Between two steps the model holds the weights with which the window began. At a boundary (evaluation, a hash, saving,
 the end of the loop) it holds what an outer step there would give; the lanes go on from their own, so that a boundary
 changes nothing of what is trained. That costs one exchange, where it is not a window's end.
+
+With *fragments* the lanes meet in one part of the parameters at a time, and compute meanwhile:
+
+    round r    the lanes' moves in the fragment are on their way ║ forward, backward ─► the fragment's outer step
+                                                                                     ─► the lanes' own steps
+The gradients of round r were found with the lanes' old weights of the fragment. Nothing is under way between two steps.
+An optimizer that does not act in round r meets the next time that the fragment is due.
 """
 
 from __future__ import annotations
@@ -48,9 +55,21 @@ class Windows:
     every: int
     outer_optimizer: OuterOptimizer
     outer_gradients: Wire = "fp32"
+    fragments: int = 1  # more: the lanes meet in one after another, each every so many steps
 
     def ends_with(self, round: int) -> bool:
-        return (round + 1) % self.every == 0
+        """The lanes meet at the end of the round."""
+        return self.fragments == 1 and (round + 1) % self.every == 0
+
+    def due_in(self, round: int) -> int | None:
+        """The fragment in which the lanes meet while they compute the round."""
+        if self.fragments == 1 or round == 0:
+            return None
+        places = [fragment * self.every // self.fragments for fragment in range(self.fragments)]
+        return next((fragment for fragment, place in enumerate(places) if round % self.every == place), None)
+
+    def agreement(self, round: int) -> Agreement:
+        return Agreement.NOW if self.ends_with(round) or self.due_in(round) is not None else Agreement.LATER
 
 
 class LaneGradients:
@@ -114,7 +133,7 @@ class LocalTraining(StrategyBase):
         self._round = 0
 
     def agreement(self, round: int) -> Agreement:
-        return Agreement.NOW if self._windows.ends_with(round) else Agreement.LATER
+        return self._windows.agreement(round)
 
     # -- one step --------------------------------------------------------------------------------------------------
 
@@ -129,6 +148,12 @@ class LocalTraining(StrategyBase):
                     self._outer_steps.synchronise(lanes)
         for lanes in self._everything:
             lanes.open_window()
+        fragment = self._windows.due_in(round)
+        for lanes in self._mine:
+            if lanes.meeting is not None and lanes.meeting.round != round:
+                lanes.forget_meeting()
+            if lanes.meeting is None and fragment is not None:  # `engine.update` starts a step of all optimizers too
+                lanes.meeting = self._outer_steps.begin(lanes, fragment, round)
 
     def start_lane(self, lane: int) -> None:
         for lanes in self._everything:
@@ -157,6 +182,10 @@ class LocalTraining(StrategyBase):
 
     def collect(self, tally: Tally) -> None:
         """Every lane's gradient becomes that of its own micro-batches: backward has divided by all lanes' samples."""
+        for lanes in self._mine:
+            if lanes.meeting is not None:
+                self._outer_steps.finish(lanes, lanes.meeting)
+                lanes.open_window()
         weights = dict(tally.weights)
         self._weights = {lane: weights[lane] for lane in self._lanes if weights.get(lane, 0.0) > 0}
         for lane, weight in self._weights.items():
@@ -181,7 +210,7 @@ class LocalTraining(StrategyBase):
         result = None
         for lane, weight in self._weights.items():
             result = lanes.step(lane, self._gradients.of_lanes.get(lane, {}), original_step)
-            lanes.trained[lane] = lanes.trained.get(lane, 0.0) + weight
+            lanes.count(lane, weight)
         lanes.show_outer()
         setattr(optimizer, STEP_WAS_CALLED, True)  # also by a worker whose lanes have no samples in this step
         if self._windows.ends_with(self._round):
@@ -197,6 +226,7 @@ class LocalTraining(StrategyBase):
 
     def drain(self) -> None:
         for lanes in self._mine:
+            lanes.forget_meeting()  # of a step that was begun and never made
             self._outer_steps.preview(lanes)
 
     def local_state(self, optimizer: Optimizer) -> dict[str, Any]:
@@ -210,7 +240,7 @@ class LocalTraining(StrategyBase):
         for lanes in self._everything:
             if parameter in lanes.outer:
                 lanes.show_outer()
-                lanes.close_window()
+                lanes.close_windows()
         super().load_full(parameter, full)
 
     def _of(self, optimizer: Optimizer) -> LaneOptimizer:
@@ -235,11 +265,9 @@ class LocalMaker(Maker):
         self._job, self._windows = job, windows
         assignment = neighbouring_lanes(job.lanes, job.world.size)
         plan = SumPlan(tuple(range(job.lanes)), assignment)
-        self._sums: SumOfLanes
-        if windows.outer_gradients == "int8":
-            self._sums = Int8Sum(job.comm, plan)
-        else:
-            self._sums = ExactSum(job.comm, GradientExchange(job.comm, job.reduction, job.algorithm), plan)
+        kind = Int8Sum if windows.outer_gradients == "int8" else ExactSum
+        exchange = GradientExchange(job.comm, job.reduction, job.algorithm)
+        self._sums: SumOfLanes = kind(job.comm, exchange, plan)
         self._outer_steps = OuterSteps(job.comm, self._sums, job.lanes, job.bucket_bytes)
         held: set[int] = set()
         for optimizer in job.optimizers:
@@ -250,8 +278,8 @@ class LocalMaker(Maker):
                         "weights of its own for every lane; give each parameter to one optimizer"
                     )
                 held.add(id(parameter))
-        own = assignment[job.world.rank]
-        self._everything = [LaneOptimizer(o, own, _outer(windows, o), windows.strategy) for o in job.optimizers]
+        own, how = assignment[job.world.rank], (windows.strategy, windows.fragments)
+        self._everything = [LaneOptimizer(o, own, _outer(windows, o), *how) for o in job.optimizers]
 
     def make(self, named: Sequence[tuple[str, Parameter]], optimizers: Sequence[Optimizer]) -> LocalTraining:
         for lanes in self._everything:  # groups may have been added
