@@ -71,7 +71,7 @@ class Fit:
         smaller = {s.name: self.held(s) for s in others if s.has_footprint and self.held(s) < self.held(self.chosen)}
         fitting = [f"strategy={name!r} takes {_gib(held)}" for name, held in smaller.items() if held <= self.room]
         told = [f"on {counted(self.workers, 'worker')} {', '.join(fitting)}"] if fitting else []
-        if not self.chosen.entry.bits_of_ddp:  # it holds as much for each lane: more workers have fewer each
+        if self.chosen.entry.lanes_apart:  # it holds as much for each lane: more workers have fewer each
             more = range(self.workers + 1, self.lanes + 1)
             enough = next((n for n in more if self.held(self.chosen, n) <= self.room), None)
             told += [] if enough is None else [f"{self.chosen.name} fits on {enough} workers of this size"]
@@ -105,7 +105,7 @@ def check_memory(
 def cost_of_lanes(config: EngineConfig, world: World, optimizers: Sequence[Optimizer]) -> str | None:
     """What a strategy whose lanes are apart holds for them, where a worker has several; for one line at the start."""
     model, most = _model(optimizers), -(-config.lanes // world.size)
-    if config.strategy.entry.bits_of_ddp or model is None or most == 1 or not config.strategy.has_footprint:
+    if not config.strategy.entry.lanes_apart or model is None or most == 1:
         return None
     sizes = world.size, config.lanes
     here, alone = (size_text(config.strategy.footprint(model, workers=n, lanes=config.lanes).held) for n in sizes)

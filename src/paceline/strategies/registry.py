@@ -121,6 +121,7 @@ class Registered:
     takes_low_precision: bool = False  # it lowers the models when it opens, and keeps their fp32 masters
     fills_meta: bool = False  # it gives models that were built on the meta device their first weights itself
     replicated: bool = False  # every worker has all of the state, and an update needs no other worker
+    lanes_apart: bool = False  # every lane has weights, a gradient and optimizer state of its own
     full_weights: bool = False  # on every worker between steps: it can run the model's forward without the others
     passes_lanes_on: bool = False  # a step's lanes may be with other workers than in the last one: for second opinions
 

@@ -71,10 +71,10 @@ register(
         _open,
         examples=(
             DilocoConfig(every=3),
-            DilocoConfig(every=2, outer_gradients="int8"),
-            DilocoConfig(every=4, fragments=3),
+            DilocoConfig(every=4, outer_gradients="int8", fragments=3),
         ),
         full_weights=True,
         bits_of_ddp=False,
+        lanes_apart=True,
     )
 )

@@ -39,6 +39,12 @@ def _open(config: LocalSgdConfig, job: Job) -> LocalMaker:
 
 register(
     Registered(
-        "local_sgd", LocalSgdConfig, _open, examples=(LocalSgdConfig(every=2),), full_weights=True, bits_of_ddp=False
+        "local_sgd",
+        LocalSgdConfig,
+        _open,
+        examples=(LocalSgdConfig(every=2),),
+        full_weights=True,
+        bits_of_ddp=False,
+        lanes_apart=True,
     )
 )
