@@ -56,7 +56,12 @@ class DilocoConfig:
 
 
 def _outer_optimizer(config: DilocoConfig, parameters: Sequence[Parameter]) -> Optimizer:
-    return torch.optim.SGD(parameters, lr=config.outer_lr, momentum=config.outer_momentum, nesterov=config.nesterov)
+    """With its momentum from the start: what does not fit fails there, and not after `every` steps."""
+    made = torch.optim.SGD(parameters, lr=config.outer_lr, momentum=config.outer_momentum, nesterov=config.nesterov)
+    for parameter in parameters:
+        if config.outer_momentum and parameter.requires_grad:
+            made.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+    return made
 
 
 def _open(config: DilocoConfig, job: Job) -> LocalMaker:

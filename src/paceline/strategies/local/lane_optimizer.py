@@ -95,6 +95,16 @@ class LaneOptimizer:
         return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
 
     @property
+    def weights_held(self) -> list[Tensor]:
+        """Beside what the parameters show."""
+        return [*self.outer.values(), *(tensor for own in self._weights.values() for tensor in own.values())]
+
+    @property
+    def states(self) -> list[Any]:
+        """Of this worker's lanes, as far as they have their own."""
+        return list(self._states.values())
+
+    @property
     def in_window(self) -> bool:
         return bool(self.outer)
 
@@ -163,6 +173,18 @@ class LaneOptimizer:
         self.trained[fragment].clear()
         self.meeting = None
         self.is_previewed = False
+
+    def begin_again(self, fragment: int) -> None:
+        """The same inside a step: the lanes begin another window of the fragment, in the memory that they have."""
+        members = self.members(fragment)
+        with torch.no_grad():
+            for own in self._weights.values():
+                for parameter in members:
+                    if parameter in own:
+                        own[parameter].copy_(self.outer[parameter])
+        self._watch.mark_clean(members)
+        self.trained[fragment].clear()
+        self.meeting = None
 
     def close_windows(self) -> None:
         for fragment in range(len(self.trained)):

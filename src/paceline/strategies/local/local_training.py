@@ -81,6 +81,12 @@ class LaneGradients:
         self._held: dict[Parameter, tuple[Tensor, int]] = {}  # of the lane that runs, with its version
         self._armed = False
 
+    @property
+    def held(self) -> list[Tensor]:
+        """All of them, of lanes that are done and of the one that runs."""
+        done = [tensor for gradients in self.of_lanes.values() for tensor in gradients.values()]
+        return [*done, *(tensor for tensor, _ in self._held.values())]
+
     def start_backward(self) -> None:
         self._armed = True
         for parameter in self._parameters:
@@ -185,7 +191,6 @@ class LocalTraining(StrategyBase):
         for lanes in self._mine:
             if lanes.meeting is not None:
                 self._outer_steps.finish(lanes, lanes.meeting)
-                lanes.open_window()
         weights = dict(tally.weights)
         self._weights = {lane: weights[lane] for lane in self._lanes if weights.get(lane, 0.0) > 0}
         for lane, weight in self._weights.items():

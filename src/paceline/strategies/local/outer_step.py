@@ -38,7 +38,8 @@ class OuterSteps:
         """Close all windows: the parameters are what outer steps make of them."""
         lanes.show_outer()
         for fragment in range(len(lanes.trained)):
-            self.finish(lanes, self.begin(lanes, fragment))
+            self._step(lanes, self.begin(lanes, fragment))
+            lanes.close_window(fragment)
 
     def begin(self, lanes: LaneOptimizer, fragment: int, round: int = 0) -> Meeting:
         """Send what the lanes have moved; until the end of the meeting they stay where they are."""
@@ -61,7 +62,7 @@ class OuterSteps:
     def finish(self, lanes: LaneOptimizer, meeting: Meeting) -> None:
         """The fragment's parameters, which hold the outer weights, become what the outer step makes of them."""
         self._step(lanes, meeting)
-        lanes.close_window(meeting.fragment)
+        lanes.begin_again(meeting.fragment)
 
     def preview(self, lanes: LaneOptimizer) -> None:
         """Let the model show what that would give; the lanes go on as if nothing had been."""
