@@ -1,5 +1,7 @@
 """A property test of the promise: random jobs, each of which must end with the bits of one worker under ddp.
 
+A strategy that trains other numbers than ddp is compared with itself on one worker.
+
     make fuzz                                               60 s of it, seeded by the date
     python -m tests.bits.fuzz --cases 2000 --jobs 8         so many, several at a time
     python -m tests.bits.fuzz --seed 8 --only 41            one case again
@@ -59,6 +61,8 @@ COMPRESSIONS: dict[str, Any] = {
     "mixed": Compression({"*bias*": None, "*norm*": "fp16", "*": PowerSgd(rank=1)}, start_after=1),
 }
 COMPRESS = [name for name, chosen in STRATEGIES.items() if chosen.entry.takes_compression]
+OTHER_NUMBERS = tuple(name for name, chosen in STRATEGIES.items() if not chosen.entry.bits_of_ddp)
+UPDATE_WHOLE_PARAMETERS = ("ddp", "star", "parameter_server mode=aggregate", *OTHER_NUMBERS)
 PHASES = ("data", "forward", "backward", "exchange", "ready", "before_commit", "after_commit", "apply")  # to die in
 TIMEOUT_S = 90.0
 FAILURES = Path("runs/fuzz")
@@ -113,6 +117,12 @@ class Case:
     compression: str | None = None
 
     @property
+    def alone(self) -> Leg:
+        """One worker, under ddp or the strategy that trains other numbers."""
+        named = self.legs[0].strategy if self.legs else "ddp"
+        return Leg(strategy=named if named in OTHER_NUMBERS else "ddp")
+
+    @property
     def text(self) -> str:
         return json.dumps(dataclasses.asdict(self))
 
@@ -157,6 +167,8 @@ def draw(seed: int, *, elastic: bool = False, strategies: Sequence[str] = ()) ->
     legs = tuple(
         _leg(rng, lanes, precision, whole, strategies) for _ in range(rng.choice([1, 1, 2]) if not elastic else 1)
     )
+    if any(leg.strategy in OTHER_NUMBERS for leg in legs):  # it goes on under itself alone
+        legs = (legs[0], *(replace(leg, strategy=legs[0].strategy, servers=0) for leg in legs[1:]))
     kill = None
     if elastic:
         leg = legs[0]
@@ -280,11 +292,11 @@ def train(
     device: str = "cpu",
     record: str | None = None,
 ) -> Any:
-    """The loop. `leg` None: one worker under ddp, all of it. Returns the hash, or with `trace` all tensors' digests."""
+    """The loop. `leg` None: one worker alone, all of it. Returns the hash, or with `trace` all tensors' digests."""
     if world is not None:
         _be_quiet()
     job = Case.of(case)
-    how = Leg() if leg is None else job.legs[leg]
+    how = job.alone if leg is None else job.legs[leg]
     here = world
     if here is not None and how.hosts > 1:
         each = here.size // how.hosts

@@ -31,7 +31,9 @@ KINDS = ("kill", "stop", "raise")
 BACKENDS = ("paceline", "gloo")
 STRATEGIES = tuple(dict.fromkeys(chosen.name for chosen in synchronous_strategies()))
 HURT_STEPS = (2, 5, 7)  # of a short step (4, 8) some workers may have nothing to do
-WITHOUT_BUCKETS = ("star",)  # its gradients leave at the step's end, together
+WITHOUT_BUCKETS = ("star", "local_sgd", "diloco")  # gradients leave at the step's end, together
+OTHER_NUMBERS = ("local_sgd", "diloco")  # they are compared with themselves on one worker
+EVERY = 5  # of these: the steps that are hurt are inside a window and at its end
 SAVED = ("snapshot", "write")  # the first checkpoint that comes, in whichever step
 
 
@@ -52,10 +54,19 @@ class Case:
         ]
 
     @property
+    def trained(self) -> str:
+        """What of the arguments gives another hash."""
+        return f"--windows {self.strategy}-{EVERY}" if self.strategy in OTHER_NUMBERS else ""
+
+    @property
+    def flags(self) -> str:
+        return f"--backend {self.backend}" + ("" if self.trained else f" --strategy {self.strategy}")
+
+    @property
     def arguments(self) -> str:
         words = ["--save-every 2"] if any(phase in SAVED for _, phase, _ in self.faults) else []
         joiners = [rank for _, phase, rank in self.faults if phase == "join"]
-        return " ".join([*words, *(f"--step-s 0.1 --await-joiner {rank}-1" for rank in joiners)])
+        return " ".join([self.trained, *words, *(f"--step-s 0.1 --await-joiner {rank}-1" for rank in joiners)])
 
 
 def ordered(kind: str, phase: str, rank: int, step: int) -> list[str]:
@@ -82,7 +93,7 @@ def quick_cases() -> list[Case]:
             chosen = [(*pair, victim) for pair, victim in zip(pairs[first : first + 3], victims, strict=False)]
             cases.append(Case(strategy, BACKENDS[number % 2], tuple(chosen)))
         if place % 3 == 0:
-            cases.append(Case(strategy, BACKENDS[place // 3 % 2], ((KINDS[place // 3], "join", place % WORKERS),)))
+            cases.append(Case(strategy, BACKENDS[place // 3 % 2], ((KINDS[place // 3 % 3], "join", place % WORKERS),)))
     return cases
 
 
@@ -113,9 +124,21 @@ def strategy_that_loses_a_worker(case: Case) -> str | None:
 
 
 def test_a_worker_lost_at_any_moment_changes_no_bit(case: Case, tmp_path: Path) -> None:
-    flags = f"--strategy {case.strategy} --backend {case.backend}"
-    job = run_elastic(tmp_path / "job", flags, case.arguments, orders=case.orders)
-    check_unharmed(job, case.orders)
+    job = run_elastic(tmp_path / "job", case.flags, case.arguments, orders=case.orders)
+    check_unharmed(job, case.orders, case.trained)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_worker_lost_while_a_fragment_of_lanes_is_on_its_way_changes_no_bit(backend: str, tmp_path: Path) -> None:
+    """Of four steps every other has one; workers that join have to take part in the next."""
+    trained = "--windows diloco-4-2"
+    orders = [
+        "kill:rank=1,step=3,phase=backward",
+        "kill:rank=3,step=5,phase=exchange",
+        "kill:rank=0,step=7,phase=ready",
+    ]
+    arguments = f"{trained} --step-s 0.05 --await-joiner 1-1"
+    check_unharmed(run_elastic(tmp_path / "job", f"--backend {backend}", arguments, orders=orders), orders, trained)
 
 
 @pytest.mark.parametrize("strategy", ["fsdp", "hybrid"])

@@ -11,6 +11,7 @@ import argparse
 import contextlib
 import os
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 import paceline
+from paceline.strategies.registry import choose
 from paceline.strategies.server import ParameterServer
 
 LANES = 8
@@ -95,6 +97,7 @@ def main() -> None:
     parser.add_argument("--step-s", type=float, default=0.0, help="how long a step takes at least")
     parser.add_argument("--run-dir", type=Path, default=Path("run"), help="of checkpoints and the sample log")
     parser.add_argument("--sums-on-servers", action="store_true", help="parameter_server whose servers only add")
+    parser.add_argument("--windows", help="STRATEGY-STEPS from one outer step to the next, or STRATEGY-STEPS-FRAGMENTS")
     parser.add_argument("--second-opinion", type=int, help="steps from one to the next whose lanes are computed twice")
     parser.add_argument("--compression", help="of gradients, by name")
     parser.add_argument("--fp16", action="store_true", help="with a loss scale that changes often")
@@ -106,7 +109,11 @@ def main() -> None:
     asked = parser.parse_args()
     slot = int(os.environ["PACELINE_RANK"])  # the engine's rank is another: its place among those that are left
 
-    strategy = ParameterServer(mode="aggregate") if asked.sums_on_servers else None
+    strategy: Any = ParameterServer(mode="aggregate") if asked.sums_on_servers else None
+    if asked.windows is not None:
+        name, every, *fragments = asked.windows.split("-")
+        strategy = replace(choose(name).config, every=int(every))
+        strategy = replace(strategy, fragments=int(fragments[0])) if fragments else strategy
 
     with (
         paceline.Engine(

@@ -40,6 +40,8 @@ from paceline.bench.memory import PEERS, ROLES, Memory, MemoryRun, Spans, joined
 from paceline.bench.memory_contestants import MLP50M, Loop, enter, strategies
 from paceline.bench.workloads import Workload, adamw
 from paceline.sharding.footprint import FOOTPRINTS, Model, footprint
+from paceline.strategies.local.lane_optimizer import LaneOptimizer
+from paceline.strategies.local.local_training import LaneGradients
 from paceline.strategies.zero.zero1 import Zero1
 from paceline.world.environment import read_world
 from paceline.world.process import keep_no_free_memory
@@ -206,9 +208,14 @@ def held_now(
     objects = gc.get_objects()
     optimizers = [thing for thing in objects if issubclass(type(thing), Optimizer)]
     owned = [*model.parameters(), *(p for o in optimizers for group in o.param_groups for p in group["params"])]
-    parameters = mappings.spans_of([*owned, *also.get("parameters", ())])
-    gradients = mappings.spans_of([*_gradients(owned), *_whole_roots(objects), *also.get("gradients", ())])
-    state = mappings.spans_of(_tensors_in([list(optimizer.state.values()) for optimizer in optimizers]))
+    lanes = [thing for thing in objects if isinstance(thing, LaneOptimizer)]
+    of_lanes = [tensor for thing in objects if isinstance(thing, LaneGradients) for tensor in thing.held]
+    parameters = mappings.spans_of(
+        [*owned, *(w for one in lanes for w in one.weights_held), *also.get("parameters", ())]
+    )
+    gradients = mappings.spans_of([*_gradients(owned), *of_lanes, *_whole_roots(objects), *also.get("gradients", ())])
+    states = [list(state.values()) for state in (*(o.state for o in optimizers), *(s for o in lanes for s in o.states))]
+    state = mappings.spans_of(_tensors_in(states))
     gradients = without(gradients, parameters)
     state = without(state, joined(parameters, gradients))
     known = joined(parameters, gradients, state, mappings.spans_of(inputs))

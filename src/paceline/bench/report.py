@@ -1,4 +1,4 @@
-"""Results: every number as JSON, and tables of a race, of collectives and of memory for the terminal; one plot."""
+"""Results: every number as JSON, tables of races, collectives, memory and networks for the terminal; one plot."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from rich.table import Table
 
 from paceline.bench.collectives import ALGORITHMS, BACKENDS, BASELINE, OPERATIONS, OURS
 from paceline.bench.memory import PARTS
+from paceline.bench.network import advice, estimates
 from paceline.bench.race import ONE_PROCESS
 from paceline.errors import ConfigError
 from paceline.input_file import cause_of
@@ -268,3 +269,31 @@ def _cells(row: dict[str, Any]) -> tuple[str, ...]:
 
 def _mb(count: int) -> str:
     return f"{count / 1e6:,.0f}"
+
+
+# -- the network -------------------------------------------------------------------------------------------------------
+
+
+def show_network(result: dict[str, Any], out: Console) -> None:
+    out.print(f"{result['workers']} workers over gloo · messages of {result['asked']['message_bytes']:,} bytes")
+    pairs = table_of("workers", "latency, µs", "bandwidth, Mbit/s")
+    for pair in result["pairs"]:
+        first, second = pair["pair"]
+        pairs.add_row(f"{first} – {second}", f"{1e6 * pair['latency_s']:,.0f}", _mbit(pair["bandwidth"]))
+    pairs.add_row("all at once", "", _mbit(result["together"]["bandwidth"]))
+    out.print(pairs)
+    rows = estimates(result)
+    table = table_of(
+        f"{result['asked']['parameters']:,} parameters", "sent per step, MB", "waits per step, ms", "share of a step"
+    )
+    for row in rows:
+        share = "" if row["share"] is None else f"{row['share']:.0%}"
+        table.add_row(row["way"], f"{row['sent_bytes'] / 1e6:,.2f}", f"{1e3 * row['waits_s']:,.1f}", share)
+    out.print(table)
+    out.print("waits: by each worker with one lane, where nothing is hidden behind backward, in the mean over steps")
+    out.print(advice(rows))
+    out.print(machine_line(result["machine"]))
+
+
+def _mbit(bytes_per_s: float) -> str:
+    return f"{8 * bytes_per_s / 1e6:,.0f}"

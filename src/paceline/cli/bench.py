@@ -1,9 +1,10 @@
-"""`paceline bench step | collectives | memory`: measurements beside what people use today.
+"""`paceline bench step | collectives | memory | network`: measurements beside what people use today.
 
     paceline bench step --workload mlp25m --against torch-ddp --workers 2 --json step.json
     paceline bench step --reduction exact --against paceline-exact-no-overlap
     paceline bench collectives --operation all_reduce --operation all_gather --png collectives.png
     paceline bench memory --workers 4 --strategy zero2 --against torch-fsdp2
+    paceline bench network --workers 4 --parameters 25_000_000 --step-ms 120
 
 What each side's figures include is written in docs/benchmarks.md. Other measurements are scripts in the repository's
 folder benchmarks/.
@@ -19,6 +20,7 @@ import typer
 
 from paceline.bench import collectives as comparing
 from paceline.bench import memory as memory_bench
+from paceline.bench import network as network_bench
 from paceline.bench.race import OURS, PEERS, WORKLOADS, Race, run_in_workers
 from paceline.errors import ConfigError
 from paceline.world.host_limits import check_host
@@ -217,6 +219,39 @@ def memory(
     result = {"parameters": MLP50M.parameters, "backend": backend, "rows": rows, "machine": machine_facts()}
     write_json(result, json_file)
     show_memory(result, console())
+
+
+@app.command()
+def network(
+    workers: Workers = 2,
+    mib: Annotated[float, typer.Option(max=MOST, help="of a large message")] = 4.0,
+    rounds: Rounds = 20,
+    parameters: Annotated[int, typer.Option(help="of the model whose steps are estimated")] = 10_000_000,
+    step_ms: Annotated[
+        float | None, typer.Option(help="how long its step computes; then shares are told", show_default=False)
+    ] = None,
+    json_file: JsonFile = None,
+) -> None:
+    """Latency and bandwidth between workers, and what a step waits for them under each strategy.
+
+    On several hosts: paceline run --hosts … -m paceline.bench.network_measure
+    """
+    from paceline.bench.report import check_writable, console, show_network, write_json
+
+    run = network_bench.NetworkRun(
+        workers=workers,
+        message_bytes=int(mib * 2**20),
+        rounds=rounds,
+        parameters=parameters,
+        step_s=None if step_ms is None else step_ms / 1e3,
+    )
+    check_writable(json_file)
+    result = network_bench.run_in_workers(run)
+    if isinstance(result, int):
+        raise typer.Exit(result)
+    result["estimates"] = network_bench.estimates(result)
+    write_json(result, json_file)
+    show_network(result, console())
 
 
 def _ours(reduction: str) -> str:

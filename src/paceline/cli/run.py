@@ -91,7 +91,7 @@ Seed = Annotated[
 StrategyName = Annotated[
     str | None,
     _training(
-        help="how the work is shared: ddp, zero1, zero2, zero3, fsdp, hybrid, star, …",
+        help="how the work is shared: ddp, zero1, zero2, zero3, fsdp, hybrid, star, local_sgd, …",
     ),
 ]
 Precision = Annotated[

@@ -23,8 +23,6 @@ from paceline.engine.config import EngineConfig
 from paceline.errors import CheckpointError
 from paceline.world.determinism import fingerprint
 
-SYNCHRONOUS = "synchronous"
-
 _MACHINE = "machine "
 
 
@@ -40,7 +38,7 @@ def job_facts(config: EngineConfig, data: Mapping[str, Any], device: torch.devic
         "compile": None if config.compile is None else str(config.compile),
         "compression": None if config.compression is None else str(config.compression),
         "loss_scale": None if config.loss_scale is None else str(config.loss_scale),
-        "updates": SYNCHRONOUS if config.strategy.is_synchronous else str(config.strategy),
+        "updates": config.strategy.updates,
     }
     return facts | dict(data) | {f"{_MACHINE}{name}": value for name, value in fingerprint(device).items()}
 

@@ -18,14 +18,16 @@ Then a boundary changes what the model shows, not what the lanes go on from, unl
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from paceline.collectives.communicator import Communicator, Handle
 from paceline.engine.host_reading import HostReading
+from paceline.sharding.local_shard import all_here
 from paceline.torch_compat import foreach_copy_, version_of
 
 
@@ -45,12 +47,7 @@ class LaneBuffers:
         self._versions: list[tuple[int, int]] = []  # of the live buffers when they were last ours
 
     def start_step(self) -> None:
-        seen: dict[int, Tensor] = {}
-        for model in self._models:
-            for buffer in model.buffers():
-                if buffer.numel():
-                    seen.setdefault(id(buffer), buffer)
-        self._live = list(seen.values())
+        self._live = self._found()
         same = len(self._live) == len(self._at_start) and all(
             a.shape == b.shape and a.dtype == b.dtype and a.device == b.device
             for a, b in zip(self._live, self._at_start, strict=True)
@@ -64,6 +61,14 @@ class LaneBuffers:
         self._left = {}
         self._touched = False
         self._undoable, self._lost = True, False
+
+    def _found(self) -> list[Tensor]:
+        seen: dict[int, Tensor] = {}
+        for model in self._models:
+            for buffer in model.buffers():
+                if buffer.numel():
+                    seen.setdefault(id(buffer), buffer)
+        return list(seen.values())
 
     def start_lane(self, lane: int) -> None:
         if self._apart is not None:
@@ -157,6 +162,11 @@ class LaneBuffers:
         self._apart = (self._apart or {}) | self._left
         self._note_versions()
 
+    def meet(self, comm: Communicator, owner: int, lowest: int) -> None:
+        """All lanes go on from the lowest lane's."""
+        self.drain(comm, owner, lowest)
+        self._apart = None
+
     def drain(self, comm: Communicator, owner: int, lowest: int = 0) -> None:
         """At a boundary of all workers: the model holds the lowest lane's. `owner` is assigned it."""
         if self._apart is None or not self._live:
@@ -167,6 +177,22 @@ class LaneBuffers:
             final = [value for _, value in sent.received()]
         self._copy(final, self._live)
         self._note_versions()
+
+    def local_state(self) -> dict[str, Any] | None:
+        """Of lanes that are apart: what they went apart from, and what this worker's lanes have; None: they are not."""
+        if self._apart is None or not self._live:
+            return None
+        return {"start": list(self._at_start), "lanes": all_here(self._apart)}
+
+    def load(self, state: Mapping[str, Any] | None, lanes: Sequence[int]) -> None:
+        """Go on from that, with these lanes; the models have got their buffers."""
+        self._apart = None
+        if state is not None:
+            self._live = self._found()
+            devices = [buffer.device for buffer in self._live]
+            self._at_start = _moved(state["start"], devices)
+            self._apart = {lane: _moved(state["lanes"][lane], devices) for lane in lanes if lane in state["lanes"]}
+            self._note_versions()
 
     def _note_versions(self) -> None:
         self._versions = [(id(buffer), version_of(buffer)) for buffer in self._live]
@@ -212,6 +238,10 @@ def _are_equal(first: Sequence[Tensor], second: Sequence[Tensor]) -> HostReading
         for a, b in zip(first, second, strict=True)
     ]
     return HostReading(torch.stack([flag.to(flags[0].device) for flag in flags]))
+
+
+def _moved(tensors: Sequence[Tensor], devices: Sequence[torch.device]) -> list[Tensor]:
+    return [tensor.to(device, copy=True) for tensor, device in zip(tensors, devices, strict=True)]
 
 
 def _bytes(tensor: Tensor) -> Tensor:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from paceline.checkpoint.manifest import size_text
 from paceline.collectives.communicator import Communicator
 from paceline.engine.config import EngineConfig, counted
 from paceline.errors import ConfigError
@@ -49,10 +50,11 @@ class Fit:
     def room(self) -> int:
         return self.limit.bytes // self.sharers
 
-    def held(self, strategy: Chosen) -> int:
-        sizes = {"workers": self.workers, "lanes": self.lanes, "accumulate": self.accumulate}
-        held = strategy.footprint(self.model, **sizes, per_host=self.per_host, on_host=self.on_host).held
-        return held + (residuals(self.model, workers=self.workers, lanes=self.lanes) if self.compressed else 0)
+    def held(self, strategy: Chosen, workers: int | None = None) -> int:
+        sizes = {"workers": workers or self.workers, "lanes": self.lanes}
+        sharing = {"accumulate": self.accumulate, "per_host": self.per_host, "on_host": self.on_host}
+        held = strategy.footprint(self.model, **sizes, **sharing).held
+        return held + (residuals(self.model, **sizes) if self.compressed else 0)
 
     @property
     def fits(self) -> bool:
@@ -73,8 +75,13 @@ class Fit:
         others = [s for s in others if s.has_footprint and (s.entry.takes_compression or not self.compressed)]
         smaller = {s.name: self.held(s) for s in others if self.held(s) < self.held(self.chosen)}
         fitting = [f"strategy={name!r} takes {_gib(held)}" for name, held in smaller.items() if held <= self.room]
-        if fitting:
-            return f"on {counted(self.workers, 'worker')} {', '.join(fitting)}"
+        told = [f"on {counted(self.workers, 'worker')} {', '.join(fitting)}"] if fitting else []
+        if self.chosen.entry.lanes_apart:  # it holds as much for each lane: more workers have fewer each
+            more = range(self.workers + 1, self.lanes + 1)
+            enough = next((n for n in more if self.held(self.chosen, n) <= self.room), None)
+            told += [] if enough is None else [f"{self.chosen.name} fits on {enough} workers of this size"]
+        if told:
+            return "; ".join(told)
         if self.compressed and (plain := replace(self, compressed=False)).fits:
             return f"without compression strategy={self.chosen.name!r} takes {_gib(plain.held(self.chosen))}"
         everything = self.model.parameters * (self.model.weight + self.model.gradient + self.model.state)
@@ -100,6 +107,19 @@ def check_memory(
     if fit is not None and fit.limit.kills_file is not None:
         file = fit.limit.kills_file
         supervisor.tell("memory", told=f"{fit.told()}; {fit.advice()}", kills_file=str(file), kills=oom_kills(file))
+
+
+def cost_of_lanes(config: EngineConfig, world: World, optimizers: Sequence[Optimizer]) -> str | None:
+    """What a strategy whose lanes are apart holds for them, where a worker has several; for one line at the start."""
+    model, most = _model(optimizers), -(-config.lanes // world.size)
+    if not config.strategy.entry.lanes_apart or model is None or most == 1:
+        return None
+    sizes = world.size, config.lanes
+    here, alone = (size_text(config.strategy.footprint(model, workers=n, lanes=config.lanes).held) for n in sizes)
+    return (
+        f"paceline: {config.strategy.name} keeps weights, a gradient and optimizer state for each lane: "
+        f"{here} for {most} lanes on a worker, {alone} if {config.lanes} workers had one each"
+    )
 
 
 def _fit(

@@ -41,7 +41,7 @@ from paceline.engine.evaluation import EvaluationCount, EvaluationLoader, check_
 from paceline.engine.facts import chosen_by_script, facts_of_process, job_facts
 from paceline.engine.group import Group
 from paceline.engine.loop import PreparedLoader, is_scheduler, let_optimizer_act_once, let_scheduler_follow
-from paceline.engine.memory_check import check_memory
+from paceline.engine.memory_check import check_memory, cost_of_lanes
 from paceline.engine.replaying_source import ReplayingSource
 from paceline.engine.replicas import (
     check_belong_together,
@@ -289,6 +289,8 @@ class Preparation:
         if config.compile is not None:
             own.compiled = CompiledBlocks(config.compile, own.models)
             group.note(f"paceline: {own.compiled.described}")
+        if cost := cost_of_lanes(config, group.world, own.optimizers):
+            group.note(cost)
         if config.activation_checkpointing is not None:
             own.recomputed = recomputing.Recomputed(config.activation_checkpointing, own.models)
             group.note(f"paceline: {own.recomputed.described}")

@@ -6,6 +6,7 @@
     compression: residuals        of its lanes, its ranges    x             x                       from the copy
     place in the data             of its lanes                x             x, of streams           from a survivor
     settings of groups, buffers   all of it                   x             (survivors have it)     from a survivor
+    buffers of lanes apart        of its lanes                x             x                       from the copy
     registered                    all of it                   x             (survivors have it)     from a survivor
     bases                         built, or in the models     a reference   (in the models)         (in the models)
     extra                         what the script gives       x
@@ -113,6 +114,7 @@ class JobState:
             "models": _local_models(self.models, step.strategies.local_shard, bases),
             "optimizers": [step.strategies.local_state(optimizer) for optimizer in self.optimizers],
             "compression": step.strategies.compression_state(),
+            **self._lane_buffers(),
         }
         if is_main:
             mine = {
@@ -125,6 +127,14 @@ class JobState:
             }
             tree |= _saved_here(mine | {entry.name: entry.get() for entry in self._plain_entries()})
         return tree
+
+    def _lane_buffers(self) -> dict[str, Any]:
+        """Where workers never agree, lanes begin with lane 0's after a resume: that promises no bits."""
+        state = self.step.buffers.local_state() if self.step.strategies.lanes_apart else None
+        return {} if state is None else {"lane_buffers": state}
+
+    def _load_lane_buffers(self, state: Any) -> None:
+        self.step.buffers.load(full_tree(state), self.step.own_lanes)
 
     def first_model(self) -> dict[str, Any]:
         """Of that the first model's part alone."""
@@ -160,6 +170,7 @@ class JobState:
             _load_one(folder, "optimizer", partial(step.load, optimizer), saved)
         kept = {} if "compression" in changed else tree.get("compression", {})  # of another compressor nothing fits
         _load_one(folder, "compression's residuals", step.strategies.load_compression, kept)
+        _load_one(folder, "lanes' buffers", self._load_lane_buffers, tree.get("lane_buffers"))
         seed_everything(mix(self.seed, "between", step.step, 0))
 
     def _begin_with(self, checkpoint: Checkpoint, told: Told, alike: Alike) -> None:
@@ -202,6 +213,7 @@ class JobState:
                 {name: value for name, value in state.items() if name != "param_groups"} for state in states
             ],
             **self.residuals(),
+            **self._lane_buffers(),
         }
 
     def residuals(self) -> dict[str, Any]:
@@ -220,6 +232,7 @@ class JobState:
         for optimizer, saved in zip(self.optimizers, tensors["optimizers"], strict=True):
             self.step.load(optimizer, {**saved, "param_groups": _groups_of(optimizer)})
         self.put_residuals(tensors)
+        self._load_lane_buffers(tensors.get("lane_buffers"))
 
     def plain(self) -> dict[str, Any]:
         """What every worker has, for those that join."""

@@ -137,6 +137,7 @@ class StepState:
     item: WorkItem | None = None
     of_item: ItemState = field(default_factory=ItemState)
     agreement: Agreement = Agreement.NOW
+    lanes_apart: bool = False  # each lane goes on from its own buffers, and is left out by itself
     lowest: int = 0  # lane that has samples
     owner: int = 0  # the worker that computes it
     in_step: bool = True  # what workers send before their last backward is in the same order everywhere
@@ -305,6 +306,10 @@ class TrainStep:
         return self.strategies.assignment
 
     @property
+    def own_lanes(self) -> Sequence[int]:
+        return self.assignment[self._group.world.rank]
+
+    @property
     def stops_alone(self) -> bool:
         """The loop ends by this worker's own wish; others may wait for it in a later round."""
         return self.stop_agreed and self.now.agreement is Agreement.LATER
@@ -354,6 +359,7 @@ class TrainStep:
             self.buffers.start_shadow()
         elif item.first_of_lane:
             self.buffers.start_lane(item.lane)
+            self.strategy().start_lane(item.lane)
         self._fault_point("forward")
         place = (item.epoch, item.step, item.lane, item.micro_batch, self.update)
         seed_everything(mix(self._config.seed, "model", *place))
@@ -367,8 +373,10 @@ class TrainStep:
         if self.update == 0:
             self._rounds_before = self.rounds
         before, lowest = self._rounds_before, item.present[0]
+        agreement = active.agreement(before)
         self.now = StepState(
-            agreement=active.agreement(before),
+            agreement=agreement,
+            lanes_apart=active.lanes_apart or agreement is Agreement.NEVER,
             lowest=lowest,
             owner=next(worker for worker, lanes in enumerate(plan.holders) if lowest in lanes),
             in_step=in_step,
@@ -441,21 +449,21 @@ class TrainStep:
 
     def _finish_forward(self, item: WorkItem) -> None:
         """The item's forward is done: its lane's buffers are what it leaves, and may travel while backward runs."""
-        now, agreement = self.now, self.now.agreement
+        now = self.now
         if now.of_item.forward_done:
             return
         now.of_item.forward_done = True
         if item.last_of_lane and not item.shadow:
-            keep = agreement is Agreement.NOW and item.lane == now.lowest
-            if agreement is Agreement.NEVER:
+            keep = now.agreement is Agreement.NOW and item.lane == now.lowest
+            if now.lanes_apart:
                 now.read_losses()
                 keep = not self._leaves_lane_out(now.reports[item.lane])
             self.buffers.finish_lane(item.lane, keep=keep)
-        if item.last_of_step and agreement is Agreement.NOW and now.in_step:
+        if item.last_of_step and now.agreement is Agreement.NOW and now.in_step and not now.lanes_apart:
             self.buffers.send_ahead(self._group.comm, now.owner, now.lowest)
 
     def _leaves_lane_out(self, report: LaneReport) -> bool:
-        """Where workers never agree, a gradient may be applied as soon as it leaves: a loss is judged before that."""
+        """Where lanes are apart, a gradient may be applied as soon as it leaves: a loss is judged before that."""
         why = "the lane is left out of the step"
         report.left_out = rules.must_leave_out([report], self._config.on_nonfinite, self.step, why, 7)
         if report.left_out:
@@ -536,7 +544,7 @@ class TrainStep:
 
     def _tally(self, item: WorkItem, reports: Sequence[LaneReport], used: Sequence[bool]) -> Tally:
         why, agreement = "the step is skipped", self.now.agreement
-        left_out = agreement is not Agreement.NEVER and rules.must_leave_out(
+        left_out = not self.now.lanes_apart and rules.must_leave_out(
             reports, self._config.on_nonfinite, self.step, why, 7
         )
         weights = tuple((report.lane, report.weight) for report in reports)
@@ -557,8 +565,10 @@ class TrainStep:
 
     def _finish_buffers(self, changed: Sequence[bool]) -> None:
         now = self.now
-        if now.agreement is Agreement.NEVER:
+        if now.lanes_apart:
             self.buffers.go_apart()
+            if now.agreement is Agreement.NOW:
+                self.buffers.meet(self._group.comm, *self._lowest_lane())
         elif now.empty or now.agreement is Agreement.LATER:
             self.buffers.put_back()
         else:
@@ -805,11 +815,14 @@ class TrainStep:
             return
         self.strategies.drain()
         self._group.go_on_without_the_lost()
+        self.buffers.drain(self._group.comm, *self._lowest_lane())
+
+    def _lowest_lane(self) -> tuple[int, int]:
+        """Which worker has the lowest lane of those that there are, and which that is."""
         lost: Set[int] = self._group.lost
         left = [lanes for worker, lanes in enumerate(self.assignment) if worker not in lost]
         lowest = min(lane for lanes in left for lane in lanes)
-        owner = next(place for place, lanes in enumerate(left) if lowest in lanes)
-        self.buffers.drain(self._group.comm, owner=owner, lowest=lowest)
+        return next(place for place, lanes in enumerate(left) if lowest in lanes), lowest
 
     def load(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
         self.strategies.load(optimizer, state, round=self.rounds)

@@ -63,6 +63,10 @@ class StrategyTable:
         plan = _plan(self.assignment, present)
         return plan, self._leave_once_a_step or len({len(lanes) for lanes in plan.holders}) == 1
 
+    @property
+    def lanes_apart(self) -> bool:
+        return any(strategy.lanes_apart for strategy in self._known.values())
+
     def drain(self) -> None:
         for strategy in self._known.values():
             strategy.drain()

@@ -8,6 +8,9 @@
     zero3, fsdp                 w·Ψ/N        g·Ψ/N        s·Ψ/N               (N-1)/N · (g·Ψ + 2·w·Ψ)
     hybrid, n on each of H      w·Ψ/n        g·Ψ/n        s·Ψ/n               (n-1)/n · (g·Ψ + 2·w·Ψ) in the host,
     hosts                                                                     2·(H-1)/H · g·Ψ/n across
+    local_sgd, m lanes on       (1+m)·w·Ψ    m·g·Ψ        m·s·Ψ               ddp's in a window's last step, or 0
+    each worker
+    diloco, likewise            (1+m)·w·Ψ    m·g·Ψ        m·s·Ψ + w·Ψ         likewise
 
     bytes per parameter         Adam in fp32: w 4, g 4, s 8     in mixed precision: w 2, g 2, s 12 (with a master copy)
 
@@ -15,7 +18,7 @@ That is one lane per worker, one micro-batch and one holder of each shard. Other
 
     lanes       a worker with m lanes adds them up in a binary counter: about log2 m + 1 gradients at once. zero2's
                 owners hold one or two partial sums of their range, and its lanes are sent one by one; so are zero3's,
-                which gathers weights for each of them
+                which gathers weights for each of them. local_sgd and diloco have all of it once per lane
     accumulate  zero2's and zero3's lanes add up their micro-batches where they are made: a whole gradient as long as
                 that takes. zero3 gathers weights for each of them, forward and backward
     copies      holders of each shard: state and sums as many times, and reduce-scatter to as many
@@ -137,6 +140,20 @@ def _star(job: _Job) -> Footprint:
     return _whole(job, plan, sent)
 
 
+def _local_sgd(job: _Job) -> Footprint:
+    model, most = job.model, max(map(len, neighbouring_lanes(job.lanes, job.workers)))
+    weights = (1 + most) * model.parameters * model.weight
+    gradients = most * model.parameters * model.gradient
+    return Footprint(weights, gradients, most * model.parameters * model.state, _ddp(job).sent)
+
+
+def _diloco(job: _Job) -> Footprint:
+    """With the momentum of the outer optimizer."""
+    apart = _local_sgd(job)
+    momentum = job.model.parameters * job.model.weight
+    return replace(apart, optimizer_state=apart.optimizer_state + momentum)
+
+
 def _whole(job: _Job, plan: SumPlan, sent: int) -> Footprint:
     model = job.model
     gradients = _gradients_at_once(plan) * model.parameters * model.gradient
@@ -235,4 +252,6 @@ FOOTPRINTS: dict[str, Callable[[_Job], Footprint]] = {
     "zero3": _zero3,
     "fsdp": _fsdp,
     "hybrid": _hybrid,
+    "local_sgd": _local_sgd,
+    "diloco": _diloco,
 }

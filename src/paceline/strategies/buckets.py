@@ -586,13 +586,18 @@ class GradientPlaceholder(Tensor):
 
     @classmethod
     def of(cls, parameter: Parameter, name: str, strategy: str) -> GradientPlaceholder:
-        nothing = torch.empty((), dtype=parameter.dtype, device=parameter.device).expand(parameter.shape)
-        made: GradientPlaceholder = nothing.as_subclass(cls)
-        made.message = (
+        return cls.saying(
+            parameter,
             f"the gradient of {name!r} is not here: under strategy={strategy!r} every worker has its part of the "
             "summed gradient, and .grad has none of it. To clip, use engine.clip_grad_norm_(max_norm); to look at "
-            "gradients, train with strategy='ddp'"
+            "gradients, train with strategy='ddp'",
         )
+
+    @classmethod
+    def saying(cls, parameter: Parameter, message: str) -> GradientPlaceholder:
+        nothing = torch.empty((), dtype=parameter.dtype, device=parameter.device).expand(parameter.shape)
+        made: GradientPlaceholder = nothing.as_subclass(cls)
+        made.message = message
         return made
 
     @classmethod

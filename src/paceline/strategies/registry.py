@@ -38,6 +38,8 @@ from paceline.world.control import Supervisor
 from paceline.world.lanes import neighbouring_lanes
 from paceline.world.world import World
 
+SYNCHRONOUS = "synchronous"  # of strategies that give the bits of ddp, in saved states
+
 LaneAssignment = tuple[tuple[int, ...], ...]  # the lanes of each worker
 LoopEndListener = Callable[
     [int, Callable[[], str]], None
@@ -110,8 +112,11 @@ class Registered:
     config: type[Any]
     open: Callable[[Any, Job], Maker]
     is_synchronous: Callable[[Any], bool] = lambda config: True
-    """So configured it gives the bits of one process. Then the tests of bits and the fuzzer try it, elastic jobs take
-    it, and its checkpoints go on under every other synchronous strategy; otherwise none of these."""
+    """So configured it gives the bits of one process. Then the tests of bits and the fuzzer try it, and elastic jobs
+    take it; otherwise none of these."""
+    bits_of_ddp: bool = True
+    """A synchronous one gives the bits that ddp gives: then its checkpoints go on under every other that does.
+    Otherwise it trains other numbers, and tests compare it with itself on one worker."""
     examples: tuple[Any, ...] = ()  # ways to configure it that tests should try, beside the defaults
     assign_lanes: Callable[[int, int], LaneAssignment] = neighbouring_lanes
     uses_servers: bool = False
@@ -120,6 +125,7 @@ class Registered:
     takes_low_precision: bool = False  # it lowers the models when it opens, and keeps their fp32 masters
     fills_meta: bool = False  # it gives models that were built on the meta device their first weights itself
     replicated: bool = False  # every worker has all of the state, and an update needs no other worker
+    lanes_apart: bool = False  # every lane has weights, a gradient and optimizer state of its own
     full_weights: bool = False  # on every worker between steps: it can run the model's forward without the others
     passes_lanes_on: bool = False  # a step's lanes may be with other workers than in the last one: for second opinions
 
@@ -138,6 +144,11 @@ class Chosen:
     @property
     def is_synchronous(self) -> bool:
         return self.entry.is_synchronous(self.config)
+
+    @property
+    def updates(self) -> str:
+        """What two strategies have in common when they train the same numbers."""
+        return SYNCHRONOUS if self.is_synchronous and self.entry.bits_of_ddp else str(self)
 
     @property
     def has_footprint(self) -> bool:

@@ -1,6 +1,7 @@
 """A strategy says *when* tensors move. The loop calls it at the same points whatever it does there.
 
 start_step(round, plan)
+  start_lane(lane)           before a lane's first forward: the model holds the weights that the lane reads
   start_backward(item)       once per item; gradients of the lane so far are put back
     (hooks)                  a gradient is final: its bucket may leave
   finish_backward(item)      the lane's gradients are put away, `.grad` is None again
@@ -17,6 +18,9 @@ from 0. In which rounds the workers exchange their votes is the strategy's choic
     NOW         exchanged    of all workers           the lowest lane's become all workers'
     LATER       none         of this worker alone     put back: rounds up to the next agreed one start from the same
     NEVER       none         of this worker alone     each lane goes on from its own; boundaries see lane 0's
+
+Where lanes are apart (`lanes_apart`) each has weights and buffers of its own from one agreed round to the next, a loss
+that is not finite takes its lane out alone, and in agreed rounds and at boundaries the model gets lane 0's buffers.
 
 In a LATER or NEVER round the `Tally` holds this worker's own lanes alone: a strategy that adds up the rounds of a
 window (the servers do) has to add up their weights too. One update for several micro-batches is `Engine(accumulate=k)`.
@@ -57,7 +61,7 @@ class ItemPlace:
     last_of_step: bool
     shadow: bool
     weight: float = 0.0  # of the lane's micro-batches so far, this one included: samples or tokens
-    left_out: bool = False  # in a round that never agrees: the lane's loss was not finite, nothing of it may be used
+    left_out: bool = False  # where lanes are apart: the lane's loss was not finite, nothing of it may be used
     samples: int = 0  # in the lane's micro-batches so far, this one included
     loss_scale: float = 1.0  # that gradients are multiplied by
 
@@ -72,7 +76,7 @@ class Tally:
     used: Sequence[bool]  # per parameter
     scale: float = 1.0  # turns the sum of the counted lanes' gradients into their weighted mean; 0: none counts
     empty: bool = False  # all workers leave this round out: no `apply` follows
-    left_out: bool = False  # a loss was not finite, and such steps are skipped; lanes that never agree have weight 0
+    left_out: bool = False  # a loss was not finite, and such steps are skipped; lanes that are apart have weight 0
     loss_scale: float = 1.0  # that gradients are multiplied by; `scale` divides by it
 
 
@@ -103,6 +107,11 @@ class Strategy(Protocol):
         ...
 
     @property
+    def lanes_apart(self) -> bool:
+        """Between two agreed rounds lanes have weights of their own, and so buffers. Those that never agree are too."""
+        ...
+
+    @property
     def traffic(self) -> Traffic:
         """What it has moved so far over groups of its own, beside the workers' communicator."""
         ...
@@ -117,6 +126,10 @@ class Strategy(Protocol):
 
     def start_step(self, round: int, plan: SumPlan) -> None:
         """Weights that the round may read are in the model when this returns."""
+        ...
+
+    def start_lane(self, lane: int) -> None:
+        """The lane's first item of the round is handed out."""
         ...
 
     def start_backward(self, place: ItemPlace, *, last: bool) -> None: ...
@@ -196,6 +209,7 @@ class StrategyBase:
     """The base of all strategies: a parameter's own values are all there is, and nothing is watched."""
 
     frozen: Sequence[Parameter] = ()
+    lanes_apart = False
 
     @property
     def traffic(self) -> Traffic:
@@ -216,6 +230,9 @@ class StrategyBase:
 
     def load_compression(self, saved: Mapping[str, Any], lanes: Sequence[int]) -> None:
         """Nothing is compressed."""
+
+    def start_lane(self, lane: int) -> None:
+        """All lanes read the same weights."""
 
     def keeps_finite(self) -> bool:
         raise NotImplementedError("asked only where models compute in low precision, which this strategy does not take")

@@ -31,8 +31,10 @@ class StrategyTraits:
 
 STRATEGIES = {
     "ddp": StrategyTraits(),
+    "diloco": StrategyTraits(takes_low_precision=False),
     "fsdp": StrategyTraits(takes_offload=True),
     "hybrid": StrategyTraits(),
+    "local_sgd": StrategyTraits(takes_low_precision=False),
     "parameter_server": StrategyTraits(uses_servers=True, takes_low_precision=False),
     "star": StrategyTraits(),
     "zero1": StrategyTraits(takes_offload=True),

@@ -1,0 +1,1 @@
+"""Strategies whose lanes train apart, and meet every few steps: local_sgd and diloco."""

@@ -1,0 +1,308 @@
+"""Local training: lanes make `every` steps apart, then they meet in an outer step.
+
+    round          0        1        …   every-1                   every
+    lane 0      θ ─► θ₀    ─► θ₀    …   ─► θ₀ ┐                 θ ─► θ₀
+    lane 1      θ ─► θ₁    ─► θ₁    …   ─► θ₁ ┴─ outer step ──► θ ─► θ₁
+    agreement      LATER    LATER   …   NOW                       LATER
+
+What lanes have is theirs, not the worker's: a worker with m lanes holds m copies of the weights, of the gradient and of
+the optimizer's state, and runs `optimizer.step()` once for each. So the bits do not depend on the number of workers.
+
+Between two steps the model holds the weights with which the window began. At a boundary (evaluation, a hash, saving,
+the end of the loop) it holds what an outer step there would give; the lanes go on from their own, so that a boundary
+changes nothing of what is trained. That costs one exchange, where it is not a window's end.
+
+With *fragments* the lanes meet in one part of the parameters at a time, and compute meanwhile:
+
+    round r    the lanes' moves in the fragment are on their way ║ forward, backward ─► the fragment's outer step
+                                                                                     ─► the lanes' own steps
+The gradients of round r were found with the lanes' old weights of the fragment. Nothing is under way between two steps.
+An optimizer that does not act in round r meets the next time that the fragment is due.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+from paceline.collectives.canonical_sum import SumPlan
+from paceline.collectives.gradient_exchange import GradientExchange
+from paceline.errors import ConfigError
+from paceline.optim.gradient_norm import clip_coefficient, global_norm
+from paceline.strategies.buckets import GradientPlaceholder, half_is_gone
+from paceline.strategies.local.lane_optimizer import LaneOptimizer
+from paceline.strategies.local.lane_sums import ExactSum, Int8Sum, SumOfLanes, Wire
+from paceline.strategies.local.outer_step import OuterSteps
+from paceline.strategies.registry import Job, Maker
+from paceline.strategies.strategy import Agreement, ItemPlace, StrategyBase, Tally
+from paceline.torch_compat import STEP_WAS_CALLED, foreach_mul_, version_of
+from paceline.world.lanes import neighbouring_lanes
+
+OuterOptimizer = Callable[[Sequence[Parameter]], Optimizer]
+
+
+@dataclass(frozen=True)
+class Windows:
+    """How long lanes are apart, and who makes the outer step."""
+
+    strategy: str
+    every: int
+    outer_optimizer: OuterOptimizer
+    outer_gradients: Wire = "fp32"
+    fragments: int = 1  # more: the lanes meet in one after another, each every so many steps
+
+    def ends_with(self, round: int) -> bool:
+        """The lanes meet at the end of the round."""
+        return self.fragments == 1 and (round + 1) % self.every == 0
+
+    def due_in(self, round: int) -> int | None:
+        """The fragment in which the lanes meet while they compute the round."""
+        if self.fragments == 1 or round == 0:
+            return None
+        places = [fragment * self.every // self.fragments for fragment in range(self.fragments)]
+        return next((fragment for fragment, place in enumerate(places) if round % self.every == place), None)
+
+    def agreement(self, round: int) -> Agreement:
+        return Agreement.NOW if self.ends_with(round) or self.due_in(round) is not None else Agreement.LATER
+
+
+class LaneGradients:
+    """The gradients of a step, lane by lane; inside a lane they add up in `.grad`, as everywhere in torch."""
+
+    def __init__(self, parameters: Sequence[Parameter]) -> None:
+        self._parameters = parameters
+        self.of_lanes: dict[int, dict[Parameter, Tensor]] = {}
+        self._held: dict[Parameter, tuple[Tensor, int]] = {}  # of the lane that runs, with its version
+        self._armed = False
+
+    @property
+    def held(self) -> list[Tensor]:
+        """All of them, of lanes that are done and of the one that runs."""
+        done = [tensor for gradients in self.of_lanes.values() for tensor in gradients.values()]
+        return [*done, *(tensor for tensor, _ in self._held.values())]
+
+    def start_backward(self) -> None:
+        self._armed = True
+        for parameter in self._parameters:
+            held = self._held.get(parameter)
+            parameter.grad = None if held is None else held[0]
+
+    def finish(self, place: ItemPlace) -> None:
+        """The item's last backward is done."""
+        if not place.shadow:
+            self._held = {p: (p.grad, version_of(p.grad)) for p in self._parameters if p.grad is not None}
+        self._end_item(place)
+
+    def skip(self, place: ItemPlace) -> None:
+        """The item had no backward, or a part of one, which is forgotten if that is possible."""
+        if self._armed and any(version_of(gradient) != version for gradient, version in self._held.values()):
+            raise half_is_gone(place)
+        self._end_item(place)
+
+    def _end_item(self, place: ItemPlace) -> None:
+        self._armed = False
+        for parameter in self._parameters:
+            parameter.grad = None
+        if place.last_of_lane and not place.shadow:
+            if self._held and not place.left_out:
+                found = {p: g.to_dense() if g.is_sparse else g for p, (g, _) in self._held.items()}
+                self.of_lanes[place.lane] = found
+            self._held = {}
+
+
+class LocalTraining(StrategyBase):
+    lanes_apart = True
+    left_during_backward = 0  # nothing leaves before the outer step
+
+    def __init__(
+        self,
+        named: Sequence[tuple[str, Parameter]],
+        optimizers: Sequence[Optimizer],
+        windows: Windows,
+        everything: Sequence[LaneOptimizer],
+        outer_steps: OuterSteps,
+        rank: int,
+    ) -> None:
+        """`everything`: of all optimizers of the job, of which `optimizers` act here."""
+        self.parameters = self.replicas = [parameter for _, parameter in named]
+        self._windows, self._everything, self._outer_steps, self._rank = windows, everything, outer_steps, rank
+        self._mine = [lanes for lanes in everything if any(lanes.optimizer is one for one in optimizers)]
+        self._placeholders = [(p, GradientPlaceholder.saying(p, _not_here(name, windows))) for name, p in named]
+        self._gradients = LaneGradients(self.parameters)
+        self._weights: dict[int, float] = {}  # of this worker's lanes in this step
+        self._round = 0
+
+    def agreement(self, round: int) -> Agreement:
+        return self._windows.agreement(round)
+
+    # -- one step --------------------------------------------------------------------------------------------------
+
+    def start_step(self, round: int, plan: SumPlan) -> None:
+        self._round, self._lanes = round, plan.holders[self._rank]
+        self._gradients = LaneGradients(self.parameters)
+        for parameter in self.parameters:  # a backward of the user's own before this step is none of its gradient
+            parameter.grad = None
+        if self._windows.ends_with(round - 1):
+            for lanes in self._mine:  # an optimizer that did not act in the window's last step
+                if lanes.in_window:
+                    self._outer_steps.synchronise(lanes)
+        for lanes in self._everything:
+            lanes.open_window()
+        fragment = self._windows.due_in(round)
+        for lanes in self._mine:
+            if lanes.meeting is not None and lanes.meeting.round != round:
+                lanes.forget_meeting()
+            if lanes.meeting is None and fragment is not None:  # `engine.update` starts a step of all optimizers too
+                lanes.meeting = self._outer_steps.begin(lanes, fragment, round)
+
+    def start_lane(self, lane: int) -> None:
+        for lanes in self._everything:
+            lanes.show(lane)
+
+    def start_backward(self, place: ItemPlace, *, last: bool) -> None:
+        self._gradients.start_backward()
+
+    def finish_backward(self, place: ItemPlace) -> None:
+        self._gradients.finish(place)
+        self._end_item(place)
+
+    def skip(self, place: ItemPlace) -> None:
+        self._gradients.skip(place)
+        self._end_item(place)
+
+    def _end_item(self, place: ItemPlace) -> None:
+        """The vote compares the weights that all workers have alike."""
+        if place.last_of_step:
+            for lanes in self._everything:
+                lanes.show_outer()
+
+    def used(self) -> Sequence[bool]:
+        used = {parameter for gradients in self._gradients.of_lanes.values() for parameter in gradients}
+        return [parameter in used for parameter in self.parameters]
+
+    def collect(self, tally: Tally) -> None:
+        """Every lane's gradient becomes that of its own micro-batches: backward has divided by all lanes' samples."""
+        for lanes in self._mine:
+            if lanes.meeting is not None:
+                self._outer_steps.finish(lanes, lanes.meeting)
+        weights = dict(tally.weights)
+        self._weights = {lane: weights[lane] for lane in self._lanes if weights.get(lane, 0.0) > 0}
+        for lane, weight in self._weights.items():
+            gradients = self._gradients.of_lanes.get(lane, {})
+            if tally.samples != weight and gradients:
+                foreach_mul_(list(gradients.values()), tally.samples / weight)
+        if not tally.empty:
+            for (parameter, placeholder), used in zip(self._placeholders, self.used(), strict=True):
+                parameter.grad = placeholder if used else None
+
+    def clip(self, max_norm: float) -> float:
+        """Each lane's gradient by its own norm; the largest of this worker's lanes comes back."""
+        norms = [0.0]
+        for gradients in self._gradients.of_lanes.values():
+            norms.append(global_norm(gradients.values()))
+            if norms[-1] > max_norm or not math.isfinite(norms[-1]):
+                foreach_mul_(list(gradients.values()), clip_coefficient(norms[-1], max_norm))
+        return math.nan if any(map(math.isnan, norms)) else max(norms)
+
+    def apply(self, optimizer: Optimizer, original_step: Callable[[], Any]) -> Any:
+        (lanes,) = [lanes for lanes in self._mine if lanes.optimizer is optimizer]
+        result = None
+        for lane, weight in self._weights.items():
+            result = lanes.step(lane, self._gradients.of_lanes.get(lane, {}), original_step)
+            lanes.count(lane, weight)
+        lanes.show_outer()
+        setattr(optimizer, STEP_WAS_CALLED, True)  # also by a worker whose lanes have no samples in this step
+        if self._windows.ends_with(self._round):
+            self._outer_steps.synchronise(lanes)
+        return result
+
+    def end_step(self) -> None:
+        for parameter in self.parameters:
+            parameter.grad = None
+        self._gradients = LaneGradients(self.parameters)
+
+    # -- between steps -----------------------------------------------------------------------------------------------
+
+    def drain(self) -> None:
+        for lanes in self._mine:
+            lanes.forget_meeting()  # of a step that was begun and never made
+            self._outer_steps.preview(lanes)
+
+    def local_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        return self._of(optimizer).local_state()
+
+    def load(self, optimizer: Optimizer, state: dict[str, Any], *, round: int) -> None:
+        self._of(optimizer).load(state)
+
+    def load_full(self, parameter: Parameter, full: Tensor) -> None:
+        """The state that follows says whether a window is open."""
+        for lanes in self._everything:
+            if parameter in lanes.outer:
+                lanes.show_outer()
+                lanes.close_windows()
+        super().load_full(parameter, full)
+
+    def _of(self, optimizer: Optimizer) -> LaneOptimizer:
+        return next(lanes for lanes in self._everything if lanes.optimizer is optimizer)
+
+    def close(self) -> None:
+        for parameter in self.parameters:
+            parameter.grad = None
+
+
+def _not_here(name: str, windows: Windows) -> str:
+    return (
+        f"the gradient of {name!r} is not here: under strategy={windows.strategy!r} every lane has a gradient of its "
+        "own, and there is none of the global batch. To clip each lane's, use engine.clip_grad_norm_(max_norm)"
+    )
+
+
+class LocalMaker(Maker):
+    """Lanes are swapped in whole, so optimizers that act one by one share what their lanes have."""
+
+    def __init__(self, job: Job, windows: Windows) -> None:
+        self._job, self._windows = job, windows
+        assignment = neighbouring_lanes(job.lanes, job.world.size)
+        plan = SumPlan(tuple(range(job.lanes)), assignment)
+        kind = Int8Sum if windows.outer_gradients == "int8" else ExactSum
+        exchange = GradientExchange(job.comm, job.reduction, job.algorithm)
+        self._sums: SumOfLanes = kind(job.comm, exchange, plan)
+        self._outer_steps = OuterSteps(job.comm, self._sums, job.lanes, job.bucket_bytes)
+        held: set[int] = set()
+        for optimizer in job.optimizers:
+            for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+                if id(parameter) in held:
+                    raise ConfigError(
+                        f"strategy={windows.strategy!r} with two optimizers that hold one parameter: each would have "
+                        "weights of its own for every lane; give each parameter to one optimizer"
+                    )
+                held.add(id(parameter))
+        own, how = assignment[job.world.rank], (windows.strategy, windows.fragments)
+        self._everything = [LaneOptimizer(o, own, _outer(windows, o), *how) for o in job.optimizers]
+
+    def make(self, named: Sequence[tuple[str, Parameter]], optimizers: Sequence[Optimizer]) -> LocalTraining:
+        for lanes in self._everything:  # groups may have been added
+            lanes.outer_optimizer.param_groups[0]["params"] = lanes.parameters
+        return LocalTraining(
+            named, optimizers, self._windows, self._everything, self._outer_steps, self._job.world.rank
+        )
+
+    def close(self) -> None:
+        for lanes in self._everything:
+            lanes.close()
+        self._sums.close()
+
+    def teardown(self) -> None:
+        for lanes in self._everything:
+            lanes.teardown()
+        self._sums.close()
+
+
+def _outer(windows: Windows, optimizer: Optimizer) -> Optimizer:
+    return windows.outer_optimizer([parameter for group in optimizer.param_groups for parameter in group["params"]])
