@@ -3,11 +3,14 @@
     python -m pytest -p swapped_trainer tests/trainer          in a checkout of transformers' tests
 
 The default callbacks come with a Trainer, so those are ours too; all other objects (models, samplers, early stopping)
-stay transformers'. With PACELINE_WHOSE_CLASSES=transformers nothing is swapped.
+stay transformers'. Messages take another channel here than there, so what paceline's Trainer logs or warns of is handed
+on to the loggers of transformers' modules, where its tests look for it. With PACELINE_WHOSE_CLASSES=transformers
+nothing is swapped.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 from typing import Any
 
@@ -17,6 +20,7 @@ import transformers.trainer_callback
 import transformers.training_args
 
 import paceline.trainer as ours
+from paceline.world import messages
 
 _MODULES: list[Any] = [
     transformers,
@@ -43,10 +47,35 @@ def swap() -> None:
     transformers.trainer.DEFAULT_CALLBACKS[:] = [ours.DefaultFlowCallback]
 
 
+class ToTransformers(logging.Handler):
+    """A message of ours, at its level, as one of the library's."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        logging.getLogger("transformers").log(record.levelno, "%s", record.getMessage())
+
+
+def hand_on_messages() -> None:
+    plain = messages.warn
+
+    def warn(text: str, *, stacklevel: int) -> None:
+        for module in (transformers.trainer, transformers.trainer_callback):
+            module.logger.warning(text)
+        plain(text, stacklevel=stacklevel + 1)
+
+    messages.warn = warn
+    logging.getLogger(messages.NAME).addHandler(ToTransformers())
+
+
+def pytest_runtest_teardown() -> None:
+    """A test puts the level of transformers' logger back; it does not know of ours."""
+    messages.obey_environment()
+
+
 def pytest_configure() -> None:
     """Before the tests import them by name."""
     if os.environ.get("PACELINE_WHOSE_CLASSES") != "transformers":
         swap()
+        hand_on_messages()
     for gone in ("GlueDataset", "GlueDataTrainingArguments"):  # a newer transformers than its tests has them no more
         if not hasattr(transformers, gone):
             setattr(transformers, gone, None)

@@ -29,6 +29,14 @@ class Classifier(nn.Module):
         return {"logits": logits} if labels is None else {"loss": F.cross_entropy(logits, labels), "logits": logits}
 
 
+class Naming(Classifier):
+    """Its predictions have a text for each sample."""
+
+    def forward(self, x: Tensor, labels: Tensor | None = None) -> dict[str, Any]:
+        out: dict[str, Any] = super().forward(x, labels)
+        return out | {"names": [f"class {int(row.argmax())}" for row in out["logits"]]}
+
+
 class Samples(Dataset[dict[str, Any]]):
     """Samples by name, as a Hugging Face dataset gives them; `number` is a column that no model takes."""
 

@@ -263,6 +263,7 @@ class Counting(Trainer):
 
 def test_evaluation_and_saving_go_through_what_is_overridden(tmp_path: Path) -> None:
     given: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": 2, "save_strategy": "best"}
+    given["metric_for_best_model"] = "loss"
     trainer = make_trainer(tmp_path, kind=Counting, compute_metrics=accuracy, **given)
     trainer.train()
     assert [row["eval_samples"] for row in trainer.state.log_history if "eval_loss" in row] == [11, 11, 11]

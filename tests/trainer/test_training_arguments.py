@@ -311,6 +311,6 @@ class WithDefaults(TrainingArguments):
 
 
 def test_a_default_in_a_derived_class_is_read_as_the_field_is(tmp_path: Path) -> None:
-    args = WithDefaults(str(tmp_path))
-    assert args.metric_for_best_model == "loss"
+    args = WithDefaults(str(tmp_path), metric_for_best_model="accuracy")
+    assert args.greater_is_better
     assert (args.eval_strategy.value, args.save_strategy.value) == ("epoch", "best")  # type: ignore[attr-defined]

@@ -34,6 +34,8 @@ def test_every_argument_of_transformers_has_a_field_with_its_default() -> None:
     }
     assert differ == {
         "output_dir",  # the same, said otherwise
+        "debug",  # likewise: none
+        "log_level_replica",  # in an elastic job any worker may become the one that speaks
         "optim",  # torch's fused AdamW, which is theirs for torch 2.8 and later
         "report_to",
         "disable_tqdm",

@@ -15,8 +15,9 @@ import torch
 from torch import nn
 
 from paceline import Trainer, TrainerCallback, TrainingArguments
+from paceline.errors import ConfigError
 from paceline.world.world import World
-from tests.trainer.jobs import Classifier, Samples, Words, accuracy, make_trainer, padded, texts
+from tests.trainer.jobs import Classifier, Naming, Samples, Words, accuracy, make_trainer, padded, texts
 from tests.workers import Result, hashes, run_workers
 
 pytestmark = pytest.mark.workers
@@ -234,3 +235,33 @@ def first_and_then(world: World, folder: Path, *, local: bool) -> str:
 @pytest.mark.parametrize("local", [True, False])
 def test_the_main_process_goes_first_and_then_the_others(tmp_path: Path, expected: str, local: bool) -> None:
     assert hashes(run_workers(first_and_then, 3, folder=tmp_path, local=local)) == {expected}
+
+
+def predict_with_names(world: World, folder: Path) -> dict[str, Any]:
+    trainer = make_trainer(
+        folder, world, model_init=Naming, eval_use_gather_object=True, per_device_eval_batch_size=2, lanes=6
+    )
+    logits, names = trainer.predict(Samples(11, seed=2)).predictions
+    return {"logits": logits.tolist(), "names": names}
+
+
+@pytest.mark.parametrize("workers", [2, 3])
+def test_objects_among_predictions_come_in_the_order_of_the_dataset(tmp_path: Path, workers: int) -> None:
+    (alone,) = run_workers(predict_with_names, 1, folder=tmp_path)
+    assert len(alone.value["names"]) == 11
+    assert {json.dumps(one.value) for one in run_workers(predict_with_names, workers, folder=tmp_path)} == {
+        json.dumps(alone.value)
+    }
+
+
+def refused(world: World, folder: Path, **config: Any) -> str:
+    with pytest.raises(ConfigError) as caught:
+        make_trainer(folder, world, accelerator_config=config)
+    return str(caught.value)
+
+
+def test_what_accelerate_does_between_processes_is_refused(tmp_path: Path) -> None:
+    dispatched = run_workers(refused, 2, folder=tmp_path, dispatch_batches=True)
+    assert {"each fetches its own samples" in one.value for one in dispatched} == {True}
+    synced = run_workers(refused, 2, folder=tmp_path, gradient_accumulation_kwargs={"sync_each_batch": True})
+    assert {"gradients travel once a step" in one.value for one in synced} == {True}

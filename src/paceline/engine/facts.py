@@ -59,7 +59,8 @@ def check_same_job(
         told = "; ".join(f"{name} was {saved.get(name)!r}, is {mine[name]!r}" for name in refused)
         raise CheckpointError(
             f"the state in {folder} belongs to another job, so the bits would not continue: {told}. To go on all the "
-            f"same, still with every sample once: engine.load_state(folder, accept={sorted(changed)!r})"
+            f"same, still with every sample once: engine.load_state(folder, accept={sorted(changed)!r}), or the same "
+            "accept= in trainer.train()"
         )
     return frozenset(changed)
 

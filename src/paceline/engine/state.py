@@ -388,7 +388,8 @@ def _check_fits(folder: Path, tree: Mapping[str, Any], prepared: Mapping[str, Se
                 and (there := getattr(saved[name], "shape", None)) != mine[name].shape
             ):
                 what = f"a {type(saved[name]).__name__}" if there is None else str(tuple(there))
-                told.append(f"{name!r} is {what} there and {tuple(mine[name].shape)} here")
+                fixed = "" if isinstance(mine[name], nn.Parameter) else " (make a buffer as large as it gets)"
+                told.append(f"{name!r} is {what} there and {tuple(mine[name].shape)} here{fixed}")
         if told:
             more = len(missing) + len(unknown) - 2
             rest = f" and {more} more names" if more > 0 else ""

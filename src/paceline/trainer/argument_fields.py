@@ -84,6 +84,21 @@ class Sampling(enum.StrEnum):
     GROUP_BY_LENGTH = "group_by_length"
 
 
+class HubStrategy(enum.StrEnum):
+    """What push_to_hub=True uploads, and when."""
+
+    END = "end"
+    EVERY_SAVE = "every_save"
+    CHECKPOINT = "checkpoint"
+    ALL_CHECKPOINTS = "all_checkpoints"
+
+
+class DebugOption(enum.StrEnum):
+    """What is looked for while a model computes."""
+
+    UNDERFLOW_OVERFLOW = "underflow_overflow"
+
+
 class ParallelMode(enum.Enum):
     """One process drives one device here: either it is alone, or it is one of several."""
 
@@ -164,6 +179,7 @@ class _Precision:
     torch_compile: bool = setting(False, "compile the model")
     torch_compile_backend: str | None = setting(None, "the compiler's backend; default: inductor")
     torch_compile_mode: str | None = setting(None, "the compiler's mode")
+    debug: list[DebugOption] = setting([], "underflow_overflow: stop in the module that first gives NaN or infinity")
     torch_empty_cache_steps: int | None = setting(None, "give unused device memory back every so many steps")
     use_cache: bool = setting(False, "what a model with a config gets as config.use_cache")
 
@@ -173,8 +189,11 @@ class _Logging:
     logging_strategy: IntervalStrategy = setting(IntervalStrategy.STEPS, "when to log: no, steps, epoch")
     logging_steps: float = setting(500, "every so many steps; below 1: a part of all steps")
     logging_first_step: bool = setting(False, "log after the first step too")
+    log_level: str = setting("passive", "of our messages: debug, info, warning, error, critical; passive: as it is")
+    log_level_replica: str = setting("passive", "log_level of workers that don't log (transformers: warning)")
     log_on_each_node: bool = setting(True, "what args.should_log says to callbacks: the first worker of each host")
     include_num_input_tokens_seen: bool | str = setting("no", "count tokens: all, non_padding, no")
+    skip_memory_metrics: bool = setting(True, "false: metrics tell how memory changed in init, train, eval, test")
     disable_tqdm: bool = setting(False, "no progress bar")
     report_to: list[str] = setting(["none"], "tensorboard, wandb, mlflow, prometheus, all, none")
     run_name: str | None = setting(None, "name of the run in reports; default: output_dir")
@@ -190,8 +209,9 @@ class _Evaluation:
     eval_accumulation_steps: int | None = setting(None, "predictions move to the host every so many rounds")
     include_for_metrics: list[str] = setting([], "what compute_metrics gets besides: inputs, loss")
     batch_eval_metrics: bool = setting(False, "compute_metrics is called for each round, with compute_result=")
+    eval_use_gather_object: bool = setting(False, "predictions may hold lists of plain values, one for each sample")
     label_names: list[str] | None = setting(None, "keys of a batch that are labels; default: labels")
-    metric_for_best_model: str | None = setting(None, "a name among the metrics; default where needed: loss")
+    metric_for_best_model: str | None = setting(None, "a name among the metrics; default but for 'best': loss")
     greater_is_better: bool | None = setting(None, "default: true unless its name ends in loss")
     load_best_model_at_end: bool = setting(False, "end with the best weights")
 
@@ -211,6 +231,8 @@ class _Checkpoints:
 
 @dataclass
 class _Hub:
+    push_to_hub: bool = setting(False, "upload what save_model() writes; needs hub_strategy='end'")
+    hub_strategy: HubStrategy = setting(HubStrategy.EVERY_SAVE, "when push_to_hub uploads; end: with save_model()")
     hub_model_id: str | None = setting(None, "where trainer.push_to_hub() uploads to; default: output_dir's name")
     hub_token: str | None = setting(None, "what push_to_hub() signs in with; default: that of huggingface_hub")
     hub_private_repo: bool | None = setting(None, "whether a repository that push_to_hub() makes is private")
@@ -219,7 +241,9 @@ class _Hub:
 
 @dataclass
 class _Data:
-    dataloader_drop_last: bool = setting(False, "leave the short last step out")
+    dataloader_drop_last: bool = setting(
+        False, "leave the short last step out, and the short last batch of an evaluation"
+    )
     dataloader_num_workers: int = setting(0, "loader processes per worker")
     dataloader_pin_memory: bool = setting(True, "where there is an accelerator")
     dataloader_persistent_workers: bool = setting(False, "loader processes are kept between epochs")
@@ -240,6 +264,9 @@ class _Workers:
     fsdp_config: dict[str, Any] | str | None = setting(None, "reshard_after_forward, activation_checkpointing")
     deepspeed: dict[str, Any] | str | None = setting(
         None, "a config or its file; its ZeRO stage decides: zero1, zero2, zero3"
+    )
+    accelerator_config: dict[str, Any] | str | None = setting(
+        None, "split_batches, num_steps of gradient_accumulation_kwargs; what can't be kept is refused"
     )
     do_train: bool = setting(False, "for your script")
     do_eval: bool = setting(False, "for your script; true where eval_strategy is not no")
@@ -271,9 +298,8 @@ class SupportedFields(
 # -- unsupported -----------------------------------------------------------------------------------------------------
 
 _HUB = "nothing is uploaded during a training; call trainer.push_to_hub() after it"
-_LOG_LEVELS = "call logging.getLogger('paceline').setLevel(…), on the workers that it is for"
 _TRACKIO = "there is no trackio report; report_to knows tensorboard, wandb, mlflow, prometheus"
-_DDP = "gradients are summed by paceline, not by DistributedDataParallel"
+_DDP = "gradients are summed by paceline, not by DistributedDataParallel; leave it out"
 _FULL_EVAL = "evaluation computes in the precision of training; use bf16 or fp16"
 
 
@@ -289,28 +315,18 @@ class UnsupportedFields:
     logging_nan_inf_filter: bool = setting(
         False, "a loss that is NaN or infinite is never smoothed away; on_nonfinite says what happens"
     )
-    log_level: str = setting("passive", _LOG_LEVELS)
-    log_level_replica: str = setting("warning", _LOG_LEVELS)
     project: str = setting("huggingface", _TRACKIO)
     trackio_space_id: str | None = setting(None, _TRACKIO)
     trackio_bucket_id: str | None = setting(None, _TRACKIO)
     trackio_static_space_id: str | None = setting(None, _TRACKIO)
     eval_do_concat_batches: bool = setting(True, "the cut into batches would depend on the number of workers")
-    eval_use_gather_object: bool = setting(False, "objects would travel by pickle; return tensors")
     save_on_each_node: bool = setting(False, "a checkpoint is one folder that all hosts see")
-    push_to_hub: bool = setting(False, _HUB)
-    hub_strategy: str = setting("every_save", _HUB)
     hub_always_push: bool = setting(False, _HUB)
     ignore_data_skip: bool = setting(False, "resuming skips no data: the position in an epoch is one number")
-    accelerator_config: dict[str, Any] | str | None = setting(
-        None, "there is no Accelerate below; the Engine assigns samples"
-    )
     parallelism_config: Any = setting(None, "data parallel only; strategy= says how")
     ddp_find_unused_parameters: bool | None = setting(None, "unused parameters are found automatically")
     ddp_broadcast_buffers: bool | None = setting(None, "buffers are those of the lowest lane, on every worker")
     ddp_static_graph: bool | None = setting(None, _DDP)
-    debug: str = setting("", "on_nonfinite finds a NaN, at the step and lane where it is")
-    skip_memory_metrics: bool = setting(True, "peak memory is in every log line already")
 
 
 def check_unsupported(arguments: UnsupportedFields) -> None:

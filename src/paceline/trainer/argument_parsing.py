@@ -15,6 +15,7 @@ that transformers has given up is accepted with one warning that says today's.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import difflib
 import enum
 import math
@@ -150,7 +151,7 @@ _GONE = {
     "half_precision_backend": "there is one way to compute in low precision",
     "save_safetensors": "checkpoints are always safetensors",
     "dispatch_batches": "every worker fetches its own samples",
-    "split_batches": "the batch size is per lane",
+    "split_batches": "the batch size is per lane; accelerator_config={'split_batches': True} shares it among lanes",
     "past_index": "no state is carried from batch to batch",
     "mp_parameters": "there is no SageMaker model parallel",
     "ray_scope": "there is no hyperparameter search",
@@ -326,6 +327,9 @@ def _listed(name: str, value: Any, kinds: tuple[Any, ...]) -> list[Any]:
 def _mapping(name: str, value: Any) -> dict[str, Any]:
     if isinstance(value, Mapping):
         return dict(value)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return dataclasses.asdict(value)
+    value = os.fspath(value) if isinstance(value, os.PathLike) else value
     if not isinstance(value, str):
         raise ValueError
     try:

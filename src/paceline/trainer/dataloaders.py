@@ -16,7 +16,7 @@ Mappings become a mapping of stacked values, under transformers' names for label
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from typing import Any
 
 import numpy as np
@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import (
     DataLoader,
+    Dataset,
     IterableDataset,
     RandomSampler,
     Sampler,
@@ -34,10 +35,12 @@ from torch.utils.data import (
 from paceline.data.global_order import GlobalOrder, Shuffled
 from paceline.data.length_grouped import LengthGroupedSampler
 from paceline.data.sharded_sampler import BatchPlan
+from paceline.data.step_source import StepSource
 from paceline.errors import ConfigError, DataError
 from paceline.trainer.argument_fields import Sampling
 from paceline.trainer.losses import forward_of
 from paceline.trainer.training_arguments import TrainingArguments
+from paceline.world import messages
 
 Collator = Callable[[list[Any]], Any]
 
@@ -54,12 +57,9 @@ def train_loader(
     sampler: Sampler[int] | None,
     size: int,
 ) -> DataLoader[Any]:
-    options, drop_last = _options(arguments, collator, device), arguments.dataloader_drop_last
-    if is_stream(dataset):
-        if arguments.train_sampling_strategy is Sampling.GROUP_BY_LENGTH:
-            raise ConfigError("train_sampling_strategy='group_by_length' needs a dataset with a length, not a stream")
-        return DataLoader(dataset, batch_size=size, drop_last=drop_last, **options)
-    return DataLoader(dataset, batch_size=size, sampler=sampler, drop_last=drop_last, **options)
+    if is_stream(dataset) and arguments.train_sampling_strategy is Sampling.GROUP_BY_LENGTH:
+        raise ConfigError("train_sampling_strategy='group_by_length' needs a dataset with a length, not a stream")
+    return DataLoader(dataset, batch_size=size, sampler=sampler, **_options(arguments, collator, device))
 
 
 def eval_loader(
@@ -67,13 +67,25 @@ def eval_loader(
     arguments: TrainingArguments,
     collator: Collator,
     device: torch.device,
+    size: int,
     name: str = "eval_dataset",
     sampler: Sampler[int] | None = None,
 ) -> DataLoader[Any]:
-    """Every sample, in the dataset's order unless there is a sampler."""
+    """Every sample, in the dataset's order unless there is a sampler; dataloader_drop_last leaves a short batch out."""
     check_not_empty(dataset, name)
-    size = arguments.per_device_eval_batch_size
+    if arguments.dataloader_drop_last and not is_stream(dataset) and (left_out := len(dataset) % size):
+        if left_out == len(dataset):
+            raise ConfigError(f"{name} has {left_out} samples, no batch of {size}, and dataloader_drop_last=True")
+        messages.warn(
+            f"dataloader_drop_last leaves the last {left_out} of {len(dataset):,} samples out of {name}", stacklevel=2
+        )
     return DataLoader(dataset, batch_size=size, sampler=sampler, **_options(arguments, collator, device))
+
+
+def told_total(loader: DataLoader[Any], samples: int) -> DataLoader[Any]:
+    """The loader, with the samples that all get at once under Accelerate's name for them."""
+    loader.total_batch_size = samples
+    return loader
 
 
 def check_not_empty(dataset: Any, name: str) -> None:
@@ -127,9 +139,39 @@ class SeededShuffle(Sampler[int]):
         return Shuffled(cut.samples, self._seed, epoch)
 
 
+class ReadyBatches(IterableDataset[Any]):
+    """What gives batches and is no DataLoader, as a stream: every worker reads all of it, and keeps its lanes' batches.
+
+    So it has to give the same batches on every worker; the stream's own check compares them.
+    """
+
+    def __init__(self, batches: Iterable[Any]) -> None:
+        self._batches = batches
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._batches)
+
+    @property
+    def batches(self) -> int | None:
+        return len(self._batches) if isinstance(self._batches, Sized) else None
+
+
+def as_loader(source: Any) -> Any:
+    """A loader of one's own as the Engine takes it: with a batch where a stream has a sample."""
+    if isinstance(source, DataLoader | Dataset | StepSource) or not isinstance(source, Iterable):
+        return source
+    return DataLoader(ReadyBatches(source), batch_size=1, collate_fn=_only)
+
+
+def _only(samples: list[Any]) -> Any:
+    (batch,) = samples
+    return batch
+
+
 def _options(arguments: TrainingArguments, collator: Collator, device: torch.device) -> dict[str, Any]:
     options: dict[str, Any] = {
         "collate_fn": collator,
+        "drop_last": arguments.dataloader_drop_last,
         "num_workers": arguments.dataloader_num_workers,
         "pin_memory": arguments.dataloader_pin_memory and device.type != "cpu",
     }

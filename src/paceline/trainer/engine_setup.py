@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from paceline.engine.activation_checkpointing import has_blocks
 from paceline.engine.compilation import Compile
 from paceline.engine.engine import Engine
 from paceline.engine.replicas import named_state, weights_hash
@@ -33,7 +34,8 @@ DEFAULT_SEED = 42
 DEFAULT_BUCKET_MIB = 16.0
 
 
-def build_engine(arguments: TrainingArguments, *, lanes: int | None = None) -> Engine:
+def build_engine(arguments: TrainingArguments, model: nn.Module | None = None, *, lanes: int | None = None) -> Engine:
+    """For this model, where it is known: one without blocks may know by itself how to checkpoint activations."""
     world, choice = arguments.world, arguments.choice
     _allow_tf32(arguments)
     engine = Engine(
@@ -50,7 +52,7 @@ def build_engine(arguments: TrainingArguments, *, lanes: int | None = None) -> E
         precision=arguments.precision,
         offload=choice.offload,  # type: ignore[arg-type]
         compression=arguments.compression,
-        activation_checkpointing=_recomputed(arguments),
+        activation_checkpointing=_recomputed(arguments, model),
         compile=_compiled(arguments),
         on_nonfinite=arguments.on_nonfinite,  # type: ignore[arg-type]
         record_samples=arguments.output_dir if arguments.record_samples else None,
@@ -116,7 +118,7 @@ def check_can_be_replaced(engine: Engine, optimizer_may_go: bool) -> None:
         )
 
 
-def _recomputed(arguments: TrainingArguments) -> Any:
+def _recomputed(arguments: TrainingArguments, model: nn.Module | None) -> Any:
     given = arguments.gradient_checkpointing_kwargs
     options = dict(given) if isinstance(given, dict) else {}
     every = options.pop("every_n_layers", 1)
@@ -125,6 +127,10 @@ def _recomputed(arguments: TrainingArguments) -> Any:
     if options:
         raise ConfigError(f"gradient_checkpointing_kwargs: {', '.join(options)} is not supported; leave it out")
     if not (arguments.gradient_checkpointing or arguments.choice.recompute):
+        return None
+    by_itself = model is not None and getattr(model, "supports_gradient_checkpointing", False)
+    if model is not None and by_itself and every == 1 and not has_blocks(model):
+        model.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
         return None
     return "blocks" if every == 1 else int(every)
 

@@ -23,8 +23,9 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from paceline.errors import ConfigError
-from paceline.trainer.dataloaders import batch_size_of
+from paceline.trainer.dataloaders import as_loader, batch_size_of
 from paceline.trainer.engine_setup import share_weights
+from paceline.trainer.gathered_objects import Rows, marked, packed, unpacked
 
 if TYPE_CHECKING:
     from paceline.trainer.trainer import Trainer
@@ -89,7 +90,8 @@ class Evaluator:
         finally:
             self._let_go(loader)
         seconds = time.perf_counter() - began
-        rounds = math.ceil(output.num_samples / (trainer.args.eval_batch_size * trainer.args.world_size))
+        size = trainer.lane_batch_size(trainer.args.eval_batch_size)
+        rounds = math.ceil(output.num_samples / (size * trainer.args.world_size))
         output.metrics[f"{prefix}_runtime"] = round(seconds, 4)
         output.metrics[f"{prefix}_samples_per_second"] = round(output.num_samples / seconds, 3)
         output.metrics[f"{prefix}_steps_per_second"] = round(rounds / seconds, 3)
@@ -108,7 +110,7 @@ class Evaluator:
                 return loader
         if not trainer.has_trained:
             share_weights(trainer.engine, trainer.model)
-        loader = trainer.engine.prepare(make(dataset))
+        loader = trainer.engine.prepare(as_loader(make(dataset)))
         given = trainer.eval_dataset
         own = given.values() if isinstance(given, dict) else [given]
         if is_evaluation and any(dataset is one for one in own):
@@ -174,6 +176,8 @@ class Evaluator:
         trainer, engine = self._trainer, self._trainer.engine
         with torch.no_grad():
             loss, predictions, labels = trainer.prediction_step(trainer.model, batch, loss_only, ignore_keys)
+        if trainer.args.eval_use_gather_object:
+            predictions, labels = marked(predictions), marked(labels)
         samples = float(batch_size_of(batch))
         weight = 0.0 if trainer.weight_of(batch) == 0 else samples  # without a label its loss does not count
         row = [math.nan, math.nan, samples] if loss is None else [float(loss), weight, samples]
@@ -186,7 +190,13 @@ class Evaluator:
         found = {"predictions": predictions, "labels": labels}
         if "inputs" in trainer.args.include_for_metrics:
             found["inputs"] = self._equally_long(self._main_input(batch))
-        return {name: map_tree(engine.gather_for_metrics, tree) for name, tree in found.items() if tree is not None}
+        return {name: map_tree(self._gathered, tree) for name, tree in found.items() if tree is not None}
+
+    def _gathered(self, leaf: Any) -> Any:
+        engine = self._trainer.engine
+        if not isinstance(leaf, Rows):
+            return engine.gather_for_metrics(leaf)
+        return unpacked(engine.gather_for_metrics(self._equally_long(packed(leaf, engine.device, PADDING))))
 
     def _equally_long(self, tree: Any) -> Any:
         """Workers' batches may be padded to different lengths; rows that are gathered have one."""
@@ -234,7 +244,7 @@ def map_tree(change: Callable[[Any], Any], tree: Any) -> Any:
     """The tree with every leaf changed."""
     if isinstance(tree, Mapping):
         return {name: map_tree(change, part) for name, part in tree.items()}
-    if isinstance(tree, list | tuple):
+    if isinstance(tree, list | tuple) and not isinstance(tree, Rows):
         return tuple(map_tree(change, part) for part in tree)
     return change(tree)
 
@@ -244,6 +254,8 @@ def concat_trees(parts: Sequence[Any]) -> Any:
     first = parts[0]
     if isinstance(first, Mapping):
         return {name: concat_trees([part[name] for part in parts]) for name in first}
+    if isinstance(first, Rows):
+        return [row for part in parts for row in part]
     if isinstance(first, list | tuple):
         return tuple(concat_trees([part[place] for part in parts]) for place in range(len(first)))
     return _concat_rows([to_numpy(part) for part in parts])

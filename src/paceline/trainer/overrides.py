@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
@@ -34,6 +35,8 @@ _HUB = "nothing is uploaded during a run; call push_to_hub() after it"
 _FLOPS = "operations are not summed up in total_flos; mfu is in every log"
 _CLIP = "the gradient of the global batch is clipped by the Engine: set max_grad_norm"
 _WRAP = "the model is never wrapped; the Engine prepares it"
+
+_SETTINGS = ("split_batches", "dispatch_batches", "even_batches", "use_seedable_sampler", "non_blocking")
 
 NEVER_CALLED = {
     "_inner_training_loop": _LOOP,
@@ -147,5 +150,22 @@ class TrainerAccelerator:
         inner: nn.Module = getattr(model, "_orig_mod", model)
         return inner.module if isinstance(inner, nn.DataParallel | nn.parallel.DistributedDataParallel) else inner
 
+    @property
+    def gradient_state(self) -> GradientState:
+        settings, steps = self._trainer.args.accelerator_settings, self._trainer.args.gradient_accumulation_steps
+        given = {**settings.gradient_accumulation_kwargs, "num_steps": steps}
+        return GradientState(steps, self.sync_gradients, given)
+
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._trainer.engine, name)
+        """What accelerator_config says, or the Engine's."""
+        owner = self._trainer.args.accelerator_settings if name in _SETTINGS else self._trainer.engine
+        return getattr(owner, name)
+
+
+@dataclass(frozen=True)
+class GradientState:
+    """How gradients are accumulated, by Accelerate's names."""
+
+    num_steps: int
+    sync_gradients: bool
+    plugin_kwargs: dict[str, Any]

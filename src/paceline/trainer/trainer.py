@@ -53,18 +53,21 @@ from paceline.trainer.callbacks import (
 from paceline.trainer.dataloaders import (
     Collator,
     KnownColumns,
+    batch_size_of,
     check_not_empty,
     count_tokens,
     default_collator,
     eval_loader,
     is_stream,
     known_columns,
+    told_total,
     train_loader,
     train_sampler,
 )
 from paceline.trainer.engine_setup import build_engine, check_can_be_replaced, share_weights, start_seed
 from paceline.trainer.evaluation import EvaluationOutput, Evaluator
 from paceline.trainer.losses import LossFunction, LossRule, predictions_of, takes
+from paceline.trainer.memory_metrics import MemoryMetrics
 from paceline.trainer.optimization import (
     Scheduler,
     decaying_names,
@@ -117,10 +120,15 @@ class Trainer:
         self.args = TrainingArguments() if args is None else _checked(args)
         if world is not None:
             self.args._world = world
+        if (level := self.args.chosen_log_level) is not None:
+            messages.set_level(level)
+        self._keep_accelerator_config()
+        self._memory = MemoryMetrics(not self.args.skip_memory_metrics, self.args.device)
         self._train_batch_size = self.args.train_batch_size  # auto_find_batch_size may find another
         self._engine: Engine | None = None
         self.model_init = model_init
-        self.model: nn.Module = model if model is not None else self.call_model_init()
+        with self._memory.stage("init"):
+            self.model: nn.Module = model if model is not None else self.call_model_init()
         self.loss_rule = LossRule(
             self.model,
             loss_function=compute_loss_func,
@@ -167,6 +175,15 @@ class Trainer:
             self.model.config.use_cache = self.args.use_cache
         self.call_event("on_init_end")
 
+    def _keep_accelerator_config(self) -> None:
+        settings, args = self.args.accelerator_settings, self.args
+        settings.check_worker(args.process_index, args.world_size)
+        args.gradient_accumulation_steps = settings.accumulation(args.gradient_accumulation_steps)
+
+    def lane_batch_size(self, given: int) -> int:
+        """Samples of one lane's batch, where the arguments say `given`."""
+        return self.args.accelerator_settings.lane_batch_size(given, self.engine.config.lanes)
+
     def _smoothing(self) -> float:
         """Labels of several classes at once are not smoothed, as in transformers; a warning says so."""
         factor, config = self.args.label_smoothing_factor, getattr(self.model, "config", None)
@@ -210,9 +227,10 @@ class Trainer:
         if self.train_dataset is None:
             raise ConfigError("the Trainer has no train_dataset to train on")
         resume = run_folder.where_to_begin(self.args, resume_from_checkpoint or self.args.resume_from_checkpoint)
-        if not self.args.auto_find_batch_size:
-            return self._train_once(resume, accept, ignore_keys_for_eval)
-        return BatchSizeFinder(self, resume).run(lambda: self._train_once(resume, accept, ignore_keys_for_eval))
+        with self._memory.stage("train"):
+            if not self.args.auto_find_batch_size:
+                return self._train_once(resume, accept, ignore_keys_for_eval)
+            return BatchSizeFinder(self, resume).run(lambda: self._train_once(resume, accept, ignore_keys_for_eval))
 
     def _train_once(
         self, resume: bool | Path, accept: Sequence[str], ignore_keys_for_eval: list[str] | None
@@ -222,7 +240,7 @@ class Trainer:
         try:
             share_weights(self.engine, self.model)
             self._loop = loop = TrainingLoop(self, resume, accept, ignore_keys_for_eval)
-            self.engine._note(self.args.described(), "trainer")
+            self.engine._note(f"{loop.described()}\n{self.args.described()}", "trainer")
             run_folder.begin(self.args, self.engine, fresh=not resume)
             if threading.current_thread() is threading.main_thread():  # Python hands signals to that one only
                 self.engine.stop_on_signals()
@@ -236,7 +254,7 @@ class Trainer:
     def engine(self) -> Engine:
         """Made when it is needed: a job that is resumed has the lanes that are on record."""
         if self._engine is None:
-            self._engine = build_engine(self.args)
+            self._engine = build_engine(self.args, self.model)
         return self._engine
 
     def _make_engine(self, resume: bool | Path) -> None:
@@ -254,7 +272,7 @@ class Trainer:
                 self.optimizer = self.lr_scheduler = None
             if self.model_init is not None:
                 self.model = self.call_model_init()
-        self._engine = build_engine(self.args, lanes=lanes)
+        self._engine = build_engine(self.args, self.model, lanes=lanes)
 
     def call_model_init(self) -> nn.Module:
         """Makes the model from the job's seed, the same one on every worker."""
@@ -301,6 +319,8 @@ class Trainer:
             batch, self._weight = batches[0], None if count is None else float(count)
         else:
             self._weight = self.loss_rule.counted(batch)
+        if self._weight is None and self._loop is not None and self._loop.has_ready_batches:
+            self._weight = float(batch_size_of(batch))  # for the Engine such a batch is one sample
         self.engine.mean("tokens", self.count_tokens(batch) / max(1, samples))
         if not self._owns_step:
             self.training_step(self.model, batch, count)
@@ -377,7 +397,9 @@ class Trainer:
         data = self._remove_unused_columns(self.train_dataset, "training")
         sampler = None if is_stream(data) else self._get_train_sampler(data)
         collator = self._collator(data, "training")
-        return train_loader(data, self.args, collator, self.engine.device, sampler, self._train_batch_size)
+        size = self.lane_batch_size(self._train_batch_size)
+        loader = train_loader(data, self.args, collator, self.engine.device, sampler, size)
+        return told_total(loader, size * self.engine.config.lanes)
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader[Any]:
         dataset = self.eval_dataset if eval_dataset is None else eval_dataset
@@ -398,12 +420,16 @@ class Trainer:
     def _eval_loader(self, dataset: Any, name: str, description: str) -> DataLoader[Any]:
         dataset = self._remove_unused_columns(dataset, description)
         sampler = None if is_stream(dataset) else self._get_eval_sampler(dataset)
-        return eval_loader(dataset, self.args, self._collator(dataset, description), self.engine.device, name, sampler)
+        size = self.lane_batch_size(self.args.eval_batch_size)
+        collator = self._collator(dataset, description)
+        loader = eval_loader(dataset, self.args, collator, self.engine.device, size, name, sampler)
+        return told_total(loader, size * self.args.world_size)
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Sampler[int] | None:
         """The order of the samples, the same on every worker: the Engine assigns it to lanes."""
         data = self.train_dataset if train_dataset is None else train_dataset
-        return train_sampler(data, self.args, self.processing_class, self._train_batch_size)
+        size = self.lane_batch_size(self._train_batch_size)
+        return train_sampler(data, self.args, self.processing_class, size)
 
     def _get_eval_sampler(self, eval_dataset: Any) -> Sampler[int] | None:
         """The dataset's order; one of your own is asked once for each loader."""
@@ -514,9 +540,11 @@ class Trainer:
             return found
         loss_only = True if self.compute_metrics is None else None
         make = self.get_eval_dataloader
-        output = self._evaluator.measure(
-            dataset, make, metric_key_prefix, ignore_keys, loss_only=loss_only, description="Evaluation"
-        )
+        with self._memory.stage("eval"):
+            output = self._evaluator.measure(
+                dataset, make, metric_key_prefix, ignore_keys, loss_only=loss_only, description="Evaluation"
+            )
+            output.metrics.update(self._memory.read("eval"))
         self.log(dict(output.metrics))
         self.call_event("on_evaluate", metrics=output.metrics)
         return output.metrics
@@ -526,9 +554,11 @@ class Trainer:
     ) -> PredictionOutput:
         """Predictions for every sample, in the dataset's order; where there are labels, metrics too."""
         make = self.get_test_dataloader
-        output = self._evaluator.measure(
-            test_dataset, make, metric_key_prefix, ignore_keys, loss_only=None, description="Prediction"
-        )
+        with self._memory.stage("test"):
+            output = self._evaluator.measure(
+                test_dataset, make, metric_key_prefix, ignore_keys, loss_only=None, description="Prediction"
+            )
+            output.metrics.update(self._memory.read("test"))
         self.call_event("on_predict", metrics=output.metrics)
         return PredictionOutput(output.predictions, output.label_ids, output.metrics)
 
@@ -591,6 +621,8 @@ class Trainer:
         if self.is_world_process_zero():
             self._save(str(folder), state_dict=run_folder.tied(self.model, state))
         self.engine.barrier()
+        if self.args.push_to_hub and not _internal_call:
+            self.push_to_hub(commit_message="Model save")
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Tensor] | None = None) -> None:
         """What save_model writes, on the main worker alone."""

@@ -29,7 +29,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -39,9 +39,11 @@ from paceline.errors import ConfigError
 from paceline.optim.loss_scale import LossScale
 from paceline.strategies.registry import STRATEGIES
 from paceline.trainer import argument_parsing
+from paceline.trainer.accelerator_config import AcceleratorConfig, ClassGivenError
 from paceline.trainer.argument_fields import (
     LOOK_AT_METRICS,
     DistributedType,
+    HubStrategy,
     IntervalStrategy,
     ParallelMode,
     SaveStrategy,
@@ -58,6 +60,15 @@ from paceline.world.world import World
 
 _FOLLOWS = ("run_name", "report_to", "do_eval", "torch_compile_backend", "dataloader_pin_memory")  # from others
 _SECRETS = ("hub_token",)
+_PASSIVE = "passive"  # a level is left as it is
+_LOG_LEVELS = {
+    "detail": logging.DEBUG,
+    "debug": logging.DEBUG,
+    "info": logging.INFO,
+    "warning": logging.WARNING,
+    "error": logging.ERROR,
+    "critical": logging.CRITICAL,
+}
 _TOKEN_COUNTS = ("no", "all", "non_padding")
 _MANY = 2**40
 _COUNTS = {
@@ -91,6 +102,8 @@ _WORDS: dict[str, Iterable[str]] = {
     "on_nonfinite": ("stop", "skip", "continue"),
     "ddp_backend": BACKENDS,
     "dataloader_multiprocessing_context": ("fork", "spawn", "forkserver"),
+    "log_level": (_PASSIVE, *_LOG_LEVELS),
+    "log_level_replica": (_PASSIVE, *_LOG_LEVELS),
 }
 
 
@@ -122,6 +135,9 @@ class TrainingArguments(UnsupportedFields, SupportedFields, metaclass=_Spelled):
     def __post_init__(self) -> None:
         self.output_dir = SupportedFields.output_dir if self.output_dir is None else self.output_dir
         self.report_to = [] if self.report_to is None else self.report_to
+        self.debug = [] if self.debug is None else self.debug
+        _check_made("accelerator_config", self.accelerator_config)
+        _check_whole("torch_empty_cache_steps", self.torch_empty_cache_steps)
         for name, kind in field_types(type(self)).items():
             setattr(self, name, converted(name, getattr(self, name), kind))
         check_unsupported(self)
@@ -134,7 +150,9 @@ class TrainingArguments(UnsupportedFields, SupportedFields, metaclass=_Spelled):
         self._check_numbers()
         self._check_strategies()
         self._check_best_model()
+        self._check_upload()
         self.choice: StrategyChoice = choose_strategy(self)
+        self.accelerator_settings = AcceleratorConfig.of(cast("dict[str, Any] | None", self.accelerator_config))
 
     @classmethod
     def from_command_line(cls, argv: Sequence[str] | None = None) -> Any:
@@ -165,9 +183,7 @@ class TrainingArguments(UnsupportedFields, SupportedFields, metaclass=_Spelled):
         if self.eval_strategy is IntervalStrategy.STEPS and not self.eval_steps:
             self.eval_steps = self.logging_steps
         plateau = self.lr_scheduler_type in LOOK_AT_METRICS
-        if self.metric_for_best_model is None and (
-            self.load_best_model_at_end or plateau or self.save_strategy is SaveStrategy.BEST
-        ):
+        if self.metric_for_best_model is None and (self.load_best_model_at_end or plateau):
             self.metric_for_best_model = "loss"
         if self.greater_is_better is None and self.metric_for_best_model is not None:
             self.greater_is_better = not self.metric_for_best_model.endswith("loss")
@@ -212,7 +228,9 @@ class TrainingArguments(UnsupportedFields, SupportedFields, metaclass=_Spelled):
         check(
             self.average_tokens_across_devices, "average_tokens_across_devices=False: the mean is over all tokens here"
         )
-        check(self.dataloader_in_order, "dataloader_in_order=False: the bits depend on the order of batches")
+        check(
+            self.dataloader_in_order, "dataloader_in_order=False: the bits depend on the order of batches; leave it out"
+        )
         check(
             not (self.full_determinism and self.reduction == "fast"),
             "full_determinism=True and reduction='fast', whose sums depend on the number of workers; choose 'exact'",
@@ -234,6 +252,8 @@ class TrainingArguments(UnsupportedFields, SupportedFields, metaclass=_Spelled):
             raise ConfigError(f"lr_scheduler_type={kind!r} looks at evaluations; set eval_strategy")
         if self.save_strategy is SaveStrategy.BEST and self.eval_strategy is IntervalStrategy.NO:
             raise ConfigError("save_strategy='best' looks at evaluations; set eval_strategy")
+        if self.save_strategy is SaveStrategy.BEST and self.metric_for_best_model is None:
+            raise ConfigError("`args.metric_for_best_model` must be provided with save_strategy='best', such as 'loss'")
 
     def _check_best_model(self) -> None:
         if self.load_best_model_at_end and self.save_only_model:
@@ -256,6 +276,13 @@ class TrainingArguments(UnsupportedFields, SupportedFields, metaclass=_Spelled):
             raise ConfigError(
                 "load_best_model_at_end needs an evaluation for each checkpoint, but save_steps="
                 f"{self.save_steps} is no multiple of eval_steps={self.eval_steps}"
+            )
+
+    def _check_upload(self) -> None:
+        if self.push_to_hub and self.hub_strategy is not HubStrategy.END:
+            raise ConfigError(
+                f"push_to_hub=True with hub_strategy={self.hub_strategy.value!r}: nothing is uploaded during a "
+                "training; set hub_strategy='end', which uploads what save_model() writes"
             )
 
     # -- who and where ------------------------------------------------------------------------------------------------
@@ -333,9 +360,15 @@ class TrainingArguments(UnsupportedFields, SupportedFields, metaclass=_Spelled):
         with in_turn(world, first=first, of=of, timeout_s=float(self.ddp_timeout)):
             yield
 
+    @property
+    def chosen_log_level(self) -> int | None:
+        """What `log_level` or `log_level_replica` say to this worker; None: nothing."""
+        return _LOG_LEVELS.get(self.log_level if self.should_log else self.log_level_replica)
+
     def get_process_log_level(self) -> int:
         """For the loggers of your script."""
-        return logging.INFO if self.should_log else logging.WARNING
+        chosen = self.chosen_log_level
+        return (logging.INFO if self.should_log else logging.WARNING) if chosen is None else chosen
 
     def get_warmup_steps(self, num_training_steps: int) -> int:
         if self.warmup_steps >= 1:
@@ -368,6 +401,19 @@ class TrainingArguments(UnsupportedFields, SupportedFields, metaclass=_Spelled):
         """The fields that were changed; all of them are in training_arguments.json."""
         lines = (f"  {name}={json.dumps(value)}" for name, value in self.changed().items())
         return "\n".join(["training arguments that differ from their defaults:", *lines])
+
+
+def _check_whole(name: str, value: Any) -> None:
+    """As transformers has it for this one: a number that happens to be whole, or a text, is none."""
+    if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
+        raise ConfigError(f"{name}={value!r}: expected a whole number of steps or None, got {type(value).__name__}")
+
+
+def _check_made(name: str, value: Any) -> None:
+    if isinstance(value, type):
+        raise ClassGivenError(
+            f"Tried passing in a callable to `{name}`: {value.__name__} is a class; give an object of it, or a mapping"
+        )
 
 
 def _plain(value: Any) -> Any:

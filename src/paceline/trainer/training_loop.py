@@ -33,12 +33,15 @@ import torch
 from torch import nn
 
 from paceline.checkpoint.retention import all_checkpoints, checkpoint_name
+from paceline.engine.config import counted
 from paceline.errors import CheckpointError, ConfigError
 from paceline.input_file import cause_of
 from paceline.trainer import run_folder
-from paceline.trainer.argument_fields import IntervalStrategy, SaveStrategy
+from paceline.trainer.argument_fields import DebugOption, IntervalStrategy, SaveStrategy
 from paceline.trainer.callbacks import TrainerState, full_metric_name
+from paceline.trainer.dataloaders import ReadyBatches, as_loader
 from paceline.trainer.meters import Meters, PeakMemory, model_flops, peak_flops
+from paceline.trainer.module_watch import watched
 from paceline.trainer.optimization import is_greedy, looks_at_metrics, reach
 from paceline.trainer.pretrained_files import PretrainedFiles, write_state
 from paceline.trainer.training_arguments import TrainingArguments
@@ -90,9 +93,13 @@ class RunPlan:
         return {"samples_per_step": self.samples_per_step, "shift": self.shift}
 
 
-def plan_run(loader: Any, arguments: TrainingArguments, lanes: int, batch_size: int) -> RunPlan:
-    """`loader` is a prepared one: its length is the same at any number of workers."""
+def plan_run(
+    loader: Any, arguments: TrainingArguments, lanes: int, batch_size: int, batches: int | None = None
+) -> RunPlan:
+    """`loader` is a prepared one: its length is the same at any number of workers. A stream may know its `batches`."""
     per_epoch = loader.source.steps
+    if per_epoch is None and batches is not None:
+        per_epoch = math.ceil(batches / (lanes * arguments.gradient_accumulation_steps))
     samples = batch_size * arguments.gradient_accumulation_steps * lanes
     if per_epoch == 0:
         raise ConfigError(
@@ -196,7 +203,7 @@ class TrainingLoop:
 
     def _prepared(self) -> tuple[Any, RunPlan]:
         trainer, engine = self.trainer, self.engine
-        source = trainer.get_train_dataloader()
+        source = as_loader(trainer.get_train_dataloader())
         expected = self._steps_before_prepare(source) if trainer.makes_both() else None
         if expected is not None:
             trainer.create_optimizer_and_scheduler(num_training_steps=expected)
@@ -204,7 +211,10 @@ class TrainingLoop:
         given = trainer.lr_scheduler is not None
         known = [trainer.lr_scheduler] if given and not is_greedy(trainer.lr_scheduler) else []
         *_, loader = engine.prepare(trainer.model, optimizer, *known, source)
-        plan = plan_run(loader, self.args, engine.config.lanes, trainer._train_batch_size)
+        size = trainer.lane_batch_size(trainer._train_batch_size)
+        self.has_ready_batches = isinstance(getattr(source, "dataset", None), ReadyBatches)
+        batches = source.dataset.batches if self.has_ready_batches else None
+        plan = plan_run(loader, self.args, engine.config.lanes, size, batches)
         if expected not in (None, plan.max_steps):
             raise ConfigError(
                 f"create_optimizer_and_scheduler was called with {expected} steps, but the loader gives "
@@ -291,10 +301,18 @@ class TrainingLoop:
             peak = peak_flops(device, self.engine.config.precision.dtype)
         return Meters(self.engine.world.size, flops, peak, PeakMemory(device))
 
+    def described(self) -> str:
+        """What is about to run, in a line."""
+        plan, began = self.plan, self.began_at_step
+        epochs = "" if plan.steps_per_epoch is None else f" in {counted(plan.epochs, 'epoch')}"
+        resumed = f", from step {began:,} on" if began else ""
+        return f"Running training: {counted(plan.max_steps, 'step')}{epochs}{resumed}"
+
     # -- the loop -----------------------------------------------------------------------------------------------------
 
     def run(self) -> TrainOutput:
-        with noisy_embeddings(self.trainer.model, self.args.neftune_noise_alpha):
+        model, looks = self.trainer.model, DebugOption.UNDERFLOW_OVERFLOW in self.args.debug
+        with noisy_embeddings(model, self.args.neftune_noise_alpha), watched(model, wanted=looks):
             return self._run()
 
     def _run(self) -> TrainOutput:
@@ -524,6 +542,7 @@ class TrainingLoop:
             "train_steps_per_second": round(steps / seconds, 3),
             "train_loss": self.losses.in_all / max(1, self.losses.steps),
         }
+        metrics.update(trainer._memory.read("train"))
         trainer.log(metrics)
         if self.args.load_best_model_at_end:
             trainer._load_best_model()
@@ -543,9 +562,9 @@ class TrainingLoop:
         self.trainer.call_event(event, **more)
 
     def _epoch_after(self, item: Any) -> float:
-        """Epochs done, by samples; a stream has no length, and all steps are its epoch."""
+        """Epochs done, by samples; all steps are the epoch of a stream that has no length."""
         plan = getattr(self.loader.source, "plan", None)
         if plan is None:
-            return self.engine.step / self.plan.max_steps
+            return self.engine.step / (self.plan.steps_per_epoch or self.plan.max_steps)
         done = min(plan.step_range(item.step)[1], plan.samples_per_epoch)
         return float(item.epoch + done / plan.samples_per_epoch)

@@ -71,9 +71,14 @@ def logger(area: str) -> logging.Logger:
     return logging.getLogger(f"{NAME}.{area}")
 
 
+def set_level(level: int) -> None:
+    """Of all messages of this process: those below it are left out."""
+    logging.getLogger(NAME).setLevel(level)
+
+
 def obey_environment() -> None:
     """The level that PACELINE_QUIET asks for; a worker is forked with that of the process it comes from."""
-    logging.getLogger(NAME).setLevel(logging.ERROR if environment.is_quiet() else logging.INFO)
+    set_level(logging.ERROR if environment.is_quiet() else logging.INFO)
 
 
 @contextlib.contextmanager
