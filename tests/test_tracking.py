@@ -2,27 +2,31 @@
 
 from __future__ import annotations
 
+import http.server
 import json
 import math
 import re
 import socket
 import sys
+import threading
 import types
 import urllib.request
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from paceline import tracking
+from paceline import TrainingArguments, tracking
 from paceline.errors import ConfigError
 from paceline.tracking import Reporters, choose
 from paceline.tracking.json_lines import FILE_NAME, JsonLines, WrittenByAnother, rows
+from paceline.tracking.kubeflow import Kubeflow
 from paceline.tracking.prometheus import Prometheus
 from paceline.tracking.reporter import RunInfo, in_section
 from paceline.tracking.tensorboard import FOLDER, TensorBoard
+from paceline.world.environment import KubeflowServer, kubeflow_server
 
 
 @pytest.fixture
@@ -156,6 +160,70 @@ def test_one_that_cannot_go_on_elsewhere_does_not_end_the_run(run: RunInfo) -> N
     assert several.names == ["fails"]
 
 
+# -- Kubeflow ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def controller(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
+    """What a controller is told: (token, status)."""
+    told: list[Any] = []
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            told.append((self.headers["Authorization"], body["trainerStatus"]))
+            self.send_response(200)
+            self.end_headers()
+
+        def log_message(self, *_: Any) -> None: ...
+
+    server = http.server.HTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever, args=[0.01])
+    thread.start()
+    (tmp_path / "token").write_text("secret\n")
+    monkeypatch.setenv("KUBEFLOW_TRAINER_SERVER_URL", f"http://127.0.0.1:{server.server_port}/status")
+    monkeypatch.setenv("KUBEFLOW_TRAINER_SERVER_TOKEN", str(tmp_path / "token"))
+    yield told
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def test_kubeflow_is_told_how_far_the_run_is(run: RunInfo, controller: list[Any]) -> None:
+    now = [0.0]
+    server = kubeflow_server()
+    assert server is not None
+    reporter = Kubeflow(server, clock=lambda: now[0])
+    reporter.start(replace(run, config={"max_steps": 10, "num_train_epochs": 3}))
+    for step in range(1, 5):  # a log each three seconds
+        now[0] += 3.0
+        reporter.log(step, {"loss": 1.0 / step})
+    reporter.close(ok=True)
+    assert [token for token, _ in controller] == ["Bearer secret"] * 4
+    assert [status["progressPercentage"] for _, status in controller] == [0, 20, 40, 100]
+    assert [status.get("estimatedRemainingSeconds") for _, status in controller] == [None, 24, 18, 0]
+    assert controller[1][1]["metrics"] == [{"name": "loss", "value": "0.5"}, {"name": "current_step", "value": "2"}]
+
+
+def test_a_controller_that_is_away_is_warned_of_once(run: RunInfo, tmp_path: Path) -> None:
+    reporters = Reporters([Kubeflow(KubeflowServer("http://127.0.0.1:1/", None, None), clock=lambda: 0.0)])
+    with pytest.warns(UserWarning, match="kubeflow's controller does not take an update") as warned:
+        reporters.start(run)
+        reporters.close()
+    assert len(warned) == 1
+
+
+def test_kubeflow_is_on_in_a_train_job_alone(monkeypatch: pytest.MonkeyPatch, controller: list[Any]) -> None:
+    assert TrainingArguments(report_to="none").report_to == ["kubeflow"]
+    assert TrainingArguments(report_to=["kubeflow"]).report_to == ["kubeflow"]
+    assert "kubeflow" in choose("all").names
+    monkeypatch.setenv("DISABLE_KUBEFLOW_INTEGRATION", "TRUE")
+    assert TrainingArguments(report_to="none").report_to == []
+    assert "kubeflow" not in choose("all").names
+    with pytest.raises(ConfigError, match="report_to='kubeflow' needs KUBEFLOW_TRAINER_SERVER_URL"):
+        choose("kubeflow")
+
+
 # -- choosing ----------------------------------------------------------------------------------------------------------
 
 
@@ -185,7 +253,10 @@ def test_a_folder_called_wandb_is_no_package(tmp_path: Path, monkeypatch: pytest
     ("name", "says"),
     [
         ("tensorbord", "report_to='tensorbord' is not known; did you mean 'tensorboard'? It takes tensorboard, wandb"),
-        ("comet_ml", "report_to='comet_ml' is not known; it takes tensorboard, wandb, mlflow, prometheus, or all"),
+        (
+            "comet_ml",
+            "report_to='comet_ml' is not known; it takes tensorboard, wandb, mlflow, prometheus, kubeflow, or all",
+        ),
         ("tensorboard:9", "report_to='tensorboard:9' is not known; it takes tensorboard"),
         ("prometheus:here", "after the colon comes a port or the path of a .prom file"),
     ],

@@ -40,7 +40,6 @@ DELIBERATE = {
         "looks for a callback of transformers; a signal saves in any case, enable_jit_checkpoint may stay"
     ),
     "TrainerDataloaderTest::test_in_order_is_forwarded": "dataloader_in_order=False is refused: leave it out",
-    "TestTrainingArguments::test_kubeflow_auto_enable": "there is no report to Kubeflow; write a callback's on_log",
 }
 
 SUITE = OthersTests(

@@ -19,12 +19,14 @@ from difflib import get_close_matches
 
 from paceline.errors import ConfigError, PacelineError
 from paceline.tracking.json_lines import JsonLines
+from paceline.tracking.kubeflow import Kubeflow
 from paceline.tracking.mlflow import MLflow
 from paceline.tracking.prometheus import Prometheus
 from paceline.tracking.reporter import Reporter, RunInfo
 from paceline.tracking.tensorboard import TensorBoard
 from paceline.tracking.wandb import WeightsAndBiases
 from paceline.world import messages
+from paceline.world.environment import kubeflow_server
 
 
 @dataclass(frozen=True)
@@ -40,6 +42,7 @@ KNOWN = {
     "wandb": Known("wandb", "wandb", lambda where: WeightsAndBiases()),
     "mlflow": Known("mlflow", "mlflow", lambda where: MLflow()),
     "prometheus": Known("prometheus_client", "prometheus-client", Prometheus.parse),
+    "kubeflow": Known("urllib", "", lambda where: Kubeflow.from_environment()),
 }
 
 
@@ -47,7 +50,8 @@ def choose(report_to: str | Sequence[str] | None, *, main: bool = True, argument
     """The reporters of a run, not started yet. Bad names and missing packages are errors on every worker."""
     names = [report_to] if isinstance(report_to, str) else list(report_to or ["none"])
     if names == ["all"]:
-        chosen = [known.make("") for known in KNOWN.values() if _is_installed(known.module)]
+        there = [name for name, known in KNOWN.items() if _is_installed(known.module)]
+        chosen = [KNOWN[name].make("") for name in there if name != "kubeflow" or kubeflow_server() is not None]
     else:
         chosen = [_named(name, argument) for name in names if name != "none"]
     return Reporters([JsonLines(), *chosen] if main else [], strict=names != ["all"])

@@ -195,7 +195,9 @@ class _Logging:
     include_num_input_tokens_seen: bool | str = setting("no", "count tokens: all, non_padding, no")
     skip_memory_metrics: bool = setting(True, "false: metrics tell how memory changed in init, train, eval, test")
     disable_tqdm: bool = setting(False, "no progress bar")
-    report_to: list[str] = setting(["none"], "tensorboard, wandb, mlflow, prometheus, all, none")
+    report_to: list[str] = setting(
+        ["none"], "tensorboard, wandb, mlflow, prometheus, kubeflow, all, none; in a TrainJob of Kubeflow always it"
+    )
     run_name: str | None = setting(None, "name of the run in reports; default: output_dir")
 
 
@@ -298,7 +300,7 @@ class SupportedFields(
 # -- unsupported -----------------------------------------------------------------------------------------------------
 
 _HUB = "nothing is uploaded during a training; call trainer.push_to_hub() after it"
-_TRACKIO = "there is no trackio report; report_to knows tensorboard, wandb, mlflow, prometheus"
+_TRACKIO = "there is no trackio report; report_to knows tensorboard, wandb, mlflow, prometheus, kubeflow"
 _DDP = "gradients are summed by paceline, not by DistributedDataParallel; leave it out"
 _FULL_EVAL = "evaluation computes in the precision of training; use bf16 or fp16"
 

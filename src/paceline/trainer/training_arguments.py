@@ -53,7 +53,7 @@ from paceline.trainer.argument_fields import (
 )
 from paceline.trainer.argument_parsing import check_names, converted, field_types, optimizer_options, todays_names
 from paceline.world.checked_values import LONGEST_WAIT_S, number, one_word, path_of, whole_number
-from paceline.world.environment import read_world
+from paceline.world.environment import kubeflow_server, read_world
 from paceline.world.known_names import BACKENDS, COMPRESSORS, MOST_LANES, MOST_THREADS, OFFLOADS, SEEDS
 from paceline.world.rendezvous_store import in_turn
 from paceline.world.world import World
@@ -171,6 +171,8 @@ class TrainingArguments(UnsupportedFields, SupportedFields, metaclass=_Spelled):
     def _derive(self) -> None:
         if self.report_to == ["none"]:
             self.report_to = []
+        if kubeflow_server() is not None and not {"kubeflow", "all"} & set(self.report_to):
+            self.report_to = [*self.report_to, "kubeflow"]
         if isinstance(self.include_num_input_tokens_seen, bool):
             self.include_num_input_tokens_seen = "all" if self.include_num_input_tokens_seen else "no"
         self.fsdp = None if self.fsdp in ("false", "") else self.fsdp

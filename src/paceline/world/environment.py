@@ -12,7 +12,7 @@ import os
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from paceline.errors import WorldError
@@ -123,6 +123,24 @@ def parent_environment(threads: int | None, *, keep_memory: bool, quiet: bool = 
 def is_quiet() -> bool:
     """PACELINE_QUIET=1: no messages but errors (`messages`)."""
     return text_of(os.environ, "PACELINE_QUIET") not in (None, "0")
+
+
+@dataclass(frozen=True)
+class KubeflowServer:
+    """Where Kubeflow Trainer wants to be told how a TrainJob gets on."""
+
+    url: str
+    ca_file: str | None
+    token_file: str | None
+
+
+def kubeflow_server() -> KubeflowServer | None:
+    """Unless DISABLE_KUBEFLOW_INTEGRATION=TRUE."""
+    url = text_of(os.environ, "KUBEFLOW_TRAINER_SERVER_URL")
+    if url is None or (text_of(os.environ, "DISABLE_KUBEFLOW_INTEGRATION") or "").upper() == "TRUE":
+        return None
+    files = (text_of(os.environ, f"KUBEFLOW_TRAINER_SERVER_{part}") for part in ("CA_CERT", "TOKEN"))
+    return KubeflowServer(url, *files)
 
 
 def thread_limit() -> int | None:
