@@ -33,9 +33,6 @@ DELIBERATE = {
     "TrainerResumeTrainingTest::test_resume_training_with_different_batch_size": (
         "the bits would not continue; write train(…, accept=['batch size'])"
     ),
-    "TrainerInterruptedTrainingTest::test_resume_batch_order": (
-        "a buffer that grows is refused on resume; make it as large as it gets"
-    ),
     "JITCheckpointTest::test_integration_with_trainer": (
         "looks for a callback of transformers; a signal saves in any case, enable_jit_checkpoint may stay"
     ),

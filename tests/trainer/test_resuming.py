@@ -13,7 +13,7 @@ from paceline import Trainer, TrainerCallback
 from paceline.checkpoint.retention import all_checkpoints
 from paceline.errors import CheckpointError
 from paceline.trainer import EarlyStoppingCallback
-from tests.trainer.jobs import StopAt, make_trainer
+from tests.trainer.jobs import Classifier, StopAt, make_trainer
 
 
 @pytest.mark.parametrize("stop_at", [3, 12, 17])
@@ -212,3 +212,35 @@ def test_train_again_starts_a_second_training(tmp_path: Path) -> None:
     trainer.train()
     assert trainer.state.global_step == 6
     assert trainer.engine.weights_hash() == first  # model_init made the same model again
+
+
+class Remembering(Classifier):
+    """Its buffer grows with every batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.empty(0))
+
+    def forward(self, x: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
+        self.seen = torch.cat([self.seen, x[:, 0].detach()])
+        return super().forward(x, labels)
+
+
+class LoadsItself(Remembering):
+    def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
+        if "seen" in state_dict:
+            self.seen = state_dict["seen"].clone()
+        return super().load_state_dict(state_dict, strict, assign)
+
+
+def test_a_model_that_loads_itself_may_have_buffers_that_grow(tmp_path: Path) -> None:
+    given = {"save_strategy": "steps", "save_steps": 3}
+    whole = make_trainer(tmp_path, model_init=LoadsItself, **given)
+    whole.train()
+    again = make_trainer(tmp_path, model_init=LoadsItself, **given)
+    again.train(resume_from_checkpoint=tmp_path / "checkpoint-3")
+    assert len(again.model.seen) == 12  # type: ignore[arg-type]
+    assert again.engine.weights_hash() == whole.engine.weights_hash()
+    other = make_trainer(tmp_path, model_init=Remembering, **given)
+    with pytest.raises(CheckpointError, match=r"'seen' is \(6,\) there and \(0,\) here \(a model of buffers that grow"):
+        other.train(resume_from_checkpoint=tmp_path / "checkpoint-3")

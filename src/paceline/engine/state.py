@@ -386,9 +386,14 @@ def _check_fits(folder: Path, tree: Mapping[str, Any], prepared: Mapping[str, Se
                 isinstance(mine[name], Tensor)
                 and not name.endswith("_extra_state")
                 and (there := getattr(saved[name], "shape", None)) != mine[name].shape
+                and not _is_loaded_by_model(model, mine[name], saved[name])
             ):
                 what = f"a {type(saved[name]).__name__}" if there is None else str(tuple(there))
-                fixed = "" if isinstance(mine[name], nn.Parameter) else " (make a buffer as large as it gets)"
+                fixed = (
+                    ""
+                    if isinstance(mine[name], nn.Parameter)
+                    else " (a model of buffers that grow needs its own load_state_dict)"
+                )
                 told.append(f"{name!r} is {what} there and {tuple(mine[name].shape)} here{fixed}")
         if told:
             more = len(missing) + len(unknown) - 2
@@ -461,13 +466,21 @@ def _load_model(model: nn.Module, load_full: Callable[[Tensor, Tensor], None], s
         if plain_name(name) not in state:  # of a base, which is there
             continue
         saved = state[plain_name(name)]
-        if not isinstance(value, Tensor) or name.endswith("_extra_state"):  # get_extra_state() may return a tensor
+        is_other = not isinstance(value, Tensor) or name.endswith("_extra_state")  # get_extra_state() may return one
+        if is_other or _is_loaded_by_model(model, value, saved):
             others[name] = full_tree(saved)
         elif id(value) not in done:
             done.add(id(value))
             load_full(value, full_tree(saved))
     if others:
         model.load_state_dict(others, strict=False)
+
+
+def _is_loaded_by_model(model: nn.Module, value: Tensor, saved: Any) -> bool:
+    """A buffer that has another size than the saved one, in a model that says by itself how it is loaded."""
+    by_itself = type(model).load_state_dict is not nn.Module.load_state_dict
+    is_buffer = not isinstance(value, nn.Parameter)
+    return by_itself and is_buffer and getattr(saved, "shape", value.shape) != value.shape
 
 
 def _load_one(folder: Path, kind: str, load: Callable[[Any], object], state: Any) -> None:
