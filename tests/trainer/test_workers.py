@@ -12,10 +12,14 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 
 from paceline import Trainer, TrainerCallback, TrainingArguments
-from paceline.errors import ConfigError
+from paceline.checkpoint import weights_file
+from paceline.checkpoint.weights_file import read_pretrained
+from paceline.engine.replicas import weights_hash
+from paceline.errors import CheckpointError, ConfigError
 from paceline.world.world import World
 from tests.trainer.jobs import Classifier, Naming, Samples, Words, accuracy, make_trainer, padded, texts
 from tests.workers import Result, hashes, run_workers
@@ -174,22 +178,54 @@ def test_models_built_from_no_seed_become_worker_0s(tmp_path: Path) -> None:
     assert len(hashes(run_workers(train_unseeded, 2, folder=tmp_path))) == 1
 
 
-def save(world: World, folder: Path, strategy: str) -> str:
+def save(world: World, folder: Path, strategy: str, shard_bytes: int | None = None) -> str:
     trainer = make_trainer(folder, world, strategy=strategy, lanes=2, max_steps=2)
     trainer.train()
+    engine = trainer.engine
+    if not engine.config.strategy.entry.full_weights:
+        engine.state_dict = engine._between.full_state = None  # type: ignore[method-assign, assignment]  # never whole
+    if shard_bytes is not None:
+        weights_file.WORTH_CUTTING = shard_bytes
     trainer.save_model()
     return trainer.engine.weights_hash()
 
 
-def test_save_model_has_whole_weights_under_a_sharded_strategy(tmp_path: Path) -> None:
-    from safetensors.torch import load_file
-
-    from paceline.engine.replicas import weights_hash
-
-    saved = hashes(run_workers(save, 2, folder=tmp_path, strategy="zero3"))
+@pytest.mark.parametrize("strategy", ["ddp", "zero2", "zero3", "fsdp", "hybrid", "parameter_server"])
+def test_save_model_has_whole_weights_under_every_strategy(tmp_path: Path, strategy: str) -> None:
+    (tmp_path / "model-00001-of-00002.safetensors").write_text("of an earlier one")
+    saved = hashes(run_workers(save, 2, folder=tmp_path, strategy=strategy))
     model: nn.Module = Classifier()
     model.load_state_dict(load_file(tmp_path / "model.safetensors"))
     assert {weights_hash([model])} == saved
+    assert not (tmp_path / "trainer_state.json").exists()
+    assert not (tmp_path / "model-00001-of-00002.safetensors").exists()
+    assert not [path for path in tmp_path.iterdir() if "partial" in path.name or path.is_dir()]
+
+
+def test_a_large_model_is_saved_in_shards_that_replace_the_earlier_file(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").write_text("of an earlier one")
+    saved = hashes(run_workers(save, 2, folder=tmp_path, strategy="fsdp", shard_bytes=1))
+    assert not (tmp_path / "model.safetensors").exists()
+    model: nn.Module = Classifier()
+    shards = [load_file(path) for path in sorted(tmp_path.glob("model-*-of-*.safetensors"))]
+    assert read_pretrained(tmp_path).keys() == {name for shard in shards for name in shard}
+    model.load_state_dict({name: weight for shard in shards for name, weight in shard.items()})
+    assert {weights_hash([model])} == saved
+
+
+def save_where_it_cannot(world: World, folder: Path) -> str:
+    trainer = make_trainer(folder, world, strategy="fsdp", lanes=2, max_steps=1)
+    trainer.train()
+    (folder / "file").touch()
+    with pytest.raises(CheckpointError) as caught:
+        trainer.save_model(folder / "file" / "model")
+    return str(caught.value)
+
+
+def test_a_folder_that_cannot_be_made_is_said_on_every_worker(tmp_path: Path) -> None:
+    said = {result.value for result in run_workers(save_where_it_cannot, 2, folder=tmp_path)}
+    assert len(said) == 1
+    assert "could not be saved: Not a directory" in said.pop()
 
 
 def where(world: World) -> tuple[Any, ...]:

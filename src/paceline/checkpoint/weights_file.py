@@ -45,6 +45,8 @@ NOT_ABOUT = (
     "*.bin", "*.bin.index.json", "*.pt", "*.pth", "*.h5", "*.msgpack", "*.onnx", "*.gguf", "trainer_state.json",
 )  # fmt: skip
 
+_WEIGHTS_NAME = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
+
 Weights = Mapping[str, Tensor | LazyTensor]
 
 
@@ -128,6 +130,25 @@ def write_pretrained(folder: Path, checkpoint: Checkpoint, model: int = 0, large
     copy_about(checkpoint.folder, folder)
     say_dtype(folder, [weight.dtype for weight in weights.values()])
     return shards
+
+
+def move_model(source: Path, folder: Path) -> None:
+    """The files of a model into a folder that may hold those of an earlier one, whose weights go."""
+    files = sorted((path for path in source.rglob("*") if path.is_file()), key=lambda path: path.name == INDEX)
+    names = [path.relative_to(source) for path in files]  # the index last: what it names is there by then
+    for name in names:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (source / name).replace(folder / name)
+    remove_weights(folder, but=[name.name for name in names])
+    flush_folder(folder)
+    shutil.rmtree(source)
+
+
+def remove_weights(folder: Path, but: Sequence[str]) -> None:
+    """Those of an earlier model: an index of shards would be read before the one file that follows it."""
+    for path in folder.glob("model*.safetensors*"):
+        if _WEIGHTS_NAME.fullmatch(path.name) and path.name not in but:
+            path.unlink()
 
 
 def copy_about(source: Path, folder: Path) -> None:

@@ -20,9 +20,11 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from paceline.checkpoint.weights_file import write_weights
+from paceline.checkpoint.save import Beside
+from paceline.checkpoint.weights_file import WEIGHTS, remove_weights, write_weights
 from paceline.engine.adapted_models import saves_adapters
 from paceline.engine.boundary import check_boundary
+from paceline.engine.checkpoints import Saver
 from paceline.engine.config import MIXED, EngineConfig
 from paceline.engine.evaluation import share_of
 from paceline.engine.group import Group
@@ -40,6 +42,7 @@ class AccelerateNames:
     _group: Group
     _objects: PreparedObjects
     _between: BetweenSteps
+    _saver: Saver
 
     # -- who am I ----------------------------------------------------------------------------------------------------
 
@@ -157,15 +160,29 @@ class AccelerateNames:
     def save_model(self, model: nn.Module, save_directory: str | Path) -> None:
         """`save_directory/model.safetensors`, whole, whatever the strategy; all workers call it.
 
-        Of a PeftModel its adapters instead, as its `save_pretrained` writes them.
+        Where they hold parts of the weights each writes some, a large model in shards with an index, and none holds all
+        of it. Of a PeftModel its adapters are written instead, as its `save_pretrained` does.
         """
         check_boundary(self._objects.step, "save_model")
-        weights, folder = self._between.full_state([model]), path_of("save_directory", save_directory)
+        folder = path_of("save_directory", save_directory)
+        if not saves_adapters(model) and self._save_in_parts(model, folder):
+            return
+        weights = self._between.full_state([model])
         if self._group.is_main and saves_adapters(model):
             model.save_pretrained(str(folder), state_dict=weights)  # type: ignore[operator]
         elif self._group.is_main:
-            write_weights(folder / "model.safetensors", weights)
+            write_weights(folder / WEIGHTS, weights)
+            remove_weights(folder, but=[WEIGHTS])
         self._between.boundary.barrier()
+
+    def _save_in_parts(self, model: nn.Module, folder: Path, beside: Beside | None = None) -> bool:
+        """Whether this model's weights are in parts on the workers; then they are written, and what `beside` adds."""
+        in_parts = self._group.among.size > 1 and not self.config.strategy.entry.full_weights
+        if not in_parts or self._objects.step is None or model not in self._objects.models:
+            return False
+        self._between.drain()
+        self._saver.save_model(folder, self._objects.models.index(model), beside)
+        return True
 
     def save(self, thing: Any, file: str | Path) -> None:
         """`torch.save` by one worker."""

@@ -55,6 +55,7 @@ from paceline.checkpoint.save import (
     write_portion,
 )
 from paceline.checkpoint.tensor_file import best_checksum
+from paceline.checkpoint.weights_file import move_model
 from paceline.elastic.faults import fault_point
 from paceline.engine.config import EngineConfig
 from paceline.engine.state import Alike, JobState, Told, check_whole
@@ -77,9 +78,12 @@ class Files:
     beside: Beside | None = None
     weights: bool = False
     state: bool = True
+    model: int = 0
+    """Whose weights, where there is no state."""
 
 
 NONE = Files()
+MODEL_FILES = "model-files"  # of a model that is being saved into a folder
 
 
 @dataclass(frozen=True)
@@ -373,6 +377,20 @@ class Saver:
         if failures:
             raise CheckpointError(failures[0])
 
+    def save_model(self, folder: Path, model: int, beside: Beside | None) -> None:
+        """One model's weights in Hugging Face's layout, among what else is in `folder`; raises on every worker."""
+        whole = folder / MODEL_FILES
+        self.save(whole, files=Files(beside, weights=True, state=False, model=model))
+        failure: str | None = None
+        if self._around().world.is_main:
+            try:
+                move_model(whole, folder)
+            except OSError as error:
+                failure = f"{folder} could not be saved: {cause_of(error)}"
+        for text in self._around().told(failure):
+            if text is not None:
+                raise CheckpointError(text)
+
     def start(
         self,
         folder: Path,
@@ -482,7 +500,7 @@ class Saver:
         if files.state:
             tree = state.collected(around.told, around.alike, is_main=is_main, extra=extra)
         else:
-            tree = state.first_model()
+            tree = state.one_model(files.model)
         try:
             portion = portion_of(tree, world.rank, world.size)
         except CheckpointError as error:

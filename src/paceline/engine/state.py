@@ -139,6 +139,9 @@ class JobState:
     def first_model(self) -> dict[str, Any]:
         """Of that the first model's part alone."""
         return {"models": _local_models(self.models[:1], self.step.strategies.local_shard, [()])}
+    def one_model(self, place: int) -> dict[str, Any]:
+        """Of that one model's part alone."""
+        return {"models": _local_models([self.models[place]], self.step.strategies.local_shard, [()])}
 
     def _bases(self, alike: Alike) -> list[Reference]:
         """For each model; of a base in shards every worker reads the others', so all of them are here."""

@@ -47,8 +47,8 @@ class PretrainedFiles:
         """Then the main worker writes all of them, and there is no model.safetensors."""
         return self._adapted is not None
 
-    def writer(self, state: dict[str, Any]) -> Beside:
-        """Adds the files to a checkpoint that is being written; `state` is the Trainer's as it is now."""
+    def writer(self, state: dict[str, Any] | None = None) -> Beside:
+        """Adds the files to what is being written; `state` is the Trainer's as it is now, for a checkpoint."""
         about, state = self._described(), copy.deepcopy(state)
 
         def write(checkpoint: Checkpoint) -> None:
@@ -60,7 +60,8 @@ class PretrainedFiles:
                 write_adapters(folder, self._adapted, checkpoint)
             else:
                 say_dtype(folder, [weight.dtype for weight in stored_weights(checkpoint).values()])
-            write_state(folder, state)
+            if state is not None:
+                write_state(folder, state)
 
         return write
 

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from paceline import input_file
 from paceline.checkpoint.disk import remove_folder
 from paceline.checkpoint.retention import all_checkpoints, set_aside
-from paceline.checkpoint.weights_file import WEIGHTS, say_dtype
+from paceline.checkpoint.weights_file import WEIGHTS, remove_weights, say_dtype
 from paceline.engine.config import counted
 from paceline.engine.engine import Engine
 from paceline.errors import CheckpointError, ConfigError
@@ -103,6 +103,7 @@ def write_weights(folder: Path, model: nn.Module, state: dict[str, Tensor], proc
             plain = {name: value.clone(memory_format=torch.contiguous_format) for name, value in state.items()}
             save_file(plain, partial, metadata={"format": "pt"})
             partial.replace(folder / WEIGHTS)
+            remove_weights(folder, but=[WEIGHTS])
         if callable(getattr(processing_class, "save_pretrained", None)):
             processing_class.save_pretrained(str(folder))
     except OSError as error:

@@ -76,6 +76,7 @@ from paceline.trainer.optimization import (
     optimizer_class,
 )
 from paceline.trainer.overrides import TrainerAccelerator, check_overrides, overrides, refusing_plain_backward
+from paceline.trainer.pretrained_files import PretrainedFiles
 from paceline.trainer.reporting import ReportCallback
 from paceline.trainer.training_arguments import TrainingArguments
 from paceline.trainer.training_loop import TrainingLoop, TrainOutput, metric_for_best
@@ -617,12 +618,25 @@ class Trainer:
     def save_model(self, output_dir: str | Path | None = None, _internal_call: bool = False) -> None:
         """Weights as safetensors, with config and tokenizer where there are some; all workers call it."""
         folder = Path(self.args.output_dir if output_dir is None else output_dir)
-        state = self.engine.state_dict() if self.has_trained else dict(self.model.state_dict())
-        if self.is_world_process_zero():
-            self._save(str(folder), state_dict=run_folder.tied(self.model, state))
-        self.engine.barrier()
+        if not self._save_in_parts(folder):
+            state = self.engine.state_dict() if self.has_trained else dict(self.model.state_dict())
+            if self.is_world_process_zero():
+                self._save(str(folder), state_dict=run_folder.tied(self.model, state))
+            self.engine.barrier()
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save")
+
+    def _save_in_parts(self, folder: Path) -> bool:
+        """Where workers hold parts of the weights each writes some, unless something wants them whole. Whether it did.
+
+        A model of transformers that renames its weights in files does so in its own save_pretrained.
+        """
+        files = PretrainedFiles(self.model, self.processing_class)
+        wanted_whole = files.are_adapters or getattr(self.model, "_weight_conversions", None)
+        if not self.has_trained or wanted_whole or overrides(self, "_save", Trainer):
+            return False
+        beside = files.writer() if self.is_world_process_zero() else None
+        return self.engine._save_in_parts(self.model, folder, beside)
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Tensor] | None = None) -> None:
         """What save_model writes, on the main worker alone."""
