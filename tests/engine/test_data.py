@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, get_worker_info
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, get_worker_info
 
 from paceline import Engine, World
 from paceline.collectives.communicator import SingleWorker
@@ -574,3 +574,37 @@ def test_set_epoch_leaves_the_rest_of_an_epoch_and_stays_in_the_same() -> None:
         with pytest.raises(LoopError, match=r"belongs before `for batch in loader`"):
             for _ in loader:
                 loader.set_epoch(4)
+
+
+class Mapped(Dataset[Tensor]):
+    def __init__(self, function: Callable[[int], Tensor]) -> None:
+        self.function = function
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> Tensor:
+        return self.function(index)
+
+
+class MappedStream(IterableDataset[Tensor]):
+    def __init__(self, function: Callable[[int], Tensor]) -> None:
+        self.function = function
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return map(self.function, range(8))
+
+
+@pytest.mark.job
+@pytest.mark.filterwarnings("ignore:Got pickle error")  # torch's, before it raises
+@pytest.mark.parametrize("kind", [Mapped, MappedStream])
+@pytest.mark.parametrize("trains", [True, False], ids=["training", "evaluation"])
+def test_a_dataset_that_cannot_be_pickled_for_its_processes_is_said(kind: Any, trains: bool) -> None:
+    data = kind(lambda index: torch.tensor([float(index)]))
+    loader = DataLoader(data, batch_size=2, num_workers=1, multiprocessing_context="forkserver")
+    model = nn.Linear(1, 1)
+    with Engine(world=World()) as engine:
+        things = (model, torch.optim.SGD(model.parameters()), loader)
+        ready = engine.prepare(*things)[2] if trains else engine.prepare(loader)
+        with pytest.raises(DataError, match=r"local object .*lambda.*multiprocessing_context='fork' or num_workers=0"):
+            next(iter(ready))

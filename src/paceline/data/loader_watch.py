@@ -15,6 +15,8 @@ from __future__ import annotations
 import ctypes
 import faulthandler
 import os
+import pickle
+import re
 import select
 import signal
 import threading
@@ -25,6 +27,7 @@ from multiprocessing.sharedctypes import RawArray
 from typing import Any
 
 from paceline.errors import DataError
+from paceline.input_file import cause_of
 from paceline.torch_compat import loader_worker as torch_worker
 from paceline.torch_compat import watch_for_dead_loaders
 
@@ -113,9 +116,17 @@ class LoaderWatch:
 
 @contextmanager
 def startup_explained() -> Iterator[None]:
-    """While it is taken from the system: shared memory, semaphores, processes, open files."""
+    """While it is taken from the system: shared memory, semaphores, processes, open files. And while data go there."""
     try:
         yield
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        if not isinstance(error, pickle.PicklingError) and not re.search("pickle|local object", str(error)):
+            raise
+        raise DataError(
+            "the DataLoader's processes could not be started: by spawn and forkserver they get its dataset as a "
+            f"pickle, and that fails ({cause_of(error)}). Define functions and classes at the top of a module, or use "
+            "multiprocessing_context='fork' or num_workers=0"
+        ) from error
     except OSError as error:
         where = "" if error.filename is None else f" ({error.filename})"
         raise DataError(

@@ -44,6 +44,7 @@ from torch.utils.data import DataLoader, IterableDataset, SequentialSampler
 
 from paceline.data.fetching import to_device
 from paceline.data.loader import check_assignable, is_plain_shuffle
+from paceline.data.loader_watch import startup_explained
 from paceline.errors import ConfigError, LoopError
 from paceline.world.determinism import drawing_from, mix, seed_everything
 from paceline.world.world import World
@@ -302,7 +303,7 @@ class EvaluationLoader:
             rounds = _Rounds(self._source, self._world, start)
             if self._kept is not None and self._kept.dataset != rounds:
                 self._kept = None
-            yield from self._fetching(rounds, batch_size=None, collate_fn=_as_it_is)
+            yield from _started(self._fetching(rounds, batch_size=None, collate_fn=_as_it_is))
             return
         firsts = range(start, self.batches, self._world.size)
         numbers = [first + self._world.rank for first in firsts]
@@ -310,7 +311,7 @@ class EvaluationLoader:
         fetched = self._fetching(
             _Seeded(self._source.dataset, self._seed), batch_sampler=self._dealt, collate_fn=self._source.collate_fn
         )
-        for first, batch in zip(firsts, fetched, strict=True):
+        for first, batch in zip(firsts, _started(fetched), strict=True):
             yield min(self._world.size, self.batches - first), batch
 
     def _fetching(self, dataset: Any, **options: Any) -> DataLoader[Any]:
@@ -407,6 +408,11 @@ def note_collective(loaders: Sequence[EvaluationLoader], *, of_torch: bool = Fal
     if not any(in_a_body):
         for loader in loaders:
             loader.check_counted_once()
+
+
+def _started(loader: DataLoader[Any]) -> Iterator[Any]:
+    with startup_explained():
+        return iter(loader)
 
 
 def no_rows(values: Any) -> Any:
