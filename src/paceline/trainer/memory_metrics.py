@@ -116,7 +116,8 @@ class _GpuMemory(_Meter):
         self._device = device
 
     def start(self) -> None:
-        torch.cuda.reset_peak_memory_stats(self._device)
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # before, there is nothing to reset
+            torch.cuda.reset_peak_memory_stats(self._device)
         super().start()
 
     def now(self) -> int:
