@@ -136,10 +136,6 @@ def blocks_of(module: nn.Module) -> Iterator[nn.Module]:
             yield from blocks_of(child)
 
 
-def has_blocks(model: nn.Module) -> bool:
-    return next(_blocks(model), None) is not None
-
-
 def _may_be_block(module: nn.Module) -> bool:
     """A layer of torch's own has nothing inside but its input; of a stage of blocks, the blocks are meant."""
     if not _has_forward(module):

@@ -136,9 +136,6 @@ class JobState:
     def _load_lane_buffers(self, state: Any) -> None:
         self.step.buffers.load(full_tree(state), self.step.own_lanes)
 
-    def first_model(self) -> dict[str, Any]:
-        """Of that the first model's part alone."""
-        return {"models": _local_models(self.models[:1], self.step.strategies.local_shard, [()])}
     def one_model(self, place: int) -> dict[str, Any]:
         """Of that one model's part alone."""
         return {"models": _local_models([self.models[place]], self.step.strategies.local_shard, [()])}

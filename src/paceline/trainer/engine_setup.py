@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from paceline.engine.activation_checkpointing import has_blocks
+from paceline.engine.activation_checkpointing import blocks_of
 from paceline.engine.compilation import Compile
 from paceline.engine.engine import Engine
 from paceline.engine.replicas import named_state, weights_hash
@@ -129,7 +129,7 @@ def _recomputed(arguments: TrainingArguments, model: nn.Module | None) -> Any:
     if not (arguments.gradient_checkpointing or arguments.choice.recompute):
         return None
     by_itself = model is not None and getattr(model, "supports_gradient_checkpointing", False)
-    if model is not None and by_itself and every == 1 and not has_blocks(model):
+    if model is not None and by_itself and every == 1 and next(blocks_of(model), None) is None:
         model.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
         return None
     return "blocks" if every == 1 else int(every)
