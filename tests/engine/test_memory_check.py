@@ -15,6 +15,8 @@ from paceline import Engine, World
 from paceline.engine import memory_check
 from paceline.launch.failure_attribution import MemoryReport, Process, what_happened
 from paceline.optim.range_optimizer import state_bytes
+from paceline.sharding.footprint import Model
+from paceline.strategies.registry import choose
 from paceline.world.host_limits import MemoryLimit
 from tests.workers import run_workers
 
@@ -109,3 +111,32 @@ def test_a_worker_that_the_kernel_killed_for_its_memory_is_told_from_one_that_so
     assert what_happened(victim, [victim]) == "was killed by SIGKILL"
     file.write_text("under_oom 0\noom_kill 2\n")
     assert what_happened(victim, [victim]) == "was killed by SIGKILL: out of memory. Weights take 2 GiB"
+
+
+@pytest.mark.parametrize(
+    ("kib", "text"),
+    [
+        (200, "local_sgd fits on 8 workers of this size"),
+        (70, "on 4 workers strategy='fsdp' takes 0.00 GiB"),
+        (10, "strategy='zero3' needs at least 16 workers of this size"),
+    ],
+)
+def test_what_has_everything_once_per_lane_may_fit_on_more_workers(kib: int, text: str) -> None:
+    """10,000 parameters with Adam: 160 kB, and 160 kB for each lane but one copy of the weights; 8 lanes."""
+    limit = MemoryLimit(kib * 1000, "here")
+    sizes = {"workers": 4, "lanes": 8, "accumulate": 1, "per_host": 1, "on_host": 4}
+    fit = memory_check.Fit(choose("local_sgd"), Model(10_000), limit, sharers=1, **sizes)
+    assert fit.held(fit.chosen) == 10_000 * (4 + 2 * 16)
+    assert not fit.fits
+    assert text in fit.advice()
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "local_sgd"])
+def test_a_worker_with_several_lanes_says_what_they_cost_where_they_are_apart(
+    strategy: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with Engine(world=World(), lanes=4, strategy=strategy, device="cpu") as engine:
+        model = nn.Linear(256, 256)
+        engine.prepare(model, torch.optim.AdamW(model.parameters()))
+    told = "local_sgd keeps weights, a gradient and optimizer state for each lane: 4.3 MiB for 4 lanes on a worker"
+    assert (told in capsys.readouterr().out) == (strategy == "local_sgd")

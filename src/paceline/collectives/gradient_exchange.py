@@ -156,17 +156,13 @@ class GradientExchange:
     def start_messages(self, exchange: Callable[[], None], device: torch.device) -> Handle:
         """Begin an exchange of the caller's own making, made of messages, in line with the others."""
         if device.type == "cpu":
-            handle: Handle = self.in_turn(exchange)
+            handle: Handle = self._queued(lambda _: exchange())
         else:  # in line with what the caller's stream computes
             exchange()
             handle = Done()
         if ordered:
             fault_point("bucket")
         return handle
-
-    def in_turn(self, exchange: Callable[[], None]) -> Handle:
-        """Run an exchange of the caller's own on the thread, after those that were started before it."""
-        return self._queued(lambda _: exchange())
 
     def _queued(self, exchange: Callable[[Scratch], None]) -> Handle:
         event = Event("paceline:exchange")

@@ -52,8 +52,9 @@ class Fit:
 
     def held(self, strategy: Chosen, workers: int | None = None) -> int:
         sizes = {"workers": workers or self.workers, "lanes": self.lanes}
-        sharing = {"accumulate": self.accumulate, "per_host": self.per_host, "on_host": self.on_host}
-        held = strategy.footprint(self.model, **sizes, **sharing).held
+        on_host = self.on_host if workers is None else None  # others may be anywhere
+        more = {"accumulate": self.accumulate, "per_host": self.per_host}
+        held = strategy.footprint(self.model, **sizes, **more, on_host=on_host).held
         return held + (residuals(self.model, **sizes) if self.compressed else 0)
 
     @property

@@ -4,10 +4,10 @@
     exact   2·(N-1)/N · 4Ψ, whatever m is                 the canonical sum
     int8    (m + 1)·(N-1)/N · Ψ·(1 + 4/256)               the canonical sum of what each lane's part is in int8, in int8
 
-In int8 a block of 256 elements has one scale in fp32, its largest magnitude / 127. Blocks are counted from the first
-element of a parameter, so that they don't depend on buckets; each lane's part is rounded by itself, and owners of
-ranges add up what the lanes sent, so that they don't depend on workers either. The sum comes back in int8 as well:
-every worker goes on with that, its owner too.
+In int8 a block of 256 elements has one scale in fp32 (compression/int8.py). Blocks are counted from the first element
+of a parameter, so that they don't depend on buckets; each lane's part is rounded by itself, and owners of ranges add up
+what the lanes sent, so that they don't depend on workers either. The sum comes back in int8 as well: every worker goes
+on with that, its owner too.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from torch import Tensor
 from paceline.collectives.canonical_sum import SumPlan, merges, owner_ranges
 from paceline.collectives.communicator import Communicator, wait_all
 from paceline.collectives.gradient_exchange import TAGS_PER_BUCKET, GradientExchange, PendingSum
+from paceline.compression.int8 import Int8
 from paceline.sharding.bucket import Bucket, GradientSpec, packed, plan_buckets
 from paceline.strategies.buckets import LaneSums, expected_order
 from paceline.strategies.ddp import Pending
@@ -30,8 +31,8 @@ Wire = Literal["fp32", "int8"]
 WIRES: tuple[Wire, ...] = ("fp32", "int8")
 
 BLOCK = 256
+CODEC = Int8(block=BLOCK)
 INT8 = "int8 sum"  # in counts of bytes
-_SCALE = torch.float32.itemsize
 
 
 class SumOfLanes(Protocol):
@@ -92,83 +93,46 @@ class Int8Sum:
             with torch.no_grad():
                 out.copy_(int8_sum(self._comm, self._plan, sums.nodes, out.numel(), tag=tag))
 
-        return PendingSum(out, self._exchange.in_turn(exchange))
+        return PendingSum(out, self._exchange.start_messages(exchange, out.device))
 
     def close(self) -> None:
         self._exchange.close()
 
 
-# -- blocks ------------------------------------------------------------------------------------------------------------
-
-
-Coded = tuple[Tensor, Tensor]  # elements in int8, and the scales of their blocks
-
-
-def encoded(values: Tensor) -> Coded:
-    """On the host. A block in which one element is not finite has none that is."""
-    blocks = F.pad(values.float(), (0, -values.numel() % BLOCK)).view(-1, BLOCK)
-    scales = blocks.abs().amax(1) / 127
-    rounded = (blocks / scales.unsqueeze(1)).nan_to_num(0.0, 0.0, 0.0).round_().clamp_(-127, 127)
-    return rounded.view(-1)[: values.numel()].to(torch.int8).cpu(), scales.cpu()
-
-
-def decoded(elements: Tensor, scales: Tensor) -> Tensor:
-    blocks = F.pad(elements.float(), (0, -elements.numel() % BLOCK)).view(-1, BLOCK)
-    return blocks.mul_(scales.unsqueeze(1)).view(-1)[: elements.numel()]
-
-
-def _message_bytes(width: int) -> int:
-    return width + -(-width // BLOCK) * _SCALE
-
-
-def _message(coded: Coded, start: int, stop: int) -> Tensor:
-    """A range of whole blocks; the scales come first, where they are aligned."""
-    elements, scales = coded
-    some = scales[start // BLOCK : -(-stop // BLOCK)]
-    return torch.cat([some.view(torch.uint8), elements[start:stop].view(torch.uint8)])
-
-
-def _read(message: Tensor, width: int) -> Tensor:
-    split = message.numel() - width
-    return decoded(message[split:].view(torch.int8), message[:split].view(torch.float32))
+def _rows(flat: Tensor) -> Tensor:
+    """In blocks, the last of them filled up with zeros."""
+    return F.pad(flat.float(), (0, -flat.numel() % BLOCK)).view(-1, BLOCK)
 
 
 def int8_sum(comm: Communicator, plan: SumPlan, nodes: Mapping[int, Tensor], elements: int, *, tag: int) -> Tensor:
     """The sum over all lanes, in fp32 on the host. Takes two tags."""
-    ranges = owner_ranges(elements, comm.size, BLOCK)
-    start, stop = ranges[comm.rank]
-    width = stop - start
+    blocks = -(-elements // BLOCK)
+    ranges = owner_ranges(blocks, comm.size, 1)  # of whole blocks
+    own = slice(*ranges[comm.rank])
     others = [(comm.rank + hop) % comm.size for hop in range(1, comm.size)]
     owners = [peer for peer in others if ranges[peer][0] < ranges[peer][1]]
-    mine = {lane: encoded(node) for lane, node in nodes.items()}
+    mine = {lane: CODEC.encode(_rows(node), ()).cpu() for lane, node in nodes.items()}
+    out, coded = torch.empty(blocks, BLOCK), torch.empty(blocks, CODEC.row_bytes, dtype=torch.uint8)
 
-    parting = [(peer, _message(mine[lane], *ranges[peer])) for peer in owners for lane in plan.holders[comm.rank]]
-    outgoing = [comm.send(message, to=peer, tag=tag, operation=INT8) for peer, message in parting]
-    foreign = [(peer, lane) for peer in others for lane in plan.holders[peer]] if width else []
-    arrived = [torch.empty(_message_bytes(width), dtype=torch.uint8) for _ in foreign]
-    wait_all(
-        [
-            comm.receive(row, source=peer, tag=tag, operation=INT8)
-            for (peer, _), row in zip(foreign, arrived, strict=True)
-        ]
-    )
-    message = torch.empty(0, dtype=torch.uint8)
-    if width:
-        parts = {lane: _read(_message(mine[lane], start, stop), width) for lane in mine}
-        parts |= {lane: _read(row, width) for (_, lane), row in zip(foreign, arrived, strict=True)}
+    sends = [(mine[lane][slice(*ranges[peer])], peer) for peer in owners for lane in plan.holders[comm.rank]]
+    outgoing = [comm.send(rows, to=peer, tag=tag, operation=INT8) for rows, peer in sends]
+    if own.start < own.stop:
+        foreign = [(peer, lane) for peer in others for lane in plan.holders[peer]]
+        arrived = {lane: torch.empty_like(coded[own]) for _, lane in foreign}
+        wait_all([comm.receive(arrived[lane], source=peer, tag=tag, operation=INT8) for peer, lane in foreign])
+        arrived |= {lane: rows[own] for lane, rows in mine.items()}
+        parts = {lane: torch.empty_like(out[own]) for lane in arrived}
+        for lane, rows in arrived.items():
+            CODEC.decode(rows, (), parts[lane])
         for merge in merges(plan.present):
             parts[merge.left].add_(parts.pop(merge.right))
         (total,) = parts.values()
-        message = _message(encoded(total), 0, width)
+        coded[own] = CODEC.encode(total, ())
     wait_all(outgoing)
 
-    back = {peer: torch.empty(_message_bytes(ranges[peer][1] - ranges[peer][0]), dtype=torch.uint8) for peer in owners}
-    outgoing = [comm.send(message, to=peer, tag=tag + 1, operation=INT8) for peer in others] if width else []
-    incoming = [comm.receive(row, source=peer, tag=tag + 1, operation=INT8) for peer, row in back.items()]
+    outgoing = [comm.send(coded[own], to=peer, tag=tag + 1, operation=INT8) for peer in others if own.start < own.stop]
+    rest = [(coded[slice(*ranges[peer])], peer) for peer in owners]
+    incoming = [comm.receive(rows, source=peer, tag=tag + 1, operation=INT8) for rows, peer in rest]
     wait_all([*incoming, *outgoing])
-    out = torch.empty(elements)
-    for peer, row in {comm.rank: message, **back}.items():
-        low, high = ranges[peer]
-        if low < high:
-            out[low:high] = _read(row, high - low)
-    return out
+    CODEC.decode(coded, (), out)
+    return out.view(-1)[:elements]
