@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
+from paceline import LossScale
 from paceline.compression import Compression, Int8, PowerSgd, TopK
-from tests.bits.programs import PROGRAMS, gpt
+from tests.bits.programs import PROGRAMS, gpt, short_last_step
 from tests.bits.test_checkpoints import HALF, STEPS, states_differ, trains
 from tests.smoke import first_of_each
 from tests.workers import hashes, run_workers
@@ -67,6 +68,14 @@ def test_any_model_has_one_hash(program: str, precision: str) -> None:
         job = {"bucket_mib": bucket_mib, "backend": backend, "strategy": strategy, "compression": WAYS[way]}
         found = hashes(run_workers(PROGRAMS[program], workers, lanes=4, precision=precision, **job))
         assert found == {one}, (workers, job)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_worker_without_lanes_in_a_step_knows_its_loss_scale(strategy: str) -> None:
+    """The last step of an epoch has fewer lanes than there are workers, and every step another scale."""
+    job = {"lanes": 4, "precision": "fp16", "loss_scale": LossScale(2.0**8, growth_every=1), "compression": "int8"}
+    one = hashes(run_workers(short_last_step, 1, **job))
+    assert hashes(run_workers(short_last_step, 4, strategy=strategy, **job)) == one
 
 
 def test_compression_changes_the_bits_only_after_the_steps_it_waits_for() -> None:
