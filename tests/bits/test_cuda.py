@@ -10,6 +10,7 @@ import torch
 from paceline import Engine, World
 from paceline.strategies.zero.zero3 import Zero3Config
 from tests.bits.programs import clipped, convnet, gpt, lstm
+from tests.bits.test_compression import WAYS
 from tests.engine.loops import prepared
 from tests.strategies.test_hybrid import on_hosts
 from tests.workers import hashes, run_workers
@@ -92,3 +93,14 @@ def where(world: World) -> tuple[str, str]:
 def test_the_device_is_found_and_model_and_batches_are_there() -> None:
     (result,) = run_workers(where, 1)
     assert result.value == ("cuda:0", "cuda:0"), result.traceback
+
+
+@pytest.mark.parametrize(("strategy", "workers"), [("ddp", 2), ("zero2", 3)])
+@pytest.mark.parametrize("way", ["int8", "int8 stochastic", "sign", "topk momentum", "powersgd", "mixed"])
+def test_compressed_gradients_of_workers_sharing_a_gpu_give_the_bits_of_one(
+    way: str, strategy: str, workers: int
+) -> None:
+    """Payloads go through the host."""
+    job = {"lanes": 4, "device": "cuda:0", "backend": "gloo", "compression": WAYS[way]}
+    alone = hashes(run_workers(clipped, 1, **job))
+    assert hashes(run_workers(clipped, workers, strategy=strategy, bucket_mib=0.01, **job)) == alone

@@ -79,10 +79,11 @@ class StrategyTable:
 
     def compression_state(self) -> dict[str, Any]:
         """Of the one strategy that there is where gradients are compressed."""
-        return self.of(self._all)[0].compression_state(self._own_lanes)
+        return self.of(self._all)[0].compression_state(self._own_lanes) if self._compresses else {}
 
     def load_compression(self, saved: Mapping[str, Any]) -> None:
-        self.of(self._all)[0].load_compression(saved, self._own_lanes)
+        if self._compresses:
+            self.of(self._all)[0].load_compression(saved, self._own_lanes)
 
     def full_tensor(self, weights: Tensor) -> Tensor:
         """A parameter's newest weights; anything else of a model's state is what it is."""
