@@ -161,6 +161,7 @@ def test_samples_are_grouped_by_length_and_data_seed_changes_the_order_alone(tmp
     assert sorted(orders[0]) == sorted(orders[1])
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # of torch's compiler, about itself
 def test_gradient_checkpointing_compiling_and_fractions_of_epochs_train(tmp_path: Path) -> None:
     class Blocks(nn.Module):
         def __init__(self) -> None:
