@@ -359,7 +359,8 @@ class TrainStep:
             self.buffers.start_shadow()
         elif item.first_of_lane:
             self.buffers.start_lane(item.lane)
-            self.strategy().start_lane(item.lane)
+            if self.now.lanes_apart:
+                self.strategy().start_lane(item.lane)
         self._fault_point("forward")
         place = (item.epoch, item.step, item.lane, item.micro_batch, self.update)
         seed_everything(mix(self._config.seed, "model", *place))
