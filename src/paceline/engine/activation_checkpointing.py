@@ -204,12 +204,17 @@ class Recomputed:
             module.forward = MethodType(_recomputing(type(module).forward, own, wanted.keep), module)
 
     def close(self) -> None:
-        for module, own in zip(self._modules, self._own, strict=True):
-            if own is None:
-                module.__dict__.pop("forward", None)
-            else:
-                module.forward = own
+        give_back_forward(self._modules, self._own)
         self._modules, self._own = [], []
+
+
+def give_back_forward(modules: Sequence[nn.Module], own: Sequence[Forward | None]) -> None:
+    """What each had in place of its class's forward, if anything."""
+    for module, before in zip(modules, own, strict=True):
+        if before is None:
+            module.__dict__.pop("forward", None)
+        else:
+            module.forward = before
 
 
 def _recomputing(of_class: Forward, own: Forward | None, keep: Keep) -> Forward:

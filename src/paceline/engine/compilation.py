@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from paceline.engine.activation_checkpointing import blocks_of
+from paceline.engine.activation_checkpointing import blocks_of, give_back_forward
 from paceline.errors import ConfigError
 from paceline.input_file import one_line
 from paceline.torch_compat import compiler
@@ -113,11 +113,7 @@ class CompiledBlocks:
 
     def close(self) -> None:
         self._compiler.stay_compiled(wanted=self._before)
-        for module, own in zip(self.modules, self._own, strict=True):
-            if own is None:
-                module.__dict__.pop("forward", None)
-            else:
-                module.forward = own
+        give_back_forward(self.modules, self._own)
         for model, loss in self._losses:
             model.loss_function = loss
         self.modules, self._own, self._losses = [], [], []

@@ -201,7 +201,7 @@ def _casts(module: nn.Module, before: torch.dtype, after: torch.dtype) -> list[A
 def _own_loss(output: Any) -> Tensor | None:
     """Of a model that makes its loss itself. In training nothing else of what it returns is cast, for it is not used.
 
-    A language model's logits may be the largest tensor of a step: casting 32,000 numbers a token took 2 % of it.
+    A language model's logits may be the largest tensor of a step, with tens of thousands of numbers for every token.
     """
     loss = output.get("loss") if isinstance(output, Mapping) else None
     return loss if isinstance(loss, Tensor) and loss.requires_grad and loss.numel() == 1 else None

@@ -234,9 +234,9 @@ def tensor_address(world: World) -> str:
 def cublas_workspace() -> Iterator[None]:
     """For the first product of matrices: torch wants to be told that cuBLAS's workspace is fixed, and remembers it.
 
-    torch gives cuBLAS a workspace of its own, which is what makes it deterministic. Were the variable left there, torch
-    2.11 would read it in every product, which takes the host 60 µs instead of 10: a small micro-batch took it 38 ms
-    instead of 17. What the user has set stays.
+    torch gives cuBLAS a workspace of its own, which is what makes it deterministic. Were the variable left there, every
+    product would take the host longer: 38 ms instead of 17 for a small micro-batch (torch 2.11). What the user has set
+    stays.
     """
     given = os.environ.get("CUBLAS_WORKSPACE_CONFIG")
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
