@@ -7,7 +7,7 @@ life.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import torch
@@ -20,6 +20,7 @@ from paceline.engine.activation_checkpointing import ActivationCheckpointing
 from paceline.engine.compilation import Compile, compile_of
 from paceline.errors import ConfigError
 from paceline.input_file import one_line
+from paceline.mesh.mesh import Mesh
 from paceline.optim.loss_scale import LossScale, OnNonFinite, loss_scale_of
 from paceline.optim.offload import OffloadName, check_offload
 from paceline.optim.precision import Precision, precision_of
@@ -70,6 +71,7 @@ class EngineConfig:
     offload: OffloadName | None = None
     compile: Compile | None = None
     compression: Compression | None = None
+    mesh: Mesh = field(default_factory=Mesh)  # with every size known, where a script or a flag asks for one
 
     def __post_init__(self) -> None:
         def check(ok: bool, text: str) -> None:
@@ -128,11 +130,11 @@ class EngineConfig:
                 f"replay of {world.settings.replay}: strategy={self.strategy.name!r} has no order of updates to do "
                 "again; the script has changed, or the folder is of another run"
             )
-        if world.size > self.lanes:
+        if (workers := world.size // self.mesh.cp) > self.lanes:
             raise ConfigError(
-                f"{world.size} workers but only {counted(self.lanes, 'lane')}: "
-                f"{world.size - self.lanes} of them would have "
-                f"nothing to do; start with --lanes {world.size} or more, or with --workers {self.lanes}"
+                f"{workers} workers but only {counted(self.lanes, 'lane')}: "
+                f"{workers - self.lanes} of them would have "
+                f"nothing to do; start with --lanes {workers} or more, or with --workers {self.lanes * self.mesh.model}"
             )
 
 
@@ -177,6 +179,7 @@ def config_of(
     compile: Compile | bool | None,
     reduction: Reduction,
     compression: Any,
+    mesh: Mesh | None,
     **as_given: Any,
 ) -> EngineConfig:
     """`as_given`: what no flag speaks of."""
@@ -191,7 +194,8 @@ def config_of(
     offload = one_of("offload", offload, told.offload)  # type: ignore[arg-type]
     flag: recomputing.Wanted = told.activation_checkpointing
     again = one_of("activation_checkpointing", activation_checkpointing, flag)
-    lanes = one_of("lanes", lanes, told.lanes) or seat.size
+    mesh = mesh_of(seat, mesh)
+    lanes = one_of("lanes", lanes, told.lanes) or seat.size // mesh.model
     backend = _or(_or(backend, told.backend), default_backend(seat, device))
     check_backend(seat, one_word("backend", backend, BACKENDS))
     config = EngineConfig(
@@ -200,7 +204,7 @@ def config_of(
         seed=one_of("seed", seed, told.seed) if (seed, told.seed) != (None, None) else DEFAULT_SEED,  # type: ignore[arg-type]
         strategy=choose(strategy),
         backend=backend,
-        threads=one_of("threads", threads, told.threads) or default_threads(lanes),
+        threads=one_of("threads", threads, told.threads) or default_threads(lanes * mesh.model),
         activation_checkpointing=recomputing.parse(again),
         precision=precision,
         loss_scale=loss_scale_of(loss_scale, precision),
@@ -208,11 +212,34 @@ def config_of(
         compile=compile_of(compile, reduction),
         reduction=reduction,
         compression=compression_of(compression),
+        mesh=mesh,
         **as_given,
     )
     able = [entry.name for entry in STRATEGIES.values() if entry.takes_offload]
     check_offload(offload, device, config.strategy.name, able)
     return config
+
+
+def mesh_of(seat: World, mesh: Mesh | None) -> Mesh:
+    """As the script and the launcher's flags say, for the workers that there are."""
+    if mesh is not None and not isinstance(mesh, Mesh):
+        raise ConfigError(
+            f"mesh={one_line(repr(mesh), 60)} is a {type(mesh).__name__}; give a paceline.Mesh(tp=…, cp=…)"
+        )
+    told = seat.settings
+    asked = Mesh() if mesh is None else mesh
+    for name, flag in (("tp", told.tp), ("cp", told.cp)):
+        here = getattr(asked, name)
+        asked = replace(asked, **{name: one_of(name, None if here == 1 and mesh is None else here, flag) or here})
+    if mesh is None and not asked.splits_model:
+        return Mesh()
+    found = asked.of_workers(seat.size)
+    if found.splits_model and seat.elastic is not None:
+        raise ConfigError(
+            f"{found} in a job that is elastic: a lost worker would leave a part of a model behind; start it without "
+            "--elastic: it goes on from its last checkpoint"
+        )
+    return found
 
 
 # -- names of Accelerate -----------------------------------------------------------------------------------------------

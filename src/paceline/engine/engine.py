@@ -54,6 +54,8 @@ from paceline.engine.second_opinion import SecondOpinion
 from paceline.engine.step import Timing, TrainStep
 from paceline.engine.stop_signals import StoppedOnRequest, StopSignals
 from paceline.errors import LoopError
+from paceline.mesh.mesh import Mesh
+from paceline.mesh.plans import Plan
 from paceline.optim.loss_scale import LossScale, OnNonFinite
 from paceline.optim.offload import OffloadName
 from paceline.optim.precision import Precision
@@ -87,6 +89,7 @@ class Engine(AccelerateNames):
         loss_scale: LossScale | float | None = None,
         offload: OffloadName | None = None,
         compression: Any = None,
+        mesh: Mesh | None = None,
         activation_checkpointing: recomputing.Wanted = None,
         compile: Compile | bool | None = None,
         global_batch_size: int | None = None,
@@ -127,6 +130,7 @@ class Engine(AccelerateNames):
             loss_scale=loss_scale,
             offload=offload,
             compression=compression,
+            mesh=mesh,
             activation_checkpointing=activation_checkpointing,
             compile=compile,
             global_batch_size=global_batch_size,
@@ -187,7 +191,7 @@ class Engine(AccelerateNames):
 
     # -- the five lines of a loop ------------------------------------------------------------------------------------
 
-    def prepare(self, *objects: Any, weights: str | Path | None = None) -> Any:
+    def prepare(self, *objects: Any, weights: str | Path | None = None, plan: Plan = None) -> Any:
         """Take models, optimizers, schedulers and loaders, in any order, and hand them back in that order.
 
         Of several loaders beside an optimizer the first that shuffles (or has a sampler of its own, or reads a stream)
@@ -195,8 +199,9 @@ class Engine(AccelerateNames):
         place of a loader a plain dataset will do where the Engine knows its `global_batch_size`.
 
         `weights`: of a model built under `torch.device("meta")`, the folder of safetensors files that they come from.
+        `plan`: how tensor parallelism shards the model (docs/concepts/mesh.md); without one, the model's own.
         """
-        out = self._preparation.prepare(objects, weights)
+        out = self._preparation.prepare(objects, weights, plan)
         return out if len(out) > 1 else out[0]
 
     def backward(

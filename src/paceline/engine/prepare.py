@@ -59,10 +59,16 @@ from paceline.engine.stop_signals import StopSignals
 from paceline.engine.strategy_table import StrategyTable
 from paceline.engine.vote import WeightsWatch
 from paceline.errors import CheckpointError, ConfigError, LoopError, ReplicaError
+from paceline.mesh.full_tensors import FullTensors, ShardedTensors
+from paceline.mesh.peers import TensorParallelPeers
+from paceline.mesh.plans import Plan, shard
+from paceline.mesh.tensor_parallel import replace_in
 from paceline.optim.precision import Precision
+from paceline.optim.range_optimizer import check_elementwise
 from paceline.parameter_server.replay import Replay
 from paceline.strategies.meta_device import Given, check_states, fill, is_on_meta, module_names, moved
 from paceline.strategies.registry import Job
+from paceline.strategies.strategy import TensorPeers
 from paceline.world.checked_values import path_of
 
 
@@ -81,6 +87,7 @@ class PreparedObjects:
     has_history: bool = False  # the optimizers were given with a state
     steps_were_asked: bool = False  # of an epoch: schedules are made from them
     registered: list[Any] = field(default_factory=list)  # saved and loaded with these
+    whole: FullTensors = field(default_factory=FullTensors)  # of what tensor parallelism has sharded
 
     def training(self) -> TrainStep:
         if self.step is None:
@@ -89,10 +96,11 @@ class PreparedObjects:
 
     def full_tensor(self, weights: Tensor) -> Tensor:
         """Of a parameter or buffer, whatever part of it this worker has."""
-        return weights.detach() if self.step is None else self.step.strategies.full_tensor(weights)
+        local = weights.detach() if self.step is None else self.step.strategies.full_tensor(weights)
+        return self.whole.full(weights, local)
 
     def hash(self) -> str:
-        return weights_hash(self.models) if self.step is None else weights_hash(self.models, self.full_tensor)
+        return weights_hash(self.models, self.full_tensor)
 
     def close(self) -> None:
         for part in (self.loader, self.step, self.recomputed, self.causal_masks, self.compiled):
@@ -234,7 +242,9 @@ class Preparation:
         self._stops, self._opinion, self._replay, self._record_folder = stops, opinion, replay, record_folder
         self._given: Given = {}
 
-    def prepare(self, objects: tuple[Any, ...], weights: str | Path | None = None) -> tuple[Any, ...]:
+    def prepare(
+        self, objects: tuple[Any, ...], weights: str | Path | None = None, plan: Plan = None
+    ) -> tuple[Any, ...]:
         objects = tuple(map(undivided, objects))
         trains = any(isinstance(thing, Optimizer) for thing in objects)
         if weights is not None:
@@ -245,7 +255,7 @@ class Preparation:
         for thing in objects:
             self._adopt(thing)
         if trains:
-            self._start_training()
+            self._start_training(plan)
         loaders = [at for at, thing in enumerate(objects) if isinstance(thing, DataLoader)]
         which = ""
         if place is not None and len(loaders) > 1:
@@ -274,12 +284,13 @@ class Preparation:
 
     # -- what trains -------------------------------------------------------------------------------------------------
 
-    def _start_training(self) -> None:
+    def _start_training(self, plan: Plan) -> None:
         own, config, group = self._objects, self._config, self._group
         if own.step is not None:
             raise ConfigError("engine.prepare() was given an optimizer twice; prepare all optimizers in one call")
         if not own.models:
             raise ConfigError("engine.prepare() got an optimizer but no model; give both in one call")
+        self._shard_models(plan)
         check_belong_together(own.models, own.optimizers, own.schedulers)
         check_batch_norms(own.models, config.reduction)
         own.has_history = has_history(own.optimizers, [])  # a sharded strategy takes the state elsewhere
@@ -312,6 +323,23 @@ class Preparation:
         for scheduler in own.schedulers:
             let_scheduler_follow(scheduler, own.step)
 
+    def _shard_models(self, plan: Plan) -> None:
+        """By tensor parallelism; from here on models and optimizers are as small as this worker's part of them."""
+        own, group, parallel = self._objects, self._group, self._group.parallel
+        if parallel is None or self._config.mesh.tp == 1:
+            if plan is not None:
+                raise ConfigError("engine.prepare(plan=…) is for tensor parallelism: give Engine(mesh=Mesh(tp=…)) too")
+            return
+        self._fill_models(always=True)
+        check_same_models(group.all, own.models)
+        own.whole = ShardedTensors(parallel, group.tensor_peers)
+        for model in own.models:
+            moved = shard(model, plan, parallel)
+            for optimizer in own.optimizers:
+                replace_in(optimizer.param_groups, moved)
+        for optimizer in own.optimizers:
+            check_elementwise(optimizer, group.device)
+
     def _open_weights(self, path: Path, models: Sequence[nn.Module], *, trains: bool) -> None:
         """The first weights of the one model in the call; which files they are in is compared, values are not."""
         if not trains or len(models) != 1 or not is_on_meta(models[0]):
@@ -335,13 +363,13 @@ class Preparation:
                 if not tensor.is_meta and id(tensor) in self._given:  # as where a script built a part of it elsewhere
                     tensor.copy_(self._given[id(tensor)]())
 
-    def _fill_models(self) -> None:
+    def _fill_models(self, *, always: bool = False) -> None:
         """Models built on the meta device get their first weights here, where the strategy doesn't do it itself."""
         models = self._objects.models
         if not any(map(is_on_meta, models)):
             return
         check_states(self._objects.optimizers)
-        if not self._config.strategy.entry.fills_meta:
+        if always or not self._config.strategy.entry.fills_meta:
             names = module_names(models, self._given)
             for model in models:
                 fill(model, names, seed=self._config.seed, device=self._group.device)
@@ -376,6 +404,7 @@ class Preparation:
             offload=config.offload is not None,
             whole=() if own.compiled is None else tuple({type(module) for module in own.compiled.modules}),
             compression=config.compression,
+            peers=TensorPeers() if group.parallel is None else TensorParallelPeers(group.tensor_peers, group.parallel),
             facts=job_facts(config, {}, group.device),
             replay=self._replay,
             generation=group.generation or 1,

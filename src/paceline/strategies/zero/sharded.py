@@ -23,7 +23,7 @@ from paceline.collectives.canonical_sum import SumPlan
 from paceline.collectives.communicator import Communicator
 from paceline.collectives.gradient_exchange import GradientExchange
 from paceline.errors import ConfigError
-from paceline.optim.gradient_norm import all_block_norms, all_finite, clip_coefficient, norm_of_blocks
+from paceline.optim.gradient_norm import all_finite, clip_coefficient, counted_norms, norm_of_blocks
 from paceline.optim.offload import HOST, Offload
 from paceline.optim.range_optimizer import check_elementwise, check_thread_cuts
 from paceline.sharding.bucket import Shards, cut_buckets, plan_buckets
@@ -100,7 +100,7 @@ class ShardedParts:
         """Of all workers, each of which has its own."""
         flags, handle = self.comm.all_gather(torch.tensor([all_finite(gradients)], dtype=torch.uint8))
         handle.wait()
-        return bool(flags.all())
+        return self.job.peers.all_true(bool(flags.all()))
 
     def close(self) -> None:
         self.weights.close()
@@ -251,13 +251,14 @@ class ShardedStrategy(InBuckets):
 
     def clip(self, max_norm: float) -> float:
         assert self._pieces is not None
-        gradients = self._gradients()
-        mine = all_block_norms(gradients)
+        gradients, peers = self._gradients(), self._parts.job.peers
+        found = [(p.grad, peers.counts(self.parameters[piece.parameter])) for piece, p in self._pieces.tensors.items()]
+        mine = counted_norms((gradient, counts) for gradient, counts in found if gradient is not None).to("cpu")
         padded = mine.new_zeros(self._pieces.most_blocks)
         padded[: mine.numel()] = mine
         norms, handle = self._parts.comm.all_gather(padded)
         handle.wait()
-        norm = norm_of_blocks(norms.view(-1))
+        norm = norm_of_blocks(peers.gathered(norms.view(-1)))
         if gradients and (norm > max_norm or not math.isfinite(norm)):
             foreach_mul_(gradients, clip_coefficient(norm, max_norm))
         return norm
