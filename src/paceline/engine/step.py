@@ -40,6 +40,7 @@ from paceline.collectives.byte_count import Traffic
 from paceline.data.sharded_sampler import WorkItem
 from paceline.elastic.faults import begin_step, fault_point, flips_due, ordered
 from paceline.engine import rules
+from paceline.engine.compilation import CompiledBlocks, NotCompiled
 from paceline.engine.config import EngineConfig
 from paceline.engine.group import Group
 from paceline.engine.host_reading import HostReading
@@ -235,8 +236,9 @@ class TrainStep:
         strategies: StrategyTable,
         stops: StopSignals,
         passes: OnePass,
+        compiled: CompiledBlocks | NotCompiled,
     ) -> None:
-        self._config, self._group, self._stops = config, group, stops
+        self._config, self._group, self._stops, self._compiled = config, group, stops, compiled
         self.models, self._optimizers, self._schedulers = models, optimizers, schedulers
         self.strategies, self.passes = strategies, passes
         self.active: Strategy | None = None
@@ -253,7 +255,7 @@ class TrainStep:
         self._updating = self._in_body = False
         self._stepped_in_body: set[int] = set()  # schedulers
         self._clip: float | None = None
-        self._norm = math.nan
+        self._norm: float | Tensor = math.nan
         self._mean_names: dict[int, str] = {}
         self.means: dict[str, float] = {}
         self.stop_wanted = self.stop_agreed = False
@@ -361,6 +363,7 @@ class TrainStep:
             self.buffers.start_lane(item.lane)
             if self.now.lanes_apart:
                 self.strategy().start_lane(item.lane)
+        self._compiled.begin_item()
         self._fault_point("forward")
         place = (item.epoch, item.step, item.lane, item.micro_batch, self.update)
         seed_everything(mix(self._config.seed, "model", *place))
@@ -575,7 +578,7 @@ class TrainStep:
         else:
             self.buffers.finish_step(self._group.comm, now.owner, now.lowest, changed)
 
-    def clip(self, max_norm: float) -> float:
+    def clip(self, max_norm: float) -> float | Tensor:
         """Clip the summed gradient by its global norm; before the step's last item there is nothing to clip yet."""
         self._clip = max_norm
         if self.phase is Phase.ITEM:
