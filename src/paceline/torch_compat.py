@@ -71,7 +71,7 @@ _COMPILED = "DistributedDataParallel under torch.compile"
 # -- tensors -----------------------------------------------------------------------------------------------------------
 
 foreach_copy_: Callable[[list[Tensor], list[Tensor]], None] = resolve("torch:_foreach_copy_", "copying gradients")
-foreach_mul_: Callable[[list[Tensor], float], None] = resolve("torch:_foreach_mul_", "clip_grad_norm_()")
+foreach_mul_: Callable[[list[Tensor], float | Tensor], None] = resolve("torch:_foreach_mul_", "clip_grad_norm_()")
 foreach_norm: Callable[[list[Tensor], float], list[Tensor]] = resolve("torch:_foreach_norm", "loss scaling")
 
 version_of: Callable[[Tensor], int] = attribute(Tensor, "_version", "a look for writes to weights")  # it counts them

@@ -19,19 +19,21 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # of torch's compiler, about 
 
 
 class Block(nn.Module):
-    def __init__(self, width: int) -> None:
+    def __init__(self, width: int, dropout: float) -> None:
         super().__init__()
         self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+        self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(F.gelu(self.up(self.norm(x))))
+        made: Tensor = x + self.dropout(self.down(F.gelu(self.up(self.norm(x)))))
+        return made
 
 
 class Net(nn.Module):
-    def __init__(self, width: int = 16) -> None:
+    def __init__(self, width: int = 16, dropout: float = 0.0) -> None:
         super().__init__()
         self.first, self.last = nn.Linear(8, width), nn.Linear(width, 1)
-        self.blocks = nn.ModuleList(Block(width) for _ in range(3))
+        self.blocks = nn.ModuleList(Block(width, dropout) for _ in range(3))
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.first(x)
@@ -146,3 +148,83 @@ def test_a_model_that_is_compiled_already_is_refused() -> None:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         with pytest.raises(ConfigError, match="with Net, which is compiled already"):
             engine.prepare(torch.compile(model, backend="eager"), optimizer)
+
+
+# -- CUDA graphs -------------------------------------------------------------------------------------------------------
+
+GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+
+def trains_on_gpu(
+    world: World, *, graphs: bool | None, strategy: str = "ddp", accumulate: int = 1, clip: bool = True
+) -> tuple[bool, str]:
+    """With dropout, an item that is left out, and an evaluation in the middle whose outputs are kept."""
+    options: dict[str, Any] = {"lanes": 3, "timeout_s": 120, "precision": "bf16", "device": "cuda"}
+    compile = Compile(cuda_graphs=graphs)
+    with Engine(world=world, strategy=strategy, compile=compile, accumulate=accumulate, **options) as engine:
+        torch.manual_seed(0)
+        model = Net(64, dropout=0.2).to(engine.device)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
+        model, optimizer, loader = engine.prepare(model, optimizer, samples())
+        assert engine._objects.compiled is not None
+        kept, losses = [], []
+        for place, (x, y) in enumerate(loader):
+            loss = F.mse_loss(model(x), y)
+            losses.append(loss.detach())
+            if world.size == 1 and place == 4:
+                continue
+            engine.backward(loss)
+            if clip:
+                engine.clip_grad_norm_(1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            if engine.stepped:
+                model.eval()
+                with torch.no_grad():
+                    kept += [model(x[:2] * sign) for sign in (1, -1)]
+                model.train()
+        assert torch.stack(kept).isfinite().all()
+        assert torch.stack(losses).isfinite().all()
+        return engine._objects.compiled.in_graphs, engine.weights_hash()
+
+
+@GPU
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2"])
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.filterwarnings("ignore:lane 1 of step")
+def test_blocks_in_cuda_graphs_give_the_bits_of_blocks_without(strategy: str, accumulate: int) -> None:
+    found = {
+        graphs: trains_on_gpu(World(), graphs=graphs, strategy=strategy, accumulate=accumulate)
+        for graphs in (None, False)
+    }
+    assert found[None][0]
+    assert not found[False][0]
+    assert found[None][1] == found[False][1]
+
+
+@GPU
+@pytest.mark.workers
+def test_workers_that_share_a_gpu_have_the_bits_of_one_in_graphs() -> None:
+    def of(workers: int) -> set[Any]:
+        return {r.value or r.error for r in run_workers(trains_on_gpu, workers, graphs=None, timeout_s=240)}
+
+    assert len(of(2) | of(3)) == 1
+
+
+@GPU
+def test_what_graphs_can_t_be_used_with_is_compiled_without() -> None:
+    for options in ({"precision": "fp32"}, {"precision": "bf16", "strategy": "fsdp"}):
+        with Engine(world=World(), device="cuda", compile=True, **options) as engine:  # type: ignore[arg-type]
+            prepared(engine)
+            assert engine._objects.compiled is not None
+            assert not engine._objects.compiled.in_graphs
+
+
+def test_cuda_graphs_on_a_cpu_are_refused() -> None:
+    with (
+        Engine(world=World(), compile=Compile(cuda_graphs=True)) as engine,
+        pytest.raises(ConfigError, match=r"cuda_graphs=True with a cpu, where they can't be used; leave it out"),
+    ):
+        prepared(engine)
+    with pytest.raises(ConfigError, match="they are inductor's"):
+        Compile("aot_eager", cuda_graphs=True)

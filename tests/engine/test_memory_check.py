@@ -68,7 +68,7 @@ def sharers(world: World, *, hosts: int) -> int:
     memory_check.memory_limit = lambda: MemoryLimit(2**40, "this host")  # type: ignore[attr-defined]
     with Engine(world=replace(world, **own), backend="gloo") as engine:
         optimizer = torch.optim.AdamW(nn.Linear(4, 4).parameters())
-        fit = memory_check._fit(engine.config, engine.world, engine._group.comm, engine.device, [optimizer])
+        fit = memory_check.fit_of(engine.config, engine.world, engine._group.comm, engine.device, [optimizer])
         assert fit is not None
         return fit.sharers
 

@@ -10,7 +10,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from paceline.optim.gradient_norm import BLOCK, block_norms, clip_coefficient, global_norm
+from paceline.optim.gradient_norm import (
+    BLOCK,
+    DIGITS,
+    all_block_norms,
+    block_norms,
+    clip_,
+    clip_coefficient,
+    global_norm,
+    norm_of_blocks,
+)
 
 
 def gradient(elements: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -51,7 +60,7 @@ def test_the_norm_has_the_same_bits_wherever_a_gradient_is_cut_between_blocks(
 def test_the_norm_does_not_depend_on_the_order_of_the_parameters() -> None:
     gradients = [gradient(3, seed) for seed in range(300)]
     orders = [gradients[cut:] + gradients[:cut] for cut in range(0, 300, 10)]
-    assert len({global_norm(order) for order in orders}) == 1
+    assert len({float(global_norm(order)) for order in orders}) == 1
 
 
 def test_the_norm_follows_logical_order_not_memory() -> None:
@@ -78,7 +87,7 @@ def test_no_gradients_and_empty_gradients_have_norm_zero() -> None:
 def test_one_value_that_is_not_finite_shows_in_the_norm(bad: float, norm: str, place: int) -> None:
     values = gradient(2 * BLOCK)
     values[place] = bad
-    assert str(global_norm([gradient(5), values])) == norm
+    assert str(float(global_norm([gradient(5), values]))) == norm
 
 
 def test_nan_wins_over_infinity() -> None:
@@ -91,3 +100,46 @@ def test_nan_wins_over_infinity() -> None:
 )
 def test_gradients_are_only_ever_made_smaller(norm: float, max_norm: float, coefficient: float) -> None:
     assert clip_coefficient(norm, max_norm) == coefficient
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.integers(1, 3000), st.integers(0, 10**6), st.integers(-200, 200), st.floats(0, 80))
+def test_the_sum_of_squares_is_exact_and_rounded_once(blocks: int, seed: int, power: int, spread: float) -> None:
+    """Against whole numbers of Python, which have no end."""
+    generator = torch.Generator().manual_seed(seed)
+    scale = torch.rand(blocks, generator=generator, dtype=torch.float64).mul(spread).exp2() * 2.0**power
+    norms = torch.rand(blocks, generator=generator, dtype=torch.float64) * scale
+    squares = [float(norm) * float(norm) for norm in norms]
+    exponent = max(math.frexp(max(squares))[1], -900)
+    total = 0
+    for square in squares:
+        scaled = math.ldexp(square, DIGITS - exponent)
+        high = math.floor(scaled)
+        total += (high << DIGITS) + round((scaled - high) * 2**DIGITS)
+    assert float(norm_of_blocks(norms)) == math.sqrt(math.ldexp(total, exponent - 2 * DIGITS))
+
+
+def test_a_sum_of_more_bits_than_fp64_is_rounded_once() -> None:
+    """As of 2^22 blocks, whose high parts alone have 55 bits."""
+    norms = torch.full((2**22,), 1.4142)
+    squares = norms.double().square()
+    scaled = math.ldexp(float(squares[0]), DIGITS - 1)
+    high = math.floor(scaled)
+    each = (high << DIGITS) + round((scaled - high) * 2**DIGITS)
+    assert float(norm_of_blocks(norms.double())) == math.sqrt(math.ldexp(each * 2**22, 1 - 2 * DIGITS))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("max_norm", [1.0, 1e30, math.inf, 0.0])
+def test_a_gpu_clips_to_the_bits_of_the_host(dtype: torch.dtype, max_norm: float) -> None:
+    for bad in (None, math.inf, math.nan):
+        here = [gradient(elements, elements, dtype) for elements in (3, BLOCK, 5 * BLOCK + 7)]
+        if bad is not None:
+            here[1][5] = bad
+        there = [one.cuda() for one in here]
+        norms = all_block_norms(there)
+        clip_(here, norm_of_blocks(norms.cpu()), max_norm)
+        found = clip_(there, norm_of_blocks(norms), max_norm)
+        assert str(float(found)) == str(float(norm_of_blocks(norms.cpu())))
+        assert all(torch.equal(a.cpu().nan_to_num(7.0), b.nan_to_num(7.0)) for a, b in zip(there, here, strict=True))

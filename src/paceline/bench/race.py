@@ -58,6 +58,7 @@ OURS = {
     "paceline-fast": EngineOptions("fast"),
     "paceline-exact-no-overlap": EngineOptions("exact", overlap=False),
     "paceline-fast-no-overlap": EngineOptions("fast", overlap=False),
+    "paceline-auto": EngineOptions("exact", strategy="auto"),
     "paceline-star": EngineOptions("exact", strategy="star"),
     "paceline-parameter-server": EngineOptions("exact", strategy="parameter_server", servers=1),
     "paceline-zero1": EngineOptions("exact", strategy="zero1"),

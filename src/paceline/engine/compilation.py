@@ -13,6 +13,12 @@ Which code a batch runs must not depend on the batches before it, which are othe
 code of its own, never one for several, and where shapes are too many (torch's limit is 8) training ends with an error.
 
 A model without blocks is one block. Under strategies with weights in shards blocks are the units that are gathered.
+
+On a GPU the kernels of a block are launched together, as a CUDA graph: a lane's micro-batch is small, and launching its
+kernels one by one takes the host longer than the device needs to run them. A graph has its memory, which the next
+item's run writes to again. So it is used where nothing of an item outlives it: in training, for blocks in low precision
+(their gradients are copied to fp32 sums as they come; fp32 gradients may themselves become the sum), whose weights stay
+where they are, and not for what is run again in backward (activation checkpointing).
 """
 
 from __future__ import annotations
@@ -30,7 +36,7 @@ from paceline.engine.activation_checkpointing import blocks_of, give_back_forwar
 from paceline.errors import ConfigError
 from paceline.input_file import one_line
 from paceline.torch_compat import compiler
-from paceline.world.checked_values import one_word
+from paceline.world.checked_values import one_word, switch
 
 MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 SAFE_MODES = ("default",)
@@ -39,13 +45,32 @@ SAFE_MODES = ("default",)
 
 @dataclass(frozen=True)
 class Compile:
+    """`cuda_graphs`: of blocks; by default where they can be used."""
+
     backend: str = "inductor"
     mode: str | None = None
+    cuda_graphs: bool | None = None
 
     def __post_init__(self) -> None:
         one_word("compile: backend", self.backend, torch.compiler.list_backends(exclude_tags=()))
         if self.mode is not None:
             one_word("compile: mode", self.mode, MODES)
+        if self.cuda_graphs is not None:
+            switch("compile: cuda_graphs", self.cuda_graphs)
+        if self.cuda_graphs and (self.backend != "inductor" or self.mode not in (None, "default")):
+            raise ConfigError(f"compile: cuda_graphs=True with {self}: they are inductor's, in its default mode")
+
+    def why_no_graphs(self, device: torch.device, *, low_precision: bool, in_place: bool, recomputed: bool) -> str:
+        """What they can't be used with; empty where they are. `in_place`: weights stay where they are."""
+        if self.backend != "inductor" or self.mode not in (None, "default"):
+            return str(self)
+        if device.type != "cuda":
+            return f"a {device.type}"
+        if not low_precision:
+            return "parameters in fp32"
+        if not in_place:
+            return "weights in shards"
+        return "activation_checkpointing" if recomputed else ""
 
     def __str__(self) -> str:
         return self.backend + (f" {self.mode}" if self.mode not in (None, "default") else "")
@@ -67,13 +92,24 @@ def compile_of(wanted: object, reduction: str) -> Compile | None:
     return compile
 
 
+class NotCompiled:
+    """The blocks of a job that runs them as they are."""
+
+    def begin_item(self) -> None: ...
+
+
 class CompiledBlocks:
     """Modules whose forward is compiled, until `close`."""
 
-    def __init__(self, wanted: Compile, models: Sequence[nn.Module]) -> None:
+    def __init__(self, wanted: Compile, models: Sequence[nn.Module], why_no_graphs: str) -> None:
         self._models = models
         self._check()
+        blocks = [block for model in models for block in blocks_of(model)]
         self.modules = [block for model in models for block in (list(blocks_of(model)) or [model])]
+        if wanted.cuda_graphs and why_no_graphs:
+            raise ConfigError(f"compile: cuda_graphs=True with {why_no_graphs}, where they can't be used; leave it out")
+        # What a model without blocks returns is the user's, to keep as long as he likes.
+        self.in_graphs = wanted.cuda_graphs is not False and not why_no_graphs and len(blocks) == len(self.modules)
         self._own = [module.__dict__.get("forward") for module in self.modules]
         self._losses: list[tuple[nn.Module, Any]] = [
             (model, model.loss_function) for model in models if _has_loss_function(model)
@@ -83,25 +119,35 @@ class CompiledBlocks:
         # torch would run further shapes as they are: code, and so bits, would depend on the batches before.
         self._before = self._compiler.stay_compiled(wanted=True)
 
-        def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-            made: Callable[..., Any] = torch.compile(function, backend=wanted.backend, mode=wanted.mode, dynamic=False)
+        def compiled(function: Callable[..., Any], mode: str | None = wanted.mode) -> Callable[..., Any]:
+            made: Callable[..., Any] = torch.compile(function, backend=wanted.backend, mode=mode, dynamic=False)
             return made
 
-        of_class = {type(module).forward: compiled(type(module).forward) for module in self.modules}
+        def of_block(function: Callable[..., Any]) -> Callable[..., Any]:
+            plain = compiled(function)
+            return _in_training(compiled(function, "reduce-overhead"), plain) if self.in_graphs else plain
+
+        of_class = {type(module).forward: of_block(type(module).forward) for module in self.modules}
         for module, own in zip(self.modules, self._own, strict=True):
             # A method of the module, so that a deep copy of it has one of its own.
-            module.forward = MethodType(of_class[type(module).forward], module) if own is None else compiled(own)
+            module.forward = MethodType(of_class[type(module).forward], module) if own is None else of_block(own)
         for model, loss in self._losses:
             model.loss_function = compiled(loss)  # type: ignore[assignment]
         kinds = Counter(type(module).__name__ for module in self.modules)
         self.kinds = ", ".join(kinds) + (" and the loss" if self._losses else "")
         told = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
-        self.described = f"{told}{' and the loss' if self._losses else ''} compiled by {wanted}"
+        graphs = ", in CUDA graphs" if self.in_graphs else ""
+        self.described = f"{told}{' and the loss' if self._losses else ''} compiled by {wanted}{graphs}"
 
     @property
     def graphs(self) -> int:
         """How many have been compiled: more than the kinds of blocks and of shapes, and something changes in each."""
         return self._compiler.graphs - self._graphs
+
+    def begin_item(self) -> None:
+        """What the graphs of the item before hold is let go, were its backward skipped too."""
+        if self.in_graphs:
+            torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
 
     def _check(self) -> None:
         for module in (module for model in self._models for module in model.modules()):
@@ -117,6 +163,15 @@ class CompiledBlocks:
         for model, loss in self._losses:
             model.loss_function = loss
         self.modules, self._own, self._losses = [], [], []
+
+
+def _in_training(graphed: Callable[..., Any], plain: Callable[..., Any]) -> Callable[..., Any]:
+    """What is evaluated may be kept by who evaluates it."""
+
+    def forward(*given: Any, **named: Any) -> Any:
+        return (graphed if torch.is_grad_enabled() else plain)(*given, **named)
+
+    return forward
 
 
 def _has_loss_function(model: nn.Module) -> bool:

@@ -22,12 +22,12 @@ from paceline.errors import ConfigError
 from paceline.input_file import one_line
 from paceline.mesh.mesh import Mesh
 from paceline.optim.loss_scale import LossScale, OnNonFinite, loss_scale_of
-from paceline.optim.offload import OffloadName, check_offload
+from paceline.optim.offload import PARAMETERS, OffloadName, check_offload
 from paceline.optim.precision import Precision, precision_of
 from paceline.strategies.registry import STRATEGIES, Chosen, choose
 from paceline.world.checked_values import number, one_word, seconds, switch, whole_number
 from paceline.world.determinism import default_threads
-from paceline.world.known_names import BACKENDS, MOST_LANES, MOST_THREADS, SEEDS
+from paceline.world.known_names import AUTO, BACKENDS, MOST_LANES, MOST_THREADS, SEEDS
 from paceline.world.world import World
 
 _T = TypeVar("_T")
@@ -72,6 +72,13 @@ class EngineConfig:
     compile: Compile | None = None
     compression: Compression | None = None
     mesh: Mesh = field(default_factory=Mesh)  # with every size known, where a script or a flag asks for one
+    is_auto: bool = False  # the strategy is ours to choose, when the optimizers are known (engine/auto_strategy.py)
+    chosen_because: str = ""  # of a strategy that we chose
+
+    def settle(self, strategy: Chosen, why: str) -> None:
+        """The one thing that follows from what is prepared: everybody who has this config sees it from here on."""
+        object.__setattr__(self, "strategy", strategy)
+        object.__setattr__(self, "chosen_because", why)
 
     def __post_init__(self) -> None:
         def check(ok: bool, text: str) -> None:
@@ -190,6 +197,9 @@ def config_of(
         if given is not None:
             check(given)
     strategy = _or(one_of("strategy", strategy, told.strategy), "ddp")
+    is_auto = isinstance(strategy, str) and strategy == AUTO and offload is None and told.offload is None
+    if isinstance(strategy, str) and strategy == AUTO:  # until it is settled; ddp has no offload
+        strategy = "ddp" if is_auto else "zero3" if PARAMETERS in (offload, told.offload) else "zero2"
     precision = precision_of(_or(one_of("precision", precision, told.precision), "fp32"))
     offload = one_of("offload", offload, told.offload)  # type: ignore[arg-type]
     flag: recomputing.Wanted = told.activation_checkpointing
@@ -213,6 +223,7 @@ def config_of(
         reduction=reduction,
         compression=compression_of(compression),
         mesh=mesh,
+        is_auto=is_auto,
         **as_given,
     )
     able = [entry.name for entry in STRATEGIES.values() if entry.takes_offload]

@@ -228,10 +228,10 @@ class Engine(AccelerateNames):
         loader.run_update(optimizer, loss_fn)
 
     @overload
-    def clip_grad_norm_(self, max_norm: float, /) -> float: ...
+    def clip_grad_norm_(self, max_norm: float, /) -> float | Tensor: ...
 
     @overload
-    def clip_grad_norm_(self, *, max_norm: float) -> float: ...
+    def clip_grad_norm_(self, *, max_norm: float) -> float | Tensor: ...
 
     @overload
     def clip_grad_norm_(
@@ -242,7 +242,8 @@ class Engine(AccelerateNames):
         """Clip the gradient of the global batch by its norm; call it between `backward` and `step`. Returns the norm.
 
         On items before the step's last one there is no gradient yet: the norm of the step before is returned.
-        `parameters`, if given as torch wants them, are all that are trained.
+        `parameters`, if given as torch wants them, are all that are trained. Training on a GPU the norm is a tensor
+        there: `float(norm)` waits until it has been computed, so read it when it is logged and not in every step.
         """
         alone = parameters is None or max_norm is None
         wanted = parameters if max_norm is None else max_norm
@@ -253,7 +254,7 @@ class Engine(AccelerateNames):
         if not alone and self.sync_gradients:
             rules.check_all_are_clipped(parameters, self._objects.optimizers)
         norm = self._training().clip(wanted)
-        return norm if alone else torch.tensor(norm)
+        return norm if alone else torch.as_tensor(norm, dtype=torch.float32)
 
     def mean(self, name: str, value: Tensor | float, *, weight: float | None = None) -> None:
         """Collect a value of this item; after the step `engine.means[name]` is its mean over the global batch."""

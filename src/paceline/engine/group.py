@@ -89,6 +89,11 @@ class Group:
         """All workers of the job, of which `comm` has those with the same parameters."""
         return self._all or self.comm
 
+    @property
+    def all_world(self) -> World:
+        """This worker's place among them."""
+        return self.among if self._all is None else self.everyone
+
     def print(self, *values: object, **options: Any) -> None:
         if self.is_main:
             print(*values, **({"flush": True} | options))

@@ -98,7 +98,7 @@ def check_memory(
     supervisor: Supervisor,
 ) -> None:
     """Refuse what can't fit, on all workers alike; what may is told to the launcher, in case it does not."""
-    fit = _fit(config, world, comm, device, optimizers)
+    fit = fit_of(config, world, comm, device, optimizers)
     refused = None
     if fit is not None and not fit.fits:
         refused = f"strategy={config.strategy.name!r} does not fit: {fit.told()}. Instead: {fit.advice()}"
@@ -123,13 +123,14 @@ def cost_of_lanes(config: EngineConfig, world: World, optimizers: Sequence[Optim
     )
 
 
-def _fit(
+def fit_of(
     config: EngineConfig,
     world: World,
     comm: Communicator,
     device: torch.device,
     optimizers: Sequence[Optimizer],
 ) -> Fit | None:
+    """Of the chosen strategy, on this worker; all workers call it. None: nobody knows."""
     limit = _limit_of(device)
     whom = None if limit is None else f"{world.host_rank} {limit.shared_by}"  # host names need not be unique
     sharers = comm.gather_json(whom).count(whom)  # all workers take part, whatever they find

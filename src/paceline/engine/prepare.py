@@ -31,10 +31,11 @@ from paceline.data.work_source import Assignment, WorkSource
 from paceline.elastic.memory_checkpoint.shard_checksum import ShardChecksum
 from paceline.engine import activation_checkpointing as recomputing
 from paceline.engine.activation_checkpointing import Recomputed
+from paceline.engine.auto_strategy import settle
 from paceline.engine.boundary import Boundary, Operation
 from paceline.engine.causal_masks import CausalMasks
 from paceline.engine.checkpoints import Surroundings
-from paceline.engine.compilation import CompiledBlocks
+from paceline.engine.compilation import CompiledBlocks, NotCompiled
 from paceline.engine.config import EngineConfig, counted
 from paceline.engine.default_group import check_batch_norms
 from paceline.engine.evaluation import EvaluationCount, EvaluationLoader, check_rows, no_rows, note_collective
@@ -214,12 +215,13 @@ class BetweenSteps:
     # -- for those who save ------------------------------------------------------------------------------------------
 
     def surroundings(self) -> Surroundings:
-        return Surroundings(self._group.among, self.boundary.told, self.boundary.alike, self._group.supervisor)
+        return Surroundings(self._group.all_world, self.boundary.told, self.boundary.alike, self._group.supervisor)
 
     def job_state(self) -> JobState:
         objects, step = self._objects, self._objects.training()
         trained, seed = (objects.models, objects.optimizers, objects.schedulers), self._config.seed
-        return JobState(*trained, step, objects.loader, objects.shared, objects.registered, self.job_facts, seed)
+        of_script = (objects.shared, objects.registered)
+        return JobState(*trained, step, objects.loader, *of_script, self.job_facts, seed, objects.whole)
 
     def job_facts(self) -> dict[str, Any]:
         loader = self._objects.loader
@@ -293,12 +295,19 @@ class Preparation:
         self._shard_models(plan)
         check_belong_together(own.models, own.optimizers, own.schedulers)
         check_batch_norms(own.models, config.reduction)
+        settle(config, group, own.models, own.optimizers)
         own.has_history = has_history(own.optimizers, [])  # a sharded strategy takes the state elsewhere
         self._fill_models()
         check_same_models(group.comm, own.models)
         check_memory(config, group.world, group.comm, group.device, own.optimizers, group.supervisor)
         if config.compile is not None:
-            own.compiled = CompiledBlocks(config.compile, own.models)
+            no_graphs = config.compile.why_no_graphs(
+                group.device,
+                low_precision=all(map(config.precision.lowers_all_of, own.models)),
+                in_place=config.strategy.entry.full_weights,
+                recomputed=config.activation_checkpointing is not None,
+            )
+            own.compiled = CompiledBlocks(config.compile, own.models, no_graphs)
             group.note(f"paceline: {own.compiled.described}")
         if cost := cost_of_lanes(config, group.world, own.optimizers):
             group.note(cost)
@@ -313,7 +322,7 @@ class Preparation:
         strategies = self.open_strategies()
         trained = (own.models, own.optimizers, own.schedulers)
         passes = OnePass() if self._opinion is None else ComparedPasses(self._opinion, strategies.assignment)
-        own.step = TrainStep(config, group, *trained, strategies, self._stops, passes)
+        own.step = TrainStep(config, group, *trained, strategies, self._stops, passes, own.compiled or NotCompiled())
         if self._opinion is not None:
             group.recovery.shard_checksum = ShardChecksum(group.world.name, WeightsWatch)
         if group.device.type == "cuda":
@@ -519,11 +528,12 @@ class Preparation:
     def _described(self, source: WorkSource) -> str:
         config, world = self._config, self._group.world
         batch, amount = source.described()
+        strategy = f"{config.strategy} ({config.chosen_because})" if config.chosen_because else str(config.strategy)
         summed = config.reduction if config.strategy.is_synchronous else "weights may be old"
         return (
             f"paceline: global batch {batch} · "
             f"{counted(world.size, 'worker')} × {counted(config.threads, 'thread')} ({world.source}) · "
-            f"{config.strategy}, {summed}{' over ' + config.algorithm if config.algorithm else ''}"
+            f"{strategy}, {summed}{' over ' + config.algorithm if config.algorithm else ''}"
             f"{'' if config.compression is None else f', compressed ({config.compression})'} · "
             f"{config.backend if world.size > 1 else 'no'} communication · {self._group.device.type}"
             f"{' in ' + str(config.precision) if config.precision != Precision() else ''} · {amount}"

@@ -40,10 +40,12 @@ from paceline.collectives.byte_count import Traffic
 from paceline.data.sharded_sampler import WorkItem
 from paceline.elastic.faults import begin_step, fault_point, flips_due, ordered
 from paceline.engine import rules
+from paceline.engine.compilation import CompiledBlocks, NotCompiled
 from paceline.engine.config import EngineConfig
 from paceline.engine.group import Group
 from paceline.engine.host_reading import HostReading
 from paceline.engine.lane_buffers import LaneBuffers
+from paceline.engine.peer_checks import PeerChecks
 from paceline.engine.stop_signals import StopSignals
 from paceline.engine.strategy_table import StrategyTable
 from paceline.engine.vote import (
@@ -235,14 +237,16 @@ class TrainStep:
         strategies: StrategyTable,
         stops: StopSignals,
         passes: OnePass,
+        compiled: CompiledBlocks | NotCompiled,
     ) -> None:
-        self._config, self._group, self._stops = config, group, stops
+        self._config, self._group, self._stops, self._compiled = config, group, stops, compiled
         self.models, self._optimizers, self._schedulers = models, optimizers, schedulers
         self.strategies, self.passes = strategies, passes
         self.active: Strategy | None = None
         self.loss_scale = None if config.loss_scale is None else MovingScale(config.loss_scale)
         self.buffers = LaneBuffers(models)
         self.voting = self._new_voting()
+        self._peers = PeerChecks(group.tensor_peers, group.parallel)
         self._places = rules.ParameterPlaces(models, optimizers, strategies.name_of)
         self._original_steps: dict[int, Callable[..., Any]] = {}
         self.now = StepState()
@@ -253,7 +257,7 @@ class TrainStep:
         self._updating = self._in_body = False
         self._stepped_in_body: set[int] = set()  # schedulers
         self._clip: float | None = None
-        self._norm = math.nan
+        self._norm: float | Tensor = math.nan
         self._mean_names: dict[int, str] = {}
         self.means: dict[str, float] = {}
         self.stop_wanted = self.stop_agreed = False
@@ -361,6 +365,7 @@ class TrainStep:
             self.buffers.start_lane(item.lane)
             if self.now.lanes_apart:
                 self.strategy().start_lane(item.lane)
+        self._compiled.begin_item()
         self._fault_point("forward")
         place = (item.epoch, item.step, item.lane, item.micro_batch, self.update)
         seed_everything(mix(self._config.seed, "model", *place))
@@ -521,7 +526,8 @@ class TrainStep:
         self._finish_buffers(changed)
         if self._mean_names:
             self.means |= means_over(reports, self._mean_names)
-        self.stop_agreed = self._stops.hear([one.stop for one in votes])
+        stops = [one.stop for one in votes]
+        self.stop_agreed = self._stops.hear(self._peers.agree(replace(vote, stop=max(stops)), stops))
         now.check, now.gradient_versions = vote.check, rules.gradient_versions(active.parameters)
         self.timing.left_during_backward = active.left_during_backward
         if self._ended is not None:
@@ -575,7 +581,7 @@ class TrainStep:
         else:
             self.buffers.finish_step(self._group.comm, now.owner, now.lowest, changed)
 
-    def clip(self, max_norm: float) -> float:
+    def clip(self, max_norm: float) -> float | Tensor:
         """Clip the summed gradient by its global norm; before the step's last item there is nothing to clip yet."""
         self._clip = max_norm
         if self.phase is Phase.ITEM:
@@ -691,6 +697,7 @@ class TrainStep:
                 self._commit()
                 self._count()
                 self.strategy().end_step()
+                self._peers.compare_weights(self.strategies)
                 self._between_steps()
 
     def _skip_item(self) -> None:

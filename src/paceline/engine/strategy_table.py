@@ -67,6 +67,11 @@ class StrategyTable:
     def lanes_apart(self) -> bool:
         return any(strategy.lanes_apart for strategy in self._known.values())
 
+    @property
+    def parameters(self) -> list[Parameter]:
+        """That are trained."""
+        return list(self.of(self._all)[0].parameters)
+
     def drain(self) -> None:
         for strategy in self._known.values():
             strategy.drain()

@@ -79,7 +79,7 @@ class Job:
                 "--backend paceline joins the workers of one host, and this job is on several, or open to further "
                 "ones; use gloo"
             )
-        if settings.strategy is None:
+        if settings.strategy in (None, known_names.AUTO):
             return
         traits = known_names.STRATEGIES[settings.strategy]
         if self.servers and not traits.uses_servers:

@@ -24,7 +24,7 @@ class TensorParallelPeers(TensorPeers):
         return self._comm.rank == 0 or id(parameter) in self._sharded
 
     def gathered(self, norms: Tensor) -> Tensor:
-        rows, handle = self._comm.all_gather(norms.to("cpu"))
+        rows, handle = self._comm.all_gather(norms)
         handle.wait()
         return rows.view(-1)
 

@@ -87,6 +87,11 @@ class Precision:
         statistics = BATCH_NORMS if self.buffers == "fp32" else ()
         return (*self.keep_fp32, *statistics)
 
+    def lowers_all_of(self, model: nn.Module) -> bool:
+        """No parameter of it stays as precise as it is."""
+        kept = any(isinstance(module, self.kept) for module in model.modules())
+        return self.is_low and not kept and all(_may_be_lowered(parameter) for parameter in model.parameters())
+
     def __str__(self) -> str:
         lowered = [f.name for f in dataclasses.fields(self)[1:-1] if getattr(self, f.name) != "fp32"]
         kept = [f"{', '.join(kept.__name__ for kept in self.keep_fp32)} in fp32"] if self.keep_fp32 else []

@@ -9,7 +9,6 @@ computes in low precision (`LowPrecisionDdp`) its parameters are their fp32 mast
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -23,14 +22,13 @@ from paceline.checkpoint.load import full_tree
 from paceline.collectives.canonical_sum import SumPlan
 from paceline.collectives.communicator import Communicator
 from paceline.collectives.gradient_exchange import GradientExchange
-from paceline.optim.gradient_norm import all_finite, clip_coefficient, counted_norms, norm_of_blocks
+from paceline.optim.gradient_norm import all_finite, clip_, counted_norms, norm_of_blocks
 from paceline.sharding.bucket import Shards, cut_buckets, plan_buckets
 from paceline.strategies.buckets import GradientBuckets, InBuckets, drop_gradients
 from paceline.strategies.compressed.gradients import NotCompressed, compressed_gradients
 from paceline.strategies.master_weights import FullMasters, load_exactly
 from paceline.strategies.registry import Job, Maker, Registered, register
 from paceline.strategies.strategy import Tally, TensorPeers
-from paceline.torch_compat import foreach_mul_
 
 
 class Pending(Protocol):
@@ -136,13 +134,10 @@ class Ddp(InBuckets):
         """Every worker has the whole sum of its parameters, so all of them see the same."""
         return self._peers.all_true(all_finite(self._totals))
 
-    def clip(self, max_norm: float) -> float:
+    def clip(self, max_norm: float) -> float | Tensor:
         found = [(p.grad, self._peers.counts(p)) for p in self.parameters if p.grad is not None]
-        gradients = [gradient for gradient, _ in found]
         norm = norm_of_blocks(self._peers.gathered(counted_norms(found)))
-        if norm > max_norm or not math.isfinite(norm):
-            foreach_mul_(gradients, clip_coefficient(norm, max_norm))
-        return norm
+        return clip_([gradient for gradient, _ in found], norm, max_norm)
 
     def apply(self, optimizer: Optimizer, original_step: Callable[[], Any]) -> Any:
         return original_step()

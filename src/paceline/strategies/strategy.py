@@ -150,8 +150,10 @@ class Strategy(Protocol):
         """Whether all that was collected is finite; if not, all workers drop it. Asked where the loss is scaled."""
         ...
 
-    def clip(self, max_norm: float) -> float:
-        """Clip what was collected by its global norm and return that; if it is found elsewhere, the last one known."""
+    def clip(self, max_norm: float) -> float | Tensor:
+        """Clip what was collected by its global norm and return that; if it is found elsewhere, the last one known.
+
+        On a GPU it is a tensor there, which is ready when the device has come to it."""
         ...
 
     def apply(self, optimizer: Optimizer, original_step: Callable[[], Any]) -> Any:

@@ -277,7 +277,7 @@ class _Workers:
 
 @dataclass
 class _Ours:
-    strategy: str | None = setting(None, "ours: how work is shared, as Engine(strategy=…); default: ddp")
+    strategy: str | None = setting(None, "ours: how work is shared, as Engine(strategy=…); default: auto")
     lanes: int | None = setting(None, "ours: logical workers, fixed for the job; default: the workers it starts with")
     threads: int | None = setting(None, "ours: threads per worker; default: cores // lanes")
     reduction: str = setting("exact", "ours: exact gives the same bits on any number of workers; or fast")

@@ -28,7 +28,8 @@ from paceline.strategies.fsdp.fsdp import FsdpConfig
 from paceline.strategies.fsdp.hybrid import HybridConfig
 from paceline.trainer.training_arguments import StrategyChoice, TrainingArguments
 from paceline.world.determinism import mix
-from paceline.world.world import TcpRendezvous
+from paceline.world.known_names import AUTO
+from paceline.world.world import TcpRendezvous, World
 
 DEFAULT_SEED = 42
 DEFAULT_BUCKET_MIB = 16.0
@@ -43,7 +44,7 @@ def build_engine(arguments: TrainingArguments, model: nn.Module | None = None, *
         lanes=lanes or arguments.lanes,
         accumulate=arguments.gradient_accumulation_steps,
         seed=_seed(arguments),
-        strategy=_strategy(choice),
+        strategy=_strategy(choice, arguments.world),
         reduction=arguments.reduction,  # type: ignore[arg-type]
         backend=arguments.ddp_backend,
         threads=arguments.threads,
@@ -63,8 +64,10 @@ def build_engine(arguments: TrainingArguments, model: nn.Module | None = None, *
     return engine
 
 
-def _strategy(choice: StrategyChoice) -> Any:
-    """By name, or with the units that the arguments name."""
+def _strategy(choice: StrategyChoice, world: World) -> Any:
+    """By name, or with the units that the arguments name; where nobody says anything, what is fastest."""
+    if choice.strategy is None and world.settings.strategy is None:
+        return AUTO
     if not choice.units:
         return choice.strategy
     return HybridConfig(units=choice.units) if choice.strategy == "hybrid" else FsdpConfig(units=choice.units)

@@ -54,7 +54,7 @@ from paceline.trainer.argument_fields import (
 from paceline.trainer.argument_parsing import check_names, converted, field_types, optimizer_options, todays_names
 from paceline.world.checked_values import LONGEST_WAIT_S, number, one_word, path_of, whole_number
 from paceline.world.environment import kubeflow_server, read_world
-from paceline.world.known_names import BACKENDS, COMPRESSORS, MOST_LANES, MOST_THREADS, OFFLOADS, SEEDS
+from paceline.world.known_names import AUTO, BACKENDS, COMPRESSORS, MOST_LANES, MOST_THREADS, OFFLOADS, SEEDS
 from paceline.world.rendezvous_store import in_turn
 from paceline.world.world import World
 
@@ -95,7 +95,7 @@ _NEVER_NEGATIVE = dict.fromkeys(
 )
 """With the most of it, where there is one."""
 _WORDS: dict[str, Iterable[str]] = {
-    "strategy": STRATEGIES,
+    "strategy": (AUTO, *STRATEGIES),
     "reduction": ("exact", "fast"),
     "offload": OFFLOADS,
     "compression": COMPRESSORS,
@@ -109,7 +109,7 @@ _WORDS: dict[str, Iterable[str]] = {
 
 @dataclass(frozen=True)
 class StrategyChoice:
-    strategy: str | None = None  # None: what the launcher says, or ddp
+    strategy: str | None = None  # None: what the launcher says, or auto
     offload: str | None = None
     recompute: bool = False  # activations
     units: tuple[str, ...] = ()  # classes of modules that fsdp gathers whole; none: it finds them

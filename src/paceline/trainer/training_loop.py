@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from paceline.checkpoint.retention import all_checkpoints, checkpoint_name
 from paceline.engine.config import counted
@@ -156,7 +156,7 @@ def noisy_embeddings(model: nn.Module, alpha: float | None) -> Iterator[None]:
             f"neftune_noise_alpha needs a model with get_input_embeddings(); {type(model).__name__} has none"
         )
 
-    def add_noise(module: nn.Module, given: Any, output: torch.Tensor) -> torch.Tensor:
+    def add_noise(module: nn.Module, given: Any, output: Tensor) -> Tensor:
         if not module.training:
             return output
         most = alpha / math.sqrt(output.shape[1] * output.shape[2])
@@ -181,7 +181,7 @@ class TrainingLoop:
         self._ignore_keys = ignore_keys_for_eval
         self.losses = Losses()
         self._flops = model_flops(trainer.model)
-        self.norm: float | None = None
+        self.norm: float | Tensor | None = None
         self.rate = 0.0
         self.saved_step = self.evaluated_step = -1
         self._score: float | None = None  # of the checkpoint that is saved next
@@ -372,7 +372,7 @@ class TrainingLoop:
         if engine.stepped:
             self._end_step(item)
 
-    def _update(self, norm: float | None) -> None:
+    def _update(self, norm: float | Tensor | None) -> None:
         trainer = self.trainer
         self._event("on_pre_optimizer_step")
         self.norm, self.rate = norm, trainer._get_learning_rate()
@@ -434,7 +434,7 @@ class TrainingLoop:
         control, state = trainer.control, trainer.state
         if control.should_log and self.losses.steps_since_log:
             logs = {"loss": self.losses.mean_since_log(), "learning_rate": self.rate}
-            norm = {} if self.norm is None else {"grad_norm": self.norm}
+            norm = {} if self.norm is None else {"grad_norm": float(self.norm)}
             trainer.log({**logs, **norm, **self.meters.since_last_log()})
         score: float | None = None
         self._paused = self._paused or control.should_evaluate or control.should_save

@@ -20,6 +20,10 @@ SEEDS = 2**63
 """Seeds are whole numbers from 0 to one less: what torch takes, and what 64 bits hold with a sign."""
 
 
+AUTO = "auto"
+"""In place of a strategy: the Engine chooses one (engine/auto_strategy.py)."""
+
+
 @dataclass(frozen=True)
 class StrategyTraits:
     """Which options a strategy takes."""

@@ -73,7 +73,7 @@ class LaunchSettings:
                 bound = f"at least {least}" if value < least else f"at most {most:,}"
                 raise WorldError(f"{_setting(name)} is {value}; it must be {bound}")
         for name, word, known in (
-            ("strategy", self.strategy, tuple(known_names.STRATEGIES)),
+            ("strategy", self.strategy, (known_names.AUTO, *known_names.STRATEGIES)),
             ("backend", self.backend, known_names.BACKENDS),
             ("precision", self.precision, known_names.PRECISIONS),
             ("offload", self.offload, known_names.OFFLOADS),

@@ -34,7 +34,7 @@ from torch.optim import Optimizer
 from paceline.collectives.canonical_sum import SumPlan
 from paceline.collectives.gradient_exchange import GradientExchange
 from paceline.errors import ConfigError
-from paceline.optim.gradient_norm import clip_coefficient, global_norm
+from paceline.optim.gradient_norm import clip_, global_norm
 from paceline.strategies.buckets import GradientPlaceholder, half_is_gone
 from paceline.strategies.local.lane_optimizer import LaneOptimizer
 from paceline.strategies.local.lane_sums import ExactSum, Int8Sum, SumOfLanes, Wire
@@ -205,9 +205,7 @@ class LocalTraining(StrategyBase):
         """Each lane's gradient by its own norm; the largest of this worker's lanes comes back."""
         norms = [0.0]
         for gradients in self._gradients.of_lanes.values():
-            norms.append(global_norm(gradients.values()))
-            if norms[-1] > max_norm or not math.isfinite(norms[-1]):
-                foreach_mul_(list(gradients.values()), clip_coefficient(norms[-1], max_norm))
+            norms.append(float(clip_(list(gradients.values()), global_norm(gradients.values()), max_norm)))
         return math.nan if any(map(math.isnan, norms)) else max(norms)
 
     def apply(self, optimizer: Optimizer, original_step: Callable[[], Any]) -> Any:

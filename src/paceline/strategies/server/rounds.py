@@ -28,7 +28,7 @@ from paceline.collectives.canonical_sum import SumPlan
 from paceline.collectives.communicator import Communicator
 from paceline.elastic.faults import fault_point
 from paceline.errors import CheckpointError, LoopError
-from paceline.optim.gradient_norm import clip_coefficient, global_norm
+from paceline.optim.gradient_norm import clip_, clip_coefficient, global_norm
 from paceline.optim.piece_state import State
 from paceline.parameter_server.channel import Sent
 from paceline.parameter_server.client import Client
@@ -45,7 +45,7 @@ from paceline.strategies.master_weights import load_exactly
 from paceline.strategies.registry import Job
 from paceline.strategies.server.space import ModelWeights, Space, sliced_states, states_of_keys
 from paceline.strategies.strategy import Agreement, ItemPlace, StrategyBase, Tally
-from paceline.torch_compat import STEP_WAS_CALLED, foreach_mul_
+from paceline.torch_compat import STEP_WAS_CALLED
 from paceline.world import messages
 
 READS = "weights being read"  # in a saved state
@@ -497,7 +497,7 @@ class UpdatesOnArrival(UpdatesOnServers):
             for number, node, _ in held.buckets
             for entry in sums[number].bucket.entries
         ]
-        return global_norm(gradients) * _share(held.place) * self._tally_of_round().samples / held.place.samples
+        return float(global_norm(gradients)) * _share(held.place) * self._tally_of_round().samples / held.place.samples
 
     def _end_round(self) -> None:
         for lane, held in self._held.items():
@@ -613,10 +613,7 @@ class SumsOnServers(PushedRounds):
 
     def _clip_gradients(self, max_norm: float) -> float:
         gradients = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
-        norm = global_norm(gradients)
-        if norm > max_norm or not math.isfinite(norm):
-            foreach_mul_(gradients, clip_coefficient(norm, max_norm))
-        return norm
+        return float(clip_(gradients, global_norm(gradients), max_norm))
 
     def apply(self, optimizer: Optimizer, original_step: Callable[[], Any]) -> Any:
         if self._clock.synchronous:

@@ -9,7 +9,6 @@ How gradients leave (a worker's roots once a step, or lane by lane) is what zero
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 from weakref import WeakSet
@@ -23,7 +22,7 @@ from paceline.collectives.canonical_sum import SumPlan
 from paceline.collectives.communicator import Communicator
 from paceline.collectives.gradient_exchange import GradientExchange
 from paceline.errors import ConfigError
-from paceline.optim.gradient_norm import all_finite, clip_coefficient, counted_norms, norm_of_blocks
+from paceline.optim.gradient_norm import all_finite, clip_, counted_norms, norm_of_blocks
 from paceline.optim.offload import HOST, Offload
 from paceline.optim.range_optimizer import check_elementwise, check_thread_cuts
 from paceline.sharding.bucket import Shards, cut_buckets, plan_buckets
@@ -42,7 +41,7 @@ from paceline.strategies.zero.sharded_optimizer import (
     remember_first_states,
 )
 from paceline.strategies.zero.weights import ModelWeights, Weights, where_weights_go
-from paceline.torch_compat import STEP_WAS_CALLED, foreach_mul_, step_post_hooks, step_pre_hooks
+from paceline.torch_compat import STEP_WAS_CALLED, step_post_hooks, step_pre_hooks
 
 _FOUND_FIT: WeakSet[Optimizer] = WeakSet()  # trying one takes 20 ms, which a job whose workers change has spent
 
@@ -249,19 +248,17 @@ class ShardedStrategy(InBuckets):
     def keeps_finite(self) -> bool:
         return self._parts.finite_everywhere(self._gradients())
 
-    def clip(self, max_norm: float) -> float:
+    def clip(self, max_norm: float) -> float | Tensor:
         assert self._pieces is not None
         gradients, peers = self._gradients(), self._parts.job.peers
         found = [(p.grad, peers.counts(self.parameters[piece.parameter])) for piece, p in self._pieces.tensors.items()]
-        mine = counted_norms((gradient, counts) for gradient, counts in found if gradient is not None).to("cpu")
-        padded = mine.new_zeros(self._pieces.most_blocks)
-        padded[: mine.numel()] = mine
-        norms, handle = self._parts.comm.all_gather(padded)
-        handle.wait()
-        norm = norm_of_blocks(peers.gathered(norms.view(-1)))
-        if gradients and (norm > max_norm or not math.isfinite(norm)):
-            foreach_mul_(gradients, clip_coefficient(norm, max_norm))
-        return norm
+        norms = counted_norms((gradient, counts) for gradient, counts in found if gradient is not None)
+        if self._parts.workers > 1:
+            padded = torch.zeros(self._pieces.most_blocks, dtype=torch.float64)
+            padded[: norms.numel()] = norms.to("cpu")
+            norms, handle = self._parts.comm.all_gather(padded)
+            handle.wait()
+        return clip_(gradients, norm_of_blocks(peers.gathered(norms.view(-1))), max_norm)
 
     def apply(self, optimizer: Optimizer, original_step: Callable[[], Any]) -> Any:
         """The user's optimizer does not run its step() itself, but looks from outside as if it did."""
