@@ -24,6 +24,7 @@ from paceline.mesh.mesh import Mesh
 from paceline.optim.loss_scale import LossScale, OnNonFinite, loss_scale_of
 from paceline.optim.offload import PARAMETERS, OffloadName, check_offload
 from paceline.optim.precision import Precision, precision_of
+from paceline.strategies.fsdp.hybrid import HybridConfig
 from paceline.strategies.registry import STRATEGIES, Chosen, choose
 from paceline.world.checked_values import number, one_word, seconds, switch, whole_number
 from paceline.world.determinism import default_threads
@@ -125,7 +126,35 @@ class EngineConfig:
                 "there is nothing to gain; leave reduction out",
             )
 
+    def _check_mesh(self, world: World) -> None:
+        """That the rest of the configuration goes with workers that share a model."""
+        mesh, name = self.mesh, self.strategy.name
+        sharded, copies = mesh.dp_shard or 1, mesh.dp_replicate or 1
+        wanted = "hybrid" if sharded > 1 and copies > 1 else "fsdp" if sharded > 1 else "ddp"
+        fits = {"hybrid": ("hybrid",), "fsdp": ("fsdp", "zero1", "zero2", "zero3"), "ddp": ("ddp", "star")}[wanted]
+        if mesh.dp is None and (sharded, copies) != (1, 1) and name not in fits:
+            raise ConfigError(
+                f"{mesh} with strategy={name!r}: these sizes are for {' or '.join(fits)}; give dp= instead, which "
+                "leaves it to the strategy what data parallelism is"
+            )
+        if not mesh.splits_model:
+            return
+        refused = {
+            f"strategy={name!r}": name not in WITH_A_MESH,
+            "strategy='hybrid' and cp > 1": name == "hybrid" and mesh.cp > 1,
+            "compression": self.compression is not None,
+            "--servers": world.servers > 0,
+            "compile": self.compile is not None,
+        }
+        for what, is_so in refused.items():
+            if is_so:
+                raise ConfigError(
+                    f"{mesh} with {what}: can't be combined with workers that share a model; choose one of the "
+                    f"strategies {', '.join(WITH_A_MESH)}, and leave out compression, compile and servers"
+                )
+
     def check_against(self, world: World) -> None:
+        self._check_mesh(world)
         if world.servers and not self.strategy.entry.uses_servers:
             raise ConfigError(
                 f"{counted(world.servers, 'server')} and strategy={self.strategy.name!r}, which "
@@ -160,6 +189,8 @@ def counted(number: int, noun: str) -> str:
 
 
 DEFAULT_SEED = 0
+WITH_A_MESH = ("ddp", "star", "zero1", "zero2", "zero3", "fsdp", "hybrid")
+"""Strategies whose workers may share a model with others."""
 
 
 def _or(given: Any, otherwise: Any) -> Any:
@@ -196,7 +227,8 @@ def config_of(
     for check, given in ((check_lanes, lanes), (check_threads, threads), (check_seed, seed)):
         if given is not None:
             check(given)
-    strategy = _or(one_of("strategy", strategy, told.strategy), "ddp")
+    mesh = mesh_of(seat, mesh)
+    strategy = _or(one_of("strategy", strategy, told.strategy), _by_mesh(mesh) or "ddp")
     is_auto = isinstance(strategy, str) and strategy == AUTO and offload is None and told.offload is None
     if isinstance(strategy, str) and strategy == AUTO:  # until it is settled; ddp has no offload
         strategy = "ddp" if is_auto else "zero3" if PARAMETERS in (offload, told.offload) else "zero2"
@@ -204,7 +236,6 @@ def config_of(
     offload = one_of("offload", offload, told.offload)  # type: ignore[arg-type]
     flag: recomputing.Wanted = told.activation_checkpointing
     again = one_of("activation_checkpointing", activation_checkpointing, flag)
-    mesh = mesh_of(seat, mesh)
     lanes = one_of("lanes", lanes, told.lanes) or seat.size // mesh.model
     backend = _or(_or(backend, told.backend), default_backend(seat, device))
     check_backend(seat, one_word("backend", backend, BACKENDS))
@@ -251,6 +282,13 @@ def mesh_of(seat: World, mesh: Mesh | None) -> Mesh:
             "--elastic: it goes on from its last checkpoint"
         )
     return found
+
+
+def _by_mesh(mesh: Mesh) -> str | object | None:
+    """The strategy that sizes of data parallelism stand for."""
+    if (mesh.dp_shard or 1) == 1:
+        return None
+    return "fsdp" if (mesh.dp_replicate or 1) == 1 else HybridConfig(shard_over=mesh.dp_shard)
 
 
 # -- names of Accelerate -----------------------------------------------------------------------------------------------

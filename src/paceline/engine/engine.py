@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING, Any, overload
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from paceline.collectives.byte_count import Traffic
@@ -53,7 +54,7 @@ from paceline.engine.progress import Bar, Progress
 from paceline.engine.second_opinion import SecondOpinion
 from paceline.engine.step import Timing, TrainStep
 from paceline.engine.stop_signals import StoppedOnRequest, StopSignals
-from paceline.errors import LoopError
+from paceline.errors import ConfigError, LoopError
 from paceline.mesh.mesh import Mesh
 from paceline.mesh.plans import Plan
 from paceline.optim.loss_scale import LossScale, OnNonFinite
@@ -137,6 +138,9 @@ class Engine(AccelerateNames):
             on_nonfinite=on_nonfinite,
             timeout_s=timeout_s,
         )
+        if self.config.mesh.splits_model and (second_opinion is not None or record_samples is not None):
+            which = "second_opinion" if second_opinion is not None else "record_samples"
+            raise ConfigError(f"{self.config.mesh} with {which}: not for workers that share samples; leave one out")
         opinion = None if second_opinion is None else SecondOpinion(second_opinion)
         record_folder = None if record_samples is None else path_of("record_samples", record_samples)
         self._project_dir = Path("runs") if project_dir is None else path_of("project_dir", project_dir)
@@ -349,6 +353,17 @@ class Engine(AccelerateNames):
             self._group.supervisor.tell("table", title=title, rows=[list(row) for row in rows])
         else:
             messages.show_table(SummaryTable.of(title, rows), "engine")
+
+    def positions(self, tokens: Tensor) -> Tensor:
+        """Where this worker's tokens, (batch, length), stand in their sequences: not 0, 1, 2, … if they are shared."""
+        return self._group.sequences.positions(tokens)
+
+    @property
+    def device_mesh(self) -> DeviceMesh:
+        """The job's mesh as torch knows it, of ("dp", "cp", "tp")."""
+        if self._group.device_mesh is None:
+            raise ConfigError("engine.device_mesh: this job has none; give Engine(mesh=paceline.Mesh(tp=…, cp=…))")
+        return self._group.device_mesh
 
     # -- between steps -----------------------------------------------------------------------------------------------
 

@@ -19,6 +19,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from paceline.collectives.communicator import Communicator, SingleWorker
+from paceline.context_parallel import ContextParallel
 from paceline.elastic.decisions import Generation
 from paceline.elastic.memory_checkpoint.replication import on_hosts
 from paceline.elastic.recovery import NoRecovery, Parts, Recovery
@@ -26,6 +27,7 @@ from paceline.elastic.worker_agent import Abandonable, WorkerAgent
 from paceline.engine.config import EngineConfig
 from paceline.engine.default_group import DefaultGroup
 from paceline.engine.evaluation import EvaluationLoader, note_collective
+from paceline.engine.sequence_parts import SequenceParts, WholeSequences
 from paceline.engine.serving import Serving, server_among
 from paceline.errors import ConfigError
 from paceline.mesh.mesh import world_of
@@ -63,6 +65,7 @@ class Group:
         self.tensor_peers: Communicator = SingleWorker()
         self._all: Communicator | None = None  # where `comm` has not all of them
         self.device_mesh: DeviceMesh | None = None
+        self.sequences = WholeSequences()
         self.parallel: TensorParallel | None = None  # what is sharded over `tensor_peers`
         self._default_group = DefaultGroup(
             config.backend, config.timeout_s, self._connect_default_group, self._check_collective
@@ -119,6 +122,8 @@ class Group:
         if self._config.mesh.splits_model:
             self.device_mesh = torch_mesh(self._config.mesh, self.device)
             self.parallel = TensorParallel(self.device_mesh["tp"], self.place.tensor)
+        if self._config.mesh.cp > 1 and self.device_mesh is not None:
+            self.sequences = SequenceParts(ContextParallel(self.device_mesh["cp"].get_group()))
 
     def _place_in_store(self, name: str) -> Store | None:
         return None if self._meeting is None else PrefixStore(f"mesh/{name}", self._meeting)
@@ -226,6 +231,7 @@ class Group:
     def close(self) -> None:
         if self._watch is not None:
             self._watch.close()
+        self.sequences.close()
         self._default_group.leave("the engine was closed")
         for comm in (self.tensor_peers, self._all, self.comm):
             if comm is not None:

@@ -257,7 +257,8 @@ class PreparedLoader:
         """Items from the committed place on, for the lanes that this worker has now."""
         self._drop_items()
         self._waited_s = 0.0
-        self._items = Prefetch(self.source.items(), self._group.device, ahead=self.source.fetches_ahead)
+        items = self._group.sequences.items(self.source.items())
+        self._items = Prefetch(items, self._group.device, ahead=self.source.fetches_ahead)
 
     def _drop_items(self) -> None:
         if self._items is not None:

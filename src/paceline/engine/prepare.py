@@ -63,6 +63,7 @@ from paceline.errors import CheckpointError, ConfigError, LoopError, ReplicaErro
 from paceline.mesh.full_tensors import FullTensors, ShardedTensors
 from paceline.mesh.peers import TensorParallelPeers
 from paceline.mesh.plans import Plan, shard
+from paceline.mesh.random_streams import ShardedRandomNumbers
 from paceline.mesh.tensor_parallel import replace_in
 from paceline.optim.precision import Precision
 from paceline.optim.range_optimizer import check_elementwise
@@ -88,6 +89,7 @@ class PreparedObjects:
     has_history: bool = False  # the optimizers were given with a state
     steps_were_asked: bool = False  # of an epoch: schedules are made from them
     registered: list[Any] = field(default_factory=list)  # saved and loaded with these
+    random_numbers: ShardedRandomNumbers | None = None
     whole: FullTensors = field(default_factory=FullTensors)  # of what tensor parallelism has sharded
 
     def training(self) -> TrainStep:
@@ -104,7 +106,7 @@ class PreparedObjects:
         return weights_hash(self.models, self.full_tensor)
 
     def close(self) -> None:
-        for part in (self.loader, self.step, self.recomputed, self.causal_masks, self.compiled):
+        for part in (self.loader, self.step, self.recomputed, self.causal_masks, self.compiled, self.random_numbers):
             if part is not None:
                 part.close()
 
@@ -319,6 +321,8 @@ class Preparation:
             del facts["machine device"]  # its own, wherever the workers compute
             group.serving.join(facts_of_process(facts))
             group.world = group.serving.next_world("")
+        for model in own.models:
+            group.sequences.attach(model)
         strategies = self.open_strategies()
         trained = (own.models, own.optimizers, own.schedulers)
         passes = OnePass() if self._opinion is None else ComparedPasses(self._opinion, strategies.assignment)
@@ -342,8 +346,10 @@ class Preparation:
         self._fill_models(always=True)
         check_same_models(group.all, own.models)
         own.whole = ShardedTensors(parallel, group.tensor_peers)
+        own.random_numbers = ShardedRandomNumbers(parallel, group.device)
         for model in own.models:
             moved = shard(model, plan, parallel)
+            own.random_numbers.attach(model)
             for optimizer in own.optimizers:
                 replace_in(optimizer.param_groups, moved)
         for optimizer in own.optimizers:
@@ -400,7 +406,8 @@ class Preparation:
             models=own.models,
             names=parameter_names(own.models),
             optimizers=own.optimizers,
-            lanes=config.lanes,
+            lanes=config.lanes * config.mesh.cp,
+            parts=config.mesh.cp,
             reduction=config.reduction,
             algorithm=config.algorithm,
             backend=config.backend,
@@ -436,6 +443,11 @@ class Preparation:
         return self._evaluation_loader(thing) if which is None else self._training_loader(thing, which)
 
     def _evaluation_loader(self, loader: DataLoader[Any]) -> EvaluationLoader:
+        if self._config.mesh.cp > 1:
+            raise ConfigError(
+                f"engine.prepare() got a loader for evaluation, and {self._config.mesh} splits sequences, of which "
+                "results are not put together again; evaluate a checkpoint in a job without cp"
+            )
         if (
             not self._group.recovery.is_elastic
         ):  # a worker that has joined prepares when the others have done so long ago
@@ -475,7 +487,11 @@ class Preparation:
     def _assignment(self) -> Assignment:
         config, step = self._config, self._objects.step
         world = self._group.world
-        own = (config.strategy.assign_lanes(config.lanes, world.size) if step is None else step.assignment)[world.rank]
+        parts = config.mesh.cp
+        if step is None:
+            own = config.strategy.assign_lanes(config.lanes, world.size // parts)[world.rank // parts]
+        else:
+            own = tuple(lane // parts for lane in step.assignment[world.rank])
         return Assignment(config.lanes, config.accumulate, own, config.seed, config.global_batch_size, config.timeout_s)
 
     def steps_per_epoch(self, loader: Any) -> int:

@@ -59,6 +59,7 @@ from paceline.engine.vote import (
     name_key,
 )
 from paceline.errors import GenerationEnded, LoopError
+from paceline.mesh.tensor_parallel import whole_loss
 from paceline.optim.loss_scale import MovingScale
 from paceline.strategies.registry import LaneAssignment
 from paceline.strategies.strategy import Agreement, ItemPlace, Strategy, Tally
@@ -408,6 +409,9 @@ class TrainStep:
             return
         now = self.now
         item = rules.item_of_backward(self._item_of_body(), loss, now.of_item, self.step)
+        sequences = self._group.sequences
+        if not item.shadow:
+            loss, weight = sequences.loss(item, whole_loss(loss)), sequences.weight(item, weight)
         weight = rules.weight_of_backward(item, weight)
         with self.or_lost():
             try:
@@ -484,6 +488,7 @@ class TrainStep:
         key = name_key(name)
         self._mean_names[key] = name  # of a shadow too: other workers' lanes give its mean a value
         if not item.shadow:
+            value, weight = self._group.sequences.loss(item, value), self._group.sequences.weight(item, weight)
             weight = float(item.samples) if weight is None else float(weight)
             report, is_here = self.now.report(item.lane), not isinstance(value, Tensor)
             report.add_mean(key, float(value) if is_here else 0.0, weight if is_here else 0.0)

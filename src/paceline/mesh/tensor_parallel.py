@@ -80,6 +80,10 @@ class TensorParallel:
                 found[id(parameter)] = layout
         return found
 
+    def sharded(self) -> list[tuple[nn.Module, str, Layout]]:
+        """Where the parameters stand that are."""
+        return [(module, key, layout) for (_, key), (module, layout) in self._layouts.items() if layout.dim is not None]
+
     def localise(self, model: nn.Module, partial: Iterable[str] = ()) -> dict[int, Parameter]:
         """Make every DTensor in the model its local tensor; by id of what stood there, what stands there now.
 
@@ -148,6 +152,11 @@ def _compute_with(module: nn.Module, layouts: Mapping[str, Layout]) -> None:
             own.update(kept)
 
     module.forward = forward
+
+
+def whole_loss(loss: Tensor) -> Tensor:
+    """Of logits that are sharded it may be a DTensor."""
+    return loss.full_tensor() if isinstance(loss, DTensor) else loss
 
 
 def replace_in(groups: Sequence[dict[str, Any]], moved: Mapping[int, Parameter]) -> None:
