@@ -76,6 +76,11 @@ class EngineConfig:
     is_auto: bool = False  # the strategy is ours to choose, when the optimizers are known (engine/auto_strategy.py)
     chosen_because: str = ""  # of a strategy that we chose
 
+    @property
+    def summed_lanes(self) -> int:
+        """Lanes that gradients are summed over: those of the data, each as often as workers share its sequences."""
+        return self.lanes * self.mesh.cp
+
     def settle(self, strategy: Chosen, why: str) -> None:
         """The one thing that follows from what is prepared: everybody who has this config sees it from here on."""
         object.__setattr__(self, "strategy", strategy)
@@ -272,7 +277,7 @@ def mesh_of(seat: World, mesh: Mesh | None) -> Mesh:
     asked = Mesh() if mesh is None else mesh
     for name, flag in (("tp", told.tp), ("cp", told.cp)):
         here = getattr(asked, name)
-        asked = replace(asked, **{name: one_of(name, None if here == 1 and mesh is None else here, flag) or here})
+        asked = replace(asked, **{name: one_of(name, None if here == 1 else here, flag) or here})
     if mesh is None and not asked.splits_model:
         return Mesh()
     found = asked.of_workers(seat.size)

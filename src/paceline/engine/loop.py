@@ -109,7 +109,9 @@ class PreparedLoader:
         items, steps = self.source.own_items, self.source.steps
         if items is None or steps is None:
             raise TypeError(f"a {type(self.dataset).__name__} without __len__ gives a loader without length")
-        if not self.was_measured and (lanes := self._config.lanes) > (workers := self._group.world.size):
+        if not self.was_measured and (lanes := self._config.lanes) > (
+            workers := self._group.world.size // self._config.mesh.cp
+        ):
             self._group.note(
                 f"paceline: len(loader) is {items} on this worker, how often the loop's body runs, as {lanes} lanes "
                 f"are on {counted(workers, 'worker')}; an epoch has {steps} steps on any number of workers: "

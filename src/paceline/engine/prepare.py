@@ -406,7 +406,7 @@ class Preparation:
             models=own.models,
             names=parameter_names(own.models),
             optimizers=own.optimizers,
-            lanes=config.lanes * config.mesh.cp,
+            lanes=config.summed_lanes,
             parts=config.mesh.cp,
             reduction=config.reduction,
             algorithm=config.algorithm,
