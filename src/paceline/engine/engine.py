@@ -354,6 +354,13 @@ class Engine(AccelerateNames):
         else:
             messages.show_table(SummaryTable.of(title, rows), "engine")
 
+    def full_gradients(self) -> dict[str, Tensor]:
+        """The global batch's gradient of each whole parameter, by name: after the last `backward` of a step.
+
+        For looking at, under ddp and star, whose workers have them; on any mesh. All workers call it.
+        """
+        return self._objects.full_gradients() if self.sync_gradients else {}
+
     def positions(self, tokens: Tensor) -> Tensor:
         """Where this worker's tokens, (batch, length), stand in their sequences: not 0, 1, 2, … if they are shared."""
         return self._group.sequences.positions(tokens)

@@ -105,6 +105,11 @@ class PreparedObjects:
     def hash(self) -> str:
         return weights_hash(self.models, self.full_tensor)
 
+    def full_gradients(self) -> dict[str, Tensor]:
+        """Of what is trained; a placeholder says where its gradient is."""
+        named = {name: value for name, value in named_state(self.models).items() if isinstance(value, nn.Parameter)}
+        return {name: self.whole.full(p, p.grad).clone() for name, p in named.items() if p.grad is not None}
+
     def close(self) -> None:
         for part in (self.loader, self.step, self.recomputed, self.causal_masks, self.compiled, self.random_numbers):
             if part is not None:
@@ -545,10 +550,11 @@ class Preparation:
         config, world = self._config, self._group.world
         batch, amount = source.described()
         strategy = f"{config.strategy} ({config.chosen_because})" if config.chosen_because else str(config.strategy)
+        started = world.source + (f", {config.mesh}" if config.mesh.splits_model else "")
         summed = config.reduction if config.strategy.is_synchronous else "weights may be old"
         return (
             f"paceline: global batch {batch} · "
-            f"{counted(world.size, 'worker')} × {counted(config.threads, 'thread')} ({world.source}) · "
+            f"{counted(world.size * config.mesh.tp, 'worker')} × {counted(config.threads, 'thread')} ({started}) · "
             f"{strategy}, {summed}{' over ' + config.algorithm if config.algorithm else ''}"
             f"{'' if config.compression is None else f', compressed ({config.compression})'} · "
             f"{config.backend if world.size > 1 else 'no'} communication · {self._group.device.type}"
