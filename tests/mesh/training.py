@@ -40,6 +40,7 @@ def trained(
     saves: bool = False,
     looks: bool = False,
     lr: float = 1e-2,
+    eps: float = 1e-8,
     **options: Any,
 ) -> Trained:
     """`looks`: at the gradients of the first step."""
@@ -47,7 +48,7 @@ def trained(
     given = {"lanes": 4, "threads": 1, "seed": 3, "timeout_s": 30.0, **options}
     engine = paceline.Engine(world=world, mesh=mesh, **given)
     llama = SmallLlama(**{"blocks": 1, **(model or {})})
-    optimizer = torch.optim.AdamW(llama.parameters(), lr)
+    optimizer = torch.optim.AdamW(llama.parameters(), lr, eps=eps)
     loader: Any = DataLoader(tokens(), batch_size=2, shuffle=True)
     if mesh is not None and mesh.tp > 1:
         plan = PLAN if plan is None else plan
