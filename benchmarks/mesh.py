@@ -119,7 +119,7 @@ def run(name: str, steps: int) -> dict[str, float]:
     else:
         command = ["-m", "paceline", "run", "--workers", str(WORKERS), *CONTESTANTS[name], *here, "ours"]
     found = subprocess.run([sys.executable, *command], capture_output=True, text=True, timeout=600, check=False)
-    rows = [json.loads(line.split("ROW ")[1]) for line in found.stdout.splitlines() if "ROW " in line]
+    rows = [json.loads(row) for row in re.findall(r"ROW (\{.*?\})", found.stdout)]  # torchrun may put two in one line
     if len(rows) != WORKERS:
         raise SystemExit(f"{name}: {len(rows)} of {WORKERS} workers ended well\n{found.stdout}{found.stderr}"[-3000:])
     return {key: max(row[key] for row in rows) for key in ("step_s", "mib", "loss")}
