@@ -4,8 +4,8 @@
                 queries of chunk c attend to the keys of chunks 0 … c (causal), or to all keys
     backward    all-to-all of their gradients, then a sum in the order of ranks: a reduce-scatter      the same bytes
 
-Queries, and what is made of them, stay where they are. The sum is in float32 and in one order, which no backend chooses:
-its bits don't depend on the backend, and are the same in every run.
+Queries, and what is made of them, stay where they are. The sum is in float32 and in one order, which no backend
+chooses: its bits don't depend on the backend, and are the same in every run.
 
 The gathered keys and values of a layer are kept for its backward, as attention keeps its inputs. Where that is too
 much, activation checkpointing of the layer gathers them again.
