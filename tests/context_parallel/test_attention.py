@@ -18,8 +18,6 @@ from paceline.context_parallel import SequenceSplit, attention
 from tests.collectives.shared_memory.ranks import torch_distributed
 from tests.workers import Result, run_workers
 
-pytestmark = pytest.mark.workers
-
 CASES = 12
 
 
@@ -103,6 +101,7 @@ MUTATIONS: dict[str, tuple[str, Any]] = {
 }
 
 
+@pytest.mark.workers
 @pytest.mark.parametrize("backend", ["paceline", "gloo"])
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_values_and_gradients_are_those_of_one_process(size: int, backend: str) -> None:
@@ -110,11 +109,13 @@ def test_values_and_gradients_are_those_of_one_process(size: int, backend: str) 
     assert max(error for error, _ in found) < 1e-5
 
 
+@pytest.mark.workers
 def test_bfloat16_is_as_near_as_bfloat16_can_be() -> None:
     found = values_of(run_workers(compares, 2, backend="paceline", dtype=torch.bfloat16))
     assert max(error for error, _ in found) < 3e-2
 
 
+@pytest.mark.workers
 def test_bits_are_the_same_in_every_run_and_on_every_backend() -> None:
     runs = [
         values_of(run_workers(compares, 4, backend=one, dtype=torch.float32)) for one in ("paceline", "gloo", "gloo")
@@ -122,6 +123,7 @@ def test_bits_are_the_same_in_every_run_and_on_every_backend() -> None:
     assert runs[0] == runs[1] == runs[2]
 
 
+@pytest.mark.workers
 @pytest.mark.parametrize("mutation", MUTATIONS)
 def test_the_comparison_fails_without(mutation: str) -> None:
     found = values_of(run_workers(compares, 2, backend="paceline", dtype=torch.float32, mutation=mutation))
@@ -138,6 +140,7 @@ def refuses(world: World) -> str:
     return ""
 
 
+@pytest.mark.workers
 def test_attention_to_another_sequence_is_refused() -> None:
     for text in values_of(run_workers(refuses, 2)):
         assert "attention of 4 queries to 6 keys" in text
@@ -156,7 +159,24 @@ def under_autocast(world: World) -> tuple[str, float]:
         return str(out.dtype), float((out - split.take(whole, -2)).abs().max())
 
 
+@pytest.mark.workers
 def test_autocast_does_what_it_does_to_attention() -> None:
     for dtype, error in values_of(run_workers(under_autocast, 2)):
         assert dtype == "torch.bfloat16"
         assert error < 2e-2
+
+
+@pytest.mark.unit
+def test_the_mask_of_an_accelerator_is_causal_and_its_memory_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
+    query, key = torch.randn(1, 2, 4, 8), torch.randn(1, 2, 12, 8)
+    torch.use_deterministic_algorithms(True)
+    try:
+        mask = under_test._lower_right(4, 12)
+        out = F.scaled_dot_product_attention(query, key, key, attn_mask=mask)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    filled = mask.as_subclass(Tensor).isnan()
+    assert not filled.all(), "deterministic algorithms have filled a mask that nothing reads"
+    assert torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
+    torch.testing.assert_close(out, plain(query, key, key, causal=True, scale=None))

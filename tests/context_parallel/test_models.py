@@ -230,6 +230,23 @@ def is_checked(world: World) -> dict[str, Any]:
     return found
 
 
+def checks_few_tokens(world: World) -> tuple[float, float]:
+    """Two of each worker, none of which is a target."""
+    with torch_distributed(world):
+        cp, model = ContextParallel(), Model()
+        cp.attach(model)
+        few = {name: value[:, : 2 * world.size] for name, value in batch().items()}
+        few["labels"] = torch.full_like(few["labels"], -100)
+        checked = cp.check(model, few)
+        assert checked is not None
+        return checked.error, checked.without_routes
+
+
+def test_short_sequences_without_targets_are_checked_too() -> None:
+    for error, without in values_of(run_workers(checks_few_tokens, 2)):
+        assert error < 1e-5 < 1e-2 < without
+
+
 def zero_projections() -> Model:
     model = Model()
     for block in model.blocks:

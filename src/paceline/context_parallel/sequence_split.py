@@ -113,7 +113,7 @@ def shard_batch(batch: Any, split: SequenceSplit, labels: Labels = "next_token")
     if isinstance(batch, Mapping):
         return _shard_mapping(batch, split, labels)
     if isinstance(batch, tuple | list) and all(isinstance(value, Tensor) for value in batch) and batch:
-        length = _length_of(dict(enumerate(batch)))
+        length = length_of(dict(enumerate(batch)))
         parts = [_cut(str(place), value, length, split) for place, value in enumerate(batch)]
         count = _count(batch[-1], parts[-1])
         return (tuple(parts) if isinstance(batch, tuple) else parts), count
@@ -127,7 +127,7 @@ def _shard_mapping(
     batch: Mapping[str, Any], split: SequenceSplit, labels: Labels
 ) -> tuple[dict[str, Any], TargetCount]:
     whole = dict(batch)
-    length = _length_of(whole)
+    length = length_of(whole)
     split.chunk_length(length)
     _check_mask(whole.pop("attention_mask", None), whole.get("labels"), labels)
     _check_positions(whole.pop("position_ids", None), length)
@@ -151,7 +151,8 @@ def _is_sequence(value: Any) -> bool:
     return isinstance(value, Tensor) and value.dim() >= 2
 
 
-def _length_of(whole: Mapping[Any, Any]) -> int:
+def length_of(whole: Mapping[Any, Any]) -> int:
+    """Of the sequences in a batch."""
     for name in ("input_ids", "inputs_embeds", *whole):
         if _is_sequence(whole.get(name)):
             return int(whole[name].shape[1])
