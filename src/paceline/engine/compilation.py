@@ -14,8 +14,8 @@ code of its own, never one for several, and where shapes are too many (torch's l
 
 A model without blocks is one block. Under strategies with weights in shards blocks are the units that are gathered.
 
-`Compile(cuda_graphs=True)`: on a GPU the kernels of a block are launched together, as a CUDA graph. A micro-batch may be
-small, and launching its kernels one by one takes the host longer than the device needs to run them. A graph has its
+`Compile(cuda_graphs=True)`: on a GPU the kernels of a block are launched together, as a CUDA graph. A micro-batch may
+be small, and launching its kernels one by one takes the host longer than the device needs to run them. A graph has its
 own memory, which the next item's run writes to again. So it is used where nothing of an item outlives it: in training,
 for blocks in low precision (their gradients are copied to fp32 sums as they come; fp32 gradients may themselves become
 the sum), whose weights stay where they are, and not for what is run again in backward (activation checkpointing).
