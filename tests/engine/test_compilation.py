@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -161,6 +162,15 @@ def test_a_model_that_is_compiled_already_is_refused() -> None:
 GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 
+@pytest.fixture
+def compiles_here() -> Iterator[None]:
+    """Not in processes of its own, whose pipes torch leaves open at the end."""
+    import torch._inductor.config as settings
+
+    with settings.patch(compile_threads=1):  # type: ignore[attr-defined]
+        yield
+
+
 def trains_on_gpu(
     world: World, *, graphs: bool, strategy: str = "ddp", accumulate: int = 1, clip: bool = True
 ) -> tuple[bool, str]:
@@ -195,6 +205,7 @@ def trains_on_gpu(
 
 
 @GPU
+@pytest.mark.usefixtures("compiles_here")
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2"])
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.filterwarnings("ignore:lane 1 of step")
