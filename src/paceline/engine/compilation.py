@@ -14,11 +14,11 @@ code of its own, never one for several, and where shapes are too many (torch's l
 
 A model without blocks is one block. Under strategies with weights in shards blocks are the units that are gathered.
 
-On a GPU the kernels of a block are launched together, as a CUDA graph: a lane's micro-batch is small, and launching its
-kernels one by one takes the host longer than the device needs to run them. A graph has its memory, which the next
-item's run writes to again. So it is used where nothing of an item outlives it: in training, for blocks in low precision
-(their gradients are copied to fp32 sums as they come; fp32 gradients may themselves become the sum), whose weights stay
-where they are, and not for what is run again in backward (activation checkpointing).
+`Compile(cuda_graphs=True)`: on a GPU the kernels of a block are launched together, as a CUDA graph. A micro-batch may
+be small, and launching its kernels one by one takes the host longer than the device needs to run them. A graph has its
+own memory, which the next item's run writes to again. So it is used where nothing of an item outlives it: in training,
+for blocks in low precision (their gradients are copied to fp32 sums as they come; fp32 gradients may themselves become
+the sum), whose weights stay where they are, and not for what is run again in backward (activation checkpointing).
 """
 
 from __future__ import annotations
@@ -45,25 +45,22 @@ SAFE_MODES = ("default",)
 
 @dataclass(frozen=True)
 class Compile:
-    """`cuda_graphs`: of blocks; by default where they can be used."""
+    """`cuda_graphs`: launch the kernels of a block together, for lanes of small micro-batches."""
 
     backend: str = "inductor"
     mode: str | None = None
-    cuda_graphs: bool | None = None
+    cuda_graphs: bool = False
 
     def __post_init__(self) -> None:
         one_word("compile: backend", self.backend, torch.compiler.list_backends(exclude_tags=()))
         if self.mode is not None:
             one_word("compile: mode", self.mode, MODES)
-        if self.cuda_graphs is not None:
-            switch("compile: cuda_graphs", self.cuda_graphs)
+        switch("compile: cuda_graphs", self.cuda_graphs)
         if self.cuda_graphs and (self.backend != "inductor" or self.mode not in (None, "default")):
             raise ConfigError(f"compile: cuda_graphs=True with {self}: they are inductor's, in its default mode")
 
     def why_no_graphs(self, device: torch.device, *, low_precision: bool, in_place: bool, recomputed: bool) -> str:
-        """What they can't be used with; empty where they are. `in_place`: weights stay where they are."""
-        if self.backend != "inductor" or self.mode not in (None, "default"):
-            return str(self)
+        """What they can't be used with, if there is something. `in_place`: weights stay where they are."""
         if device.type != "cuda":
             return f"a {device.type}"
         if not low_precision:
@@ -104,12 +101,12 @@ class CompiledBlocks:
     def __init__(self, wanted: Compile, models: Sequence[nn.Module], why_no_graphs: str) -> None:
         self._models = models
         self._check()
-        blocks = [block for model in models for block in blocks_of(model)]
         self.modules = [block for model in models for block in (list(blocks_of(model)) or [model])]
-        if wanted.cuda_graphs and why_no_graphs:
+        self.in_graphs = wanted.cuda_graphs
+        if not why_no_graphs and any(model in self.modules for model in models):
+            why_no_graphs = "a model without blocks, whose outputs are the script's to keep"
+        if self.in_graphs and why_no_graphs:
             raise ConfigError(f"compile: cuda_graphs=True with {why_no_graphs}, where they can't be used; leave it out")
-        # What a model without blocks returns is the user's, to keep as long as he likes.
-        self.in_graphs = wanted.cuda_graphs is not False and not why_no_graphs and len(blocks) == len(self.modules)
         self._own = [module.__dict__.get("forward") for module in self.modules]
         self._losses: list[tuple[nn.Module, Any]] = [
             (model, model.loss_function) for model in models if _has_loss_function(model)
