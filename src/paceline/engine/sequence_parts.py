@@ -9,7 +9,7 @@ differ between the parts. A part's weight is its share of the item's targets: ea
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -37,6 +37,9 @@ class WholeSequences:
     def items(self, items: Iterator[tuple[WorkItem, Any]]) -> Iterator[tuple[WorkItem, Any]]:
         return items
 
+    def check(self, models: Sequence[nn.Module], device: torch.device) -> None:
+        """Before the first item, by all workers: that a model computes with parts what it does with the whole."""
+
     def weight(self, item: WorkItem, given: Any) -> Any:
         """Of the item, where the loop gives it none."""
         return given
@@ -56,6 +59,8 @@ class SequenceParts(WholeSequences):
         self._context = context
         self.parts, self._part = context.split.size, context.split.rank
         self._counts: dict[tuple[int, ...], TargetCount] = {}  # of items that were fetched
+        self._first: Any = None  # batch, whole, until the models were checked with it
+        self._checked = False
 
     def attach(self, model: nn.Module) -> None:
         self._context.attach(model)
@@ -65,10 +70,22 @@ class SequenceParts(WholeSequences):
         for item, batch in items:
             present = tuple(lane * self.parts + part for lane in item.present for part in range(self.parts))
             own = item._replace(lane=item.lane * self.parts + self._part, present=present)
+            if not self._checked and self._first is None:
+                self._first = batch
             mine, self._counts[_key(own)] = self._context.shard(batch)
             while len(self._counts) > MOST_FETCHED:  # of steps that are over long since
                 del self._counts[next(iter(self._counts))]
             yield own, mine
+
+    def check(self, models: Sequence[nn.Module], device: torch.device) -> None:
+        """Where a model is called with the batch itself; how a loop calls it with a tuple only the loop knows."""
+        batch, self._first = self._first, None
+        if self._checked or batch is None:
+            return
+        self._checked = True
+        if isinstance(batch, Mapping) and len(models) == 1:
+            here = {name: value.to(device) if isinstance(value, Tensor) else value for name, value in batch.items()}
+            self._context.check(models[0], here)
 
     def weight(self, item: WorkItem, given: Any) -> Any:
         return self._counts[_key(item)].weight(item.samples) if given is None else given
