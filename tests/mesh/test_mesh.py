@@ -151,3 +151,15 @@ def masks(world: World) -> dict[str, list[list[float]]]:
         optimizer.step()
     engine.weights_hash()  # raises where whole parameters have gone apart
     return seen
+
+
+def test_the_launcher_refuses_workers_that_are_no_multiple_of_those_that_share_a_model() -> None:
+    from paceline.cli.run import _with_mesh
+    from paceline.errors import LaunchError
+    from paceline.world.world import LaunchSettings
+
+    with pytest.raises(
+        LaunchError, match=r"--tp 2 --cp 2: 4 workers share a model, and 6 are no multiple .* --workers 4"
+    ):
+        _with_mesh(LaunchSettings(), 6, 2, 2)
+    assert _with_mesh(LaunchSettings(), 8, 2, 2) == LaunchSettings(tp=2, cp=2)
