@@ -96,7 +96,7 @@ def _preload(packages: Path) -> None:
 
 
 def _forked(program: Any, **given: Any) -> None:
-    (result,) = run_workers(program, 1, **given)
+    (result,) = run_workers(program, 1, timeout_s=300, **given)
     if result.error is not None:
         raise FailedError(f"{result.error}\n{result.traceback}")
 

@@ -515,6 +515,8 @@ class Engine(AccelerateNames):
         self.close()
 
     def _give_up_after(self, error: BaseException | None) -> None:
-        """With an error no worker waits until the others have seen its part of the weights for the last time."""
-        if error is not None and not isinstance(error, SystemExit) and not self._group.recovery.is_elastic:
+        """After an error in the loop's body nothing waits until the others have read this worker's shards."""
+        left_early = self._objects.loader is not None and self._objects.loader.left_early
+        stopped = error is None or isinstance(error, SystemExit)
+        if left_early and not stopped and not self._group.recovery.is_elastic:
             self._group.comm.give_up()
