@@ -52,11 +52,12 @@ def test_a_summary_says_what_share_waits_for_gradients_and_what_would_cut_it() -
     assert row(0.9) is None
     assert row(5.0, workers=1) is None
     assert row(2.0) == (
-        "20% of a step waits for gradients; compression=int8 would leave 6% at most: 1.2 times the steps per second"
+        "20% of a step waits for gradients; if that is for bytes, compression=int8 leaves 6%: "
+        "1.2 times the steps per second"
     )
     told = row(9.0)
     assert told is not None
     assert told.startswith(
-        "90% of a step waits for gradients; diloco every=50 outer_gradients=int8 would leave 4% at most"
+        "90% of a step waits for gradients; if that is for bytes, diloco every=50 outer_gradients=int8 leaves 4%"
     )
     assert row(4.0, is_ddp=False) == "40% of a step waits for gradients"

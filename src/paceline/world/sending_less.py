@@ -2,8 +2,8 @@
 
     a step of s seconds, w of which wait for gradients; a way that sends the share r of the bytes waits at most r · w
 
-At most, because what is hidden behind backward today is at least as well hidden when it is less. What compressing
-itself computes is not in it, nor is a wait for a slower worker, which no way shortens.
+At most, because what is hidden behind backward today is at least as well hidden when it is less. It is said of a wait
+for bytes: one for a slower worker is shortened only by meeting less often. What compressing computes is not in it.
 """
 
 from __future__ import annotations
@@ -56,4 +56,4 @@ def waiting_told(waiting: float, *, is_ddp: bool) -> str:
     left = {way: way.share * waiting / (1 - waiting + way.share * waiting) for way in WAYS[1:]}
     way = next((way for way in left if left[way] < LARGE), WAYS[-1])
     faster = (1 - left[way]) / (1 - waiting) if waiting < 1 else 1 / way.share
-    return f"{told}; {way.name} would leave {left[way]:.0%} at most: {faster:.1f} times the steps per second"
+    return f"{told}; if that is for bytes, {way.name} leaves {left[way]:.0%}: {faster:.1f} times the steps per second"
