@@ -28,6 +28,8 @@ import sysconfig
 import tempfile
 import time
 from collections.abc import Sequence
+from datetime import date
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -248,6 +250,7 @@ def run(names: Sequence[str], way: str, steps: int, skip: int, marks: Sequence[i
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     result: dict[str, Any] = {
+        "date": date.today().isoformat(), "torch": version("torch"),
         "steps": args.steps, "reach": args.reach, "cores": os.cpu_count(), "curves": {}, "rounds": {}
     }  # fmt: skip
     marks = list(range(10, args.steps + 1, 10))
