@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from paceline.engine.engine import Engine
     from paceline.engine.stop_signals import StoppedOnRequest
     from paceline.launch.notebook import notebook_launcher
+    from paceline.mesh.mesh import Mesh
     from paceline.optim.loss_scale import LossScale
     from paceline.optim.precision import Precision
     from paceline.trainer.callbacks import EarlyStoppingCallback, TrainerCallback
@@ -24,6 +25,7 @@ __all__ = [
     "EarlyStoppingCallback",
     "Engine",
     "LossScale",
+    "Mesh",
     "Precision",
     "StoppedOnRequest",
     "Trainer",
@@ -44,6 +46,7 @@ _WHERE = {
     "EarlyStoppingCallback": "paceline.trainer",
     "Engine": "paceline.engine.engine",
     "LossScale": "paceline.optim.loss_scale",
+    "Mesh": "paceline.mesh.mesh",
     "Precision": "paceline.optim.precision",
     "StoppedOnRequest": "paceline.engine.stop_signals",
     "Trainer": "paceline.trainer",

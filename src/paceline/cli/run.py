@@ -9,6 +9,7 @@ import importlib.machinery
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated
@@ -113,6 +114,20 @@ Offload = Annotated[
     str | None,
     _training(
         help="what a GPU leaves to the host: optimizer, parameters",
+    ),
+]
+Tp = Annotated[
+    int | None,
+    _training(
+        min=1,
+        help="neighbouring workers that share each layer: tensor parallel groups [default: 1]",
+    ),
+]
+Cp = Annotated[
+    int | None,
+    _training(
+        min=1,
+        help="workers, or tensor parallel groups, that share each sequence: context parallelism [default: 1]",
     ),
 ]
 KeepMemory = Annotated[
@@ -283,6 +298,8 @@ def run(
     precision: Precision = None,
     activation_checkpointing: Recomputed = None,
     offload: Offload = None,
+    tp: Tp = None,
+    cp: Cp = None,
     keep_memory: KeepMemory = True,
     grace_s: GraceSeconds = GRACE_S,
     quiet: Quiet = False,
@@ -322,6 +339,7 @@ def run(
     server_count = _server_count(servers)
     is_alone = host_count == 1 and not _may_grow(max_workers, worker_count, server_count, coordinator)
     settings = _settings(lanes, threads, backend, seed, strategy, precision, activation_checkpointing, offload)
+    settings = _with_mesh(settings, worker_count * (host_count or 1), tp, cp)
     job = Job(
         script=_find(script, arguments or [], module),
         workers=worker_count,
@@ -377,6 +395,17 @@ def _settings(
         return LaunchSettings(lanes, threads, backend, seed, strategy, precision, recomputed, offload)
     except WorldError as error:
         raise LaunchError(str(error)) from error
+
+
+def _with_mesh(settings: LaunchSettings, workers: int, tp: int | None, cp: int | None) -> LaunchSettings:
+    shared = (tp or 1) * (cp or 1)
+    if workers % shared:
+        flags = " ".join(f"--{name} {size}" for name, size in (("tp", tp), ("cp", cp)) if size is not None)
+        raise LaunchError(
+            f"{flags}: {shared} workers share a model, and {workers} are no multiple of that; start with "
+            f"--workers {max(1, workers // shared) * shared}"
+        )
+    return replace(settings, tp=tp, cp=cp)
 
 
 def _check_host(job: Job) -> None:

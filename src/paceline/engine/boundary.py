@@ -50,7 +50,7 @@ class Boundary:
         if with_servers and self._group.world.servers and store is not None:
             self._meet_in_store(store, f"barrier/{next(self._barriers)}")
         else:
-            self.retryable.run(lambda: self._comm.barrier(), self._group.start_over)
+            self.retryable.run(lambda: self._group.all.barrier(), self._group.start_over)
 
     def drain(self, step: TrainStep | None) -> None:
         """Updates that are under way end, and the model holds the newest weights."""
@@ -85,7 +85,7 @@ class Boundary:
 
     def told(self, value: Any) -> list[Any]:
         """What every worker says, in rank order."""
-        return self.retryable.run(lambda: self._comm.gather_json(value), self._group.start_over)
+        return self.retryable.run(lambda: self._group.all.gather_json(value), self._group.start_over)
 
     def reduced(self, tensor: Tensor, operation: Operation, real: Sequence[int] | None = None) -> Tensor:
         """Of the workers in `real` (None: of all); the largest and smallest always of all."""

@@ -546,7 +546,7 @@ class Saver:
             "seed": config.seed,
             "precision": str(config.precision),
             "block": BLOCK,
-            "parameters": sum(p.numel() for model in state.models for p in model.parameters()),
+            "parameters": sum(state.whole.shape(p).numel() for model in state.models for p in model.parameters()),
             "versions": {"paceline": __version__, "torch": str(torch.__version__), "python": platform.python_version()},
         }
 

@@ -7,7 +7,7 @@ life.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import torch
@@ -20,9 +20,11 @@ from paceline.engine.activation_checkpointing import ActivationCheckpointing
 from paceline.engine.compilation import Compile, compile_of
 from paceline.errors import ConfigError
 from paceline.input_file import one_line
+from paceline.mesh.mesh import Mesh
 from paceline.optim.loss_scale import LossScale, OnNonFinite, loss_scale_of
 from paceline.optim.offload import PARAMETERS, OffloadName, check_offload
 from paceline.optim.precision import Precision, precision_of
+from paceline.strategies.fsdp.hybrid import HybridConfig
 from paceline.strategies.registry import STRATEGIES, Chosen, choose
 from paceline.world.checked_values import number, one_word, seconds, switch, whole_number
 from paceline.world.determinism import default_threads
@@ -70,8 +72,14 @@ class EngineConfig:
     offload: OffloadName | None = None
     compile: Compile | None = None
     compression: Compression | None = None
+    mesh: Mesh = field(default_factory=Mesh)  # with every size known, where a script or a flag asks for one
     is_auto: bool = False  # the strategy is ours to choose, when the optimizers are known (engine/auto_strategy.py)
     chosen_because: str = ""  # of a strategy that we chose
+
+    @property
+    def summed_lanes(self) -> int:
+        """Lanes that gradients are summed over: those of the data, each as often as workers share its sequences."""
+        return self.lanes * self.mesh.cp
 
     def settle(self, strategy: Chosen, why: str) -> None:
         """The one thing that follows from what is prepared: everybody who has this config sees it from here on."""
@@ -123,7 +131,35 @@ class EngineConfig:
                 "there is nothing to gain; leave reduction out",
             )
 
+    def _check_mesh(self, world: World) -> None:
+        """That the rest of the configuration goes with workers that share a model."""
+        mesh, name = self.mesh, self.strategy.name
+        sharded, copies = mesh.dp_shard or 1, mesh.dp_replicate or 1
+        wanted = "hybrid" if sharded > 1 and copies > 1 else "fsdp" if sharded > 1 else "ddp"
+        fits = {"hybrid": ("hybrid",), "fsdp": ("fsdp", "zero1", "zero2", "zero3"), "ddp": ("ddp", "star")}[wanted]
+        if mesh.dp is None and (sharded, copies) != (1, 1) and name not in fits:
+            raise ConfigError(
+                f"{mesh} with strategy={name!r}: these sizes are for {' or '.join(fits)}; give dp= instead, which "
+                "leaves it to the strategy what data parallelism is"
+            )
+        if not mesh.splits_model:
+            return
+        refused = {
+            f"strategy={name!r}": name not in WITH_A_MESH,
+            "strategy='hybrid' and cp > 1": name == "hybrid" and mesh.cp > 1,
+            "compression": self.compression is not None,
+            "--servers": world.servers > 0,
+            "compile": self.compile is not None,
+        }
+        for what, is_so in refused.items():
+            if is_so:
+                raise ConfigError(
+                    f"{mesh} with {what}: can't be combined with workers that share a model; choose one of the "
+                    f"strategies {', '.join(WITH_A_MESH)}, and leave out compression, compile and servers"
+                )
+
     def check_against(self, world: World) -> None:
+        self._check_mesh(world)
         if world.servers and not self.strategy.entry.uses_servers:
             raise ConfigError(
                 f"{counted(world.servers, 'server')} and strategy={self.strategy.name!r}, which "
@@ -135,11 +171,11 @@ class EngineConfig:
                 f"replay of {world.settings.replay}: strategy={self.strategy.name!r} has no order of updates to do "
                 "again; the script has changed, or the folder is of another run"
             )
-        if world.size > self.lanes:
+        if (workers := world.size // self.mesh.cp) > self.lanes:
             raise ConfigError(
-                f"{world.size} workers but only {counted(self.lanes, 'lane')}: "
-                f"{world.size - self.lanes} of them would have "
-                f"nothing to do; start with --lanes {world.size} or more, or with --workers {self.lanes}"
+                f"{workers} workers but only {counted(self.lanes, 'lane')}: "
+                f"{workers - self.lanes} of them would have "
+                f"nothing to do; start with --lanes {workers} or more, or with --workers {self.lanes * self.mesh.model}"
             )
 
 
@@ -158,6 +194,8 @@ def counted(number: int, noun: str) -> str:
 
 
 DEFAULT_SEED = 0
+WITH_A_MESH = ("ddp", "star", "zero1", "zero2", "zero3", "fsdp", "hybrid")
+"""Strategies whose workers may share a model with others."""
 
 
 def _or(given: Any, otherwise: Any) -> Any:
@@ -184,6 +222,7 @@ def config_of(
     compile: Compile | bool | None,
     reduction: Reduction,
     compression: Any,
+    mesh: Mesh | None,
     **as_given: Any,
 ) -> EngineConfig:
     """`as_given`: what no flag speaks of."""
@@ -193,7 +232,8 @@ def config_of(
     for check, given in ((check_lanes, lanes), (check_threads, threads), (check_seed, seed)):
         if given is not None:
             check(given)
-    strategy = _or(one_of("strategy", strategy, told.strategy), "ddp")
+    mesh = mesh_of(seat, mesh)
+    strategy = _or(one_of("strategy", strategy, told.strategy), _by_mesh(mesh) or "ddp")
     is_auto = isinstance(strategy, str) and strategy == AUTO and offload is None and told.offload is None
     if isinstance(strategy, str) and strategy == AUTO:  # until it is settled; ddp has no offload
         strategy = "ddp" if is_auto else "zero3" if PARAMETERS in (offload, told.offload) else "zero2"
@@ -201,7 +241,7 @@ def config_of(
     offload = one_of("offload", offload, told.offload)  # type: ignore[arg-type]
     flag: recomputing.Wanted = told.activation_checkpointing
     again = one_of("activation_checkpointing", activation_checkpointing, flag)
-    lanes = one_of("lanes", lanes, told.lanes) or seat.size
+    lanes = one_of("lanes", lanes, told.lanes) or seat.size // mesh.model
     backend = _or(_or(backend, told.backend), default_backend(seat, device))
     check_backend(seat, one_word("backend", backend, BACKENDS))
     config = EngineConfig(
@@ -210,7 +250,7 @@ def config_of(
         seed=one_of("seed", seed, told.seed) if (seed, told.seed) != (None, None) else DEFAULT_SEED,  # type: ignore[arg-type]
         strategy=choose(strategy),
         backend=backend,
-        threads=one_of("threads", threads, told.threads) or default_threads(lanes),
+        threads=one_of("threads", threads, told.threads) or default_threads(lanes * mesh.model),
         activation_checkpointing=recomputing.parse(again),
         precision=precision,
         loss_scale=loss_scale_of(loss_scale, precision),
@@ -218,12 +258,42 @@ def config_of(
         compile=compile_of(compile, reduction),
         reduction=reduction,
         compression=compression_of(compression),
+        mesh=mesh,
         is_auto=is_auto,
         **as_given,
     )
     able = [entry.name for entry in STRATEGIES.values() if entry.takes_offload]
     check_offload(offload, device, config.strategy.name, able)
     return config
+
+
+def mesh_of(seat: World, mesh: Mesh | None) -> Mesh:
+    """As the script and the launcher's flags say, for the workers that there are."""
+    if mesh is not None and not isinstance(mesh, Mesh):
+        raise ConfigError(
+            f"mesh={one_line(repr(mesh), 60)} is a {type(mesh).__name__}; give a paceline.Mesh(tp=…, cp=…)"
+        )
+    told = seat.settings
+    asked = Mesh() if mesh is None else mesh
+    for name, flag in (("tp", told.tp), ("cp", told.cp)):
+        here = getattr(asked, name)
+        asked = replace(asked, **{name: one_of(name, None if here == 1 else here, flag) or here})
+    if mesh is None and not asked.splits_model:
+        return Mesh()
+    found = asked.of_workers(seat.size)
+    if found.splits_model and seat.elastic is not None:
+        raise ConfigError(
+            f"{found} in a job that is elastic: a lost worker would leave a part of a model behind; start it without "
+            "--elastic: it goes on from its last checkpoint"
+        )
+    return found
+
+
+def _by_mesh(mesh: Mesh) -> str | object | None:
+    """The strategy that sizes of data parallelism stand for."""
+    if (mesh.dp_shard or 1) == 1:
+        return None
+    return "fsdp" if (mesh.dp_replicate or 1) == 1 else HybridConfig(shard_over=mesh.dp_shard)
 
 
 # -- names of Accelerate -----------------------------------------------------------------------------------------------

@@ -31,6 +31,7 @@ from typing import TYPE_CHECKING, Any, overload
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from paceline.collectives.byte_count import Traffic
@@ -54,7 +55,9 @@ from paceline.engine.progress import Bar, Progress
 from paceline.engine.second_opinion import SecondOpinion
 from paceline.engine.step import Timing, TrainStep
 from paceline.engine.stop_signals import StoppedOnRequest, StopSignals
-from paceline.errors import LoopError
+from paceline.errors import ConfigError, LoopError
+from paceline.mesh.mesh import Mesh
+from paceline.mesh.plans import Plan
 from paceline.optim.loss_scale import LossScale, OnNonFinite
 from paceline.optim.offload import OffloadName
 from paceline.optim.precision import Precision
@@ -88,6 +91,7 @@ class Engine(AccelerateNames):
         loss_scale: LossScale | float | None = None,
         offload: OffloadName | None = None,
         compression: Any = None,
+        mesh: Mesh | None = None,
         activation_checkpointing: recomputing.Wanted = None,
         compile: Compile | bool | None = None,
         global_batch_size: int | None = None,
@@ -128,12 +132,16 @@ class Engine(AccelerateNames):
             loss_scale=loss_scale,
             offload=offload,
             compression=compression,
+            mesh=mesh,
             activation_checkpointing=activation_checkpointing,
             compile=compile,
             global_batch_size=global_batch_size,
             on_nonfinite=on_nonfinite,
             timeout_s=timeout_s,
         )
+        if self.config.mesh.splits_model and (second_opinion is not None or record_samples is not None):
+            which = "second_opinion" if second_opinion is not None else "record_samples"
+            raise ConfigError(f"{self.config.mesh} with {which}: not for workers that share samples; leave one out")
         opinion = None if second_opinion is None else SecondOpinion(second_opinion)
         record_folder = None if record_samples is None else path_of("record_samples", record_samples)
         self._project_dir = Path("runs") if project_dir is None else path_of("project_dir", project_dir)
@@ -188,7 +196,7 @@ class Engine(AccelerateNames):
 
     # -- the five lines of a loop ------------------------------------------------------------------------------------
 
-    def prepare(self, *objects: Any, weights: str | Path | None = None) -> Any:
+    def prepare(self, *objects: Any, weights: str | Path | None = None, plan: Plan = None) -> Any:
         """Take models, optimizers, schedulers and loaders, in any order, and hand them back in that order.
 
         Of several loaders beside an optimizer the first that shuffles (or has a sampler of its own, or reads a stream)
@@ -196,8 +204,9 @@ class Engine(AccelerateNames):
         place of a loader a plain dataset will do where the Engine knows its `global_batch_size`.
 
         `weights`: of a model built under `torch.device("meta")`, the folder of safetensors files that they come from.
+        `plan`: how tensor parallelism shards the model (docs/concepts/mesh.md); without one, the model's own.
         """
-        out = self._preparation.prepare(objects, weights)
+        out = self._preparation.prepare(objects, weights, plan)
         return out if len(out) > 1 else out[0]
 
     def backward(
@@ -345,6 +354,24 @@ class Engine(AccelerateNames):
             self._group.supervisor.tell("table", title=title, rows=[list(row) for row in rows])
         else:
             messages.show_table(SummaryTable.of(title, rows), "engine")
+
+    def full_gradients(self) -> dict[str, Tensor]:
+        """The global batch's gradient of each whole parameter, by name: after the last `backward` of a step.
+
+        For looking at, under ddp and star, whose workers have them; on any mesh. All workers call it.
+        """
+        return self._objects.full_gradients() if self.sync_gradients else {}
+
+    def positions(self, tokens: Tensor) -> Tensor:
+        """Where this worker's tokens, (batch, length), stand in their sequences: not 0, 1, 2, … if they are shared."""
+        return self._group.sequences.positions(tokens)
+
+    @property
+    def device_mesh(self) -> DeviceMesh:
+        """The job's mesh as torch knows it, of ("dp", "cp", "tp")."""
+        if self._group.device_mesh is None:
+            raise ConfigError("engine.device_mesh: this job has none; give Engine(mesh=paceline.Mesh(tp=…, cp=…))")
+        return self._group.device_mesh
 
     # -- between steps -----------------------------------------------------------------------------------------------
 

@@ -39,6 +39,7 @@ def job_facts(config: EngineConfig, data: Mapping[str, Any], device: torch.devic
         "compression": None if config.compression is None else str(config.compression),
         "loss_scale": None if config.loss_scale is None else str(config.loss_scale),
         "updates": config.strategy.updates,
+        **{name: size if size > 1 else None for name, size in (("tp", config.mesh.tp), ("cp", config.mesh.cp))},
     }
     return facts | dict(data) | {f"{_MACHINE}{name}": value for name, value in fingerprint(device).items()}
 

@@ -16,8 +16,10 @@ from functools import partial
 from typing import Any, Protocol
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 
 from paceline.collectives.communicator import Communicator, SingleWorker
+from paceline.context_parallel import ContextParallel
 from paceline.elastic.decisions import Generation
 from paceline.elastic.memory_checkpoint.replication import on_hosts
 from paceline.elastic.recovery import NoRecovery, Parts, Recovery
@@ -25,8 +27,11 @@ from paceline.elastic.worker_agent import Abandonable, WorkerAgent
 from paceline.engine.config import EngineConfig
 from paceline.engine.default_group import DefaultGroup
 from paceline.engine.evaluation import EvaluationLoader, note_collective
+from paceline.engine.sequence_parts import SequenceParts, WholeSequences
 from paceline.engine.serving import Serving, server_among
 from paceline.errors import ConfigError
+from paceline.mesh.mesh import world_of
+from paceline.mesh.tensor_parallel import TensorParallel, torch_mesh
 from paceline.torch_compat import PrefixStore, Store
 from paceline.world import messages
 from paceline.world.control import ControlClient, Supervisor, call_supervisor
@@ -48,12 +53,20 @@ class RunningLoop(Protocol):
 class Group:
     def __init__(self, seat: World, config: EngineConfig, device: torch.device) -> None:
         self.seat, self._config, self.device = seat, config, device
-        self.world = self.among = among_members(seat)
+        self.place = config.mesh.place(seat.rank)
+        self.everyone = among_members(seat)
+        self.world = self.among = world_of(seat, self.place.replicas) if config.mesh.splits_model else self.everyone
         config.check_against(self.world)
         self.supervisor = call_supervisor(seat)
-        self._opened_store, self.store = open_meeting(seat, self.supervisor, config.timeout_s)
+        self._opened_store, self._meeting = open_meeting(seat, self.supervisor, config.timeout_s)
+        self.store = self._place_in_store(f"replicas/{self.place.tensor}") if config.mesh.tp > 1 else self._meeting
         self._watch = WaitWatch(self.supervisor, seat.name) if self.store is not None else None
         self.comm: Communicator = SingleWorker()
+        self.tensor_peers: Communicator = SingleWorker()
+        self._all: Communicator | None = None  # where `comm` has not all of them
+        self.device_mesh: DeviceMesh | None = None
+        self.sequences = WholeSequences()
+        self.parallel: TensorParallel | None = None  # what is sharded over `tensor_peers`
         self._default_group = DefaultGroup(
             config.backend, config.timeout_s, self._connect_default_group, self._check_collective
         )
@@ -72,7 +85,17 @@ class Group:
     @property
     def is_main(self) -> bool:
         """One of all workers: the first, or when that one is lost the first of the others."""
-        return self.recovery.is_main(self.among)
+        return self.place.speaks and self.recovery.is_main(self.among)
+
+    @property
+    def all(self) -> Communicator:
+        """All workers of the job, of which `comm` has those with the same parameters."""
+        return self._all or self.comm
+
+    @property
+    def all_world(self) -> World:
+        """This worker's place among them."""
+        return self.among if self._all is None else self.everyone
 
     def print(self, *values: object, **options: Any) -> None:
         if self.is_main:
@@ -88,12 +111,26 @@ class Group:
     def connect(self, parts: Parts) -> None:
         """Meet the others; `parts` are what changes with them, in an elastic job."""
         self._join_elastic_job(parts)
-        self.comm = connect_workers(
-            self.world, self.store, backend=self._config.backend, device=self.device, timeout_s=self.timeout_s
-        )
+        self.comm = self._connected(self.world, self.store)
+        if self._config.mesh.tp > 1:
+            self._all = self._connected(self.everyone, self._meeting)
+            others = world_of(self.seat, self.place.tensor_group)
+            self.tensor_peers = self._connected(others, self._place_in_store(f"peers/{self.place.tensor_group[0]}"))
         if self.comm.size > 1:
             self.recovery.watch(self)
-        self._default_group.meet(self.world, self.store_of_generation())
+        self._default_group.meet(self.everyone, self.store_of_generation() if self._all is None else self._meeting)
+        if self._config.mesh.splits_model:
+            self.device_mesh = torch_mesh(self._config.mesh, self.device)
+            self.parallel = TensorParallel(self.device_mesh["tp"], self.place.tensor)
+        if self._config.mesh.cp > 1 and self.device_mesh is not None:
+            self.sequences = SequenceParts(ContextParallel(self.device_mesh["cp"].get_group()))
+
+    def _place_in_store(self, name: str) -> Store | None:
+        return None if self._meeting is None else PrefixStore(f"mesh/{name}", self._meeting)
+
+    def _connected(self, world: World, store: Store | None) -> Communicator:
+        options = {"backend": self._config.backend, "device": self.device, "timeout_s": self.timeout_s}
+        return connect_workers(world, store, **options)  # type: ignore[arg-type]
 
     def _check_collective(self) -> None:
         note_collective(self.evaluations, of_torch=True)
@@ -194,8 +231,11 @@ class Group:
     def close(self) -> None:
         if self._watch is not None:
             self._watch.close()
+        self.sequences.close()
         self._default_group.leave("the engine was closed")
-        self.comm.close()
+        for comm in (self.tensor_peers, self._all, self.comm):
+            if comm is not None:
+                comm.close()
         self.recovery.close()
         self.supervisor.close()
 

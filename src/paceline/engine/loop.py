@@ -114,7 +114,9 @@ class PreparedLoader:
         items, steps = self.source.own_items, self.source.steps
         if items is None or steps is None:
             raise TypeError(f"a {type(self.dataset).__name__} without __len__ gives a loader without length")
-        if not self.was_measured and (lanes := self._config.lanes) > (workers := self._group.world.size):
+        if not self.was_measured and (lanes := self._config.lanes) > (
+            workers := self._group.world.size // self._config.mesh.cp
+        ):
             self._group.note(
                 f"paceline: len(loader) is {items} on this worker, how often the loop's body runs, as {lanes} lanes "
                 f"are on {counted(workers, 'worker')}; an epoch has {steps} steps on any number of workers: "
@@ -140,6 +142,7 @@ class PreparedLoader:
         try:
             while (pair := self._next_pair()) is not None:
                 item, batch = pair
+                self._group.sequences.check(step.models, self._group.device)
                 step.begin_item(item)
                 if self._recovers():
                     continue
@@ -262,7 +265,8 @@ class PreparedLoader:
         """Items from the committed place on, for the lanes that this worker has now."""
         self._drop_items()
         self._waited_s = 0.0
-        self._items = Prefetch(self.source.items(), self._group.device, ahead=self.source.fetches_ahead)
+        items = self._group.sequences.items(self.source.items())
+        self._items = Prefetch(items, self._group.device, ahead=self.source.fetches_ahead)
 
     def _drop_items(self) -> None:
         if self._items is not None:

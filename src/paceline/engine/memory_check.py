@@ -112,14 +112,16 @@ def check_memory(
 
 def cost_of_lanes(config: EngineConfig, world: World, optimizers: Sequence[Optimizer]) -> str | None:
     """What a strategy whose lanes are apart holds for them, where a worker has several; for one line at the start."""
-    model, most = _model(optimizers), -(-config.lanes // world.size)
+    model, most = _model(optimizers), -(-config.summed_lanes // world.size)
     if not config.strategy.entry.lanes_apart or model is None or most == 1:
         return None
-    sizes = world.size, config.lanes
-    here, alone = (size_text(config.strategy.footprint(model, workers=n, lanes=config.lanes).held) for n in sizes)
+    sizes = world.size, config.summed_lanes
+    here, alone = (
+        size_text(config.strategy.footprint(model, workers=n, lanes=config.summed_lanes).held) for n in sizes
+    )
     return (
         f"paceline: {config.strategy.name} keeps weights, a gradient and optimizer state for each lane: "
-        f"{here} for {most} lanes on a worker, {alone} if {config.lanes} workers had one each"
+        f"{here} for {most} lanes on a worker, {alone} if {config.summed_lanes} workers had one each"
     )
 
 
@@ -143,7 +145,7 @@ def fit_of(
     per_host = world.size if shares_memory else 1
     on_host = world.size if world.size % world.local_size else world.local_size  # hosts that are not even: nobody's
     compressed = config.compression is not None and config.compression.feedback
-    sizes = (world.size, config.lanes, config.accumulate, per_host, on_host)
+    sizes = (world.size, config.summed_lanes, config.accumulate, per_host, on_host)
     return Fit(config.strategy, model, limit, sharers, *sizes, compressed)
 
 

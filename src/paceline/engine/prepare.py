@@ -60,10 +60,17 @@ from paceline.engine.stop_signals import StopSignals
 from paceline.engine.strategy_table import StrategyTable
 from paceline.engine.vote import WeightsWatch
 from paceline.errors import CheckpointError, ConfigError, LoopError, ReplicaError
+from paceline.mesh.full_tensors import FullTensors, ShardedTensors
+from paceline.mesh.peers import TensorParallelPeers
+from paceline.mesh.plans import Plan, shard
+from paceline.mesh.random_streams import ShardedRandomNumbers
+from paceline.mesh.tensor_parallel import replace_in
 from paceline.optim.precision import Precision
+from paceline.optim.range_optimizer import check_elementwise
 from paceline.parameter_server.replay import Replay
 from paceline.strategies.meta_device import Given, check_states, fill, is_on_meta, module_names, moved
 from paceline.strategies.registry import Job
+from paceline.strategies.strategy import TensorPeers
 from paceline.world.checked_values import path_of
 
 
@@ -82,6 +89,8 @@ class PreparedObjects:
     has_history: bool = False  # the optimizers were given with a state
     steps_were_asked: bool = False  # of an epoch: schedules are made from them
     registered: list[Any] = field(default_factory=list)  # saved and loaded with these
+    random_numbers: ShardedRandomNumbers | None = None
+    whole: FullTensors = field(default_factory=FullTensors)  # of what tensor parallelism has sharded
 
     def training(self) -> TrainStep:
         if self.step is None:
@@ -90,13 +99,19 @@ class PreparedObjects:
 
     def full_tensor(self, weights: Tensor) -> Tensor:
         """Of a parameter or buffer, whatever part of it this worker has."""
-        return weights.detach() if self.step is None else self.step.strategies.full_tensor(weights)
+        local = weights.detach() if self.step is None else self.step.strategies.full_tensor(weights)
+        return self.whole.full(weights, local)
 
     def hash(self) -> str:
-        return weights_hash(self.models) if self.step is None else weights_hash(self.models, self.full_tensor)
+        return weights_hash(self.models, self.full_tensor)
+
+    def full_gradients(self) -> dict[str, Tensor]:
+        """Of what is trained; a placeholder says where its gradient is."""
+        named = {name: value for name, value in named_state(self.models).items() if isinstance(value, nn.Parameter)}
+        return {name: self.whole.full(p, p.grad).clone() for name, p in named.items() if p.grad is not None}
 
     def close(self) -> None:
-        for part in (self.loader, self.step, self.recomputed, self.causal_masks, self.compiled):
+        for part in (self.loader, self.step, self.recomputed, self.causal_masks, self.compiled, self.random_numbers):
             if part is not None:
                 part.close()
 
@@ -207,12 +222,13 @@ class BetweenSteps:
     # -- for those who save ------------------------------------------------------------------------------------------
 
     def surroundings(self) -> Surroundings:
-        return Surroundings(self._group.among, self.boundary.told, self.boundary.alike, self._group.supervisor)
+        return Surroundings(self._group.all_world, self.boundary.told, self.boundary.alike, self._group.supervisor)
 
     def job_state(self) -> JobState:
         objects, step = self._objects, self._objects.training()
         trained, seed = (objects.models, objects.optimizers, objects.schedulers), self._config.seed
-        return JobState(*trained, step, objects.loader, objects.shared, objects.registered, self.job_facts, seed)
+        of_script = (objects.shared, objects.registered)
+        return JobState(*trained, step, objects.loader, *of_script, self.job_facts, seed, objects.whole)
 
     def job_facts(self) -> dict[str, Any]:
         loader = self._objects.loader
@@ -235,7 +251,9 @@ class Preparation:
         self._stops, self._opinion, self._replay, self._record_folder = stops, opinion, replay, record_folder
         self._given: Given = {}
 
-    def prepare(self, objects: tuple[Any, ...], weights: str | Path | None = None) -> tuple[Any, ...]:
+    def prepare(
+        self, objects: tuple[Any, ...], weights: str | Path | None = None, plan: Plan = None
+    ) -> tuple[Any, ...]:
         objects = tuple(map(undivided, objects))
         trains = any(isinstance(thing, Optimizer) for thing in objects)
         if weights is not None:
@@ -246,7 +264,7 @@ class Preparation:
         for thing in objects:
             self._adopt(thing)
         if trains:
-            self._start_training()
+            self._start_training(plan)
         loaders = [at for at, thing in enumerate(objects) if isinstance(thing, DataLoader)]
         which = ""
         if place is not None and len(loaders) > 1:
@@ -275,12 +293,13 @@ class Preparation:
 
     # -- what trains -------------------------------------------------------------------------------------------------
 
-    def _start_training(self) -> None:
+    def _start_training(self, plan: Plan) -> None:
         own, config, group = self._objects, self._config, self._group
         if own.step is not None:
             raise ConfigError("engine.prepare() was given an optimizer twice; prepare all optimizers in one call")
         if not own.models:
             raise ConfigError("engine.prepare() got an optimizer but no model; give both in one call")
+        self._shard_models(plan)
         check_belong_together(own.models, own.optimizers, own.schedulers)
         check_batch_norms(own.models, config.reduction)
         settle(config, group, own.models, own.optimizers)
@@ -307,6 +326,8 @@ class Preparation:
             del facts["machine device"]  # its own, wherever the workers compute
             group.serving.join(facts_of_process(facts))
             group.world = group.serving.next_world("")
+        for model in own.models:
+            group.sequences.attach(model)
         strategies = self.open_strategies()
         trained = (own.models, own.optimizers, own.schedulers)
         passes = OnePass() if self._opinion is None else ComparedPasses(self._opinion, strategies.assignment)
@@ -319,6 +340,25 @@ class Preparation:
             let_optimizer_act_once(optimizer, own.step)
         for scheduler in own.schedulers:
             let_scheduler_follow(scheduler, own.step)
+
+    def _shard_models(self, plan: Plan) -> None:
+        """By tensor parallelism; from here on models and optimizers are as small as this worker's part of them."""
+        own, group, parallel = self._objects, self._group, self._group.parallel
+        if parallel is None or self._config.mesh.tp == 1:
+            if plan is not None:
+                raise ConfigError("engine.prepare(plan=…) is for tensor parallelism: give Engine(mesh=Mesh(tp=…)) too")
+            return
+        self._fill_models(always=True)
+        check_same_models(group.all, own.models)
+        own.whole = ShardedTensors(parallel, group.tensor_peers)
+        own.random_numbers = ShardedRandomNumbers(parallel, group.device)
+        for model in own.models:
+            moved = shard(model, plan, parallel)
+            own.random_numbers.attach(model)
+            for optimizer in own.optimizers:
+                replace_in(optimizer.param_groups, moved)
+        for optimizer in own.optimizers:
+            check_elementwise(optimizer, group.device)
 
     def _open_weights(self, path: Path, models: Sequence[nn.Module], *, trains: bool) -> None:
         """The first weights of the one model in the call; which files they are in is compared, values are not."""
@@ -343,13 +383,13 @@ class Preparation:
                 if not tensor.is_meta and id(tensor) in self._given:  # as where a script built a part of it elsewhere
                     tensor.copy_(self._given[id(tensor)]())
 
-    def _fill_models(self) -> None:
+    def _fill_models(self, *, always: bool = False) -> None:
         """Models built on the meta device get their first weights here, where the strategy doesn't do it itself."""
         models = self._objects.models
         if not any(map(is_on_meta, models)):
             return
         check_states(self._objects.optimizers)
-        if not self._config.strategy.entry.fills_meta:
+        if always or not self._config.strategy.entry.fills_meta:
             names = module_names(models, self._given)
             for model in models:
                 fill(model, names, seed=self._config.seed, device=self._group.device)
@@ -371,7 +411,8 @@ class Preparation:
             models=own.models,
             names=parameter_names(own.models),
             optimizers=own.optimizers,
-            lanes=config.lanes,
+            lanes=config.summed_lanes,
+            parts=config.mesh.cp,
             reduction=config.reduction,
             algorithm=config.algorithm,
             backend=config.backend,
@@ -384,6 +425,7 @@ class Preparation:
             offload=config.offload is not None,
             whole=() if own.compiled is None else tuple({type(module) for module in own.compiled.modules}),
             compression=config.compression,
+            peers=TensorPeers() if group.parallel is None else TensorParallelPeers(group.tensor_peers, group.parallel),
             facts=job_facts(config, {}, group.device),
             replay=self._replay,
             generation=group.generation or 1,
@@ -406,6 +448,11 @@ class Preparation:
         return self._evaluation_loader(thing) if which is None else self._training_loader(thing, which)
 
     def _evaluation_loader(self, loader: DataLoader[Any]) -> EvaluationLoader:
+        if self._config.mesh.cp > 1:
+            raise ConfigError(
+                f"engine.prepare() got a loader for evaluation, and {self._config.mesh} splits sequences, of which "
+                "results are not put together again; evaluate a checkpoint in a job without cp"
+            )
         if (
             not self._group.recovery.is_elastic
         ):  # a worker that has joined prepares when the others have done so long ago
@@ -445,7 +492,11 @@ class Preparation:
     def _assignment(self) -> Assignment:
         config, step = self._config, self._objects.step
         world = self._group.world
-        own = (config.strategy.assign_lanes(config.lanes, world.size) if step is None else step.assignment)[world.rank]
+        parts = config.mesh.cp
+        if step is None:
+            own = config.strategy.assign_lanes(config.lanes, world.size // parts)[world.rank // parts]
+        else:
+            own = tuple(lane // parts for lane in step.assignment[world.rank])
         return Assignment(config.lanes, config.accumulate, own, config.seed, config.global_batch_size, config.timeout_s)
 
     def steps_per_epoch(self, loader: Any) -> int:
@@ -499,10 +550,11 @@ class Preparation:
         config, world = self._config, self._group.world
         batch, amount = source.described()
         strategy = f"{config.strategy} ({config.chosen_because})" if config.chosen_because else str(config.strategy)
+        started = world.source + (f", {config.mesh}" if config.mesh.splits_model else "")
         summed = config.reduction if config.strategy.is_synchronous else "weights may be old"
         return (
             f"paceline: global batch {batch} · "
-            f"{counted(world.size, 'worker')} × {counted(config.threads, 'thread')} ({world.source}) · "
+            f"{counted(world.size * config.mesh.tp, 'worker')} × {counted(config.threads, 'thread')} ({started}) · "
             f"{strategy}, {summed}{' over ' + config.algorithm if config.algorithm else ''}"
             f"{'' if config.compression is None else f', compressed ({config.compression})'} · "
             f"{config.backend if world.size > 1 else 'no'} communication · {self._group.device.type}"

@@ -18,7 +18,7 @@ A new thing with a state is one more line in `_plain_entries`. Bases are those o
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -43,6 +43,7 @@ from paceline.engine.replicas import plain_name
 from paceline.engine.step import TrainStep
 from paceline.errors import CheckpointError, PacelineError
 from paceline.input_file import cause_of
+from paceline.mesh.full_tensors import FullTensors
 from paceline.sharding.local_shard import LocalShard
 from paceline.world.determinism import mix, seed_everything
 
@@ -71,6 +72,7 @@ class JobState:
     registered: Sequence[Any]  # `engine.register_for_checkpointing`
     facts: Callable[[], Mapping[str, Any]]  # a call: the in-memory checkpoint of every step does without
     seed: int
+    whole: FullTensors = field(default_factory=FullTensors)  # of what tensor parallelism has sharded
 
     def _plain_entries(self) -> list[Entry]:
         step, schedulers = self.step, self.schedulers
@@ -111,8 +113,8 @@ class JobState:
         data = None if loader is None else loader.source.merged(told(loader.state_dict()))
         bases = self._bases(alike)
         tree: dict[str, Any] = {
-            "models": _local_models(self.models, step.strategies.local_shard, bases),
-            "optimizers": [step.strategies.local_state(optimizer) for optimizer in self.optimizers],
+            "models": _local_models(self.models, self._saved, bases),
+            "optimizers": [self.whole.saved_state(o, step.strategies.local_state(o)) for o in self.optimizers],
             "compression": step.strategies.compression_state(),
             **self._lane_buffers(),
         }
@@ -138,14 +140,19 @@ class JobState:
 
     def one_model(self, place: int) -> dict[str, Any]:
         """Of that one model's part alone."""
-        return {"models": _local_models([self.models[place]], self.step.strategies.local_shard, [()])}
+        return {"models": _local_models([self.models[place]], self._saved, [()])}
+
+    def _saved(self, weights: Tensor) -> Tensor | LocalShard:
+        return self.whole.saved(weights, self.step.strategies.local_shard(weights))
+
+    def full_tensor(self, weights: Tensor) -> Tensor:
+        return self.whole.full(weights, self.step.strategies.full_tensor(weights))
 
     def _bases(self, alike: Alike) -> list[Reference]:
         """For each model; of a base in shards every worker reads the others', so all of them are here."""
         if not any(map(base_parameters, self.models)):
             return [{} for _ in self.models]
-        full_tensor = self.step.strategies.full_tensor
-        found: list[Reference] = alike(lambda: [reference_to_base(model, full_tensor) for model in self.models])
+        found: list[Reference] = alike(lambda: [reference_to_base(model, self.full_tensor) for model in self.models])
         return found
 
     def put_back(self, checkpoint: Checkpoint, accept: Sequence[str], told: Told, alike: Alike) -> None:
@@ -156,7 +163,7 @@ class JobState:
             return
         changed = check_same_job(folder, tree["job"], self.facts(), accept)
         prepared = {"models": self.models, "optimizers": self.optimizers, "schedulers": self.schedulers}
-        _check_fits(folder, tree, prepared)
+        _check_fits(folder, tree, prepared, self.whole)
         self._check_bases(checkpoint, told, alike)
         if self.loader is not None and tree["data"] is not None:
             place = partial(self.loader.load_state_dict, changed=changed)
@@ -167,7 +174,7 @@ class JobState:
             _load_one(folder, entry.name.replace("_", " "), entry.put, full_tree(saved))
         self._load_models(checkpoint)
         for optimizer, saved in zip(self.optimizers, tree["optimizers"], strict=True):
-            _load_one(folder, "optimizer", partial(step.load, optimizer), saved)
+            _load_one(folder, "optimizer", partial(self._load_optimizer, optimizer), saved)
         kept = {} if "compression" in changed else tree.get("compression", {})  # of another compressor nothing fits
         _load_one(folder, "compression's residuals", step.strategies.load_compression, kept)
         _load_one(folder, "lanes' buffers", self._load_lane_buffers, tree.get("lane_buffers"))
@@ -176,30 +183,34 @@ class JobState:
     def _begin_with(self, checkpoint: Checkpoint, told: Told, alike: Alike) -> None:
         """Of what other tools have saved the weights, and if it is there the optimizer's state; the rest is as new."""
         tree, folder = checkpoint.tree, checkpoint.folder
-        _check_fits(folder, tree, {"models": self.models})
+        _check_fits(folder, tree, {"models": self.models}, self.whole)
         states = _by_names(folder, tree, self.models, self.optimizers) if tree["optimizers"] else []
         self.put_back_weights(checkpoint, told, alike)
         for optimizer, saved in zip(self.optimizers, states, strict=bool(states)):
-            _load_one(folder, "optimizer", partial(self.step.load, optimizer), saved)
+            _load_one(folder, "optimizer", partial(self._load_optimizer, optimizer), saved)
         if self.loader is not None:  # so it is meant that an optimizer with a history begins with these data
             self.loader.set_epoch(self.loader.source.epoch)
         seed_everything(mix(self.seed, "between", self.step.step, 0))
 
     def put_back_weights(self, checkpoint: Checkpoint, told: Told, alike: Alike) -> None:
-        _check_fits(checkpoint.folder, checkpoint.tree, {"models": self.models})
+        _check_fits(checkpoint.folder, checkpoint.tree, {"models": self.models}, self.whole)
         self._check_bases(checkpoint, told, alike)
         self._load_models(checkpoint)
 
     def _check_bases(self, checkpoint: Checkpoint, told: Told, alike: Alike) -> None:
-        saved, full_tensor = _bases_of(checkpoint.tree), self.step.strategies.full_tensor
+        saved = _bases_of(checkpoint.tree)
         if any(saved):
             pairs = list(zip(saved, self.models, strict=True))
-            found = alike(lambda: [other_base(base, model, full_tensor) for base, model in pairs])
+            found = alike(lambda: [other_base(base, model, self.full_tensor) for base, model in pairs])
             check_base(checkpoint.folder, [text for texts in told(found) for text in texts])
 
     def _load_models(self, checkpoint: Checkpoint) -> None:
+        load_full, part = self.step.strategies.load_full, self.whole.part
         for model, saved in zip(self.models, checkpoint.tree["models"], strict=True):
-            _load_one(checkpoint.folder, "model", partial(_load_model, model, self.step.strategies.load_full), saved)
+            _load_one(checkpoint.folder, "model", partial(_load_model, model, load_full, part=part), saved)
+
+    def _load_optimizer(self, optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
+        self.step.load(optimizer, self.whole.state_part(optimizer, saved))
 
     # -- the in-memory checkpoint, and joining workers ---------------------------------------------------------------
 
@@ -370,7 +381,9 @@ def _is_optimizer(state: Any) -> bool:
     )
 
 
-def _check_fits(folder: Path, tree: Mapping[str, Any], prepared: Mapping[str, Sequence[Any]]) -> None:
+def _check_fits(
+    folder: Path, tree: Mapping[str, Any], prepared: Mapping[str, Sequence[Any]], whole: FullTensors
+) -> None:
     """That the state is one of these objects; before anything is loaded."""
     for kind, things in prepared.items():
         if len(tree[kind]) != len(things):
@@ -385,7 +398,7 @@ def _check_fits(folder: Path, tree: Mapping[str, Any], prepared: Mapping[str, Se
             if (
                 isinstance(mine[name], Tensor)
                 and not name.endswith("_extra_state")
-                and (there := getattr(saved[name], "shape", None)) != mine[name].shape
+                and (there := getattr(saved[name], "shape", None)) != (here := whole.shape(mine[name]))
                 and not _is_loaded_by_model(model, mine[name], saved[name])
             ):
                 what = f"a {type(saved[name]).__name__}" if there is None else str(tuple(there))
@@ -394,7 +407,7 @@ def _check_fits(folder: Path, tree: Mapping[str, Any], prepared: Mapping[str, Se
                     if isinstance(mine[name], nn.Parameter)
                     else " (a model of buffers that grow needs its own load_state_dict)"
                 )
-                told.append(f"{name!r} is {what} there and {tuple(mine[name].shape)} here{fixed}")
+                told.append(f"{name!r} is {what} there and {tuple(here)} here{fixed}")
         if told:
             more = len(missing) + len(unknown) - 2
             rest = f" and {more} more names" if more > 0 else ""
@@ -457,8 +470,13 @@ def _by_names(
 _WITHOUT = "import the weights alone with --no-optimizer"
 
 
-def _load_model(model: nn.Module, load_full: Callable[[Tensor, Tensor], None], state: Mapping[str, Any]) -> None:
-    """One tensor after another: all of them together may not fit into memory."""
+def _load_model(
+    model: nn.Module,
+    load_full: Callable[[Tensor, Tensor], None],
+    state: Mapping[str, Any],
+    part: Callable[[Tensor, Any], Any] = lambda _, full: full,
+) -> None:
+    """One tensor after another: all of them together may not fit into memory. `part`: what of one is this worker's."""
     done: set[int] = set()
     others: dict[str, Any] = {}
     state = _with_ties(model, state)
@@ -471,7 +489,7 @@ def _load_model(model: nn.Module, load_full: Callable[[Tensor, Tensor], None], s
             others[name] = full_tree(saved)
         elif id(value) not in done:
             done.add(id(value))
-            load_full(value, full_tree(saved))
+            load_full(value, full_tree(part(value, saved)))
     if others:
         model.load_state_dict(others, strict=False)
 

@@ -45,6 +45,7 @@ from paceline.engine.config import EngineConfig
 from paceline.engine.group import Group
 from paceline.engine.host_reading import HostReading
 from paceline.engine.lane_buffers import LaneBuffers
+from paceline.engine.peer_checks import PeerChecks
 from paceline.engine.stop_signals import StopSignals
 from paceline.engine.strategy_table import StrategyTable
 from paceline.engine.vote import (
@@ -58,6 +59,7 @@ from paceline.engine.vote import (
     name_key,
 )
 from paceline.errors import GenerationEnded, LoopError
+from paceline.mesh.tensor_parallel import whole_loss
 from paceline.optim.loss_scale import MovingScale
 from paceline.strategies.registry import LaneAssignment
 from paceline.strategies.strategy import Agreement, ItemPlace, Strategy, Tally
@@ -245,6 +247,7 @@ class TrainStep:
         self.loss_scale = None if config.loss_scale is None else MovingScale(config.loss_scale)
         self.buffers = LaneBuffers(models)
         self.voting = self._new_voting()
+        self._peers = PeerChecks(group.tensor_peers, group.parallel)
         self._places = rules.ParameterPlaces(models, optimizers, strategies.name_of)
         self._original_steps: dict[int, Callable[..., Any]] = {}
         self.now = StepState()
@@ -406,6 +409,9 @@ class TrainStep:
             return
         now = self.now
         item = rules.item_of_backward(self._item_of_body(), loss, now.of_item, self.step)
+        sequences = self._group.sequences
+        if not item.shadow:
+            loss, weight = sequences.loss(item, whole_loss(loss)), sequences.weight(item, weight)
         weight = rules.weight_of_backward(item, weight)
         with self.or_lost():
             try:
@@ -482,6 +488,7 @@ class TrainStep:
         key = name_key(name)
         self._mean_names[key] = name  # of a shadow too: other workers' lanes give its mean a value
         if not item.shadow:
+            value, weight = self._group.sequences.loss(item, value), self._group.sequences.weight(item, weight)
             weight = float(item.samples) if weight is None else float(weight)
             report, is_here = self.now.report(item.lane), not isinstance(value, Tensor)
             report.add_mean(key, float(value) if is_here else 0.0, weight if is_here else 0.0)
@@ -524,7 +531,8 @@ class TrainStep:
         self._finish_buffers(changed)
         if self._mean_names:
             self.means |= means_over(reports, self._mean_names)
-        self.stop_agreed = self._stops.hear([one.stop for one in votes])
+        stops = [one.stop for one in votes]
+        self.stop_agreed = self._stops.hear(self._peers.agree(replace(vote, stop=max(stops)), stops))
         now.check, now.gradient_versions = vote.check, rules.gradient_versions(active.parameters)
         self.timing.left_during_backward = active.left_during_backward
         if self._ended is not None:
@@ -694,6 +702,7 @@ class TrainStep:
                 self._commit()
                 self._count()
                 self.strategy().end_step()
+                self._peers.compare_weights(self.strategies)
                 self._between_steps()
 
     def _skip_item(self) -> None:

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from paceline.collectives.canonical_sum import SumPlan
 from paceline.engine.replicas import parameter_names
+from paceline.engine.sequence_parts import lanes_of_parts
 from paceline.errors import ConfigError
 from paceline.sharding.local_shard import LocalShard
 from paceline.strategies.registry import Chosen, Job, LaneAssignment
@@ -27,7 +28,8 @@ class StrategyTable:
         self.loop_end_listeners, self.lost = job.at_loop_end, job.lost
         self._leave_once_a_step = chosen.entry.assign_lanes is neighbouring_lanes
         self._maker = chosen.entry.open(chosen.config, job)
-        self.assignment: LaneAssignment = self._maker.assignment or chosen.assign_lanes(job.lanes, job.world.size)
+        whole = chosen.assign_lanes(job.lanes // job.parts, job.world.size // job.parts)
+        self.assignment: LaneAssignment = self._maker.assignment or lanes_of_parts(whole, job.parts)
         self._own_lanes = () if job.world.is_server else self.assignment[job.comm.rank]
         self._compresses = job.compression is not None
         self._names = parameter_names(job.models)  # it may have put others in their place
@@ -66,6 +68,11 @@ class StrategyTable:
     @property
     def lanes_apart(self) -> bool:
         return any(strategy.lanes_apart for strategy in self._known.values())
+
+    @property
+    def parameters(self) -> list[Parameter]:
+        """That are trained."""
+        return list(self.of(self._all)[0].parameters)
 
     def drain(self) -> None:
         for strategy in self._known.values():

@@ -115,6 +115,7 @@ class Job:
 
 def _check_lanes(settings: LaunchSettings, size: int) -> LaunchSettings:
     lanes = settings.lanes
+    size //= (settings.tp or 1) * (settings.cp or 1)  # those that share a model have its lanes
     if lanes is not None and lanes < size:
         raise LaunchError(
             f"{size} workers but only {lanes} lane{'s' if lanes > 1 else ''}; every worker needs at least one: "

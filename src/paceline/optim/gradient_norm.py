@@ -33,14 +33,15 @@ def block_norms(gradient: Tensor) -> Tensor:
     return torch.cat([rows, tail])
 
 
-def global_norm(gradients: Iterable[Tensor]) -> Tensor:
-    return norm_of_blocks(all_block_norms(gradients))
-
-
-def all_block_norms(gradients: Iterable[Tensor]) -> Tensor:
-    """The norms of all blocks, in fp64."""
-    norms = [block_norms(gradient).double() for gradient in gradients]
+def counted_norms(gradients: Iterable[tuple[Tensor, bool]]) -> Tensor:
+    """The norms of all blocks; those of a gradient that another worker counts are 0."""
+    found = [(block_norms(gradient).double(), counts) for gradient, counts in gradients]
+    norms = [one if counts else torch.zeros_like(one) for one, counts in found]
     return torch.cat([one.to(norms[0].device) for one in norms]) if norms else torch.zeros(0, dtype=torch.float64)
+
+
+def global_norm(gradients: Iterable[Tensor]) -> Tensor:
+    return norm_of_blocks(counted_norms((gradient, True) for gradient in gradients))
 
 
 DIGITS = 33  # bits of each of the two parts of a square: 2^30 blocks of them can be added

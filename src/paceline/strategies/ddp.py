@@ -22,13 +22,13 @@ from paceline.checkpoint.load import full_tree
 from paceline.collectives.canonical_sum import SumPlan
 from paceline.collectives.communicator import Communicator
 from paceline.collectives.gradient_exchange import GradientExchange
-from paceline.optim.gradient_norm import all_finite, clip_, global_norm
+from paceline.optim.gradient_norm import all_finite, clip_, counted_norms, norm_of_blocks
 from paceline.sharding.bucket import Shards, cut_buckets, plan_buckets
 from paceline.strategies.buckets import GradientBuckets, InBuckets, drop_gradients
 from paceline.strategies.compressed.gradients import NotCompressed, compressed_gradients
 from paceline.strategies.master_weights import FullMasters, load_exactly
 from paceline.strategies.registry import Job, Maker, Registered, register
-from paceline.strategies.strategy import Tally
+from paceline.strategies.strategy import Tally, TensorPeers
 
 
 class Pending(Protocol):
@@ -62,8 +62,10 @@ class Ddp(InBuckets):
         overlap: bool = True,
         lanes_rounded_to: torch.dtype | None = None,
         compressed: NotCompressed | None = None,
+        peers: TensorPeers | None = None,
     ) -> None:
         self._comm = comm
+        self._peers = peers or TensorPeers()
         self._exchange = exchange
         self._compressed = compressed = compressed or NotCompressed()
         self._buckets = GradientBuckets(
@@ -129,12 +131,13 @@ class Ddp(InBuckets):
         self._buckets.plan_rebuild(used, self._comm)
 
     def keeps_finite(self) -> bool:
-        """Every worker has the whole sum, so all of them see the same."""
-        return all_finite(self._totals)
+        """Every worker has the whole sum of its parameters, so all of them see the same."""
+        return self._peers.all_true(all_finite(self._totals))
 
     def clip(self, max_norm: float) -> float | Tensor:
-        gradients = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
-        return clip_(gradients, global_norm(gradients), max_norm)
+        found = [(p.grad, self._peers.counts(p)) for p in self.parameters if p.grad is not None]
+        norm = norm_of_blocks(self._peers.gathered(counted_norms(found)))
+        return clip_([gradient for gradient, _ in found], norm, max_norm)
 
     def apply(self, optimizer: Optimizer, original_step: Callable[[], Any]) -> Any:
         return original_step()
@@ -236,6 +239,7 @@ class DdpMaker(Maker):
             "bucket_bytes": job.bucket_bytes,
             "overlap": self._overlap,
             "lanes_rounded_to": job.precision.lanes_rounded_to,
+            "peers": job.peers,
         }
         if isinstance(self._exchange, GradientExchange):
             options["compressed"] = compressed_gradients(job, named, self._exchange, whole=True)

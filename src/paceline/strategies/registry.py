@@ -32,7 +32,7 @@ from paceline.optim.precision import Precision
 from paceline.parameter_server.replay import Replay
 from paceline.sharding.footprint import FOOTPRINTS, Footprint, Model, footprint
 from paceline.strategies.meta_device import Given
-from paceline.strategies.strategy import Strategy
+from paceline.strategies.strategy import Strategy, TensorPeers
 from paceline.torch_compat import Store
 from paceline.world.control import Supervisor
 from paceline.world.lanes import neighbouring_lanes
@@ -71,6 +71,8 @@ class Job:
     offload: bool = False  # of the optimizer, to the host
     whole: tuple[type[nn.Module], ...] = ()  # classes whose modules run with all of their weights: compiled ones
     compression: Compression | None = None  # of gradients
+    parts: int = 1  # workers that share a sequence, each with lanes of its own
+    peers: TensorPeers = field(default_factory=TensorPeers)  # with the other parts of sharded parameters
     facts: Mapping[str, Any] = field(default_factory=dict)  # what the bits depend on besides the objects, for records
     at_loop_end: list[LoopEndListener] = field(default_factory=list)  # a strategy adds its own
     replay: Replay | None = None  # do again what this has, instead of training

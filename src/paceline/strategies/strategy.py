@@ -207,6 +207,21 @@ class Strategy(Protocol):
     def close(self) -> None: ...
 
 
+class TensorPeers:
+    """The workers that have the other parts of sharded parameters: none, without tensor parallelism."""
+
+    def counts(self, parameter: Parameter) -> bool:
+        """Whether this worker's values of it belong into a sum over all of them."""
+        return True
+
+    def gathered(self, norms: Tensor) -> Tensor:
+        """The norms of all of them, of as many blocks each."""
+        return norms
+
+    def all_true(self, here: bool) -> bool:
+        return here
+
+
 class StrategyBase:
     """The base of all strategies: a parameter's own values are all there is, and nothing is watched."""
 

@@ -280,6 +280,8 @@ class _Ours:
     strategy: str | None = setting(None, "ours: how work is shared, as Engine(strategy=…); default: auto")
     lanes: int | None = setting(None, "ours: logical workers, fixed for the job; default: the workers it starts with")
     threads: int | None = setting(None, "ours: threads per worker; default: cores // lanes")
+    tp: int | None = setting(None, "ours: workers that share each layer, by the plan that the model carries")
+    cp: int | None = setting(None, "ours: workers that share each sequence")
     reduction: str = setting("exact", "ours: exact gives the same bits on any number of workers; or fast")
     offload: str | None = setting(None, "ours: kept in the host's memory: optimizer, parameters")
     compression: str | None = setting(None, "ours: of gradients: bf16, fp16, int8, sign, topk, powersgd")

@@ -4,6 +4,7 @@
 |---------------------------------------|-----------------------------------------------|
 | gradient_accumulation_steps           | accumulate                                    |
 | strategy, fsdp, deepspeed             | strategy, offload                             |
+| tp, cp                                | mesh                                          |
 | bf16, fp16                            | precision                                     |
 | gradient_checkpointing and its kwargs | activation_checkpointing                      |
 | torch_compile, its backend and mode   | compile                                       |
@@ -24,6 +25,7 @@ from paceline.engine.compilation import Compile
 from paceline.engine.engine import Engine
 from paceline.engine.replicas import named_state, weights_hash
 from paceline.errors import ConfigError
+from paceline.mesh.mesh import Mesh
 from paceline.strategies.fsdp.fsdp import FsdpConfig
 from paceline.strategies.fsdp.hybrid import HybridConfig
 from paceline.trainer.training_arguments import StrategyChoice, TrainingArguments
@@ -53,6 +55,7 @@ def build_engine(arguments: TrainingArguments, model: nn.Module | None = None, *
         precision=arguments.precision,
         offload=choice.offload,  # type: ignore[arg-type]
         compression=arguments.compression,
+        mesh=_mesh(arguments),
         activation_checkpointing=_recomputed(arguments, model),
         compile=_compiled(arguments),
         on_nonfinite=arguments.on_nonfinite,  # type: ignore[arg-type]
@@ -62,6 +65,13 @@ def build_engine(arguments: TrainingArguments, model: nn.Module | None = None, *
     if text := _unused_devices(arguments):
         engine._note(text, "trainer")
     return engine
+
+
+def _mesh(arguments: TrainingArguments) -> Mesh | None:
+    """What they leave open a launcher's flag may say."""
+    if arguments.tp is None and arguments.cp is None:
+        return None
+    return Mesh(tp=arguments.tp or 1, cp=arguments.cp or 1)
 
 
 def _strategy(choice: StrategyChoice, world: World) -> Any:
@@ -75,7 +85,7 @@ def _strategy(choice: StrategyChoice, world: World) -> Any:
 
 def share_weights(engine: Engine, model: nn.Module) -> None:
     """A script may build its model before the Trainer, from no seed: then all workers take worker 0's weights."""
-    if engine.world.size == 1 or engine.world.is_server or any(p.is_meta for p in model.parameters()):
+    if engine._group.all.size == 1 or engine.world.is_server or any(p.is_meta for p in model.parameters()):
         return
     model.to(engine.device)
     state = named_state([model])
@@ -85,7 +95,7 @@ def share_weights(engine: Engine, model: nn.Module) -> None:
         return  # alike, or so different that prepare() will say in what
     for value in state.values():
         whole = value.detach().contiguous()
-        engine._group.comm.broadcast(whole, root=0).wait()
+        engine._group.all.broadcast(whole, root=0).wait()
         value.detach().copy_(whole)
     engine._note("paceline: the workers had built different weights; all now use those of worker 0", "trainer")
 

@@ -86,6 +86,8 @@ _COUNTS = {
     "ddp_bucket_cap_mb": (1, int(LARGEST_BUCKET_MIB)),
     "lanes": (1, MOST_LANES),
     "threads": (1, MOST_THREADS),
+    "tp": (1, MOST_LANES),
+    "cp": (1, MOST_LANES),
 }
 """From, to; where there may be none it is None."""
 _NEVER_NEGATIVE = dict.fromkeys(

@@ -145,6 +145,8 @@ def is_loopback(address: str) -> bool:
 
 def settings_of(variables: Variables, size: int) -> LaunchSettings:
     lanes = number_of(variables, "PACELINE_LANES", least=1)
+    for name in ("PACELINE_TP", "PACELINE_CP"):  # workers that share their lanes
+        size //= number_of(variables, name, least=1) or 1
     is_elastic = number_of(variables, "PACELINE_INCARNATION") is not None  # its slots may be more than its workers
     if lanes is not None and lanes < size and not is_elastic:
         raise WorldError(
@@ -153,7 +155,7 @@ def settings_of(variables: Variables, size: int) -> LaunchSettings:
         )
     settings: dict[str, Any] = {}
     for name in (one.name for one in fields(LaunchSettings)):
-        least = {"lanes": 1, "threads": 1, "seed": 0}.get(name)
+        least = {"lanes": 1, "threads": 1, "seed": 0, "tp": 1, "cp": 1}.get(name)
         variable = setting_variable(name)
         settings[name] = text_of(variables, variable) if least is None else number_of(variables, variable, least)
     return LaunchSettings(**settings)

@@ -58,12 +58,16 @@ class LaunchSettings:
     activation_checkpointing: str | None = None
     offload: str | None = None
     replay: str | None = None  # a run folder: do again what its log says, instead of training
+    tp: int | None = None  # workers of a tensor-parallel group
+    cp: int | None = None  # likewise, that share a sequence
 
     def __post_init__(self) -> None:
         for name, value, least, most in (
             ("lanes", self.lanes, 1, known_names.MOST_LANES),
             ("threads", self.threads, 1, known_names.MOST_THREADS),
             ("seed", self.seed, 0, known_names.SEEDS - 1),
+            ("tp", self.tp, 1, known_names.MOST_LANES),
+            ("cp", self.cp, 1, known_names.MOST_LANES),
         ):
             if value is not None and not least <= value <= most:
                 bound = f"at least {least}" if value < least else f"at most {most:,}"

@@ -698,6 +698,17 @@ class _Place:
     offset: int
 
 
+@dataclass(frozen=True)
+class _Wrapped:
+    """A tensor of several, such as a DTensor, whose inner ones are kept as places."""
+
+    kind: Any
+    inner: dict[str, Any]
+    about: Any
+    size: torch.Size
+    stride: tuple[int, ...]
+
+
 class SavedWeights:
     """Autograd keeps the place of a gathered weight, not the weight, and looks it up again in backward.
 
@@ -717,9 +728,16 @@ class SavedWeights:
     def close(self) -> None:
         self._hooks.__exit__()
 
-    def _pack(self, saved: Tensor) -> Tensor | _Place:
+    def _pack(self, saved: Tensor) -> Tensor | _Place | _Wrapped:
         if saved.layout is not torch.strided or not saved.numel():
             return saved
+        if hasattr(saved, "__tensor_flatten__"):
+            names, about = saved.__tensor_flatten__()
+            made_of = {name: getattr(saved, name) for name in names}  # not of tensors alone
+            inner = {name: self._pack(one) if isinstance(one, Tensor) else one for name, one in made_of.items()}
+            if not any(isinstance(one, _Place | _Wrapped) for one in inner.values()):
+                return saved
+            return _Wrapped(type(saved), inner, about, saved.size(), saved.stride())
         address = saved.untyped_storage().data_ptr()
         for some in self._weights:
             found = some.place_of(address)
@@ -729,9 +747,14 @@ class SavedWeights:
                     return _Place(some, unit, bucket, saved.size(), saved.stride(), int(saved.storage_offset()))
         return saved
 
-    def _unpack(self, packed: Tensor | _Place) -> Tensor:
+    def _unpack(self, packed: Tensor | _Place | _Wrapped) -> Tensor:
         if isinstance(packed, Tensor):
             return packed
+        if isinstance(packed, _Wrapped):
+            packs = _Place | _Wrapped
+            inner = {name: self._unpack(one) if isinstance(one, packs) else one for name, one in packed.inner.items()}
+            whole: Tensor = packed.kind.__tensor_unflatten__(inner, packed.about, packed.size, packed.stride)
+            return whole
         flat = packed.of.for_backward(packed.unit, packed.bucket)
         return flat.as_strided(packed.size, packed.stride, packed.offset)
 

@@ -22,7 +22,7 @@ from paceline.collectives.canonical_sum import SumPlan
 from paceline.collectives.communicator import Communicator
 from paceline.collectives.gradient_exchange import GradientExchange
 from paceline.errors import ConfigError
-from paceline.optim.gradient_norm import all_block_norms, all_finite, clip_, norm_of_blocks
+from paceline.optim.gradient_norm import all_finite, clip_, counted_norms, norm_of_blocks
 from paceline.optim.offload import HOST, Offload
 from paceline.optim.range_optimizer import check_elementwise, check_thread_cuts
 from paceline.sharding.bucket import Shards, cut_buckets, plan_buckets
@@ -99,7 +99,7 @@ class ShardedParts:
         """Of all workers, each of which has its own."""
         flags, handle = self.comm.all_gather(torch.tensor([all_finite(gradients)], dtype=torch.uint8))
         handle.wait()
-        return bool(flags.all())
+        return self.job.peers.all_true(bool(flags.all()))
 
     def close(self) -> None:
         self.weights.close()
@@ -250,14 +250,15 @@ class ShardedStrategy(InBuckets):
 
     def clip(self, max_norm: float) -> float | Tensor:
         assert self._pieces is not None
-        gradients = self._gradients()
-        norms = all_block_norms(gradients)
+        gradients, peers = self._gradients(), self._parts.job.peers
+        found = [(p.grad, peers.counts(self.parameters[piece.parameter])) for piece, p in self._pieces.tensors.items()]
+        norms = counted_norms((gradient, counts) for gradient, counts in found if gradient is not None)
         if self._parts.workers > 1:
             padded = torch.zeros(self._pieces.most_blocks, dtype=torch.float64)
             padded[: norms.numel()] = norms.to("cpu")
             norms, handle = self._parts.comm.all_gather(padded)
             handle.wait()
-        return clip_(gradients, norm_of_blocks(norms.view(-1)), max_norm)
+        return clip_(gradients, norm_of_blocks(peers.gathered(norms.view(-1))), max_norm)
 
     def apply(self, optimizer: Optimizer, original_step: Callable[[], Any]) -> Any:
         """The user's optimizer does not run its step() itself, but looks from outside as if it did."""
