@@ -3,8 +3,8 @@
     lane 0    g₀ ┐                                    ┌─► step of lane 0 ─► θ'
     lane 1    g₁ ┴─ canonical sum, weighted mean ──► g ┴─► step of lane 1 ─► θ', to the last bit the same
 
-These are the steps of ddp, bit for bit, and send what ddp sends. A model that has learned nothing yet moves far in a
-step, and lanes that do so apart end in places whose mean is of no use; after some hundred steps it is.
+These are the steps of ddp, bit for bit, and send what ddp sends. A run that begins so loses far less by being apart
+later (docs/concepts/local_sgd.md has figures).
 """
 
 from __future__ import annotations
