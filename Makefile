@@ -13,7 +13,7 @@ help:
 	@echo "make bits        the full product of workers, lanes, buckets and models: one hash each"
 	@echo "make fuzz        random models, optimizers, strategies and workers: the bits of one worker, for SECONDS (60)"
 	@echo "make faults      workers killed, stopped and failing in every phase of a step, under every strategy"
-	@echo "make conformance PyTorch's tests on the paceline backend, transformers' on the Trainer, accelerate's on the shards"
+	@echo "make conformance PyTorch's tests on the paceline backend, transformers' on the Trainer, accelerate's on the shards, other projects' scripts"
 	@echo "make clean       remove the virtual environment and run folders"
 
 setup: $(READY)
@@ -65,6 +65,7 @@ conformance: setup
 	$(PYTHON) -m tests.conformance.driver $(if $(PYTORCH),--pytorch $(PYTORCH))
 	$(PYTHON) -m tests.conformance.transformers_trainer
 	$(PYTHON) -m tests.conformance.accelerate_data_loader
+	$(PYTHON) -m tests.conformance.scripts
 
 clean:
 	rm -rf $(VENV) runs

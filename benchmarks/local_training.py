@@ -1,10 +1,12 @@
-"""What training apart costs in quality: the demo's GPT under ddp, local_sgd and diloco, after equal samples.
+"""What sending less costs in quality: the demo's GPT under ddp, compressors, local_sgd and diloco, after equal samples.
 
-    python benchmarks/local_training.py [--steps 700] [--lanes 4] [ddp "diloco 50" "diloco 50 int8" "diloco 50 5" …]
+    python benchmarks/local_training.py [--steps 700] [--lanes 4] [ddp "diloco 50 start=70" "diloco 50 int8" …]
+    python benchmarks/local_training.py ddp int8 "powersgd rank=4 start=140" "topk momentum=0.9 warmup=140 beta1=0"
 
 One worker trains all lanes: the bits are those of any number of workers. Each line has the bits per byte of held-out
-text, how that compares with the first line, and the bytes that each of as many workers as lanes sends per step, by
-formula (sharding/footprint.py). A way is a strategy, its steps from one outer step to the next, and int8 or fragments.
+text, how that compares with the first line, and under the strategies the bytes that each of as many workers as lanes
+sends per step, by formula (sharding/footprint.py). A way is a strategy, its steps from one outer step to the next, and
+int8 or fragments; or a compressor with its settings. start= is its start_after, beta1= is of AdamW.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import time
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +23,7 @@ import torch.nn.functional as F
 from torch.utils.data import DataLoader
 
 import paceline
+from paceline.compression import COMPRESSORS, Compression
 from paceline.sharding.footprint import Model
 from paceline.strategies.local.diloco import DilocoConfig
 from paceline.strategies.local.lane_sums import BLOCK
@@ -39,15 +43,28 @@ def demo() -> Any:
     return module
 
 
-def strategy_of(way: str) -> Any:
-    name, *rest = way.split()
+@dataclass(frozen=True)
+class Way:
+    strategy: Any = "ddp"
+    compression: Compression | None = None
+    beta1: float = 0.9
+
+
+def way_of(text: str) -> Way:
+    name, *rest = text.split()
+    options: dict[str, Any] = {key: float(value) for key, value in (one.split("=") for one in rest if "=" in one)}
+    plain = [one for one in rest if "=" not in one]
+    start, beta1 = int(options.pop("start", 0)), options.pop("beta1", 0.9)
     if name == "ddp":
-        return "ddp"
-    every, *more = rest
-    options: dict[str, Any] = {"every": int(every)}
+        return Way(beta1=beta1)
+    if name in COMPRESSORS:
+        given = {key: int(value) if key in ("rank", "warmup", "block") else value for key, value in options.items()}
+        return Way(compression=Compression(replace(COMPRESSORS[name], **given), start_after=start), beta1=beta1)
+    every, *more = plain
+    options |= {"every": int(every), "start_after": start}
     for word in more:
         options |= {"outer_gradients": "int8"} if word == "int8" else {"fragments": int(word)}
-    return LocalSgdConfig(**options) if name == "local_sgd" else DilocoConfig(**options)
+    return Way(LocalSgdConfig(**options) if name == "local_sgd" else DilocoConfig(**options), beta1=beta1)
 
 
 def sent_per_step(strategy: Any, parameters: int, lanes: int) -> float:
@@ -62,12 +79,16 @@ def sent_per_step(strategy: Any, parameters: int, lanes: int) -> float:
 def train(gpt: Any, way: str, args: argparse.Namespace) -> tuple[float, int]:
     """Bits per byte of held-out text after all steps, and the number of parameters."""
     world = paceline.World()
-    with paceline.Engine(world=world, lanes=args.lanes, strategy=strategy_of(way), threads=args.threads) as engine:
+    wanted = way_of(way)
+    job: dict[str, Any] = {"strategy": wanted.strategy, "compression": wanted.compression}
+    with paceline.Engine(world=world, lanes=args.lanes, threads=args.threads, **job) as engine:
         text, held_out_text = gpt.open_corpus(engine, args.run_dir / "corpus")
         loader = DataLoader(text.sequences(gpt.CONTEXT), batch_size=args.batch_size, shuffle=True, drop_last=True)
         held_out = engine.prepare(DataLoader(gpt.spread(held_out_text, 512), batch_size=16))
         model = gpt.GPT()
         optimizer = gpt.make_optimizer(model, "fused")
+        for group in optimizer.param_groups:
+            group["betas"] = wanted.beta1, group["betas"][1]
         scheduler = torch.optim.lr_scheduler.LambdaLR(
             optimizer, lambda step: gpt.learning_rate_factor(step, args.steps)
         )
@@ -98,9 +119,10 @@ def main(argv: list[str] | None = None) -> None:
         begun = time.perf_counter()
         bits, parameters = train(gpt, way, args)
         first = first or bits
-        sent = sent_per_step(strategy_of(way), parameters, args.lanes)
+        wanted = way_of(way)
+        sent = "" if wanted.compression else f"{sent_per_step(wanted.strategy, parameters, args.lanes):,.0f}"
         seconds = time.perf_counter() - begun
-        print(f"| {way} | {bits:.4f} | {bits / first - 1:+.1%} | {sent:,.0f} | {seconds:.0f} |", flush=True)
+        print(f"| {way} | {bits:.4f} | {bits / first - 1:+.1%} | {sent} | {seconds:.0f} |", flush=True)
 
 
 if __name__ == "__main__":

@@ -12,11 +12,12 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from paceline.bench.network import WAYS, NetworkRun, Way, advice, estimates
+from paceline.bench.network import NetworkRun, advice, estimates
 from paceline.bench.network_measure import measure
 from paceline.bench.report import show_network
 from paceline.cli import bench as cli
 from paceline.errors import ConfigError
+from paceline.world.sending_less import WAYS, Way
 from paceline.world.world import World
 from tests.workers import run_workers
 
@@ -32,7 +33,7 @@ def a_result(*, bandwidth: float, latency_s: float = 1e-4, workers: int = 4, **a
 
 def test_a_step_of_ddp_over_100_mbit_waits_for_its_bytes() -> None:
     """10 million parameters on 4 workers: 60 MB at 12.5 MB/s."""
-    ddp, local, diloco, int8 = estimates(a_result(bandwidth=12.5e6, latency_s=1e-3, step_s=0.2))
+    ddp, _, local, diloco, int8 = estimates(a_result(bandwidth=12.5e6, latency_s=1e-3, step_s=0.2))
     assert ddp["sent_bytes"] == 60e6
     assert ddp["waits_s"] == pytest.approx(4.802)
     assert ddp["share"] == pytest.approx(4.802 / 5.002)

@@ -11,7 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from paceline.collectives.canonical_sum import merges
 from paceline.compression import COMPRESSORS, BlockCompressor, Cast, Compression, Int8, PowerSgd, Sign, TopK
+from paceline.compression.block_codec import sum_by_decoding
 from paceline.compression.noise import uniform
 from paceline.compression.power_sgd import first_factor, orthonormal
 from paceline.compression.topk import largest
@@ -104,6 +106,29 @@ def test_splitting_is_adding_encoding_and_taking_away_to_the_last_bit(
     found = codec.split(values, partial, noise, residual if with_residual else None)
     assert torch.equal(found, payload)
     assert torch.equal(values, wanted - sent)
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.sampled_from(CODECS), st.integers(0, 10**6), st.integers(0, 5), st.integers(1, 6), st.integers(-44, 30))
+def test_an_owners_sum_is_decoding_adding_and_splitting_to_the_last_bit(
+    codec: BlockCompressor, seed: int, rows: int, lanes: int, power: int
+) -> None:
+    """Also in C, where there is a compiler."""
+    partial = [(1, 7)] if rows > 1 else []
+    given = [drawn(seed + lane, rows, codec.block, power + lane % 2) for lane in range(lanes)]
+    residual = drawn(seed - 1, rows, codec.block, power - 1) if seed % 3 else None
+    for values in (*given, *([] if residual is None else [residual])):
+        for row, elements in partial:
+            values[row, elements:] = 0
+    noise = uniform(3, 0, rows * codec.block).view(rows, codec.block) if codec.draws else None
+    parts = [encoded(codec, values, partial) for values in given]
+    order = [(merge.left, merge.right) for merge in merges(tuple(range(lanes)))]
+    wanted_out, wanted_lost, out, lost = (torch.full((rows, codec.block), math.nan) for _ in range(4))
+    wanted = sum_by_decoding(codec, parts, order, partial, noise, residual, wanted_lost, wanted_out)
+    found = codec.sum(parts, order, partial, noise, residual, lost, out)
+    assert torch.equal(found, wanted)
+    assert torch.equal(lost.view(torch.int32), wanted_lost.view(torch.int32))
+    assert torch.equal(out.view(torch.int32), wanted_out.view(torch.int32))
 
 
 @pytest.mark.parametrize("codec", CODECS, ids=str)

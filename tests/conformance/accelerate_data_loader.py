@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import sys
 
-from tests.conformance.others_tests import NEEDS_OF_DATASETS, OthersTests
+from tests.conformance.fetching import NEEDS_OF_DATASETS
+from tests.conformance.others_tests import OthersTests
 
 SUITE = OthersTests(
     project="accelerate",

@@ -1,4 +1,4 @@
-"""Tests of other projects, run on ours: fetched by version into a cache, and never copied into this repository.
+"""Tests of other projects, run on ours, fetched by `fetching.py`.
 
     clone of theirs, packages that they need ─▶ pytest, twice ─▶ what passes with theirs and not with ours
 
@@ -19,13 +19,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.conformance.fetching import CACHE, ROOT, MissingError, Source, fetch_folder, fetch_packages
+
 WHOSE = "PACELINE_WHOSE_CLASSES"
-ROOT = Path(__file__).parents[2]
-NEEDS_OF_DATASETS = ("pyarrow", "dill", "multiprocess", "xxhash", "pandas", "psutil")
-
-
-class MissingError(Exception):
-    """Something from outside is missing."""
 
 
 @dataclass(frozen=True)
@@ -51,12 +47,14 @@ class OthersTests:
     def main(self, arguments: list[str] | None = None) -> int:
         parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
         parser.add_argument("--repository", default=self.repository, help="a clone, or where there is one")
-        parser.add_argument("--cache", type=Path, default=Path.home() / ".cache" / "paceline-conformance")
+        parser.add_argument("--cache", type=Path, default=CACHE)
         parser.add_argument("--only", nargs="*", default=[], help=f"files of {self.tests}")
         options = parser.parse_args(arguments)
         options.cache.mkdir(parents=True, exist_ok=True)
         try:
-            folder, packages = self._fetch(options.repository, options.cache), self._fetch_packages(options.cache)
+            source = Source(self.project, self.version, options.repository)
+            folder = fetch_folder(source, self.folders, options.cache, "the tests")
+            packages = fetch_packages(self.project, self.packages, options.cache)
             theirs, ours = (
                 self._outcomes(folder, packages, whose, options.only, options.cache / f"{self.project}-{whose}.xml")
                 for whose in (self.project, "paceline")
@@ -89,27 +87,6 @@ class OthersTests:
                 found.append(f"{name}: {result}")
         return found
 
-    def _fetch(self, repository: str, cache: Path) -> Path:
-        """A folder with the tests of that version."""
-        folder, clone = cache / f"{self.project}-{self.version}", cache / f"{self.project}.partial"
-        if folder.is_dir():
-            return folder
-        if not clone.is_dir():
-            wanted = ["--depth=1", "--filter=blob:none", "--sparse", f"--branch={self.version}"]
-            _run("the tests can't be had", ["git", "clone", "-q", *wanted, repository, str(clone)])
-        _run("the tests can't be had", ["git", "-C", str(clone), "sparse-checkout", "set", *self.folders])
-        clone.rename(folder)
-        return folder
-
-    def _fetch_packages(self, cache: Path) -> Path:
-        """A folder with the packages that the tests need and this project does not."""
-        folder, partial = cache / f"{self.project}-packages", cache / f"{self.project}-packages.partial"
-        if not folder.is_dir():
-            pip = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", str(partial)]
-            _run("packages can't be had", [*pip, *self.packages])
-            partial.rename(folder)
-        return folder
-
     def _outcomes(self, folder: Path, packages: Path, whose: str, only: list[str], report: Path) -> dict[str, str]:
         """Test → passed, failure, error or skipped, with a line that says why."""
         report.unlink(missing_ok=True)
@@ -135,14 +112,6 @@ class OthersTests:
         if not report.exists():
             raise MissingError(f"pytest did not run: {(done.stdout + done.stderr).decode(errors='replace')[-2000:]}")
         return dict(_read(report))
-
-
-def _run(what: str, command: list[str]) -> None:
-    try:
-        subprocess.run(command, check=True, capture_output=True, text=True, timeout=900)
-    except (OSError, subprocess.SubprocessError) as error:
-        told = (getattr(error, "stderr", None) or str(error)).strip().splitlines()
-        raise MissingError(f"{what}: {told[-1] if told else error}") from error
 
 
 def _read(report: Path) -> list[tuple[str, str]]:

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from tests.conformance import accelerate_data_loader, transformers_trainer
-from tests.conformance.others_tests import ROOT, OthersTests
+from tests.conformance.fetching import ROOT
+from tests.conformance.others_tests import OthersTests
 
 DELIBERATE = transformers_trainer.DELIBERATE
 FIRST = next(iter(DELIBERATE))

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import sys
 
-from tests.conformance.others_tests import NEEDS_OF_DATASETS, OthersTests
+from tests.conformance.fetching import NEEDS_OF_DATASETS
+from tests.conformance.others_tests import OthersTests
 
 _DDP = "looks into what Accelerate gives to DDP; ddp_static_graph is refused: leave it out, paceline sums gradients"
 _OPTIMIZER_FILE = (

@@ -167,7 +167,7 @@ def compiles_here() -> Iterator[None]:
     """Not in processes of its own, whose pipes torch leaves open at the end."""
     import torch._inductor.config as settings
 
-    with settings.patch(compile_threads=1):  # type: ignore[attr-defined]
+    with settings.patch(compile_threads=1):
         yield
 
 

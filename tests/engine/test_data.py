@@ -12,7 +12,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, get_worker_info
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    default_collate,
+    get_worker_info,
+)
 
 from paceline import Engine, World
 from paceline.collectives.communicator import SingleWorker
@@ -109,6 +117,22 @@ def test_streams_and_batch_samplers_give_one_hash_at_any_number_of_workers(kind:
     alone = hashes(run_workers(trains, 1, kind=kind))
     for workers in (2, 3, 4):
         assert hashes(run_workers(trains, workers, kind=kind)) == alone
+
+
+def masked(rows: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """A collate_fn that draws, as the one that masks tokens for a language model."""
+    x, y = default_collate(rows)
+    return x * (torch.rand(x.shape) > 0.2), y
+
+
+@pytest.mark.workers
+@pytest.mark.parametrize("kind", ["stream", "whole stream", "batch sampler", "shuffled"])
+@pytest.mark.parametrize("processes", [0, 1])
+def test_a_collate_fn_that_draws_gives_one_hash_at_any_number_of_workers(kind: str, processes: int) -> None:
+    options = {"collate_fn": masked, "num_workers": processes}
+    alone = hashes(run_workers(trains, 1, kind=kind, epochs=1, loader_options=options))
+    for workers in (2, 3):
+        assert hashes(run_workers(trains, workers, kind=kind, epochs=1, loader_options=options)) == alone
 
 
 @pytest.mark.workers

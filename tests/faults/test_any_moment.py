@@ -129,6 +129,19 @@ def test_a_worker_lost_at_any_moment_changes_no_bit(case: Case, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+def test_a_worker_lost_before_lanes_go_apart_or_just_then_changes_no_bit(backend: str, tmp_path: Path) -> None:
+    """Four steps together, then windows of three."""
+    trained = "--windows diloco-3-1-4"
+    orders = [
+        "kill:rank=1,step=2,phase=exchange",
+        "kill:rank=3,step=4,phase=ready",
+        "kill:rank=0,step=6,phase=backward",
+    ]
+    arguments = f"{trained} --step-s 0.05 --await-joiner 1-1"
+    check_unharmed(run_elastic(tmp_path / "job", f"--backend {backend}", arguments, orders=orders), orders, trained)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_a_worker_lost_while_a_fragment_of_lanes_is_on_its_way_changes_no_bit(backend: str, tmp_path: Path) -> None:
     """Of four steps every other has one; workers that join have to take part in the next."""
     trained = "--windows diloco-4-2"

@@ -97,7 +97,7 @@ def main() -> None:
     parser.add_argument("--step-s", type=float, default=0.0, help="how long a step takes at least")
     parser.add_argument("--run-dir", type=Path, default=Path("run"), help="of checkpoints and the sample log")
     parser.add_argument("--sums-on-servers", action="store_true", help="parameter_server whose servers only add")
-    parser.add_argument("--windows", help="STRATEGY-STEPS from one outer step to the next, or STRATEGY-STEPS-FRAGMENTS")
+    parser.add_argument("--windows", help="STRATEGY-STEPS[-FRAGMENTS[-START_AFTER]]")
     parser.add_argument("--second-opinion", type=int, help="steps from one to the next whose lanes are computed twice")
     parser.add_argument("--compression", help="of gradients, by name")
     parser.add_argument("--fp16", action="store_true", help="with a loss scale that changes often")
@@ -111,9 +111,9 @@ def main() -> None:
 
     strategy: Any = ParameterServer(mode="aggregate") if asked.sums_on_servers else None
     if asked.windows is not None:
-        name, every, *fragments = asked.windows.split("-")
-        strategy = replace(choose(name).config, every=int(every))
-        strategy = replace(strategy, fragments=int(fragments[0])) if fragments else strategy
+        name, *numbers = asked.windows.split("-")
+        settings = dict(zip(("every", "fragments", "start_after"), map(int, numbers), strict=False))
+        strategy = replace(choose(name).config, **settings)
 
     with (
         paceline.Engine(

@@ -224,21 +224,47 @@ def test_a_mean_after_every_step_of_plain_sgd_is_ddp_but_for_rounding() -> None:
         torch.testing.assert_close(found["weights"][name], value, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.workers
+@pytest.mark.parametrize("optimizer", ["adamw", "adagrad", "counts"])
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_the_first_steps_are_those_of_ddp_to_the_last_bit(optimizer: str, accumulate: int) -> None:
+    """Clipped, with buffers, a scheduler and a last step of fewer lanes; then they are other ones."""
+    job: dict[str, Any] = {"optimizer": optimizer, "accumulate": accumulate, "buffers": True, "clip": 0.2}
+    job |= {"schedule": True, "boundary_every": 1}
+    (ddp,) = run(1, strategy="ddp", **job)
+    steps = len(ddp["seen"])
+    for config in (LocalSgdConfig(every=2, start_after=steps), DilocoConfig(every=2, start_after=steps)):
+        for workers in (1, 3, 4):
+            assert {(*each["seen"], each["hash"]) for each in run(workers, strategy=config, **job)} == {
+                (*ddp["seen"], ddp["hash"])
+            }
+    (some,) = run(1, strategy=DilocoConfig(every=2, start_after=2), **job)
+    same = [mine == theirs for mine, theirs in zip(some["seen"], ddp["seen"], strict=True)]
+    assert same[:4] == [True, True, False, False]
+
+
 # -- any number of workers ---------------------------------------------------------------------------------------------
 
-WAYS = [LocalSgdConfig(every=3), DilocoConfig(every=4), DilocoConfig(every=3, fragments=2, outer_gradients="int8")]
+WAYS = [
+    LocalSgdConfig(every=3),
+    DilocoConfig(every=4),
+    DilocoConfig(every=3, fragments=2, outer_gradients="int8"),
+    DilocoConfig(every=2, start_after=2),
+    DilocoConfig(every=4, start_after=3, fragments=2),
+]
+NAMES = ["local_sgd", "diloco", "fragments", "together", "together, then fragments"]
 
 
 @pytest.mark.workers
 @pytest.mark.parametrize("optimizer", ["adagrad", "counts"])
-@pytest.mark.parametrize("strategy", WAYS, ids=["local_sgd", "diloco", "fragments"])
+@pytest.mark.parametrize("strategy", WAYS, ids=NAMES)
 def test_what_an_optimizer_keeps_anywhere_is_the_lanes(strategy: Any, optimizer: str) -> None:
     job: dict[str, Any] = {"strategy": strategy, "optimizer": optimizer, "schedule": True, "clip": 0.2}
     assert {one_hash(workers, **job) for workers in (1, 2, 3, 4)} == {one_hash(1, **job)}
 
 
 @pytest.mark.workers
-@pytest.mark.parametrize("strategy", WAYS, ids=["local_sgd", "diloco", "fragments"])
+@pytest.mark.parametrize("strategy", WAYS, ids=NAMES)
 def test_a_loss_that_is_not_finite_takes_its_lane_out_alone(strategy: Any) -> None:
     """In a step of a window, and in its last one."""
     job: dict[str, Any] = {"strategy": strategy, "on_nonfinite": "skip", "buffers": True}
@@ -250,7 +276,7 @@ def test_a_loss_that_is_not_finite_takes_its_lane_out_alone(strategy: Any) -> No
 
 
 @pytest.mark.workers
-@pytest.mark.parametrize("strategy", WAYS, ids=["local_sgd", "diloco", "fragments"])
+@pytest.mark.parametrize("strategy", WAYS, ids=NAMES)
 def test_a_boundary_inside_a_window_changes_nothing_and_shows_what_an_outer_step_would_give(strategy: Any) -> None:
     job: dict[str, Any] = {"strategy": strategy, "buffers": True}
     (alone,) = run(1, boundary_every=1, **job)
@@ -263,7 +289,7 @@ def test_a_boundary_inside_a_window_changes_nothing_and_shows_what_an_outer_step
 
 @pytest.mark.workers
 @pytest.mark.parametrize("until", [3, 4, 5])
-@pytest.mark.parametrize("strategy", WAYS, ids=["local_sgd", "diloco", "fragments"])
+@pytest.mark.parametrize("strategy", WAYS, ids=NAMES)
 def test_a_state_saved_anywhere_goes_on_with_other_workers_to_the_same_bits(
     strategy: Any, until: int, tmp_path: Path
 ) -> None:
@@ -330,6 +356,8 @@ def test_one_outer_step_in_fifty_moves_a_fiftieth_of_what_ddp_moves() -> None:
         (lambda: DilocoConfig(every=3, fragments=4), r"DilocoConfig: fragments=4 with every=3: a step"),
         (lambda: DilocoConfig(outer_gradients="int4"), r"DilocoConfig: outer_gradients='int4' is not known; choose"),  # type: ignore[arg-type]
         (lambda: DilocoConfig(outer_momentum=0), r"DilocoConfig: nesterov=True needs an outer_momentum above 0"),
+        (lambda: DilocoConfig(start_after=-1), r"DilocoConfig: start_after=-1: a number of steps"),
+        (lambda: LocalSgdConfig(start_after=True), r"LocalSgdConfig: start_after=True: expected a whole number"),
         (lambda: DilocoConfig(nesterov=1), r"DilocoConfig: nesterov=1: expected True or False, got a int"),  # type: ignore[arg-type]
     ],
 )  # fmt: skip

@@ -42,3 +42,22 @@ def test_a_run_without_a_step_has_no_speed_and_a_loss_of_nan_is_shown() -> None:
     assert summary_rows(Meters(), seconds=0.0) == [("steps", "0 · 0 samples"), ("time", "0:00")]
     rows = dict(summary_rows(Meters(last_loss=math.nan), seconds=0.0))
     assert rows["loss"] == "nan in the last step"
+
+
+def test_a_summary_says_what_share_waits_for_gradients_and_what_would_cut_it() -> None:
+    def row(exposed_s: float, workers: int = 4, *, is_ddp: bool = True) -> str | None:
+        meters = Meters(workers, whole=Stretch(steps=10, samples=10, seconds=10.0, exposed_s=exposed_s))
+        return dict(summary_rows(meters, seconds=10.0, is_ddp=is_ddp)).get("communication")
+
+    assert row(0.9) is None
+    assert row(5.0, workers=1) is None
+    assert row(2.0) == (
+        "20% of a step waits for gradients; if that is for bytes, compression=int8 leaves 6%: "
+        "1.2 times the steps per second"
+    )
+    told = row(9.0)
+    assert told is not None
+    assert told.startswith(
+        "90% of a step waits for gradients; if that is for bytes, diloco every=50 outer_gradients=int8 leaves 4%"
+    )
+    assert row(4.0, is_ddp=False) == "40% of a step waits for gradients"

@@ -23,34 +23,10 @@ from paceline.errors import ConfigError
 from paceline.launch.job import Job
 from paceline.launch.supervisor import supervise
 from paceline.launch.worker_main import Script
+from paceline.world.sending_less import LARGE, WAYS, Way
 from paceline.world.world import LaunchSettings
 
 MODULE = "paceline.bench.network_measure"
-
-
-@dataclass(frozen=True)
-class Way:
-    """A way to train, as far as the network sees it: an exchange every so many steps, of so many bytes an element."""
-
-    name: str
-    every: int = 1
-    element_bytes: float = 4.0
-
-    def sent(self, parameters: int, workers: int) -> float:
-        """Bytes by each worker with one lane, in a step on average."""
-        return 2 * (workers - 1) / workers * self.element_bytes * parameters / self.every
-
-    def waits(self, parameters: int, workers: int, bandwidth: float, latency_s: float) -> float:
-        """Seconds of a step, on average, where nothing of it is hidden behind backward."""
-        return self.sent(parameters, workers) / bandwidth + 2 * latency_s / self.every
-
-
-WAYS = (
-    Way("ddp"),
-    Way("local_sgd every=8", every=8),
-    Way("diloco every=50", every=50),
-    Way("diloco every=50 outer_gradients=int8", every=50, element_bytes=1 + 4 / 256),
-)
 
 
 @dataclass(frozen=True)
@@ -107,9 +83,9 @@ def advice(rows: Sequence[Mapping[str, Any]]) -> str:
     if first["share"] is None:
         return "with --step-ms, what a step computes, the share of each wait is told"
     kept = f"{first['way']} waits for the network in {first['share']:.0%} of a step"
-    if first["share"] < 0.1:
+    if first["share"] < LARGE:
         return f"{kept} at most: leave it as it is"
-    found = next((row for row in others if row["share"] < 0.1), others[-1])
+    found = next((row for row in others if row["share"] < LARGE), others[-1])
     faster = (1 - found["share"]) / (1 - first["share"])
     return f"{kept}, {found['way']} in {found['share']:.0%}: {faster:.1f} times the steps per second"
 

@@ -204,6 +204,7 @@ class Communicator:
         self._elastic = world.elastic is not None
         self._sockets = OpenSockets()
         self._ended: str | None = None
+        self._gives_up = False
         self._ended_at = 0.0
         self._parent: Communicator | None = None
         self._children: list[Communicator] = []
@@ -232,6 +233,14 @@ class Communicator:
         return comm
 
     # -- the end of a group that others have left ------------------------------------------------------------------
+
+    def give_up(self) -> None:
+        """This worker leaves the job with an error: what it has to end ends without waiting for others."""
+        self._gives_up = True
+
+    @property
+    def gives_up(self) -> bool:
+        return self._gives_up or (self._parent is not None and self._parent.gives_up)
 
     @property
     def is_over(self) -> bool:
@@ -503,21 +512,21 @@ class Communicator:
 
     def lost(self, error: Exception, doing: str) -> PacelineError:
         """What an error of c10d means: who was waited for, or in an elastic job that the group has ended."""
+        oldest = self  # of which the launcher and the peers' notes speak
+        while oldest._parent is not None:
+            oldest = oldest._parent
         if self._elastic:
-            oldest = self
-            while oldest._parent is not None:
-                oldest = oldest._parent
             oldest.abandon(f"worker {self.rank} lost its peers {doing}: {first_line(error)}")
             return GenerationEnded(self._ended or "the group has ended")
-        told = self._explain()
+        told = oldest._explain()
         if told is not None:
             return PeerLostError(told)
         try:
-            notes = self.notes()
+            notes = oldest.notes()
         except (RuntimeError, OSError, WorldError):  # the store may have died with the peer that served it
             notes = {}
         for rank, (_, note) in notes.items():
-            return PeerLostError(f"worker {self.rank} waited for worker {rank}, but {note}")
+            return PeerLostError(f"worker {oldest.rank} waited for worker {rank}, but {note}")
         return PeerLostError(f"worker {self.rank} lost its peers {doing}: {first_line(error)}")
 
 

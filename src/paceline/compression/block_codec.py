@@ -16,6 +16,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from paceline.collectives.shared_memory.kernels import Merges
+
 Partial = Sequence[tuple[int, int]]  # rows at the ends of parameters: (row, elements that it has)
 
 
@@ -41,6 +43,21 @@ class BlockCodec(Protocol):
 
     def decode(self, payload: Tensor, partial: Partial, out: Tensor) -> None: ...
 
+    def sum(
+        self,
+        parts: Sequence[Tensor],
+        merges: Merges,
+        partial: Partial,
+        noise: Tensor | None,
+        residual: Tensor | None,
+        lost: Tensor,
+        out: Tensor,
+    ) -> Tensor:
+        """What the owner of rows does with all lanes' payloads: decode, add along `merges` (to part 0) and to
+        the residual, encode. `out` gets what that decodes to, `lost` what it loses.
+        """
+        ...
+
 
 def split_by_decoding(
     codec: BlockCodec, values: Tensor, partial: Partial, noise: Tensor | None, residual: Tensor | None
@@ -52,6 +69,27 @@ def split_by_decoding(
     sent = torch.empty_like(values)
     codec.decode(payload, partial, sent)
     values.sub_(sent)
+    return payload
+
+
+def sum_by_decoding(
+    codec: BlockCodec,
+    parts: Sequence[Tensor],
+    merges: Merges,
+    partial: Partial,
+    noise: Tensor | None,
+    residual: Tensor | None,
+    lost: Tensor,
+    out: Tensor,
+) -> Tensor:
+    """`sum` of a codec that has no faster way."""
+    values = [lost, *(torch.empty_like(lost) for _ in parts[1:])]
+    for part, room in zip(parts, values, strict=True):
+        codec.decode(part, partial, room)
+    for left, right in merges:
+        values[left].add_(values[right])
+    payload = codec.split(lost, partial, noise, residual)
+    codec.decode(payload, partial, out)
     return payload
 
 

@@ -6,13 +6,15 @@ next steps. So an overflow of fp16 leaves no step out; gradients that are not fi
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from paceline.compression.block_codec import Partial, clear_beyond, split_by_decoding
+from paceline.collectives.shared_memory.kernels import Merges
+from paceline.compression.block_codec import Partial, clear_beyond, split_by_decoding, sum_by_decoding
 from paceline.world.checked_values import one_word
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -47,6 +49,18 @@ class Cast:
 
     def split(self, values: Tensor, partial: Partial, noise: Tensor | None, residual: Tensor | None) -> Tensor:
         return split_by_decoding(self, values, partial, noise, residual)
+
+    def sum(
+        self,
+        parts: Sequence[Tensor],
+        merges: Merges,
+        partial: Partial,
+        noise: Tensor | None,
+        residual: Tensor | None,
+        lost: Tensor,
+        out: Tensor,
+    ) -> Tensor:
+        return sum_by_decoding(self, parts, merges, partial, noise, residual, lost, out)
 
     def decode(self, payload: Tensor, partial: Partial, out: Tensor) -> None:
         out.copy_(payload.view(_DTYPES[self.to]))

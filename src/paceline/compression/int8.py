@@ -1,6 +1,6 @@
 """int8: each block of values as whole numbers from -127 to 127 and one fp32 scale.    bytes: (1 + 4/block) / 4 of fp32
 
-    scale = max |x| / 127        code = round(x / scale)        x̂ = code · scale
+    scale = max |x| / 127        code = round(x · (1 / scale))        x̂ = code · scale
 
 Nearest rounding is at most half a scale off and has a bias, which error feedback gives back later. Stochastic rounding
 (down or up with the probability that keeps the mean) has none by itself.
@@ -9,6 +9,7 @@ Nearest rounding is at most half a scale off and has a bias, which error feedbac
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Literal
@@ -16,8 +17,15 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from paceline.collectives.shared_memory.kernels import CKernels, choose_kernels
-from paceline.compression.block_codec import Partial, clear_beyond, payload_like, row_scales, split_by_decoding
+from paceline.collectives.shared_memory.kernels import CKernels, Merges, choose_kernels, merge_table
+from paceline.compression.block_codec import (
+    Partial,
+    clear_beyond,
+    payload_like,
+    row_scales,
+    split_by_decoding,
+    sum_by_decoding,
+)
 from paceline.errors import ConfigError
 from paceline.world import environment
 from paceline.world.checked_values import one_word, whole_number
@@ -47,7 +55,7 @@ class Int8:
         payload = payload_like(values, self.row_bytes)
         scales = values.abs().amax(dim=1, keepdim=True)  # in two passes, and 20 times as fast as a norm
         scales.div_(LARGEST).clamp_(min=SMALLEST_SCALE)
-        codes = values / scales
+        codes = values * (1 / scales)  # a division for every value would take twice as long
         if noise is None:
             codes.round_()
         else:
@@ -67,6 +75,33 @@ class Int8:
         clear_beyond(values, partial)
         return payload
 
+    def sum(
+        self,
+        parts: Sequence[Tensor],
+        merges: Merges,
+        partial: Partial,
+        noise: Tensor | None,
+        residual: Tensor | None,
+        lost: Tensor,
+        out: Tensor,
+    ) -> Tensor:
+        kernels = in_c()
+        given = [*parts, lost, out, *([] if residual is None else [residual])]
+        if kernels is None or noise is not None or not all(map(_is_plain, given)):
+            return sum_by_decoding(self, parts, merges, partial, noise, residual, lost, out)
+        payload = payload_like(lost, self.row_bytes)
+        addresses = (ctypes.c_uint64 * len(parts))(*(part.data_ptr() for part in parts))
+        address = 0 if residual is None else residual.data_ptr()
+        failed = kernels.paceline_int8_sum(
+            addresses, len(parts), merge_table(tuple(merges)), len(merges), address,
+            lost.data_ptr(), payload.data_ptr(), out.data_ptr(), lost.shape[0], self.block,
+        )  # fmt: skip
+        if failed:
+            raise MemoryError(f"no room for {len(parts)} blocks of sums")
+        clear_beyond(lost, partial)
+        clear_beyond(out, partial)
+        return payload
+
     def decode(self, payload: Tensor, partial: Partial, out: Tensor) -> None:
         kernels = in_c()
         if kernels is not None and _is_plain(payload) and _is_plain(out):
@@ -82,9 +117,12 @@ def in_c() -> ctypes.CDLL | None:
     kernels = choose_kernels(environment.wanted_kernels())
     if not isinstance(kernels, CKernels):
         return None
-    size, address = ctypes.c_size_t, ctypes.c_void_p
+    size, address, count = ctypes.c_size_t, ctypes.c_void_p, ctypes.c_int
     kernels.library.paceline_int8_split.argtypes = [address, address, address, size, size]
     kernels.library.paceline_int8_decode.argtypes = [address, address, size, size]
+    kernels.library.paceline_int8_sum.argtypes = [
+        address, count, address, count, address, address, address, address, size, size,
+    ]  # fmt: skip
     return kernels.library
 
 

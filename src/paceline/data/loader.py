@@ -289,6 +289,10 @@ class ShardedLoader:
     # -- the place ---------------------------------------------------------------------------------------------------
 
     @property
+    def batch_size(self) -> int | None:
+        return self._epochs.batch_size
+
+    @property
     def epoch(self) -> int:
         return self._place.epoch
 

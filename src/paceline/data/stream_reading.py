@@ -200,11 +200,15 @@ class _Part:
         cut = BatchPlan(len(chunk), shape.batch_size, lanes, accumulate).micro_batches(0)
         # A worker without samples runs lane 0's first micro-batch as a shadow.
         needed = mine if any(lane in cut for lane in mine) else (0,)
-        return [
-            (lane, len(places), self._collated(chunk[places.start : places.stop]) if lane in needed else None)
-            for lane, ranges in cut.items()
-            for places in ranges
-        ]
+        found: list[tuple[int, int, Any]] = []
+        for lane, ranges in cut.items():
+            for number, places in enumerate(ranges):
+                batch = None
+                if lane in needed:  # a collate_fn that draws draws the same, whichever lanes this worker has beside it
+                    seed_everything(mix(shape.assignment.seed, "collate", self._epoch, self._chunks, lane, number))
+                    batch = self._collated(chunk[places.start : places.stop])
+                found.append((lane, len(places), batch))
+        return found
 
     def progress(self) -> dict[str, Any]:
         state = copy.deepcopy(self._dataset.state_dict()) if self._stateful else None

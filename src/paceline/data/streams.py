@@ -61,7 +61,7 @@ class StreamLoader:
         check_assignable(source)
         self.dataset: Any = source.dataset
         self._assignment, self._agree, self._source = assignment, agree, source
-        batch_size = batch_size_of(source, assignment) if source.batch_size is not None else None
+        self.batch_size = batch_size = None if source.batch_size is None else batch_size_of(source, assignment)
         shards, by_itself = shards_of(self.dataset), splits_itself(self.dataset)
         # Of fewer shards than lanes some lanes would have nothing, and a worker that has those alone nothing to do.
         self._too_few = by_itself and batch_size is not None and shards is not None and shards < assignment.lanes

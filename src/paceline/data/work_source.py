@@ -27,6 +27,11 @@ class WorkSource(Protocol):
     dataset: Any
 
     @property
+    def batch_size(self) -> int | None:
+        """Samples of a micro-batch; None or 0 where a sampler or stream of the user's own makes these."""
+        ...
+
+    @property
     def epoch(self) -> int: ...
 
     @property

@@ -24,6 +24,7 @@ import atexit
 import inspect
 import math
 import signal
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
@@ -158,7 +159,7 @@ class Engine(AccelerateNames):
             make_deterministic(self.device.type)
         seed_everything(mix(self.config.seed, "start"))
         self._closed = False
-        atexit.register(self.close)
+        atexit.register(self._close_at_exit)
 
     def _put_together(self, opinion: SecondOpinion | None, record_folder: Path | None) -> None:
         config, group = self.config, self._group
@@ -486,7 +487,7 @@ class Engine(AccelerateNames):
         if self._closed:
             return
         self._closed = True
-        atexit.unregister(self.close)
+        atexit.unregister(self._close_at_exit)
         self._stops.close()
         group = self._group
         loader = self._objects.loader
@@ -495,6 +496,7 @@ class Engine(AccelerateNames):
         if loader is not None and (loader.in_loop or loader.failed):
             if not group.recovery.is_elastic:
                 loader.say_left()
+                group.comm.give_up()
             else:
                 group.comm.abandon("this worker leaves in the middle of its loop")  # the others go on without it
         self._saver.finish()
@@ -531,5 +533,17 @@ class Engine(AccelerateNames):
     def __enter__(self) -> Engine:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        self._give_up_after(error)
         self.close()
+
+    def _close_at_exit(self) -> None:
+        self._give_up_after(getattr(sys, "last_value", None))  # what ends the script, and has been shown already
+        self.close()
+
+    def _give_up_after(self, error: BaseException | None) -> None:
+        """After an error in the loop's body nothing waits until the others have read this worker's shards."""
+        left_early = self._objects.loader is not None and self._objects.loader.left_early
+        stopped = error is None or isinstance(error, SystemExit)
+        if left_early and not stopped and not self._group.recovery.is_elastic:
+            self._group.comm.give_up()

@@ -214,6 +214,11 @@ class EvaluationLoader:
         return self._source.dataset
 
     @property
+    def batch_size(self) -> int | None:
+        """Samples of a batch, as the DataLoader was given it; None where it has a batch sampler of its own."""
+        return self._source.batch_size
+
+    @property
     def batches(self) -> int:
         return len(self._batches)
 

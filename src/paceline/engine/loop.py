@@ -77,6 +77,11 @@ class PreparedLoader:
         return self.source.dataset
 
     @property
+    def batch_size(self) -> int | None:
+        """Samples of an item: a lane's micro-batch. None where a sampler or stream of the user's own decides it."""
+        return self.source.batch_size or None
+
+    @property
     def epoch(self) -> int:
         if not self._group.recovery.admitted:  # it is the job's, and a loop over what is left of it follows
             self._join(any_loop=True)

@@ -30,7 +30,7 @@ class ReplayingSource:
                 "again out of its order"
             )
         self._source, self._replay, self._step = source, replay, step
-        self.dataset = source.dataset
+        self.dataset, self.batch_size = source.dataset, source.batch_size
         self._furthest: WorkItem | None = None
         self._last_round: int | None = None  # the script wants to stop after it
 

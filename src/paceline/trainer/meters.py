@@ -35,13 +35,15 @@ class Stretch:
     tokens: int = 0
     seconds: float = 0.0
     waited_s: float = 0.0
+    exposed_s: float = 0.0
 
-    def add(self, *, samples: int, tokens: int, seconds: float, waited_s: float) -> None:
+    def add(self, *, samples: int, tokens: int, seconds: float, waited_s: float, exposed_s: float) -> None:
         self.steps += 1
         self.samples += samples
         self.tokens += tokens
         self.seconds += seconds
         self.waited_s += waited_s
+        self.exposed_s += exposed_s
 
 
 @dataclass
@@ -62,14 +64,22 @@ class Meters:
         """What came between the last step and now was no training."""
         self._from = self.clock()
 
-    def step(self, *, samples: int, tokens: int = 0, waited_s: float = 0.0, loss: float | None = None) -> None:
-        """A step of all workers has acted; what they saw in it, and how long this one waited for data."""
+    def step(
+        self,
+        *,
+        samples: int,
+        tokens: int = 0,
+        waited_s: float = 0.0,
+        exposed_s: float = 0.0,
+        loss: float | None = None,
+    ) -> None:
+        """A step of all workers has acted; what they saw in it, and how long this one waited for data and gradients."""
         now = self.clock()
         seconds = 0.0 if self._from is None else now - self._from
         self._from = now
         self.last_loss = loss if loss is not None else self.last_loss
         for stretch in (self._since_log, self.whole):
-            stretch.add(samples=samples, tokens=tokens, seconds=seconds, waited_s=waited_s)
+            stretch.add(samples=samples, tokens=tokens, seconds=seconds, waited_s=waited_s, exposed_s=exposed_s)
 
     def since_last_log(self) -> dict[str, float]:
         """Since the last call, for a log."""

@@ -28,6 +28,7 @@ from paceline.trainer.callbacks import TrainerCallback, full_metric_name
 from paceline.trainer.meters import Meters
 from paceline.trainer.training_arguments import TrainingArguments
 from paceline.world import messages
+from paceline.world.sending_less import waiting_told
 from paceline.world.terminal import duration
 
 SHOWN = {"learning_rate": "lr", "eval_loss": "eval loss"}
@@ -131,6 +132,7 @@ class TrainingReports(NoReports):
                 seconds=time.monotonic() - self._began,
                 best=best,
                 checkpoints=all_checkpoints(Path(args.output_dir)),
+                is_ddp=is_plain_ddp(self._engine.config),
                 weights_hash=self._engine.weights_hash(),  # a collective: a worker that is lost by then is known to be
             )
         self._reports.take_over(state.log_history)
@@ -181,6 +183,7 @@ def summary_rows(
     best: tuple[str, float, int] | None = None,
     checkpoints: Sequence[Path] = (),
     weights_hash: str = "",
+    is_ddp: bool = False,
 ) -> list[tuple[str, str]]:
     """The end of a run in a dozen rows: what it did, how fast, how well, and what it left behind.
 
@@ -201,6 +204,7 @@ def summary_rows(
         ("steps", f"{whole.steps:,} · {whole.samples:,} samples{tokens}"),
         ("time", in_steps if seconds - whole.seconds < 1 else f"{duration(seconds)}, of it in steps {in_steps}"),
         ("speed", _speed(meters)),
+        ("communication", _communication(meters, is_ddp=is_ddp)),
         ("MFU", "" if mfu is None or peak is None else f"{100 * mfu:.3g} % of {meters.workers} × {peak.text}"),
         ("peak memory", "" if meters.memory is None else f"{_bytes(meters.memory())} on this worker"),
         ("loss", "" if meters.last_loss is None else f"{meters.last_loss:.5g} in the last step"),
@@ -209,6 +213,18 @@ def summary_rows(
         ("weights", weights_hash),
     ]
     return [(name, value) for name, value in rows if value]
+
+
+def _communication(meters: Meters, *, is_ddp: bool) -> str:
+    whole = meters.whole
+    if meters.workers == 1 or whole.seconds <= 0:
+        return ""
+    return waiting_told(whole.exposed_s / whole.seconds, is_ddp=is_ddp)
+
+
+def is_plain_ddp(config: Any) -> bool:
+    """Whose gradients travel as they are: there is something to gain."""
+    return config.strategy.entry.name == "ddp" and config.compression is None
 
 
 def _speed(meters: Meters) -> str:

@@ -392,8 +392,9 @@ class TrainingLoop:
         tokens = round(engine.means["tokens"] * item.step_samples)
         state.num_input_tokens_seen += tokens
         state.total_flos += self._flops * (tokens or item.step_samples)
-        waited = engine.timing.waited_for_data_s
-        self.meters.step(samples=item.step_samples, tokens=tokens, waited_s=waited, loss=engine.means["loss"])
+        timing, loss = engine.timing, engine.means["loss"]
+        waits = {"waited_s": timing.waited_for_data_s, "exposed_s": timing.exposed_s}
+        self.meters.step(samples=item.step_samples, tokens=tokens, loss=loss, **waits)
         every = self.args.torch_empty_cache_steps
         if every and engine.step % every == 0 and engine.device.type == "cuda":
             torch.cuda.empty_cache()

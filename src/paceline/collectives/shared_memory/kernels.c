@@ -359,44 +359,85 @@ int paceline_all_reduce_in_place(struct meeting *m, struct all_reduce *w, int64_
   return ALL_REDUCED;
 }
 
-/* Rows of int8 with a scale (compression/int8.py): `values` of rows × block, plus `residual` where there is one, are coded
-   in one pass over memory, and what that loses is left in `values`. */
-void paceline_int8_split(float *values, const float *residual, uint8_t *payload, size_t rows, size_t block) {
+/* Rows of int8 with a scale (compression/int8.py). Codes and scale of a row whose largest size has the bits `largest`: what
+   coding loses is left in `v`. */
+static inline void int8_row(float *restrict v, int8_t *restrict codes, size_t block, uint32_t largest) {
   const float smallest = 1.17549435e-38f;
-  for (size_t row = 0; row < rows; row++) {
-    float *restrict v = values + row * block;
-    uint8_t *to = payload + row * (block + 4);
-    int8_t *restrict codes = (int8_t *)to;
-    if (residual) {
-      const float *restrict r = residual + row * block;
-      for (size_t i = 0; i < block; i++) v[i] += r[i];
-    }
-    uint32_t largest = 0; /* of sizes as whole numbers, whose order is the same; what is not a number is above all */
+  float scale;
+  memcpy(&scale, &largest, 4);
+  scale /= 127.0f;
+  if (scale < smallest) scale = smallest;
+  float inverse = 1.0f / scale;
+  for (size_t i = 0; i < block; i++) {
+    int32_t code = (int32_t)__builtin_rintf(v[i] * inverse);
+    codes[i] = (int8_t)code;
+    v[i] -= (float)(int8_t)code * scale;
+  }
+  memcpy(codes + block, &scale, 4);
+}
+
+/* The size of a number as a whole one: their order is the same, and what is not a number is above all. */
+static inline uint32_t size_bits(float value) {
+  uint32_t bits;
+  memcpy(&bits, &value, 4);
+  return bits & 0x7fffffffu;
+}
+
+/* v += more, where there is any; the largest size of the sums. */
+static inline uint32_t largest_with(float *restrict v, const float *restrict more, size_t block) {
+  uint32_t largest = 0;
+  if (more) {
     for (size_t i = 0; i < block; i++) {
-      uint32_t bits;
-      memcpy(&bits, v + i, 4);
-      bits &= 0x7fffffffu;
+      v[i] += more[i];
+      uint32_t bits = size_bits(v[i]);
       largest = bits > largest ? bits : largest;
     }
-    float scale;
-    memcpy(&scale, &largest, 4);
-    scale /= 127.0f;
-    if (scale < smallest) scale = smallest;
+  } else {
     for (size_t i = 0; i < block; i++) {
-      int32_t code = (int32_t)__builtin_rintf(v[i] / scale);
-      codes[i] = (int8_t)code;
-      v[i] -= (float)(int8_t)code * scale;
+      uint32_t bits = size_bits(v[i]);
+      largest = bits > largest ? bits : largest;
     }
-    memcpy(to + block, &scale, 4);
+  }
+  return largest;
+}
+
+static inline void int8_row_decode(const uint8_t *payload, float *restrict out, size_t block) {
+  const int8_t *codes = (const int8_t *)payload;
+  float scale;
+  memcpy(&scale, payload + block, 4);
+  for (size_t i = 0; i < block; i++) out[i] = (float)codes[i] * scale;
+}
+
+/* `values` of rows × block, plus `residual` where there is one, are coded in one pass over memory, and what that loses is
+   left in `values`. */
+void paceline_int8_split(float *values, const float *residual, uint8_t *payload, size_t rows, size_t block) {
+  for (size_t row = 0; row < rows; row++) {
+    float *v = values + row * block;
+    uint32_t largest = largest_with(v, residual ? residual + row * block : NULL, block);
+    int8_row(v, (int8_t *)(payload + row * (block + 4)), block, largest);
   }
 }
 
-void paceline_int8_decode(const uint8_t *payload, float *restrict out, size_t rows, size_t block) {
+void paceline_int8_decode(const uint8_t *payload, float *out, size_t rows, size_t block) {
+  for (size_t row = 0; row < rows; row++) int8_row_decode(payload + row * (block + 4), out + row * block, block);
+}
+
+/* What the owner of rows does, in one pass: decode `part_count` payloads, add them along `merges` (to part 0 in the end) and
+   to `residual` where there is one, code the sum into `payload`, decode that to `out`, and leave what it loses in `lost`. */
+int paceline_int8_sum(const uint8_t *const *parts, int part_count, const int32_t *merges, int merge_count,
+                      const float *residual, float *lost, uint8_t *payload, float *out, size_t rows, size_t block) {
+  float *held = aligned_alloc(64, (size_t)part_count * block * 4);
+  if (!held) return 1;
   for (size_t row = 0; row < rows; row++) {
-    const int8_t *codes = (const int8_t *)(payload + row * (block + 4));
-    float *restrict to = out + row * block;
-    float scale;
-    memcpy(&scale, payload + row * (block + 4) + block, 4);
-    for (size_t i = 0; i < block; i++) to[i] = (float)codes[i] * scale;
+    size_t at = row * (block + 4);
+    for (int part = 0; part < part_count; part++) int8_row_decode(parts[part] + at, held + (size_t)part * block, block);
+    for (int merge = 0; merge < merge_count; merge++)
+      add_rows(held + (size_t)merges[2 * merge] * block, held + (size_t)merges[2 * merge + 1] * block, block);
+    uint32_t largest = largest_with(held, residual ? residual + row * block : NULL, block);
+    int8_row(held, (int8_t *)(payload + at), block, largest);
+    memcpy(lost + row * block, held, block * 4);
+    int8_row_decode(payload + at, out + row * block, block);
   }
+  free(held);
+  return 0;
 }

@@ -45,6 +45,7 @@ class BlockBucket:
         self._residuals = LaneTensors(sums, shared.lanes)
         self._back: Tensor | None = None  # of the own range
         self._next_back: Tensor | None = None
+        self._spare_back: Tensor | None = None  # memory for the next one
         self._sent: dict[int, Tensor] = {}
         self._out: Tensor | None = None
         self._handle: Handle | None = None
@@ -79,17 +80,19 @@ class BlockBucket:
         return self._out
 
     def _exchange(self, step: Step) -> None:
-        shared, (start, stop) = self._shared, self._own
+        shared, block, (start, stop) = self._shared, self._codec.block, self._own
+        if not shared.whole:
+            self._out = torch.empty((stop - start) * block, device=self._sums.bucket.device)
+        assert self._out is not None
+        out = self._out.view(-1, block)
         own_sum = torch.empty((0, self._codec.row_bytes), dtype=torch.uint8, device=self._sums.bucket.device)
         arrived = self._scattered(step)
         if start < stop:
-            own_sum = self._summed(step, arrived)
-        if not shared.whole:
-            self._out = self._decoded(own_sum, start).view(-1)
-            return
-        assert self._out is not None
-        rows = self._gathered(own_sum)
-        self._codec.decode(rows, self._partial, self._out.view(-1, self._codec.block))
+            own_sum = self._summed(step, arrived, out[start:stop] if shared.whole else out)
+        if shared.whole and shared.comm.size > 1:
+            for first, rows in self._gathered(own_sum).items():
+                last = first + len(rows)
+                self._codec.decode(rows, self._partial_in(first, last), out[first:last])
 
     def _scattered(self, step: Step) -> dict[int, Tensor]:
         """The own range's rows of all lanes."""
@@ -113,51 +116,61 @@ class BlockBucket:
         found = {lane: rows[start:stop] for lane, rows in self._sent.items()}
         return found | {lane: row.to(self._sums.bucket.device) for (_, lane), row in zip(foreign, room, strict=True)}
 
-    def _summed(self, step: Step, arrived: Mapping[int, Tensor]) -> Tensor:
+    def _summed(self, step: Step, arrived: Mapping[int, Tensor], out: Tensor) -> Tensor:
         """The canonical sum of the own range, encoded; what that loses becomes the own residual."""
-        start = self._own[0]
-        parts = {lane: self._decoded(rows, start) for lane, rows in arrived.items()}
-        for merge in merges(step.plan.present):
-            parts[merge.left].add_(parts.pop(merge.right))
-        (total,) = parts.values()
-        back = None if self._back is None else self._back.view_as(total)
-        rows = self._codec.split(total, self._own_partial, self._noise(step, BACK, start, total), back)
-        if self._shared.feedback:
-            self._next_back = total.view(-1)
+        (start, stop), present = self._own, sorted(arrived)
+        steps = [(present.index(merge.left), present.index(merge.right)) for merge in merges(step.plan.present)]
+        lost = self._spare_back if self._spare_back is not None else torch.empty(out.numel(), device=out.device)
+        self._spare_back = None
+        rows = self._codec.sum(
+            [arrived[lane] for lane in present],
+            steps,
+            self._partial_in(start, stop),
+            self._noise(step, BACK, start, out),
+            None if self._back is None else self._back.view_as(out),
+            lost.view_as(out),
+            out,
+        )
+        self._next_back = lost
         return rows
 
-    def _gathered(self, own: Tensor) -> Tensor:
-        """The rows of all owners, in order."""
+    def _gathered(self, own: Tensor) -> dict[int, Tensor]:
+        """The rows of all other owners, by their first."""
         comm, (start, stop) = self._shared.comm, self._own
-        if comm.size == 1:
-            return own
+        sent = own.to(self._wire)
         others = [(comm.rank + hop) % comm.size for hop in range(1, comm.size)]
         owners = [peer for peer in others if self._rows[peer][0] < self._rows[peer][1]]
-        rows = torch.empty((self._rows[-1][1], self._codec.row_bytes), dtype=torch.uint8, device=self._wire)
-        rows[start:stop] = own
+        found = {
+            self._rows[peer][0]: torch.empty(
+                (self._rows[peer][1] - self._rows[peer][0], self._codec.row_bytes), dtype=torch.uint8, device=self._wire
+            )
+            for peer in owners
+        }
         outgoing, incoming = start_messages(
             comm,
-            sends=[(rows[start:stop], peer) for peer in others] if start < stop else [],
-            receives=[(rows[slice(*self._rows[peer])], peer) for peer in owners],
+            sends=[(sent, peer) for peer in others] if start < stop else [],
+            receives=[(found[self._rows[peer][0]], peer) for peer in owners],
             tag=self._number * TAGS_PER_BUCKET + 1,
             operation=OPERATION,
         )
         wait_all([*incoming, *outgoing])
-        return rows.to(self._sums.bucket.device)
+        return {first: rows.to(self._sums.bucket.device) for first, rows in found.items()}
 
     def commit(self, used: Sequence[bool]) -> None:
         self._residuals.commit(used)
         back, old = self._next_back, self._back
-        if back is None:
+        if back is None or not self._shared.feedback:
             return
         for owned in self._pieces:
             if not used[owned.piece.parameter]:
                 where = slice(owned.offset, owned.offset + owned.piece.elements)
                 back[where] = 0 if old is None else old[where]
-        self._back, self._next_back = back, None
+        self._spare_back, self._back, self._next_back = old, back, None
 
     def forget(self) -> None:
         self._residuals.forget()
+        if self._next_back is not None:
+            self._spare_back = self._next_back
         self._next_back, self._out, self._sent = None, None, {}
 
     # -- its state ---------------------------------------------------------------------------------------------------
@@ -194,17 +207,9 @@ class BlockBucket:
 
     # -- rows --------------------------------------------------------------------------------------------------------
 
-    @property
-    def _own_partial(self) -> list[tuple[int, int]]:
-        start, stop = self._own
+    def _partial_in(self, start: int, stop: int) -> list[tuple[int, int]]:
+        """Of rows [start, stop) of the bucket."""
         return [(row - start, elements) for row, elements in self._partial if start <= row < stop]
-
-    def _decoded(self, rows: Tensor, start: int) -> Tensor:
-        """Of rows from row `start` of the bucket on."""
-        out = torch.empty((rows.shape[0], self._codec.block), dtype=torch.float32, device=rows.device)
-        partial = [(row - start, n) for row, n in self._partial if start <= row < start + rows.shape[0]]
-        self._codec.decode(rows, partial, out)
-        return out
 
     def _noise(self, step: Step, lane: int, start: int, values: Tensor) -> Tensor | None:
         """By position in each parameter, for rows from row `start` of the bucket on."""

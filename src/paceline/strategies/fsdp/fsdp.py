@@ -34,7 +34,7 @@ from paceline.sharding.bucket import Shards
 from paceline.sharding.flat_layout import Piece
 from paceline.sharding.local_shard import LocalShard
 from paceline.sharding.unit import Classes
-from paceline.strategies.fsdp.weights import WeightsInShards
+from paceline.strategies.fsdp.weights import WeightsInShards, frozen_parameters, held_parameters
 from paceline.strategies.meta_device import fill, fill_modules, module_names
 from paceline.strategies.registry import Job, Maker, Registered, register
 from paceline.strategies.strategy import ItemPlace, Strategy, Tally
@@ -179,6 +179,7 @@ def open_weights(
     wanted: Weights | None,
     units: Units,
     *,
+    shard_frozen: bool = True,
     everyone: Communicator | None = None,
     whole: Callable[..., Strategy] = Zero2,
     sharded: Callable[..., Strategy] = Fsdp,
@@ -197,7 +198,7 @@ def open_weights(
         for model in job.models:
             fill(model, names, seed=job.seed, device=HOST if on_host else job.device)
         if on_host:
-            _hold_on_host(job)
+            _hold_on_host(job, shard_frozen)
     if not in_shards:
         filled = partial(_filled_in_parts, job) if per_host else full_weights
         return ShardedMaker(ShardedParts(job, name, filled(wanted), everyone), whole)
@@ -207,7 +208,7 @@ def open_weights(
 
     def weights(parts: ShardedParts) -> WeightsInShards:
         try:
-            return WeightsInShards(job, name, classes, parts.masters, on_host=on_host)
+            return WeightsInShards(job, name, classes, parts.masters, on_host=on_host, frozen=shard_frozen)
         except BaseException:  # as when a worker dies while all of them begin
             parts.teardown()
             raise
@@ -253,22 +254,26 @@ def _trained(job: Job) -> list[tuple[str, Parameter]]:
     return [(job.names.get(number, "unnamed"), parameter) for number, parameter in held.items()]
 
 
-def _hold_on_host(job: Job) -> None:
-    """What optimizers hold, so that masters are made there when it is lowered; all the rest is used on the device."""
-    held = {id(p) for optimizer in job.optimizers for group in optimizer.param_groups for p in group["params"]}
+def _hold_on_host(job: Job, shard_frozen: bool) -> None:
+    """What is cut into shards, so that masters are made there when it is lowered; the rest is used on the device."""
+    held = {id(p) for p in held_parameters(job) + (frozen_parameters(job) if shard_frozen else [])}
     for tensor in (t for model in job.models for t in (*model.parameters(), *model.buffers())):
         tensor.data = tensor.data.to(HOST if id(tensor) in held else job.device)
 
 
 @dataclass(frozen=True)
 class FsdpConfig:
-    """`units`: classes of modules (or their names) that are gathered whole; by default modules of at most a bucket."""
+    """`units`: classes of modules (or their names) that are gathered whole; by default modules of at most a bucket.
+
+    `shard_frozen`: parameters of no optimizer are in shards too, and can't be changed in place.
+    """
 
     units: Units = None
+    shard_frozen: bool = True
 
 
 def _open(config: FsdpConfig, job: Job) -> Maker:
-    return open_weights(job, "fsdp", "per worker", config.units)
+    return open_weights(job, "fsdp", "per worker", config.units, shard_frozen=config.shard_frozen)
 
 
 register(

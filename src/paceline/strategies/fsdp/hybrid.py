@@ -42,10 +42,14 @@ Groups = tuple[tuple[int, ...], ...]  # the workers that share weights, group by
 
 @dataclass(frozen=True)
 class HybridConfig:
-    """`units` as for fsdp. `shard_over`: as many neighbouring workers share weights; by default those of a host."""
+    """`units`, `shard_frozen` as for fsdp.
+
+    `shard_over`: as many neighbouring workers share weights; by default those of a host.
+    """
 
     units: Units = None
     shard_over: int | None = None
+    shard_frozen: bool = True
 
     def __post_init__(self) -> None:
         if self.shard_over is not None:
@@ -186,6 +190,7 @@ class HybridMaker(Maker):
             here = replace(job, comm=inside, store=store, backend=job.backend if inside.size == 1 else inside.backend)
             self._inside = open_weights(
                 *(here, "hybrid", None, config.units),
+                shard_frozen=config.shard_frozen,
                 everyone=job.comm,
                 whole=partial(HybridInTheModel, across=across),
                 sharded=partial(HybridInShards, across=across),

@@ -195,6 +195,8 @@ class ShardPulls:
             return self._version >= version
 
     def close(self) -> None:
+        if self._workers.gives_up and not self._closing:
+            self.abandon()
         with self._change:
             if self._closing:
                 return

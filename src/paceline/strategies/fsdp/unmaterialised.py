@@ -11,7 +11,7 @@ own, a look at a norm, `state_dict()`. The parameter stays the same object; only
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any, Protocol
 
@@ -76,6 +76,7 @@ class UnmaterialisedParameter(Parameter):
                     raise LoopError(
                         f"{func.__name__}() on a parameter whose weights are in shards on several workers would be "
                         "lost; change weights before engine.prepare(), or with model.load_state_dict() on every worker"
+                        + advice_for_frozen([parameter])
                     )
                 owner.fetch(parameter)
         with plain_torch_function():
@@ -87,6 +88,13 @@ def engine_is_closed() -> LoopError:
         "the weights of this model are in shards on several workers, and its engine is closed; use them before "
         "engine.close(), or save them with engine.save_state(folder)"
     )
+
+
+def advice_for_frozen(parameters: Iterable[Parameter]) -> str:
+    """More to say of a change in place: a script may well change what is not trained, as a moving average."""
+    if all(parameter.requires_grad for parameter in parameters):
+        return ""
+    return "; parameters of no optimizer stay whole on every worker with shard_frozen=False (FsdpConfig, Zero3Config)"
 
 
 def dematerialise(parameter: Parameter, owner: Owner) -> None:

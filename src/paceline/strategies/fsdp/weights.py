@@ -17,6 +17,7 @@ what autograd keeps.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -36,7 +37,13 @@ from paceline.sharding.local_shard import LocalShard
 from paceline.sharding.unit import Classes, Unit, cut_units, unit_buckets
 from paceline.strategies.buckets import BufferPool, gradient_specs
 from paceline.strategies.fsdp.shard_pulls import NoPeers, ShardPulls
-from paceline.strategies.fsdp.unmaterialised import dematerialise, engine_is_closed, is_unmaterialised, materialise
+from paceline.strategies.fsdp.unmaterialised import (
+    advice_for_frozen,
+    dematerialise,
+    engine_is_closed,
+    is_unmaterialised,
+    materialise,
+)
 from paceline.strategies.master_weights import MasterShards
 from paceline.strategies.meta_device import fill, fill_modules, module_names
 from paceline.strategies.registry import Job
@@ -56,14 +63,15 @@ class WeightsInShards(ModelWeights):
     replicated = False
 
     def __init__(
-        self, job: Job, strategy: str, classes: Classes | None, masters: MasterShards, *, on_host: bool
+        self, job: Job, strategy: str, classes: Classes | None, masters: MasterShards, *, on_host: bool, frozen: bool
     ) -> None:
+        """`frozen`: also parameters that no optimizer holds."""
         self._job, self._strategy, self._classes, self._on_host = job, strategy, classes, on_host
         self.all: list[ShardedWeights] = []
         masters.rounded = lambda parameter, piece: self.of(parameter).mine.of_piece(parameter, piece)
         self._saved = SavedWeights(self.all)
         try:
-            held = [p for optimizer in job.optimizers for group in optimizer.param_groups for p in group["params"]]
+            held = held_parameters(job) + (frozen_parameters(job) if frozen else [])
             self.hold([(job.names.get(id(parameter), "unnamed"), parameter) for parameter in held])
         except BaseException:  # as when a worker dies while all of them begin
             self.teardown()
@@ -103,6 +111,34 @@ class WeightsInShards(ModelWeights):
         self._saved.close()
         for some in self.all:
             some.teardown()
+
+
+def held_parameters(job: Job) -> list[Parameter]:
+    """Those of the optimizers, trained or frozen."""
+    return [p for optimizer in job.optimizers for group in optimizer.param_groups for p in group["params"]]
+
+
+def frozen_parameters(job: Job) -> list[Parameter]:
+    """Those that no optimizer holds and that can be in shards, as the base of adapters.
+
+    In an elastic job there are none: the part of a worker that is lost would be nowhere, since the in-memory checkpoint
+    has what changes.
+    """
+    if job.world.elastic is not None:
+        return []
+    known = {id(p): p for model in job.models for p in model.parameters()}
+    memory = Counter(p.untyped_storage().data_ptr() for p in known.values() if not p.is_meta)
+    held = {id(p) for p in held_parameters(job)}
+    return [
+        p
+        for p in known.values()
+        if id(p) not in held
+        and not p.requires_grad
+        and type(p) is Parameter
+        and p.is_floating_point()
+        and (in_logical_order(p) or extent(p) == p.numel())
+        and (p.is_meta or memory[p.untyped_storage().data_ptr()] == 1)
+    ]
 
 
 def check_shardable(models: Sequence[nn.Module], named: Sequence[tuple[str, Parameter]], strategy: str) -> None:
@@ -330,6 +366,7 @@ class ShardedWeights:
                 f"a parameter of {self._units[unit].name!r} was changed in place while its weights were gathered: the "
                 "change would be lost, since every worker keeps a part of them; change weights before "
                 "engine.prepare(), or with model.load_state_dict() on every worker"
+                + advice_for_frozen(self._of_unit(unit))
             )
 
     def check(self, parameter: Parameter) -> None:

@@ -29,6 +29,7 @@ class DilocoConfig:
     """`every`: steps from one outer step to the next; `outer_gradients`: what is sent of the lanes' moves.
 
     `fragments`: parts of the parameters that have their outer steps one after another, each while a step is computed.
+    `start_after`: the first steps, which are those of ddp.
     """
 
     every: int = 50
@@ -37,6 +38,7 @@ class DilocoConfig:
     nesterov: bool = True
     outer_gradients: Wire = "fp32"
     fragments: int = 1
+    start_after: int = 0
 
     def __post_init__(self) -> None:
         why = "lanes meet every so many steps, so it is at least 1"
@@ -46,6 +48,7 @@ class DilocoConfig:
         one_word("DilocoConfig: outer_gradients", self.outer_gradients, WIRES)
         switch("DilocoConfig: nesterov", self.nesterov)
         whole_number("DilocoConfig: fragments", self.fragments, least=1)
+        whole_number("DilocoConfig: start_after", self.start_after, why="a number of steps")
         if self.fragments > self.every:
             raise ConfigError(
                 f"DilocoConfig: fragments={self.fragments} with every={self.every}: a step has the outer step of one "
@@ -66,7 +69,8 @@ def _outer_optimizer(config: DilocoConfig, parameters: Sequence[Parameter]) -> O
 
 def _open(config: DilocoConfig, job: Job) -> LocalMaker:
     outer = partial(_outer_optimizer, config)
-    return LocalMaker(job, Windows("diloco", config.every, outer, config.outer_gradients, config.fragments))
+    how = (config.every, outer, config.outer_gradients, config.fragments, config.start_after)
+    return LocalMaker(job, Windows("diloco", *how))
 
 
 register(
@@ -77,6 +81,7 @@ register(
         examples=(
             DilocoConfig(every=3),
             DilocoConfig(every=4, outer_gradients="int8", fragments=3),
+            DilocoConfig(every=4, start_after=3),
         ),
         full_weights=True,
         bits_of_ddp=False,

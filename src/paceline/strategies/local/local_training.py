@@ -39,6 +39,7 @@ from paceline.strategies.buckets import GradientPlaceholder, half_is_gone
 from paceline.strategies.local.lane_optimizer import LaneOptimizer
 from paceline.strategies.local.lane_sums import ExactSum, Int8Sum, SumOfLanes, Wire
 from paceline.strategies.local.outer_step import OuterSteps
+from paceline.strategies.local.together import GradientOfAllLanes
 from paceline.strategies.registry import Job, Maker
 from paceline.strategies.strategy import Agreement, ItemPlace, StrategyBase, Tally
 from paceline.torch_compat import STEP_WAS_CALLED, foreach_mul_, version_of
@@ -56,20 +57,28 @@ class Windows:
     outer_optimizer: OuterOptimizer
     outer_gradients: Wire = "fp32"
     fragments: int = 1  # more: the lanes meet in one after another, each every so many steps
+    start_after: int = 0  # steps that lanes make together
+
+    def together(self, round: int) -> bool:
+        """Lanes are not apart yet."""
+        return round < self.start_after
 
     def ends_with(self, round: int) -> bool:
         """The lanes meet at the end of the round."""
-        return self.fragments == 1 and (round + 1) % self.every == 0
+        apart = round + 1 - self.start_after
+        return self.fragments == 1 and apart > 0 and apart % self.every == 0
 
     def due_in(self, round: int) -> int | None:
         """The fragment in which the lanes meet while they compute the round."""
-        if self.fragments == 1 or round == 0:
+        apart = round - self.start_after
+        if self.fragments == 1 or apart <= 0:
             return None
         places = [fragment * self.every // self.fragments for fragment in range(self.fragments)]
-        return next((fragment for fragment, place in enumerate(places) if round % self.every == place), None)
+        return next((fragment for fragment, place in enumerate(places) if apart % self.every == place), None)
 
     def agreement(self, round: int) -> Agreement:
-        return Agreement.NOW if self.ends_with(round) or self.due_in(round) is not None else Agreement.LATER
+        meets = self.together(round) or self.ends_with(round) or self.due_in(round) is not None
+        return Agreement.NOW if meets else Agreement.LATER
 
 
 class LaneGradients:
@@ -127,11 +136,13 @@ class LocalTraining(StrategyBase):
         windows: Windows,
         everything: Sequence[LaneOptimizer],
         outer_steps: OuterSteps,
+        of_all_lanes: GradientOfAllLanes,
         rank: int,
     ) -> None:
         """`everything`: of all optimizers of the job, of which `optimizers` act here."""
         self.parameters = self.replicas = [parameter for _, parameter in named]
         self._windows, self._everything, self._outer_steps, self._rank = windows, everything, outer_steps, rank
+        self._of_all_lanes = of_all_lanes
         self._mine = [lanes for lanes in everything if any(lanes.optimizer is one for one in optimizers)]
         self._placeholders = [(p, GradientPlaceholder.saying(p, _not_here(name, windows))) for name, p in named]
         self._gradients = LaneGradients(self.parameters)
@@ -144,7 +155,7 @@ class LocalTraining(StrategyBase):
     # -- one step --------------------------------------------------------------------------------------------------
 
     def start_step(self, round: int, plan: SumPlan) -> None:
-        self._round, self._lanes = round, plan.holders[self._rank]
+        self._round, self._plan, self._lanes = round, plan, plan.holders[self._rank]
         self._gradients = LaneGradients(self.parameters)
         for parameter in self.parameters:  # a backward of the user's own before this step is none of its gradient
             parameter.grad = None
@@ -188,6 +199,9 @@ class LocalTraining(StrategyBase):
 
     def collect(self, tally: Tally) -> None:
         """Every lane's gradient becomes that of its own micro-batches: backward has divided by all lanes' samples."""
+        if self._windows.together(self._round):
+            self._of_all_lanes.hand_out(self.parameters, self._gradients.of_lanes, self._plan, tally)
+            return
         for lanes in self._mine:
             if lanes.meeting is not None:
                 self._outer_steps.finish(lanes, lanes.meeting)
@@ -204,13 +218,27 @@ class LocalTraining(StrategyBase):
     def clip(self, max_norm: float) -> float:
         """Each lane's gradient by its own norm; the largest of this worker's lanes comes back."""
         norms = [0.0]
-        for gradients in self._gradients.of_lanes.values():
+        for gradients in self._whole_or_of_lanes():
             norms.append(float(clip_(list(gradients.values()), global_norm(gradients.values()), max_norm)))
         return math.nan if any(map(math.isnan, norms)) else max(norms)
+
+    def _whole_or_of_lanes(self) -> list[dict[Parameter, Tensor]]:
+        """As long as lanes are together there is one gradient of them all."""
+        if self._windows.together(self._round):
+            return [{parameter: parameter.grad for parameter in self.parameters if parameter.grad is not None}]
+        return list(self._gradients.of_lanes.values())
 
     def apply(self, optimizer: Optimizer, original_step: Callable[[], Any]) -> Any:
         (lanes,) = [lanes for lanes in self._mine if lanes.optimizer is optimizer]
         result = None
+        if self._windows.together(self._round):
+            (whole,) = self._whole_or_of_lanes()
+            for lane in lanes.lanes:  # with a gradient of its own: an optimizer may write to it
+                own = whole if lane == lanes.lanes[-1] else {p: gradient.clone() for p, gradient in whole.items()}
+                result = lanes.step(lane, own, original_step)
+            lanes.go_on_together()
+            setattr(optimizer, STEP_WAS_CALLED, True)
+            return result
         for lane, weight in self._weights.items():
             result = lanes.step(lane, self._gradients.of_lanes.get(lane, {}), original_step)
             lanes.count(lane, weight)
@@ -270,6 +298,7 @@ class LocalMaker(Maker):
         plan = SumPlan(tuple(range(job.lanes)), assignment)
         kind = Int8Sum if windows.outer_gradients == "int8" else ExactSum
         exchange = GradientExchange(job.comm, job.reduction, job.algorithm)
+        self._of_all_lanes = GradientOfAllLanes(exchange, job.world.rank, job.bucket_bytes)
         self._sums: SumOfLanes = kind(job.comm, exchange, plan)
         self._outer_steps = OuterSteps(job.comm, self._sums, job.lanes, job.bucket_bytes)
         held: set[int] = set()
@@ -288,7 +317,13 @@ class LocalMaker(Maker):
         for lanes in self._everything:  # groups may have been added
             lanes.outer_optimizer.param_groups[0]["params"] = lanes.parameters
         return LocalTraining(
-            named, optimizers, self._windows, self._everything, self._outer_steps, self._job.world.rank
+            named,
+            optimizers,
+            self._windows,
+            self._everything,
+            self._outer_steps,
+            self._of_all_lanes,
+            self._job.world.rank,
         )
 
     def close(self) -> None:

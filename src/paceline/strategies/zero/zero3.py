@@ -32,10 +32,12 @@ class Zero3Config:
     """`weights`: one copy for all workers of a host, the default where they share memory, or each worker has its shard.
 
     `units`: classes of modules (or their names) that are gathered whole; by default modules of at most a bucket.
+    `shard_frozen`: where weights are in shards, so are parameters of no optimizer; they can't be changed in place.
     """
 
     weights: Literal["per host", "in shards"] | None = None
     units: Classes | type[nn.Module] | str | None = None
+    shard_frozen: bool = True
 
 
 def _open(config: Zero3Config, job: Job) -> Maker:
@@ -46,7 +48,8 @@ def _open(config: Zero3Config, job: Job) -> Maker:
             "offload='parameters' with weights='per host': each worker has a shard of its own on "
             "its host; choose weights='in shards'"
         )
-    return open_weights(job, "zero3", "per worker" if config.weights == "in shards" else config.weights, config.units)
+    wanted = "per worker" if config.weights == "in shards" else config.weights
+    return open_weights(job, "zero3", wanted, config.units, shard_frozen=config.shard_frozen)
 
 
 register(
