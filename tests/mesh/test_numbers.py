@@ -93,6 +93,14 @@ def test_bits_do_not_depend_on_dp_or_its_strategy(fixed: Mesh, strategies: tuple
         assert {one.hash for one in found} == {reference}, strategy
 
 
+def test_a_forward_that_is_run_again_draws_the_same_masks_and_so_does_any_dp() -> None:
+    model = {"blocks": 2, "dropout": 0.1}
+    again = {one.hash for one in runs(4, mesh=Mesh(dp=2, tp=2), model=model, activation_checkpointing="blocks")}
+    once = {one.hash for one in runs(2, mesh=Mesh(tp=2), model=model)}
+    assert again == once
+    assert len(once) == 1
+
+
 def test_a_weight_on_sharded_activations_is_found_out() -> None:
     results = run_workers(per_head, 2, listed=False)
     assert "'middle.scale' is not the same on the workers" in first_error(results)
