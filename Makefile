@@ -4,7 +4,7 @@ PYTHON := $(VENV)/bin/python
 PIP    := $(PYTHON) -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 READY  := $(VENV)/.ready
 
-.PHONY: help setup demo test lint types layers pytest test-rest test-all bits fuzz faults conformance clean
+.PHONY: help setup demo test lint types layers pytest test-rest test-all bits fuzz faults conformance scripts clean
 help:
 	@echo "make demo        train a small GPT on Python's own source with 2 workers, about one minute"
 	@echo "make test        lint, types, import layers, quick unit tests and smoke tests: before a commit"
@@ -13,7 +13,8 @@ help:
 	@echo "make bits        the full product of workers, lanes, buckets and models: one hash each"
 	@echo "make fuzz        random models, optimizers, strategies and workers: the bits of one worker, for SECONDS (60)"
 	@echo "make faults      workers killed, stopped and failing in every phase of a step, under every strategy"
-	@echo "make conformance PyTorch's tests on the paceline backend, transformers' on the Trainer, accelerate's on the shards, other projects' scripts"
+	@echo "make conformance PyTorch's tests on the paceline backend, transformers' on the Trainer, accelerate's on the shards"
+	@echo "make scripts     other projects' scripts, adapted, on 1, 2 and 3 workers under ddp, zero2 and fsdp: one hash each"
 	@echo "make clean       remove the virtual environment and run folders"
 
 setup: $(READY)
@@ -65,6 +66,9 @@ conformance: setup
 	$(PYTHON) -m tests.conformance.driver $(if $(PYTORCH),--pytorch $(PYTORCH))
 	$(PYTHON) -m tests.conformance.transformers_trainer
 	$(PYTHON) -m tests.conformance.accelerate_data_loader
+
+# Nine combinations each; fetched from GitHub, or said to be not run.
+scripts: setup
 	$(PYTHON) -m tests.conformance.scripts
 
 clean:
