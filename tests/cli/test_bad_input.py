@@ -147,7 +147,7 @@ def test_what_no_option_can_mean_is_refused(
         (["x" * 5000], "File name too long"),
         (["nowhere.py"], "no script 'nowhere.py' in "),
         (["-m", ".train"], "no module named ''"),
-        (["--strategy", "zero4", "train.py"], "'zero4', which is not known; choose one of ddp, "),
+        (["--strategy", "zero4", "train.py"], "'zero4', which is not known; choose one of auto, ddp, "),
         (["--precision", "fp64", "train.py"], "'fp64', which is not known; choose one of fp32, bf16, fp16"),
         (["--backend", "tcp", "train.py"], "'tcp', which is not known; choose one of paceline, gloo, nccl"),
         (["--offload", "all", "train.py"], "'all', which is not known; choose one of optimizer, parameters"),
