@@ -44,7 +44,7 @@ def test_a_number_is_finite_and_in_its_range(name: str) -> None:
         ("lanes", 0, "lanes=0: it is at least 1"),
         ("lanes", 10**6, "lanes=1000000: it is at most 65,536"),
         ("ddp_timeout", 0, "ddp_timeout=0: it is at least 1"),
-        ("strategy", "zero4", "strategy='zero4' is not known; choose ddp, "),
+        ("strategy", "zero4", "strategy='zero4' is not known; choose auto, ddp, "),
         ("reduction", "slow", "reduction='slow' is not known; choose exact or fast"),
         ("ddp_backend", "mpi", "ddp_backend='mpi' is not known; choose paceline, gloo or nccl"),
         ("offload", "", "offload='' is not known; choose optimizer or parameters"),
