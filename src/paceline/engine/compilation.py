@@ -89,12 +89,6 @@ def compile_of(wanted: object, reduction: str) -> Compile | None:
     return compile
 
 
-class NotCompiled:
-    """The blocks of a job that runs them as they are."""
-
-    def begin_item(self) -> None: ...
-
-
 class CompiledBlocks:
     """Modules whose forward is compiled, until `close`."""
 

@@ -13,8 +13,10 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from paceline.collectives.communicator import Communicator
+from paceline.engine.step import NoPeers
 from paceline.engine.stop_signals import Stop
 from paceline.engine.strategy_table import StrategyTable
 from paceline.engine.vote import StepVote
@@ -26,15 +28,16 @@ _HEAD = struct.Struct("<qqqq")
 _LANE = struct.Struct("<qd")
 
 
-class PeerChecks:
-    def __init__(self, peers: Communicator, parallel: TensorParallel | None) -> None:
+class PeerChecks(NoPeers):
+    def __init__(self, peers: Communicator, parallel: TensorParallel) -> None:
         self._peers, self._parallel = peers, parallel
-        self._compared = peers.size == 1
+        self._compared = False
+
+    def whole(self, loss: Tensor) -> Tensor:
+        """Of logits that are sharded it may be a DTensor."""
+        return loss.full_tensor() if isinstance(loss, DTensor) else loss
 
     def agree(self, vote: StepVote, stops: Sequence[Stop]) -> Sequence[Stop]:
-        """What was said about stopping by the workers of this column of the mesh, and of the others."""
-        if self._peers.size == 1:
-            return stops
         lanes = sorted((report.lane, report.loss) for report in vote.lanes)
         head = _HEAD.pack(vote.step, vote.update, vote.stop, len(lanes))
         mine = torch.frombuffer(bytearray(head + b"".join(_LANE.pack(*lane) for lane in lanes)), dtype=torch.uint8)
@@ -59,8 +62,7 @@ class PeerChecks:
         return [Stop(stop) for _, _, stop, _ in heads]
 
     def compare_weights(self, strategies: StrategyTable) -> None:
-        """After the first update: what is not sharded has got the same gradients."""
-        if self._compared or self._parallel is None:
+        if self._compared:
             return
         self._compared = True
         layouts = self._parallel.layouts()

@@ -35,7 +35,7 @@ from paceline.engine.auto_strategy import settle
 from paceline.engine.boundary import Boundary, Operation
 from paceline.engine.causal_masks import CausalMasks
 from paceline.engine.checkpoints import Surroundings
-from paceline.engine.compilation import CompiledBlocks, NotCompiled
+from paceline.engine.compilation import CompiledBlocks
 from paceline.engine.config import EngineConfig, counted
 from paceline.engine.default_group import check_batch_norms
 from paceline.engine.evaluation import EvaluationCount, EvaluationLoader, check_rows, no_rows, note_collective
@@ -43,6 +43,7 @@ from paceline.engine.facts import chosen_by_script, facts_of_process, job_facts
 from paceline.engine.group import Group
 from paceline.engine.loop import PreparedLoader, is_scheduler, let_optimizer_act_once, let_scheduler_follow
 from paceline.engine.memory_check import check_memory, cost_of_lanes
+from paceline.engine.peer_checks import PeerChecks
 from paceline.engine.replaying_source import ReplayingSource
 from paceline.engine.replicas import (
     check_belong_together,
@@ -55,7 +56,7 @@ from paceline.engine.rules import NO_COINCIDENCE, has_history, told_of_schedule
 from paceline.engine.second_opinion import ComparedPasses, SecondOpinion, check_second_opinion
 from paceline.engine.sources import as_loader, check_same_data, facts_of_data, length_of, make_source, undivided
 from paceline.engine.state import JobState
-from paceline.engine.step import OnePass, TrainStep
+from paceline.engine.step import NoPeers, NotCompiled, OnePass, TrainStep
 from paceline.engine.stop_signals import StopSignals
 from paceline.engine.strategy_table import StrategyTable
 from paceline.engine.vote import WeightsWatch
@@ -331,7 +332,11 @@ class Preparation:
         strategies = self.open_strategies()
         trained = (own.models, own.optimizers, own.schedulers)
         passes = OnePass() if self._opinion is None else ComparedPasses(self._opinion, strategies.assignment)
-        own.step = TrainStep(config, group, *trained, strategies, self._stops, passes, own.compiled or NotCompiled())
+        peers = NoPeers()
+        if group.parallel is not None and group.tensor_peers.size > 1:
+            peers = PeerChecks(group.tensor_peers, group.parallel)
+        compiled = NotCompiled() if own.compiled is None else own.compiled
+        own.step = TrainStep(config, group, *trained, strategies, self._stops, passes, compiled, peers)
         if self._opinion is not None:
             group.recovery.shard_checksum = ShardChecksum(group.world.name, WeightsWatch)
         if group.device.type == "cuda":

@@ -40,13 +40,11 @@ from paceline.collectives.byte_count import Traffic
 from paceline.data.sharded_sampler import WorkItem
 from paceline.elastic.faults import begin_step, fault_point, flips_due, ordered
 from paceline.engine import rules
-from paceline.engine.compilation import CompiledBlocks, NotCompiled
 from paceline.engine.config import EngineConfig
 from paceline.engine.group import Group
 from paceline.engine.host_reading import HostReading
 from paceline.engine.lane_buffers import LaneBuffers
-from paceline.engine.peer_checks import PeerChecks
-from paceline.engine.stop_signals import StopSignals
+from paceline.engine.stop_signals import Stop, StopSignals
 from paceline.engine.strategy_table import StrategyTable
 from paceline.engine.vote import (
     LaneReport,
@@ -59,7 +57,6 @@ from paceline.engine.vote import (
     name_key,
 )
 from paceline.errors import GenerationEnded, LoopError
-from paceline.mesh.tensor_parallel import whole_loss
 from paceline.optim.loss_scale import MovingScale
 from paceline.strategies.registry import LaneAssignment
 from paceline.strategies.strategy import Agreement, ItemPlace, Strategy, Tally
@@ -192,6 +189,31 @@ class StepState:
         return ItemPlace(item.lane, item.last_of_lane, item.last_of_step, False, *so_far, loss_scale)
 
 
+class Blocks(Protocol):
+    def begin_item(self) -> None: ...
+
+
+class NotCompiled:
+    """Modules run as they are. `engine/compilation.py` has blocks that are compiled."""
+
+    def begin_item(self) -> None: ...
+
+
+class NoPeers:
+    """Every worker has whole parameters. `engine/peer_checks.py` has the checks of those that share them."""
+
+    def whole(self, loss: Tensor) -> Tensor:
+        """Of a loss that may be spread over them."""
+        return loss
+
+    def agree(self, vote: StepVote, stops: Sequence[Stop]) -> Sequence[Stop]:
+        """What was said about stopping by the workers of this column of the mesh, and of the others."""
+        return stops
+
+    def compare_weights(self, strategies: StrategyTable) -> None:
+        """After the first update: what is not sharded has got the same gradients."""
+
+
 class OnePass:
     """How often a step's lanes are computed: once. `second_opinion` has those that are computed by two workers."""
 
@@ -238,16 +260,17 @@ class TrainStep:
         strategies: StrategyTable,
         stops: StopSignals,
         passes: OnePass,
-        compiled: CompiledBlocks | NotCompiled,
+        compiled: Blocks,
+        peers: NoPeers,
     ) -> None:
-        self._config, self._group, self._stops, self._compiled = config, group, stops, compiled
+        self._config, self._group, self._stops = config, group, stops
+        self._compiled, self._peers = compiled, peers
         self.models, self._optimizers, self._schedulers = models, optimizers, schedulers
         self.strategies, self.passes = strategies, passes
         self.active: Strategy | None = None
         self.loss_scale = None if config.loss_scale is None else MovingScale(config.loss_scale)
         self.buffers = LaneBuffers(models)
         self.voting = self._new_voting()
-        self._peers = PeerChecks(group.tensor_peers, group.parallel)
         self._places = rules.ParameterPlaces(models, optimizers, strategies.name_of)
         self._original_steps: dict[int, Callable[..., Any]] = {}
         self.now = StepState()
@@ -411,7 +434,7 @@ class TrainStep:
         item = rules.item_of_backward(self._item_of_body(), loss, now.of_item, self.step)
         sequences = self._group.sequences
         if not item.shadow:
-            loss, weight = sequences.loss(item, whole_loss(loss)), sequences.weight(item, weight)
+            loss, weight = sequences.loss(item, self._peers.whole(loss)), sequences.weight(item, weight)
         weight = rules.weight_of_backward(item, weight)
         with self.or_lost():
             try:

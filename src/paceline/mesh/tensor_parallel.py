@@ -154,11 +154,6 @@ def _compute_with(module: nn.Module, layouts: Mapping[str, Layout]) -> None:
     module.forward = forward
 
 
-def whole_loss(loss: Tensor) -> Tensor:
-    """Of logits that are sharded it may be a DTensor."""
-    return loss.full_tensor() if isinstance(loss, DTensor) else loss
-
-
 def replace_in(groups: Sequence[dict[str, Any]], moved: Mapping[int, Parameter]) -> None:
     """An optimizer made before its model was sharded trains what stands there now."""
     for group in groups:
