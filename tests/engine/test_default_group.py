@@ -166,10 +166,12 @@ def test_a_sum_over_workers_counts_every_sample_once(workers: int, lanes: int, e
 
 @pytest.mark.workers
 def test_a_collective_in_a_body_that_does_not_run_alike_is_refused() -> None:
-    for result in run_workers(sum_of_samples, 3, lanes=4, each=True):
-        assert result.error is not None
-        assert result.error.startswith(LoopError.__name__)
-        assert "(1, 1, 2)" in result.error
+    """By the first worker that calls it; one that has not begun its step by then may hear that the other has left."""
+    errors = [result.error or "" for result in run_workers(sum_of_samples, 3, lanes=4, each=True)]
+    refused = [error for error in errors if error.startswith(LoopError.__name__) and "(1, 1, 2)" in error]
+    left = [error for error in errors if "but it left its training loop after step 0" in error]
+    assert refused
+    assert len(refused) + len(left) == 3, errors
 
 
 def sum_of_evaluation(world: World, *, samples: int, in_body: bool, asks: bool) -> float:

@@ -5,9 +5,9 @@
     what only ddp takes                 ddp: optimizers that need whole parameters, reduction="fast"
     elastic jobs                        ddp: it has nothing that could be lost with a worker
 
-It is not the Engine's default, though the bits are the same: under zero2 and fsdp a script can't look at `.grad`, can't
-write to weights between steps, and has no `optimizer.state_dict()` of the whole on one worker. The Trainer does none of
-these, and takes it.
+It is not the default, though the bits are the same: under zero2 and fsdp a script can't look at `.grad`, can't write to
+weights between steps (as a Trainer that loads its best model at the end does), and has no `optimizer.state_dict()` of
+the whole on one worker.
 """
 
 from __future__ import annotations

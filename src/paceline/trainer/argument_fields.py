@@ -277,7 +277,7 @@ class _Workers:
 
 @dataclass
 class _Ours:
-    strategy: str | None = setting(None, "ours: how work is shared, as Engine(strategy=…); default: auto")
+    strategy: str | None = setting(None, "ours: how work is shared, as Engine(strategy=…); default: ddp")
     lanes: int | None = setting(None, "ours: logical workers, fixed for the job; default: the workers it starts with")
     threads: int | None = setting(None, "ours: threads per worker; default: cores // lanes")
     tp: int | None = setting(None, "ours: workers that share each layer, by the plan that the model carries")

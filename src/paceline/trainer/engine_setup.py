@@ -30,8 +30,7 @@ from paceline.strategies.fsdp.fsdp import FsdpConfig
 from paceline.strategies.fsdp.hybrid import HybridConfig
 from paceline.trainer.training_arguments import StrategyChoice, TrainingArguments
 from paceline.world.determinism import mix
-from paceline.world.known_names import AUTO
-from paceline.world.world import TcpRendezvous, World
+from paceline.world.world import TcpRendezvous
 
 DEFAULT_SEED = 42
 DEFAULT_BUCKET_MIB = 16.0
@@ -46,7 +45,7 @@ def build_engine(arguments: TrainingArguments, model: nn.Module | None = None, *
         lanes=lanes or arguments.lanes,
         accumulate=arguments.gradient_accumulation_steps,
         seed=_seed(arguments),
-        strategy=_strategy(choice, arguments.world),
+        strategy=_strategy(choice),
         reduction=arguments.reduction,  # type: ignore[arg-type]
         backend=arguments.ddp_backend,
         threads=arguments.threads,
@@ -74,10 +73,8 @@ def _mesh(arguments: TrainingArguments) -> Mesh | None:
     return Mesh(tp=arguments.tp or 1, cp=arguments.cp or 1)
 
 
-def _strategy(choice: StrategyChoice, world: World) -> Any:
-    """By name, or with the units that the arguments name; where nobody says anything, what is fastest."""
-    if choice.strategy is None and world.settings.strategy is None:
-        return AUTO
+def _strategy(choice: StrategyChoice) -> Any:
+    """By name, or with the units that the arguments name."""
     if not choice.units:
         return choice.strategy
     return HybridConfig(units=choice.units) if choice.strategy == "hybrid" else FsdpConfig(units=choice.units)

@@ -111,7 +111,7 @@ _WORDS: dict[str, Iterable[str]] = {
 
 @dataclass(frozen=True)
 class StrategyChoice:
-    strategy: str | None = None  # None: what the launcher says, or auto
+    strategy: str | None = None  # None: what the launcher says, or ddp
     offload: str | None = None
     recompute: bool = False  # activations
     units: tuple[str, ...] = ()  # classes of modules that fsdp gathers whole; none: it finds them
