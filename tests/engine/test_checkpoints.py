@@ -95,6 +95,29 @@ def test_the_best_is_known_and_its_weights_can_be_loaded(tmp_path: Path) -> None
         assert (engine.weights_hash(), engine.step) == (found[2], 3)
 
 
+def goes_back_to_best(world: World, *, folder: Path, strategy: str) -> list[str]:
+    with Engine(world=world, strategy=strategy, lanes=2, timeout_s=60) as engine:
+        things = prepared(engine)
+        checkpoints = engine.checkpoints(folder)
+        found = []
+        for step in train(engine, *things, 4):
+            if step == 2:
+                checkpoints.load_weights(folder / "checkpoint-1")
+            else:
+                checkpoints.save()
+            found.append(engine.weights_hash())
+        return found
+
+
+@pytest.mark.workers
+def test_weights_are_loaded_between_steps_under_every_strategy(tmp_path: Path) -> None:
+    alone = goes_back_to_best(World(), folder=tmp_path / "alone", strategy="ddp")
+    assert alone[0] == alone[1] != alone[2]
+    for strategy in ("ddp", "zero1", "zero2", "zero3", "fsdp"):
+        results = run_workers(goes_back_to_best, 2, folder=tmp_path / strategy, strategy=strategy)
+        assert [result.value or result.error for result in results] == [alone, alone], strategy
+
+
 def test_extra_comes_back(tmp_path: Path) -> None:
     extra = {"log": [1.5, float("nan")], "table": torch.arange(30), "none": None}
     with Engine(world=World()) as engine:

@@ -340,6 +340,7 @@ class ShardedStrategy(InBuckets):
 
     def load_full(self, parameter: Parameter, full: Tensor) -> None:
         super().load_full(parameter, full)
+        self._parts.weights.mark_clean([parameter])
         self._parts.optimizers.load_master(parameter, full)
 
     def keep_residuals(self) -> None:

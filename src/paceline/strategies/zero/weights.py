@@ -48,8 +48,8 @@ class ModelWeights:
     def check(self) -> None:
         """Raise if something else than an update has written to them, where that can't be right."""
 
-    def mark_clean(self) -> None:
-        """What was written so far was meant to be, as by the engine that loaded a state."""
+    def mark_clean(self, parameters: Sequence[Parameter] | None = None) -> None:
+        """What was written so far, to these or to all, was meant to be, as by the engine that loaded a state."""
 
     def update(self, shard: OptimizerShard, run: Callable[[], Any]) -> Any:
         """Run the update of this worker's pieces, which all workers do now; then all have what was updated."""
@@ -123,8 +123,8 @@ class WeightsPerHost(ModelWeights):
         self._watch.mark_clean(shard.parameters)
         return result
 
-    def mark_clean(self) -> None:
-        self._watch.mark_clean(self._parameters)
+    def mark_clean(self, parameters: Sequence[Parameter] | None = None) -> None:
+        self._watch.mark_clean(self._parameters if parameters is None else parameters)
 
     def check(self) -> None:
         found = self._watch.first_changed(self._parameters)
