@@ -518,7 +518,7 @@ class Communicator:
         if self._elastic:
             oldest.abandon(f"worker {self.rank} lost its peers {doing}: {first_line(error)}")
             return GenerationEnded(self._ended or "the group has ended")
-        told = oldest._explain()
+        told = self._explain() or oldest._explain()
         if told is not None:
             return PeerLostError(told)
         try:
