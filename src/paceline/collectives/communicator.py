@@ -466,6 +466,15 @@ class Communicator:
                 found[rank] = int(votes), text
         return found
 
+    def told_by_who_left(self) -> str | None:
+        """The words of a worker that has left, if one has."""
+        try:
+            notes = self.notes()
+        except (RuntimeError, OSError, WorldError):  # the store may have died with the peer that served it
+            return None
+        told = (f"worker {self.rank} waited for worker {rank}, but {note}" for rank, (_, note) in notes.items())
+        return next(told, None)
+
     def raise_if_left(self, vote: int) -> None:
         """Raise if a worker has left before step vote number `vote`; one that left after it has sent its own."""
         if self._ended is not None:
@@ -512,21 +521,15 @@ class Communicator:
 
     def lost(self, error: Exception, doing: str) -> PacelineError:
         """What an error of c10d means: who was waited for, or in an elastic job that the group has ended."""
-        oldest = self  # of which the launcher and the peers' notes speak
-        while oldest._parent is not None:
-            oldest = oldest._parent
         if self._elastic:
+            oldest = self
+            while oldest._parent is not None:
+                oldest = oldest._parent
             oldest.abandon(f"worker {self.rank} lost its peers {doing}: {first_line(error)}")
             return GenerationEnded(self._ended or "the group has ended")
-        told = self._explain() or oldest._explain()
+        told = self._explain() or self.told_by_who_left()
         if told is not None:
             return PeerLostError(told)
-        try:
-            notes = oldest.notes()
-        except (RuntimeError, OSError, WorldError):  # the store may have died with the peer that served it
-            notes = {}
-        for rank, (_, note) in notes.items():
-            return PeerLostError(f"worker {oldest.rank} waited for worker {rank}, but {note}")
         return PeerLostError(f"worker {self.rank} lost its peers {doing}: {first_line(error)}")
 
 
@@ -613,6 +616,9 @@ class SingleWorker(Communicator):
 
     def notes(self) -> dict[int, tuple[int, str]]:
         return {}
+
+    def told_by_who_left(self) -> str | None:
+        return None
 
     def raise_if_left(self, vote: int) -> None:
         """There is no peer that could have left."""

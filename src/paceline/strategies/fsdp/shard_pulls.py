@@ -63,6 +63,7 @@ class ShardPulls:
         store, host = PrefixStore(f"pulls/{number}", job.store), torch.device("cpu")
         self._comm = Communicator.connect(job.comm.world, store, backend="gloo", device=host, timeout_s=job.timeout_s)
         self._comm.counts_with(job.comm)
+        self._comm.explain_losses(job.comm.told_by_who_left)  # notes are left in the job's own group
         self._workers = job.comm
         self._timeout_s, self._parts = job.timeout_s, parts
         self._at_rest = True
