@@ -279,7 +279,7 @@ def zeros_for(gradient: Tensor | None, parameter: Tensor) -> Tensor:
 
 
 def clip(gradients: list[Tensor], max_norm: float) -> None:
-    norm = global_norm(gradients)
+    norm = float(global_norm(gradients))
     if norm > max_norm or norm != norm:
         for gradient in gradients:
             gradient.mul_(clip_coefficient(norm, max_norm))

@@ -50,9 +50,13 @@ _SHIFT = 10  # bits that the sum of the high parts, below 2^63, has more than fp
 
 def norm_of_blocks(norms: Tensor) -> Tensor:
     """Of blocks in any order, in fp64, where they are: nobody waits for it. A block of norm 0 changes nothing."""
-    if not norms.numel():
-        return norms.new_zeros(())
-    squares = norms.square()
+    return norm_of_squares(norms.square())
+
+
+def norm_of_squares(squares: Tensor) -> Tensor:
+    """Of the blocks' norms, squared."""
+    if not squares.numel():
+        return squares.new_zeros(())
     exponent = torch.frexp(squares.max())[1].long().clamp(-900, 1024)  # norms under 1e-135 come to 0
     scaled = squares * _power_of_two(DIGITS - exponent)
     high = scaled.floor()

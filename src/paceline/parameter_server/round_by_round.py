@@ -25,7 +25,7 @@ from torch import Tensor
 
 from paceline.collectives.canonical_sum import Merge, SumPlan
 from paceline.errors import ReplicaError
-from paceline.optim.gradient_norm import clip_coefficient
+from paceline.optim.gradient_norm import clip_coefficient, norm_of_squares
 from paceline.optim.group_settings import GroupSettings
 from paceline.parameter_server.clock import Clock
 from paceline.parameter_server.key_ranges import KeyTable
@@ -409,6 +409,4 @@ class RoundByRound:
 def norm_of(squares: Mapping[int, list[float]]) -> float:
     """The global norm from the squares of all servers' block norms; the same bits in any order of servers."""
     flat = [square for part in squares.values() for square in part]
-    if not all(map(math.isfinite, flat)):
-        return math.nan if any(map(math.isnan, flat)) else math.inf
-    return math.sqrt(math.fsum(flat))
+    return float(norm_of_squares(torch.tensor(flat, dtype=torch.float64)))
