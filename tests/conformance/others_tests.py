@@ -64,6 +64,9 @@ class OthersTests:
             return 0
         found = self.complaints(theirs, ours)
         passing = [name for name, result in theirs.items() if result == "passed"]
+        if not passing:
+            print(f"{self.name}: NOT RUN: none of its tests passes with its own classes here")
+            return 0
         good = sum(ours.get(name) == "passed" for name in passing)
         deliberate = sum(name in self.deliberate for name in passing)
         for name, result in theirs.items():
