@@ -13,7 +13,7 @@ from torch import Tensor
 
 from paceline.collectives.canonical_sum import merges
 from paceline.compression import COMPRESSORS, BlockCompressor, Cast, Compression, Int8, PowerSgd, Sign, TopK
-from paceline.compression.block_codec import sum_by_decoding
+from paceline.compression.block_codec import ByDecoding
 from paceline.compression.noise import uniform
 from paceline.compression.power_sgd import first_factor, orthonormal
 from paceline.compression.topk import largest
@@ -124,7 +124,7 @@ def test_an_owners_sum_is_decoding_adding_and_splitting_to_the_last_bit(
     parts = [encoded(codec, values, partial) for values in given]
     order = [(merge.left, merge.right) for merge in merges(tuple(range(lanes)))]
     wanted_out, wanted_lost, out, lost = (torch.full((rows, codec.block), math.nan) for _ in range(4))
-    wanted = sum_by_decoding(codec, parts, order, partial, noise, residual, wanted_lost, wanted_out)
+    wanted = ByDecoding.sum(codec, parts, order, partial, noise, residual, wanted_lost, wanted_out)
     found = codec.sum(parts, order, partial, noise, residual, lost, out)
     assert torch.equal(found, wanted)
     assert torch.equal(lost.view(torch.int32), wanted_lost.view(torch.int32))

@@ -59,38 +59,38 @@ class BlockCodec(Protocol):
         ...
 
 
-def split_by_decoding(
-    codec: BlockCodec, values: Tensor, partial: Partial, noise: Tensor | None, residual: Tensor | None
-) -> Tensor:
-    """`split` of a codec that has no faster way."""
-    if residual is not None:
-        values.add_(residual)
-    payload = codec.encode(values, partial, noise)
-    sent = torch.empty_like(values)
-    codec.decode(payload, partial, sent)
-    values.sub_(sent)
-    return payload
+class ByDecoding:
+    """`split` and `sum` of a codec that has no faster way."""
 
+    def split(
+        self: BlockCodec, values: Tensor, partial: Partial, noise: Tensor | None, residual: Tensor | None
+    ) -> Tensor:
+        if residual is not None:
+            values.add_(residual)
+        payload = self.encode(values, partial, noise)
+        sent = torch.empty_like(values)
+        self.decode(payload, partial, sent)
+        values.sub_(sent)
+        return payload
 
-def sum_by_decoding(
-    codec: BlockCodec,
-    parts: Sequence[Tensor],
-    merges: Merges,
-    partial: Partial,
-    noise: Tensor | None,
-    residual: Tensor | None,
-    lost: Tensor,
-    out: Tensor,
-) -> Tensor:
-    """`sum` of a codec that has no faster way."""
-    values = [lost, *(torch.empty_like(lost) for _ in parts[1:])]
-    for part, room in zip(parts, values, strict=True):
-        codec.decode(part, partial, room)
-    for left, right in merges:
-        values[left].add_(values[right])
-    payload = codec.split(lost, partial, noise, residual)
-    codec.decode(payload, partial, out)
-    return payload
+    def sum(
+        self: BlockCodec,
+        parts: Sequence[Tensor],
+        merges: Merges,
+        partial: Partial,
+        noise: Tensor | None,
+        residual: Tensor | None,
+        lost: Tensor,
+        out: Tensor,
+    ) -> Tensor:
+        values = [lost, *(torch.empty_like(lost) for _ in parts[1:])]
+        for part, room in zip(parts, values, strict=True):
+            self.decode(part, partial, room)
+        for left, right in merges:
+            values[left].add_(values[right])
+        payload = self.split(lost, partial, noise, residual)
+        self.decode(payload, partial, out)
+        return payload
 
 
 def payload_like(values: Tensor, row_bytes: int) -> Tensor:

@@ -6,22 +6,20 @@ next steps. So an overflow of fp16 leaves no step out; gradients that are not fi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from paceline.collectives.shared_memory.kernels import Merges
-from paceline.compression.block_codec import Partial, clear_beyond, split_by_decoding, sum_by_decoding
+from paceline.compression.block_codec import ByDecoding, Partial, clear_beyond
 from paceline.world.checked_values import one_word
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(frozen=True)
-class Cast:
+class Cast(ByDecoding):
     to: Literal["bf16", "fp16"] = "bf16"
 
     def __post_init__(self) -> None:
@@ -46,21 +44,6 @@ class Cast:
         sent = values.clamp(-largest, largest)
         sent.add_(values - values)  # 0 of what is finite, and otherwise nan
         return sent.to(dtype).view(torch.uint8)
-
-    def split(self, values: Tensor, partial: Partial, noise: Tensor | None, residual: Tensor | None) -> Tensor:
-        return split_by_decoding(self, values, partial, noise, residual)
-
-    def sum(
-        self,
-        parts: Sequence[Tensor],
-        merges: Merges,
-        partial: Partial,
-        noise: Tensor | None,
-        residual: Tensor | None,
-        lost: Tensor,
-        out: Tensor,
-    ) -> Tensor:
-        return sum_by_decoding(self, parts, merges, partial, noise, residual, lost, out)
 
     def decode(self, payload: Tensor, partial: Partial, out: Tensor) -> None:
         out.copy_(payload.view(_DTYPES[self.to]))

@@ -19,12 +19,11 @@ from torch import Tensor
 
 from paceline.collectives.shared_memory.kernels import CKernels, Merges, choose_kernels, merge_table
 from paceline.compression.block_codec import (
+    ByDecoding,
     Partial,
     clear_beyond,
     payload_like,
     row_scales,
-    split_by_decoding,
-    sum_by_decoding,
 )
 from paceline.errors import ConfigError
 from paceline.world import environment
@@ -35,7 +34,7 @@ SMALLEST_SCALE = torch.finfo(torch.float32).tiny  # below, x / scale would overf
 
 
 @dataclass(frozen=True)
-class Int8:
+class Int8(ByDecoding):
     block: int = 128
     rounding: Literal["nearest", "stochastic"] = "nearest"
 
@@ -68,7 +67,7 @@ class Int8:
         kernels = in_c()
         given = [values] if residual is None else [values, residual]
         if kernels is None or noise is not None or not all(map(_is_plain, given)):
-            return split_by_decoding(self, values, partial, noise, residual)
+            return ByDecoding.split(self, values, partial, noise, residual)
         payload = payload_like(values, self.row_bytes)
         address = 0 if residual is None else residual.data_ptr()
         kernels.paceline_int8_split(values.data_ptr(), address, payload.data_ptr(), values.shape[0], self.block)
@@ -88,7 +87,7 @@ class Int8:
         kernels = in_c()
         given = [*parts, lost, out, *([] if residual is None else [residual])]
         if kernels is None or noise is not None or not all(map(_is_plain, given)):
-            return sum_by_decoding(self, parts, merges, partial, noise, residual, lost, out)
+            return ByDecoding.sum(self, parts, merges, partial, noise, residual, lost, out)
         payload = payload_like(lost, self.row_bytes)
         addresses = (ctypes.c_uint64 * len(parts))(*(part.data_ptr() for part in parts))
         address = 0 if residual is None else residual.data_ptr()

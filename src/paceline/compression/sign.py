@@ -8,26 +8,23 @@ large ones; over steps the residuals give them back.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from paceline.collectives.shared_memory.kernels import Merges
 from paceline.compression.block_codec import (
+    ByDecoding,
     Partial,
     clear_beyond,
     payload_like,
     row_scales,
-    split_by_decoding,
-    sum_by_decoding,
 )
 from paceline.compression.int8 import check_block
 
 
 @dataclass(frozen=True)
-class Sign:
+class Sign(ByDecoding):
     block: int = 1024
 
     def __post_init__(self) -> None:
@@ -50,21 +47,6 @@ class Sign:
         payload[:, :-4] = _packed(values < 0)
         row_scales(payload).copy_(scales)
         return payload
-
-    def split(self, values: Tensor, partial: Partial, noise: Tensor | None, residual: Tensor | None) -> Tensor:
-        return split_by_decoding(self, values, partial, noise, residual)
-
-    def sum(
-        self,
-        parts: Sequence[Tensor],
-        merges: Merges,
-        partial: Partial,
-        noise: Tensor | None,
-        residual: Tensor | None,
-        lost: Tensor,
-        out: Tensor,
-    ) -> Tensor:
-        return sum_by_decoding(self, parts, merges, partial, noise, residual, lost, out)
 
     def decode(self, payload: Tensor, partial: Partial, out: Tensor) -> None:
         signs = _SIGNS.to(payload.device).index_select(0, payload[:, :-4].flatten().int())
