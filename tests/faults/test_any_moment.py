@@ -199,6 +199,18 @@ def test_a_worker_comes_back_while_the_others_save(strategy: str, backend: str, 
     assert "worker 1 is back" in job.err, job.text
 
 
+def test_those_who_save_before_they_change_to_a_joiner_may_still_meet_by_names(tmp_path: Path) -> None:
+    """The save after step 5 is the first sum of these lanes, for which workers tell each other where their memory is.
+
+    By then the coordinator has admitted the joiner, but it comes in with step 6.
+    """
+    trained, orders = "--windows local_sgd-7 --samples 232 --epochs 1", ["kill:rank=1,step=4,phase=after_commit"]
+    arguments = f"{trained} --save-every 5 --await-joiner 1-1"
+    job = run_elastic(tmp_path / "job", "--backend paceline", arguments, orders=orders, timeout_s=60)
+    check_unharmed(job, orders, trained)
+    assert "worker 1 is back after step 5" in job.err, job.text
+
+
 def test_a_worker_comes_back_between_epochs_of_one_step(tmp_path: Path) -> None:
     orders = ["kill:rank=1,step=2,phase=forward"]
     trained = f"--samples {LANES * ROWS} --epochs 8"

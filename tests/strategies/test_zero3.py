@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import re
 import time
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from paceline.strategies.fsdp.weights import ShardedWeights
 from paceline.strategies.zero.zero3 import Zero3Config
 from tests.bits.programs import gpt
 from tests.strategies.test_zero import trains
-from tests.workers import hashes, run_workers
+from tests.workers import Result, hashes, run_workers
 
 pytestmark = pytest.mark.workers
 
@@ -190,6 +191,14 @@ def test_one_worker_may_look_at_weights_alone_and_all_may_load_them() -> None:
     assert results[1].value == [True] * 5
 
 
+def causes_in(results: Sequence[Result]) -> list[str]:
+    """Of workers that all make one mistake: who comes to it first does not wait for those that need its weights."""
+    errors = [str(result.error) for result in results]
+    causes = [error for error in errors if not re.match(r"PeerLostError: worker \d waited for worker \d, but", error)]
+    assert causes, errors
+    return causes
+
+
 # -- what goes wrong ---------------------------------------------------------------------------------------------------
 
 
@@ -216,9 +225,8 @@ def writes(world: World, *, when: str) -> None:
     ],
 )
 def test_a_change_that_would_be_lost_is_an_error(when: str, told: str) -> None:
-    for result in run_workers(writes, 2, when=when):
-        assert re.search(told, str(result.error)), result.traceback
-        assert "load_state_dict() on every worker" in str(result.error)
+    for cause in causes_in(run_workers(writes, 2, when=when)):
+        assert re.search(rf"{told}.*load_state_dict\(\) on every worker", cause)
 
 
 def uses_after_close(world: World) -> float:
@@ -366,8 +374,8 @@ def clamps(world: World) -> None:
 
 
 def test_a_change_through_data_is_found_too() -> None:
-    for result in run_workers(clamps, 2):
-        assert "was changed in place while its weights were gathered" in str(result.error), result.traceback
+    for cause in causes_in(run_workers(clamps, 2)):
+        assert "was changed in place while its weights were gathered" in cause
 
 
 def saves_late(world: World) -> int:

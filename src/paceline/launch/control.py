@@ -287,29 +287,27 @@ class KeyValueStore:
     def __init__(self) -> None:
         self._values: dict[str, bytes] = {}
         self._changed = asyncio.Event()
-        self._generation = 0
+        self._oldest = 0  # generation that workers may be in
 
-    def begin(self, generation: int) -> None:
+    def forget_before(self, generation: int) -> None:
         """Keys of older generations are deleted, and a worker that waits for one gets an error at once."""
-        self._generation = generation
+        self._oldest = generation
         self._values = {key: value for key, value in self._values.items() if not self._is_old(key)}
         self._wake()
 
     def clear(self) -> None:
         """All workers start anew."""
-        self._generation = 0
+        self._oldest = 0
         self._values.clear()
 
     def _is_old(self, key: str) -> bool:
         found = GENERATION_OF_KEY.search(key)
-        return found is not None and int(found[1]) < self._generation
+        return found is not None and int(found[1]) < self._oldest
 
     def _refuse_old(self, keys: Sequence[str]) -> None:
         for key in keys:
             if self._is_old(key):
-                raise WorldError(
-                    f"key {key!r} is of a generation that is over; generation {self._generation} has begun"
-                )
+                raise WorldError(f"key {key!r} is of a generation that is over; generation {self._oldest} has begun")
 
     async def answer(self, kind: str, body: Body, timeout_s: float, connected: Callable[[], str]) -> Body:
         keys: list[str] = body["keys"]

@@ -351,7 +351,8 @@ class ElasticJob:
                 case Begin(loop, slots):
                     self._push(slots, "elastic.begin", {"loop": loop, "then": joined})
                 case Generation(number, slots):
-                    self._coordinator.keys.begin(number)
+                    # Who only takes a joiner in stays in the generation before until the next step begins.
+                    self._coordinator.keys.forget_before(number - 1 if number == joined else number)
                     self._push((*slots, *decision.servers), "elastic.generation", decision.as_message())
                 case Fence(slot):
                     self._coordinator.processes[slot].fenced = True

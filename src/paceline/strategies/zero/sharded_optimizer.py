@@ -276,7 +276,9 @@ def _parameters_of(optimizer: Optimizer) -> list[Parameter]:
 
 def _nothing_of(parameters: Sequence[Tensor]) -> Tensor:
     """What stands for a group of which this worker owns nothing: counts that the group itself keeps go on."""
-    return parameters[0].detach().new_empty(0) if parameters else torch.empty(0)
+    if not parameters:
+        return torch.empty(0)
+    return torch.empty(0, dtype=parameters[0].dtype, device=parameters[0].device)  # `new_empty` would gather weights
 
 
 _PER_ELEMENT = object()
