@@ -16,6 +16,7 @@ from paceline.engine import memory_check
 from paceline.launch.failure_attribution import MemoryReport, Process, what_happened
 from paceline.optim.range_optimizer import state_bytes
 from paceline.sharding.footprint import Model
+from paceline.strategies.fsdp.fsdp import FsdpConfig
 from paceline.strategies.registry import choose
 from paceline.world.host_limits import MemoryLimit
 from tests.workers import run_workers
@@ -67,8 +68,9 @@ def sharers(world: World, *, hosts: int) -> int:
     own = {"host_rank": world.rank, "hosts": 2, "local_rank": 0, "local_size": 1} if hosts == 2 else {}
     memory_check.memory_limit = lambda: MemoryLimit(2**40, "this host")  # type: ignore[attr-defined]
     with Engine(world=replace(world, **own), backend="gloo") as engine:
-        optimizer = torch.optim.AdamW(nn.Linear(4, 4).parameters())
-        fit = memory_check.fit_of(engine.config, engine.world, engine._group.comm, engine.device, [optimizer])
+        model = nn.Linear(4, 4)
+        optimizer = torch.optim.AdamW(model.parameters())
+        fit = memory_check.fit_of(engine.config, engine.world, engine._group.comm, engine.device, [model], [optimizer])
         assert fit is not None
         return fit.sharers
 
@@ -140,3 +142,26 @@ def test_a_worker_with_several_lanes_says_what_they_cost_where_they_are_apart(
         engine.prepare(model, torch.optim.AdamW(model.parameters()))
     told = "local_sgd keeps weights, a gradient and optimizer state for each lane: 4.3 MiB for 4 lanes on a worker"
     assert (told in capsys.readouterr().out) == (strategy == "local_sgd")
+
+
+def test_weights_that_are_not_trained_count_whole_or_as_the_shard_that_a_worker_has(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(memory_check, "memory_limit", lambda: MemoryLimit(2**20, "here"))
+    model = nn.Sequential(nn.Linear(300, 1000), nn.BatchNorm1d(1000), nn.Linear(1000, 10)).requires_grad_(False)
+    adapter = nn.Linear(10, 10)
+    with Engine(world=World(), device="cpu") as engine:
+        trained = torch.optim.SGD([*adapter.parameters(), model[2].weight], lr=0.1)  # which has a frozen one
+        asked = engine.config, engine.world, engine._group.comm, engine.device
+        fit = memory_check.fit_of(*asked, [nn.Sequential(model, adapter)], [trained])
+    assert fit is not None
+    frozen = 4 * sum(tensor.numel() for tensor in (*model.parameters(), *model.buffers())) + 4  # of a count of int64
+    assert (fit.model.parameters, fit.model.frozen) == (110, frozen)
+    assert not fit.fits
+    assert "of 110 parameters and 0.00 GiB of weights that are not trained take" in fit.told()
+    on_four = replace(fit, workers=4, lanes=4, on_host=4)
+    of_ddp, of_fsdp = (replace(on_four, chosen=choose(name)).held(choose(name)) for name in ("ddp", "fsdp"))
+    assert of_ddp == frozen + 110 * 8
+    assert of_fsdp == -(-frozen // 4) + 110 * 4 // 4 + 28 * 4  # 28 of 110 are in the largest shard
+    whole = replace(choose("fsdp"), config=FsdpConfig(shard_frozen=False))
+    assert on_four.held(whole) == of_fsdp - -(-frozen // 4) + frozen

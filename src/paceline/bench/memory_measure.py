@@ -304,13 +304,14 @@ def measure(run: MemoryRun, world: World, workload: Workload = MLP50M) -> dict[s
 
 def formula(run: MemoryRun, parameters: int) -> int | None:
     """Bytes of parameters, gradients and optimizer state; None where no formula is known."""
-    sizes = {"workers": run.workers, "lanes": run.workers}
     if run.contestant not in PEERS:
         chosen = strategies()[run.contestant]
         together = run.workers if run.backend == "paceline" else 1
-        return chosen.footprint(Model(parameters), **sizes, per_host=together).held
+        return chosen.footprint(Model(parameters), workers=run.workers, lanes=run.workers, per_host=together).held
     like = PEERS[run.contestant]
-    return footprint(like, Model(parameters), **sizes).held if like in FOOTPRINTS else None
+    if like not in FOOTPRINTS:
+        return None
+    return footprint(like, Model(parameters), workers=run.workers, lanes=run.workers).held
 
 
 def _use_everything_once() -> None:

@@ -44,7 +44,7 @@ _ORDER = ("zero2", "fsdp", "ddp")  # where workers differ, the last: it takes wh
 def _choice(
     config: EngineConfig, group: Group, models: Sequence[nn.Module], optimizers: Sequence[Optimizer]
 ) -> tuple[str, str]:
-    fit = fit_of(config, group.world, group.comm, group.device, optimizers)
+    fit = fit_of(config, group.world, group.comm, group.device, models, optimizers)
 
     def fits(name: str) -> bool:
         return fit is None or replace(fit, chosen=choose(name)).fits

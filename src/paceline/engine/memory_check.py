@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from paceline.checkpoint.manifest import size_text
@@ -66,7 +66,8 @@ class Fit:
         shared = "" if self.sharers == 1 else f" for {counted(self.sharers, 'worker')}"
         kept = "gradients, residuals" if self.compressed else "gradients"
         return (
-            f"weights, {kept} and optimizer state of {self.model.parameters:,} parameters take "
+            f"weights, {kept} and optimizer state of {self.model.parameters:,} parameters"
+            f"{f' and {_gib(self.model.frozen)} of weights that are not trained' if self.model.frozen else ''} take "
             f"{_gib(self.held(self.chosen))} on each worker, and the limit is {_gib(self.limit.bytes)}{shared} "
             f"({self.limit.shared_by})"
         )
@@ -85,7 +86,8 @@ class Fit:
             return "; ".join(told)
         if self.compressed and (plain := replace(self, compressed=False)).fits:
             return f"without compression strategy={self.chosen.name!r} takes {_gib(plain.held(self.chosen))}"
-        everything = self.model.parameters * (self.model.weight + self.model.gradient + self.model.state)
+        each = self.model.weight + self.model.gradient + self.model.state
+        everything = self.model.parameters * each + self.model.frozen
         return f"strategy='zero3' needs at least {counted(math.ceil(everything / self.room), 'worker')} of this size"
 
 
@@ -94,11 +96,12 @@ def check_memory(
     world: World,
     comm: Communicator,
     device: torch.device,
+    models: Sequence[nn.Module],
     optimizers: Sequence[Optimizer],
     supervisor: Supervisor,
 ) -> None:
     """Refuse what can't fit, on all workers alike; what may is told to the launcher, in case it does not."""
-    fit = fit_of(config, world, comm, device, optimizers)
+    fit = fit_of(config, world, comm, device, models, optimizers)
     refused = None
     if fit is not None and not fit.fits:
         refused = f"strategy={config.strategy.name!r} does not fit: {fit.told()}. Instead: {fit.advice()}"
@@ -130,6 +133,7 @@ def fit_of(
     world: World,
     comm: Communicator,
     device: torch.device,
+    models: Sequence[nn.Module],
     optimizers: Sequence[Optimizer],
 ) -> Fit | None:
     """Of the chosen strategy, on this worker; all workers call it. None: nobody knows."""
@@ -144,6 +148,7 @@ def fit_of(
     shares_memory = comm.backend == "paceline"
     per_host = world.size if shares_memory else 1
     on_host = world.size if world.size % world.local_size else world.local_size  # hosts that are not even: nobody's
+    model = replace(model, frozen=_frozen_bytes(models, optimizers, low_precision=config.precision.is_low))
     compressed = config.compression is not None and config.compression.feedback
     sizes = (world.size, config.summed_lanes, config.accumulate, per_host, on_host)
     return Fit(config.strategy, model, limit, sharers, *sizes, compressed)
@@ -171,6 +176,14 @@ def _model(optimizers: Sequence[Optimizer]) -> Model | None:
         return None
     weight = sum(p.numel() * p.element_size() for p in trained.values()) / elements
     return Model(elements, weight=int(weight), gradient=4, state=int(state / elements))
+
+
+def _frozen_bytes(models: Sequence[nn.Module], optimizers: Sequence[Optimizer], *, low_precision: bool) -> int:
+    """Of parameters and buffers; in low precision a number takes two bytes at least."""
+    trained = {id(p) for o in optimizers for group in o.param_groups for p in group["params"] if p.requires_grad}
+    rest = {id(t): t for model in models for t in (*model.parameters(), *model.buffers()) if id(t) not in trained}
+    lowered = [min(t.element_size(), 2) if low_precision else t.element_size() for t in rest.values()]
+    return sum(t.numel() * size for t, size in zip(rest.values(), lowered, strict=True))
 
 
 def _gib(number: int) -> str:

@@ -307,7 +307,7 @@ class Preparation:
         own.has_history = has_history(own.optimizers, [])  # a sharded strategy takes the state elsewhere
         self._fill_models()
         check_same_models(group.comm, own.models)
-        check_memory(config, group.world, group.comm, group.device, own.optimizers, group.supervisor)
+        check_memory(config, group.world, group.comm, group.device, own.models, own.optimizers, group.supervisor)
         if config.compile is not None:
             no_graphs = config.compile.why_no_graphs(
                 group.device,

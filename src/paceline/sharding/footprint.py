@@ -26,7 +26,8 @@ That is one lane per worker, one micro-batch and one holder of each shard. Other
                 none
     shard_over  workers that share weights under hybrid: those of a host, n above; all, unless given
 
-Compressed gradients add 2·g·Ψ for each lane of a worker (`residuals`).
+Compressed gradients add 2·g·Ψ for each lane of a worker (`residuals`). Weights that no optimizer trains are whole on
+every worker; where weights are in shards, so are they.
 
 Numbers are those of the busiest worker. Buffers for what is under way are not in them.
 """
@@ -49,6 +50,8 @@ class Model:
     weight: int = 4
     gradient: int = 4
     state: int = 8
+    frozen: int = 0
+    """Bytes of what no optimizer trains, in all."""
 
     @classmethod
     def mixed(cls, parameters: int) -> Model:
@@ -80,10 +83,15 @@ def footprint(
     copies: int = 1,
     per_host: int = 1,
     shard_over: int | None = None,
+    shard_frozen: bool = True,
 ) -> Footprint:
     if strategy not in FOOTPRINTS:
         raise ConfigError(f"the footprint of strategy={strategy!r} is not known; known are {', '.join(FOOTPRINTS)}")
-    return FOOTPRINTS[strategy](_Job(model, workers, lanes, accumulate, copies, per_host, shard_over or workers))
+    job = _Job(model, workers, lanes, accumulate, copies, per_host, shard_over or workers)
+    trained = FOOTPRINTS[strategy](job)
+    shards = {"zero3": 1 if job.weights_once else workers, "fsdp": workers, "hybrid": job.shard_over}
+    frozen = -(-model.frozen // (shards.get(strategy, 1) if shard_frozen else 1))
+    return replace(trained, parameters=trained.parameters + frozen)
 
 
 @dataclass(frozen=True)

@@ -175,7 +175,9 @@ class Chosen:
         if getattr(self.config, "weights", None) not in (None, "per host"):
             per_host = 1
         sizes = {"workers": workers, "lanes": lanes, "accumulate": accumulate, "copies": copies, "per_host": per_host}
-        return footprint(self.name, model, **sizes, shard_over=getattr(self.config, "shard_over", None) or on_host)
+        shard_over = getattr(self.config, "shard_over", None) or on_host
+        shard_frozen = getattr(self.config, "shard_frozen", True)
+        return footprint(self.name, model, **sizes, shard_over=shard_over, shard_frozen=shard_frozen)
 
     def assign_lanes(self, lanes: int, workers: int) -> LaneAssignment:
         return self.entry.assign_lanes(lanes, workers)
