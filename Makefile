@@ -40,8 +40,10 @@ layers: setup
 QUICK := smoke or (unit and not slow)
 pytest: setup
 	$(PYTHON) -m pytest -m "$(QUICK)" -n logical --maxprocesses 8 --dist worksteal
+# Whole jobs, of which some are killed in time, one after another; what forks workers, two at a time.
 test-rest: setup
-	$(PYTHON) -m pytest -m "not ($(QUICK))"
+	$(PYTHON) -m pytest -m "not ($(QUICK)) and not job" -n 2 --dist worksteal
+	$(PYTHON) -m pytest -m "not ($(QUICK)) and job"
 
 test-all: EVERY = 127
 test-all: test test-rest bits fuzz conformance
