@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from paceline.optim.loss_scale import LossScale
     from paceline.optim.precision import Precision
     from paceline.trainer.callbacks import EarlyStoppingCallback, TrainerCallback
+    from paceline.trainer.chunked_loss import linear_cross_entropy
     from paceline.trainer.trainer import Trainer
     from paceline.trainer.training_arguments import TrainingArguments
     from paceline.world.world import World
@@ -37,6 +38,7 @@ __all__ = [
     "data",
     "errors",
     "hooks",
+    "linear_cross_entropy",
     "notebook_launcher",
 ]
 
@@ -53,6 +55,7 @@ _WHERE = {
     "TrainerCallback": "paceline.trainer",
     "TrainingArguments": "paceline.trainer",
     "World": "paceline.world.world",
+    "linear_cross_entropy": "paceline.trainer.chunked_loss",
     "notebook_launcher": "paceline.launch.notebook",
 }
 _MODULES = ("compression", "data", "errors", "hooks")

@@ -20,7 +20,8 @@ gradient is that of the mean over all tokens of the global batch, however they f
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,8 +30,7 @@ from torch import Tensor, nn
 
 from paceline.engine.host_reading import HostReading
 from paceline.errors import ConfigError
-
-IGNORED = -100
+from paceline.trainer.chunked_loss import IGNORED, ChunkedLoss
 
 LossFunction = Callable[..., Tensor]
 
@@ -62,6 +62,22 @@ class LossRule:
         self.names = tuple(label_names or label_names_of(model))
         self._shifts = shifts_labels(model)
         self._takes_count = loss_function is not None and takes(loss_function, "num_items_in_batch")
+        self._chunked: ChunkedLoss | None = None
+
+    @contextmanager
+    def in_chunks(self, model: nn.Module) -> Iterator[None]:
+        """Training without the logits of the whole batch."""
+        if self.takes_labels_out:
+            raise ConfigError(
+                "chunked_loss=True never has the logits of a whole batch, which label_smoothing_factor and "
+                "compute_loss_func need; leave one of them out"
+            )
+        self._chunked = ChunkedLoss(model)
+        try:
+            yield
+        finally:
+            self._chunked.close()
+            self._chunked = None
 
     @property
     def takes_labels_out(self) -> bool:
@@ -89,7 +105,11 @@ class LossRule:
         """
         called = self.call(batch)
         weight = self.counted(batch) if weight is None else weight
-        outputs = called.of(model)
+        if self._chunked is not None and model.training and called.labels is not None:
+            with self._chunked.instead():
+                outputs: Any = {"loss": found_loss(called.of(model))}  # its logits are none
+        else:
+            outputs = called.of(model)
         if isinstance(weight, HostReading):
             weight = weight.number()
         if self._function is not None and (called.labels is not None or needed):

@@ -238,6 +238,7 @@ class Trainer:
     ) -> TrainOutput:
         self._make_engine(resume)
         self.is_in_train = self.has_trained = True
+        in_chunks = self.loss_rule.in_chunks(self.model) if self.args.chunked_loss else nullcontext()
         try:
             share_weights(self.engine, self.model)
             self._loop = loop = TrainingLoop(self, resume, accept, ignore_keys_for_eval)
@@ -245,7 +246,8 @@ class Trainer:
             run_folder.begin(self.args, self.engine, fresh=not resume)
             if threading.current_thread() is threading.main_thread():  # Python hands signals to that one only
                 self.engine.stop_on_signals()
-            return loop.run()
+            with in_chunks:
+                return loop.run()
         finally:
             self.is_in_train, self._loop = False, None
             self.reports.close(ok=self.engine.stop_requested)  # nothing is left to close where training has ended well
