@@ -12,6 +12,7 @@ step. What is above the threshold is sorted out exactly, so that there are alway
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -21,6 +22,7 @@ from paceline.world.checked_values import number, whole_number
 
 FIRST_SHARE = 0.25
 SAMPLE = 2**14  # values, from which on a sample is worth it
+PLACE_DTYPE = torch.int32
 MARGIN = 1.5  # so many more than wanted should be above the threshold
 
 
@@ -42,6 +44,14 @@ class TopK:
         if steps < self.warmup and share < FIRST_SHARE:
             share = FIRST_SHARE * (share / FIRST_SHARE) ** (steps / self.warmup)
         return min(elements, max(1, math.ceil(share * elements - 1e-9)))
+
+
+def add_lanes(payloads: Mapping[int, Tensor], total: Tensor) -> None:
+    """Of each lane a row of places and one of the bits of values; `total` becomes their sum, in the order of lanes."""
+    total.zero_()
+    for lane in sorted(payloads):
+        places, values = payloads[lane].to(total.device)
+        total.index_add_(0, places, values.view(total.dtype))
 
 
 def largest(values: Tensor, count: int, seed: int) -> Tensor:

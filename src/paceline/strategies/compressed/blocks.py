@@ -16,53 +16,75 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paceline.collectives.canonical_sum import merges
 from paceline.collectives.communicator import Handle, wait_all
 from paceline.collectives.direct_all_reduce import start_messages
 from paceline.collectives.gradient_exchange import TAGS_PER_BUCKET
 from paceline.compression.block_codec import BlockCodec
-from paceline.compression.noise import uniform
+from paceline.compression.block_range import BlockRange, OwnedSum, Span
 from paceline.sharding.bucket import BucketShards
 from paceline.sharding.local_shard import LocalShard
 from paceline.strategies.buckets import LaneSums
-from paceline.strategies.compressed.bucket import OPERATION, Compressing, LaneTensors, State, Step, part
-from paceline.world.determinism import mix
-
-BACK = -1  # in place of a lane, in the seed of the way back
+from paceline.strategies.compressed.bucket import OPERATION, Compressing, Exchanging, LaneTensors, State, Step, part
 
 
-class BlockBucket:
-    def __init__(
-        self, number: int, sums: LaneSums, shards: BucketShards, codec: BlockCodec, shared: Compressing
-    ) -> None:
-        self._number, self._sums, self._codec, self._shared = number, sums, codec, shared
-        block = codec.block
-        self._rows = [(start // block, stop // block) for start, stop in shards.ranges]
-        self._own = self._rows[shared.comm.rank]
-        self._wire = shared.wire_device(sums.bucket.device)
-        self._pieces = shards.pieces(shared.comm.rank)
-        self._partial = _partial_rows(sums, block)
-        self._residuals = LaneTensors(sums, shared.lanes)
-        self._back: Tensor | None = None  # of the own range
-        self._next_back: Tensor | None = None
-        self._spare_back: Tensor | None = None  # memory for the next one
-        self._sent: dict[int, Tensor] = {}
-        self._out: Tensor | None = None
-        self._handle: Handle | None = None
+class BlockLanes:
+    """The lanes' side: rows of their gradients, and what these lose."""
 
-    # -- one step ----------------------------------------------------------------------------------------------------
+    def __init__(self, sums: LaneSums, codec: BlockCodec, compressing: Compressing) -> None:
+        self._sums, self._codec, self._compressing = sums, codec, compressing
+        spans = [Span(compressing.names[e.parameter], 0, e.elements, e.offset) for e in sums.bucket.entries]
+        self._range = BlockRange(codec, tuple(spans), sums.bucket.elements, compressing.seed)
+        self._residuals = LaneTensors(sums, compressing.lanes)
+        self.sent: dict[int, Tensor] = {}  # by lane
 
     def take(self, step: Step, lane: int, gradient: Tensor) -> None:
         values = gradient.view(-1, self._codec.block)
         residual = self._residuals.now.get(lane)
-        noise = self._noise(step, lane, 0, values)
-        self._sent[lane] = self._codec.split(
-            values, self._partial, noise, None if residual is None else residual.view_as(values)
+        noise = self._range.noise(step.round, lane, values.device)
+        self.sent[lane] = self._codec.split(
+            values, self._range.partial, noise, None if residual is None else residual.view_as(values)
         )
-        if self._shared.feedback:
+        if self._compressing.feedback:
             self._residuals.stage(lane, gradient)
         else:
             self._sums.give_back(gradient)
+
+    def commit(self, used: Sequence[bool]) -> None:
+        self._residuals.commit(used)
+
+    def forget(self) -> None:
+        self._residuals.forget()
+        self.sent = {}
+
+    def state(self, lanes: Sequence[int]) -> State:
+        if not self._compressing.feedback:
+            return {}
+        kept = self._residuals.state(lanes, self._compressing.names)
+        return {name: {"lanes": rows} for name, rows in kept.items()}
+
+    def load(self, saved: Mapping[str, Mapping[str, Any]], lanes: Sequence[int]) -> None:
+        names = self._compressing.names
+        self._residuals.load([saved.get(names[e.parameter], {}).get("lanes") for e in self._sums.bucket.entries], lanes)
+
+
+class BlockBucket(BlockLanes):
+    def __init__(
+        self, number: int, sums: LaneSums, shards: BucketShards, codec: BlockCodec, shared: Exchanging
+    ) -> None:
+        super().__init__(sums, codec, shared)
+        self._number, self._shared = number, shared
+        block, rank = codec.block, shared.comm.rank
+        self._rows = [(start // block, stop // block) for start, stop in shards.ranges]
+        self._own = self._rows[rank]
+        self._wire = shared.wire_device(sums.bucket.device)
+        self._pieces = shards.pieces(rank)
+        spans = [Span(shared.names[o.piece.parameter], o.piece.start, o.piece.elements, o.offset) for o in self._pieces]
+        own = BlockRange(codec, tuple(spans), shards.width(rank), shared.seed)
+        self._back = OwnedSum(own, feedback=shared.feedback, device=sums.bucket.device)
+        self._out: Tensor | None = None
+        self._handle: Handle | None = None
+
+    # -- one step ----------------------------------------------------------------------------------------------------
 
     def start(self, step: Step) -> None:
         bucket = self._sums.bucket
@@ -75,7 +97,7 @@ class BlockBucket:
     def wait(self) -> Tensor:
         assert self._handle is not None
         self._handle.wait()
-        self._handle, self._sent = None, {}
+        self._handle, self.sent = None, {}
         assert self._out is not None
         return self._out
 
@@ -88,16 +110,16 @@ class BlockBucket:
         own_sum = torch.empty((0, self._codec.row_bytes), dtype=torch.uint8, device=self._sums.bucket.device)
         arrived = self._scattered(step)
         if start < stop:
-            own_sum = self._summed(step, arrived, out[start:stop] if shared.whole else out)
+            own_sum = self._back.add(step.round, arrived, (out[start:stop] if shared.whole else out).view(-1))
         if shared.whole and shared.comm.size > 1:
             for first, rows in self._gathered(own_sum).items():
                 last = first + len(rows)
-                self._codec.decode(rows, self._partial_in(first, last), out[first:last])
+                self._codec.decode(rows, self._range.partial_in(first, last), out[first:last])
 
     def _scattered(self, step: Step) -> dict[int, Tensor]:
         """The own range's rows of all lanes."""
         comm, (start, stop) = self._shared.comm, self._own
-        mine = {lane: rows.to(self._wire) for lane, rows in self._sent.items()}
+        mine = {lane: rows.to(self._wire) for lane, rows in self.sent.items()}
         others = [(comm.rank + hop) % comm.size for hop in range(1, comm.size)]
         foreign = [(peer, lane) for peer in others for lane in step.plan.holders[peer]] if start < stop else []
         room = torch.empty((len(foreign), stop - start, self._codec.row_bytes), dtype=torch.uint8, device=self._wire)
@@ -113,26 +135,8 @@ class BlockBucket:
         )
         wait_all(incoming)
         wait_all(outgoing)
-        found = {lane: rows[start:stop] for lane, rows in self._sent.items()}
+        found = {lane: rows[start:stop] for lane, rows in self.sent.items()}
         return found | {lane: row.to(self._sums.bucket.device) for (_, lane), row in zip(foreign, room, strict=True)}
-
-    def _summed(self, step: Step, arrived: Mapping[int, Tensor], out: Tensor) -> Tensor:
-        """The canonical sum of the own range, encoded; what that loses becomes the own residual."""
-        (start, stop), present = self._own, sorted(arrived)
-        steps = [(present.index(merge.left), present.index(merge.right)) for merge in merges(step.plan.present)]
-        lost = self._spare_back if self._spare_back is not None else torch.empty(out.numel(), device=out.device)
-        self._spare_back = None
-        rows = self._codec.sum(
-            [arrived[lane] for lane in present],
-            steps,
-            self._partial_in(start, stop),
-            self._noise(step, BACK, start, out),
-            None if self._back is None else self._back.view_as(out),
-            lost.view_as(out),
-            out,
-        )
-        self._next_back = lost
-        return rows
 
     def _gathered(self, own: Tensor) -> dict[int, Tensor]:
         """The rows of all other owners, by their first."""
@@ -157,77 +161,33 @@ class BlockBucket:
         return {first: rows.to(self._sums.bucket.device) for first, rows in found.items()}
 
     def commit(self, used: Sequence[bool]) -> None:
-        self._residuals.commit(used)
-        back, old = self._next_back, self._back
-        if back is None or not self._shared.feedback:
-            return
-        for owned in self._pieces:
-            if not used[owned.piece.parameter]:
-                where = slice(owned.offset, owned.offset + owned.piece.elements)
-                back[where] = 0 if old is None else old[where]
-        self._spare_back, self._back, self._next_back = old, back, None
+        super().commit(used)
+        self._back.commit([used[owned.piece.parameter] for owned in self._pieces])
 
     def forget(self) -> None:
-        self._residuals.forget()
-        if self._next_back is not None:
-            self._spare_back = self._next_back
-        self._next_back, self._out, self._sent = None, None, {}
+        super().forget()
+        self._back.forget()
+        self._out = None
 
     # -- its state ---------------------------------------------------------------------------------------------------
 
     def state(self, lanes: Sequence[int]) -> State:
+        found = super().state(lanes)
         if not self._shared.feedback:
-            return {}
-        names, dtype = self._shared.names, self._sums.bucket.dtype
-        found: State = {name: {"lanes": rows} for name, rows in self._residuals.state(lanes, names).items()}
-        back = self._own_back()
+            return found
+        names, back = self._shared.names, self._back.residual
         for entry in self._sums.bucket.entries:
             mine = [owned for owned in self._pieces if owned.piece.parameter == entry.parameter]
             ranges = [(o.piece.start, back[o.offset : o.offset + o.piece.elements]) for o in mine]
             if entry.elements:
-                found[names[entry.parameter]]["back"] = LocalShard((entry.elements,), dtype, tuple(ranges))
+                found[names[entry.parameter]]["back"] = LocalShard((entry.elements,), back.dtype, tuple(ranges))
         return found
 
     def load(self, saved: Mapping[str, Mapping[str, Any]], lanes: Sequence[int]) -> None:
-        names = self._shared.names
-        entries = self._sums.bucket.entries
-        self._residuals.load([saved.get(names[e.parameter], {}).get("lanes") for e in entries], lanes)
-        back = self._own_back()
+        super().load(saved, lanes)
+        names, back = self._shared.names, self._back.residual
         for owned in self._pieces:
             values = saved.get(names[owned.piece.parameter], {}).get("back")
             if values is not None:
                 piece = owned.piece
                 back[owned.offset : owned.offset + piece.elements].copy_(part(values, piece.start, piece.stop))
-
-    def _own_back(self) -> Tensor:
-        if self._back is None:
-            elements = (self._own[1] - self._own[0]) * self._codec.block
-            self._back = torch.zeros(elements, dtype=self._sums.bucket.dtype, device=self._sums.bucket.device)
-        return self._back
-
-    # -- rows --------------------------------------------------------------------------------------------------------
-
-    def _partial_in(self, start: int, stop: int) -> list[tuple[int, int]]:
-        """Of rows [start, stop) of the bucket."""
-        return [(row - start, elements) for row, elements in self._partial if start <= row < stop]
-
-    def _noise(self, step: Step, lane: int, start: int, values: Tensor) -> Tensor | None:
-        """By position in each parameter, for rows from row `start` of the bucket on."""
-        if not self._codec.draws:
-            return None
-        block = self._codec.block
-        noise = torch.empty(values.numel(), dtype=torch.float32, device=values.device)
-        low, high = start * block, start * block + values.numel()
-        for entry in self._sums.bucket.entries:
-            first, last = max(low, entry.offset), min(high, entry.offset + -(-entry.elements // block) * block)
-            if first < last:
-                seed = mix(self._shared.seed, "compression", self._shared.names[entry.parameter], step.round, lane)
-                drawn = uniform(seed, first - entry.offset, last - first, values.device)
-                noise[first - low : last - low] = drawn
-        return noise.view_as(values)
-
-
-def _partial_rows(sums: LaneSums, block: int) -> list[tuple[int, int]]:
-    """The last row of every parameter that does not fill it."""
-    ends = [(entry.offset + entry.elements, entry.elements) for entry in sums.bucket.entries]
-    return [(end // block, end % block) for end, elements in ends if elements and end % block]

@@ -36,12 +36,18 @@ OPERATION = "compressed"  # in the count of bytes
 class Compressing:
     """What the compressed buckets of a strategy have in common."""
 
-    comm: Communicator
-    exchange: GradientExchange
     names: Sequence[str]  # of parameters
     lanes: int
     seed: int
     feedback: bool
+
+
+@dataclass(frozen=True)
+class Exchanging(Compressing):
+    """And those that workers exchange among themselves."""
+
+    comm: Communicator
+    exchange: GradientExchange
     whole: bool  # every worker gets all of the sum; otherwise the owner of a range
 
     def wire_device(self, device: torch.device) -> torch.device:
@@ -58,23 +64,11 @@ class Step:
     plan: SumPlan
 
 
-class CompressedBucket(Protocol):
-    """Called in this order in a step that is compressed."""
+class CompressedLanes(Protocol):
+    """The lanes' side of a bucket. Called in this order in a step that is compressed."""
 
     def take(self, step: Step, lane: int, gradient: Tensor) -> None:
         """A lane's gradient is finished; its memory is the bucket's from now on."""
-        ...
-
-    def start(self, step: Step) -> None:
-        """This worker's lanes have all been taken."""
-        ...
-
-    def advance(self) -> None:
-        """All workers' lanes have been taken, and all buckets have started: what comes second, if there is such."""
-        ...
-
-    def wait(self) -> Tensor:
-        """The sum: of the whole bucket, or of the own range."""
         ...
 
     def commit(self, used: Sequence[bool]) -> None:
@@ -90,6 +84,22 @@ class CompressedBucket(Protocol):
         ...
 
     def load(self, saved: Mapping[str, Mapping[str, Any]], lanes: Sequence[int]) -> None: ...
+
+
+class CompressedBucket(CompressedLanes, Protocol):
+    """One that workers exchange: between `take` and `commit`, in this order."""
+
+    def start(self, step: Step) -> None:
+        """This worker's lanes have all been taken."""
+        ...
+
+    def advance(self) -> None:
+        """All workers' lanes have been taken, and all buckets have started: what comes second, if there is such."""
+        ...
+
+    def wait(self) -> Tensor:
+        """The sum: of the whole bucket, or of the own range."""
+        ...
 
 
 class LaneTensors:

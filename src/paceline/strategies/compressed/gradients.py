@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from torch import Tensor
 from torch.nn import Parameter
@@ -17,14 +17,16 @@ from torch.nn import Parameter
 from paceline.collectives.canonical_sum import SumPlan
 from paceline.collectives.gradient_exchange import GradientExchange
 from paceline.compression import BlockCompressor, Compression, Compressor, PowerSgd, TopK
-from paceline.sharding.bucket import BucketShards, GradientSpec, Shards
+from paceline.sharding.bucket import Bucket, BucketShards, GradientSpec, Shards
 from paceline.strategies.buckets import LaneSums
 from paceline.strategies.compressed.blocks import BlockBucket
-from paceline.strategies.compressed.bucket import CompressedBucket, Compressing, State, Step
+from paceline.strategies.compressed.bucket import CompressedBucket, CompressedLanes, Exchanging, State, Step
 from paceline.strategies.compressed.low_rank import LowRankBucket
 from paceline.strategies.compressed.sparse import SparseBucket
 from paceline.strategies.registry import Job
 from paceline.strategies.strategy import ItemPlace
+
+Lanes = TypeVar("Lanes", bound=CompressedLanes)
 
 
 class NotCompressed:
@@ -88,36 +90,49 @@ class PendingTotal:
         return total if total.numel() else None
 
 
-class CompressedGradients(NotCompressed):
-    any = True
+@dataclass(frozen=True)
+class Chosen:
+    """The compressor of each parameter, if it has one."""
 
-    def __init__(
-        self,
-        compression: Compression,
-        job: Job,
-        named: Sequence[tuple[str, Parameter]],
-        exchange: GradientExchange,
-        *,
-        whole: bool,
-    ) -> None:
-        self._start_after = compression.start_after
-        self._of = [compression.compressor(name, tuple(parameter.shape)) for name, parameter in named]
-        names = [name for name, _ in named]
-        self._shared = Compressing(job.comm, exchange, names, job.lanes, job.seed, compression.feedback, whole)
-        self._compressors: list[Compressor] = list(dict.fromkeys(c for c in self._of if c is not None))
-        self._buckets: dict[int, CompressedBucket] = {}
-        self._opened = self._begun = False
-        self._step: Step | None = None
-        self._loss_scale = 1.0
+    compressors: tuple[Compressor | None, ...]
+
+    @classmethod
+    def by(cls, compression: Compression, named: Sequence[tuple[str, Parameter]]) -> Chosen:
+        return cls(tuple(compression.compressor(name, tuple(parameter.shape)) for name, parameter in named))
 
     def grouped(self, specs: Sequence[GradientSpec]) -> Sequence[GradientSpec]:
-        return [self._marked(spec, compressor) for spec, compressor in zip(specs, self._of, strict=True)]
+        """Marked, so that gradients of one compressor share buckets."""
+        different = list(dict.fromkeys(self.compressors))
 
-    def _marked(self, spec: GradientSpec, compressor: Compressor | None) -> GradientSpec:
-        if compressor is None or spec.sum_dtype.itemsize != 4:
-            return spec
-        block = compressor.block if isinstance(compressor, BlockCompressor) else 1
-        return replace(spec, group=1 + self._compressors.index(compressor), block=block)
+        def marked(spec: GradientSpec, compressor: Compressor | None) -> GradientSpec:
+            if compressor is None or spec.sum_dtype.itemsize != 4:
+                return spec
+            block = compressor.block if isinstance(compressor, BlockCompressor) else 1
+            return replace(spec, group=1 + different.index(compressor), block=block)
+
+        return [marked(spec, compressor) for spec, compressor in zip(specs, self.compressors, strict=True)]
+
+    def of(self, bucket: Bucket) -> Compressor | None:
+        return self.compressors[bucket.entries[0].parameter] if bucket.dtype.itemsize == 4 else None
+
+
+class CompressedByLane(NotCompressed, Generic[Lanes]):
+    """Each lane's gradient is compressed when it is finished; where it goes from there is the subclass's affair."""
+
+    any = True
+
+    def __init__(self, compression: Compression, named: Sequence[tuple[str, Parameter]]) -> None:
+        self._start_after = compression.start_after
+        self._chosen = Chosen.by(compression, named)
+        self._buckets: dict[int, Lanes] = {}
+        self._opened = self._begun = False
+        self._step: Step | None = None
+
+    def _made(self, number: int, sums: LaneSums, shards: BucketShards, compressor: Compressor) -> Lanes:
+        raise NotImplementedError
+
+    def grouped(self, specs: Sequence[GradientSpec]) -> Sequence[GradientSpec]:
+        return self._chosen.grouped(specs)
 
     def open(self, sums: Sequence[LaneSums], shards: Callable[[], Shards]) -> None:
         """Once, when the buckets are there."""
@@ -126,16 +141,9 @@ class CompressedGradients(NotCompressed):
         self._opened = True
         cut = shards()
         for number, one in enumerate(sums):
-            compressor = self._of[one.bucket.entries[0].parameter]
-            if compressor is not None and one.bucket.dtype.itemsize == 4:
+            compressor = self._chosen.of(one.bucket)
+            if compressor is not None:
                 self._buckets[number] = self._made(number, one, cut.buckets[number], compressor)
-
-    def _made(self, number: int, sums: LaneSums, shards: BucketShards, compressor: Compressor) -> CompressedBucket:
-        if isinstance(compressor, TopK):
-            return SparseBucket(number, sums, shards, compressor, self._shared)
-        if isinstance(compressor, PowerSgd):
-            return LowRankBucket(number, sums, shards, compressor, self._shared)
-        return BlockBucket(number, sums, shards, compressor, self._shared)
 
     def has(self, number: int) -> bool:
         return number in self._buckets
@@ -158,21 +166,6 @@ class CompressedGradients(NotCompressed):
 
     def compresses(self, number: int) -> bool:
         return self._step is not None and number in self._buckets
-
-    def start(self, number: int) -> PendingTotal:
-        assert self._step is not None
-        self._buckets[number].start(self._step)
-        return PendingTotal(self, self._buckets[number])
-
-    def advance(self, loss_scale: float) -> None:
-        self._loss_scale = loss_scale  # of a worker without lanes too
-        if self._step is not None:
-            for bucket in self._buckets.values():
-                bucket.advance()
-
-    def scaled(self, total: Tensor) -> Tensor:
-        """As the gradients came, by which the step will divide."""
-        return total if self._loss_scale == 1.0 else total.mul_(self._loss_scale)
 
     def commit(self, used: Sequence[bool]) -> None:
         for bucket in self._buckets.values() if self._step is not None else ():
@@ -197,6 +190,46 @@ class CompressedGradients(NotCompressed):
         self.open(sums, shards)
         for bucket in self._buckets.values() if saved else ():
             bucket.load(saved, lanes)
+
+
+class CompressedGradients(CompressedByLane[CompressedBucket]):
+    """Workers exchange payloads among themselves."""
+
+    def __init__(
+        self,
+        compression: Compression,
+        job: Job,
+        named: Sequence[tuple[str, Parameter]],
+        exchange: GradientExchange,
+        *,
+        whole: bool,
+    ) -> None:
+        super().__init__(compression, named)
+        names = [name for name, _ in named]
+        self._shared = Exchanging(names, job.lanes, job.seed, compression.feedback, job.comm, exchange, whole)
+        self._loss_scale = 1.0
+
+    def _made(self, number: int, sums: LaneSums, shards: BucketShards, compressor: Compressor) -> CompressedBucket:
+        if isinstance(compressor, TopK):
+            return SparseBucket(number, sums, shards, compressor, self._shared)
+        if isinstance(compressor, PowerSgd):
+            return LowRankBucket(number, sums, shards, compressor, self._shared)
+        return BlockBucket(number, sums, shards, compressor, self._shared)
+
+    def start(self, number: int) -> PendingTotal:
+        assert self._step is not None
+        self._buckets[number].start(self._step)
+        return PendingTotal(self, self._buckets[number])
+
+    def advance(self, loss_scale: float) -> None:
+        self._loss_scale = loss_scale  # of a worker without lanes too
+        if self._step is not None:
+            for bucket in self._buckets.values():
+                bucket.advance()
+
+    def scaled(self, total: Tensor) -> Tensor:
+        """As the gradients came, by which the step will divide."""
+        return total if self._loss_scale == 1.0 else total.mul_(self._loss_scale)
 
 
 def compressed_gradients(

@@ -23,13 +23,13 @@ from paceline.compression import PowerSgd
 from paceline.compression.power_sgd import first_factor, matrix_shape, orthonormal
 from paceline.sharding.bucket import ALIGNED, BucketEntry, BucketShards
 from paceline.strategies.buckets import LaneSums
-from paceline.strategies.compressed.bucket import Compressing, LaneTensors, State, Step, merged_states, part_of
+from paceline.strategies.compressed.bucket import Exchanging, LaneTensors, State, Step, merged_states, part_of
 from paceline.world.determinism import mix
 
 
 class LowRankBucket:
     def __init__(
-        self, number: int, sums: LaneSums, shards: BucketShards, powersgd: PowerSgd, shared: Compressing
+        self, number: int, sums: LaneSums, shards: BucketShards, powersgd: PowerSgd, shared: Exchanging
     ) -> None:
         self._number, self._sums, self._shared = number, sums, shared
         self._own = shards.ranges[shared.comm.rank]

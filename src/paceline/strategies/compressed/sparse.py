@@ -17,12 +17,13 @@ from paceline.collectives.communicator import Handle, wait_all
 from paceline.collectives.direct_all_reduce import start_messages
 from paceline.collectives.gradient_exchange import TAGS_PER_BUCKET
 from paceline.compression import TopK
-from paceline.compression.topk import largest
+from paceline.compression.topk import PLACE_DTYPE, add_lanes, largest
 from paceline.sharding.bucket import BucketShards
 from paceline.strategies.buckets import LaneSums
 from paceline.strategies.compressed.bucket import (
     OPERATION,
     Compressing,
+    Exchanging,
     LaneTensors,
     State,
     Step,
@@ -31,20 +32,15 @@ from paceline.strategies.compressed.bucket import (
 )
 from paceline.world.determinism import mix
 
-_PLACE_DTYPE = torch.int32
 
+class SparseLanes:
+    """The lanes' side: what is chosen of their gradients, and what waits."""
 
-class SparseBucket:
-    def __init__(self, number: int, sums: LaneSums, shards: BucketShards, topk: TopK, shared: Compressing) -> None:
-        self._number, self._sums, self._topk, self._shared = number, sums, topk, shared
-        self._own = shards.ranges[shared.comm.rank]
-        self._residuals = LaneTensors(sums, shared.lanes)
-        self._velocities = LaneTensors(sums, shared.lanes)
-        self._sent: dict[int, Tensor] = {}  # by lane: places, then the bits of values
-        self._out: Tensor | None = None
-        self._handle: Handle | None = None
-
-    # -- one step ----------------------------------------------------------------------------------------------------
+    def __init__(self, sums: LaneSums, topk: TopK, compressing: Compressing) -> None:
+        self._sums, self._topk, self._compressing = sums, topk, compressing
+        self._residuals = LaneTensors(sums, compressing.lanes)
+        self._velocities = LaneTensors(sums, compressing.lanes)
+        self.sent: dict[int, Tensor] = {}  # by lane: places in their order, then the bits of values
 
     def take(self, step: Step, lane: int, gradient: Tensor) -> None:
         momentum = self._topk.momentum
@@ -57,10 +53,10 @@ class SparseBucket:
         if (residual := self._residuals.now.get(lane)) is not None:
             values.add_(residual)
         places = self._places(step, lane, values)
-        self._sent[lane] = torch.stack([places.to(_PLACE_DTYPE), values[places].view(_PLACE_DTYPE)])
+        self.sent[lane] = torch.stack([places.to(PLACE_DTYPE), values[places].view(PLACE_DTYPE)])
         if momentum:
             gradient.index_fill_(0, places, 0)
-        if self._shared.feedback:
+        if self._compressing.feedback:
             self._residuals.stage(lane, values.index_fill_(0, places, 0))
         else:
             self._sums.give_back(values)
@@ -70,9 +66,38 @@ class SparseBucket:
         for entry in self._sums.bucket.entries:
             if entry.elements:
                 count = self._topk.count(entry.elements, step.steps)
-                seed = mix(self._shared.seed, "topk", self._shared.names[entry.parameter], step.round, lane)
+                seed = mix(self._compressing.seed, "topk", self._compressing.names[entry.parameter], step.round, lane)
                 found.append(largest(part_of(values, entry), count, seed).add_(entry.offset))
         return torch.cat(found)
+
+    def commit(self, used: Sequence[bool]) -> None:
+        self._residuals.commit(used)
+        self._velocities.commit(used)
+
+    def forget(self) -> None:
+        self._residuals.forget()
+        self._velocities.forget()
+        self.sent = {}
+
+    def state(self, lanes: Sequence[int]) -> State:
+        names = self._compressing.names
+        residuals = self._residuals.state(lanes, names) if self._compressing.feedback else {}
+        velocities = self._velocities.state(lanes, names) if self._topk.momentum else {}
+        return merged_states({"lanes": residuals, "velocities": velocities})
+
+    def load(self, saved: Mapping[str, Mapping[str, Any]], lanes: Sequence[int]) -> None:
+        names = self._compressing.names
+        for name, tensors in (("lanes", self._residuals), ("velocities", self._velocities)):
+            tensors.load([saved.get(names[e.parameter], {}).get(name) for e in self._sums.bucket.entries], lanes)
+
+
+class SparseBucket(SparseLanes):
+    def __init__(self, number: int, sums: LaneSums, shards: BucketShards, topk: TopK, shared: Exchanging) -> None:
+        super().__init__(sums, topk, shared)
+        self._number, self._shared = number, shared
+        self._own = shards.ranges[shared.comm.rank]
+        self._out: Tensor | None = None
+        self._handle: Handle | None = None
 
     def start(self, step: Step) -> None:
         self._out = self._sums.buffer()
@@ -85,16 +110,16 @@ class SparseBucket:
         assert self._handle is not None
         assert self._out is not None
         self._handle.wait()
-        self._handle, self._sent = None, {}
+        self._handle, self.sent = None, {}
         return self._out if self._shared.whole else self._out[slice(*self._own)]
 
     def _exchange(self, step: Step) -> None:
         comm, wire = self._shared.comm, self._shared.wire_device(self._sums.bucket.device)
-        mine = {lane: sent.to(wire) for lane, sent in self._sent.items()}
+        mine = {lane: sent.to(wire) for lane, sent in self.sent.items()}
         others = [(comm.rank + hop) % comm.size for hop in range(1, comm.size)]
         foreign = [(peer, lane) for peer in others for lane in step.plan.holders[peer]]
         count = sum(self._topk.count(e.elements, step.steps) for e in self._sums.bucket.entries if e.elements)
-        room = torch.empty((len(foreign), 2, count), dtype=_PLACE_DTYPE, device=wire)
+        room = torch.empty((len(foreign), 2, count), dtype=PLACE_DTYPE, device=wire)
         outgoing, incoming = start_messages(
             comm,
             sends=[(sent, peer) for peer in others for sent in mine.values()],
@@ -104,33 +129,11 @@ class SparseBucket:
         )
         wait_all(incoming)
         assert self._out is not None
-        total = self._out.zero_()
-        arrived = self._sent | {lane: row for (_, lane), row in zip(foreign, room, strict=True)}
-        for lane in sorted(arrived):
-            places, values = arrived[lane].to(total.device)
-            total.index_add_(0, places, values.view(total.dtype))
+        add_lanes(self.sent | {lane: row for (_, lane), row in zip(foreign, room, strict=True)}, self._out)
         wait_all(outgoing)
 
-    def commit(self, used: Sequence[bool]) -> None:
-        self._residuals.commit(used)
-        self._velocities.commit(used)
-
     def forget(self) -> None:
-        self._residuals.forget()
-        self._velocities.forget()
+        super().forget()
         if self._out is not None and not self._shared.whole:
             self._sums.give_back(self._out)
-        self._out, self._sent = None, {}
-
-    # -- its state ---------------------------------------------------------------------------------------------------
-
-    def state(self, lanes: Sequence[int]) -> State:
-        names = self._shared.names
-        residuals = self._residuals.state(lanes, names) if self._shared.feedback else {}
-        velocities = self._velocities.state(lanes, names) if self._topk.momentum else {}
-        return merged_states({"lanes": residuals, "velocities": velocities})
-
-    def load(self, saved: Mapping[str, Mapping[str, Any]], lanes: Sequence[int]) -> None:
-        names = self._shared.names
-        for name, tensors in (("lanes", self._residuals), ("velocities", self._velocities)):
-            tensors.load([saved.get(names[e.parameter], {}).get(name) for e in self._sums.bucket.entries], lanes)
+        self._out = None
