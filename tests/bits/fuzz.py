@@ -183,6 +183,8 @@ def draw(seed: int, *, elastic: bool = False, strategies: Sequence[str] = ()) ->
     if compression is not None:
         able = [name for name in COMPRESS if not strategies or name.startswith(tuple(strategies))]
         able = [name for name in able if not whole or name in UPDATE_WHOLE_PARAMETERS]
+        if compression == "mixed":  # it has PowerSgd, which servers can't add up
+            able = [name for name in able if not STRATEGIES[name].entry.uses_servers]
         compression = compression if able else None
         legs = tuple(replace(leg, strategy=rng.choice(able), servers=0) if able else leg for leg in legs)
     return Case(

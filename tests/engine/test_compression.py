@@ -17,6 +17,7 @@ from paceline import Engine, LossScale, World
 from paceline.compression import Compression, PowerSgd, TopK
 from paceline.errors import CheckpointError, ConfigError
 from paceline.sharding.local_shard import LocalShard
+from paceline.strategies.server import BoundedDelay, BoundedStaleness, ParameterServer
 
 WAYS: dict[str, Any] = {
     "int8": "int8",
@@ -24,6 +25,9 @@ WAYS: dict[str, Any] = {
     "topk": TopK(share=0.1, momentum=0.5),
     "powersgd": PowerSgd(rank=2),
 }
+STRATEGIES: list[Any] = ["ddp", ParameterServer(), ParameterServer(mode="aggregate")]
+WAYS_OF_STRATEGIES = [(way, strategy) for way in WAYS for strategy in STRATEGIES[: 1 if way == "powersgd" else 3]]
+any_way = pytest.mark.parametrize(("way", "strategy"), WAYS_OF_STRATEGIES, ids=str)
 
 
 class Sometimes(nn.Module):
@@ -61,9 +65,10 @@ def prepared(engine: Engine, samples: int = 48) -> tuple[Sometimes, Any, Any]:
     return engine.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), loader)  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_a_step_that_is_left_out_leaves_residuals_as_they_were(way: str, recwarn: Any) -> None:
-    with Engine(world=World(), lanes=2, compression=WAYS[way], on_nonfinite="skip", device="cpu") as engine:
+@any_way
+def test_a_step_that_is_left_out_leaves_residuals_as_they_were(way: str, strategy: Any, recwarn: Any) -> None:
+    job = {"compression": WAYS[way], "on_nonfinite": "skip", "strategy": strategy}
+    with Engine(world=World(), lanes=2, device="cpu", **job) as engine:
         model, optimizer, loader = prepared(engine)
         seen = []
         for number, (x, y) in enumerate(loader):
@@ -99,9 +104,9 @@ def test_an_overflow_of_scaled_gradients_leaves_residuals_as_they_were(way: str)
         assert all(alike(before[name], after[name]) for name in before)
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_a_parameter_that_no_lane_used_keeps_its_residual(way: str) -> None:
-    with Engine(world=World(), lanes=2, compression=WAYS[way], device="cpu") as engine:
+@any_way
+def test_a_parameter_that_no_lane_used_keeps_its_residual(way: str, strategy: Any) -> None:
+    with Engine(world=World(), lanes=2, compression=WAYS[way], strategy=strategy, device="cpu") as engine:
         model, optimizer, loader = prepared(engine)
         seen = []
         for number, (x, y) in enumerate(loader):
@@ -141,10 +146,27 @@ def test_a_state_of_another_compressor_is_another_jobs_unless_it_is_accepted(tmp
     assert train(None, load=True, accept=("compression",)) == {}
 
 
-@pytest.mark.parametrize("strategy", ["star", "zero3", "fsdp", "hybrid", "parameter_server"])
+@pytest.mark.parametrize("strategy", ["star", "zero3", "fsdp", "hybrid"])
 def test_a_strategy_that_cant_take_it_is_refused_with_those_that_can(strategy: str) -> None:
-    with pytest.raises(ConfigError, match=rf"strategy='{strategy}'.*choose one of ddp, zero1, zero2"):
+    with pytest.raises(ConfigError, match=rf"strategy='{strategy}'.*choose one of ddp, parameter_server, zero1, zero2"):
         Engine(world=World(), strategy=strategy, compression="int8")
+
+
+@pytest.mark.parametrize(
+    ("strategy", "compression", "text"),
+    [
+        (ParameterServer(), "powersgd", r"compression='powersgd' with strategy='parameter_server': .* choose bf16"),
+        (ParameterServer(), {"*.bias": None, "*": PowerSgd(rank=2)}, "servers add once in a round"),
+        (ParameterServer(clock=BoundedStaleness(2)), "int8", r"clock=s=2.*: residuals are .* BoundedStaleness\(0\)"),
+        (ParameterServer(clock=BoundedDelay(1)), "int8", r"clock=d=1\): residuals are kept for rounds"),
+    ],
+    ids=str,
+)
+def test_what_servers_cant_add_up_is_refused(strategy: ParameterServer, compression: Any, text: str) -> None:
+    with Engine(world=World(), strategy=strategy, compression=compression) as engine:
+        with pytest.raises(ConfigError, match=text) as refused:
+            prepared(engine)
+        assert "\n" not in str(refused.value)
 
 
 def test_fast_sums_second_opinions_and_several_updates_are_refused() -> None:

@@ -18,6 +18,8 @@ CASES = [
     ("powersgd", "zero1", "paceline", 3),
     ("sign", "ddp", "gloo", 4),
     ("bf16", "zero2", "paceline", 5),
+    ("int8", "parameter_server", "paceline", 1),
+    ("topk", "parameter_server --servers 2", "gloo", 3),
 ]
 
 
@@ -34,6 +36,15 @@ def test_a_killed_workers_residuals_live_on(
     flags = f"--strategy {strategy} --backend {backend}"
     job = run_elastic(tmp_path / "job", flags, arguments, orders=orders)
     check_unharmed(job, orders, trained=arguments)
+
+
+@pytest.mark.parametrize("mode", ["--strategy parameter_server", "--sums-on-servers"])
+def test_what_a_killed_server_kept_of_sums_lives_on(mode: str, tmp_path: Path) -> None:
+    """Ranks 4 and 5 are the servers."""
+    orders = ["kill:rank=4,step=3,phase=serve", "kill:rank=0,step=5,phase=apply", "kill:rank=5,step=7,phase=serve"]
+    flags, arguments = (mode, "") if mode.startswith("--strategy") else ("", mode)
+    job = run_elastic(tmp_path / "job", f"{flags} --servers 2", f"{arguments} --compression int8", orders=orders)
+    check_unharmed(job, orders, trained="--compression int8")
 
 
 def test_an_update_that_changes_settings_is_made_after_the_step_counts(tmp_path: Path) -> None:

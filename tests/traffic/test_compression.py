@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from math import ceil
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from paceline import Engine, World
 from paceline.collectives.byte_count import Traffic
 from paceline.compression import BlockCompressor, Cast, Compression, Int8, PowerSgd, Sign, TopK
+from paceline.strategies.server import ParameterServer
 from tests.workers import run_workers
 
 pytestmark = pytest.mark.workers
@@ -88,6 +89,40 @@ def test_a_worker_with_two_lanes_sends_the_payloads_of_both() -> None:
     found = sent("int8", workers=2, lanes=4)
     there, back = 4 / 2 * rows, rows
     assert found == (there + back) * Int8().row_bytes
+
+
+# -- to servers --------------------------------------------------------------------------------------------------------
+
+
+def moved(compression: Any, mode: Literal["update", "aggregate"], *, workers: int, servers: int) -> tuple[int, int]:
+    """By all workers in the last step: bytes of pushes, and of what came back, weights or sums."""
+    job = {"strategy": ParameterServer(mode=mode), "compression": compression, "lanes": WORKERS}
+    results = run_workers(trains, workers, servers=servers, **job)
+    for result in results:
+        assert result.error is None, result.traceback
+    answer = "weights" if mode == "update" else "sum"
+    counts = [result.value for result in results[:workers]]
+    pushed = sum(count.of("push").sent_bytes for count in counts)
+    return pushed, sum(count.of(answer).received_bytes for count in counts)
+
+
+@pytest.mark.parametrize(("workers", "servers"), [(4, 1), (2, 2)])
+@pytest.mark.parametrize("codec", [Int8(), Cast("bf16"), Sign()], ids=str)
+def test_every_lane_pushes_its_rows_to_the_servers(codec: BlockCompressor, workers: int, servers: int) -> None:
+    payload = codec.row_bytes * sum(ceil(torch.Size(shape).numel() / codec.block) for shape in SHAPES)
+    assert moved(codec, "update", workers=workers, servers=servers) == (WORKERS * payload, workers * 4 * ELEMENTS)
+    assert moved(codec, "aggregate", workers=workers, servers=servers) == (WORKERS * payload, workers * payload)
+
+
+def test_every_lane_pushes_its_largest_values_to_the_servers() -> None:
+    payload = 8 * sum(ceil(0.01 * torch.Size(shape).numel()) for shape in SHAPES)
+    assert moved(TopK(share=0.01), "update", workers=2, servers=2) == (WORKERS * payload, 2 * 4 * ELEMENTS)
+
+
+def test_before_it_starts_pushes_have_the_blocks_of_what_comes() -> None:
+    """Roots, as without compression, but every gradient begins at a block: here all fill theirs."""
+    late = Compression("int8", start_after=3)
+    assert moved(late, "update", workers=2, servers=1) == moved(None, "update", workers=2, servers=1)
 
 
 def test_before_it_starts_gradients_move_whole() -> None:

@@ -93,3 +93,6 @@ def _rules(given: Any) -> tuple[tuple[str, Compressor | None], ...]:
                 f"compression={{{told}: …}}: a pattern for names of parameters is a text such as '*.bias'"
             )
     return tuple((pattern, compressor_of(wanted)) for pattern, wanted in given.items())
+
+
+UNCOMPRESSED = Compression({"*": None})

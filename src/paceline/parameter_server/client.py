@@ -39,8 +39,10 @@ from paceline.parameter_server.wire import (
     ALL,
     AS_THEY_ARE,
     LAST_PING,
+    LOADS_RESIDUAL,
     LOADS_STATE,
     LOADS_WEIGHTS,
+    RESIDUAL,
     Close,
     Header,
     Kind,
@@ -266,7 +268,8 @@ class Client:
     def push(self, key: Key, gradient: Tensor, *, round: int, lane: int, used: int, weight: float = 1.0) -> Sent:
         version = 0 if self._clock.deterministic else self.versions[key.number]
         about = {"round": round, "lane": lane, "key": key.number, "version": version, "flags": used}
-        return self._connections.send(key.server, self._header(Kind.PUSH, weight=weight, **about), gradient)
+        payload = gradient if gradient.numel() else None
+        return self._connections.send(key.server, self._header(Kind.PUSH, weight=weight, **about), payload)
 
     def close(self, round: int, close: Close) -> None:
         self._tell_all(Kind.CLOSE, round, close.packed())
@@ -395,13 +398,22 @@ class Client:
         here = None if self._local_server is None else self._local_server.states(self._digest, round)
         if here is not None:
             return here
-        self._states.clear()
-        for key in self.table.keys:
-            self._connections.send(
-                key.server, self._header(Kind.STATE, round=round, key=key.number, complete=round - 1)
-            )
-        self._connections.wait_until(lambda: len(self._states) == len(self.table.keys), "the optimizer's state")
-        return {number: [] if packed is None else unpack_states(packed) for number, packed in self._states.items()}
+        packed = self._ask_states(round, self.table.keys)
+        return {number: [] if found is None else unpack_states(found) for number, found in packed.items()}
+
+    def residuals(self, round: int) -> dict[int, Tensor]:
+        """What compression keeps of each key's sums, as its gradient lies, with all updates before `round`."""
+        keys = [key for key in self.table.keys if key.compressor is not None]
+        found = self._ask_states(round, keys, flags=RESIDUAL)
+        return {number: kept.view(torch.float32) for number, kept in found.items() if kept is not None}
+
+    def _ask_states(self, round: int, keys: Sequence[Key], flags: int = 0) -> dict[int, Tensor | None]:
+        self._states = {}
+        for key in keys:
+            about = {"round": round, "key": key.number, "complete": round - 1, "flags": flags}
+            self._connections.send(key.server, self._header(Kind.STATE, **about))
+        self._connections.wait_until(lambda: len(self._states) == len(keys), "the servers' state")
+        return self._states
 
     def load(
         self, round: int, parameters: Sequence[Tensor] | None, states: Mapping[int, Sequence[State]] | None
@@ -420,6 +432,17 @@ class Client:
                 self._connections.send(key.server, header, payload)
                 expected += 1
         self._connections.wait_until(lambda: self._loads == expected, "the servers to load the saved state")
+
+    def load_residuals(self, round: int, residuals: Mapping[int, Tensor]) -> None:
+        """Have the servers go on with these; a key that is not there begins with nothing."""
+        keys = [key for key in self.table.keys if key.compressor is not None]
+        self._loads = 0
+        for key in keys:
+            about = {"round": round, "key": key.number, "complete": round - 1, "flags": LOADS_RESIDUAL}
+            kept = residuals.get(key.number)
+            payload = None if kept is None else kept.contiguous().view(torch.uint8)
+            self._connections.send(key.server, self._header(Kind.LOAD, **about), payload)
+        self._connections.wait_until(lambda: self._loads == len(keys), "the servers to load compression's residuals")
 
     def begin_at(self, round: int) -> None:
         """The weights at hand are those that `round` reads, and have been loaded."""

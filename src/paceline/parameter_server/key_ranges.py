@@ -6,12 +6,16 @@
 A key is a slice of its bucket's flat gradient, so it is pushed without a copy, and its bucket's keys become ready
 together. It has one dtype, at most MOST_PIECES pieces (one bit each in a push says which were used), and about
 `key_bytes`: small enough that sending one hides behind updating another, large enough that messages don't count.
+
+Where gradients are compressed by blocks, pieces of a gradient start at blocks, so it has gaps that weights don't have:
+
+    gradient   |── ln.weight ──···|─ ln.bias ─····|        weights   |── ln.weight ──|─ ln.bias ─|
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
@@ -19,6 +23,7 @@ from itertools import accumulate, pairwise
 import torch
 from torch import Tensor
 
+from paceline.compression import BlockCompressor, Compressor
 from paceline.errors import ConfigError
 from paceline.sharding.bucket import Bucket
 from paceline.sharding.flat_layout import FlatLayout, Piece, part_of
@@ -37,6 +42,7 @@ class Key:
     pieces: tuple[Piece, ...]
     dtype: torch.dtype  # of the parameters
     sum_dtype: torch.dtype  # of the gradients
+    compressor: Compressor | None = None  # of pushes, as long as they are compressed
 
     @cached_property
     def offsets(self) -> tuple[int, ...]:
@@ -47,9 +53,19 @@ class Key:
     def elements(self) -> int:
         return self.offsets[-1]
 
+    @cached_property
+    def gradient_offsets(self) -> tuple[int, ...]:
+        """The same inside its gradient."""
+        block = _block(self.compressor)
+        return tuple(accumulate((-(-piece.elements // block) * block for piece in self.pieces), initial=0))
+
+    @property
+    def gradient_elements(self) -> int:
+        return self.gradient_offsets[-1]
+
     @property
     def stop(self) -> int:
-        return self.start + self.elements
+        return self.start + self.gradient_elements
 
     @property
     def gradient_bytes(self) -> int:
@@ -62,6 +78,11 @@ class Key:
     def views(self, flat: Tensor) -> list[Tensor]:
         """The pieces of a tensor of this key's elements."""
         return [flat[start:stop] for start, stop in pairwise(self.offsets)]
+
+    def gradient_views(self, flat: Tensor) -> list[Tensor]:
+        """The pieces of a gradient of this key."""
+        starts = zip(self.gradient_offsets, self.pieces, strict=False)
+        return [flat[start : start + piece.elements] for start, piece in starts]
 
     def gathered(self, parameters: Sequence[Tensor]) -> Tensor:
         """A copy of the key's elements of the given parameters."""
@@ -97,7 +118,7 @@ class KeyTable:
     @cached_property
     def digest(self) -> int:
         """63 bits that differ as soon as two processes disagree about the model or about the keys."""
-        rows = [(key.server, key.bucket, key.start, key.pieces) for key in self.keys]
+        rows = [(key.server, key.bucket, key.start, key.pieces, key.compressor) for key in self.keys]
         seen = hashlib.sha256(f"{self.layout.digest} {self.servers} {rows}".encode()).digest()
         return int.from_bytes(seen[:8], "little") & (2**63 - 1)
 
@@ -126,7 +147,12 @@ class KeyTable:
 
 
 def plan_keys(
-    layout: FlatLayout, buckets: Sequence[Bucket], *, servers: int = 1, key_bytes: int | None = None
+    layout: FlatLayout,
+    buckets: Sequence[Bucket],
+    *,
+    servers: int = 1,
+    key_bytes: int | None = None,
+    compressor_of: Callable[[Bucket], Compressor | None] = lambda bucket: None,
 ) -> KeyTable:
     """Cut every bucket into keys and deal the keys to the servers by size.
 
@@ -140,7 +166,8 @@ def plan_keys(
     for size in _sizes_to_try(buckets, servers) if key_bytes is None else [key_bytes]:
         keys = []
         for number, bucket in enumerate(buckets):
-            keys += _keys_of(layout, number, bucket, size, first=len(keys))
+            cut = _keys_of(layout, number, bucket, size, compressor_of(bucket))
+            keys += [replace(key, number=len(keys) + place) for place, key in enumerate(cut)]
         if len(keys) >= servers:
             break
     if servers > len(keys):
@@ -160,10 +187,16 @@ def _sizes_to_try(buckets: Sequence[Bucket], servers: int) -> Iterator[int]:
     yield 1
 
 
-def _keys_of(layout: FlatLayout, number: int, bucket: Bucket, key_bytes: int, first: int) -> Iterator[Key]:
+def _keys_of(
+    layout: FlatLayout, number: int, bucket: Bucket, key_bytes: int, compressor: Compressor | None
+) -> Iterator[Key]:
     itemsize = bucket.dtype.itemsize
     run: list[Piece] = []
     start = 0
+
+    def key() -> Key:
+        return Key(0, 0, number, start, tuple(run), layout.dtypes[run[0].parameter], bucket.dtype, compressor)
+
     for piece in _pieces_of(layout, bucket, key_bytes):
         elements = sum(other.elements for other in run)
         if run and (
@@ -171,17 +204,21 @@ def _keys_of(layout: FlatLayout, number: int, bucket: Bucket, key_bytes: int, fi
             or len(run) == MOST_PIECES
             or layout.dtypes[piece.parameter] != layout.dtypes[run[0].parameter]
         ):
-            yield Key(first, 0, number, start, tuple(run), layout.dtypes[run[0].parameter], bucket.dtype)
-            first, start, run = first + 1, start + elements, []
+            yield (made := key())
+            start, run = made.stop, []
         run.append(piece)
     if run:
-        yield Key(first, 0, number, start, tuple(run), layout.dtypes[run[0].parameter], bucket.dtype)
+        yield key()
 
 
 def _pieces_of(layout: FlatLayout, bucket: Bucket, key_bytes: int) -> Iterator[Piece]:
     """The bucket's gradients in its order; one larger than a key is cut into pieces of equal size."""
     for entry in bucket.entries:
         yield from layout.split(entry.parameter, -(-entry.elements * bucket.dtype.itemsize // key_bytes))
+
+
+def _block(compressor: Compressor | None) -> int:
+    return compressor.block if isinstance(compressor, BlockCompressor) else 1
 
 
 def _dealt(sizes: Sequence[int], servers: int) -> dict[int, int]:

@@ -9,6 +9,8 @@
 Roots arrive in any order and the canonical sum comes out. A push's tensor becomes a node of the tree without a copy; a
 merge adds in place and hands the right one's memory back.
 
+Where pushes are compressed each lane's payload comes by itself, and a key's are decoded and added when all are there.
+
 Keys are finished from the last to the first: keys are numbered as backward finishes gradients, and the next forward
 wants the first layers first. Each is answered as it is done, while the others are still being updated.
 """
@@ -28,6 +30,7 @@ from paceline.errors import ReplicaError
 from paceline.optim.gradient_norm import clip_coefficient, norm_of_squares
 from paceline.optim.group_settings import GroupSettings
 from paceline.parameter_server.clock import Clock
+from paceline.parameter_server.compressed_key import Decoder
 from paceline.parameter_server.key_ranges import KeyTable
 from paceline.parameter_server.server_key import ServerKey
 from paceline.parameter_server.staleness_stats import StalenessCounter
@@ -40,8 +43,11 @@ Recycle = Callable[[Tensor], None]
 class KeySum:
     """The sum of one key in one round, on its way."""
 
-    def __init__(self) -> None:
+    def __init__(self, round: int, decoder: Decoder | None) -> None:
+        self._round, self._decoder = round, decoder
         self.nodes: dict[int, Tensor] = {}
+        self._codes: dict[int, Tensor] = {}  # by lane, until all are there
+        self.decoder: Decoder | None = None  # of a sum whose pushes are compressed
         self.used = 0
         self._arrived: set[int] = set()
         self._to_merge: list[Merge] | None = None
@@ -50,12 +56,25 @@ class KeySum:
         return lane in self._arrived
 
     def add(self, lane: int, gradient: Tensor, used: int) -> None:
+        coded = gradient.dtype == torch.uint8
+        if self._arrived and coded != (self.decoder is not None):
+            raise WireError(
+                f"a push of lane {lane} of round {self._round} is {'' if coded else 'not '}compressed, those of "
+                f"{sorted(self._arrived)} are{' not' if coded else ''}; start every process with the same compression"
+            )
         self._arrived.add(lane)
-        self.nodes[lane] = gradient
         self.used |= used
+        if coded:
+            self.decoder = self._decoder
+            self._codes[lane] = gradient
+        else:
+            self.nodes[lane] = gradient
 
     def merge(self, plan: SumPlan, recycle: Recycle) -> None:
         """Perform the merges whose two nodes are finished; others wait, and what builds on them."""
+        if self.decoder is not None:
+            self._decode(self.decoder, plan, recycle)
+            return
         waiting: list[Merge] = []
         unfinished: set[int] = set()
         for merge in plan.between_workers if self._to_merge is None else self._to_merge:
@@ -69,6 +88,17 @@ class KeySum:
                 unfinished |= pair
         self._to_merge = waiting
 
+    def _decode(self, decoder: Decoder, plan: SumPlan, recycle: Recycle) -> None:
+        if self._codes and self._codes.keys() == set(plan.present):
+            self.nodes = {plan.present[0]: decoder.add(self._round, self._codes)}
+            for code in self._codes.values():
+                recycle(code)
+            self._codes = {}
+
+    def pushed_by(self, worker: int, plan: SumPlan) -> tuple[int, ...]:
+        """The lanes whose pushes a worker has to send."""
+        return plan.roots(worker) if self.decoder is None else plan.holders[worker]
+
     @property
     def total(self) -> Tensor:
         (total,) = self.nodes.values()
@@ -78,14 +108,16 @@ class KeySum:
 class Round:
     """What the workers have sent of one round."""
 
-    def __init__(self, number: int, workers: int, keys: Iterable[int], recycle: Recycle) -> None:
+    def __init__(
+        self, number: int, workers: int, keys: Iterable[int], recycle: Recycle, decoders: Mapping[int, Decoder]
+    ) -> None:
         self.number = number
         self._workers = workers
         self._recycle = recycle
         self._lanes: dict[int, tuple[int, ...]] = {}
         self._closes: dict[int, Close] = {}
         self._plan: SumPlan | None = None
-        self.sums = {key: KeySum() for key in keys}
+        self.sums = {key: KeySum(number, decoders.get(key)) for key in keys}
         self.squares: list[float] | None = None  # of the block norms here, once known
 
     # -- what arrives ------------------------------------------------------------------------------------------------
@@ -170,8 +202,8 @@ class Round:
         """All workers closed it: nothing is missing, and they agree."""
         assert self._plan is not None
         for worker in range(self._workers):
-            for lane in self._plan.roots(worker):
-                for key, total in self.sums.items():
+            for key, total in self.sums.items():
+                for lane in total.pushed_by(worker, self._plan):
                     if not total.has(lane):
                         raise WireError(
                             f"worker {worker} closed round {self.number} without a push of its root {lane} for "
@@ -229,11 +261,12 @@ class RoundByRound:
         mode: Mode,
         workers: int,
         recycle: Recycle,
+        decoders: Mapping[int, Decoder],
     ) -> None:
         self._table, self._server, self._held, self._settings = table, server, held, settings
         self._keys = [key.number for key in table.of_server(server)]
         self._clock, self._mode, self._workers = clock, mode, workers
-        self._stats, self._recycle = stats, recycle
+        self._stats, self._recycle, self._decoders = stats, recycle, decoders
         self._next = 0
         self._rounds: dict[int, Round] = {}
         self._squares: dict[int, dict[int, list[float]]] = {}  # by round and server
@@ -306,7 +339,7 @@ class RoundByRound:
 
     def _round(self, number: int) -> Round:
         if number not in self._rounds:
-            self._rounds[number] = Round(number, self._workers, self._keys, self._recycle)
+            self._rounds[number] = Round(number, self._workers, self._keys, self._recycle, self._decoders)
         return self._rounds[number]
 
     # -- what is pulled ----------------------------------------------------------------------------------------------
@@ -388,10 +421,14 @@ class RoundByRound:
         total = round.sums[key]
         if not total.nodes:
             return
+        if total.decoder is not None:
+            total.decoder.forget() if round.empty else total.decoder.commit(total.used)
         if self._mode == "aggregate":
             all_workers = set(range(self._workers))
             used = 0 if round.empty else total.used  # workers then have no gradient, and change nothing either
-            self.sums[key, round.number] = FinishedSum(self._gradient(round, key), used, all_workers)
+            rows = None if total.decoder is None else total.decoder.rows  # workers scale what they decode
+            answer = self._gradient(round, key) if rows is None else rows
+            self.sums[key, round.number] = FinishedSum(answer, used, all_workers)
             return
         if not round.empty:
             gradient = total.total if round.squares is not None else self._gradient(round, key)

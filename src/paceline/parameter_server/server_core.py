@@ -21,6 +21,7 @@ from torch import Tensor
 from paceline.optim.group_settings import GroupSettings
 from paceline.optim.piece_state import State
 from paceline.parameter_server.clock import Clock
+from paceline.parameter_server.compressed_key import Decoder
 from paceline.parameter_server.on_arrival import OnArrival
 from paceline.parameter_server.round_by_round import Mode, Recycle, RoundByRound
 from paceline.parameter_server.server_key import ServerKey, pack_states, unpack_states
@@ -29,8 +30,10 @@ from paceline.parameter_server.staleness_stats import StalenessCounter
 from paceline.parameter_server.update_log import Applied
 from paceline.parameter_server.wire import (
     ALL,
+    LOADS_RESIDUAL,
     LOADS_STATE,
     LOADS_WEIGHTS,
+    RESIDUAL,
     Close,
     Header,
     Kind,
@@ -60,18 +63,19 @@ class ServerCore:
         *,
         mode: Mode = "update",
         staleness_policy: StalenessPolicy | None = None,
+        decoders: Mapping[int, Decoder] | None = None,
         recycle: Recycle = lambda _: None,
         log: Callable[[Applied], None] | None = None,
         stats: StalenessCounter | None = None,
     ) -> None:
-        """`held`: the server's keys, none in mode aggregate.
+        """`held`: the server's keys, none in mode aggregate. `decoders`: of those whose pushes may be compressed.
 
         `log` hears of an asynchronous update before its effect can be seen.
         """
         self._protocol, self._table, self._server = protocol, protocol.table, server
         self._rank = protocol.workers + server
         self._keys = [key.number for key in self._table.of_server(server)]
-        self._held, self._mode, self._recycle = held, mode, recycle
+        self._held, self._mode, self._recycle, self._decoders = held, mode, recycle, decoders or {}
         self._stats = stats or StalenessCounter(len(self._keys))
         self._applying: RoundByRound | OnArrival
         if clock.deterministic:
@@ -81,6 +85,7 @@ class ServerCore:
                 mode=mode,
                 workers=protocol.workers,
                 recycle=recycle,
+                decoders=self._decoders,
             )
         else:
             self._applying = OnArrival(
@@ -179,7 +184,7 @@ class ServerCore:
         yield from ()
 
     def _on_push(self, header: Header, payload: Tensor | None) -> Iterator[Reply]:
-        assert payload is not None  # its elements are those of the key
+        payload = torch.empty(0, dtype=torch.uint8) if payload is None else payload  # topk chose nothing of the key
         yield from self._advance(self._applying.push(header, payload), [header.key])
 
     def _on_close(self, header: Header, payload: Tensor | None) -> Iterator[Reply]:
@@ -238,7 +243,12 @@ class ServerCore:
     # -- saving and resuming -----------------------------------------------------------------------------------------
 
     def _state(self, asked: Header, key: int) -> Reply:
-        payload = pack_states(self._held[key].states()) if key in self._held else torch.empty(0, dtype=torch.uint8)
+        payload = torch.empty(0, dtype=torch.uint8)
+        if asked.flags == RESIDUAL:
+            residual = self._decoders[key].residual() if key in self._decoders else None
+            payload = payload if residual is None else residual.view(torch.uint8)
+        elif key in self._held:
+            payload = pack_states(self._held[key].states())
         header = self._header(Kind.STATE, round=asked.round, key=key)
         return Reply(asked.sender, header.holding(payload), payload if payload.numel() else None)
 
@@ -249,6 +259,8 @@ class ServerCore:
                 held.load_weights(payload, header.version)
             elif header.flags == LOADS_STATE:
                 held.load_states(unpack_states(payload))
+        if header.flags == LOADS_RESIDUAL and header.key in self._decoders:
+            self._decoders[header.key].load_residual(None if payload is None else payload.view(torch.float32))
         self._applying.reset(header.key, header.complete)
         yield Reply(header.sender, self._header(Kind.LOAD, round=header.round, key=header.key))
 

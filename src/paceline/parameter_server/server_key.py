@@ -200,7 +200,7 @@ class ServerKey:
 
     def norms(self, gradient: Tensor, used: int) -> list[Tensor]:
         """The block norms of the pieces that were used."""
-        views = self.key.views(gradient)
+        views = self.key.gradient_views(gradient)
         return [block_norms(view) for place, view in enumerate(views) if used >> place & 1]
 
     def update(
@@ -214,7 +214,7 @@ class ServerKey:
     ) -> None:
         """One step of the optimizer; a piece whose bit in `used` is not set has no gradient and is not touched."""
         self._put(settings, lr_factor, momentum)
-        views = self.key.views(gradient)
+        views = self.key.gradient_views(gradient)
         for place, (piece, view) in enumerate(zip(self._pieces, views, strict=True)):
             piece.grad = view.view(piece.shape) if used >> place & 1 else None
         self._ahead.before(self.weights)

@@ -19,6 +19,7 @@ its first push and again whenever they changed; until then those the server's ow
 
 Which parameters were used: bit i of a PUSH's `flags` says whether piece i of the key got a gradient in any of the lanes
 in it. Lanes of a round: those the workers name in OPEN, each its own; a worker without any says so with an empty one.
+Where gradients are compressed a PUSH is a lane's payload, of bytes; so is a SUM whose compressor is one of blocks.
 `weight`, in an asynchronous PUSH: what the gradient is multiplied by (its weight over the round's nominal weight, as
 far as backward has not done it). In WEIGHTS: the gradient's norm, where the last round was clipped, otherwise NaN.
 """
@@ -35,6 +36,7 @@ import torch
 from torch import Tensor
 
 from paceline.errors import PacelineError
+from paceline.parameter_server.compressed_key import code_bytes
 from paceline.parameter_server.key_ranges import Key, KeyTable
 
 MAGIC = 0x7061_6365_6C69_6E65
@@ -43,7 +45,8 @@ FIELDS = 16
 ALL = -1  # in `key`: all keys of the server
 
 HEADER_TO_SERVER, PAYLOAD_TO_SERVER, HEADER_TO_WORKER, PAYLOAD_TO_WORKER = range(4)
-LOADS_WEIGHTS, LOADS_STATE = 1, 2  # flags of LOAD
+LOADS_WEIGHTS, LOADS_STATE, LOADS_RESIDUAL = 1, 2, 3  # flags of LOAD
+RESIDUAL = 1  # a flag of STATE, and of the answer: what compression keeps of the key's sums, not the optimizer's state
 AS_THEY_ARE = 1  # a flag of PULL, and of WEIGHTS that answer it: not looked ahead
 LAST_PING = 2**62  # as its round: nothing comes after it
 MOST_TEXT = 1 << 16
@@ -209,7 +212,9 @@ class Protocol:
         kind = header.kind
         loads_weights = kind is Kind.LOAD and header.flags == LOADS_WEIGHTS and header.sender < self.workers
         if key is not None and kind in (Kind.PUSH, Kind.SUM):
-            return key.elements, key.elements, key.sum_dtype
+            if key.compressor is not None and (header.dtype == torch.uint8 or not header.elements):
+                return *code_bytes(key), torch.uint8
+            return key.gradient_elements, key.gradient_elements, key.sum_dtype
         if key is not None and (kind is Kind.WEIGHTS or loads_weights):
             return key.elements, key.elements, key.dtype
         if kind in (Kind.PULL, Kind.PING, Kind.BYE):

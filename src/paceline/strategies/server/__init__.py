@@ -2,6 +2,7 @@
 
 parameter_server   what a user chooses, and how workers and servers of a job come together
 space              parameters that are updated together, cut into keys
+compressed         lanes' gradients in fewer bytes, on their way to the servers
 rounds             one round on a worker: read weights, push gradients, end the round; three ways to do it
 replay             the asynchronous way again, with servers that follow a log instead of arrivals
 """
@@ -9,13 +10,20 @@ replay             the asynchronous way again, with servers that follow a log in
 from paceline.parameter_server.clock import BoundedDelay, BoundedStaleness
 from paceline.parameter_server.staleness_policy import StalenessPolicy
 from paceline.strategies.registry import Job, Maker, Registered, register
-from paceline.strategies.server.parameter_server import Assembly, ParameterServer, ParameterServerMaker, serve
+from paceline.strategies.server.parameter_server import (
+    Assembly,
+    ParameterServer,
+    ParameterServerMaker,
+    check_compression,
+    serve,
+)
 from paceline.strategies.server.replay import ReplayedMaker
 
 __all__ = ["BoundedDelay", "BoundedStaleness", "ParameterServer", "StalenessPolicy"]
 
 
 def _open(config: ParameterServer, job: Job) -> Maker:
+    check_compression(config, job)
     if job.replay is not None:
         return ReplayedMaker(config, job, job.replay)
     if job.world.is_server:
@@ -32,5 +40,6 @@ register(
         is_synchronous=lambda config: config.clock.synchronous,
         examples=(ParameterServer(mode="aggregate"),),
         uses_servers=True,
+        takes_compression=True,
     )
 )

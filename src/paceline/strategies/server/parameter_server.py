@@ -27,12 +27,14 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from paceline.collectives.communicator import Communicator
+from paceline.compression import UNCOMPRESSED, PowerSgd
 from paceline.errors import ConfigError, LoopError, PacelineError
 from paceline.optim.range_optimizer import check_elementwise
 from paceline.parameter_server import handshake
 from paceline.parameter_server.channel import GONE, BufferPool, Channel, GroupChannel, LocalChannel, local_channels
 from paceline.parameter_server.client import Client, ServerConnections
 from paceline.parameter_server.clock import BoundedStaleness, Clock
+from paceline.parameter_server.compressed_key import Decoder, decoders
 from paceline.parameter_server.handshake import StoreBarrier
 from paceline.parameter_server.round_by_round import Mode
 from paceline.parameter_server.server import GRACE_S, CoreMaker, Server
@@ -128,6 +130,23 @@ def check_devices(devices: object) -> None:
             ) from None
 
 
+def check_compression(config: ParameterServer, job: Job) -> None:
+    """What servers can't add up is refused."""
+    compression = job.compression
+    if compression is None:
+        return
+    if not config.clock.synchronous:
+        raise ConfigError(
+            f"compression with ParameterServer(clock={config.clock}): residuals are kept for rounds that all workers "
+            "end together; choose the clock BoundedStaleness(0), or leave compression out"
+        )
+    if any(isinstance(compressor, PowerSgd) for _, compressor in compression.rules):
+        raise ConfigError(
+            "compression='powersgd' with strategy='parameter_server': its second factor is made of the sum of the "
+            "first, and servers add once in a round; choose bf16, fp16, int8, sign or topk, or strategy='ddp'"
+        )
+
+
 @dataclass(frozen=True)
 class Memory:
     """What this process lets the others see, of space 0; None: it can't, or the clock leaves no safe time for it."""
@@ -156,6 +175,7 @@ class Assembly:
             lanes=job.lanes,
             bucket_bytes=job.bucket_bytes,
             key_bytes=config.key_bytes,
+            compression=job.compression or UNCOMPRESSED,
         )
         if config.mode == "update":
             for optimizer in job.optimizers:
@@ -189,6 +209,7 @@ class Assembly:
         facts: dict[str, Any] = {
             "keys": [other.table.digest for other in self.spaces],
             "lanes": self.job.lanes,
+            "compression": str(self.job.compression),
             "clock": str(config.clock),
             "mode": config.mode,
             "staleness policy": str(config.staleness_policy),
@@ -211,10 +232,11 @@ class Assembly:
         space, clock, aggregates = self.spaces[0], self.config.clock, self.config.mode == "aggregate"
         sizes = [(bucket.elements, bucket.dtype) for bucket in space.buckets]
         shows_weights = clock.deterministic and self.config.on_host
+        shows_gradients = clock.synchronous and self.job.compression is None  # payloads are messages, of any length
         return Memory(
-            gradients=handshake.shared_gradients(self.comm, sizes) if clock.synchronous and on_host else None,
+            gradients=handshake.shared_gradients(self.comm, sizes) if shows_gradients and on_host else None,
             weights=handshake.shared_keys(self.comm, space.table, sums=False) if shows_weights else None,
-            sums=handshake.shared_keys(self.comm, space.table, sums=True) if clock.synchronous and aggregates else None,
+            sums=handshake.shared_keys(self.comm, space.table, sums=True) if shows_gradients and aggregates else None,
         )
 
     def log_of(self, role: Role, number: int) -> UpdateLog | NoLog:
@@ -314,12 +336,17 @@ class Assembly:
                 *(space.protocol, index, held, space.settings, config.clock),
                 mode=config.mode,
                 staleness_policy=config.staleness_policy,
+                decoders=self._decoders(space, index),
                 recycle=self.buffers.give_back,
                 log=log.applied if isinstance(log, UpdateLog) else None,
                 stats=stats,
             )
 
         return make
+
+    def _decoders(self, space: Space, index: int) -> dict[int, Decoder]:
+        feedback, names = (self.job.compression or UNCOMPRESSED).feedback, space.table.layout.names
+        return decoders(space.table.of_server(index), names, seed=self.job.seed, feedback=feedback)
 
     # -- a worker ----------------------------------------------------------------------------------------------------
 

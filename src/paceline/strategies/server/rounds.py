@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
@@ -38,11 +39,12 @@ from paceline.parameter_server.key_ranges import Key
 from paceline.parameter_server.staleness_stats import StalenessCounter
 from paceline.parameter_server.update_log import NoLog, Read, UpdateLog
 from paceline.parameter_server.wire import Close
-from paceline.sharding.bucket import plan_buckets
+from paceline.sharding.bucket import Shards, cut_buckets, plan_buckets
 from paceline.sharding.local_shard import LocalShard, all_here
 from paceline.strategies.buckets import GradientBuckets, GradientPlaceholder
 from paceline.strategies.master_weights import load_exactly
 from paceline.strategies.registry import Job
+from paceline.strategies.server.compressed import PushedGradients
 from paceline.strategies.server.space import ModelWeights, Space, sliced_states, states_of_keys
 from paceline.strategies.strategy import Agreement, ItemPlace, StrategyBase, Tally
 from paceline.torch_compat import STEP_WAS_CALLED
@@ -75,7 +77,7 @@ class _Pushed:
 
     round: int
     bucket: int
-    node: Tensor
+    node: Tensor | None  # a payload has memory of its own, which is not used again
     sent: Sequence[Sent]
 
 
@@ -89,14 +91,16 @@ class PushedRounds(StrategyBase):
         self._client, self._clock, self._stats, self._log = wiring.client, clock, wiring.stats, wiring.log
         self._worker, self._comm, self._all_lanes = job.world.rank, job.comm, job.lanes
         self._elastic = job.world.elastic is not None
+        self._compressed = compressed = PushedGradients(job, space.named, space.table)
         self._buckets = GradientBuckets(
             space.named,
             self._worker,
-            cut=lambda specs, order: plan_buckets(specs, order, job.bucket_bytes, aligned=False),
+            cut=lambda specs, order: plan_buckets(compressed.grouped(specs), order, job.bucket_bytes, aligned=False),
             leave=self._leave,
             overlap=job.overlap,
             by_lane=not clock.deterministic,
             rebuilds=False,  # keys are slices of buckets, and servers have theirs from the start
+            compress=compressed.take,
         )
         for sums, memory in zip(self._buckets.sums, wiring.gradients or [], strict=wiring.gradients is not None):
             sums.use_slot(memory)
@@ -109,6 +113,7 @@ class PushedRounds(StrategyBase):
         self._lost = job.lost
         self._lanes: tuple[int, ...] = ()
         self._acted: set[int] = set()
+        self._used_by_any: Sequence[bool] = ()  # worker, in the round that is collected
 
     @property
     def _speaks_for_all(self) -> bool:
@@ -144,7 +149,12 @@ class PushedRounds(StrategyBase):
         self._start_reading()
         self._make_room()
         self._acted.clear()
+        self._compressed.begin(round, plan, self._buckets.sums, self._shards)
         self._buckets.start_step(plan)
+
+    def _shards(self) -> Shards:
+        """Owners are the servers, by key: no worker has a range."""
+        return cut_buckets([sums.bucket for sums in self._buckets.sums], 1)
 
     def _start_reading(self) -> None:
         """The weights that the round may read are in the model when this returns."""
@@ -177,6 +187,19 @@ class PushedRounds(StrategyBase):
     def _leave(self, number: int, nodes: dict[int, Tensor]) -> None:
         for lane, node in reversed(nodes.items()):  # the first lane's may be shared memory, and has to come back last
             self._push(number, lane, node, self._used_bits(number))
+        if self._compressed.compresses(number):
+            self._push_codes(number)
+
+    def _push_codes(self, number: int) -> None:
+        """The payloads of a bucket, of each lane by itself."""
+        used = {
+            key.number: bits
+            for key, bits in zip(self._client.table.of_bucket(number), self._used_bits(number), strict=True)
+        }
+        for lane, key, code in self._compressed.codes(number):
+            sent = self._client.push(key, code, round=self._round, lane=lane, used=used[key.number])
+            self._under_way.append(_Pushed(self._round, number, None, [sent]))
+        fault_point("bucket")
 
     def _push(self, number: int, lane: int, node: Tensor, used: Sequence[int], weight: float = 1.0) -> None:
         """One bucket of a lane or root, cut into keys; `used` has the bits of each key's pieces."""
@@ -202,7 +225,8 @@ class PushedRounds(StrategyBase):
             pushed = self._under_way.popleft()
             for sent in pushed.sent:
                 self._client.wait_for(sent)
-            self._buckets.sums[pushed.bucket].give_back(pushed.node)
+            if pushed.node is not None:
+                self._buckets.sums[pushed.bucket].give_back(pushed.node)
 
     # -- its end -----------------------------------------------------------------------------------------------------
 
@@ -225,6 +249,7 @@ class PushedRounds(StrategyBase):
             )
         for parameter in self.parameters:
             parameter.grad = None
+        self._compressed.forget()
 
     def close(self) -> None:
         self._buckets.close()
@@ -254,6 +279,22 @@ class PushedRounds(StrategyBase):
             )
         known = self._weights.remembered or self._weights.copies()
         return by_parameter(optimizer, self.parameters, state[READS], otherwise=known)
+
+    def keep_residuals(self) -> None:
+        self._compressed.commit(self._used_by_any)
+
+    def compression_state(self, lanes: Sequence[int]) -> dict[str, Any]:
+        """Of lanes from here; one worker asks the servers for what they keep of sums."""
+        state = self._compressed.state(lanes, self._buckets.sums, self._shards)
+        asks = bool(state) and self._speaks_for_all
+        return self._compressed.with_sums(state, self._client.residuals(self._round) if asks else None)
+
+    def load_compression(self, saved: Mapping[str, Any], lanes: Sequence[int]) -> None:
+        self._compressed.load(saved, lanes, self._buckets.sums, self._shards)
+        self._all_workers_are_here()
+        if self._speaks_for_all:
+            self._client.load_residuals(self._round, self._compressed.sums_of(saved))
+        self._all_workers_are_here()
 
     def _note_load(self, optimizer: Optimizer, state: dict[str, Any], round: int) -> None:
         if self._loads is not None:
@@ -309,7 +350,7 @@ class UpdatesOnServers(PushedRounds):
         self._hand_over(self._round, None)
 
     def collect(self, tally: Tally) -> None:
-        self._tally, self._max_norm = tally, None
+        self._tally, self._max_norm, self._used_by_any = tally, None, tally.used
         for parameter, placeholder, used in zip(self.parameters, self._placeholders, tally.used, strict=True):
             parameter.grad = placeholder if used and not tally.empty else None
         if tally.empty:
@@ -578,20 +619,26 @@ class SumsOnServers(PushedRounds):
         self._stats.started_round()
 
     def collect(self, tally: Tally) -> None:
-        round = self._round
+        round, self._used_by_any = self._round, tally.used
         self._close(tally)
         if self._clock.synchronous:
-            self._fetch(round)
+            self._fetch(round, tally.scale)
         else:
             self._waiting.append(_Waiting(round))
 
-    def _fetch(self, round: int) -> None:
-        """`.grad` becomes the round's gradient."""
+    def _fetch(self, round: int, scale: float = 1.0) -> None:
+        """`.grad` becomes the round's gradient; servers have scaled it, but not what comes in rows."""
         self._make_room()
         self._totals = [sums.buffer() for sums in self._buckets.sums]
 
         def put(key: Key, total: Tensor) -> None:
-            key.of_bucket(self._totals[key.bucket]).copy_(total)
+            into = key.of_bucket(self._totals[key.bucket])
+            if total.dtype != torch.uint8:
+                into.copy_(total)
+                return
+            self._compressed.decode(key, total, into)
+            if scale != 1.0:
+                into.mul_(scale)
 
         used = self._used_parameters(self._client.sums(round, put))
         for sums, total in zip(self._buckets.sums, self._totals, strict=True):

@@ -26,6 +26,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
+from paceline.compression import UNCOMPRESSED, Compression
 from paceline.errors import ConfigError
 from paceline.optim.group_settings import GroupSettings
 from paceline.optim.piece_state import State, gather_state, scatter_state
@@ -35,6 +36,7 @@ from paceline.sharding.bucket import Bucket, GradientSpec, plan_buckets
 from paceline.sharding.flat_layout import FlatLayout, Piece
 from paceline.sharding.local_shard import LocalShard
 from paceline.strategies.buckets import expected_order
+from paceline.strategies.compressed.gradients import Chosen
 from paceline.torch_compat import foreach_copy_, version_of
 
 
@@ -67,6 +69,7 @@ def plan_spaces(
     lanes: int,
     bucket_bytes: int,
     key_bytes: int | None,
+    compression: Compression = UNCOMPRESSED,
 ) -> list[Space]:
     """All optimizers together first; then, where there are several, each of them."""
     spaces: list[Space] = []
@@ -77,9 +80,10 @@ def plan_spaces(
         _check_one_device(named)
         layout = FlatLayout.of(named)
         # Where gradients are is no part of the plan: a server has them in the host's memory.
-        specs = [GradientSpec(tuple(p.shape), p.dtype, torch.device("cpu")) for _, p in named]
-        buckets = plan_buckets(specs, expected_order(len(specs)), bucket_bytes, aligned=False)
-        table = plan_keys(layout, buckets, servers=servers, key_bytes=key_bytes)
+        specs: Sequence[GradientSpec] = [GradientSpec(tuple(p.shape), p.dtype, torch.device("cpu")) for _, p in named]
+        chosen = Chosen.by(compression, named)
+        buckets = plan_buckets(chosen.grouped(specs), expected_order(len(specs)), bucket_bytes, aligned=False)
+        table = plan_keys(layout, buckets, servers=servers, key_bytes=key_bytes, compressor_of=chosen.of)
         spaces.append(Space(named, together, GroupSettings(together), buckets, Protocol(table, workers, lanes)))
     return spaces
 
