@@ -186,7 +186,7 @@ def draw(seed: int, *, elastic: bool = False, strategies: Sequence[str] = ()) ->
         if compression == "mixed":  # it has PowerSgd, which servers can't add up
             able = [name for name in able if not STRATEGIES[name].entry.uses_servers]
         compression = compression if able else None
-        legs = tuple(replace(leg, strategy=rng.choice(able), servers=0) if able else leg for leg in legs)
+        legs = tuple(_compressing(leg, rng.choice(able)) if able else leg for leg in legs)
     return Case(
         seed=seed,
         compression=compression,
@@ -214,6 +214,10 @@ def draw(seed: int, *, elastic: bool = False, strategies: Sequence[str] = ()) ->
         stop_at=rng.randint(1, 4) if len(legs) == 2 else None,
         kill=kill,
     )
+
+
+def _compressing(leg: Leg, strategy: str) -> Leg:
+    return replace(leg, strategy=strategy, servers=leg.servers if STRATEGIES[strategy].entry.uses_servers else 0)
 
 
 def _leg(rng: random.Random, lanes: int, precision: str, whole: bool, wanted: Sequence[str]) -> Leg:
