@@ -183,6 +183,7 @@ def draw(seed: int, *, elastic: bool = False, strategies: Sequence[str] = ()) ->
     if compression is not None:
         able = [name for name in COMPRESS if not strategies or name.startswith(tuple(strategies))]
         able = [name for name in able if not whole or name in UPDATE_WHOLE_PARAMETERS]
+        able = [name for name in able if precision == "fp32" or STRATEGIES[name].entry.takes_low_precision]
         if compression == "mixed":  # it has PowerSgd, which servers can't add up
             able = [name for name in able if not STRATEGIES[name].entry.uses_servers]
         compression = compression if able else None

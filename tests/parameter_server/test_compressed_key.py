@@ -15,7 +15,7 @@ from paceline.compression import BlockCompressor, Cast, Compression, Compressor,
 from paceline.compression.block_range import BlockRange, OwnedSum, Span
 from paceline.compression.topk import PLACE_DTYPE, add_lanes, largest
 from paceline.parameter_server.clock import BoundedStaleness
-from paceline.parameter_server.compressed_key import code_bytes, decoders, places_of, rows_of
+from paceline.parameter_server.compressed_key import code_bytes, decoders, part_of_key
 from paceline.parameter_server.server_core import ServerCore
 from paceline.parameter_server.server_key import hold_keys
 from paceline.parameter_server.wire import Close, Header, Kind, WireError, lanes_payload
@@ -74,12 +74,12 @@ def test_keys_of_rows_add_up_to_the_sum_of_their_bucket(
             back = owner.add(round, rows, out)
             owner.commit([True] * len(spans))
             for key in keys:
-                total = held[key.number].add(round, {lane: rows_of(key, row) for lane, row in rows.items()})
+                total = held[key.number].add(round, {lane: part_of_key(key, row) for lane, row in rows.items()})
                 held[key.number].commit((1 << len(key.pieces)) - 1)
                 assert torch.equal(total, key.of_bucket(out))
                 sent = held[key.number].rows
                 assert sent is not None
-                assert torch.equal(sent, rows_of(key, back))
+                assert torch.equal(sent, part_of_key(key, back))
                 assert code_bytes(key) == (sent.numel(), sent.numel())
         for key in keys:
             kept = held[key.number].residual()
@@ -108,7 +108,7 @@ def test_keys_of_places_add_up_to_the_sum_of_their_bucket(
         total = torch.empty(bucket.elements)
         add_lanes(chosen, total)
         for key in space.table.of_bucket(number):
-            codes = {lane: places_of(key, both) for lane, both in chosen.items()}
+            codes = {lane: part_of_key(key, both) for lane, both in chosen.items()}
             least, most = code_bytes(key)
             assert all(least <= code.numel() <= most for code in codes.values())
             assert torch.equal(held[key.number].add(ROUND, codes), key.of_bucket(total))

@@ -117,16 +117,12 @@ def range_of(key: Key, codec: BlockCompressor, names: Sequence[str], seed: int) 
 # -- the worker's side -------------------------------------------------------------------------------------------------
 
 
-def rows_of(key: Key, rows: Tensor) -> Tensor:
-    """The key's part of the rows of its bucket."""
-    assert isinstance(key.compressor, BlockCompressor)
-    block = key.compressor.block
-    return rows[key.start // block : key.stop // block].reshape(-1)
-
-
-def places_of(key: Key, chosen: Tensor) -> Tensor:
-    """The key's part of a bucket's places, which are in their order, and values."""
-    places, values = chosen
+def part_of_key(key: Key, payload: Tensor) -> Tensor:
+    """The bytes that a key has of its bucket's payload: of rows, or of places in their order and values."""
+    if isinstance(key.compressor, BlockCompressor):
+        block = key.compressor.block
+        return payload[key.start // block : key.stop // block].reshape(-1)
+    places, values = payload
     low, high = torch.searchsorted(places, torch.tensor([key.start, key.stop], dtype=places.dtype)).tolist()
     return torch.stack([places[low:high] - key.start, values[low:high]]).view(-1).view(torch.uint8)
 

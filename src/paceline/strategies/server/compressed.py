@@ -9,52 +9,25 @@ Residuals of lanes are here, those of sums on the servers; saved they are one st
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
 from paceline.compression import UNCOMPRESSED, BlockCompressor, Compressor, TopK
-from paceline.parameter_server.compressed_key import places_of, range_of, rows_of
+from paceline.parameter_server.compressed_key import part_of_key, range_of
 from paceline.parameter_server.key_ranges import Key, KeyTable
 from paceline.sharding.bucket import BucketShards
 from paceline.sharding.local_shard import LocalShard
 from paceline.strategies.buckets import LaneSums
 from paceline.strategies.compressed.blocks import BlockLanes
-from paceline.strategies.compressed.bucket import CompressedLanes, Compressing, State, part
+from paceline.strategies.compressed.bucket import Compressing, State, part
 from paceline.strategies.compressed.gradients import CompressedByLane
 from paceline.strategies.compressed.sparse import SparseLanes
 from paceline.strategies.registry import Job
 
-
-class PushedLanes(CompressedLanes, Protocol):
-    def code(self, lane: int, key: Key) -> Tensor:
-        """The key's part of a lane's payload."""
-        ...
-
-    @property
-    def lanes(self) -> Sequence[int]:
-        """That have been taken in this step."""
-        ...
-
-
-class PushedBlocks(BlockLanes):
-    def code(self, lane: int, key: Key) -> Tensor:
-        return rows_of(key, self.sent[lane])
-
-    @property
-    def lanes(self) -> Sequence[int]:
-        return list(self.sent)
-
-
-class PushedPlaces(SparseLanes):
-    def code(self, lane: int, key: Key) -> Tensor:
-        return places_of(key, self.sent[lane])
-
-    @property
-    def lanes(self) -> Sequence[int]:
-        return list(self.sent)
+PushedLanes = BlockLanes | SparseLanes
 
 
 class PushedGradients(CompressedByLane[PushedLanes]):
@@ -72,16 +45,16 @@ class PushedGradients(CompressedByLane[PushedLanes]):
 
     def _made(self, number: int, sums: LaneSums, shards: BucketShards, compressor: Compressor) -> PushedLanes:
         if isinstance(compressor, TopK):
-            return PushedPlaces(sums, compressor, self._compressing)
+            return SparseLanes(sums, compressor, self._compressing)
         assert isinstance(compressor, BlockCompressor)
-        return PushedBlocks(sums, compressor, self._compressing)
+        return BlockLanes(sums, compressor, self._compressing)
 
     def codes(self, number: int) -> Iterator[tuple[int, Key, Tensor]]:
         """Of a bucket: (lane, key, payload), in the host's memory."""
-        bucket = self._buckets[number]
-        for lane in bucket.lanes:
+        for lane, sent in self._buckets[number].sent.items():
+            payload = sent.cpu()
             for key in self._table.of_bucket(number):
-                yield lane, key, bucket.code(lane, key).cpu()
+                yield lane, key, part_of_key(key, payload)
 
     def decode(self, key: Key, rows: Tensor, out: Tensor) -> None:
         """Rows of a sum that came back become the key's gradient."""
