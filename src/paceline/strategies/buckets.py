@@ -10,13 +10,13 @@ parameters that no worker used in the last bucket, so that they don't hold a use
 
 What is below: `GradientBuckets`, all gradients of a strategy, and the base of those that have them (`InBuckets`);
 `LaneSums`, one bucket; `BufferPool`, the memory that they use; `GradientPlaceholder`, what `.grad` is where the sum of
-a gradient is sharded.
+a gradient is sharded; `NotCompressed`, what a strategy asks where no gradient is compressed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -26,7 +26,7 @@ from torch.optim import Optimizer
 from paceline.collectives.canonical_sum import Merge, SumPlan
 from paceline.collectives.communicator import Communicator
 from paceline.errors import LoopError
-from paceline.sharding.bucket import ALIGNED, Bucket, BucketEntry, GradientSpec
+from paceline.sharding.bucket import ALIGNED, Bucket, BucketEntry, GradientSpec, Shards
 from paceline.strategies.strategy import Agreement, ItemPlace, StrategyBase
 from paceline.torch_compat import foreach_copy_, nothing_else_views, plain_torch_function, version_of
 
@@ -353,6 +353,61 @@ class InBuckets(StrategyBase):
 
 
 # -- one bucket: from .grad to this worker's partial sums --------------------------------------------------------------
+
+
+class PendingTotal(Protocol):
+    """A compressed bucket's sum that is under way."""
+
+    def wait(self) -> Tensor: ...
+
+    def own_range(self) -> Tensor | None:
+        """Where owners keep the sums: None if this worker owns nothing of it."""
+        ...
+
+
+class NotCompressed:
+    """Gradients travel as they are; `compressed/gradients.py` has what compresses them."""
+
+    any = False
+
+    def grouped(self, specs: Sequence[GradientSpec]) -> Sequence[GradientSpec]:
+        """The same, with those apart that must not share a bucket."""
+        return specs
+
+    def has(self, number: int) -> bool:
+        """Whether this bucket may be compressed, now or later."""
+        return False
+
+    def begin(self, round: int, plan: SumPlan, sums: Sequence[LaneSums], shards: Callable[[], Shards]) -> None:
+        """A step starts, with these buckets and owners of their ranges."""
+
+    def take(self, number: int, place: ItemPlace, gradient: Tensor) -> bool:
+        """Whether it takes a lane's finished gradient over, because it is compressed in this step."""
+        return False
+
+    def compresses(self, number: int) -> bool:
+        """In this step."""
+        return False
+
+    def start(self, number: int) -> PendingTotal:
+        """The worker's lanes have been taken: begin the exchange of the bucket."""
+        raise NotImplementedError
+
+    def advance(self, loss_scale: float) -> None:
+        """All buckets have started, on all workers; gradients came multiplied by `loss_scale`."""
+
+    def commit(self, used: Sequence[bool]) -> None:
+        """The step is to be applied."""
+
+    def forget(self) -> None:
+        """The step is over."""
+
+    def state(self, lanes: Sequence[int], sums: Sequence[LaneSums], shards: Callable[[], Shards]) -> dict[str, Any]:
+        return {}
+
+    def load(
+        self, saved: Mapping[str, Any], lanes: Sequence[int], sums: Sequence[LaneSums], shards: Callable[[], Shards]
+    ) -> None: ...
 
 
 class LaneSums:

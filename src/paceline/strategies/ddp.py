@@ -24,8 +24,8 @@ from paceline.collectives.communicator import Communicator
 from paceline.collectives.gradient_exchange import GradientExchange
 from paceline.optim.gradient_norm import all_finite, clip_, counted_norms, norm_of_blocks
 from paceline.sharding.bucket import Shards, cut_buckets, plan_buckets
-from paceline.strategies.buckets import GradientBuckets, InBuckets, drop_gradients
-from paceline.strategies.compressed.gradients import NotCompressed, compressed_gradients
+from paceline.strategies.buckets import GradientBuckets, InBuckets, NotCompressed, drop_gradients
+from paceline.strategies.compressed.gradients import compressed_gradients
 from paceline.strategies.master_weights import FullMasters, load_exactly
 from paceline.strategies.registry import Job, Maker, Registered, register
 from paceline.strategies.strategy import Tally, TensorPeers

@@ -18,7 +18,7 @@ from paceline.collectives.canonical_sum import SumPlan
 from paceline.collectives.gradient_exchange import GradientExchange
 from paceline.compression import BlockCompressor, Compression, Compressor, PowerSgd, TopK
 from paceline.sharding.bucket import Bucket, BucketShards, GradientSpec, Shards
-from paceline.strategies.buckets import LaneSums
+from paceline.strategies.buckets import LaneSums, NotCompressed, PendingTotal
 from paceline.strategies.compressed.blocks import BlockBucket
 from paceline.strategies.compressed.bucket import CompressedBucket, CompressedLanes, Exchanging, State, Step
 from paceline.strategies.compressed.low_rank import LowRankBucket
@@ -29,53 +29,8 @@ from paceline.strategies.strategy import ItemPlace
 Lanes = TypeVar("Lanes", bound=CompressedLanes)
 
 
-class NotCompressed:
-    """Gradients travel as they are."""
-
-    any = False
-
-    def grouped(self, specs: Sequence[GradientSpec]) -> Sequence[GradientSpec]:
-        """The same, with those apart that must not share a bucket."""
-        return specs
-
-    def has(self, number: int) -> bool:
-        """Whether this bucket may be compressed, now or later."""
-        return False
-
-    def begin(self, round: int, plan: SumPlan, sums: Sequence[LaneSums], shards: Callable[[], Shards]) -> None:
-        """A step starts, with these buckets and owners of their ranges."""
-
-    def take(self, number: int, place: ItemPlace, gradient: Tensor) -> bool:
-        """Whether it takes a lane's finished gradient over, because it is compressed in this step."""
-        return False
-
-    def compresses(self, number: int) -> bool:
-        """In this step."""
-        return False
-
-    def start(self, number: int) -> PendingTotal:
-        """The worker's lanes have been taken: begin the exchange of the bucket."""
-        raise NotImplementedError
-
-    def advance(self, loss_scale: float) -> None:
-        """All buckets have started, on all workers; gradients came multiplied by `loss_scale`."""
-
-    def commit(self, used: Sequence[bool]) -> None:
-        """The step is to be applied."""
-
-    def forget(self) -> None:
-        """The step is over."""
-
-    def state(self, lanes: Sequence[int], sums: Sequence[LaneSums], shards: Callable[[], Shards]) -> State:
-        return {}
-
-    def load(
-        self, saved: Mapping[str, Any], lanes: Sequence[int], sums: Sequence[LaneSums], shards: Callable[[], Shards]
-    ) -> None: ...
-
-
 @dataclass(frozen=True)
-class PendingTotal:
+class _Total:
     """A bucket's sum that is under way."""
 
     gradients: CompressedGradients
@@ -219,7 +174,7 @@ class CompressedGradients(CompressedByLane[CompressedBucket]):
     def start(self, number: int) -> PendingTotal:
         assert self._step is not None
         self._buckets[number].start(self._step)
-        return PendingTotal(self, self._buckets[number])
+        return _Total(self, self._buckets[number])
 
     def advance(self, loss_scale: float) -> None:
         self._loss_scale = loss_scale  # of a worker without lanes too

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from paceline.collectives.canonical_sum import Scatter, SumPlan, scatter_plan_of_roots
 from paceline.collectives.communicator import Handle
-from paceline.strategies.compressed.gradients import PendingTotal
+from paceline.strategies.buckets import PendingTotal
 from paceline.strategies.registry import Job, Registered, register
 from paceline.strategies.zero.sharded import ShardedMaker, ShardedParts, ShardedStrategy, full_weights
 from paceline.strategies.zero.sharded_optimizer import LocalPieces
@@ -80,7 +80,7 @@ class Zero1(ShardedStrategy):
     def _totals(self) -> list[Tensor | None]:
         totals: list[Tensor | None] = []
         for sums, departed in zip(self._buckets.sums, self._departed, strict=True):
-            if isinstance(departed, PendingTotal):
+            if not isinstance(departed, _Departed):
                 totals.append(departed.own_range())
                 continue
             departed.handle.wait()

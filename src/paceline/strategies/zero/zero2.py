@@ -28,8 +28,7 @@ from torch.optim import Optimizer
 
 from paceline.collectives.canonical_sum import Scatter, ScatterPlan, SumPlan, scatter_plans_by_lane
 from paceline.collectives.communicator import Handle
-from paceline.strategies.buckets import BufferPool, Cut
-from paceline.strategies.compressed.gradients import PendingTotal
+from paceline.strategies.buckets import BufferPool, Cut, PendingTotal
 from paceline.strategies.registry import Job, Registered, register
 from paceline.strategies.strategy import ItemPlace
 from paceline.strategies.zero.sharded import ShardedMaker, ShardedParts, ShardedStrategy, full_weights
