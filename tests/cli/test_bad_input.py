@@ -237,6 +237,8 @@ def test_a_secret_may_come_through_a_pipe(paceline: Callable[..., Said]) -> None
         (["checkpoint", "list", "x" * 5000], "File name too long"),
         (["checkpoint", "show", "/dev/zero"], "/dev/zero has no checkpoint"),
         (["checkpoint", "diff", "/dev/zero", "/dev/zero"], "/dev/zero"),
+        (["checkpoint", "export", "x", "--hf"], "Option '--hf' requires an argument"),
+        (["checkpoint", "export", "--hf", "--dcp", "x", "y"], "--hf '--dcp': an option came where a path belongs"),
     ],
     ids=lambda part: " ".join(part)[:60] if isinstance(part, list) else "",
 )  # fmt: skip

@@ -420,6 +420,38 @@ def test_what_is_there_already_is_not_replaced(saved: Path, tmp_path: Path) -> N
     assert not list(tmp_path.glob(".*")), "what was written on the way is gone"
 
 
+@pytest.mark.parametrize("option", ["--hf", "--dcp"])
+@pytest.mark.parametrize("out", ["new", "empty"])
+def test_the_checkpoint_in_the_place_of_what_is_written_is_told_with_the_right_order(
+    saved: Path, tmp_path: Path, option: str, out: str
+) -> None:
+    (tmp_path / "empty").mkdir()
+    right = f"paceline checkpoint export {saved} {option} {tmp_path}/{out}"
+    assert refused("export", option, saved, tmp_path / out).endswith(f"; write: {right}")
+    done(*right.split()[2:])
+    right = f"paceline checkpoint import {tmp_path}/in {option} {tmp_path}/{out}"
+    assert refused("import", tmp_path / out, option, tmp_path / "in").endswith(f"; write: {right}")
+    done(*right.split()[2:])
+    weights = tmp_path / "weights.safetensors"
+    right = f"paceline checkpoint export {saved} {weights}"
+    assert refused("export", weights, saved).endswith(f"; write: {right}")
+    done(*right.split()[2:])
+
+
+def test_what_is_exported_already_is_told_and_compared(saved: Path, tmp_path: Path) -> None:
+    done("export", saved, "--hf", tmp_path / "out")
+    told = refused("export", tmp_path / "out", "--hf", tmp_path / "again")
+    assert told == f"{tmp_path}/out has no checkpoint of paceline to export, but weights: from_pretrained opens it"
+    assert refused("export", tmp_path / "none", "--hf", tmp_path / "x") == f"there is no folder {tmp_path}/none"
+    assert refused("list", tmp_path / "none") == f"there is no folder {tmp_path}/none"
+    differences = paceline("diff", "--weights", saved, tmp_path / "out").output.splitlines()
+    assert [line.split()[0] for line in differences] == ["/head.weight"], "a tied tensor is written once"
+    weights = load_file(tmp_path / "out" / "model.safetensors")
+    weights["norm.weight"][0] += 1
+    save_file(weights, tmp_path / "out" / "model.safetensors")
+    assert "/norm.weight" in paceline("diff", "--weights", saved, tmp_path / "out").output
+
+
 def test_folders_that_are_no_pretrained_model_are_told_what_they_are(saved: Path, tmp_path: Path) -> None:
     def said(*names: str) -> str:
         shutil.rmtree(tmp_path / "in", ignore_errors=True)

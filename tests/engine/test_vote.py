@@ -36,6 +36,7 @@ votes = st.builds(
     check=int64,
     used=st.lists(st.booleans(), max_size=40).map(tuple),
     lanes=st.lists(reports, max_size=MOST_LANES).map(tuple),
+    rates=st.integers(0, 2**32 - 1),
 )
 
 

@@ -34,8 +34,8 @@ def compiles(world: World, *, how: str, strategy: Any) -> str:
 def test_a_model_that_is_compiled_after_prepare_is_refused_where_weights_are_in_shards(how: str) -> None:
     for result in run_workers(compiles, 2, how=how, strategy=Zero3Config(weights="in shards")):
         assert result.error == (
-            "LoopError: strategy='zero3' gathers weights in the modules' hooks, which torch.compile does not see; use "
-            "the model that engine.prepare() gave back as it is, with Engine(compile=True)"
+            "LoopError: fsdp, hybrid and zero3 gather weights in the modules' hooks, which torch.compile does not see; "
+            "use the model that engine.prepare() gave back as it is, with Engine(compile=True)"
         ), result.traceback
 
 

@@ -101,14 +101,25 @@ def test_arguments_that_cannot_be_honoured_are_refused(tmp_path: Path) -> None:
         Seq2SeqTrainer(tiny(), TrainingArguments(str(tmp_path)))
 
 
-def sharded(world: World, folder: Path) -> None:
+def sharded(world: World, folder: Path, eval_strategy: str = "no") -> str:
+    """What was refused, and after how many steps."""
     parts: dict[str, Any] = {"train_dataset": texts(8), "eval_dataset": texts(5), "compute_metrics": lengths}
-    trainer = Seq2SeqTrainer(model_init=tiny, args=arguments(folder, strategy="fsdp"), world=world, **parts)
-    trainer.train()
-    trainer.evaluate()
+    made = arguments(folder, strategy="fsdp", eval_strategy=eval_strategy)
+    trainer = Seq2SeqTrainer(model_init=tiny, args=made, world=world, **parts)
+    try:
+        trainer.train()
+        trainer.evaluate()
+    except ConfigError as error:
+        return f"{trainer.state.global_step}: {error}"
+    return "nothing"
 
 
 @pytest.mark.workers
-def test_generating_with_weights_in_parts_is_refused(tmp_path: Path) -> None:
-    results = run_workers(sharded, 2, folder=tmp_path)
-    assert all("predict_with_generate with several workers under strategy='fsdp'" in str(r.error) for r in results)
+def test_generating_with_weights_in_parts_is_refused_before_the_first_step_if_that_is_known(tmp_path: Path) -> None:
+    told = "predict_with_generate with several workers under strategy='fsdp'"
+    for result in run_workers(sharded, 2, folder=tmp_path):
+        assert result.error is None
+        assert told in result.value
+        assert not result.value.startswith("0: ")
+    for result in run_workers(sharded, 2, folder=tmp_path / "evaluates", eval_strategy="epoch"):
+        assert result.value.startswith(f"0: {told}")

@@ -47,8 +47,15 @@ def newest_in(folder: Path) -> Path:
     complete = [path for path in found if (path / COMPLETE).exists()]
     if complete:
         return complete[0]
+    if not folder.exists():
+        raise CheckpointError(f"there is no folder {folder}")
     what = f"{len(found)} checkpoints, none of them complete" if found else "no checkpoint"
     raise CheckpointError(f"{folder} has {what}")
+
+
+def has_checkpoint(folder: Path) -> bool:
+    """Whether it is a complete one, or a run's folder with one."""
+    return any((path / COMPLETE).exists() for path in (folder, *all_checkpoints(folder)))
 
 
 def best_checkpoint(folder: Path) -> Path | None:

@@ -209,6 +209,10 @@ def read_pretrained(folder: Path) -> dict[str, Later]:
     return {name: file.later(name) for name, file in in_order}
 
 
+def is_pretrained(folder: Path) -> bool:
+    return (folder / WEIGHTS).exists() or (folder / INDEX).exists()
+
+
 def _weight_map(index: Path) -> dict[str, str]:
     try:
         table = read_json(index).get("weight_map")
@@ -248,6 +252,8 @@ def parse_size(text: str) -> int:
 
 def read_weights(path: Path, model: int = 0) -> dict[str, Tensor]:
     """Tensors by name, from whatever holds them."""
+    if is_pretrained(path) and not (path / COMPLETE).exists():
+        return {name: later.full_tensor() for name, later in read_pretrained(path).items()}
     if path.is_dir():
         return weights_of(Checkpoint.open(newest_in(path)), model)
     if path.suffix != ".safetensors" and path.suffix not in PICKLED:

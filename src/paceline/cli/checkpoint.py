@@ -46,7 +46,7 @@ def list_checkpoints(
 
     found, best = all_checkpoints(run), best_checkpoint(run)
     if not found:
-        raise CheckpointError(f"{run} has no checkpoint")
+        raise CheckpointError(f"{run} has no checkpoint" if run.exists() else f"there is no folder {run}")
     table = Table(box=None, header_style="", pad_edge=False, padding=(0, 2, 0, 0))
     for title in ("checkpoint", "step", "workers", "strategy", "size", "saved", "score"):
         table.add_column(title, justify="right" if title in ("step", "workers", "size") else "left", no_wrap=True)
@@ -114,7 +114,7 @@ def diff(
     first: Saved,
     second: Annotated[Path, typer.Argument(help="the other one", show_default=False)],
     weights: Annotated[
-        bool, typer.Option("--weights", help="only the weights; also .safetensors and .pt files")
+        bool, typer.Option("--weights", help="only the weights; also .safetensors and .pt files, and folders of --hf")
     ] = False,
     limit: Annotated[int, typer.Option(min=0, help="differences to print")] = 20,
 ) -> None:
@@ -158,11 +158,15 @@ def export(
         typer.Option(help="a file's at most, as 5GB or 200MB [default: 50GB of hf, 1GB of dcp]", show_default=False),
     ] = None,
 ) -> None:
-    """Write a checkpoint for other tools: its weights as safetensors, or a folder of Hugging Face's or of torch's."""
+    """Write a checkpoint for other tools: its weights as safetensors, or a folder of Hugging Face's or of torch's.
+
+    The checkpoint stands alone, what is written behind the format: paceline checkpoint export runs/demo --hf OUT
+    """
     from paceline.checkpoint.manifest import size_text
     from paceline.checkpoint.weights_file import parse_size, stored_weights, write_weights
 
     target = _one_of(file=file, hf=hf, dcp=dcp)
+    _check_order(checkpoint, target, "" if file is not None else "--hf " if hf is not None else "--dcp ")
     if file is not None and (file.suffix != ".safetensors" or max_shard_size is not None):
         raise ConfigError(f"{file} is not one .safetensors file; a folder that from_pretrained opens is --hf {file}")
     size = None if max_shard_size is None else parse_size(max_shard_size)
@@ -174,6 +178,24 @@ def export(
         _export_hf(opened, target, model, size)
     else:
         _export_dcp(opened, target, model, size)
+
+
+def _check_order(checkpoint: Path, target: Path, option: str) -> None:
+    """That they are not the other way round, and that it is not exported already."""
+    from paceline.checkpoint.retention import has_checkpoint
+    from paceline.checkpoint.weights_file import is_pretrained
+
+    if has_checkpoint(checkpoint):
+        return
+    if has_checkpoint(target):
+        raise ConfigError(
+            f"{option}{target} is what would be written, but it has the checkpoint, and {checkpoint} has none; "
+            f"write: paceline checkpoint export {target} {option}{checkpoint}"
+        )
+    if is_pretrained(checkpoint):
+        raise ConfigError(
+            f"{checkpoint} has no checkpoint of paceline to export, but weights: from_pretrained opens it"
+        )
 
 
 def _export_hf(opened: Checkpoint, folder: Path, model: int, size: int | None) -> None:
@@ -209,10 +231,19 @@ def import_from(
     dcp: Annotated[Path | None, _formats("--dcp", help="a folder of torch.distributed.checkpoint")] = None,
     optimizer: Annotated[bool, typer.Option(help="the optimizer's state too, where a folder of dcp has it")] = True,
 ) -> None:
-    """Make a checkpoint of what other tools have saved: weights to begin with, and of dcp the optimizer's state."""
+    """Make a checkpoint of what other tools have saved: weights to begin with, and of dcp the optimizer's state.
+
+    The new one stands alone, what is read behind the format: paceline checkpoint import NEW --hf OUT
+    """
     from paceline.checkpoint.imports import import_dcp, import_pretrained
 
     source = _one_of(hf=hf, dcp=dcp)
+    if checkpoint.exists() and not source.exists():
+        option = "--hf" if hf is not None else "--dcp"
+        raise ConfigError(
+            f"{option} {source} is what would be read, but it does not exist, and {checkpoint}, which would be "
+            f"written, does; write: paceline checkpoint import {source} {option} {checkpoint}"
+        )
     made = (
         import_pretrained(source, checkpoint) if hf is not None else import_dcp(source, checkpoint, optimizer=optimizer)
     )

@@ -17,6 +17,7 @@ import os
 import sys
 import typing
 from collections.abc import Callable
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -156,6 +157,8 @@ def _wrong_with(value: Any) -> str | None:
         if value < 0:
             return "it must not be below 0"
         return "it is too large a number" if value >= BEYOND else None
+    if isinstance(value, Path) and str(value).startswith("--"):
+        return f"an option came where a path belongs; write ./{value} if it is one"
     return "it is empty" if value == "" else None
 
 
@@ -207,10 +210,11 @@ def _say_wrong_usage(error: Any) -> int:
     """What typer has to say about the words of a command line, in our one line instead of its box."""
     context = getattr(error, "ctx", None)
     text = error.format_message().strip()
-    if "\n" in text or context is None:  # help, where nothing was asked for
+    if "\n" in text:  # help, where nothing was asked for
         print(text, file=sys.stderr)
     else:
-        print(f"paceline: {text.rstrip('.')}; see `{context.command_path} --help`", file=sys.stderr)
+        see = f"; see `{context.command_path} --help`" if context is not None else ""
+        print(f"paceline: {text.rstrip('.')}{see}", file=sys.stderr)
     return int(error.exit_code)
 
 

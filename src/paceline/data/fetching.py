@@ -159,6 +159,8 @@ class ItemDataset(Dataset[Any]):
 
     def _fetch_in_turn(self, ids: Sequence[int], samples: list[Any]) -> None:
         samples.extend(map(self._fetch_one, ids))
+        if len(samples) < len(ids):  # extend() takes a StopIteration of the dataset for the end
+            raise RuntimeError("it raised StopIteration, which ends no epoch here; let __len__ say how many there are")
 
     def _enter(self, epoch: int, position: int) -> None:
         """The dataset's `set_epoch` is called here, so that the user need not."""

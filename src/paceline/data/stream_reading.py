@@ -28,7 +28,7 @@ from paceline.data.fetching import Failure, loader_like, named, samples_in
 from paceline.data.loader_watch import LoaderWatch, startup_explained
 from paceline.data.sharded_sampler import BatchPlan
 from paceline.data.work_source import Assignment
-from paceline.errors import DataError
+from paceline.errors import ConfigError, DataError
 from paceline.torch_compat import loader_worker as torch_worker
 from paceline.world.determinism import mix, seed_everything
 
@@ -58,7 +58,15 @@ def splits_itself(dataset: Any) -> bool:
     if isinstance(dataset, Stream):
         return dataset.splits_itself
     names = {name for code in _own_code(type(dataset)) for name in _names_in(code)}
-    return {"get_worker_info", "num_workers"} <= names
+    if not {"get_worker_info", "num_workers"} <= names:
+        return False
+    if by_rank := names & {"get_rank", "get_world_size"}:
+        raise ConfigError(
+            f"the stream {type(dataset).__name__} splits itself by get_worker_info() and by {min(by_rank)}(): here the "
+            "parts that get_worker_info() tells are those of all workers, so most samples would be left out. Split by "
+            "get_worker_info() alone, or say paceline.data.Stream(dataset, splits_itself=True) if the rank chooses none"
+        )
+    return True
 
 
 def _own_code(kind: type) -> Iterator[types.CodeType]:

@@ -218,6 +218,8 @@ class Engine(AccelerateNames):
         """
         for name in unknown:
             rules.refuse_options(name)
+        for evaluation in self._group.evaluations:
+            evaluation.check_not_trained()
         self._training().backward(loss, weight, last=last)
 
     def update(self, optimizer: Optimizer, loss_fn: Callable[[Any], Any]) -> None:

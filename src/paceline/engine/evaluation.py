@@ -31,6 +31,7 @@ which part of it. No sample is missed then, but those that the others had alread
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
@@ -45,6 +46,7 @@ from torch.utils.data import DataLoader, IterableDataset, SequentialSampler
 from paceline.data.fetching import to_device
 from paceline.data.loader import check_assignable, is_plain_shuffle
 from paceline.data.loader_watch import startup_explained
+from paceline.engine.rules import refuse_update_bn
 from paceline.errors import ConfigError, LoopError
 from paceline.world.determinism import drawing_from, mix, seed_everything
 from paceline.world.world import World
@@ -61,6 +63,7 @@ class _Round:
     gathered: int = 0  # how many calls of its body were
     met: bool = False  # its body has called a collective
     void: bool = False  # it is begun again
+    in_step: bool = False  # it was handed out inside a step of training
 
 
 class EvaluationCount:
@@ -108,8 +111,9 @@ class EvaluationLoader:
         on_end: Callable[[], None] = lambda: None,
         count: EvaluationCount | None = None,
         needs_all: Callable[[], bool] = lambda: False,
+        in_step: Callable[[], bool] = lambda: False,
     ) -> None:
-        """`needs_all`: forward is a collective, so that no worker may leave a round out."""
+        """`needs_all`: forward is a collective, so that no worker may leave a round out. `in_step`: of training."""
         check_assignable(source)
         self._seed, self._timeout_s, self._on_start, self._on_end = seed, timeout_s, on_start, on_end
         self._source = source
@@ -118,7 +122,7 @@ class EvaluationLoader:
         self._stream = isinstance(source.dataset, IterableDataset)
         if self._stream and source.batch_size is None:
             raise ConfigError("an evaluation over a stream needs batch_size=: its batches are dealt to the workers")
-        self._needs_all = needs_all
+        self._needs_all, self._in_step = needs_all, in_step
         self._meets = self._asks_for_shadow = False  # the bodies of this evaluation
         self._repeated: str | None = None  # what was handed out twice in the last one, and not left out
         self._kept: DataLoader[Any] | None = None
@@ -169,6 +173,15 @@ class EvaluationLoader:
                 f"{self._world.size} workers: the others have the first batch again, which would count twice. Take "
                 "engine.gather_for_metrics(values) or engine.reduce(values), or leave batches out for which "
                 "loader.shadow is true"
+            )
+
+    def check_not_trained(self) -> None:
+        """A backward of training: the batch that this hands out is of this worker, not of a lane."""
+        if self.under_way and self._round is not None and self._round.in_step:
+            raise LoopError(
+                "the loop takes batches of a loader that is for evaluation beside those of the one that trains: which "
+                "batches meet would depend on the number of workers. Prepare one DataLoader over both datasets, as "
+                "torch.utils.data.StackDataset(first, second)"
             )
 
     def check_counted_once(self) -> None:
@@ -253,6 +266,7 @@ class EvaluationLoader:
         self._rounds_run = self._rounds_run_before = 0
 
     def __iter__(self) -> Iterator[Any]:
+        refuse_update_bn(sys._getframe(1))
         self._on_start()
         self._begin()
         self._meets = self._asks_for_shadow = False
@@ -277,7 +291,7 @@ class EvaluationLoader:
                 if has_shadows and by_hand and not self._needs_all() and self._world.rank >= real:
                     break
                 self._rounds_run += 1
-                self._round = _Round(first, real)
+                self._round = _Round(first, real, in_step=self._in_step())
                 seed_everything(self._seed_of(first + self._world.rank), self._device)
                 yield to_device(batch, self._device)
                 if self._changed:

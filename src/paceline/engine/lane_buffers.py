@@ -28,13 +28,14 @@ from torch import Tensor, nn
 from paceline.collectives.communicator import Communicator, Handle
 from paceline.engine.host_reading import HostReading
 from paceline.sharding.local_shard import all_here
-from paceline.torch_compat import foreach_copy_, version_of
+from paceline.torch_compat import foreach_copy_, own_buffers, version_of
 
 
 class LaneBuffers:
     def __init__(self, models: Sequence[nn.Module]) -> None:
         self._models = models
         self._live: list[Tensor] = []
+        self._places: list[tuple[nn.Module, str]] = []  # of each in its module, where a forward may put another tensor
         self._at_start: list[Tensor] = []
         self._left: dict[int, list[Tensor]] = {}  # by lane: what it left in this step, where that is wanted
         self._unchanged: dict[int, HostReading] = {}  # likewise: which of them are as at the start
@@ -63,18 +64,35 @@ class LaneBuffers:
         self._undoable, self._lost = True, False
 
     def _found(self) -> list[Tensor]:
-        seen: dict[int, Tensor] = {}
+        seen: dict[int, tuple[Tensor, tuple[nn.Module, str]]] = {}
         for model in self._models:
-            for buffer in model.buffers():
-                if buffer.numel():
-                    seen.setdefault(id(buffer), buffer)
-        return list(seen.values())
+            for module in model.modules():
+                for name, buffer in own_buffers(module).items():
+                    if buffer is not None and buffer.numel():
+                        seen.setdefault(id(buffer), (buffer, (module, name)))
+        self._places = [place for _, place in seen.values()]
+        return [buffer for buffer, _ in seen.values()]
+
+    def _now(self) -> list[Tensor]:
+        """What the modules have where the buffers were: others after `self.mean = 0.9 * self.mean + …`."""
+        found = [own_buffers(module).get(name) for module, name in self._places]
+        return [
+            other if other is not None and other.shape == buffer.shape and other.dtype == buffer.dtype else buffer
+            for other, buffer in zip(found, self._live, strict=True)
+        ]
+
+    def _write(self, source: Sequence[Tensor]) -> None:
+        """To the buffers, which stand in their modules again; one that has another shape now is left alone."""
+        for (module, name), buffer, now in zip(self._places, self._live, self._now(), strict=True):
+            if now is not buffer:
+                own_buffers(module)[name] = buffer
+        self._copy(source, self._live)
 
     def start_lane(self, lane: int) -> None:
         if self._apart is not None:
-            self._copy(self._apart.get(lane, self._at_start), self._live)
+            self._write(self._apart.get(lane, self._at_start))
         elif self._touched:
-            self._copy(self._at_start, self._live)
+            self._write(self._at_start)
         self._touched = True
 
     def start_shadow(self) -> None:
@@ -84,7 +102,7 @@ class LaneBuffers:
     def finish_lane(self, lane: int, *, keep: bool) -> None:
         """After the lane's last forward; `keep` if its buffers may live on."""
         if keep and self._live:
-            left = self._left[lane] = [buffer.detach().clone() for buffer in self._live]
+            left = self._left[lane] = [buffer.detach().clone() for buffer in self._now()]
             self._unchanged[lane] = _are_equal(left, self._at_start)
 
     def changed(self, lowest: int) -> list[bool]:
@@ -120,7 +138,7 @@ class LaneBuffers:
                     final[number] = value
             self._moving = sorted({*self._moving, *late})
             self._ahead = None
-        self._copy(final, self._live)
+        self._write(final)
         self._apart = None
 
     def put_back(self) -> None:
@@ -128,7 +146,7 @@ class LaneBuffers:
         if self._ahead is not None:
             self._ahead.handle.wait()
             self._ahead = None
-        self._copy(self._at_start, self._live)
+        self._write(self._at_start)
 
     def forget_step(self) -> None:
         """The workers have changed: nothing of the step is waited for, and nothing of it stays.
@@ -139,13 +157,13 @@ class LaneBuffers:
         self._left = {}
         self._lost = self._undoable and len(self._live) == len(self._at_start)
         if self._lost:
-            self._copy(self._at_start, self._live)
+            self._write(self._at_start)
         self._undoable = False
 
     def put_back_lost(self) -> None:
         """Before the workers regroup: the loop's body went on after the step was lost, and may have run the model."""
         if self._lost:
-            self._copy(self._at_start, self._live)
+            self._write(self._at_start)
         self._lost = False
 
     def step_counts(self) -> None:
@@ -175,7 +193,7 @@ class LaneBuffers:
         if comm.size > 1:
             sent = self._broadcast(comm, owner, range(len(self._live)), final)
             final = [value for _, value in sent.received()]
-        self._copy(final, self._live)
+        self._write(final)
         self._note_versions()
 
     def local_state(self) -> dict[str, Any] | None:

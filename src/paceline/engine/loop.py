@@ -13,6 +13,7 @@ on any number of workers. What does not count when the workers change is handed 
 
 from __future__ import annotations
 
+import sys
 import types
 from collections.abc import Callable, Generator, Iterator, Mapping
 from pathlib import Path
@@ -31,6 +32,7 @@ from paceline.engine.config import EngineConfig, counted
 from paceline.engine.facts import facts_of_process, job_facts
 from paceline.engine.group import Group
 from paceline.engine.replicas import weights_hash
+from paceline.engine.rules import refuse_update_bn
 from paceline.engine.sources import check_same_order
 from paceline.engine.step import TrainStep
 from paceline.engine.stop_signals import StopSignals
@@ -128,6 +130,7 @@ class PreparedLoader:
     # -- the loop ----------------------------------------------------------------------------------------------------
 
     def __iter__(self) -> Generator[Any]:
+        refuse_update_bn(sys._getframe(1))
         step, self._was_stopped = self._step, False
         if self._items is not None:
             raise LoopError("the training loader is already being iterated; a second loop over it would mix two epochs")

@@ -46,6 +46,7 @@ from paceline.engine.memory_check import check_memory, cost_of_lanes
 from paceline.engine.peer_checks import PeerChecks
 from paceline.engine.replaying_source import ReplayingSource
 from paceline.engine.replicas import (
+    check_bare,
     check_belong_together,
     check_same_models,
     named_state,
@@ -300,6 +301,7 @@ class Preparation:
             raise ConfigError("engine.prepare() was given an optimizer twice; prepare all optimizers in one call")
         if not own.models:
             raise ConfigError("engine.prepare() got an optimizer but no model; give both in one call")
+        check_bare(own.models)
         self._shard_models(plan)
         check_belong_together(own.models, own.optimizers, own.schedulers)
         check_batch_norms(own.models, config.reduction)
@@ -474,6 +476,7 @@ class Preparation:
                 count=self._objects.evaluation_count,
                 # Strategies that fill a model from the meta device are those that gather weights in forward.
                 needs_all=lambda: self._objects.step is not None and self._config.strategy.entry.fills_meta,
+                in_step=lambda: self._objects.step is not None and self._objects.step.inside_step,
             )
         )
         return self._group.evaluations[-1]

@@ -8,11 +8,13 @@ During the run a 64-bit integer sum of a rotating part of the weights travels wi
 from __future__ import annotations
 
 import hashlib
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import UninitializedParameter
 from torch.optim import Optimizer
 
 from paceline.collectives.communicator import Communicator
@@ -60,6 +62,26 @@ def hash_of(state: Mapping[str, Tensor], full_tensor: FullTensorOf = Tensor.deta
     return digest.hexdigest()
 
 
+WRAPPERS = ("DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule")
+
+
+def check_bare(models: Sequence[nn.Module]) -> None:
+    """Models whose parameters have their size, and whose gradients no other library sums."""
+    for model in models:
+        for module in model.modules():
+            if wrapper := {kind.__name__ for kind in type(module).__mro__} & {*WRAPPERS}:
+                raise ConfigError(
+                    f"engine.prepare() got a model in a {min(wrapper)} of torch: its gradients would be summed twice; "
+                    "give the model itself, and say Engine(strategy=…): 'ddp', 'zero2', 'fsdp' …"
+                )
+        for name, parameter in model.named_parameters():
+            if isinstance(parameter, UninitializedParameter):
+                raise ConfigError(
+                    f"the parameter {name!r} of a lazy module has no shape yet; run the model once on a batch before "
+                    "its optimizer is made and engine.prepare() is called"
+                )
+
+
 def check_belong_together(
     models: Sequence[nn.Module], optimizers: Sequence[Optimizer], schedulers: Sequence[Any]
 ) -> None:
@@ -67,6 +89,12 @@ def check_belong_together(
     known = {id(parameter) for model in models for parameter in model.parameters()}
     for optimizer in optimizers:
         name, trained = type(optimizer).__name__, [p for group in optimizer.param_groups for p in group["params"]]
+        closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+        if closure is not None and closure.default is inspect.Parameter.empty:
+            raise ConfigError(
+                f"prepare() got a {name}, whose step() needs a closure, to run forward and backward again inside the "
+                "update: an update has one gradient here, that of the global batch. Take an optimizer without"
+            )
         strange = [parameter for parameter in trained if id(parameter) not in known]
         if trained and len(strange) == len(trained):
             raise ConfigError(

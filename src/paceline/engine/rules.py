@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from types import FrameType
 from typing import Any, NoReturn, Protocol
 
 from torch import Tensor, nn
@@ -94,7 +95,8 @@ def weight_of_backward(item: WorkItem, given: Any) -> float:
 def step_not_applied(step: int) -> LoopError:
     return LoopError(
         f"step {step + 1} has its gradient but no optimizer.step() was called before the next batch; call step() after "
-        "every backward: it acts once per step. To accumulate k micro-batches, use Engine(accumulate=k)"
+        "every backward, of an optimizer that engine.prepare() was given: it acts once per step. To accumulate k "
+        "micro-batches, use Engine(accumulate=k)"
     )
 
 
@@ -108,7 +110,8 @@ def step_not_whole(step: int, *, in_update: bool) -> LoopError:
 
 def closure_given() -> LoopError:
     return LoopError(
-        "optimizer.step(closure) would run forward again inside the step; use engine.update(optimizer, loss_fn)"
+        "optimizer.step(closure) would run forward again inside the step; use engine.update(optimizer, loss_fn), with "
+        "an optimizer that needs no closure (LBFGS does)"
     )
 
 
@@ -127,7 +130,7 @@ def check_backward_came_first(item: WorkItem, so_far: ItemFacts, step: int, *, h
     check_backward_held(item, so_far, step)
     raise LoopError(
         f"optimizer.step() was called before engine.backward() in step {step + 1}, lane {item.lane}"
-        + (": the last backward of an item is called without last=False" if held else "")
+        + (": the last backward of an item is called without last=False" if held else "; loss.backward() is not enough")
     )
 
 
@@ -242,6 +245,15 @@ def check_all_are_clipped(given: Any, optimizers: Sequence[Optimizer]) -> None:
             f"engine.clip_grad_norm_(parameters, max_norm) got {len(trained & clipped)} of {len(trained)} parameters "
             "that are trained: the norm is that of the whole gradient, of which a worker may have a part; give "
             "model.parameters() of all prepared models"
+        )
+
+
+def refuse_update_bn(caller: FrameType) -> None:
+    """torch's update_bn over a prepared loader: statistics of one worker's batches."""
+    if caller.f_code.co_name == "update_bn" and caller.f_globals.get("__name__") == "torch.optim.swa_utils":
+        raise LoopError(
+            "update_bn() over a prepared loader: each worker would take the statistics of its own batches, and they "
+            "would differ. Give it a DataLoader that is not prepared: every worker then reads all of it"
         )
 
 

@@ -121,7 +121,13 @@ def facts_of_data(loader: DataLoader[Any]) -> dict[str, Any]:
         "drop_last": loader.drop_last,
         "a sampler of type": type(dealt).__qualname__,
         "in the sampler": length_of(dealt),
+        "in its attributes": _numbers_of(loader.dataset) if isinstance(loader.dataset, IterableDataset) else None,
     }
+
+
+def _numbers_of(stream: Any) -> dict[str, int]:
+    """A stream that was told its rank would leave samples out: it is read in parts, or whole."""
+    return {name: value for name, value in sorted(getattr(stream, "__dict__", {}).items()) if type(value) is int}
 
 
 def length_of(of: Any) -> int | None:

@@ -55,6 +55,7 @@ from paceline.engine.vote import (
     lanes_in_order,
     means_over,
     name_key,
+    sum_of_rates,
 )
 from paceline.errors import GenerationEnded, LoopError
 from paceline.optim.loss_scale import MovingScale
@@ -575,6 +576,7 @@ class TrainStep:
             check=self.voting.check(self.step) if now.agreement is Agreement.NOW else 0,
             used=(*active.used(), *self.buffers.changed(now.lowest)),
             lanes=tuple(now.reports.values()),
+            rates=sum_of_rates(rules.learning_rates(self._optimizers)),
         )
 
     def _tally(self, item: WorkItem, reports: Sequence[LaneReport], used: Sequence[bool]) -> Tally:

@@ -2,6 +2,7 @@
 
     step, update       a worker that is elsewhere is named instead of mixing its gradients in
     stop               honoured by all at the end of the same step; and whether a signal asked for it
+    rates              a sum over the learning rates: under zero and fsdp others would never show in the weights
     check              a 64-bit sum over a rotating part of the weights: replicas that drift apart are named
     used               which parameters got a gradient here
     lanes              weight, loss and running means of every lane that this worker computed
@@ -14,6 +15,7 @@ from __future__ import annotations
 import hashlib
 import math
 import struct
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -32,7 +34,7 @@ PARTS_AT_ONCE = 32
 
 
 MOST_MEANS = 16
-_HEAD = struct.Struct("<qqqqq")
+_HEAD = struct.Struct("<qqqqqq")
 _LANE = struct.Struct("<qddqq")
 _MEAN = struct.Struct("<Qdd")
 
@@ -67,6 +69,11 @@ class StepVote:
     check: int
     used: tuple[bool, ...]
     lanes: tuple[LaneReport, ...]
+    rates: int = 0
+
+
+def sum_of_rates(rates: Sequence[float]) -> int:
+    return zlib.crc32(struct.pack(f"<{len(rates)}d", *rates))
 
 
 def name_key(name: str) -> int:
@@ -75,7 +82,7 @@ def name_key(name: str) -> int:
 
 def pack(vote: StepVote, most_lanes: int) -> Tensor:
     """The votes of one job all have the same size, whatever is in them."""
-    parts = [_HEAD.pack(vote.step, vote.update, vote.stop, vote.check, len(vote.lanes))]
+    parts = [_HEAD.pack(vote.step, vote.update, vote.stop, vote.check, vote.rates, len(vote.lanes))]
     bits = sum(1 << place for place, used in enumerate(vote.used) if used)
     parts.append(bits.to_bytes(_used_bytes(len(vote.used)), "little"))
     for report in vote.lanes:
@@ -90,7 +97,7 @@ def pack(vote: StepVote, most_lanes: int) -> Tensor:
 
 def unpack(packed: Tensor, parameters: int) -> StepVote:
     data = packed.numpy().tobytes()
-    step, update, stop, check, count = _HEAD.unpack_from(data)
+    step, update, stop, check, rates, count = _HEAD.unpack_from(data)
     place = _HEAD.size
     bits = int.from_bytes(data[place : place + _used_bytes(parameters)], "little")
     place += _used_bytes(parameters)
@@ -106,7 +113,7 @@ def unpack(packed: Tensor, parameters: int) -> StepVote:
         place += MOST_MEANS * _MEAN.size
         lanes.append(LaneReport(lane, weight, loss, bool(finite), means, check=lane_check))
     used = tuple(bool(bits >> index & 1) for index in range(parameters))
-    return StepVote(step, update, Stop(stop), check, used, tuple(lanes))
+    return StepVote(step, update, Stop(stop), check, used, tuple(lanes), rates)
 
 
 def any_used(votes: Sequence[StepVote]) -> list[bool]:
@@ -184,6 +191,13 @@ class Voting:
                 raise ReplicaError(
                     f"worker {self._comm.rank} is in step {vote.step + 1} (update {vote.update}) but worker {rank} "
                     f"is in step {other.step + 1} (update {other.update}); their loops took different turns"
+                )
+            if other.rates != vote.rates:
+                raise ReplicaError(
+                    f"worker {self._comm.rank} and worker {rank} have other learning rates in step {vote.step + 1}: a "
+                    "scheduler was made or stepped with a number of one worker (its own loss, len(loader)). Give "
+                    "ReduceLROnPlateau what all have, as engine.means or engine.reduce(); make lengths from "
+                    "engine.steps_per_epoch(loader)"
                 )
         self._find_out_oneself(vote, votes)
         if self._watch is not None and self._raises:

@@ -23,9 +23,10 @@ from typing import Any
 from torch import Tensor, nn
 
 from paceline.errors import ConfigError
-from paceline.trainer.argument_fields import setting
+from paceline.trainer.argument_fields import IntervalStrategy, setting
 from paceline.trainer.trainer import PredictionOutput, Trainer
 from paceline.trainer.training_arguments import TrainingArguments
+from paceline.trainer.training_loop import TrainOutput
 from paceline.world.checked_values import whole_number
 
 _FROM_LABELS = ("decoder_input_ids", "decoder_attention_mask")
@@ -81,6 +82,13 @@ class Seq2SeqTrainer(Trainer):
             raise ConfigError(f"generation_config: {' '.join(str(error).split())}") from error
         return found
 
+    def train(self, *given: Any, **named: Any) -> TrainOutput:
+        """As the Trainer's. An evaluation in it that would be refused is so before the first step."""
+        evaluates = self.args.eval_strategy != IntervalStrategy.NO and not self.args.prediction_loss_only
+        if evaluates and self.args.predict_with_generate:
+            self._check_strategy()
+        return super().train(*given, **named)
+
     def evaluate(
         self,
         eval_dataset: Any = None,
@@ -122,7 +130,8 @@ class Seq2SeqTrainer(Trainer):
         """Loss, generated tokens and labels of a batch."""
         if not self.args.predict_with_generate or prediction_loss_only:
             return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
-        self._check_strategy()
+        if self.has_trained:
+            self._check_strategy()
         labels = inputs.get("labels")
         loss = None
         if labels is not None:
@@ -134,7 +143,7 @@ class Seq2SeqTrainer(Trainer):
 
     def _check_strategy(self) -> None:
         strategy = self.engine.config.strategy
-        if self.has_trained and self.engine.world.size > 1 and not strategy.entry.full_weights:
+        if self.engine.world.size > 1 and not strategy.entry.full_weights:
             raise ConfigError(
                 f"predict_with_generate with several workers under strategy={strategy.name!r}: each of them calls the "
                 "model as often as its texts are long, but a forward needs all of them; use ddp, zero1 or zero2, or "

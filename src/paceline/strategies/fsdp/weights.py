@@ -761,7 +761,7 @@ class SavedWeights:
 
 # -- torch.compile does not see the hooks that gather weights ----------------------------------------------------------
 
-_WHY = "strategy='zero3' gathers weights in the modules' hooks, which torch.compile does not see"
+_WHY = "fsdp, hybrid and zero3 gather weights in the modules' hooks, which torch.compile does not see"
 
 
 def check_not_compiled(models: Sequence[nn.Module]) -> None:

@@ -263,10 +263,10 @@ class ShardedStrategy(InBuckets):
     def apply(self, optimizer: Optimizer, original_step: Callable[[], Any]) -> Any:
         """The user's optimizer does not run its step() itself, but looks from outside as if it did."""
         shard = self._parts.optimizers.of(optimizer)
+        for before in step_pre_hooks(optimizer).values():  # one that clips finds that the gradient is not here
+            before(optimizer, (optimizer,), {})
         for parameter in shard.parameters:
             parameter.grad = None
-        for before in step_pre_hooks(optimizer).values():
-            before(optimizer, (optimizer,), {})
         setattr(optimizer, STEP_WAS_CALLED, True)
         result = self._update(shard)
         for after in step_post_hooks(optimizer).values():
