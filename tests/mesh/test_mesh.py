@@ -10,10 +10,10 @@ import torch
 from torch.distributed.tensor.parallel import ColwiseParallel
 
 from paceline import Mesh
-from paceline.engine.sequence_parts import lanes_of_parts
 from paceline.errors import ConfigError
 from paceline.mesh.mesh import world_of
-from paceline.world.lanes import neighbouring_lanes
+from paceline.strategies.fsdp.hybrid import HybridConfig, hybrid_lanes_of_parts
+from paceline.world.lanes import lanes_of_parts, neighbouring_lanes
 from paceline.world.world import Elasticity, World
 from tests.mesh.small_llama import PLAN
 from tests.mesh.training import first_error, trained
@@ -45,6 +45,29 @@ def test_a_column_of_the_mesh_knows_who_shares_a_host() -> None:
 def test_the_parts_of_a_sequence_have_lanes_of_their_own() -> None:
     found = lanes_of_parts(neighbouring_lanes(3, 2), 2)
     assert found == ((0,), (1,), (2, 4), (3, 5))
+
+
+def test_sizes_of_data_parallelism_say_the_strategy() -> None:
+    from paceline.engine.config import _by_mesh
+
+    assert _by_mesh(Mesh(dp_shard=4, cp=2)) == "fsdp"
+    assert _by_mesh(Mesh(dp_replicate=2, dp_shard=2, cp=2)) == HybridConfig(shard_over=4)
+    assert _by_mesh(Mesh(dp_replicate=2, cp=2)) is None
+
+
+def test_under_hybrid_workers_that_share_a_sample_have_the_same_lanes_of_it() -> None:
+    draw = random.Random(2)
+    for _ in range(100):
+        parts, data, size = draw.choice([1, 2, 3]), draw.randint(1, 6), draw.randint(1, 6)
+        lanes = draw.randint(data, 12)
+        if data * parts % size:
+            continue
+        groups = tuple(tuple(range(low, low + size)) for low in range(0, data * parts, size))
+        found = hybrid_lanes_of_parts(lanes * parts, groups, parts)
+        assert sorted(lane for own in found for lane in own) == list(range(lanes * parts))
+        for worker, own in enumerate(found):
+            assert {lane % parts for lane in own} <= {worker % parts}
+            assert [lane // parts for lane in own] == [lane // parts for lane in found[worker - worker % parts]]
 
 
 @pytest.mark.parametrize(
@@ -94,7 +117,6 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ),
     ({"mesh": Mesh(tp=2), "strategy": "local_sgd"}, "can't be combined with workers that share a model"),
     ({"mesh": Mesh(tp=2), "compression": "int8"}, "with compression: can't be combined"),
-    ({"mesh": Mesh(cp=2), "strategy": "hybrid"}, "strategy='hybrid' and cp > 1: can't be combined"),
     ({"mesh": Mesh(dp_shard=2), "strategy": "ddp"}, "these sizes are for fsdp or zero1"),
     ({"mesh": Mesh(tp=3)}, "but the job has 2"),
     ({"mesh": Mesh(dp=2), "plan": PLAN}, "plan=…) is for tensor parallelism"),

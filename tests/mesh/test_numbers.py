@@ -10,6 +10,7 @@ import torch
 
 from paceline import Mesh
 from paceline.strategies.ddp import Ddp
+from paceline.strategies.fsdp.hybrid import HybridConfig
 from paceline.world.world import World
 from tests.mesh.training import Trained, first_error, runs, trained, worst
 from tests.workers import run_workers
@@ -83,10 +84,13 @@ def test_the_comparison_fails_without_one_reduction(alone: Trained, removed: str
 
 @pytest.mark.parametrize(
     ("fixed", "strategies"),
-    [(Mesh(tp=2), ("ddp", "zero1", "zero2", "fsdp", "hybrid")), (Mesh(cp=2), ("ddp", "zero2", "fsdp"))],
-    ids=str,
+    [
+        (Mesh(tp=2), ("ddp", "zero1", "zero2", "fsdp", "hybrid")),
+        (Mesh(cp=2), ("ddp", "zero2", "fsdp", HybridConfig(shard_over=2), HybridConfig(shard_over=1))),
+    ],
+    ids=["tp", "cp"],
 )
-def test_bits_do_not_depend_on_dp_or_its_strategy(fixed: Mesh, strategies: tuple[str, ...]) -> None:
+def test_bits_do_not_depend_on_dp_or_its_strategy(fixed: Mesh, strategies: tuple[Any, ...]) -> None:
     (reference,) = {one.hash for one in runs(2, mesh=fixed)}
     for strategy in strategies:
         found = runs(4, mesh=Mesh(dp=2, cp=fixed.cp, tp=fixed.tp), strategy=strategy)

@@ -146,7 +146,6 @@ class EngineConfig:
             return
         refused = {
             f"strategy={name!r}": name not in WITH_A_MESH,
-            "strategy='hybrid' and cp > 1": name == "hybrid" and mesh.cp > 1,
             "compression": self.compression is not None,
             "--servers": world.servers > 0,
             "compile": self.compile is not None,
@@ -290,10 +289,10 @@ def mesh_of(seat: World, mesh: Mesh | None) -> Mesh:
 
 
 def _by_mesh(mesh: Mesh) -> str | object | None:
-    """The strategy that sizes of data parallelism stand for."""
-    if (mesh.dp_shard or 1) == 1:
+    """The strategy that sizes of data parallelism stand for; workers that share a sequence share weights with them."""
+    if mesh.dp_shard is None or mesh.dp_shard == 1:
         return None
-    return "fsdp" if (mesh.dp_replicate or 1) == 1 else HybridConfig(shard_over=mesh.dp_shard)
+    return "fsdp" if (mesh.dp_replicate or 1) == 1 else HybridConfig(shard_over=mesh.dp_shard * mesh.cp)
 
 
 # -- names of Accelerate -----------------------------------------------------------------------------------------------

@@ -12,12 +12,11 @@ from torch.optim import Optimizer
 
 from paceline.collectives.canonical_sum import SumPlan
 from paceline.engine.replicas import parameter_names
-from paceline.engine.sequence_parts import lanes_of_parts
 from paceline.errors import ConfigError
 from paceline.sharding.local_shard import LocalShard
 from paceline.strategies.registry import Chosen, Job, LaneAssignment
 from paceline.strategies.strategy import Strategy
-from paceline.world.lanes import neighbouring_lanes
+from paceline.world.lanes import lanes_of_parts, neighbouring_lanes
 
 
 class StrategyTable:

@@ -20,3 +20,8 @@ def neighbouring_lanes(lanes: int, workers: int) -> tuple[tuple[int, ...], ...]:
 def strided_lanes(lanes: int, workers: int) -> tuple[tuple[int, ...], ...]:
     """Worker i of N has i, i+N, i+2N, …"""
     return tuple(tuple(range(worker, lanes, workers)) for worker in range(workers))
+
+
+def lanes_of_parts(assignment: tuple[tuple[int, ...], ...], parts: int) -> tuple[tuple[int, ...], ...]:
+    """Where `parts` workers share each sample, and each has lanes of its own: from the lanes of the data."""
+    return tuple(tuple(lane * parts + part for lane in lanes) for lanes in assignment for part in range(parts))

@@ -34,7 +34,7 @@ from paceline.strategies.zero.zero2 import Zero2
 from paceline.torch_compat import PrefixStore
 from paceline.world import messages
 from paceline.world.checked_values import whole_number
-from paceline.world.lanes import neighbouring_lanes, strided_lanes
+from paceline.world.lanes import lanes_of_parts, neighbouring_lanes, strided_lanes
 from paceline.world.world import Topology, World
 
 Groups = tuple[tuple[int, ...], ...]  # the workers that share weights, group by group
@@ -85,6 +85,18 @@ def hybrid_lanes(lanes: int, groups: Groups) -> LaneAssignment:
         for place, lanes_of in enumerate(strided_lanes(len(span), len(group))):
             found[group[place]] = tuple(span[number] for number in lanes_of)
     return tuple(found[worker] for worker in sorted(found))
+
+
+def hybrid_lanes_of_parts(lanes: int, groups: Groups, parts: int) -> LaneAssignment:
+    """Where `parts` neighbouring workers share each sample: they have the same lanes of the data, each its part.
+
+    Groups of whole samples have neighbouring lanes of the data, and so of the sum. Where a group ends inside a sample,
+    its workers have every so-manieth lane of the sum, and more roots cross.
+    """
+    if any(len(group) % parts for group in groups):
+        return lanes_of_parts(neighbouring_lanes(lanes // parts, sum(map(len, groups)) // parts), parts)
+    sharing = tuple(tuple(worker // parts for worker in group[::parts]) for group in groups)
+    return lanes_of_parts(hybrid_lanes(lanes // parts, sharing), parts)
 
 
 @lru_cache(maxsize=256)
@@ -174,7 +186,7 @@ class HybridMaker(Maker):
         if rank == 0:
             say_if_smaller(topology, len(groups[0]), config.shard_over)
         number = next(n for n, group in enumerate(groups) if rank in group)
-        self.assignment = hybrid_lanes(job.lanes, groups)
+        self.assignment = hybrid_lanes_of_parts(job.lanes, groups, job.parts)
         place = groups[number].index(rank)
         peers = [group[place] for group in groups]
         self._groups: list[Communicator | Across] = []
