@@ -6,6 +6,7 @@ cp.check(model, batch)                      on a few tokens: the model split is 
 part, count = cp.shard(batch)               this worker's tokens, and how many targets it has (`sequence_split`)
 loss = count.finite(model(**part).loss)     gradients of loss · count.weight(1) add up over the group to those of
                                             one process
+cp.mean(loss, count), cp.join(logits)       the loss of the whole batch, and its logits in the order of the sequence
 cp.close()
 """
 
@@ -100,8 +101,8 @@ class ContextParallel:
         run = _calling(model, batch) if run is None else run
         named = batch if isinstance(batch, Mapping) else dict(enumerate(batch))
         length = 2 * self.split.size * min(CHECKED, self.split.chunk_length(length_of(named)))
-        whole = _with_positions(_first_tokens(batch, length), length)
         part, count = self.shard(_first_tokens(batch, length), labels)
+        whole = _with_positions(_without_mask(_first_tokens(batch, length)), length)
         with _evaluating(model), torch.no_grad(), torch.random.fork_rng():
             with self._unrouted():
                 expected, wrong = _tensors(run(whole)), _tensors(run(part))
@@ -127,6 +128,22 @@ class ContextParallel:
                 stacklevel=3,
             )
         return Checked(error, without)
+
+    # -- what the group has found ------------------------------------------------------------------------------------
+
+    def join(self, part: Tensor) -> Tensor:
+        """Values of each token, of all workers' tokens in the order of the sequence, which is dimension 1."""
+        return self.split.join(self._gather(part), 1)
+
+    def mean(self, value: Tensor, count: TargetCount) -> Tensor:
+        """A mean over this worker's targets becomes that over the batch's, the same bits on all workers."""
+        if not count.total:  # a mean over nothing, on all of them
+            return value
+        first, *others = self._gather(count.finite(value).double() * count.weight(1.0))
+        total = first.clone()
+        for other in others:
+            total += other
+        return total.to(value.dtype) if value.is_floating_point() else total
 
     # -- parts -------------------------------------------------------------------------------------------------------
 
@@ -159,9 +176,9 @@ class ContextParallel:
         for name, expected in whole.items():
             part = parts[name]
             if expected.dim() >= 2 and part.shape[1] * self.split.size == expected.shape[1]:
-                joined = self.split.join(self._gather(part), 1)
+                joined = self.join(part)
             elif expected.numel() == 1 and count.total:  # without a target it is NaN, here and there
-                joined = torch.stack(self._gather(count.finite(part) * count.weight(1.0))).sum(0)
+                joined = self.mean(part, count)
             else:
                 continue
             scale = expected.double().abs().max().clamp_min(torch.finfo(torch.float32).tiny)
@@ -190,6 +207,13 @@ def _with_positions(batch: Any, length: int) -> Any:
         return batch
     device = next((value.device for value in batch.values() if isinstance(value, Tensor)), None)
     return {**batch, "position_ids": torch.arange(length, device=device)[None]}
+
+
+def _without_mask(batch: Any) -> Any:
+    """As its parts are: what padding sees is another thing without a mask, and counts for nothing."""
+    if not isinstance(batch, Mapping):
+        return batch
+    return {name: value for name, value in batch.items() if name != "attention_mask"}
 
 
 def _calling(model: nn.Module, batch: Any) -> Callable[[Any], Any]:

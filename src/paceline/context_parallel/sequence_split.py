@@ -14,7 +14,7 @@ be another worker's) is found before the cut.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -84,6 +84,7 @@ class TargetCount:
 
     here: int
     total: int
+    unmasked: int | None = None  # tokens of the whole batch that its attention_mask shows; None: it has no mask
 
     def weight(self, of_batch: float) -> float:
         """This worker's part of the weight that the whole batch has."""
@@ -129,7 +130,9 @@ def _shard_mapping(
     whole = dict(batch)
     length = length_of(whole)
     split.chunk_length(length)
-    _check_mask(whole.pop("attention_mask", None), whole.get("labels"), labels)
+    mask = whole.pop("attention_mask", None)
+    _check_mask(mask, whole.get("labels"), labels)
+    unmasked = int(mask.sum()) if isinstance(mask, Tensor) else None
     _check_positions(whole.pop("position_ids", None), length)
     targets = whole.get("labels")
     if targets is not None and labels == "next_token":
@@ -143,8 +146,8 @@ def _shard_mapping(
     device = next(value.device for value in whole.values() if _is_sequence(value))
     part["position_ids"] = split.positions(length, device)[None]
     if targets is None:
-        return part, TargetCount(1, split.size)  # nothing says which tokens count: all do
-    return part, _count(targets, split.take(targets))
+        return part, TargetCount(1, split.size, unmasked)  # nothing says which tokens count: all do
+    return part, replace(_count(targets, split.take(targets)), unmasked=unmasked)
 
 
 def _is_sequence(value: Any) -> bool:

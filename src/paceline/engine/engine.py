@@ -391,10 +391,14 @@ class Engine(AccelerateNames):
         check_boundary(self._objects.step, "reduce")
         return self._between.reduce(values, reduction)
 
-    def gather_for_metrics(self, values: Any) -> Any:
-        """All workers' results of this round of an evaluation loader, every sample once, in the dataset's order."""
+    def gather_for_metrics(self, values: Any, *, whole: bool = False) -> Any:
+        """All workers' results of this round of an evaluation loader, every sample once, in the dataset's order.
+
+        Workers that share sequences give a mean over their targets, or values of their tokens, which are put together
+        again; `whole=True`: they have the same values.
+        """
         check_boundary(self._objects.step, "gather_for_metrics")
-        return self._between.gather_rows(values)
+        return self._between.gather_rows(values, whole=whole)
 
     def gather(self, values: Any) -> Any:
         """The rows of all workers, one worker's after another's; over an evaluation loader `gather_for_metrics`."""

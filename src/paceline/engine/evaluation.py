@@ -25,6 +25,13 @@ What the body of a round that is begun again gathers, has no rows. Who had some 
 calls in one body may be cut apart, the first with its rows and the second without: what belongs together, such as
 predictions and labels that are compared right there, goes into one call.
 
+Workers that share sequences (context parallelism) have one batch together, each its part of it: in the pictures above
+they are one worker. Each token counts once:
+
+    gather_for_metrics(loss), reduce(loss, "mean")    the loss of the batch: a part weighs as much as it has of targets
+    gather_for_metrics(values of tokens)              in the order of the sequence
+    reduce(values)                                    the sum over all parts: for sums over a worker's own tokens
+
 A loop that never gathers begins again from its first batch: what the lost worker had added up is gone, and nobody knows
 which part of it. No sample is missed then, but those that the others had already seen count twice.
 """
@@ -47,6 +54,7 @@ from paceline.data.fetching import to_device
 from paceline.data.loader import check_assignable, is_plain_shuffle
 from paceline.data.loader_watch import startup_explained
 from paceline.engine.rules import refuse_update_bn
+from paceline.engine.sequence_parts import WholeBatch, WholeSequences
 from paceline.errors import ConfigError, LoopError
 from paceline.world.determinism import drawing_from, mix, seed_everything
 from paceline.world.world import World
@@ -59,7 +67,8 @@ class _Round:
     """A round as this worker runs it."""
 
     first: int  # its first batch
-    real: int  # how many workers hold a real one
+    real: int  # how many workers hold a real one; those that share sequences are one
+    batch: WholeBatch  # this worker's
     gathered: int = 0  # how many calls of its body were
     met: bool = False  # its body has called a collective
     void: bool = False  # it is begun again
@@ -112,6 +121,7 @@ class EvaluationLoader:
         count: EvaluationCount | None = None,
         needs_all: Callable[[], bool] = lambda: False,
         in_step: Callable[[], bool] = lambda: False,
+        sequences: WholeSequences | None = None,
     ) -> None:
         """`needs_all`: forward is a collective, so that no worker may leave a round out. `in_step`: of training."""
         check_assignable(source)
@@ -123,6 +133,7 @@ class EvaluationLoader:
         if self._stream and source.batch_size is None:
             raise ConfigError("an evaluation over a stream needs batch_size=: its batches are dealt to the workers")
         self._needs_all, self._in_step = needs_all, in_step
+        self._sequences = WholeSequences() if sequences is None else sequences
         self._meets = self._asks_for_shadow = False  # the bodies of this evaluation
         self._repeated: str | None = None  # what was handed out twice in the last one, and not left out
         self._kept: DataLoader[Any] | None = None
@@ -134,30 +145,50 @@ class EvaluationLoader:
     # -- who takes part ----------------------------------------------------------------------------------------------
 
     @property
+    def _rank(self) -> int:
+        """Among those with batches of their own."""
+        return self._world.rank // self._sequences.parts
+
+    @property
+    def _size(self) -> int:
+        return self._world.size // self._sequences.parts
+
+    @property
+    def batch(self) -> WholeBatch | None:
+        """What this worker has in this round; None outside of one."""
+        return None if self._round is None else self._round.batch
+
+    @property
     def real_rows(self) -> list[int] | None:
-        """The workers whose rows count in the gather that comes: those with a real batch; None outside a round."""
+        """The workers whose rows count in the gather that comes: those with a real batch; None outside a round.
+
+        Of workers that share sequences one, since each has put the rows of all together.
+        """
         if self._round is None:
             return None
         if self._round.void:
             return []
         first, had = self._round.first, self._had.get(self._round.gathered, 0)
-        return [rank for rank in range(self._round.real) if first + rank >= had]
+        return [rank * self._sequences.parts for rank in range(self._round.real) if first + rank >= had]
 
     @property
     def void(self) -> bool:
         """What is left of this round's body must not communicate: others are somewhere else in it."""
         return self._round is not None and self._round.void
 
-    @property
-    def real_workers(self) -> range | None:
-        """Those with a real batch in this round; None outside of one."""
-        return None if self._round is None else range(self._round.real)
+    def real_workers(self, *, whole: bool) -> range | None:
+        """Those with a real batch in this round, or a part of one; None outside of one.
+
+        `whole`: of those that share sequences one, who speaks for the batch.
+        """
+        parts = self._sequences.parts
+        return None if self._round is None else range(0, self._round.real * parts, parts if whole else 1)
 
     @property
     def shadow(self) -> bool:
         """Whether the batch that this worker has now is another one's, handed out because it has none left."""
         self._asks_for_shadow = True
-        return self._round is not None and self._world.rank >= self._round.real
+        return self._round is not None and self._rank >= self._round.real
 
     def meets(self) -> bool:
         """The script calls a collective of all workers: whether it does so in the body of a round."""
@@ -167,10 +198,10 @@ class EvaluationLoader:
 
     def check_real(self) -> None:
         """That no worker has a shadow, which a collective can't tell from a batch of its own."""
-        if self._round is not None and self._round.real < self._world.size and not self._asks_for_shadow:
+        if self._round is not None and self._round.real < self._size and not self._asks_for_shadow:
             raise LoopError(
                 f"torch.distributed in the body of an evaluation, whose last round has {self._round.real} batches for "
-                f"{self._world.size} workers: the others have the first batch again, which would count twice. Take "
+                f"{self._size} workers: the others have the first batch again, which would count twice. Take "
                 "engine.gather_for_metrics(values) or engine.reduce(values), or leave batches out for which "
                 "loader.shadow is true"
             )
@@ -255,7 +286,7 @@ class EvaluationLoader:
         """Rounds: what every worker iterates; in an evaluation that has lost workers, with those run so far."""
         if self._stream:
             raise TypeError("an evaluation over a stream has no length")
-        return self._rounds_run_before + -(-(self.batches - self._begun_from) // self._world.size)
+        return self._rounds_run_before + -(-(self.batches - self._begun_from) // self._size)
 
     # -- rounds ------------------------------------------------------------------------------------------------------
 
@@ -286,26 +317,35 @@ class EvaluationLoader:
         self._changed, self._again_from = False, None
         with closing(self._rounds(first)) as rounds:
             for real, batch in rounds:
-                has_shadows = real < self._world.size
+                has_shadows = real < self._size
                 by_hand = not (self._meets or self._asks_for_shadow) and self._rounds_run > 0
-                if has_shadows and by_hand and not self._needs_all() and self._world.rank >= real:
+                if has_shadows and by_hand and not self._needs_all() and self._rank >= real:
                     break
                 self._rounds_run += 1
-                self._round = _Round(first, real, in_step=self._in_step())
-                seed_everything(self._seed_of(first + self._world.rank), self._device)
-                yield to_device(batch, self._device)
+                handed = self._sequences.of_evaluation(batch, self._device)
+                self._sequences.check(self._device)
+                self._round = _Round(first, real, handed, in_step=self._in_step())
+                seed_everything(self._seed_of(first + self._rank), self._device)
+                yield to_device(handed.mine, self._device)
                 if self._changed:
                     return
                 if has_shadows and not self._round.met and (not by_hand or self._needs_all()):
                     self._note_shadows(real)
                 first += real
                 self._confirmed_to = first if self._round.gathered else self._confirmed_to
+        if self._sequences.parts > 1 and not self._meets:
+            self._repeated = (
+                f"an evaluation under cp={self._sequences.parts}, whose body has gathered nothing: each worker has "
+                "seen a part of each sequence, and its means weigh as much as it has of the targets. Call "
+                "engine.reduce(mean, 'mean'), engine.gather_for_metrics(mean), or engine.reduce(sum over its tokens) "
+                "inside the loop"
+            )
         self._on_end()
 
     def _note_shadows(self, real: int) -> None:
         """They were handed out, and the body met no other worker: it may have counted them."""
         if not self._asks_for_shadow:
-            size = self._world.size
+            size = self._size
             self._repeated = (
                 f"the last round of the evaluation has {real} batches for {size} workers, so {size - real} of them got "
                 "the first batch again, and nothing was gathered there: sums over batches count it twice. Call "
@@ -319,19 +359,19 @@ class EvaluationLoader:
     def _rounds(self, start: int) -> Generator[tuple[int, Any]]:
         """(workers that hold a real batch, this worker's batch) of each round, from batch `start` on."""
         if self._stream:
-            rounds = _Rounds(self._source, self._world, start)
+            rounds = _Rounds(self._source, self._rank, self._size, start)
             if self._kept is not None and self._kept.dataset != rounds:
                 self._kept = None
             yield from _started(self._fetching(rounds, batch_size=None, collate_fn=_as_it_is))
             return
-        firsts = range(start, self.batches, self._world.size)
-        numbers = [first + self._world.rank for first in firsts]
+        firsts = range(start, self.batches, self._size)
+        numbers = [first + self._rank for first in firsts]
         self._dealt.batches = [list(self._batches[number if number < self.batches else 0]) for number in numbers]
         fetched = self._fetching(
             _Seeded(self._source.dataset, self._seed), batch_sampler=self._dealt, collate_fn=self._source.collate_fn
         )
         for first, batch in zip(firsts, _started(fetched), strict=True):
-            yield min(self._world.size, self.batches - first), batch
+            yield min(self._size, self.batches - first), batch
 
     def _fetching(self, dataset: Any, **options: Any) -> DataLoader[Any]:
         source = self._source
@@ -384,30 +424,31 @@ class _Seeded:
 class _Rounds(IterableDataset[Any]):
     """A stream in rounds of one batch for each worker, of which this worker's is collated; from batch `start` on."""
 
-    def __init__(self, source: DataLoader[Any], world: World, start: int) -> None:
+    def __init__(self, source: DataLoader[Any], rank: int, workers: int, start: int) -> None:
         assert source.batch_size is not None
-        self._start = start
+        self._place = rank, workers, start
         self._stream, self._collate, self._drop_last = source.dataset, source.collate_fn, source.drop_last
-        self._size, self._world = source.batch_size, world
+        self._size = source.batch_size
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Rounds) and (self._world, self._start) == (other._world, other._start)
+        return isinstance(other, _Rounds) and self._place == other._place
 
     __hash__ = None  # type: ignore[assignment]
 
     def __iter__(self) -> Iterator[tuple[int, Any]]:
+        rank, workers, start = self._place
         samples = iter(self._stream)
-        for _ in islice(samples, self._size * self._start):
+        for _ in islice(samples, self._size * start):
             pass
         first: list[Any] | None = None
-        while chunk := list(islice(samples, self._size * self._world.size)):
+        while chunk := list(islice(samples, self._size * workers)):
             batches = [chunk[low : low + self._size] for low in range(0, len(chunk), self._size)]
             if self._drop_last and len(batches[-1]) < self._size:
                 batches.pop()
             if not batches:
                 return
             first = first or batches[0]
-            mine = batches[self._world.rank] if self._world.rank < len(batches) else first
+            mine = batches[rank] if rank < len(batches) else first
             yield len(batches), self._collate(mine)
 
 

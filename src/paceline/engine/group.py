@@ -31,7 +31,7 @@ from paceline.engine.sequence_parts import SequenceParts, WholeSequences
 from paceline.engine.serving import Serving, server_among
 from paceline.errors import ConfigError
 from paceline.mesh.mesh import world_of
-from paceline.mesh.tensor_parallel import TensorParallel, torch_mesh
+from paceline.mesh.tensor_parallel import TensorParallel, own_group, torch_mesh
 from paceline.torch_compat import PrefixStore, Store
 from paceline.world import messages
 from paceline.world.control import ControlClient, Supervisor, call_supervisor
@@ -123,7 +123,7 @@ class Group:
             self.device_mesh = torch_mesh(self._config.mesh, self.device)
             self.parallel = TensorParallel(self.device_mesh["tp"], self.place.tensor)
         if self._config.mesh.cp > 1 and self.device_mesh is not None:
-            self.sequences = SequenceParts(ContextParallel(self.device_mesh["cp"].get_group()))
+            self.sequences = SequenceParts(ContextParallel(own_group(self.device_mesh["cp"])))
 
     def _place_in_store(self, name: str) -> Store | None:
         return None if self._meeting is None else PrefixStore(f"mesh/{name}", self._meeting)

@@ -145,7 +145,7 @@ class PreparedLoader:
         try:
             while (pair := self._next_pair()) is not None:
                 item, batch = pair
-                self._group.sequences.check(step.models, self._group.device)
+                self._group.sequences.check(self._group.device)
                 step.begin_item(item)
                 if self._recovers():
                     continue

@@ -55,6 +55,7 @@ from paceline.engine.replicas import (
 )
 from paceline.engine.rules import NO_COINCIDENCE, has_history, told_of_schedule
 from paceline.engine.second_opinion import ComparedPasses, SecondOpinion, check_second_opinion
+from paceline.engine.sequence_parts import WholeBatch
 from paceline.engine.sources import as_loader, check_same_data, facts_of_data, length_of, make_source, undivided
 from paceline.engine.state import JobState
 from paceline.engine.step import NoPeers, NotCompiled, OnePass, TrainStep
@@ -139,9 +140,11 @@ class BetweenSteps:
             return self.boundary.reduced(tensor, operation)
 
         def reduce() -> Tensor:
-            if evaluation.void:
+            if evaluation.void or evaluation.batch is None:
                 return tensor.detach()
-            return self.boundary.reduced(tensor, operation, evaluation.real_workers)
+            is_mean = operation == "mean"
+            mine = evaluation.batch.mean(tensor) if is_mean else tensor
+            return self.boundary.reduced(mine, operation, evaluation.real_workers(whole=is_mean))
 
         return self.boundary.in_round(reduce, tensor.detach)
 
@@ -159,7 +162,7 @@ class BetweenSteps:
         filler = values.new_full(shape, pad)
         return torch.cat([filler, values] if first else [values, filler], dim)
 
-    def gather_rows(self, values: Any) -> Any:
+    def gather_rows(self, values: Any, *, whole: bool = False) -> Any:
         check_rows(values)
         evaluation = self._evaluation_round()
         note_collective(self._group.evaluations)
@@ -167,13 +170,19 @@ class BetweenSteps:
             return self.boundary.gathered_rows(values, None)
 
         def gather() -> Any:
-            if evaluation.void:
+            if evaluation.void or evaluation.batch is None:
                 return no_rows(values)
-            rows = self.boundary.gathered_rows(values, evaluation.real_rows)
+            mine = values if whole else evaluation.batch.rows(values)
+            rows = self.boundary.gathered_rows(mine, evaluation.real_rows)
             evaluation.confirmed()
             return rows
 
         return self.boundary.in_round(gather, lambda: no_rows(values))
+
+    def evaluation_batch(self, batch: Any) -> WholeBatch:
+        """Of the round that is under way, of which the loop's body has this batch, or a part of it."""
+        evaluation = self._evaluation_round()
+        return WholeBatch(batch) if evaluation is None or evaluation.batch is None else evaluation.batch
 
     def _evaluation_round(self) -> EvaluationLoader | None:
         return next((loader for loader in self._group.evaluations if loader.real_rows is not None), None)
@@ -267,6 +276,9 @@ class Preparation:
             self._adopt(thing)
         if trains:
             self._start_training(plan)
+        for thing in objects:
+            if isinstance(thing, nn.Module):
+                self._group.sequences.attach(thing)
         loaders = [at for at, thing in enumerate(objects) if isinstance(thing, DataLoader)]
         which = ""
         if place is not None and len(loaders) > 1:
@@ -455,11 +467,6 @@ class Preparation:
         return self._evaluation_loader(thing) if which is None else self._training_loader(thing, which)
 
     def _evaluation_loader(self, loader: DataLoader[Any]) -> EvaluationLoader:
-        if self._config.mesh.cp > 1:
-            raise ConfigError(
-                f"engine.prepare() got a loader for evaluation, and {self._config.mesh} splits sequences, of which "
-                "results are not put together again; evaluate a checkpoint in a job without cp"
-            )
         if (
             not self._group.recovery.is_elastic
         ):  # a worker that has joined prepares when the others have done so long ago
@@ -477,6 +484,7 @@ class Preparation:
                 # Strategies that fill a model from the meta device are those that gather weights in forward.
                 needs_all=lambda: self._objects.step is not None and self._config.strategy.entry.fills_meta,
                 in_step=lambda: self._objects.step is not None and self._objects.step.inside_step,
+                sequences=self._group.sequences,
             )
         )
         return self._group.evaluations[-1]

@@ -5,26 +5,84 @@
 
 So gradients are summed over lanes × cp in one fixed tree, whatever the number of workers along dp, and random numbers
 differ between the parts. A part's weight is its share of the item's targets: each token counts once.
+
+An evaluation deals batches over dp alone, and what workers find in their parts is put together again:
+
+    a mean over this worker's targets      ─►  WholeBatch.mean    weighted with its share of them, in rank order
+    values of this worker's tokens         ─►  WholeBatch.rows    in the order of the sequence
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from paceline.context_parallel import ContextParallel, TargetCount
+from paceline.context_parallel.sequence_split import length_of
 from paceline.data.sharded_sampler import WorkItem
-from paceline.strategies.registry import LaneAssignment
+from paceline.errors import LoopError
 
 MOST_FETCHED = 2**16  # items of a step, and of those that are fetched ahead of the loop
 
 
-def lanes_of_parts(assignment: LaneAssignment, parts: int) -> LaneAssignment:
-    """The lanes of each worker, context by context, from those of each that has samples of its own."""
-    return tuple(tuple(lane * parts + part for lane in lanes) for lanes in assignment for part in range(parts))
+class WholeBatch:
+    """A batch of an evaluation: what this worker gets of it, and what it found there as of all of it."""
+
+    def __init__(self, whole: Any) -> None:
+        self.whole = self.mine = whole
+
+    def mean(self, value: Tensor) -> Tensor:
+        """Of a mean over this worker's targets, that over the batch's."""
+        return value
+
+    def rows(self, values: Any) -> Any:
+        """Of values of this worker's tokens, in any tree, those of whole sequences."""
+        return values
+
+
+class BatchPart(WholeBatch):
+    def __init__(self, whole: Any, context: ContextParallel, device: torch.device) -> None:
+        self.whole = whole
+        self.mine, self._count = context.shard(whole)
+        self._context, self._device = context, device
+        self._calls = context.calls
+
+    def mean(self, value: Tensor) -> Tensor:
+        self._check_attended()
+        return self._context.mean(value.detach().to(self._device), self._count)
+
+    def rows(self, values: Any) -> Any:
+        if isinstance(values, Mapping):
+            return {name: self.rows(value) for name, value in values.items()}
+        if isinstance(values, list | tuple):
+            return type(values)(self.rows(value) for value in values)
+        value = torch.as_tensor(values, device=self._device).detach()
+        if value.dim() == 0 and value.is_floating_point():
+            return self.mean(value)
+        length = length_of(_named(self.mine))
+        if value.dim() < 2 or value.shape[1] != length:
+            raise LoopError(
+                f"gathered in an evaluation under cp={self._context.split.size}: a {value.dtype} of shape "
+                f"{tuple(value.shape)}, of which workers that share sequences have parts. Give the mean over the batch "
+                f"(a float), or values of each token, of shape (samples, {length}, …); sum up counts with "
+                "engine.reduce(values); whole=True says that these workers have the same values"
+            )
+        self._check_attended()
+        return self._context.join(value)
+
+    def _check_attended(self) -> None:
+        if self._calls == self._context.calls:
+            raise LoopError(
+                f"an evaluation under cp={self._context.split.size} gathers results of a part of each sequence, but no "
+                "model has attended to the other parts in this round: give the model to engine.prepare()"
+            )
+
+
+def _named(batch: Any) -> Mapping[Any, Any]:
+    return batch if isinstance(batch, Mapping) else dict(enumerate(batch))
 
 
 class WholeSequences:
@@ -37,8 +95,16 @@ class WholeSequences:
     def items(self, items: Iterator[tuple[WorkItem, Any]]) -> Iterator[tuple[WorkItem, Any]]:
         return items
 
-    def check(self, models: Sequence[nn.Module], device: torch.device) -> None:
-        """Before the first item, by all workers: that a model computes with parts what it does with the whole."""
+    def of_evaluation(self, batch: Any, device: torch.device) -> WholeBatch:
+        """The same batch on all workers that share its sequences."""
+        return WholeBatch(batch)
+
+    def check(self, device: torch.device) -> None:
+        """Before the first batch, by all workers: that a model computes with parts what it does with the whole."""
+
+    def tokens(self, item: WorkItem, here: Any, *, padding: bool) -> Any:
+        """Of the whole item, of which this worker has counted those that are `here`."""
+        return here
 
     def weight(self, item: WorkItem, given: Any) -> Any:
         """Of the item, where the loop gives it none."""
@@ -61,9 +127,13 @@ class SequenceParts(WholeSequences):
         self._counts: dict[tuple[int, ...], TargetCount] = {}  # of items that were fetched
         self._first: Any = None  # batch, whole, until the models were checked with it
         self._checked = False
+        self._models: list[nn.Module] = []
 
     def attach(self, model: nn.Module) -> None:
-        self._context.attach(model)
+        """Once, whether it is prepared to be evaluated, to be trained, or both."""
+        if not any(model is known for known in self._models):
+            self._context.attach(model)
+            self._models.append(model)
 
     def items(self, items: Iterator[tuple[WorkItem, Any]]) -> Iterator[tuple[WorkItem, Any]]:
         self._counts.clear()
@@ -77,15 +147,25 @@ class SequenceParts(WholeSequences):
                 del self._counts[next(iter(self._counts))]
             yield own, mine
 
-    def check(self, models: Sequence[nn.Module], device: torch.device) -> None:
+    def of_evaluation(self, batch: Any, device: torch.device) -> WholeBatch:
+        if not self._checked and self._first is None:
+            self._first = batch
+        return BatchPart(batch, self._context, device)
+
+    def check(self, device: torch.device) -> None:
         """Where a model is called with the batch itself; how a loop calls it with a tuple only the loop knows."""
         batch, self._first = self._first, None
-        if self._checked or batch is None:
+        if self._checked or batch is None or not self._models:
             return
         self._checked = True
-        if isinstance(batch, Mapping) and len(models) == 1:
+        if isinstance(batch, Mapping) and len(self._models) == 1:
             here = {name: value.to(device) if isinstance(value, Tensor) else value for name, value in batch.items()}
-            self._context.check(models[0], here)
+            self._context.check(self._models[0], here)
+
+    def tokens(self, item: WorkItem, here: Any, *, padding: bool) -> Any:
+        """A part has no mask: that of the whole batch was counted when it was cut."""
+        unmasked = self._counts[_key(item)].unmasked
+        return here * self.parts if padding or unmasked is None else unmasked
 
     def weight(self, item: WorkItem, given: Any) -> Any:
         return self._counts[_key(item)].weight(item.samples) if given is None else given
@@ -98,6 +178,7 @@ class SequenceParts(WholeSequences):
 
     def close(self) -> None:
         self._context.close()
+        self._models = []
 
 
 def _key(item: WorkItem) -> tuple[int, ...]:

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
@@ -30,6 +31,12 @@ from paceline.torch_compat import own_parameters
 def torch_mesh(mesh: Mesh, device: torch.device) -> DeviceMesh:
     """The job's mesh as torch knows it, over its default group; all workers make it together."""
     return init_device_mesh(device.type, (mesh.data, mesh.cp, mesh.tp), mesh_dim_names=("dp", "cp", "tp"))
+
+
+def own_group(axis: DeviceMesh) -> dist.ProcessGroup:
+    """An axis of all workers has torch's default group, whose collectives are taken for the script's own."""
+    group = axis.get_group()
+    return dist.new_group() if group is dist.group.WORLD else group
 
 
 @dataclass(frozen=True)
