@@ -6,7 +6,8 @@
 
 The loss is the mean over samples of their batch's loss, as in transformers. Losses are added batch by batch in the
 dataset's order, so the number of workers changes no bit of the sum. Predictions of different length are padded
-with -100.
+with -100. Workers that share sequences put what they have found in their parts together first; labels and inputs are
+those of the whole batch.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from paceline.data.fetching import to_device
 from paceline.errors import ConfigError
 from paceline.trainer.dataloaders import as_loader, batch_size_of
 from paceline.trainer.engine_setup import share_weights
@@ -91,7 +93,7 @@ class Evaluator:
             self._let_go(loader)
         seconds = time.perf_counter() - began
         size = trainer.lane_batch_size(trainer.args.eval_batch_size)
-        rounds = math.ceil(output.num_samples / (size * trainer.args.world_size))
+        rounds = math.ceil(output.num_samples / (size * trainer.data_workers))
         output.metrics[f"{prefix}_runtime"] = round(seconds, 4)
         output.metrics[f"{prefix}_samples_per_second"] = round(output.num_samples / seconds, 3)
         output.metrics[f"{prefix}_steps_per_second"] = round(rounds / seconds, 3)
@@ -104,6 +106,7 @@ class Evaluator:
         trainer = self._trainer
         if not trainer.has_trained:
             trainer.model.to(trainer.engine.device)
+            trainer.engine._group.sequences.attach(trainer.model)
         is_evaluation = make == trainer.get_eval_dataloader
         for known, loader in self._kept if is_evaluation else ():
             if known is dataset:
@@ -143,6 +146,11 @@ class Evaluator:
         self, loader: Any, prefix: str, ignore_keys: list[str] | None, loss_only: bool, keeps_rows: bool
     ) -> EvaluationOutput:
         trainer, args = self._trainer, self._trainer.args
+        if args.eval_use_gather_object and not loss_only and trainer.engine.config.mesh.cp > 1:
+            raise ConfigError(
+                f"eval_use_gather_object with {trainer.engine.config.mesh}: results that are no tensors can't be put "
+                "together again from parts of sequences; leave it out, or evaluate a checkpoint without cp"
+            )
         kept: dict[str, list[Any]] = {"predictions": [], "labels": [], "inputs": []}  # a tree of rows for each round
         tally: list[list[float]] = []  # of each batch: loss, weight, samples
         by_round: Mapping[str, Any] | None = None
@@ -174,29 +182,34 @@ class Evaluator:
     ) -> dict[str, Any]:
         """This round's rows of all workers, those that there are."""
         trainer, engine = self._trainer, self._trainer.engine
+        found = engine._between.evaluation_batch(batch)
         with torch.no_grad():
             loss, predictions, labels = trainer.prediction_step(trainer.model, batch, loss_only, ignore_keys)
-        if trainer.args.eval_use_gather_object:
-            predictions, labels = marked(predictions), marked(labels)
-        samples = float(batch_size_of(batch))
-        weight = 0.0 if trainer.weight_of(batch) == 0 else samples  # without a label its loss does not count
-        row = [math.nan, math.nan, samples] if loss is None else [float(loss), weight, samples]
-        tally += engine.gather_for_metrics(torch.tensor([row], dtype=torch.float64)).tolist()
+        samples = float(batch_size_of(found.whole))
+        weight = 0.0 if trainer.weight_of(found.whole) == 0 else samples  # without a label its loss does not count
+        row = [math.nan, math.nan, samples] if loss is None else [float(found.mean(loss)), weight, samples]
+        tally += engine.gather_for_metrics(torch.tensor([row], dtype=torch.float64), whole=True).tolist()
         if loss_only:
             return {}
+        if trainer.args.eval_use_gather_object:
+            predictions, labels = marked(predictions), marked(labels)
+        if found.whole is not found.mine:
+            predictions = found.rows(predictions)
+            labels = to_device(trainer.loss_rule.call(found.whole).labels, engine.device)
         labels, predictions = self._equally_long(labels), self._equally_long(predictions)
         if trainer.preprocess_logits_for_metrics is not None and predictions is not None:
             predictions = trainer.preprocess_logits_for_metrics(predictions, labels)
-        found = {"predictions": predictions, "labels": labels}
+        trees = {"predictions": predictions, "labels": labels}
         if "inputs" in trainer.args.include_for_metrics:
-            found["inputs"] = self._equally_long(self._main_input(batch))
-        return {name: map_tree(self._gathered, tree) for name, tree in found.items() if tree is not None}
+            trees["inputs"] = self._equally_long(to_device(self._main_input(found.whole), engine.device))
+        return {name: map_tree(self._gathered, tree) for name, tree in trees.items() if tree is not None}
 
     def _gathered(self, leaf: Any) -> Any:
         engine = self._trainer.engine
         if not isinstance(leaf, Rows):
-            return engine.gather_for_metrics(leaf)
-        return unpacked(engine.gather_for_metrics(self._equally_long(packed(leaf, engine.device, PADDING))))
+            return engine.gather_for_metrics(leaf, whole=True)
+        rows = self._equally_long(packed(leaf, engine.device, PADDING))
+        return unpacked(engine.gather_for_metrics(rows, whole=True))
 
     def _equally_long(self, tree: Any) -> Any:
         """Workers' batches may be padded to different lengths; rows that are gathered have one."""

@@ -142,7 +142,12 @@ class Seq2SeqTrainer(Trainer):
         return loss, self._filled(tokens, longest), None if labels is None else self._filled(labels, longest)
 
     def _check_strategy(self) -> None:
-        strategy = self.engine.config.strategy
+        strategy, mesh = self.engine.config.strategy, self.engine.config.mesh
+        if mesh.cp > 1:
+            raise ConfigError(
+                f"predict_with_generate with {mesh}: a text is generated token by token, and workers have parts of it; "
+                "leave it out, or evaluate a checkpoint without cp"
+            )
         if self.engine.world.size > 1 and not strategy.entry.full_weights:
             raise ConfigError(
                 f"predict_with_generate with several workers under strategy={strategy.name!r}: each of them calls the "

@@ -35,6 +35,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Sampler, SequentialSampler
 
+from paceline.data.sharded_sampler import WorkItem
 from paceline.engine.engine import Engine
 from paceline.engine.host_reading import HostReading
 from paceline.errors import ConfigError, LoopError
@@ -185,6 +186,11 @@ class Trainer:
         """Samples of one lane's batch, where the arguments say `given`."""
         return self.args.accelerator_settings.lane_batch_size(given, self.engine.config.lanes)
 
+    @property
+    def data_workers(self) -> int:
+        """Those with batches of their own: workers that share a model are one."""
+        return self.engine.world.size // self.engine.config.mesh.cp
+
     def _smoothing(self) -> float:
         """Labels of several classes at once are not smoothed, as in transformers; a warning says so."""
         factor, config = self.args.label_smoothing_factor, getattr(self.model, "config", None)
@@ -309,7 +315,7 @@ class Trainer:
         self.engine.mean("loss", loss, weight=weight)
         self.engine.backward(loss, weight=weight)
 
-    def run_micro_batch(self, batch: Any, samples: int) -> None:
+    def run_micro_batch(self, batch: Any, item: WorkItem) -> None:
         """What the loop does with a work item."""
         self._has_run_backward = False
         count: float | None = None
@@ -324,7 +330,7 @@ class Trainer:
             self._weight = self.loss_rule.counted(batch)
         if self._weight is None and self._loop is not None and self._loop.has_ready_batches:
             self._weight = float(batch_size_of(batch))  # for the Engine such a batch is one sample
-        self.engine.mean("tokens", self.count_tokens(batch) / max(1, samples))
+        self._note_tokens(batch, item)
         if not self._owns_step:
             self.training_step(self.model, batch, count)
         else:
@@ -336,6 +342,12 @@ class Trainer:
                 "training_step returned without a backward; end it in super().training_step(…) or "
                 "self.accelerator.backward(loss)"
             )
+
+    def _note_tokens(self, batch: Any, item: WorkItem) -> None:
+        """For each sample, those of the whole item: workers that share its sequences say the same."""
+        sequences, padding = self.engine._group.sequences, self.args.include_num_input_tokens_seen == "all"
+        tokens = sequences.tokens(item, self.count_tokens(batch), padding=padding)
+        self.engine.mean("tokens", tokens / max(1, item.samples), weight=item.samples / sequences.parts)
 
     def get_batch_samples(
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
@@ -426,7 +438,7 @@ class Trainer:
         size = self.lane_batch_size(self.args.eval_batch_size)
         collator = self._collator(dataset, description)
         loader = eval_loader(dataset, self.args, collator, self.engine.device, size, name, sampler)
-        return told_total(loader, size * self.args.world_size)
+        return told_total(loader, size * self.data_workers)
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Sampler[int] | None:
         """The order of the samples, the same on every worker: the Engine assigns it to lanes."""

@@ -299,7 +299,7 @@ class TrainingLoop:
         peak = None
         if device.type != "cpu" or steps >= WORTH_MEASURING:
             peak = peak_flops(device, self.engine.config.precision.dtype)
-        return Meters(self.engine.world.size, flops, peak, PeakMemory(device))
+        return Meters(self.engine._group.all_world.size, flops, peak, PeakMemory(device))
 
     def described(self) -> str:
         """What is about to run, in a line."""
@@ -363,7 +363,7 @@ class TrainingLoop:
             self._event("on_step_begin")
         if engine.step + 1 >= self.plan.max_steps:
             engine.stop()
-        self.trainer.run_micro_batch(batch, item.samples)
+        self.trainer.run_micro_batch(batch, item)
         norm = engine.clip_grad_norm_(args.max_grad_norm) if args.max_grad_norm > 0 else None
         if not item.last_of_step:
             self._event("on_substep_end")
