@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import ast
 import re
-import shlex
 from pathlib import Path
 
 import pytest
 
-from tests.examples.running import hash_in
-from tests.faults.jobs import BorrowedPopen
+from tests.examples.running import hash_in, printed_by
 
 ROOT = Path(__file__).parents[1]
 
@@ -52,16 +50,6 @@ def commands_of(section: str) -> list[str]:
     for long, short in fewer.items():
         found = [command.replace(long, short) for command in found]
     return found
-
-
-def printed_by(command: str) -> str:
-    log = Path("printed.txt").resolve()
-    log.unlink(missing_ok=True)
-    started = BorrowedPopen(shlex.split(command), log, {})
-    while started.poll() is None:
-        started.wait()
-    assert started.returncode == 0, f"{command}\n{log.read_text()}"
-    return log.read_text()
 
 
 @pytest.mark.job

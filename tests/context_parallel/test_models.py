@@ -316,6 +316,8 @@ def runs_transformers(world: World) -> dict[str, Any]:
         checked = cp.check(model, batch())
         assert checked is not None
         found["checked"] = (checked.error, checked.without_routes)
+        padded["attention_mask"][0, 3:], padded["labels"][0, 3:] = 0, -100  # what padding sees is no result
+        cp.check(model, padded)
         found["copy"] = refusal(lambda: copy.deepcopy(model)(**cp.shard(batch())[0]))
         found["own labels"] = float(model(**(cp.shard(batch())[0] | {"shift_labels": None})).loss)
         found["window"] = _refused_by(mistral(sliding_window=8))

@@ -2,6 +2,7 @@
 
 printed = run_example("digits.py", 2, "--max-steps", "4")      what worker 0 printed
 hash_in(printed)                                               sha256:…
+printed_by("run --workers 2 …")                                what a job of the launcher said
 """
 
 from __future__ import annotations
@@ -11,11 +12,13 @@ import io
 import os
 import re
 import runpy
+import shlex
 import signal
 import sys
 from pathlib import Path
 
 from paceline.world.world import TcpRendezvous, World
+from tests.faults.jobs import BorrowedPopen
 from tests.workers import Result, run_workers
 
 ROOT = Path(__file__).parents[2]
@@ -64,6 +67,17 @@ def variables_of(world: World) -> dict[str, str]:
         "MASTER_ADDR": world.rendezvous.address,
         "MASTER_PORT": str(world.rendezvous.port),
     }
+
+
+def printed_by(command: str) -> str:
+    """What `paceline <command>` says in the current folder, by a launcher that is forked as well."""
+    log = Path("printed.txt").resolve()
+    log.unlink(missing_ok=True)
+    started = BorrowedPopen(shlex.split(command), log, {})
+    while started.poll() is None:
+        started.wait()
+    assert started.returncode == 0, f"{command}\n{log.read_text()}"
+    return log.read_text()
 
 
 def hash_in(printed: str) -> str:

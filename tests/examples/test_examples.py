@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.examples.running import EXAMPLES, ROOT, example_results, hash_in, run_example
+from tests.examples.running import EXAMPLES, ROOT, example_results, hash_in, printed_by, run_example
 
 SCREEN = 60
 ONE_SCREEN = sorted(path.name for path in EXAMPLES.glob("*.py") if path.name != "train_gpt.py")
@@ -103,6 +103,23 @@ def test_a_hugging_face_model_gives_one_hash_and_is_loaded_again(tmp_path: Path)
     assert alone.keys() == sharded.keys()  # in another order in the file: workers write theirs one after another
     assert all(torch.equal(alone[name], sharded[name]) for name in alone)
     assert "\n    def " in printed["sharded"]
+
+
+@pytest.mark.job
+def test_a_mesh_trains_what_one_process_does_and_goes_on_upon_another_mesh(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("transformers")
+    monkeypatch.chdir(tmp_path)
+    script, folder = EXAMPLES / "mesh.py", tmp_path / "saved"
+    alone = run_example("mesh.py", 1, "--steps", "10", "--folder", str(tmp_path / "alone"))
+    printed_by(f"run --workers 4 --tp 2 --cp 2 --lanes 2 {script} --steps 5 --folder {folder}")
+    resumed = printed_by(f"run --workers 2 --tp 2 --lanes 2 {script} --steps 10 --folder {folder} --resume")
+    hash_in(resumed)
+    expected, found = (re.search(r"step 10: loss ([\d.]+)", text) for text in (alone, resumed))
+    assert expected is not None, alone
+    assert found is not None, resumed
+    assert float(found[1]) == pytest.approx(float(expected[1]), abs=1e-3)
 
 
 def test_a_script_moves_from_transformers_by_one_line() -> None:

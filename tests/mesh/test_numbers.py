@@ -85,7 +85,7 @@ def test_the_comparison_fails_without_one_reduction(alone: Trained, removed: str
 @pytest.mark.parametrize(
     ("fixed", "strategies"),
     [
-        (Mesh(tp=2), ("ddp", "zero1", "zero2", "fsdp", "hybrid")),
+        (Mesh(tp=2), ("ddp", "zero2", "fsdp", "hybrid")),  # zero1: with a forward that is run again, below
         (Mesh(cp=2), ("ddp", "zero2", "fsdp", HybridConfig(shard_over=2), HybridConfig(shard_over=1))),
     ],
     ids=["tp", "cp"],
@@ -99,7 +99,8 @@ def test_bits_do_not_depend_on_dp_or_its_strategy(fixed: Mesh, strategies: tuple
 
 def test_a_forward_that_is_run_again_draws_the_same_masks_and_so_does_any_dp() -> None:
     model = {"blocks": 2, "dropout": 0.1}
-    again = {one.hash for one in runs(4, mesh=Mesh(dp=2, tp=2), model=model, activation_checkpointing="blocks")}
+    options = {"strategy": "zero1", "activation_checkpointing": "blocks"}
+    again = {one.hash for one in runs(4, mesh=Mesh(dp=2, tp=2), model=model, **options)}
     once = {one.hash for one in runs(2, mesh=Mesh(tp=2), model=model)}
     assert again == once
     assert len(once) == 1
