@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,8 @@ import pytest
 import torch
 
 from paceline import Trainer, TrainingArguments
+from paceline.errors import ConfigError
+from paceline.trainer.seq2seq import Seq2SeqTrainer, Seq2SeqTrainingArguments
 from paceline.world.world import TcpRendezvous, World
 from tests.workers import free_port, run_workers
 
@@ -43,11 +46,14 @@ def next_token_accuracy(prediction: Any) -> dict[str, float]:
     return {"accuracy": float((guessed == labels)[labels != -100].mean())}
 
 
-def train(world: World, folder: Path, sizes: dict[str, int], **more: Any) -> dict[str, Any]:
+def llama() -> Any:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     shape: dict[str, Any] = {"num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2}
-    config = LlamaConfig(vocab_size=VOCABULARY, hidden_size=16, intermediate_size=32, **shape)
+    return LlamaForCausalLM(LlamaConfig(vocab_size=VOCABULARY, hidden_size=16, intermediate_size=32, **shape))
+
+
+def train(world: World, folder: Path, sizes: dict[str, int], **more: Any) -> dict[str, Any]:
     settings: dict[str, Any] = {
         "max_steps": 2,
         "logging_steps": 1,
@@ -61,7 +67,7 @@ def train(world: World, folder: Path, sizes: dict[str, int], **more: Any) -> dic
         per_device_train_batch_size=2, per_device_eval_batch_size=2, **(settings | sizes | more),
     )  # fmt: skip
     trainer = Trainer(
-        model_init=lambda: LlamaForCausalLM(config),
+        model_init=llama,
         args=arguments,
         train_dataset=texts(8, seed=1),
         eval_dataset=texts(7, seed=2),
@@ -84,25 +90,45 @@ def train(world: World, folder: Path, sizes: dict[str, int], **more: Any) -> dic
     return found
 
 
+def refused(world: World, folder: Path, kind: Any, arguments: Any, **more: Any) -> str:
+    args = arguments(str(folder), use_cpu=True, threads=1, lanes=1, cp=2, **more)
+    own = {"eval_dataset": texts(2, seed=2), "compute_metrics": next_token_accuracy}
+    trainer = kind(model_init=llama, args=args, world=world, **own)
+    with pytest.raises(ConfigError) as error:
+        trainer.evaluate()
+    trainer.engine.close()
+    return str(error.value)
+
+
 def _logged(trainer: Trainer, name: str) -> list[float]:
     return [row[name] for row in trainer.state.log_history if name in row]
 
 
 def train_on_meshes(world: World, folder: Path, ports: dict[str, int]) -> dict[str, Any]:
     """One after another in the same processes: importing transformers takes longer than all of them."""
-    found = {"plain": train(World(), folder / f"plain {world.rank}", {})} if world.rank == 0 else {}
+
+    def among(workers: tuple[int, ...], name: str) -> World:
+        place = {"rank": workers.index(world.rank), "size": len(workers)}
+        place |= {f"local_{key}": value for key, value in place.items()}
+        return replace(world, rendezvous=TcpRendezvous("127.0.0.1", ports[name]), **place)  # type: ignore[arg-type]
+
+    found: dict[str, Any] = {}
+    if world.rank == 0:
+        found["plain"] = train(World(), folder / "plain", {})
     for name, (sizes, workers) in MESHES.items():
         if world.rank in workers:
-            place = {"rank": workers.index(world.rank), "size": len(workers)}
-            place |= {f"local_{key}": value for key, value in place.items()}
-            here = replace(world, rendezvous=TcpRendezvous("127.0.0.1", ports[name]), **place)  # type: ignore[arg-type]
-            found[name] = train(here, folder / name, sizes)
+            found[name] = train(among(workers, name), folder / name, sizes)
+    if world.rank in (2, 3):
+        generating = {"kind": Seq2SeqTrainer, "arguments": Seq2SeqTrainingArguments, "predict_with_generate": True}
+        objects = {"kind": Trainer, "arguments": TrainingArguments, "eval_use_gather_object": True}
+        for name, given in (("generating", generating), ("objects", objects)):
+            found[name] = refused(among((2, 3), name), folder / name, **given)  # type: ignore[arg-type]
     return found
 
 
 def test_losses_metrics_and_token_counts_are_those_of_a_plain_run(tmp_path: Path) -> None:
-    ports = {name: free_port() for name in MESHES}
-    results = run_workers(train_on_meshes, 4, folder=tmp_path, ports=ports)
+    ports = {name: free_port() for name in (*MESHES, "generating", "objects")}
+    results = run_workers(train_on_meshes, 4, timeout_s=100, folder=tmp_path, ports=ports)
     for result in sorted(results, key=lambda r: str(r.error).startswith(("PeerLost", "Collective"))):
         assert result.error is None, f"{result.name}: {result.traceback}"
     plain = results[0].value["plain"]
@@ -120,3 +146,6 @@ def test_losses_metrics_and_token_counts_are_those_of_a_plain_run(tmp_path: Path
     for name in ("loss", "eval_loss"):  # with cp fixed, the same bits for any dp
         assert results[2].value["cp"][name] == results[2].value["dp × cp"][name]
     assert results[2].value["cp"]["hash"] == results[2].value["dp × cp"]["hash"]
+    for result in results[2:]:  # one line each, before anything is generated or gathered
+        assert re.fullmatch(r"predict_with_generate with Mesh\(cp=2\): .* without cp", result.value["generating"])
+        assert re.fullmatch(r"eval_use_gather_object with Mesh\(cp=2\): .* without cp", result.value["objects"])
