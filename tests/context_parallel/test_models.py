@@ -335,7 +335,8 @@ def _refused_by(model: Any) -> str:
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_models_of_transformers_are_routed_by_their_attention_interface() -> None:
     pytest.importorskip("transformers")
-    for found in values_of(run_workers(runs_transformers, 2, timeout_s=100)):
+    models = tuple(f"transformers.models.{name}.modeling_{name}" for name in ("llama", "mistral"))
+    for found in values_of(run_workers(runs_transformers, 2, timeout_s=80, imports=models)):
         for name in ("sdpa", "eager", "recomputed", "padded", "no window"):
             assert max(found[name]) < 1e-5, (name, found)
         assert found["checked"][0] < 1e-5 < 1e-2 < found["checked"][1]

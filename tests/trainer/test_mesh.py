@@ -105,8 +105,6 @@ def _logged(trainer: Trainer, name: str) -> list[float]:
 
 
 def train_on_meshes(world: World, folder: Path, ports: dict[str, int]) -> dict[str, Any]:
-    """One after another in the same processes: importing transformers takes longer than all of them."""
-
     def among(workers: tuple[int, ...], name: str) -> World:
         place = {"rank": workers.index(world.rank), "size": len(workers)}
         place |= {f"local_{key}": value for key, value in place.items()}
@@ -128,7 +126,14 @@ def train_on_meshes(world: World, folder: Path, ports: dict[str, int]) -> dict[s
 
 def test_losses_metrics_and_token_counts_are_those_of_a_plain_run(tmp_path: Path) -> None:
     ports = {name: free_port() for name in (*MESHES, "generating", "objects")}
-    results = run_workers(train_on_meshes, 4, timeout_s=100, folder=tmp_path, ports=ports)
+    results = run_workers(
+        train_on_meshes,
+        4,
+        timeout_s=80,
+        imports=("transformers.models.llama.modeling_llama",),
+        folder=tmp_path,
+        ports=ports,
+    )
     for result in sorted(results, key=lambda r: str(r.error).startswith(("PeerLost", "Collective"))):
         assert result.error is None, f"{result.name}: {result.traceback}"
     plain = results[0].value["plain"]
