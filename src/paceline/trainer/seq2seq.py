@@ -86,6 +86,7 @@ class Seq2SeqTrainer(Trainer):
         """As the Trainer's. An evaluation in it that would be refused is so before the first step."""
         evaluates = self.args.eval_strategy != IntervalStrategy.NO and not self.args.prediction_loss_only
         if evaluates and self.args.predict_with_generate:
+            self._check_mesh()
             self._check_strategy()
         return super().train(*given, **named)
 
@@ -130,6 +131,7 @@ class Seq2SeqTrainer(Trainer):
         """Loss, generated tokens and labels of a batch."""
         if not self.args.predict_with_generate or prediction_loss_only:
             return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
+        self._check_mesh()
         if self.has_trained:
             self._check_strategy()
         labels = inputs.get("labels")
@@ -141,13 +143,16 @@ class Seq2SeqTrainer(Trainer):
         longest = self._longest(options)
         return loss, self._filled(tokens, longest), None if labels is None else self._filled(labels, longest)
 
-    def _check_strategy(self) -> None:
-        strategy, mesh = self.engine.config.strategy, self.engine.config.mesh
+    def _check_mesh(self) -> None:
+        mesh = self.engine.config.mesh
         if mesh.cp > 1:
             raise ConfigError(
                 f"predict_with_generate with {mesh}: a text is generated token by token, and workers have parts of it; "
                 "leave it out, or evaluate a checkpoint without cp"
             )
+
+    def _check_strategy(self) -> None:
+        strategy = self.engine.config.strategy
         if self.engine.world.size > 1 and not strategy.entry.full_weights:
             raise ConfigError(
                 f"predict_with_generate with several workers under strategy={strategy.name!r}: each of them calls the "
