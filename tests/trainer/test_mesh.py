@@ -154,3 +154,28 @@ def test_losses_metrics_and_token_counts_are_those_of_a_plain_run(tmp_path: Path
     for result in results[2:]:  # one line each, before anything is generated or gathered
         assert re.fullmatch(r"predict_with_generate with Mesh\(cp=2\): .* without cp", result.value["generating"])
         assert re.fullmatch(r"eval_use_gather_object with Mesh\(cp=2\): .* without cp", result.value["objects"])
+
+
+def train_otherwise(world: World, folder: Path, ports: list[int]) -> dict[str, Any]:
+    def anew() -> World:
+        return replace(world, rendezvous=TcpRendezvous("127.0.0.1", ports.pop()))
+
+    found: dict[str, Any] = {"chunked": train(anew(), folder / "a", {"cp": 2}, chunked_loss=True)}
+    others: dict[str, Any] = {"smoothed": {"label_smoothing_factor": 0.1}, "tp": {"chunked_loss": True}}
+    for name, more in others.items():
+        with pytest.raises(ConfigError) as error:
+            train(anew(), folder / name, {"tp": 2} if name == "tp" else {"cp": 2}, **more)
+        found[name] = str(error.value)
+    if world.rank == 0:
+        found["plain"] = train(World(), folder / "plain", {})
+    return found
+
+
+def test_a_chunked_loss_takes_parts_of_sequences_and_labels_that_nobody_would_get_are_refused(tmp_path: Path) -> None:
+    ports, imports = [free_port() for _ in range(3)], ("transformers.models.llama.modeling_llama",)
+    results = run_workers(train_otherwise, 2, timeout_s=80, imports=imports, folder=tmp_path, ports=ports)
+    for result in results:
+        assert result.error is None, f"{result.name}: {result.traceback}"
+        np.testing.assert_allclose(result.value["chunked"]["loss"], results[0].value["plain"]["loss"], rtol=1e-6)
+        assert re.fullmatch(r"Mesh\(cp=2\) splits sequences, .* leave them or cp out", result.value["smoothed"])
+        assert re.fullmatch(r"chunked_loss=True with Mesh\(tp=2\): .* leave one of them out", result.value["tp"])

@@ -263,8 +263,22 @@ class Trainer:
     def engine(self) -> Engine:
         """Made when it is needed: a job that is resumed has the lanes that are on record."""
         if self._engine is None:
-            self._engine = build_engine(self.args, self.model)
+            self._engine = self._built(None)
         return self._engine
+
+    def _built(self, lanes: int | None) -> Engine:
+        engine = build_engine(self.args, self.model, lanes=lanes)
+        mesh = engine.config.mesh
+        if mesh.cp > 1 and self.loss_rule.takes_labels_out:
+            engine.close()
+            raise ConfigError(
+                f"{mesh} splits sequences, and shifts their labels before that for the model's own loss; "
+                "label_smoothing_factor and compute_loss_func would get none of them: leave them or cp out"
+            )
+        if mesh.tp > 1 and self.args.chunked_loss:
+            engine.close()
+            raise ConfigError(f"chunked_loss=True with {mesh}: no worker has the whole head; leave one of them out")
+        return engine
 
     def _make_engine(self, resume: bool | Path) -> None:
         """The Engine of this training: an Engine trains once, and its lanes are those of the job for life."""
@@ -281,7 +295,7 @@ class Trainer:
                 self.optimizer = self.lr_scheduler = None
             if self.model_init is not None:
                 self.model = self.call_model_init()
-        self._engine = build_engine(self.args, self.model, lanes=lanes)
+        self._engine = self._built(lanes)
 
     def call_model_init(self) -> nn.Module:
         """Makes the model from the job's seed, the same one on every worker."""
