@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import paceline
 from paceline import Trainer, TrainingArguments, World
@@ -85,16 +86,17 @@ def test_targets_that_do_not_fit_are_refused() -> None:
         paceline.linear_cross_entropy(torch.zeros(2, 8), torch.zeros(5, 8), torch.zeros(3, dtype=torch.long))
 
 
-def test_no_tensor_of_all_logits_is_made() -> None:
+def test_no_tensor_of_all_logits_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chunked_loss, "LOGITS_AT_ONCE", 2**18)
     made: list[int] = []
 
-    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
+    class Watch(TorchDispatchMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             result = func(*args, **(kwargs or {}))
             made.append(result.numel() if isinstance(result, Tensor) else 0)
             return result
 
-    tokens, vocabulary = 512, 2**18
+    tokens, vocabulary = 128, 2**12
     hidden, weight = torch.randn(tokens, 2, requires_grad=True), torch.randn(vocabulary, 2, requires_grad=True)
     with Watch():
         linear_cross_entropy(hidden, weight, torch.zeros(tokens, dtype=torch.long)).backward()
