@@ -51,7 +51,7 @@ test-all: test test-rest bits fuzz conformance
 # Of the full product every EVERY-th combination; a prime above 3 meets all values of all its axes.
 EVERY ?= 1
 bits: setup
-	$(PYTHON) -m pytest -m product --full-product --every $(EVERY) tests/bits
+	$(PYTHON) -m pytest -m product --full-product --every $(EVERY) -n 2 --dist worksteal tests/bits
 
 # Seeded by the date; another SEED, or `python -m tests.bits.fuzz --help`, for more.
 SECONDS ?= 60
