@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
+from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
@@ -170,11 +171,22 @@ def test_a_stream_with_loader_processes_gives_one_hash() -> None:
     assert hashes(run_workers(trains, 2, **options)) == hashes(run_workers(trains, 1, **options))
 
 
+class Ending(Whole):
+    """Only its samples show where it ends: a number that differs between workers is found before the first of them."""
+
+    def __init__(self, samples: int) -> None:
+        super().__init__(200)
+        self.last = [samples]
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        return islice(super().__iter__(), self.last[0])
+
+
 def streams_differ(world: World) -> None:
     with Engine(world=world, lanes=2) as engine:
         model = nn.Linear(8, 1)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        loader = DataLoader(Whole(20 + 3 * world.rank), batch_size=4)
+        loader = DataLoader(Ending([20, 23][world.rank]), batch_size=4)
         model, optimizer, loader = engine.prepare(model, optimizer, loader)
         for x, y in loader:
             engine.backward(F.mse_loss(model(x), y))
@@ -221,11 +233,11 @@ def content_differs(world: World) -> None:
 class Shuffling(Whole):
     def __init__(self, rank: int) -> None:
         super().__init__(40)
-        self.rank = rank
+        self.first = [rank]
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         rows = list(super().__iter__())
-        return iter(rows[self.rank :] + rows[: self.rank])
+        return iter(rows[self.first[0] :] + rows[: self.first[0]])
 
 
 @pytest.mark.workers

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from paceline import Engine, World
 from paceline.errors import ConfigError
 from paceline.strategies.fsdp.fsdp import Fsdp
-from paceline.strategies.fsdp.unmaterialised import is_unmaterialised
+from paceline.strategies.fsdp.unmaterialised import is_unmaterialised, names_only
 from paceline.strategies.fsdp.weights import ShardedWeights
 from paceline.strategies.zero.zero3 import Zero3Config
 from tests.bits.programs import gpt
@@ -189,6 +189,31 @@ def test_one_worker_may_look_at_weights_alone_and_all_may_load_them() -> None:
         assert result.error is None, result.traceback
     assert results[0].value == [True]
     assert results[1].value == [True] * 5
+
+
+def asks_for_names(world: World) -> list[bool]:
+    """One worker alone, between two steps of the others."""
+    with Engine(world=world, strategy=SHARDS, bucket_mib=0.02, timeout_s=20) as engine:
+        model = Watched(3)
+        names = list(model.state_dict())
+        model, _ = engine.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        found = []
+        if world.rank == 1:
+            with names_only():
+                state = model.state_dict()
+            found = [list(state) == names, all(x.is_meta for x in state.values())]
+            found.append(all(map(is_unmaterialised, model.parameters())))
+        engine.barrier()
+        found.append(not any(x.is_meta for x in model.state_dict().values()))
+        engine.barrier()
+        return found
+
+
+def test_a_thread_that_writes_adapters_may_ask_for_names_without_gathering_weights() -> None:
+    results = run_workers(asks_for_names, 2)
+    for result in results:
+        assert result.error is None, result.traceback
+    assert [result.value for result in results] == [[True], [True] * 4]
 
 
 def causes_in(results: Sequence[Result]) -> list[str]:

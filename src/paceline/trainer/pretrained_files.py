@@ -21,16 +21,17 @@ from __future__ import annotations
 import copy
 import json
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from paceline.checkpoint.load import Checkpoint
 from paceline.checkpoint.save import Beside
 from paceline.checkpoint.weights_file import say_dtype, stored_weights, weights_of
 from paceline.engine.adapted_models import base_parameters, saves_adapters
-from paceline.strategies.fsdp.unmaterialised import is_unmaterialised
+from paceline.strategies.fsdp.unmaterialised import is_unmaterialised, names_only
 
 STATE = "trainer_state.json"
 
@@ -50,6 +51,9 @@ class PretrainedFiles:
     def writer(self, state: dict[str, Any] | None = None) -> Beside:
         """Adds the files to what is being written; `state` is the Trainer's as it is now, for a checkpoint."""
         about, state = self._described(), copy.deepcopy(state)
+        base = {} if self._adapted is None else base_parameters(self._adapted)
+        if any(map(is_unmaterialised, base.values())):  # which only the loop's thread can tell
+            base = {}
 
         def write(checkpoint: Checkpoint) -> None:
             folder = checkpoint.folder
@@ -57,7 +61,7 @@ class PretrainedFiles:
                 (folder / name).parent.mkdir(parents=True, exist_ok=True)
                 (folder / name).write_bytes(content)
             if self._adapted is not None:
-                write_adapters(folder, self._adapted, checkpoint)
+                write_adapters(folder, self._adapted, checkpoint, base)
             else:
                 say_dtype(folder, [weight.dtype for weight in stored_weights(checkpoint).values()])
             if state is not None:
@@ -79,16 +83,18 @@ class PretrainedFiles:
         return self._about
 
 
-def write_adapters(folder: Path, model: nn.Module, checkpoint: Checkpoint) -> None:
+def write_adapters(folder: Path, model: nn.Module, checkpoint: Checkpoint, base: Mapping[str, Tensor]) -> None:
     """As the model writes them. Beside adapters that may be embeddings of its base, which is nowhere else.
 
-    Those are frozen, so another thread may read them while the training goes on; unless they are in shards.
+    Those are frozen, so another thread may read them while the training goes on; without a `base`, where it is in
+    shards, they are left out. The model's own weights are looked at for their names alone.
     """
-    base = base_parameters(model)
-    in_shards = any(map(is_unmaterialised, base.values()))
-    weights = weights_of(checkpoint) | {name: p.detach() for name, p in base.items() if not in_shards}
-    embeddings = False if in_shards else "auto"
-    model.save_pretrained(str(folder), state_dict=weights, save_embedding_layers=embeddings)  # type: ignore[operator]
+    weights = weights_of(checkpoint) | {name: parameter.detach() for name, parameter in base.items()}
+    embeddings = "auto" if base else False
+    with names_only():
+        model.save_pretrained(  # type: ignore[operator]
+            str(folder), state_dict=weights, save_embedding_layers=embeddings
+        )
 
 
 def write_state(folder: Path, state: dict[str, Any]) -> None:

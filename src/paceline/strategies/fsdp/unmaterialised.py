@@ -10,8 +10,10 @@ own, a look at a norm, `state_dict()`. The parameter stays the same object; only
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, Protocol
 
@@ -46,6 +48,20 @@ _owners: dict[int, weakref.ref[Owner]] = {}
 _classes: dict[int, type[Parameter]] = {}  # what it is when it has weights
 _alive: dict[int, weakref.ref[Parameter]] = {}
 _layouts: dict[int, Tensor] = {}  # without memory: how its own lies
+_this_thread = threading.local()
+
+
+@contextmanager
+def names_only() -> Iterator[None]:
+    """In this thread `state_dict()` is asked for its names: nothing is gathered, and meta tensors stand for weights.
+
+    Gathering takes all workers, at the same place of their step: another thread than the loop's must not begin it.
+    """
+    _this_thread.names_only = True
+    try:
+        yield
+    finally:
+        _this_thread.names_only = False
 
 
 class UnmaterialisedParameter(Parameter):
@@ -60,6 +76,9 @@ class UnmaterialisedParameter(Parameter):
         kwargs, name = kwargs or {}, func.__name__
         if name in _LAYOUT and id(args[0]) in _layouts:
             return func(_layouts[id(args[0])], *args[1:], **kwargs)
+        if name == "detach" and getattr(_this_thread, "names_only", False):
+            layout = _layouts.get(id(args[0]))  # None: the loop has just gathered it
+            return args[0].data if layout is None else layout
         if name in ("__get__", "__set__", "__delete__"):
             needs_values = getattr(getattr(func, "__self__", None), "__name__", None) not in _LOOKS
         else:
