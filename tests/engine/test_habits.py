@@ -246,7 +246,7 @@ def plateau_of_its_own_loss(engine: Engine) -> str:
 @pytest.mark.parametrize(("workers", "strategy"), JOBS)
 def test_learning_rates_that_differ_between_workers_are_told_before_an_update(workers: int, strategy: str) -> None:
     results = run_workers(in_job, workers, habit=plateau_of_its_own_loss, strategy=strategy)
-    error = "have other learning rates in step"
+    error = "have different learning rates in step"
     assert all(error in str(result.error) for result in results), [result.error for result in results]
 
 

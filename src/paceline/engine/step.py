@@ -51,11 +51,11 @@ from paceline.engine.vote import (
     StepVote,
     Voting,
     any_used,
+    checksum_of_rates,
     flip_a_bit,
     lanes_in_order,
     means_over,
     name_key,
-    sum_of_rates,
 )
 from paceline.errors import GenerationEnded, LoopError
 from paceline.optim.loss_scale import MovingScale
@@ -576,7 +576,7 @@ class TrainStep:
             check=self.voting.check(self.step) if now.agreement is Agreement.NOW else 0,
             used=(*active.used(), *self.buffers.changed(now.lowest)),
             lanes=tuple(now.reports.values()),
-            rates=sum_of_rates(rules.learning_rates(self._optimizers)),
+            rates=checksum_of_rates(rules.learning_rates(self._optimizers)),
         )
 
     def _tally(self, item: WorkItem, reports: Sequence[LaneReport], used: Sequence[bool]) -> Tally:

@@ -2,7 +2,7 @@
 
     step, update       a worker that is elsewhere is named instead of mixing its gradients in
     stop               honoured by all at the end of the same step; and whether a signal asked for it
-    rates              a sum over the learning rates: under zero and fsdp others would never show in the weights
+    rates              a checksum of the learning rates: under zero and fsdp a difference would not show in the weights
     check              a 64-bit sum over a rotating part of the weights: replicas that drift apart are named
     used               which parameters got a gradient here
     lanes              weight, loss and running means of every lane that this worker computed
@@ -72,7 +72,7 @@ class StepVote:
     rates: int = 0
 
 
-def sum_of_rates(rates: Sequence[float]) -> int:
+def checksum_of_rates(rates: Sequence[float]) -> int:
     return zlib.crc32(struct.pack(f"<{len(rates)}d", *rates))
 
 
@@ -194,8 +194,8 @@ class Voting:
                 )
             if other.rates != vote.rates:
                 raise ReplicaError(
-                    f"worker {self._comm.rank} and worker {rank} have other learning rates in step {vote.step + 1}: a "
-                    "scheduler was made or stepped with a number of one worker (its own loss, len(loader)). Give "
+                    f"worker {self._comm.rank} and worker {rank} have different learning rates in step {vote.step + 1}"
+                    ": a scheduler was made or stepped with a number of one worker (its own loss, len(loader)). Give "
                     "ReduceLROnPlateau what all have, as engine.means or engine.reduce(); make lengths from "
                     "engine.steps_per_epoch(loader)"
                 )

@@ -46,13 +46,13 @@ class _Total:
 
 
 @dataclass(frozen=True)
-class Chosen:
+class ChosenCompressors:
     """The compressor of each parameter, if it has one."""
 
     compressors: tuple[Compressor | None, ...]
 
     @classmethod
-    def by(cls, compression: Compression, named: Sequence[tuple[str, Parameter]]) -> Chosen:
+    def by(cls, compression: Compression, named: Sequence[tuple[str, Parameter]]) -> ChosenCompressors:
         return cls(tuple(compression.compressor(name, tuple(parameter.shape)) for name, parameter in named))
 
     def grouped(self, specs: Sequence[GradientSpec]) -> Sequence[GradientSpec]:
@@ -78,7 +78,7 @@ class CompressedByLane(NotCompressed, Generic[Lanes]):
 
     def __init__(self, compression: Compression, named: Sequence[tuple[str, Parameter]]) -> None:
         self._start_after = compression.start_after
-        self._chosen = Chosen.by(compression, named)
+        self._chosen = ChosenCompressors.by(compression, named)
         self._buckets: dict[int, Lanes] = {}
         self._opened = self._begun = False
         self._step: Step | None = None

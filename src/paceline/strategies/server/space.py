@@ -36,7 +36,7 @@ from paceline.sharding.bucket import Bucket, GradientSpec, plan_buckets
 from paceline.sharding.flat_layout import FlatLayout, Piece
 from paceline.sharding.local_shard import LocalShard
 from paceline.strategies.buckets import expected_order
-from paceline.strategies.compressed.gradients import Chosen
+from paceline.strategies.compressed.gradients import ChosenCompressors
 from paceline.torch_compat import foreach_copy_, version_of
 
 
@@ -81,7 +81,7 @@ def plan_spaces(
         layout = FlatLayout.of(named)
         # Where gradients are is no part of the plan: a server has them in the host's memory.
         specs: Sequence[GradientSpec] = [GradientSpec(tuple(p.shape), p.dtype, torch.device("cpu")) for _, p in named]
-        chosen = Chosen.by(compression, named)
+        chosen = ChosenCompressors.by(compression, named)
         buckets = plan_buckets(chosen.grouped(specs), expected_order(len(specs)), bucket_bytes, aligned=False)
         table = plan_keys(layout, buckets, servers=servers, key_bytes=key_bytes, compressor_of=chosen.of)
         spaces.append(Space(named, together, GroupSettings(together), buckets, Protocol(table, workers, lanes)))
