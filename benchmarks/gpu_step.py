@@ -11,8 +11,8 @@ tokens in bf16 with fused AdamW; a step is timed on the device, from the end of 
     accelerate, fabric        the same loop through them
     hf-trainer                transformers.Trainer
     engine, engine-compile    paceline, exact: the same bits on any number of workers; -fast: what a single run needs
-    engine-blocks             paceline, exact, with Engine(compile=True): the blocks of the model, under any strategy
-    trainer, trainer-compile  paceline's Trainer, exact; -compile by blocks
+    engine-blocks             the same with Engine(compile=True), by blocks, under any strategy; -fast too
+    trainer, trainer-compile  paceline's Trainer, exact; -compile by blocks; -chunked without ever holding all logits
 """
 
 from __future__ import annotations
@@ -46,7 +46,8 @@ MODELS: dict[str, dict[str, int]] = {
 VOCABULARY = 32_000
 CONTESTANTS = (
     "raw", "raw-compile", "accelerate", "fabric", "hf-trainer",
-    "engine", "engine-blocks", "engine-compile", "engine-compile-fast", "trainer", "trainer-compile",
+    "engine", "engine-blocks", "engine-blocks-fast", "engine-compile", "engine-compile-fast",
+    "trainer", "trainer-compile", "trainer-compile-chunked",
 )  # fmt: skip
 
 
@@ -171,7 +172,7 @@ def through_trainer(name: str, asked: argparse.Namespace, clock: Clock, device: 
         def on_step_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
             clock.step()
 
-    options: dict[str, Any] = {"torch_compile": name == "trainer-compile"} if ours else {}
+    options: dict[str, Any] = {"torch_compile": "compile" in name, "chunked_loss": "chunked" in name} if ours else {}
     arguments = library.TrainingArguments(
         output_dir=tempfile.mkdtemp(), per_device_train_batch_size=MODELS[asked.model]["batch"], max_steps=STEPS,
         bf16=True, optim="adamw_torch_fused" if device.type == "cuda" else "adamw_torch", report_to=[],
@@ -197,7 +198,13 @@ def engine(name: str, asked: argparse.Namespace, clock: Clock, device: torch.dev
         if "compile" in name:
             model = torch.compile(model)
         model, optimizer, loader = made.prepare(model, optimizer, loader_of(asked.model, asked.lanes))
-        trained(loader, model, optimizer, made.backward, clock, lambda: made.stepped)
+
+        def backward(loss: torch.Tensor) -> None:
+            made.backward(loss)
+            if asked.clip:
+                made.clip_grad_norm_(asked.clip)
+
+        trained(loader, model, optimizer, backward, clock, lambda: made.stepped)
         return {"hash": made.weights_hash()}
 
 
@@ -278,7 +285,9 @@ def main() -> None:
     parser.add_argument("--contestant", action="append", help="may be repeated; by default all")
     parser.add_argument("--lanes", type=int, default=1)
     parser.add_argument("--strategy", default="ddp")
-    parser.add_argument("--clip", type=float, default=0.0, help="of the Trainers: max_grad_norm")
+    parser.add_argument(
+        "--clip", type=float, default=0.0, help="the gradient's norm, in the Trainers and paceline's Engine"
+    )
     parser.add_argument("--repeat", type=int, default=1)
     parser.add_argument("--commit", default="", help="what the result says it was measured at")
     parser.add_argument("--profile", action="store_true", help="print where the device's time went")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -172,10 +173,11 @@ def compiles_here() -> Iterator[None]:
 
 
 def trains_on_gpu(
-    world: World, *, graphs: bool, strategy: str = "ddp", accumulate: int = 1, clip: bool = True
-) -> tuple[bool, str]:
-    """With dropout, an item that is left out, and an evaluation in the middle whose outputs are kept."""
-    options: dict[str, Any] = {"lanes": 3, "timeout_s": 120, "precision": "bf16", "device": "cuda"}
+    world: World, *, graphs: bool, strategy: str = "ddp", accumulate: int = 1, precision: str = "bf16",
+    leaves_out: int | None = None,
+) -> tuple[bool, str]:  # fmt: skip
+    """With dropout, perhaps an item that is left out, and an evaluation in the middle whose outputs are kept."""
+    options: dict[str, Any] = {"lanes": 3, "timeout_s": 120, "precision": precision, "device": "cuda"}
     compile = Compile(cuda_graphs=graphs)
     with Engine(world=world, strategy=strategy, compile=compile, accumulate=accumulate, **options) as engine:
         torch.manual_seed(0)
@@ -187,11 +189,10 @@ def trains_on_gpu(
         for place, (x, y) in enumerate(loader):
             loss = F.mse_loss(model(x), y)
             losses.append(loss.detach())
-            if world.size == 1 and place == 4:
+            if place == leaves_out:
                 continue
             engine.backward(loss)
-            if clip:
-                engine.clip_grad_norm_(1.0)
+            engine.clip_grad_norm_(1.0)
             optimizer.step()
             optimizer.zero_grad()
             if engine.stepped:
@@ -211,7 +212,7 @@ def trains_on_gpu(
 @pytest.mark.filterwarnings("ignore:lane 1 of step")
 def test_blocks_in_cuda_graphs_give_the_bits_of_blocks_without(strategy: str, accumulate: int) -> None:
     found = {
-        graphs: trains_on_gpu(World(), graphs=graphs, strategy=strategy, accumulate=accumulate)
+        graphs: trains_on_gpu(World(), graphs=graphs, strategy=strategy, accumulate=accumulate, leaves_out=4)
         for graphs in (True, False)
     }
     assert found[True][0]
@@ -219,13 +220,26 @@ def test_blocks_in_cuda_graphs_give_the_bits_of_blocks_without(strategy: str, ac
     assert found[True][1] == found[False][1]
 
 
+def on_gpu(workers: int, **options: Any) -> set[Any]:
+    return {r.value or r.error for r in run_workers(trains_on_gpu, workers, timeout_s=240, **options)}
+
+
 @GPU
 @pytest.mark.workers
 def test_workers_that_share_a_gpu_have_the_bits_of_one_in_graphs() -> None:
-    def of(workers: int) -> set[Any]:
-        return {r.value or r.error for r in run_workers(trains_on_gpu, workers, graphs=True, timeout_s=240)}
+    (found,) = set().union(*(on_gpu(workers, graphs=True) for workers in (1, 2, 3)))
+    assert found[0] is True
 
-    assert len(of(2) | of(3)) == 1
+
+@GPU
+@pytest.mark.workers
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_workers_that_share_a_gpu_have_the_bits_of_one_under_every_strategy(precision: str) -> None:
+    jobs = itertools.product(("ddp", "zero2", "zero3", "fsdp"), (1, 2, 3))
+    found = {job: on_gpu(job[1], graphs=False, strategy=job[0], precision=precision) for job in jobs}
+    assert set().union(*found.values()) == found["ddp", 1], found
+    assert len(found["ddp", 1]) == 1
 
 
 @GPU
@@ -247,7 +261,7 @@ def test_what_graphs_can_t_be_used_with_is_refused(options: dict[str, Any], text
 
 def test_cuda_graphs_on_a_cpu_are_refused() -> None:
     with (
-        Engine(world=World(), compile=Compile(cuda_graphs=True)) as engine,
+        Engine(world=World(), device="cpu", compile=Compile(cuda_graphs=True)) as engine,
         pytest.raises(ConfigError, match=r"cuda_graphs=True with a cpu, where they can't be used; leave it out"),
     ):
         prepared(engine)

@@ -12,10 +12,12 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import paceline
-from paceline import Trainer, TrainingArguments, World
+from paceline import Trainer, TrainerCallback, TrainingArguments, World
 from paceline.errors import ConfigError
+from paceline.torch_compat import compiler
 from paceline.trainer import chunked_loss
 from paceline.trainer.chunked_loss import ChunkedLoss, linear_cross_entropy
+from paceline.trainer.losses import LossRule
 from tests.workers import run_workers
 
 transformers = pytest.importorskip("transformers")
@@ -60,6 +62,21 @@ def test_it_is_the_loss_of_all_logits_with_its_gradients(seed: int, dtype: torch
     for mine, its, leaf in zip(torch.autograd.grad(ours, leaves), of_theirs, leaves, strict=True):
         assert mine.dtype == leaf.dtype
         torch.testing.assert_close(mine, its, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.usefixtures("few_rows")
+@pytest.mark.job  # inductor starts processes
+@pytest.mark.filterwarnings("ignore")  # of torch's compiler, about itself
+def test_compiled_it_is_the_same_loss_and_code_for_one_shape_serves_all_batches() -> None:
+    graphs = compiler()
+    before = graphs.graphs
+    for seed in range(6):
+        given = case(seed, dtype=torch.float32)
+        leaves = [given["hidden"], given["weight"], given["bias"]]
+        ours, plain = (linear_cross_entropy(**given, compile=compile) for compile in (True, False))
+        torch.testing.assert_close(ours, plain)
+        torch.testing.assert_close(torch.autograd.grad(ours, leaves), torch.autograd.grad(plain, leaves))
+    assert graphs.graphs == before + 1
 
 
 @pytest.mark.usefixtures("few_rows")
@@ -181,3 +198,47 @@ def test_what_has_no_logits_to_leave_out_is_told_so(model: Any, settings: Any, t
     )
     with pytest.raises(ConfigError, match=told):
         Trainer(model(), arguments, train_dataset=texts(8), world=World()).train()
+
+
+def test_where_it_is_not_asked_for_a_model_that_can_t_has_its_own_loss() -> None:
+    model, told = nn.Linear(2, 2), []
+    with LossRule(model).in_chunks(model, compile=False, needed=False, tell=told.append):
+        pass
+    causal = llama()
+    with LossRule(causal).in_chunks(causal, compile=False, needed=False, tell=told.append):
+        pass
+    assert told == ["paceline: LlamaForCausalLM has its loss made of 1,048,576 rows of logits at a time (chunked_loss)"]
+
+
+@pytest.mark.parametrize(
+    ("device", "asked", "on"), [("cuda", None, True), ("cuda", False, False), ("cpu", None, False), ("cpu", True, True)]
+)
+def test_by_default_it_is_for_gpus(device: str, asked: bool | None, on: bool, tmp_path: Path) -> None:
+    if device == "cuda" and not torch.cuda.is_available():
+        pytest.skip("needs a GPU")
+    arguments = TrainingArguments(
+        str(tmp_path), use_cpu=device == "cpu", chunked_loss=asked, max_steps=1, report_to="none", save_strategy="no"
+    )
+
+    class Watch(TrainerCallback):
+        def on_step_end(self, *given: Any, **named: Any) -> None:
+            assert (trainer.loss_rule._chunked is not None) is on
+
+    trainer = Trainer(llama(), arguments, train_dataset=texts(8), world=World(), callbacks=[Watch()])
+    trainer.train()
+    assert trainer.state.global_step == 1
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_who_looks_at_logits_has_them_on_a_gpu_too(tmp_path: Path) -> None:
+    seen: list[int] = []
+
+    class Looks(Trainer):
+        def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **named: Any) -> Any:
+            outputs = model(**inputs)
+            seen.append(outputs.logits.shape[-1])
+            return (outputs.loss, outputs) if return_outputs else outputs.loss
+
+    arguments = TrainingArguments(str(tmp_path), max_steps=1, report_to="none", save_strategy="no")
+    Looks(llama(), arguments, train_dataset=texts(8), world=World()).train()
+    assert set(seen) == {VOCABULARY}

@@ -32,7 +32,15 @@ from torch import Tensor
 
 from paceline.collectives.byte_count import ByteCount, Traffic
 from paceline.collectives.canonical_sum import Scatter, SumPlan
-from paceline.collectives.process_groups import GivenUpError, OpenSockets, build_groups, first_line, in_time, shut_down
+from paceline.collectives.process_groups import (
+    GivenUpError,
+    OpenSockets,
+    build_groups,
+    first_line,
+    in_time,
+    interrupt,
+    shut_down,
+)
 from paceline.errors import GenerationEnded, PacelineError, PeerLostError, WorldError
 from paceline.torch_compat import HashStore, PrefixStore, Store
 from paceline.world.waiting import Waiting
@@ -264,9 +272,7 @@ class Communicator:
         for child in list(self._children):
             child.abandon(why)
         for group in self._groups.values():
-            interrupt = getattr(group, "interrupt", None)
-            if interrupt is not None:
-                interrupt()
+            interrupt(group)
         self._sockets.shut_down()
 
     def counts_with(self, other: Communicator, ranks: Sequence[int] | None = None) -> None:

@@ -116,6 +116,18 @@ def _let_wait(group: Any, timeout_s: float) -> None:
     patient(timedelta(seconds=timeout_s))
 
 
+def interrupt(group: Any) -> None:
+    """End what waits in a group that is over, as far as it can be told to; any thread may call it.
+
+    NCCL's kernels wait on the device for peers that are gone, until `abort`, which itself waits until they have ended.
+    """
+    nccl: Any = getattr(dist, "ProcessGroupNCCL", None)  # not in every build of torch
+    if isinstance(group, SharedMemoryGroup):
+        group.interrupt()
+    elif nccl is not None and isinstance(group, nccl):
+        threading.Thread(target=group.abort, name="paceline-nccl-abort", daemon=True).start()
+
+
 def shut_down(groups: Mapping[str, Any]) -> None:
     for group in groups.values():
         shutdown = getattr(group, "shutdown", None)

@@ -163,7 +163,9 @@ class _Optimization:
     adam_epsilon: float = setting(1e-8, "AdamW's term for numerical stability")
     max_grad_norm: float = setting(1.0, "the gradient of the global batch is clipped to it; 0: not at all")
     label_smoothing_factor: float = setting(0.0, "how much of each label is spread over all classes")
-    chunked_loss: bool = setting(False, "a causal language model's logits are made some rows at a time, to save memory")
+    chunked_loss: bool | None = setting(
+        None, "a causal language model's logits are made some rows at a time, to save memory; default: on a GPU"
+    )
     neftune_noise_alpha: float | None = setting(
         None, "NEFTune: noise of this size on the input embeddings, in training"
     )

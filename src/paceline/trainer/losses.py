@@ -65,18 +65,27 @@ class LossRule:
         self._chunked: ChunkedLoss | None = None
 
     @contextmanager
-    def in_chunks(self, model: nn.Module) -> Iterator[None]:
-        """Training without the logits of the whole batch."""
+    def in_chunks(
+        self, model: nn.Module, *, compile: bool, needed: bool, tell: Callable[[str], object]
+    ) -> Iterator[None]:
+        """Training without the logits of the whole batch; of a model that can't, with them unless it is needed."""
         if self.takes_labels_out:
             raise ConfigError(
                 "chunked_loss=True never has the logits of a whole batch, which label_smoothing_factor and "
                 "compute_loss_func need; leave one of them out"
             )
-        self._chunked = ChunkedLoss(model)
+        try:
+            self._chunked = ChunkedLoss(model, compile=compile)
+        except ConfigError:
+            if needed:
+                raise
+        else:
+            tell(self._chunked.described)
         try:
             yield
         finally:
-            self._chunked.close()
+            if self._chunked is not None:
+                self._chunked.close()
             self._chunked = None
 
     @property

@@ -27,6 +27,7 @@ import math
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -244,7 +245,6 @@ class Trainer:
     ) -> TrainOutput:
         self._make_engine(resume)
         self.is_in_train = self.has_trained = True
-        in_chunks = self.loss_rule.in_chunks(self.model) if self.args.chunked_loss else nullcontext()
         try:
             share_weights(self.engine, self.model)
             self._loop = loop = TrainingLoop(self, resume, accept, ignore_keys_for_eval)
@@ -252,12 +252,21 @@ class Trainer:
             run_folder.begin(self.args, self.engine, fresh=not resume)
             if threading.current_thread() is threading.main_thread():  # Python hands signals to that one only
                 self.engine.stop_on_signals()
-            with in_chunks:
+            with self._loss_in_chunks():
                 return loop.run()
         finally:
             self.is_in_train, self._loop = False, None
             self.reports.close(ok=self.engine.stop_requested)  # nothing is left to close where training has ended well
             self.engine._stops.close()
+
+    def _loss_in_chunks(self) -> AbstractContextManager[None]:
+        """If asked for; and if nothing is said on a GPU, where memory is scarce, wherever nobody looks at logits."""
+        asked, engine = self.args.chunked_loss, self.engine
+        looks = self.loss_rule.takes_labels_out or self._owns_step or overrides(self, "compute_loss", Trainer)
+        if asked is False or (asked is None and (engine.device.type != "cuda" or looks or engine.config.mesh.tp > 1)):
+            return nullcontext()
+        fused = self.args.torch_compile or (engine.device.type == "cuda" and find_spec("triton") is not None)
+        return self.loss_rule.in_chunks(self.model, compile=fused, needed=asked is True, tell=engine._note)
 
     @property
     def engine(self) -> Engine:
