@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+import traceback
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +20,7 @@ from paceline.optim.range_optimizer import state_bytes
 from paceline.sharding.footprint import Model
 from paceline.strategies.fsdp.fsdp import FsdpConfig
 from paceline.strategies.registry import choose
+from paceline.world import out_of_memory
 from paceline.world.host_limits import MemoryLimit
 from tests.workers import run_workers
 
@@ -165,3 +168,30 @@ def test_weights_that_are_not_trained_count_whole_or_as_the_shard_that_a_worker_
     assert of_fsdp == -(-frozen // 4) + 110 * 4 // 4 + 28 * 4  # 28 of 110 are in the largest shard
     whole = replace(choose("fsdp"), config=FsdpConfig(shard_frozen=False))
     assert on_four.held(whole) == of_fsdp - -(-frozen // 4) + frozen
+
+
+def out_of_memory_error(world: World, *, strategy: str = "ddp") -> str:
+    """As a script's forward may raise it after prepare()."""
+    memory_check.memory_limit = lambda: MemoryLimit(2**30, "cuda:0")  # type: ignore[attr-defined]
+    with Engine(world=world, strategy=strategy) as engine:
+        model = nn.Linear(2048, 2048)
+        engine.prepare(model, torch.optim.AdamW(model.parameters()))
+        error = torch.OutOfMemoryError("CUDA out of memory.")
+        out_of_memory.explain(error)
+        other = RuntimeError("theirs")
+        out_of_memory.explain(other)
+        assert not hasattr(other, "__notes__")
+        return "".join(traceback.format_exception_only(error))
+
+
+@pytest.mark.workers
+def test_a_device_that_is_out_of_memory_is_told_by_part_with_what_takes_less() -> None:
+    weights = r"0.02 GiB of weights, 0.02 GiB of gradients and 0.03 GiB of optimizer state; 0.\d\d GiB were left for"
+    (alone,) = run_workers(out_of_memory_error, 1)
+    assert re.search(
+        rf"paceline: of 1.00 GiB \(cuda:0\) ddp holds {weights} activations and what is under way. "
+        r"Less: activation_checkpointing='blocks'; a smaller batch, with accumulate for the rest of it$",
+        alone.value.strip(),
+    ), alone.value or alone.traceback
+    for result in run_workers(out_of_memory_error, 2):
+        assert "; strategy='fsdp', which holds 0.03 GiB on 2 workers" in result.value, result.traceback

@@ -161,3 +161,15 @@ def test_other_errors_are_left_as_they_are() -> None:
     with pytest.raises(RuntimeError, match="shapes") as raised:
         model(torch.ones(2, 7))
     assert not hasattr(raised.value, "__notes__")
+
+
+@pytest.mark.parametrize("native", [True, False])
+def test_a_gpu_that_emulates_bf16_is_named(native: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: native or including_emulation)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla T4")
+    gpu = torch.device("cuda", 0)
+    told = Precision("bf16").emulated_on(gpu)
+    assert told is None if native else str(told).startswith("Tesla T4 (compute capability 7.5) has no bf16 arithmetic")
+    assert Precision("fp16").emulated_on(gpu) is None
+    assert Precision("bf16").emulated_on(torch.device("cpu")) is None

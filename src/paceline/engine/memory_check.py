@@ -22,8 +22,9 @@ from paceline.collectives.communicator import Communicator
 from paceline.engine.config import EngineConfig, counted
 from paceline.errors import ConfigError
 from paceline.optim.range_optimizer import state_bytes
-from paceline.sharding.footprint import Model, residuals
+from paceline.sharding.footprint import Footprint, Model, residuals
 from paceline.strategies.registry import STRATEGIES, Chosen
+from paceline.world import out_of_memory
 from paceline.world.control import Supervisor
 from paceline.world.host_limits import MemoryLimit, memory_limit, oom_kills
 from paceline.world.world import World
@@ -50,12 +51,16 @@ class Fit:
     def room(self) -> int:
         return self.limit.bytes // self.sharers
 
-    def held(self, strategy: Chosen, workers: int | None = None) -> int:
-        sizes = {"workers": workers or self.workers, "lanes": self.lanes}
+    def parts(self, strategy: Chosen, workers: int | None = None) -> Footprint:
         on_host = self.on_host if workers is None else None  # others may be anywhere
         more = {"accumulate": self.accumulate, "per_host": self.per_host}
-        held = strategy.footprint(self.model, **sizes, **more, on_host=on_host).held
-        return held + (residuals(self.model, **sizes) if self.compressed else 0)
+        return strategy.footprint(
+            self.model, workers=workers or self.workers, lanes=self.lanes, **more, on_host=on_host
+        )
+
+    def held(self, strategy: Chosen, workers: int | None = None) -> int:
+        kept = residuals(self.model, workers=workers or self.workers, lanes=self.lanes) if self.compressed else 0
+        return self.parts(strategy, workers).held + kept
 
     @property
     def fits(self) -> bool:
@@ -72,10 +77,31 @@ class Fit:
             f"({self.limit.shared_by})"
         )
 
-    def advice(self) -> str:
+    def when_out(self, *, recomputes: bool) -> str:
+        """Of what was there, what was held by part, and what would take less, after a device had no more."""
+        parts = self.parts(self.chosen)
+        held = (
+            f"{_gib(parts.parameters)} of weights, {_gib(parts.gradients)} of gradients and "
+            f"{_gib(parts.optimizer_state)} of optimizer state"
+        )
+        less = [] if recomputes else ["activation_checkpointing='blocks'"]
+        less.append("a smaller batch, with accumulate for the rest of it")
+        smaller = {s.name: self.held(s) for s in self._others() if self.held(s) < self.held(self.chosen)}
+        if smaller:
+            name, least = min(smaller.items(), key=lambda pair: pair[1])
+            less.append(f"strategy={name!r}, which holds {_gib(least)} on {counted(self.workers, 'worker')}")
+        return (
+            f"of {_gib(self.limit.bytes)} ({self.limit.shared_by}) {self.chosen.name} holds {held}; "
+            f"{_gib(max(0, self.room - self.held(self.chosen)))} were left for activations and what is under way. "
+            f"Less: {'; '.join(less)}"
+        )
+
+    def _others(self) -> list[Chosen]:
         others = [Chosen(entry, entry.config()) for _, entry in sorted(STRATEGIES.items())]
-        others = [s for s in others if s.has_footprint and (s.entry.takes_compression or not self.compressed)]
-        smaller = {s.name: self.held(s) for s in others if self.held(s) < self.held(self.chosen)}
+        return [s for s in others if s.has_footprint and (s.entry.takes_compression or not self.compressed)]
+
+    def advice(self) -> str:
+        smaller = {s.name: self.held(s) for s in self._others() if self.held(s) < self.held(self.chosen)}
         fitting = [f"strategy={name!r} takes {_gib(held)}" for name, held in smaller.items() if held <= self.room]
         told = [f"on {counted(self.workers, 'worker')} {', '.join(fitting)}"] if fitting else []
         if self.chosen.entry.lanes_apart:  # it holds as much for each lane: more workers have fewer each
@@ -108,6 +134,8 @@ def check_memory(
     everyone = comm.gather_json(refused)
     if text := next((text for text in everyone if text is not None), None):
         raise ConfigError(text)
+    recomputes = config.activation_checkpointing is not None
+    out_of_memory.told_by(None if fit is None else lambda: fit.when_out(recomputes=recomputes))
     if fit is not None and fit.limit.kills_file is not None:
         file = fit.limit.kills_file
         supervisor.tell("memory", told=f"{fit.told()}; {fit.advice()}", kills_file=str(file), kills=oom_kills(file))

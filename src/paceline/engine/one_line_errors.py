@@ -12,6 +12,7 @@ from pathlib import Path
 from types import TracebackType
 
 from paceline.errors import PacelineError
+from paceline.world import out_of_memory
 
 _PACKAGE = str(Path(__file__).parents[1])
 
@@ -26,6 +27,7 @@ def show_our_errors_in_one_line() -> None:
         if isinstance(error, PacelineError):
             print(f"paceline: {_place(frames)}{kind.__name__}: {error}", file=sys.stderr, flush=True)
         else:
+            out_of_memory.explain(error)
             before(kind, error, frames)
 
     hook.one_line = True  # type: ignore[attr-defined]

@@ -333,6 +333,8 @@ class Preparation:
             group.note(f"paceline: {own.compiled.described}")
         if cost := cost_of_lanes(config, group.world, own.optimizers):
             group.note(cost)
+        if slow := config.precision.emulated_on(group.device):
+            group.note(f"paceline: {slow}")
         if config.activation_checkpointing is not None:
             own.recomputed = recomputing.Recomputed(config.activation_checkpointing, own.models)
             group.note(f"paceline: {own.recomputed.described}")

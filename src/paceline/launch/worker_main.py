@@ -27,7 +27,7 @@ from typing import Any, NoReturn
 
 from paceline.elastic.worker_agent import WorkerAgent
 from paceline.errors import GenerationEnded, PacelineError, PeerLostError, WorldError
-from paceline.world import environment, messages
+from paceline.world import environment, messages, out_of_memory
 from paceline.world.control import ControlClient, no_thread
 from paceline.world.process import SERVER, set_process_name
 from paceline.world.world import ControlSocket, World
@@ -153,6 +153,7 @@ def _differ_from_siblings() -> None:
 
 
 def _report(error: BaseException, world: World) -> None:
+    out_of_memory.explain(error)
     text = "".join(traceback.format_exception(type(error), error, _script_frames(error.__traceback__)))
     try:
         client = _connect(world)

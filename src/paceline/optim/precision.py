@@ -87,6 +87,18 @@ class Precision:
         statistics = BATCH_NORMS if self.buffers == "fp32" else ()
         return (*self.keep_fp32, *statistics)
 
+    def emulated_on(self, device: torch.device) -> str | None:
+        """What a device that has no arithmetic for it does instead, in a line."""
+        if self.parameters != "bf16" or device.type != "cuda":
+            return None
+        if torch.cuda.is_bf16_supported(including_emulation=False):
+            return None
+        major, minor = torch.cuda.get_device_capability(device)
+        return (
+            f"{torch.cuda.get_device_name(device)} (compute capability {major}.{minor}) has no bf16 arithmetic, which "
+            "begins with 8.0: it is emulated and slow; precision='fp16' is fast there"
+        )
+
     def lowers_all_of(self, model: nn.Module) -> bool:
         """No parameter of it stays as precise as it is."""
         kept = any(isinstance(module, self.kept) for module in model.modules())
