@@ -201,3 +201,61 @@ def test_a_tied_weight_is_the_first_modules() -> None:
     assert isinstance(model, TiedGpt)
     assert model.head.weight is model.embedding.weight
     assert float(model.embedding.weight.detach().std()) > 0.5, "an embedding's: a head's would be smaller"
+
+
+def of_transformers(kind: str) -> nn.Module:
+    transformers = pytest.importorskip("transformers")
+    small = {"vocab_size": 97, "num_hidden_layers": 2, "num_attention_heads": 2, "hidden_size": 64}
+    if kind == "gpt2":
+        config = transformers.GPT2Config(
+            vocab_size=97, n_layer=2, n_head=2, n_embd=64, initializer_range=0.1, bos_token_id=1, eos_token_id=1
+        )
+        return transformers.GPT2LMHeadModel(config)  # type: ignore[no-any-return]
+    if kind == "bert":
+        config = transformers.BertConfig(**small, intermediate_size=64, initializer_range=0.1)
+        return transformers.BertForMaskedLM(config)  # type: ignore[no-any-return]
+    config = transformers.LlamaConfig(**small, intermediate_size=64, initializer_range=0.1)
+    return transformers.LlamaForCausalLM(config)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "bert", "llama"])
+def test_a_model_of_transformers_is_filled_as_it_fills_itself(kind: str) -> None:
+    """The values are others, their spread is the model's own: gpt2 scales down what goes to the residual stream."""
+    torch.manual_seed(0)
+    real, ours = of_transformers(kind), filled(lambda: of_transformers(kind))
+    for (name, a), b in zip(ours.named_parameters(), real.parameters(), strict=True):
+        spread = 0.1 if b.numel() > 500 else 0.3
+        torch.testing.assert_close(a.std(), b.std(), rtol=spread, atol=1e-3, msg=name)
+        torch.testing.assert_close(a.mean(), b.mean(), rtol=spread, atol=0.02, msg=name)
+    for (name, a), b in zip(ours.named_buffers(), real.buffers(), strict=True):
+        assert torch.equal(a, b), name
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+def test_its_parts_have_the_same_weights_in_any_order(kind: str) -> None:
+    whole, model = filled(lambda: of_transformers(kind)), on_meta(lambda: of_transformers(kind))
+    names = module_names([model])
+    for part in reversed(list(model.modules())):
+        fill(part, names, seed=0, device=CPU)
+    for (name, a), b in zip(model.named_parameters(), whole.parameters(), strict=True):
+        assert torch.equal(a, b), name
+
+
+def trains_of_transformers(world: World, *, strategy: Any) -> str:
+    with Engine(world=world, strategy=strategy, lanes=2) as engine:
+        model = on_meta(lambda: of_transformers("gpt2"))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        rows = torch.randint(0, 97, (8, 6), generator=torch.Generator().manual_seed(1))
+        model, optimizer, loader = engine.prepare(model, optimizer, DataLoader(TensorDataset(rows), batch_size=2))
+        for (x,) in loader:
+            engine.backward(model(input_ids=x, labels=x).loss)
+            optimizer.step()
+            optimizer.zero_grad()
+        return engine.weights_hash()
+
+
+@pytest.mark.workers
+@pytest.mark.parametrize("strategy", ["fsdp", "zero2", SHARDS])
+def test_it_trains_from_the_meta_device_to_one_hash(strategy: Any) -> None:
+    alone = hashes(run_workers(trains_of_transformers, 1, strategy="ddp"))
+    assert hashes(run_workers(trains_of_transformers, 2, strategy=strategy)) == alone

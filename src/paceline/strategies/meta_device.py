@@ -2,7 +2,8 @@
 
     with torch.device("meta"):            no memory, whatever the size
         model = Gpt(…)
-    engine.prepare(model, …)              module by module: memory, a seed of its own, its reset_parameters()
+    engine.prepare(model, …)              module by module: memory, a seed of its own, its reset_parameters(), or
+                                          the `_init_weights` of a model of transformers
     engine.prepare(…, weights=folder)     or its weights from files; what those don't have, as buffers, is reset
 
 A module's seed is made of the job's and of the module's name, so its weights are the same wherever and beside however
@@ -66,12 +67,10 @@ class Modules(dict[int, str]):
                 for tensor in _empty(module).values():
                     self._owners.setdefault(id(tensor), module)
         everything = [module for model in models for module in model.modules()]
-        if given:
-            for outer in (module for module in everything if callable(getattr(module, "_init_weights", None))):
-                self._models |= {id(module): outer for module in outer.modules()}
-            return
-        for module in everything:
-            self._below[id(module)] = _reset_below(module)
+        for outer in (module for module in everything if callable(getattr(module, "_init_weights", None))):
+            self._models |= {id(module): outer for module in outer.modules()}
+        for module in everything if not given else ():
+            self._below[id(module)] = _reset_below(module, self.resets_of(module))
             for below in self._below[id(module)]:
                 self._above.setdefault(id(below), []).insert(0, module)
 
@@ -84,10 +83,15 @@ class Modules(dict[int, str]):
         """Those that have to follow before its weights are what they shall be."""
         return self._above.get(id(module), [])
 
-    def reset_of(self, module: nn.Module) -> Callable[[], Any] | None:
-        """Its own; where weights are given, as of models of transformers, also that of the model that it is part of."""
-        model = self._models.get(id(module))
-        return _reset_of(module) or (None if model is None else partial(_initialise, model, module))
+    def sets_below(self, module: nn.Module) -> list[nn.Module]:
+        """Those whose weights its reset sets too."""
+        return self._below.get(id(module), [])
+
+    def resets_of(self, module: nn.Module) -> list[Callable[[], Any]]:
+        """What gives it first weights: a model of transformers that it is in, and its own for what that leaves."""
+        model, own = self._models.get(id(module)), _reset_of(module)
+        theirs = [] if model is None else [partial(_initialise, model, module, self.given)]
+        return [*theirs, *([] if own is None else [own])]
 
 
 module_names = Modules
@@ -101,16 +105,18 @@ def fill(part: nn.Module, names: Modules, *, seed: int, device: torch.device) ->
 def fill_modules(modules: Iterable[nn.Module], names: Modules, *, seed: int, device: torch.device) -> None:
     """The same for modules without those below them; others that belong to them are filled too."""
     begun: set[int] = set()
+    filled: set[int] = set()
 
     def ensure(module: nn.Module) -> None:
-        if id(module) in begun or not _empty(module):
+        if id(module) in begun or not (_empty(module) or names.sets_below(module)):
             return
         begun.add(id(module))
         for other in names.before(module):
             ensure(other)
         empty = _empty(module)
-        if empty:
+        if empty or any(id(below) in filled for below in names.sets_below(module)):
             _fill_module(module, names, list(empty.items()), seed, device)
+            filled.add(id(module))
         for other in names.after(module):
             ensure(other)
 
@@ -127,11 +133,12 @@ def _fill_module(
         if (read := names.given.get(id(tensor))) is not None:
             _give_memory(tensor, what, device)
             tensor.detach().copy_(read())
+    was_given = bool(empty)
     empty = [(own, tensor) for own, tensor in empty if tensor.is_meta]
-    if not empty:
+    if was_given and not empty:
         return
-    reset = names.reset_of(module)
-    if reset is None:
+    resets = names.resets_of(module)
+    if not resets:
         raise ConfigError(
             f"{what} was built on the meta device and has no reset_parameters() to give {empty[0][0]!r} its first "
             "values; write one that sets all its own parameters and buffers, or build the model on a real device"
@@ -143,14 +150,17 @@ def _fill_module(
     drawn = mix(seed, "weights", name)
     with drawing_from(drawn), torch.no_grad():
         seed_everything(drawn)  # the device's numbers too
-        reset()
+        for reset in resets:
+            reset()
+            if not any(_has_unset(tensor) for _, tensor in empty):
+                break
         for tensor, value in given:
             tensor.copy_(value)
     for own, tensor in empty:
         if _has_unset(tensor):
             raise ConfigError(
-                f"{what} was built on the meta device, and its {_name_of(reset)}() does not set all of {own!r}: set it "
-                "there, since values given in __init__ are lost on the meta device"
+                f"{what} was built on the meta device, and its {_name_of(resets[-1])}() does not set all of {own!r}: "
+                "set it there, since values given in __init__ are lost on the meta device"
             )
 
 
@@ -158,9 +168,9 @@ def _name_of(reset: Callable[[], Any]) -> str:
     return "_init_weights" if isinstance(reset, partial) else reset.__name__
 
 
-def _initialise(model: nn.Module, module: nn.Module) -> None:
-    """As transformers does for what its files don't have; the flag keeps it from weights that are there, below too."""
-    there = [tensor for tensor in module.parameters() if not hasattr(tensor, _IS_SET)]
+def _initialise(model: nn.Module, module: nn.Module, given: Given) -> None:
+    """As transformers does; the flag keeps it from weights that come from files, below too."""
+    there = [tensor for tensor in module.parameters() if id(tensor) in given and not hasattr(tensor, _IS_SET)]
     for tensor in there:
         setattr(tensor, _IS_SET, True)
     try:
@@ -181,12 +191,14 @@ def _empty(module: nn.Module) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in _own_tensors(module) if tensor.is_meta}
 
 
-def _reset_below(module: nn.Module) -> list[nn.Module]:
+def _reset_below(module: nn.Module, resets: Sequence[Callable[[], Any]]) -> list[nn.Module]:
     """The modules below to whose weights its reset writes, found by a run that writes nowhere."""
-    inside, reset = list(module.modules()), _reset_of(module)
+    inside = list(module.modules())
     tensors = [(below, tensor) for below in inside[1:] for _, tensor in _own_tensors(below)]
     all_on_meta = all(tensor.is_meta for _, tensor in (*tensors, *((module, t) for _, t in _own_tensors(module))))
-    if reset is None or not tensors or not _empty(module) or not all_on_meta:
+    reset = next(iter(resets), None)
+    # A reset of one's own that is only for modules below is not run: they have theirs.
+    if reset is None or not tensors or not all_on_meta or not (isinstance(reset, partial) or _empty(module)):
         return []
     kept = [(below, dict(own_parameters(below)), dict(own_buffers(below))) for below in inside]
     with drawing_from(0), torch.no_grad():
