@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from paceline import Engine
-from paceline.engine.host_reading import HostReading
+from paceline.engine.vote import HostReading
 from paceline.world.world import World
 
 GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

@@ -156,7 +156,7 @@ def weighs(world: World) -> list[tuple[tuple[int, float], ...]]:
         model, optimizer, loader = prepared(engine, samples=24)
         for x, _ in loader:
             assert engine._objects.step is not None
-            item = engine._objects.step.item
+            item = engine._objects.step.now.item
             assert item is not None
             engine.backward(loss_of(model, x), weight=10 * item.lane + 1)
             optimizer.step()

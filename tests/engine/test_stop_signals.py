@@ -12,7 +12,8 @@ import pytest
 import torch.nn.functional as F
 
 from paceline import Engine, StoppedOnRequest, World
-from paceline.engine.stop_signals import EMPTY_LOOPS, STOP_SIGNALS, Stop, StopSignals
+from paceline.engine.stop_signals import EMPTY_LOOPS, STOP_SIGNALS, StopSignals
+from paceline.engine.vote import Stop
 from paceline.errors import ConfigError, LoopError
 from tests.engine.local_training import LocalTraining
 from tests.engine.loops import prepared
@@ -231,11 +232,7 @@ def test_another_thread_is_refused() -> None:
 
 
 def test_where_workers_agree_later_a_signal_waits_and_a_wish_does_not() -> None:
-    stops = StopSignals("worker 0", tells=False)
-    stops.asked = signal.SIGTERM
-    assert [stops.vote(wanted=False, later=later) for later in (True, False)] == [Stop.NO, Stop.REQUESTED]
-    assert stops.vote(wanted=True, later=True) is Stop.WANTED
-    assert stops.hear([Stop.NO, Stop.WANTED])
-    assert not stops.agreed
-    assert stops.hear([Stop.NO, Stop.REQUESTED])
-    assert stops.agreed
+    votes = [Stop.vote(asked=True, wanted=False, later=later) for later in (True, False)]
+    assert votes == [Stop.NO, Stop.REQUESTED]
+    assert [Stop.vote(asked=asked, wanted=True, later=True) for asked in (True, False)] == [Stop.WANTED] * 2
+    assert Stop.vote(asked=False, wanted=False, later=False) is Stop.NO

@@ -9,11 +9,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.engine.stop_signals import Stop
 from paceline.engine.vote import (
     MOST_MEANS,
     LaneReport,
     StepVote,
+    Stop,
     any_used,
     lanes_in_order,
     name_key,

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from paceline import World
-from paceline.collectives.byte_count import ByteCount, Flow, Traffic
-from paceline.collectives.communicator import Communicator
+from paceline.collectives.byte_count import Flow, Traffic
+from paceline.collectives.communicator import ByteCount, Communicator
 from paceline.world.control import NoSupervisor
 from paceline.world.rendezvous_store import open_store
 from tests.benchmarks import script

@@ -5,15 +5,14 @@
     traffic.of("ring").sent                 {1: 83 messages with 41,943,040 bytes}: by peer, for one operation
     traffic.native                          {"all_gather": 1}: calls into the backend's own collectives
 
-A send counts when the backend has taken it, a receive when it has arrived. What a backend's own collective moves can't
-be seen from outside: it is listed as a call with no bytes, never computed.
+The communicator counts. What a backend's own collective moves can't be seen from outside: it is listed as a call with
+no bytes, never computed.
 """
 
 from __future__ import annotations
 
-import threading
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 
@@ -78,59 +77,6 @@ class Traffic:
             _difference(self.received_by_operation, before.received_by_operation),
             dict(Counter(self.native) - Counter(before.native)),
         )
-
-
-class ByteCount:
-    """Where a communicator's threads count."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._sent: dict[tuple[str, int], Flow] = {}
-        self._received: dict[tuple[str, int], Flow] = {}
-        self._native: Counter[str] = Counter()
-
-    def sent(self, operation: str, to: int, nbytes: int) -> None:
-        self._add(self._sent, operation, to, nbytes)
-
-    def received(self, operation: str, source: int, nbytes: int) -> None:
-        self._add(self._received, operation, source, nbytes)
-
-    def called(self, collective: str) -> None:
-        with self._lock:
-            self._native[collective] += 1
-
-    def snapshot(self) -> Traffic:
-        with self._lock:
-            return Traffic(dict(self._sent), dict(self._received), dict(self._native))
-
-    def of_group(self, ranks: Sequence[int]) -> ByteCount:
-        """The same count, for a group of some of the ranks, in which they have other numbers."""
-        return _GroupCount(self, ranks)
-
-    def _add(self, flows: dict[tuple[str, int], Flow], operation: str, peer: int, nbytes: int) -> None:
-        with self._lock:
-            flows[operation, peer] = flows.get((operation, peer), Flow()) + Flow(nbytes, 1)
-
-
-class _GroupCount(ByteCount):
-    def __init__(self, count: ByteCount, ranks: Sequence[int]) -> None:
-        super().__init__()
-        self._of, self._ranks = count, ranks
-
-    def sent(self, operation: str, to: int, nbytes: int) -> None:
-        self._of.sent(operation, self._ranks[to], nbytes)
-
-    def received(self, operation: str, source: int, nbytes: int) -> None:
-        self._of.received(operation, self._ranks[source], nbytes)
-
-    def called(self, collective: str) -> None:
-        self._of.called(collective)
-
-    def snapshot(self) -> Traffic:
-        return self._of.snapshot()
-
-    def of_group(self, ranks: Sequence[int]) -> ByteCount:
-        return self._of.of_group([self._ranks[rank] for rank in ranks])
 
 
 def _by_peer(flows: Flows) -> dict[int, Flow]:

@@ -21,7 +21,9 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, Protocol
@@ -30,7 +32,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from paceline.collectives.byte_count import ByteCount, Traffic
+from paceline.collectives.byte_count import Flow, Traffic
 from paceline.collectives.canonical_sum import Scatter, SumPlan
 from paceline.collectives.process_groups import (
     GivenUpError,
@@ -69,10 +71,6 @@ class Work:
         self.is_gloo_message = False  # of a group that may be abandoned
         self.when_done: Callable[[], None] | None = None
         self._done = False  # gloo forgets a message that was waited for, and would wait for another
-
-    def result(self) -> Any:
-        """What the operation gave, once it has been waited for."""
-        return self._work.result()
 
     def wait(self, timeout_s: float | None = None, *, vote: int | None = None, look_every_s: float = 0.5) -> None:
         """`timeout_s`: another one than the group's. `vote`: it is that step vote (see `wait_for_vote`)."""
@@ -143,12 +141,8 @@ class _NotStarted:
 class Done(Work):
     """Something that was over as soon as it began: what a worker without peers waits for."""
 
-    def __init__(self, result: Any = None) -> None:
-        self._result = result
+    def __init__(self) -> None:
         self.is_gloo_message = False
-
-    def result(self) -> Any:
-        return self._result
 
     def wait(self, timeout_s: float | None = None, *, vote: int | None = None, look_every_s: float = 0.5) -> None:
         """At once."""
@@ -184,6 +178,63 @@ def _wait_for_messages(works: Sequence[Work]) -> None:
     in_time(wait, owner.timeout_s + LONGER_S, works[0]._doing, given_up=lambda: owner.is_quiet)
 
 
+# -- what has moved ----------------------------------------------------------------------------------------------------
+
+
+class ByteCount:
+    """Where a communicator's threads count what byte_count.py tells: a send when the backend has taken it, a receive
+    when it has arrived."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._sent: dict[tuple[str, int], Flow] = {}
+        self._received: dict[tuple[str, int], Flow] = {}
+        self._native: Counter[str] = Counter()
+
+    def sent(self, operation: str, to: int, nbytes: int) -> None:
+        self._add(self._sent, operation, to, nbytes)
+
+    def received(self, operation: str, source: int, nbytes: int) -> None:
+        self._add(self._received, operation, source, nbytes)
+
+    def called(self, collective: str) -> None:
+        with self._lock:
+            self._native[collective] += 1
+
+    def snapshot(self) -> Traffic:
+        with self._lock:
+            return Traffic(dict(self._sent), dict(self._received), dict(self._native))
+
+    def of_group(self, ranks: Sequence[int]) -> ByteCount:
+        """The same count, for a group of some of the ranks, in which they have other numbers."""
+        return _GroupCount(self, ranks)
+
+    def _add(self, flows: dict[tuple[str, int], Flow], operation: str, peer: int, nbytes: int) -> None:
+        with self._lock:
+            flows[operation, peer] = flows.get((operation, peer), Flow()) + Flow(nbytes, 1)
+
+
+class _GroupCount(ByteCount):
+    def __init__(self, count: ByteCount, ranks: Sequence[int]) -> None:
+        super().__init__()
+        self._of, self._ranks = count, ranks
+
+    def sent(self, operation: str, to: int, nbytes: int) -> None:
+        self._of.sent(operation, self._ranks[to], nbytes)
+
+    def received(self, operation: str, source: int, nbytes: int) -> None:
+        self._of.received(operation, self._ranks[source], nbytes)
+
+    def called(self, collective: str) -> None:
+        self._of.called(collective)
+
+    def snapshot(self) -> Traffic:
+        return self._of.snapshot()
+
+    def of_group(self, ranks: Sequence[int]) -> ByteCount:
+        return self._of.of_group([self._ranks[rank] for rank in ranks])
+
+
 # -- the workers of one world ------------------------------------------------------------------------------------------
 
 
@@ -211,6 +262,7 @@ class Communicator:
         self._explain: Callable[[], str | None] = lambda: None
         self._elastic = world.elastic is not None
         self._sockets = OpenSockets()
+        self.is_over = False
         self._ended: str | None = None
         self._gives_up = False
         self._ended_at = 0.0
@@ -251,10 +303,6 @@ class Communicator:
         return self._gives_up or (self._parent is not None and self._parent.gives_up)
 
     @property
-    def is_over(self) -> bool:
-        return self._ended is not None
-
-    @property
     def is_quiet(self) -> bool:
         """It is over, and nothing of what was under way touches its buffers any more."""
         if self._ended is None:
@@ -268,7 +316,7 @@ class Communicator:
         """
         if self._ended is not None:
             return
-        self._ended, self._ended_at = why, time.monotonic()
+        self._ended, self._ended_at, self.is_over = why, time.monotonic(), True
         for child in list(self._children):
             child.abandon(why)
         for group in self._groups.values():
@@ -401,14 +449,13 @@ class Communicator:
         """Whether the backend adds buckets along the canonical tree by itself."""
         return self.backend == "paceline"
 
-    def sum_bucket(self, owner: int, bucket: int, plan: SumPlan, roots: Mapping[int, Tensor], like: Tensor) -> Work:
-        """Start the canonical sum of all workers' roots; `result()` of what comes back has the total."""
-        group = self._groups["cpu"]
-        return self._native(
-            "sum_bucket",
-            lambda: group.sum_bucket(owner, bucket, plan, roots, like.numel(), like.dtype),
-            "in the sum of a bucket",
-        )
+    def sum_bucket(
+        self, owner: int, bucket: int, plan: SumPlan, roots: Mapping[int, Tensor], like: Tensor
+    ) -> tuple[list[Tensor], Work]:
+        """Start the canonical sum of all workers' roots; the list gets the total."""
+        group, total = self._groups["cpu"], list[Tensor]()
+        given = (owner, bucket, plan, roots, like.numel(), like.dtype)
+        return total, self._native("sum_bucket", lambda: group.sum_bucket(total, *given), "in the sum of a bucket")
 
     def scatter_bucket(self, owner: int, scatter: Scatter) -> Work:
         """Start the canonical reduce-scatter of a bucket."""
@@ -421,11 +468,10 @@ class Communicator:
         """Where this worker's root of the bucket is best made, if the backend adds it up where it lies."""
         if self.backend != "paceline":
             return None
-        group = self._groups["cpu"]
-        work = self._started(lambda: group.bucket_buffer(owner, bucket, elements, dtype), "making room for a bucket")
-        work.wait()
-        buffer: Tensor = work.result()[0]
-        return buffer
+        group, room = self._groups["cpu"], list[Tensor]()
+        given = (owner, bucket, elements, dtype)
+        self._started(lambda: group.bucket_buffer(room, *given), "making room for a bucket").wait()
+        return room[0]
 
     def forget_buckets(self, owner: int) -> None:
         if self.backend == "paceline":
@@ -596,8 +642,10 @@ class SingleWorker(Communicator):
         """It does, on any device: all merges of the tree were local."""
         return True
 
-    def sum_bucket(self, owner: int, bucket: int, plan: SumPlan, roots: Mapping[int, Tensor], like: Tensor) -> Work:
-        return Done(tuple(roots.values()))
+    def sum_bucket(
+        self, owner: int, bucket: int, plan: SumPlan, roots: Mapping[int, Tensor], like: Tensor
+    ) -> tuple[list[Tensor], Work]:
+        return list(roots.values()), Done()
 
     def scatter_bucket(self, owner: int, scatter: Scatter) -> Work:
         ((start, stop),) = scatter.ranges

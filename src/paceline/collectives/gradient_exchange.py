@@ -20,7 +20,7 @@ after another on a thread of their own, matched by tag; torch and gloo release t
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Literal
 
 import torch
@@ -55,17 +55,15 @@ CLOSE_IN_S = 1.0
 class PendingSum:
     """One bucket's sum; `wait` returns it, in the memory that the exchange chose."""
 
-    def __init__(self, out: Tensor | None, handle: Handle | None = None) -> None:
+    def __init__(self, out: Sequence[Tensor], handle: Handle | None = None) -> None:
+        """`out` is, or becomes by then, one tensor."""
         self._out, self._handle = out, handle
 
     def wait(self) -> Tensor:
         if self._handle is not None:
             self._handle.wait()
-            if self._out is None:
-                (self._out,) = self._handle.result()  # type: ignore[attr-defined]
             self._handle = None
-        assert self._out is not None
-        return self._out
+        return self._out[0]
 
 
 class GradientExchange:
@@ -114,23 +112,23 @@ class GradientExchange:
         if self._reduction == "fast":
             out = _sum_in_order(roots, spare)
             if self._choice is None:
-                return PendingSum(out, comm.all_reduce(out))
-            return PendingSum(out, self._run(self._choice.schedule(out.nbytes), out, tag))
+                return PendingSum([out], comm.all_reduce(out))
+            return PendingSum([out], self._run(self._choice.schedule(out.nbytes), out, tag))
         if comm.sums_buckets:
             like = next(iter(roots.values())) if roots else spare()
-            return PendingSum(None, comm.sum_bucket(of, bucket, plan, roots, like))
+            return PendingSum(*comm.sum_bucket(of, bucket, plan, roots, like))
         if plan.is_pairwise:
             (out,) = roots.values()
             if comm.size == 2:
-                return PendingSum(out, comm.all_reduce(out))
+                return PendingSum([out], comm.all_reduce(out))
             if out.device.type == "cpu" and out.nbytes <= HALVING_UP_TO * comm.size:
-                return PendingSum(out, self._run(HALVING_DOUBLING, out, tag))
+                return PendingSum([out], self._run(HALVING_DOUBLING, out, tag))
         out = next(iter(roots.values())) if roots else spare()
         if out.device.type != "cpu":
             direct_all_reduce_by_collectives(comm, plan, roots, out)
-            return PendingSum(out)
+            return PendingSum([out])
         return PendingSum(
-            out, self._queued(lambda scratch: direct_all_reduce(comm, plan, roots, out, tag=tag, scratch=scratch))
+            [out], self._queued(lambda scratch: direct_all_reduce(comm, plan, roots, out, tag=tag, scratch=scratch))
         )
 
     def start_scatter(self, of: int, scatter: Scatter, like: Tensor) -> Handle:

@@ -21,6 +21,7 @@ import random
 import threading
 import time
 import traceback
+import weakref
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -46,6 +47,7 @@ WORTH_A_THREAD_S = 2e-3  # a body that takes less leaves the thread nothing to s
 _NO_MORE = object()
 
 Pair = tuple[WorkItem, Any]
+Pairs = Generator[Pair, None, None]
 
 # What fetching has to know of a work item: epoch, position, sample ids. It travels to a loader process, which plain
 # tuples do faster.
@@ -514,6 +516,57 @@ class BatchReceiver:
                 self._taken.put((self._take(), None))
             except BaseException as error:
                 self._taken.put((None, error))
+
+
+# -- a loop, which may go on with other items --------------------------------------------------------------------------
+
+
+class Loop(Iterator[Pair]):
+    """What `items()` gives. It lasts until it is closed or forgotten, also where it has come to its end: a worker may
+    learn only then that the others have changed."""
+
+    def __init__(self, pairs: Pairs, epoch: int) -> None:
+        self._pairs = pairs
+        self.epoch: int | None = epoch
+        self.closed = False
+
+    def __next__(self) -> Pair:
+        return next(self._pairs)
+
+    def close(self) -> None:
+        self.closed = True
+        self._pairs.close()
+
+
+class Loops:
+    """The loop under way, if there is one. It belongs to one epoch: interrupted behind the last step of that, it has
+    nothing left, and does not run on into the next one."""
+
+    def __init__(self) -> None:
+        self._current: Callable[[], Loop | None] = lambda: None
+        self._epoch: int | None = None  # of an interrupted loop
+
+    def begin(self, epoch: int, pairs: Callable[[bool], Pairs]) -> Loop:
+        """A loop, or the interrupted one again, of `pairs(whether its epoch is over)`."""
+        of = epoch if self._epoch is None else self._epoch
+        self._epoch = None
+        loop = Loop(pairs(of != epoch), of)
+        self._current = weakref.ref(loop)
+        return loop
+
+    def interrupt(self) -> None:
+        """End what was given for the loop under way; it goes on with the next `begin`."""
+        loop = self._current()
+        if loop is not None and not loop.closed:
+            self._epoch = loop.epoch
+            loop.close()
+
+    def moved(self) -> None:
+        """The place is another one: the loop under way goes on there, in whichever epoch that is."""
+        self._epoch = None
+        loop = self._current()
+        if loop is not None:
+            loop.epoch = None
 
 
 # -- to the device ahead of use ----------------------------------------------------------------------------------------

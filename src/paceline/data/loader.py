@@ -26,8 +26,7 @@ workers come or go in the middle of a step, the loop goes on from that place wit
 from __future__ import annotations
 
 import hashlib
-import weakref
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -37,14 +36,12 @@ import numpy.typing as npt
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, SequentialSampler
 
-from paceline.data.fetching import ItemFetcher, ProcessFetcher
+from paceline.data.fetching import ItemFetcher, Loops, ProcessFetcher
 from paceline.data.global_order import GlobalOrder, Listed, Sequential, Shuffled
 from paceline.data.sharded_sampler import BatchPlan, Cut, ListedPlan, WorkItem, count_items, lane_items, work_items
 from paceline.data.work_source import Assignment
 from paceline.errors import ConfigError, DataError
 from paceline.world.determinism import drawing_from, mix
-
-Pairs = Generator[tuple[WorkItem, Any], None, None]
 
 # -- an epoch's order and cut ------------------------------------------------------------------------------------------
 
@@ -216,57 +213,6 @@ def _length_of(sampler: Any) -> int:
             f"the sampler {type(sampler).__name__} has no length, so its samples can't be assigned to lanes; give it a "
             "__len__"
         ) from error
-
-
-# -- a loop, which may go on with other items --------------------------------------------------------------------------
-
-
-class Loop(Iterator[tuple[WorkItem, Any]]):
-    """What `items()` gives. It lasts until it is closed or forgotten, also where it has come to its end: a worker may
-    learn only then that the others have changed."""
-
-    def __init__(self, pairs: Pairs, epoch: int) -> None:
-        self._pairs = pairs
-        self.epoch: int | None = epoch
-        self.closed = False
-
-    def __next__(self) -> tuple[WorkItem, Any]:
-        return next(self._pairs)
-
-    def close(self) -> None:
-        self.closed = True
-        self._pairs.close()
-
-
-class Loops:
-    """The loop under way, if there is one. It belongs to one epoch: interrupted behind the last step of that, it has
-    nothing left, and does not run on into the next one."""
-
-    def __init__(self) -> None:
-        self._current: Callable[[], Loop | None] = lambda: None
-        self._epoch: int | None = None  # of an interrupted loop
-
-    def begin(self, epoch: int, pairs: Callable[[bool], Pairs]) -> Loop:
-        """A loop, or the interrupted one again, of `pairs(whether its epoch is over)`."""
-        of = epoch if self._epoch is None else self._epoch
-        self._epoch = None
-        loop = Loop(pairs(of != epoch), of)
-        self._current = weakref.ref(loop)
-        return loop
-
-    def interrupt(self) -> None:
-        """End what was given for the loop under way; it goes on with the next `begin`."""
-        loop = self._current()
-        if loop is not None and not loop.closed:
-            self._epoch = loop.epoch
-            loop.close()
-
-    def moved(self) -> None:
-        """The place is another one: the loop under way goes on there, in whichever epoch that is."""
-        self._epoch = None
-        loop = self._current()
-        if loop is not None:
-            loop.epoch = None
 
 
 # -- the loader --------------------------------------------------------------------------------------------------------

@@ -22,7 +22,8 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
-from paceline.data.loader import Loops, batch_size_of, check_assignable
+from paceline.data.fetching import Loops
+from paceline.data.loader import batch_size_of, check_assignable
 from paceline.data.sharded_sampler import WorkItem, assigned_items
 from paceline.data.stream_reading import (
     WHOLE,

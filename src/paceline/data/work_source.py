@@ -77,7 +77,7 @@ class WorkSource(Protocol):
         """Other lanes from the place that is committed on; what was fetched ahead is dropped. Call `items()` again.
 
         It ends what `items()` gave before. If that was not closed yet, the next `items()` goes on with the same loop
-        (see `loader.Loops`): nothing is left where its epoch's last step has been committed. With the same lanes, the
+        (see `fetching.Loops`): nothing is left where its epoch's last step has been committed. With the same lanes, the
         step in progress is handed out again, bit for bit. `places` is `merged(…)` of the `state_after(None)` of each
         worker.
         """

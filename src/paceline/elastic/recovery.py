@@ -183,9 +183,6 @@ class NoRecovery:
     def ends_updates(self, step: int) -> None:
         """A step of several updates is over."""
 
-    def check_part(self, step: int) -> None:
-        """That this worker's part of the state is what the last update left."""
-
     def watch(self, one: Abandonable) -> None:
         """Have it end with the generation."""
 
@@ -275,9 +272,6 @@ class Recovery(NoRecovery):
     def ends_updates(self, step: int) -> None:
         """A step of several updates is over: others may join here, and not between two of them."""
         self.commits(step, LAST_UPDATE, check=0)
-
-    def check_part(self, step: int) -> None:
-        self.shard_checksum.check(step)
 
     @property
     def part(self) -> Sequence[Tensor]:

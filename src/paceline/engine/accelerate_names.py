@@ -90,7 +90,7 @@ class AccelerateNames:
     @property
     def sync_gradients(self) -> bool:
         """Whether the item that the loop has is this worker's last of the step, with which the optimizer acts."""
-        item = None if self._objects.step is None else self._objects.step.item
+        item = None if self._objects.step is None else self._objects.step.now.item
         return item is None or item.last_of_step
 
     @property

@@ -111,9 +111,9 @@ class Assembly:
         if loader is None or step.stop_agreed or step.in_updates:
             return False
         steps = loader.source.steps
-        if step.item is None:
+        if step.now.item is None:
             return loader.source.steps_left != 0
-        return steps is None or step.item.step + 1 < steps
+        return steps is None or step.now.item.step + 1 < steps
 
     def assemble(self, world: World) -> None:
         self._group.world = self._group.among = world
@@ -129,7 +129,7 @@ class Assembly:
             merged = None if lanes is None else source.merged(lanes)
             if joins and merged is not None:
                 source.restore(merged)
-            source.reassign(step.assignment[world.rank], merged)
+            source.reassign(step.strategies.assignment[world.rank], merged)
             own.loader.record_anew()
         mine = own.evaluation_count.told(self._group.evaluations)
         told = comm.gather_json(None if joins else mine)

@@ -228,7 +228,7 @@ class Engine(AccelerateNames):
         `loss_fn` returns the loss, or (loss, weight). The loop's body then runs once per step.
         """
         step, loader = self._training(), self._objects.loader
-        if loader is None or step.item is None:
+        if loader is None or step.now.item is None:
             raise LoopError("engine.update() belongs inside `for batch in loader` of a prepared training loader")
         if id(optimizer) not in {id(known) for known in self._objects.optimizers}:
             raise LoopError("engine.update() got an optimizer that was not given to engine.prepare()")
@@ -284,7 +284,7 @@ class Engine(AccelerateNames):
     @property
     def step_samples(self) -> int:
         """Samples of all workers in the step that the loop is in."""
-        item = self._training().item
+        item = self._training().now.item
         return 0 if item is None else item.step_samples
 
     @property
@@ -534,7 +534,9 @@ class Engine(AccelerateNames):
         self._group.note(text, area)
 
     def _training(self) -> TrainStep:
-        return self._objects.training()
+        if self._objects.step is None:
+            raise rules.nothing_to_train()
+        return self._objects.step
 
     def __enter__(self) -> Engine:
         return self

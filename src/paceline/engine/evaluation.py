@@ -323,7 +323,6 @@ class EvaluationLoader:
                     break
                 self._rounds_run += 1
                 handed = self._sequences.of_evaluation(batch, self._device)
-                self._sequences.check(self._device)
                 self._round = _Round(first, real, handed, in_step=self._in_step())
                 seed_everything(self._seed_of(first + self._rank), self._device)
                 yield to_device(handed.mine, self._device)

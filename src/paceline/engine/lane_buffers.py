@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.collectives.communicator import Communicator, Handle
-from paceline.engine.host_reading import HostReading
+from paceline.engine.vote import HostReading
 from paceline.sharding.local_shard import all_here
 from paceline.torch_compat import foreach_copy_, own_buffers, version_of
 

@@ -14,13 +14,11 @@ on any number of workers. What does not count when the workers change is handed 
 from __future__ import annotations
 
 import sys
-import types
 from collections.abc import Callable, Generator, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from paceline.data.fetching import Prefetch
 from paceline.data.sample_log import LogHeader, MicroBatch, SampleLog, next_attempt
@@ -34,7 +32,7 @@ from paceline.engine.group import Group
 from paceline.engine.replicas import weights_hash
 from paceline.engine.rules import refuse_update_bn
 from paceline.engine.sources import check_same_order
-from paceline.engine.step import TrainStep
+from paceline.engine.step import Phase, TrainStep
 from paceline.engine.stop_signals import StopSignals
 from paceline.errors import LoopError
 from paceline.world import messages
@@ -145,7 +143,6 @@ class PreparedLoader:
         try:
             while (pair := self._next_pair()) is not None:
                 item, batch = pair
-                self._group.sequences.check(self._group.device)
                 step.begin_item(item)
                 if self._recovers():
                     continue
@@ -155,9 +152,9 @@ class PreparedLoader:
                 yield batch
                 if self._recovers():
                     continue
-                if step.item is not None and step.item.last_of_step:
-                    self._end_step(step.item)
-                if step.item is None:
+                if step.now.item is not None and step.now.item.last_of_step:
+                    self._end_step(step.now.item)
+                if step.now.item is None:
                     if step.stop_agreed:
                         self._was_stopped = True
                         break
@@ -165,8 +162,8 @@ class PreparedLoader:
             early = self._group.recovery.left_early
         except GeneratorExit:  # a break, a return or an exception in the body
             whole = not step.inside_step and step.broken is None
-            if step.item is not None and step.item.last_of_step and whole:
-                self._end_step(step.item)  # a `break` after the step acted is a clean end: the step counts
+            if step.now.item is not None and step.now.item.last_of_step and whole:
+                self._end_step(step.now.item)  # a `break` after the step acted is a clean end: the step counts
             raise
         except BaseException:  # of the data, as of a sample that can't be read: the others may be in their next step
             self.failed = True
@@ -190,7 +187,7 @@ class PreparedLoader:
                 self._stepping = iter(self)
             for batch in self._stepping:
                 yield batch
-                if self._step.item is None or self._step.item.last_of_step:
+                if self._step.now.item is None or self._step.now.item.last_of_step:
                     return
             self._stepping = None
             if self._was_stopped or self._stops.agreed:
@@ -223,7 +220,7 @@ class PreparedLoader:
                 pair = next(self._items, None)
             if pair is not None:
                 return pair
-            if self._step.is_lost:
+            if self._step.now.phase is Phase.LOST:
                 self._recovers()
             elif not self._recovers(between_steps=True):
                 return None
@@ -231,10 +228,10 @@ class PreparedLoader:
     def _recovers(self, *, between_steps: bool = False) -> bool:
         """Whether the step was lost, or between two steps the workers have changed: then the next item is another."""
         step, recovery = self._step, self._group.recovery
-        if step.passes.again or (between_steps and step.passes.are_on(step.assignment)):
+        if step.passes.again or (between_steps and step.passes.are_on):
             self._pass_lanes_on()
             return True
-        if step.is_lost or (between_steps and recovery.changed):
+        if step.now.phase is Phase.LOST or (between_steps and recovery.changed):
             self.start_over()
             return True
         return False
@@ -261,14 +258,14 @@ class PreparedLoader:
         """The step once more with other lanes for every worker, or the next one with those that it had."""
         self._handed_out.clear()
         self._step.pass_lanes_on()
-        self.source.reassign(self._step.assignment[self._group.world.rank])
+        self.source.reassign(self._step.strategies.assignment[self._group.world.rank])
         self._fetch()
 
     def _fetch(self) -> None:
         """Items from the committed place on, for the lanes that this worker has now."""
         self._drop_items()
         self._waited_s = 0.0
-        items = self._group.sequences.items(self.source.items())
+        items = self._group.sequences.items(self.source.items(), self._group.device)
         self._items = Prefetch(items, self._group.device, ahead=self.source.fetches_ahead)
 
     def _drop_items(self) -> None:
@@ -286,10 +283,10 @@ class PreparedLoader:
         """The step is done: its samples are used."""
         step, recovery = self._step, self._group.recovery
         step.end_item()
-        if step.is_lost:
+        if step.now.phase is Phase.LOST:
             return
-        self.write_record()
         in_updates, step.update = step.in_updates, 0
+        self.write_record()
         self.source.commit(item)
         if in_updates:
             recovery.ends_updates(step.rounds)
@@ -305,13 +302,13 @@ class PreparedLoader:
         while True:
             for item, batch in self._rest_of_step():
                 step.begin_item(item, optimizers=[optimizer])
-                if step.is_lost:
+                if step.now.phase is Phase.LOST:
                     break
                 result = loss_fn(batch)
                 loss, weight = result if isinstance(result, tuple) else (result, None)
                 step.backward(loss, weight, last=True)
             step.finish_update(optimizer)
-            if not step.is_lost:
+            if step.now.phase is not Phase.LOST:
                 return
             self._recovers()
             pair = self._next_pair()
@@ -416,7 +413,7 @@ class PreparedLoader:
 
         With a stream, each worker's state holds the places of its own lanes.
         """
-        item = self._step.item
+        item = self._step.now.item
         acted = item is not None and item.last_of_step and not self._step.inside_step
         if acted:
             self.write_record()  # before the state is: what a job resumed from must be on record
@@ -484,34 +481,3 @@ class PreparedLoader:
             )
         self._handed_out.clear()
         self._record.commit()
-
-
-# -- the optimizer and scheduler of the body ---------------------------------------------------------------------------
-
-
-def let_optimizer_act_once(optimizer: Optimizer, step: TrainStep) -> None:
-    """Its `step()` acts once per step of the job, not once per item."""
-    original = optimizer.step
-    step.adopt(optimizer, original)
-
-    def acts_once_per_step(self: Optimizer, closure: Any = None) -> Any:
-        return step.optimizer_step(self, closure)
-
-    # A scheduler made before prepare() has wrapped step() already and warns when the mark of that is gone.
-    if getattr(original, "_wrapped_by_lr_sched", False):
-        acts_once_per_step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
-    # A bound method, because a scheduler made later looks at `step.__func__`.
-    optimizer.step = types.MethodType(acts_once_per_step, optimizer)  # type: ignore[method-assign]
-
-
-def let_scheduler_follow(scheduler: Any, step: TrainStep) -> None:
-    original = scheduler.step
-
-    def acts_with_the_optimizer(self: Any, *args: Any, **options: Any) -> Any:
-        return original(*args, **options) if step.scheduler_acts(self) else None
-
-    scheduler.step = types.MethodType(acts_with_the_optimizer, scheduler)
-
-
-def is_scheduler(thing: Any) -> bool:
-    return isinstance(thing, LRScheduler | ReduceLROnPlateau)

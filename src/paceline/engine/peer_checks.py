@@ -1,25 +1,27 @@
-"""What the workers of a tensor-parallel group must have alike: where their loops are, losses, and whole parameters.
+"""Workers that share a model: what an item is worth on one of them, and what all of them must have alike.
 
-They are in the same step with the same samples, so each lane's loss is the same number on all of them; and a parameter
-that is not sharded gets the same gradient. Where it does not, a plan leaves out a module that computes with sharded
-activations, and the group would train several models. So losses are compared in every step, with a wish to stop, and
-the parameters that are not sharded after the first update.
+Those of a tensor-parallel group are in the same step with the same samples, so each lane's loss is the same number on
+all of them; and a parameter that is not sharded gets the same gradient. Where it does not, a plan leaves out a module
+that computes with sharded activations, and the group would train several models. So losses are compared in every step,
+with a wish to stop, and the parameters that are not sharded after the first update.
 """
 
 from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from paceline.collectives.communicator import Communicator
+from paceline.data.sharded_sampler import WorkItem
+from paceline.engine.sequence_parts import WholeSequences
 from paceline.engine.step import NoPeers
-from paceline.engine.stop_signals import Stop
 from paceline.engine.strategy_table import StrategyTable
-from paceline.engine.vote import StepVote
+from paceline.engine.vote import StepVote, Stop
 from paceline.errors import ReplicaError
 from paceline.mesh.tensor_parallel import TensorParallel
 from paceline.strategies.buckets import bits_sum
@@ -28,14 +30,28 @@ _HEAD = struct.Struct("<qqqq")
 _LANE = struct.Struct("<qd")
 
 
-class PeerChecks(NoPeers):
-    def __init__(self, peers: Communicator, parallel: TensorParallel) -> None:
+class SequencePeers(NoPeers):
+    """Those that share sequences: what an item gives is that of this worker's parts of them."""
+
+    def __init__(self, sequences: WholeSequences) -> None:
+        self._sequences = sequences
+
+    def loss(self, item: WorkItem, loss: Any) -> Any:
+        return self._sequences.loss(item, loss)
+
+    def weight(self, item: WorkItem) -> float:
+        return self._sequences.weight(item)
+
+
+class PeerChecks(SequencePeers):
+    def __init__(self, sequences: WholeSequences, peers: Communicator, parallel: TensorParallel) -> None:
+        super().__init__(sequences)
         self._peers, self._parallel = peers, parallel
         self._compared = False
 
-    def whole(self, loss: Tensor) -> Tensor:
+    def loss(self, item: WorkItem, loss: Any) -> Any:
         """Of logits that are sharded it may be a DTensor."""
-        return loss.full_tensor() if isinstance(loss, DTensor) else loss
+        return super().loss(item, loss.full_tensor() if isinstance(loss, DTensor) else loss)
 
     def agree(self, vote: StepVote, stops: Sequence[Stop]) -> Sequence[Stop]:
         lanes = sorted((report.lane, report.loss) for report in vote.lanes)

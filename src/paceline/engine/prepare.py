@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.utils.data import DataLoader, Dataset, IterableDataset, SequentialSampler
 
 from paceline.checkpoint.pretrained_weights import PretrainedWeights
@@ -41,9 +42,9 @@ from paceline.engine.default_group import check_batch_norms
 from paceline.engine.evaluation import EvaluationCount, EvaluationLoader, check_rows, no_rows, note_collective
 from paceline.engine.facts import chosen_by_script, facts_of_process, job_facts
 from paceline.engine.group import Group
-from paceline.engine.loop import PreparedLoader, is_scheduler, let_optimizer_act_once, let_scheduler_follow
+from paceline.engine.loop import PreparedLoader
 from paceline.engine.memory_check import check_memory, cost_of_lanes
-from paceline.engine.peer_checks import PeerChecks
+from paceline.engine.peer_checks import PeerChecks, SequencePeers
 from paceline.engine.replaying_source import ReplayingSource
 from paceline.engine.replicas import (
     check_bare,
@@ -53,7 +54,7 @@ from paceline.engine.replicas import (
     parameter_names,
     weights_hash,
 )
-from paceline.engine.rules import NO_COINCIDENCE, has_history, told_of_schedule
+from paceline.engine.rules import NO_COINCIDENCE, has_history, nothing_to_train, told_of_schedule
 from paceline.engine.second_opinion import ComparedPasses, SecondOpinion, check_second_opinion
 from paceline.engine.sequence_parts import WholeBatch
 from paceline.engine.sources import as_loader, check_same_data, facts_of_data, length_of, make_source, undivided
@@ -62,7 +63,7 @@ from paceline.engine.step import NoPeers, NotCompiled, OnePass, TrainStep
 from paceline.engine.stop_signals import StopSignals
 from paceline.engine.strategy_table import StrategyTable
 from paceline.engine.vote import WeightsWatch
-from paceline.errors import CheckpointError, ConfigError, LoopError, ReplicaError
+from paceline.errors import CheckpointError, ConfigError, ReplicaError
 from paceline.mesh.full_tensors import FullTensors, ShardedTensors
 from paceline.mesh.peers import TensorParallelPeers
 from paceline.mesh.plans import Plan, shard
@@ -97,7 +98,7 @@ class PreparedObjects:
 
     def training(self) -> TrainStep:
         if self.step is None:
-            raise LoopError("nothing to train yet: give a model and an optimizer to engine.prepare() first")
+            raise nothing_to_train()
         return self.step
 
     def full_tensor(self, weights: Tensor) -> Tensor:
@@ -291,14 +292,14 @@ class Preparation:
             own.models.append(moved(thing, self._group.device))
         elif isinstance(thing, Optimizer):
             own.optimizers.append(thing)
-        elif is_scheduler(thing):
+        elif isinstance(thing, LRScheduler | ReduceLROnPlateau):
             own.schedulers.append(thing)
             if own.step is not None:  # made from a prepared optimizer, as a schedule over len(loader) must be
                 check_belong_together(own.models, own.optimizers, [thing])
                 if own.loader is not None and own.loader.was_measured:
                     counted = "the items of this worker's loop"
                     self._check_schedules([thing], own.loader, own.loader.source.steps, counted)
-                let_scheduler_follow(thing, own.step)
+                own.step.adopt_scheduler(thing)
         elif not isinstance(thing, DataLoader):
             raise ConfigError(
                 "engine.prepare() takes models, optimizers, schedulers, DataLoaders, datasets and a StepSource, "
@@ -347,20 +348,21 @@ class Preparation:
             group.sequences.attach(model)
         strategies = self.open_strategies()
         trained = (own.models, own.optimizers, own.schedulers)
-        passes = OnePass() if self._opinion is None else ComparedPasses(self._opinion, strategies.assignment)
-        peers = NoPeers()
-        if group.parallel is not None and group.tensor_peers.size > 1:
-            peers = PeerChecks(group.tensor_peers, group.parallel)
-        compiled = NotCompiled() if own.compiled is None else own.compiled
-        own.step = TrainStep(config, group, *trained, strategies, self._stops, passes, compiled, peers)
+        passes = OnePass()
         if self._opinion is not None:
             group.recovery.shard_checksum = ShardChecksum(group.world.name, WeightsWatch)
+            passes = ComparedPasses(self._opinion, strategies.assignment, group.recovery.shard_checksum)
+        peers = NoPeers() if group.parallel is None else SequencePeers(group.sequences)
+        if group.parallel is not None and group.tensor_peers.size > 1:
+            peers = PeerChecks(group.sequences, group.tensor_peers, group.parallel)
+        compiled = NotCompiled() if own.compiled is None else own.compiled
+        own.step = TrainStep(config, group, *trained, strategies, self._stops, passes, compiled, peers)
         if group.device.type == "cuda":
             own.causal_masks = CausalMasks(own.models)
         for optimizer in own.optimizers:
-            let_optimizer_act_once(optimizer, own.step)
+            own.step.adopt(optimizer)
         for scheduler in own.schedulers:
-            let_scheduler_follow(scheduler, own.step)
+            own.step.adopt_scheduler(scheduler)
 
     def _shard_models(self, plan: Plan) -> None:
         """By tensor parallelism; from here on models and optimizers are as small as this worker's part of them."""
@@ -514,7 +516,7 @@ class Preparation:
         if step is None:
             own = config.strategy.assign_lanes(config.lanes, world.size // parts)[world.rank // parts]
         else:
-            own = tuple(lane // parts for lane in step.assignment[world.rank])
+            own = tuple(lane // parts for lane in step.strategies.assignment[world.rank])
         return Assignment(config.lanes, config.accumulate, own, config.seed, config.global_batch_size, config.timeout_s)
 
     def steps_per_epoch(self, loader: Any) -> int:

@@ -40,8 +40,10 @@ class ItemFacts(Protocol):
         ...
 
 
-def item_of_backward(item: WorkItem | None, loss: Tensor, so_far: ItemFacts, step: int) -> WorkItem:
-    """The item that a backward is for."""
+def check_backward(
+    item: WorkItem | None, loss: Tensor, weight: Any, so_far: ItemFacts, step: int
+) -> tuple[WorkItem, float | None]:
+    """The item that a backward is for, and its weight as a number, where the loop gives it one."""
     if item is None:
         raise LoopError(
             "engine.backward() needs an item: call it inside `for batch in loader` of the loader that was given to "
@@ -60,7 +62,19 @@ def item_of_backward(item: WorkItem | None, loss: Tensor, so_far: ItemFacts, ste
         )
     if loss.numel() != 1:
         raise LoopError(f"engine.backward() takes a scalar loss, got shape {tuple(loss.shape)}; average it first")
-    return item
+    return item, None if weight is None else _weight_of_backward(weight)
+
+
+def _weight_of_backward(given: Any) -> float:
+    """The number that a loop gave, of Python, numpy or a tensor."""
+    try:
+        weight = float(given)
+        if not math.isfinite(weight) or weight < 0 or isinstance(given, bool | str | bytes):
+            raise ValueError
+    except (TypeError, ValueError, RuntimeError, OverflowError):
+        shown = one_line(repr(given), 60)
+        raise LoopError(f"backward(weight={shown}): the weight is a number of samples or tokens, 0 or more") from None
+    return weight
 
 
 def refuse_options(name: str) -> NoReturn:
@@ -80,16 +94,8 @@ def check_backward_held(item: WorkItem, so_far: ItemFacts, step: int) -> None:
         )
 
 
-def weight_of_backward(item: WorkItem, given: Any) -> float:
-    """The number that a loop gave, of Python, numpy or a tensor; None: the samples of the item."""
-    try:
-        weight = float(item.samples if given is None else given)
-        if not math.isfinite(weight) or weight < 0 or isinstance(given, bool | str | bytes):
-            raise ValueError
-    except (TypeError, ValueError, RuntimeError, OverflowError):
-        shown = one_line(repr(given), 60)
-        raise LoopError(f"backward(weight={shown}): the weight is a number of samples or tokens, 0 or more") from None
-    return weight
+def nothing_to_train() -> LoopError:
+    return LoopError("nothing to train yet: give a model and an optimizer to engine.prepare() first")
 
 
 def step_not_applied(step: int) -> LoopError:

@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from paceline.data.work_source import WorkSource
+from paceline.elastic.memory_checkpoint.shard_checksum import NoShardChecksum
 from paceline.engine.config import EngineConfig
 from paceline.engine.step import OnePass
 from paceline.engine.vote import LaneReport
@@ -76,23 +77,23 @@ class SecondOpinion:
 class ComparedPasses(OnePass):
     """The passes of a step, and whose lanes are whose in them."""
 
-    def __init__(self, opinion: SecondOpinion, assignment: LaneAssignment) -> None:
-        self.opinion = opinion
+    def __init__(self, opinion: SecondOpinion, assignment: LaneAssignment, part: NoShardChecksum) -> None:
+        self.opinion, self._part = opinion, part
         self._assignment = assignment  # of the workers when no lane is passed on
-        self.again = False
 
     def regrouped(self, assignment: LaneAssignment) -> None:
-        self._assignment = assignment
+        self._assignment, self.are_on = assignment, False
 
     def forget(self) -> None:
         self.opinion.forget()
 
-    def are_on(self, assignment: LaneAssignment) -> bool:
-        return assignment != self._assignment
+    def check_part(self, round: int) -> None:
+        self._part.check(round)
 
     def next_assignment(self) -> LaneAssignment:
         self.again = False
         turn = self.opinion.rotation % len(self._assignment)
+        self.are_on = turn > 0
         return (*self._assignment[turn:], *self._assignment[:turn])
 
     def watch(self, active: Strategy, round: int) -> bool:

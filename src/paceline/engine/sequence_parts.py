@@ -92,23 +92,22 @@ class WholeSequences:
 
     def attach(self, model: nn.Module) -> None: ...
 
-    def items(self, items: Iterator[tuple[WorkItem, Any]]) -> Iterator[tuple[WorkItem, Any]]:
+    def items(self, items: Iterator[tuple[WorkItem, Any]], device: torch.device) -> Iterator[tuple[WorkItem, Any]]:
+        """For the loop; before the first one all workers check that a model computes with parts what it does with the
+        whole."""
         return items
 
     def of_evaluation(self, batch: Any, device: torch.device) -> WholeBatch:
-        """The same batch on all workers that share its sequences."""
+        """The same batch on all workers that share its sequences; the first is checked like that of a loop."""
         return WholeBatch(batch)
-
-    def check(self, device: torch.device) -> None:
-        """Before the first batch, by all workers: that a model computes with parts what it does with the whole."""
 
     def tokens(self, item: WorkItem, here: Any, *, padding: bool) -> Any:
         """Of the whole item, of which this worker has counted those that are `here`."""
         return here
 
-    def weight(self, item: WorkItem, given: Any) -> Any:
+    def weight(self, item: WorkItem) -> float:
         """Of the item, where the loop gives it none."""
-        return given
+        return float(item.samples)
 
     def loss(self, item: WorkItem, loss: Any) -> Any:
         return loss
@@ -125,7 +124,6 @@ class SequenceParts(WholeSequences):
         self._context = context
         self.parts, self._part = context.split.size, context.split.rank
         self._counts: dict[tuple[int, ...], TargetCount] = {}  # of items that were fetched
-        self._first: Any = None  # batch, whole, until the models were checked with it
         self._checked = False
         self._models: list[nn.Module] = []
 
@@ -135,27 +133,25 @@ class SequenceParts(WholeSequences):
             self._context.attach(model)
             self._models.append(model)
 
-    def items(self, items: Iterator[tuple[WorkItem, Any]]) -> Iterator[tuple[WorkItem, Any]]:
+    def items(self, items: Iterator[tuple[WorkItem, Any]], device: torch.device) -> Iterator[tuple[WorkItem, Any]]:
         self._counts.clear()
         for item, batch in items:
             present = tuple(lane * self.parts + part for lane in item.present for part in range(self.parts))
             own = item._replace(lane=item.lane * self.parts + self._part, present=present)
-            if not self._checked and self._first is None:
-                self._first = batch
             mine, self._counts[_key(own)] = self._context.shard(batch)
+            self._check(batch, device)
             while len(self._counts) > MOST_FETCHED:  # of steps that are over long since
                 del self._counts[next(iter(self._counts))]
             yield own, mine
 
     def of_evaluation(self, batch: Any, device: torch.device) -> WholeBatch:
-        if not self._checked and self._first is None:
-            self._first = batch
-        return BatchPart(batch, self._context, device)
+        part = BatchPart(batch, self._context, device)
+        self._check(batch, device)
+        return part
 
-    def check(self, device: torch.device) -> None:
+    def _check(self, batch: Any, device: torch.device) -> None:
         """Where a model is called with the batch itself; how a loop calls it with a tuple only the loop knows."""
-        batch, self._first = self._first, None
-        if self._checked or batch is None or not self._models:
+        if self._checked or not self._models:
             return
         self._checked = True
         if isinstance(batch, Mapping) and len(self._models) == 1:
@@ -167,8 +163,8 @@ class SequenceParts(WholeSequences):
         unmasked = self._counts[_key(item)].unmasked
         return here * self.parts if padding or unmasked is None else unmasked
 
-    def weight(self, item: WorkItem, given: Any) -> Any:
-        return self._counts[_key(item)].weight(item.samples) if given is None else given
+    def weight(self, item: WorkItem) -> float:
+        return self._counts[_key(item)].weight(item.samples)
 
     def loss(self, item: WorkItem, loss: Any) -> Any:
         return self._counts[_key(item)].finite(loss) if isinstance(loss, Tensor) else loss

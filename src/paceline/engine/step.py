@@ -26,6 +26,7 @@ from __future__ import annotations
 import enum
 import math
 import time
+import types
 from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -42,13 +43,14 @@ from paceline.elastic.faults import begin_step, fault_point, flips_due, ordered
 from paceline.engine import rules
 from paceline.engine.config import EngineConfig
 from paceline.engine.group import Group
-from paceline.engine.host_reading import HostReading
 from paceline.engine.lane_buffers import LaneBuffers
-from paceline.engine.stop_signals import Stop, StopSignals
+from paceline.engine.stop_signals import StopSignals
 from paceline.engine.strategy_table import StrategyTable
 from paceline.engine.vote import (
+    HostReading,
     LaneReport,
     StepVote,
+    Stop,
     Voting,
     any_used,
     checksum_of_rates,
@@ -201,11 +203,15 @@ class NotCompiled:
 
 
 class NoPeers:
-    """Every worker has whole parameters. `engine/peer_checks.py` has the checks of those that share them."""
+    """Every worker has whole parameters and whole items. `engine/peer_checks.py` is about those that share them."""
 
-    def whole(self, loss: Tensor) -> Tensor:
-        """Of a loss that may be spread over them."""
+    def loss(self, item: WorkItem, loss: Any) -> Any:
+        """Of a loss, or another value of the item, that may be spread over them."""
         return loss
+
+    def weight(self, item: WorkItem) -> float:
+        """Of the item, where the loop gives it none."""
+        return float(item.samples)
 
     def agree(self, vote: StepVote, stops: Sequence[Stop]) -> Sequence[Stop]:
         """What was said about stopping by the workers of this column of the mesh, and of the others."""
@@ -219,14 +225,14 @@ class OnePass:
     """How often a step's lanes are computed: once. `second_opinion` has those that are computed by two workers."""
 
     again = False  # the step is to be done once more, by the same workers
+    are_on = False  # some lanes are with other workers, for a pass
 
     def regrouped(self, assignment: LaneAssignment) -> None: ...
 
     def forget(self) -> None: ...
 
-    def are_on(self, assignment: LaneAssignment) -> bool:
-        """Some lanes are with other workers for a pass."""
-        return False
+    def check_part(self, round: int) -> None:
+        """That this worker's part of sharded state is what the last update left."""
 
     def next_assignment(self) -> LaneAssignment:
         """Which worker has which lanes in the next pass."""
@@ -295,21 +301,8 @@ class TrainStep:
     # -- where it is -------------------------------------------------------------------------------------------------
 
     @property
-    def phase(self) -> Phase:
-        return self.now.phase
-
-    @property
-    def item(self) -> WorkItem | None:
-        return self.now.item
-
-    @property
     def inside_step(self) -> bool:
-        return self.phase in (Phase.ITEM, Phase.RAN, Phase.COLLECTED)
-
-    @property
-    def is_lost(self) -> bool:
-        """The step has to be done again, by the workers that there are now."""
-        return self.phase is Phase.LOST
+        return self.now.phase in (Phase.ITEM, Phase.RAN, Phase.COLLECTED)
 
     @property
     def rounds(self) -> int:
@@ -330,13 +323,8 @@ class TrainStep:
         return self._updating or self.update > 0
 
     @property
-    def assignment(self) -> LaneAssignment:
-        """The lanes of every worker."""
-        return self.strategies.assignment
-
-    @property
     def own_lanes(self) -> Sequence[int]:
-        return self.assignment[self._group.world.rank]
+        return self.strategies.assignment[self._group.world.rank]
 
     @property
     def stops_alone(self) -> bool:
@@ -357,7 +345,7 @@ class TrainStep:
     def item_done(self) -> WorkItem | None:
         """The item with which the step ends that the loop is in, if it has got so far."""
         item = self.now.item
-        done = item is not None and item.last_of_step and self.phase in (Phase.COLLECTED, Phase.APPLIED)
+        done = item is not None and item.last_of_step and self.now.phase in (Phase.COLLECTED, Phase.APPLIED)
         return item if done else None
 
     @property
@@ -376,14 +364,16 @@ class TrainStep:
         if optimizers is None or not self._updating:
             self.end_item()
         with self.or_lost():
-            if item.first_of_step and not self.is_lost:
+            if item.first_of_step and self.now.phase is not Phase.LOST:
                 self._plan_lanes(item, optimizers or self._optimizers)
-        if self.is_lost:
+        if self.now.phase is Phase.LOST:
             return
         self.now.move(Phase.ITEM)
         self.now.item, self.now.of_item = item, ItemState()
         self._updating = optimizers is not None
         self._in_body, self.stepped = True, False
+        if item.first_of_step:
+            self.buffers.start_step()
         if item.shadow:
             self.buffers.start_shadow()
         elif item.first_of_lane:
@@ -397,13 +387,13 @@ class TrainStep:
 
     def _plan_lanes(self, item: WorkItem, optimizers: Sequence[Optimizer]) -> None:
         """The step begins, for an update by `optimizers`: who computes which of its lanes, and from which state."""
+        if self.update == 0:
+            self._rounds_before = self.rounds
+        before, lowest = self._rounds_before, item.present[0]
         self._places.check()
         active, remade = self.strategies.of(optimizers)
         plan, in_step = self.strategies.plan(item.present)
         self.active = active
-        if self.update == 0:
-            self._rounds_before = self.rounds
-        before, lowest = self._rounds_before, item.present[0]
         agreement = active.agreement(before)
         self.now = StepState(
             agreement=agreement,
@@ -421,7 +411,6 @@ class TrainStep:
             self._begin_faults(active)
         self.now.watched = self.passes.watch(active, before)
         active.start_step(before, plan)
-        self.buffers.start_step()
         if remade or not self.voting.watching:
             self.voting.watch([(self.strategies.name_of(p), p) for p in active.replicas])
 
@@ -429,14 +418,15 @@ class TrainStep:
 
     def backward(self, loss: Tensor, weight: float | Tensor | None, *, last: bool) -> None:
         """`engine.backward`; with this worker's last item the step gets its gradient."""
-        if self.is_lost:
-            return
         now = self.now
-        item = rules.item_of_backward(self._item_of_body(), loss, now.of_item, self.step)
-        sequences = self._group.sequences
-        if not item.shadow:
-            loss, weight = sequences.loss(item, self._peers.whole(loss)), sequences.weight(item, weight)
-        weight = rules.weight_of_backward(item, weight)
+        if now.phase is Phase.LOST:
+            return
+        item, weight = rules.check_backward(self._item_of_body(), loss, weight, now.of_item, self.step)
+        if item.shadow:  # nothing comes of it
+            weight = float(item.samples)
+        else:
+            loss = self._peers.loss(item, loss)
+            weight = self._peers.weight(item) if weight is None else weight
         with self.or_lost():
             try:
                 if self._group.comm.is_over:
@@ -449,20 +439,20 @@ class TrainStep:
                 raise
 
     def _run_backward(self, item: WorkItem, loss: Tensor, weight: float, *, last: bool) -> None:
-        now, of_item, active = self.now, self.now.of_item, self.strategy()
+        now, of_item, active, scale = self.now, self.now.of_item, self.strategy(), self._scale
         if not item.shadow:
             report = now.report(item.lane)
             of_item.add(report, item, weight, last=last)
             now.losses.append((of_item, report, HostReading(loss)))
         if last:
             self._finish_forward(item)
-        place = now.place(item, self._scale)
+        place = now.place(item, scale)
+        self._fault_point("backward")
         started = time.perf_counter()
         active.start_backward(place, last=last)
-        self._fault_point("backward")
         # The gradient is Σ w·∇loss / Σ w. Dividing by the step's samples before backward keeps small precisions in
         # range, and where w counts samples it is the whole scaling: no second pass over the gradient.
-        torch.autograd.backward(loss, torch.full_like(loss, weight / item.step_samples * self._scale))
+        torch.autograd.backward(loss, torch.full_like(loss, weight / item.step_samples * scale))
         self._ended = time.perf_counter()
         self.timing.backward_s = self._ended - started
         if last:
@@ -505,15 +495,15 @@ class TrainStep:
         return report.left_out
 
     def add_mean(self, name: str, value: Tensor | float, weight: float | None) -> None:
-        if self.is_lost:
+        if self.now.phase is Phase.LOST:
             return
-        sent = self.phase in (Phase.COLLECTED, Phase.APPLIED)
+        sent = self.now.phase in (Phase.COLLECTED, Phase.APPLIED)
         item = rules.item_of_mean(self._item_of_body(), name, sent=sent)
         key = name_key(name)
         self._mean_names[key] = name  # of a shadow too: other workers' lanes give its mean a value
         if not item.shadow:
-            value, weight = self._group.sequences.loss(item, value), self._group.sequences.weight(item, weight)
-            weight = float(item.samples) if weight is None else float(weight)
+            value = self._peers.loss(item, value)
+            weight = self._peers.weight(item) if weight is None else float(weight)
             report, is_here = self.now.report(item.lane), not isinstance(value, Tensor)
             report.add_mean(key, float(value) if is_here else 0.0, weight if is_here else 0.0)
             if isinstance(value, Tensor):
@@ -539,14 +529,15 @@ class TrainStep:
         affair.
         """
         active, now = self.strategy(), self.now
-        self._group.recovery.check_part(self.round)
-        vote = self._vote(active)
+        self.passes.check_part(self.round)
         self._fault_point("exchange")
+        vote = self._vote(active)
         votes = self.voting.cast(vote) if now.agreement is Agreement.NOW else [vote]
         reports, flags = lanes_in_order(votes), any_used(votes)
         used, changed = flags[: len(active.parameters)], flags[len(active.parameters) :]
         tally = self._tally(item, reports, used)
         active.collect(tally)
+        self.timing.left_during_backward = active.left_during_backward
         if now.watched and self.passes.wants_another(reports, now.holders, self.step + 1, self._group.comm.rank):
             self.buffers.put_back()
             active.end_step()
@@ -555,10 +546,11 @@ class TrainStep:
         self._finish_buffers(changed)
         if self._mean_names:
             self.means |= means_over(reports, self._mean_names)
-        stops = [one.stop for one in votes]
-        self.stop_agreed = self._stops.hear(self._peers.agree(replace(vote, stop=max(stops)), stops))
+        told = [one.stop for one in votes]
+        stops = self._peers.agree(replace(vote, stop=max(told)), told)
+        self.stop_agreed = any(stops)
+        self._stops.agreed = self._stops.agreed or Stop.REQUESTED in stops
         now.check, now.gradient_versions = vote.check, rules.gradient_versions(active.parameters)
-        self.timing.left_during_backward = active.left_during_backward
         if self._ended is not None:
             self.timing.exposed_s = time.perf_counter() - self._ended
         return True
@@ -569,27 +561,28 @@ class TrainStep:
         if now.watched:
             for lane, check in (active.lane_checks or {}).items():
                 now.reports[lane].check = check
+        asked, agreement = self._stops.asked is not None, now.agreement
         return StepVote(
             step=self.step,
             update=self.update,
-            stop=self._stops.vote(wanted=self.stop_wanted, later=now.agreement is Agreement.LATER),
-            check=self.voting.check(self.step) if now.agreement is Agreement.NOW else 0,
             used=(*active.used(), *self.buffers.changed(now.lowest)),
             lanes=tuple(now.reports.values()),
             rates=checksum_of_rates(rules.learning_rates(self._optimizers)),
+            stop=Stop.vote(asked=asked, wanted=self.stop_wanted, later=agreement is Agreement.LATER),
+            check=self.voting.check(self.step) if agreement is Agreement.NOW else 0,
         )
 
     def _tally(self, item: WorkItem, reports: Sequence[LaneReport], used: Sequence[bool]) -> Tally:
-        why, agreement = "the step is skipped", self.now.agreement
+        why, agreed, loss_scale = "the step is skipped", self.now.agreement is Agreement.NOW, self._scale
+        weights = tuple((report.lane, report.weight) for report in reports)
+        total = math.fsum(weight for _, weight in weights)
+        # backward has divided by the samples, and multiplied by the loss scale
+        scale = item.step_samples / total / loss_scale if total > 0 else 0.0
         left_out = not self.now.lanes_apart and rules.must_leave_out(
             reports, self._config.on_nonfinite, self.step, why, 7
         )
-        weights = tuple((report.lane, report.weight) for report in reports)
-        total, agreed = math.fsum(weight for _, weight in weights), agreement is Agreement.NOW
-        # backward has divided by the samples, and multiplied by the loss scale
-        scale = item.step_samples / total / self._scale if total > 0 else 0.0
         empty = agreed and (left_out or total == 0)
-        return Tally(agreed, weights, item.step_samples, used, scale, empty, left_out, self._scale)
+        return Tally(agreed, weights, item.step_samples, used, scale, empty, left_out, loss_scale)
 
     def _judge(self, active: Strategy, tally: Tally) -> None:
         """Whether there is anything to apply."""
@@ -614,12 +607,12 @@ class TrainStep:
     def clip(self, max_norm: float) -> float | Tensor:
         """Clip the summed gradient by its global norm; before the step's last item there is nothing to clip yet."""
         self._clip = max_norm
-        if self.phase is Phase.ITEM:
+        if self.now.phase is Phase.ITEM:
             raise LoopError("engine.clip_grad_norm_() belongs between engine.backward() and optimizer.step()")
         with self.or_lost():
             if self.now.overflowed:
                 self._norm = math.inf
-            elif self.phase is Phase.COLLECTED:
+            elif self.now.phase is Phase.COLLECTED:
                 active = self.strategy()
                 self._norm = active.clip(max_norm)
                 self.now.gradient_versions = rules.gradient_versions(active.parameters)
@@ -629,27 +622,27 @@ class TrainStep:
 
     def optimizer_step(self, optimizer: Optimizer, closure: Any) -> Any:
         """The prepared optimizer's `step()`: acts when the step's gradient is there, and only then."""
-        if self.is_lost:
-            return None
         now = self.now
+        if now.phase is Phase.LOST:
+            return None
         if closure is not None:
             raise rules.closure_given()
         if not self._group.recovery.before_update:
             rules.check_one_optimizer(len(self._optimizers))
         now.of_item.step_called = True
-        if self.phase is Phase.ITEM and now.item is not None:
+        if self.now.phase is Phase.ITEM and now.item is not None:
             rules.check_backward_came_first(now.item, now.of_item, self.step, held=bool(now.reports))
         self._check_learning_rates()
-        if self.phase not in (Phase.COLLECTED, Phase.APPLIED):
+        if self.now.phase not in (Phase.COLLECTED, Phase.APPLIED):
             return None
         if id(optimizer) in now.acted:
             raise LoopError(f"optimizer.step() was called twice in step {self.step + 1}")
-        if self.phase is Phase.COLLECTED:
+        if self.now.phase is Phase.COLLECTED:
             rules.check_gradients_untouched(now.gradient_versions, self.strategies.name_of)
         return self._act(optimizer)
 
     def _act(self, optimizer: Optimizer) -> Any:
-        if self.is_lost:
+        if self.now.phase is Phase.LOST:
             return None
         result = None
         with self.or_lost():
@@ -665,9 +658,9 @@ class TrainStep:
     def _update_with(self, optimizer: Optimizer) -> Any:
         """Commit, then update; or where updates can be undone, commit when the step's last one has been made."""
         now = self.now
-        if self.phase is Phase.COLLECTED and not now.empty:
+        if now.phase is Phase.COLLECTED and not now.empty:
             self.strategy().keep_residuals()
-        if self.phase is Phase.COLLECTED and (now.empty or self._group.recovery.before_update):
+        if now.phase is Phase.COLLECTED and (now.empty or self._group.recovery.before_update):
             self._commit()
         now.acted.add(id(optimizer))
         now.move(Phase.APPLIED)
@@ -715,15 +708,15 @@ class TrainStep:
 
     def end_item(self) -> None:
         """The loop asks for more: end what the last item left."""
-        if self.phase is Phase.BETWEEN_STEPS:
+        if self.now.phase is Phase.BETWEEN_STEPS:
             return
-        if self.phase is Phase.COLLECTED:
+        if self.now.phase is Phase.COLLECTED:
             raise rules.step_not_applied(self.step)
         self._check_step_whole()
         with self.or_lost(unless_counted=True):
-            if self.phase is Phase.ITEM:
+            if self.now.phase is Phase.ITEM:
                 self._skip_item()
-            if self.phase is Phase.APPLIED and self.broken is None:
+            if self.now.phase is Phase.APPLIED and self.broken is None:
                 self._commit()
                 self._count()
                 self.strategy().end_step()
@@ -746,7 +739,7 @@ class TrainStep:
             messages.warn(text, stacklevel=5)
         self._drop_gradients_of_others(active)
         self._ran(item)
-        if self.phase is Phase.COLLECTED:
+        if self.now.phase is Phase.COLLECTED:
             self._act_as_usual()
 
     def _act_as_usual(self) -> None:
@@ -759,38 +752,59 @@ class TrainStep:
             if id(scheduler) in self._stepped_in_body:  # not one that is stepped once an epoch
                 scheduler.step()
 
+    # -- the optimizer and scheduler of the body ---------------------------------------------------------------------
+
+    def adopt(self, optimizer: Optimizer) -> None:
+        """Its `step()` acts once per step of the job, not once per item."""
+        original = self._original_steps[id(optimizer)] = optimizer.step
+        step = self
+
+        def acts_once_per_step(self: Optimizer, closure: Any = None) -> Any:
+            return step.optimizer_step(self, closure)
+
+        # A scheduler made before prepare() has wrapped step() already and warns when the mark of that is gone.
+        if getattr(original, "_wrapped_by_lr_sched", False):
+            acts_once_per_step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+        # A bound method, because a scheduler made later looks at `step.__func__`.
+        optimizer.step = types.MethodType(acts_once_per_step, optimizer)  # type: ignore[method-assign]
+
+    def adopt_scheduler(self, scheduler: Any) -> None:
+        """It follows the optimizer: it acts only when that did."""
+        original, step = scheduler.step, self
+
+        def acts_with_the_optimizer(self: Any, *args: Any, **options: Any) -> Any:
+            return original(*args, **options) if step.scheduler_acts(self) else None
+
+        scheduler.step = types.MethodType(acts_with_the_optimizer, scheduler)
+
     def scheduler_acts(self, scheduler: Any) -> bool:
-        """A prepared scheduler follows the optimizer: it acts only when that did."""
-        acted = self.phase is Phase.APPLIED and self.stepped
+        acted = self.now.phase is Phase.APPLIED and self.stepped
         if acted and self._in_body:
             self._stepped_in_body.add(id(scheduler))
-        return self.phase is Phase.BETWEEN_STEPS or acted
-
-    def adopt(self, optimizer: Optimizer, original: Callable[..., Any]) -> None:
-        self._original_steps[id(optimizer)] = original
+        return self.now.phase is Phase.BETWEEN_STEPS or acted
 
     # -- engine.update: several updates of the same items ------------------------------------------------------------
 
     def retract_item(self) -> None:
         """`engine.update` runs the items itself: take back the one that the loop was given."""
-        if self.phase is Phase.APPLIED:
+        if self.now.phase is Phase.APPLIED:
             return
         self._check_step_whole()
-        if self.phase is not Phase.ITEM or self.now.of_item.has_run:
+        if self.now.phase is not Phase.ITEM or self.now.of_item.has_run:
             raise LoopError("engine.update() and engine.backward() can't be mixed in one item; use one form per loop")
         self.now.move(Phase.BETWEEN_STEPS)
 
     def finish_update(self, optimizer: Optimizer) -> None:
         """The end of `engine.update`: act, then be ready for another optimizer on the same items."""
         with self.or_lost():
-            if self.phase is Phase.ITEM:
+            if self.now.phase is Phase.ITEM:
                 self._skip_item()
-        if self.is_lost:
-            return
-        self._check_learning_rates()
-        self._act(optimizer)
-        self.update += not self.is_lost
-        self._updating = False
+        if self.now.phase is not Phase.LOST:
+            self._check_learning_rates()
+            self._act(optimizer)
+        if self.now.phase is not Phase.LOST:
+            self.update += 1
+            self._updating = False
 
     # -- a step that is lost, and other workers ----------------------------------------------------------------------
 
@@ -829,7 +843,7 @@ class TrainStep:
     def pass_lanes_on(self) -> None:
         """The lanes go to other workers for one pass; after the step they are where they were."""
         self.strategies.assignment = self.passes.next_assignment()
-        if self.is_lost:
+        if self.now.phase is Phase.LOST:
             self._between_steps()
 
     # -- between steps, and the end of a loop ------------------------------------------------------------------------
@@ -844,7 +858,7 @@ class TrainStep:
     def forget_untouched(self) -> None:
         """The loop was left with an item of which nothing has run, as to look at a batch: no harm is done."""
         item = self.now.item
-        if self.phase is Phase.ITEM and item is not None and item.first_of_step and not self.now.reports:
+        if self.now.phase is Phase.ITEM and item is not None and item.first_of_step and not self.now.reports:
             self._between_steps()
 
     def drain(self) -> None:
@@ -858,7 +872,7 @@ class TrainStep:
     def _lowest_lane(self) -> tuple[int, int]:
         """Which worker has the lowest lane of those that there are, and which that is."""
         lost: Set[int] = self._group.lost
-        left = [lanes for worker, lanes in enumerate(self.assignment) if worker not in lost]
+        left = [lanes for worker, lanes in enumerate(self.strategies.assignment) if worker not in lost]
         lowest = min(lane for lanes in left for lane in lanes)
         return next(place for place, lanes in enumerate(left) if lowest in lanes), lowest
 
@@ -871,14 +885,14 @@ class TrainStep:
     # -- parts -------------------------------------------------------------------------------------------------------
 
     def _item_of_body(self) -> WorkItem | None:
-        return None if self.phase is Phase.BETWEEN_STEPS else self.now.item
+        return None if self.now.phase is Phase.BETWEEN_STEPS else self.now.item
 
     def _between_steps(self) -> None:
         self.now.phase, self.now.item, self._in_body = Phase.BETWEEN_STEPS, None, False
 
     def _check_step_whole(self) -> None:
         """Exceptions that the loop caught where nothing can be taken back any more."""
-        of_item, in_update = self.now.of_item, self._updating and self.phase in (Phase.ITEM, Phase.RAN)
+        of_item, in_update = self.now.of_item, self._updating and self.now.phase in (Phase.ITEM, Phase.RAN)
         if in_update or (of_item.failed and of_item.ran_last):
             raise rules.step_not_whole(self.step, in_update=in_update)
 
@@ -889,7 +903,7 @@ class TrainStep:
         rules.check_learning_rates(self.now.learning_rates, rates, self.step)
 
     def _new_voting(self) -> Voting:
-        return Voting(self._group.comm, self.assignment, raises=not self._group.recovery.is_elastic)
+        return Voting(self._group.comm, self.strategies.assignment, raises=not self._group.recovery.is_elastic)
 
     def _fault_point(self, phase: str) -> None:
         if ordered:

@@ -17,7 +17,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from enum import IntEnum
 from types import FrameType
 from typing import Any
 
@@ -29,14 +28,6 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
 SAME_CTRL_C_S = 1.0
 EMPTY_LOOPS = 1000
-
-
-class Stop(IntEnum):
-    """What a vote says about the end of the loop."""
-
-    NO = 0
-    WANTED = 1  # by the loop: engine.stop()
-    REQUESTED = 2  # by a signal
 
 
 class StoppedOnRequest(SystemExit):
@@ -86,17 +77,6 @@ class StopSignals:
             number, before = self._before.popitem()
             if here and signal.getsignal(number) == self._take_note:
                 signal.signal(number, before)
-
-    def vote(self, *, wanted: bool, later: bool) -> Stop:
-        """What this worker's vote says; where workers agree in a later round, a signal waits for that."""
-        if self.asked is not None and not later:
-            return Stop.REQUESTED
-        return Stop.WANTED if wanted else Stop.NO
-
-    def hear(self, votes: Sequence[Stop]) -> bool:
-        """Whether the loop ends here."""
-        self.agreed = self.agreed or Stop.REQUESTED in votes
-        return any(votes)
 
     def enter_loop(self, told: Callable[[bool], list[bool]]) -> bool:
         """Whether a loop that begins now has anything to do: not when any worker was asked to stop meanwhile.

@@ -7,7 +7,8 @@
     used               which parameters got a gradient here
     lanes              weight, loss and running means of every lane that this worker computed
 
-Means and weights are added in lane order from these reports, so they too are the same at any number of workers.
+Means and weights are added in lane order from these reports, so they too are the same at any number of workers. What
+is told of a value on the device is on its way to the host until the vote reads it (`HostReading`).
 """
 
 from __future__ import annotations
@@ -18,12 +19,13 @@ import struct
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from paceline.collectives.communicator import Communicator
-from paceline.engine.stop_signals import Stop
 from paceline.errors import ConfigError, ReplicaError
 from paceline.strategies.registry import LaneAssignment
 
@@ -37,6 +39,52 @@ MOST_MEANS = 16
 _HEAD = struct.Struct("<qqqqqq")
 _LANE = struct.Struct("<qddqq")
 _MEAN = struct.Struct("<Qdd")
+
+
+class HostReading:
+    """A few numbers of the device, for the host: it does not wait for work that was queued after they were made.
+
+        device   forward ─ loss ─┬─ backward ──────────────── update
+                                 └─ copy ─ event
+        host     forward, backward, then read(): waits for the event, while backward runs
+
+    `float(loss)` before backward would leave the device without work until the host has queued some, and after it the
+    host would wait for backward too.
+    """
+
+    def __init__(self, value: Tensor) -> None:
+        """Of the value as it is now."""
+        value = value.detach()
+        self._done: Any = None
+        if value.device.type != "cuda":
+            self._host = value.to("cpu", copy=True)
+            return
+        self._host = torch.empty(value.shape, dtype=value.dtype, pin_memory=True).copy_(value, non_blocking=True)
+        self._done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._done.record(torch.cuda.current_stream(value.device))
+
+    def read(self) -> Tensor:
+        if self._done is not None:
+            self._done.synchronize()
+        return self._host
+
+    def number(self) -> float:
+        return float(self.read())
+
+
+class Stop(IntEnum):
+    """What a vote says about the end of the loop."""
+
+    NO = 0
+    WANTED = 1  # by the loop: engine.stop()
+    REQUESTED = 2  # by a signal
+
+    @classmethod
+    def vote(cls, *, asked: bool, wanted: bool, later: bool) -> Stop:
+        """Of a worker that a signal has `asked`, or its loop; a signal waits where workers agree in a `later` round."""
+        if asked and not later:
+            return cls.REQUESTED
+        return cls.WANTED if wanted else cls.NO
 
 
 @dataclass

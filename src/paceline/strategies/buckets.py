@@ -15,7 +15,7 @@ a gradient is sharded; `NotCompressed`, what a strategy asks where no gradient i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -369,6 +369,7 @@ class NotCompressed:
     """Gradients travel as they are; `compressed/gradients.py` has what compresses them."""
 
     any = False
+    now: Collection[int] = ()  # buckets that are compressed in this step
 
     def grouped(self, specs: Sequence[GradientSpec]) -> Sequence[GradientSpec]:
         """The same, with those apart that must not share a bucket."""
@@ -383,10 +384,6 @@ class NotCompressed:
 
     def take(self, number: int, place: ItemPlace, gradient: Tensor) -> bool:
         """Whether it takes a lane's finished gradient over, because it is compressed in this step."""
-        return False
-
-    def compresses(self, number: int) -> bool:
-        """In this step."""
         return False
 
     def start(self, number: int) -> PendingTotal:

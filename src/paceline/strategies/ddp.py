@@ -106,7 +106,7 @@ class Ddp(InBuckets):
 
     def _send(self, number: int, roots: dict[int, Tensor]) -> None:
         self._roots.append(roots)
-        if self._compressed.compresses(number):
+        if number in self._compressed.now:
             self._pending.append(self._compressed.start(number))
             return
         spare = self._buckets.sums[number].buffer

@@ -45,9 +45,9 @@ class StarExchange:
         comm, tag = self._comm, bucket * TAGS_PER_BUCKET
         out = next(iter(roots.values())) if roots else spare()
         if comm.size == 1:
-            return PendingSum(out)
+            return PendingSum([out])
         return PendingSum(
-            out, _WhenWaitedFor(lambda: canonical_star(comm, plan, roots, out, tag=tag, scratch=self._scratch))
+            [out], _WhenWaitedFor(lambda: canonical_star(comm, plan, roots, out, tag=tag, scratch=self._scratch))
         )
 
     def close(self) -> None:

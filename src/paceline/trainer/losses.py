@@ -28,7 +28,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from paceline.engine.host_reading import HostReading
+from paceline.engine.vote import HostReading
 from paceline.errors import ConfigError
 from paceline.trainer.chunked_loss import IGNORED, ChunkedLoss
 

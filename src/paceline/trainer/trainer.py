@@ -38,7 +38,7 @@ from torch.utils.data import DataLoader, Sampler, SequentialSampler
 
 from paceline.data.sharded_sampler import WorkItem
 from paceline.engine.engine import Engine
-from paceline.engine.host_reading import HostReading
+from paceline.engine.vote import HostReading
 from paceline.errors import ConfigError, LoopError
 from paceline.trainer import hub, run_folder
 from paceline.trainer.argument_fields import SaveStrategy

@@ -354,7 +354,7 @@ class TrainingLoop:
     def _item(self, batch: Any) -> None:
         """One work item: forward and backward; after the last one of a step, the update."""
         engine, args = self.engine, self.args
-        item = engine._training().item
+        item = engine._training().now.item
         assert item is not None
         if item.first_of_step:
             if self._paused:

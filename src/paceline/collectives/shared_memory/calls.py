@@ -15,8 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from functools import wraps
-from inspect import signature
 from typing import Any
 
 import torch
@@ -25,7 +23,7 @@ from torch.distributed import ReduceOp
 from torch.distributed import distributed_c10d as c10d
 
 from paceline.errors import CollectiveError
-from paceline.torch_compat import begin_record, dispatch_modes, end_record, profiler_enabled, seen_by_modes
+from paceline.torch_compat import begin_record, end_record, profiler_enabled, seen_by_modes
 
 AllgatherOptions: Any = c10d.AllgatherOptions  # type: ignore[attr-defined]  # there, but not exported
 OPTIONS = (
@@ -98,33 +96,6 @@ def _options(kind: Any, timeout: timedelta | None, **fields: Any) -> Any:
     return made
 
 
-def collective(operator: str, short: Callable[..., Any] | None = None) -> Callable[[Callable[..., Any]], Any]:
-    """For a method that has the long form: it may also be called in this short one, and is seen as c10d's operator."""
-
-    def decorate(method: Callable[..., Any]) -> Callable[..., Any]:
-        @wraps(method)
-        def call(self: Any, *given: Any, **named: Any) -> Any:
-            if named or not given or not isinstance(given[-1], OPTIONS):
-                given = _long_form(method, short, given, named)
-            if dispatch_modes() or profiler_enabled():
-                return _watched(operator, method, self, given)
-            return method(self, *given)
-
-        return call
-
-    return decorate
-
-
-def _long_form(method: Any, short: Any, given: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, ...]:
-    while given and given[-1] is None:  # no options, splits or timeout
-        given = given[:-1]
-    values = (*given, *named.values())
-    if short is not None and not all(isinstance(value, (list, tuple, OPTIONS)) for value in values):
-        long: tuple[Any, ...] = short(*given, **named)
-        return long
-    return signature(method).bind(None, *given, **named).args[1:] if named else given
-
-
 # -- who watches -------------------------------------------------------------------------------------------------------
 
 
@@ -139,7 +110,7 @@ _FIELDS = {
 }
 
 
-def _watched(name: str, method: Callable[..., Any], group: Any, given: tuple[Any, ...]) -> Any:
+def watched(name: str, method: Callable[..., Any], group: Any, given: tuple[Any, ...]) -> Any:
     """A profiler, and modes such as CommDebugMode, see the operator that torch's own groups call, and what with."""
     operator = getattr(torch.ops.c10d, name).default
     opts = given[-1] if given and isinstance(given[-1], OPTIONS) else None
@@ -230,22 +201,6 @@ def check_part(operation: str, part: Tensor, whole: Tensor, rank: int) -> None:
         raise CollectiveError(
             f"{operation}: invalid tensor {wrong}: the tensor for rank {rank} is {part.numel():,} {part.dtype}, "
             f"this rank's own {whole.numel():,} {whole.dtype}"
-        )
-
-
-def check_equal_parts(operation: str, whole: Tensor, size: int) -> None:
-    if whole.numel() % size:
-        raise CollectiveError(f"{operation}: {whole.numel():,} elements can't be cut into {size} equal parts")
-
-
-def check_cut(operation: str, whole: Tensor, part: Tensor, size: int) -> None:
-    """The whole is one part for each rank."""
-    check_equal_parts(operation, whole, size)
-    if whole.dtype != part.dtype or whole.numel() != size * part.numel():
-        wrong = "type" if whole.dtype != part.dtype else "size"
-        raise CollectiveError(
-            f"{operation}: invalid tensor {wrong}: a part of {part.numel():,} {part.dtype} for each of {size} ranks, "
-            f"and a whole of {whole.numel():,} {whole.dtype}"
         )
 
 

@@ -17,14 +17,14 @@ While a profiler records, all of them run in the thread, and show as asynchronou
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 import itertools
 import json
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import wraps
 from typing import Any, NamedTuple
 
 import torch
@@ -36,11 +36,20 @@ from torch.futures import Future
 from paceline.collectives.shared_memory import calls
 from paceline.collectives.shared_memory.barrier import LINE, Barrier
 from paceline.collectives.shared_memory.kernels import choose_kernels, compiled_library
-from paceline.collectives.shared_memory.operations import AllReduceInC, BucketSums, Operations, rank_merges, reduced
+from paceline.collectives.shared_memory.operations import (
+    AllReduceInC,
+    BucketSums,
+    Operations,
+    flat_of,
+    flat_outs,
+    rank_merges,
+    reduced,
+    share_memory,
+)
 from paceline.collectives.shared_memory.point_to_point import ANY, CHANNEL_BYTES, PointToPointQueues
 from paceline.collectives.shared_memory.segment import PAGE, Arenas, Segment, agree, until_all_have_heard
 from paceline.errors import CollectiveError, ConfigError
-from paceline.torch_compat import begin_record, end_record, never_traced, profiler_enabled
+from paceline.torch_compat import begin_record, dispatch_modes, end_record, never_traced, profiler_enabled
 from paceline.world import environment
 
 # -- the collective queue ----------------------------------------------------------------------------------------------
@@ -228,46 +237,50 @@ class CollectiveQueue:
         work.finish(error)
 
 
-# -- tensors as operations take them -----------------------------------------------------------------------------------
+# -- a call, and what is asked of its tensors --------------------------------------------------------------------------
 
 
-# Contiguous: a view, written to in place; anything else: a copy, which is copied back at the end. Complex numbers are
-# pairs of reals, which can be moved and added as such.
+def collective(operator: str, short: Callable[..., Any] | None = None) -> Callable[[Callable[..., Any]], Any]:
+    """For a method that has the long form: it may also be called in this short one, and is seen as c10d's operator."""
+
+    def decorate(method: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(method)
+        def call(self: Any, *given: Any, **named: Any) -> Any:
+            if named or not given or not isinstance(given[-1], calls.OPTIONS):
+                given = _long_form(method, short, given, named)
+            if dispatch_modes() or profiler_enabled():
+                return calls.watched(operator, method, self, given)
+            return method(self, *given)
+
+        return call
+
+    return decorate
 
 
-def flat_of(tensor: Tensor) -> Tensor:
-    if tensor.is_sparse or tensor.device.type != "cpu":
-        raise CollectiveError(f"the paceline backend moves dense CPU tensors, not {tensor.layout} on {tensor.device}")
-    flat = tensor.detach().contiguous().view(-1)
-    return torch.view_as_real(flat).view(-1) if flat.is_complex() else flat
+def _long_form(method: Any, short: Any, given: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, ...]:
+    while given and given[-1] is None:  # no options, splits or timeout
+        given = given[:-1]
+    values = (*given, *named.values())
+    if short is not None and not all(isinstance(value, (list, tuple, calls.OPTIONS)) for value in values):
+        long: tuple[Any, ...] = short(*given, **named)
+        return long
+    return inspect.signature(method).bind(None, *given, **named).args[1:] if named else given
 
 
-@contextlib.contextmanager
-def flat_outs(tensors: Sequence[Tensor], *, filled: bool = False, apart: bool = False) -> Iterator[list[Tensor]]:
-    """Flat tensors to write to; those that are not contiguous are copied back at the end, and `apart` all of them."""
-    flats = [
-        flat_of(tensor if filled or tensor.is_contiguous() else torch.empty(tensor.shape, dtype=tensor.dtype))
-        for tensor in tensors
-    ]
-    if apart:
-        flats = [flat.clone() for flat in flats]
-    yield flats
-    for tensor, flat in zip(tensors, flats, strict=True):
-        if apart or not tensor.is_contiguous():
-            whole = torch.view_as_complex(flat.view(-1, 2)) if tensor.is_complex() else flat
-            tensor.detach().copy_(whole.view(tensor.shape))
+def check_equal_parts(operation: str, whole: Tensor, size: int) -> None:
+    if whole.numel() % size:
+        raise CollectiveError(f"{operation}: {whole.numel():,} elements can't be cut into {size} equal parts")
 
 
-def share_memory(tensors: Sequence[Tensor]) -> bool:
-    """Whether one of several tensors lies over another: what is done to one would be done to both."""
-    spans = sorted((tensor.data_ptr(), tensor.data_ptr() + _extent(tensor)) for tensor in tensors if tensor.numel())
-    return any(begin < end for (_, end), (begin, _) in itertools.pairwise(spans))
-
-
-def _extent(tensor: Tensor) -> int:
-    """Bytes from its first element to behind its last."""
-    steps = sum((length - 1) * stride for length, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return (steps + 1) * tensor.element_size()
+def check_cut(operation: str, whole: Tensor, part: Tensor, size: int) -> None:
+    """The whole is one part for each rank."""
+    check_equal_parts(operation, whole, size)
+    if whole.dtype != part.dtype or whole.numel() != size * part.numel():
+        wrong = "type" if whole.dtype != part.dtype else "size"
+        raise CollectiveError(
+            f"{operation}: invalid tensor {wrong}: a part of {part.numel():,} {part.dtype} for each of {size} ranks, "
+            f"and a whole of {whole.numel():,} {whole.dtype}"
+        )
 
 
 def equal_parts(flat: Tensor, size: int) -> list[Tensor]:
@@ -277,7 +290,7 @@ def equal_parts(flat: Tensor, size: int) -> list[Tensor]:
 def split_rows(flat: Tensor, tensor: Tensor, splits: Any, size: int) -> list[Tensor]:
     """Parts of so many rows each; equal ones where nothing is said."""
     if not splits:
-        calls.check_equal_parts("all_to_all", flat, size)
+        check_equal_parts("all_to_all", flat, size)
         return equal_parts(flat, size)
     row = flat.numel() // tensor.shape[0] if tensor.shape[0] else 0
     if sum(splits) != tensor.shape[0]:
@@ -361,26 +374,24 @@ class SharedMemoryGroup(dist.ProcessGroup):
     def there(self, rank: int, number: int, elements: int, dtype: torch.dtype) -> Tensor:
         return self._arenas.there(rank, number, elements, dtype)
 
-    def sum_bucket(self, *bucket: Any) -> QueuedWork:
-        """Start the canonical sum of a gradient bucket (see `BucketSums.sum`); the result is this rank's total."""
-        result: list[Any] = []
-        return self._run(lambda: result.append(self._bucket_sums.sum(*bucket)), result, None, "sum_bucket")
+    def sum_bucket(self, total: list[Tensor], *bucket: Any) -> QueuedWork:
+        """Start the canonical sum of a gradient bucket (see `BucketSums.sum`); the list gets this rank's total."""
+        return self._run(lambda: total.append(self._bucket_sums.sum(*bucket)), total, None, "sum_bucket")
 
     def scatter_bucket(self, *bucket: Any) -> QueuedWork:
         """Start the canonical reduce-scatter of a gradient bucket (see `BucketSums.scatter`)."""
         return self._run(lambda: self._bucket_sums.scatter(*bucket), [], None, "scatter_bucket")
 
-    def bucket_buffer(self, *bucket: Any) -> QueuedWork:
-        """Shared memory for this rank's root of a bucket (see `BucketSums.buffer`)."""
-        result: list[Any] = []
-        return self._run(lambda: result.append(self._bucket_sums.buffer(*bucket)), result, None, "bucket_buffer")
+    def bucket_buffer(self, room: list[Tensor], *bucket: Any) -> QueuedWork:
+        """Shared memory for this rank's root of a bucket (see `BucketSums.buffer`), put into the list."""
+        return self._run(lambda: room.append(self._bucket_sums.buffer(*bucket)), room, None, "bucket_buffer")
 
     def forget_buckets(self, owner: int) -> QueuedWork:
         return self._run(lambda: self._bucket_sums.forget(owner), [], None, "forget_buckets")
 
     # -- collectives -------------------------------------------------------------------------------------------------
 
-    @calls.collective("allreduce_", calls.allreduce)
+    @collective("allreduce_", calls.allreduce)
     def allreduce(self, tensors: Any, opts: Any = None) -> QueuedWork:
         """Several tensors are several addends of this rank; each of them gets the sum."""
         if len(tensors) == 1:
@@ -406,7 +417,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
 
         return self._run(run, list(tensors), opts, "all_reduce")
 
-    @calls.collective("allreduce_coalesced_")
+    @collective("allreduce_coalesced_")
     def allreduce_coalesced(self, tensors: Any, opts: Any = None) -> QueuedWork:
         calls.check_not_empty("all_reduce", tensors)
         return self._reduce_each(list(tensors), opts)
@@ -418,7 +429,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
             return self._run(lambda: self._operations.all_reduce_sparse(tensors), tensors, opts, "all_reduce")
         return self._each(tensors, opts, "all_reduce", lambda flat: self._operations.all_reduce(flat, op))
 
-    @calls.collective("broadcast_", calls.broadcast)
+    @collective("broadcast_", calls.broadcast)
     def broadcast(self, tensors: Any, opts: Any = None) -> QueuedWork:
         """Several tensors all get what one of the root's is."""
         root, index = (opts.rootRank, opts.rootTensor) if opts is not None else (0, 0)
@@ -436,7 +447,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
 
         return self._run(run, list(tensors), opts, "broadcast")
 
-    @calls.collective("reduce_", calls.reduce)
+    @collective("reduce_", calls.reduce)
     def reduce(self, tensors: Any, opts: Any = None) -> QueuedWork:
         op, root, index = (_op(opts), opts.rootRank, opts.rootTensor) if opts is not None else (ReduceOp.SUM, 0, 0)
         calls.check_root("reduce", root, self._size)
@@ -444,7 +455,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
         calls.check_single("reduce", tensors, "tensor list")
         return self._each(list(tensors), opts, "reduce", lambda flat: self._operations.reduce(flat, root, op))
 
-    @calls.collective("allgather_", calls.allgather)
+    @collective("allgather_", calls.allgather)
     def allgather(self, output_tensors: Any, input_tensors: Any, opts: Any = None) -> QueuedWork:
         """Of n tensors a rank, tensor i of rank r comes to place r·n + i of every list."""
         outputs, inputs, count = output_tensors, input_tensors, len(input_tensors)
@@ -471,7 +482,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
         result = list(outputs[0]) if count == 1 else [list(outs) for outs in outputs]
         return self._run(run, result, opts, "all_gather", inputs)
 
-    @calls.collective("allgather_coalesced_")
+    @collective("allgather_coalesced_")
     def allgather_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> QueuedWork:
         """`outputs[r][i]` is tensor i of rank r."""
         if len(outputs) != self._size:
@@ -489,15 +500,15 @@ class SharedMemoryGroup(dist.ProcessGroup):
 
         return self._run(run, [tensor for outs in outputs for tensor in outs], opts, "all_gather", inputs)
 
-    @calls.collective("_allgather_base_")
+    @collective("_allgather_base_")
     def _allgather_base(self, output: Tensor, mine: Tensor, opts: Any = None) -> QueuedWork:
         return self._gather_into([output], [mine], opts)
 
-    @calls.collective("allgather_into_tensor_coalesced_")
+    @collective("allgather_into_tensor_coalesced_")
     def allgather_into_tensor_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> QueuedWork:
         return self._gather_into(outputs, inputs, opts)
 
-    @calls.collective("reduce_scatter_", calls.reduce_scatter)
+    @collective("reduce_scatter_", calls.reduce_scatter)
     def reduce_scatter(self, output_tensors: Any, input_tensors: Any, opts: Any = None) -> QueuedWork:
         """Part r of each rank's list goes to rank r; parts may differ in length, in the same way on every rank."""
         op = _op(opts)
@@ -513,15 +524,15 @@ class SharedMemoryGroup(dist.ProcessGroup):
 
         return self._run(run, outputs, opts, "reduce_scatter", [part for parts in inputs for part in parts])
 
-    @calls.collective("_reduce_scatter_base_")
+    @collective("_reduce_scatter_base_")
     def _reduce_scatter_base(self, output: Tensor, mine: Tensor, opts: Any = None) -> QueuedWork:
         return self._scatter_sums([output], [mine], opts)
 
-    @calls.collective("reduce_scatter_tensor_coalesced_")
+    @collective("reduce_scatter_tensor_coalesced_")
     def reduce_scatter_tensor_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> QueuedWork:
         return self._scatter_sums(outputs, inputs, opts)
 
-    @calls.collective("alltoall_base_", calls.alltoall_base)
+    @collective("alltoall_base_", calls.alltoall_base)
     def alltoall_base(
         self, output: Tensor, mine: Tensor, output_splits: Any = None, input_splits: Any = None, opts: Any = None
     ) -> QueuedWork:
@@ -532,7 +543,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
 
         return self._run(run, [output], opts, "all_to_all", [mine])
 
-    @calls.collective("alltoall_")
+    @collective("alltoall_")
     def alltoall(self, outputs: Any, inputs: Any, opts: Any = None) -> QueuedWork:
         def run() -> None:
             with flat_outs(outputs) as flats:
@@ -540,7 +551,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
 
         return self._run(run, list(outputs), opts, "all_to_all", inputs)
 
-    @calls.collective("gather_", calls.gather)
+    @collective("gather_", calls.gather)
     def gather(self, output_tensors: Any, input_tensors: Any, opts: Any = None) -> QueuedWork:
         root = opts.rootRank if opts is not None else 0
         calls.check_root("gather", root, self._size)
@@ -554,7 +565,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
 
         return self._run(run, outs, opts, "gather", [mine])
 
-    @calls.collective("scatter_", calls.scatter)
+    @collective("scatter_", calls.scatter)
     def scatter(self, output_tensors: Any, input_tensors: Any, opts: Any = None) -> QueuedWork:
         root = opts.rootRank if opts is not None else 0
         calls.check_root("scatter", root, self._size)
@@ -568,7 +579,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
 
         return self._run(run, [output], opts, "scatter", parts)
 
-    @calls.collective("barrier", calls.barrier)
+    @collective("barrier", calls.barrier)
     def barrier(self, opts: Any = None) -> QueuedWork:
         return self._run(self._operations.barrier, [], opts, "barrier")
 
@@ -585,17 +596,17 @@ class SharedMemoryGroup(dist.ProcessGroup):
 
     # -- messages ----------------------------------------------------------------------------------------------------
 
-    @calls.collective("send")
+    @collective("send")
     def send(self, tensors: Any, to: int, tag: int = 0) -> QueuedWork:
         work = QueuedWork([], Event(f"{NAME}:send", tensors))
         self._messages.send(tensors[0], to, tag, self._timeout_s, work)
         return work
 
-    @calls.collective("recv_")
+    @collective("recv_")
     def recv(self, tensors: Any, source: int, tag: int = 0) -> QueuedWork:
         return self._receive(tensors, source, tag, "recv")
 
-    @calls.collective("recv_any_source_")
+    @collective("recv_any_source_")
     def recv_anysource(self, tensors: Any, tag: int = 0) -> QueuedWork:
         return self._receive(tensors, ANY, tag, "recvAnySource")
 
@@ -681,7 +692,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
 
     def _gather_into(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any) -> QueuedWork:
         for output, mine in zip(outputs, inputs, strict=True):
-            calls.check_cut("all_gather", output, mine, self._size)
+            check_cut("all_gather", output, mine, self._size)
 
         def run() -> None:
             for output, mine in zip(outputs, inputs, strict=True):
@@ -693,7 +704,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
     def _scatter_sums(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any) -> QueuedWork:
         op = _op(opts)
         for output, mine in zip(outputs, inputs, strict=True):
-            calls.check_cut("reduce_scatter", mine, output, self._size)
+            check_cut("reduce_scatter", mine, output, self._size)
 
         def run() -> None:
             for output, mine in zip(outputs, inputs, strict=True):

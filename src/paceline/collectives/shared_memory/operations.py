@@ -21,7 +21,9 @@ tree over lanes (`BucketSums`).
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import itertools
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
@@ -617,3 +619,45 @@ def _by_row(plan: SumPlan, lanes: list[int]) -> Merges:
     """The merges between workers, in rows of the table of all roots."""
     row = {lane: number for number, lane in enumerate(lanes)}
     return tuple((row[merge.left], row[merge.right]) for merge in plan.between_workers)
+
+
+# -- tensors as operations take them -----------------------------------------------------------------------------------
+
+
+# Contiguous: a view, written to in place; anything else: a copy, which is copied back at the end. Complex numbers are
+# pairs of reals, which can be moved and added as such.
+
+
+def flat_of(tensor: Tensor) -> Tensor:
+    if tensor.is_sparse or tensor.device.type != "cpu":
+        raise CollectiveError(f"the paceline backend moves dense CPU tensors, not {tensor.layout} on {tensor.device}")
+    flat = tensor.detach().contiguous().view(-1)
+    return torch.view_as_real(flat).view(-1) if flat.is_complex() else flat
+
+
+@contextlib.contextmanager
+def flat_outs(tensors: Sequence[Tensor], *, filled: bool = False, apart: bool = False) -> Iterator[list[Tensor]]:
+    """Flat tensors to write to; those that are not contiguous are copied back at the end, and `apart` all of them."""
+    flats = [
+        flat_of(tensor if filled or tensor.is_contiguous() else torch.empty(tensor.shape, dtype=tensor.dtype))
+        for tensor in tensors
+    ]
+    if apart:
+        flats = [flat.clone() for flat in flats]
+    yield flats
+    for tensor, flat in zip(tensors, flats, strict=True):
+        if apart or not tensor.is_contiguous():
+            whole = torch.view_as_complex(flat.view(-1, 2)) if tensor.is_complex() else flat
+            tensor.detach().copy_(whole.view(tensor.shape))
+
+
+def share_memory(tensors: Sequence[Tensor]) -> bool:
+    """Whether one of several tensors lies over another: what is done to one would be done to both."""
+    spans = sorted((tensor.data_ptr(), tensor.data_ptr() + _extent(tensor)) for tensor in tensors if tensor.numel())
+    return any(begin < end for (_, end), (begin, _) in itertools.pairwise(spans))
+
+
+def _extent(tensor: Tensor) -> int:
+    """Bytes from its first element to behind its last."""
+    steps = sum((length - 1) * stride for length, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return (steps + 1) * tensor.element_size()

@@ -109,18 +109,15 @@ class CompressedByLane(NotCompressed, Generic[Lanes]):
         self.open(sums, shards)
         self._step = Step(round, round - self._start_after, plan) if round >= self._start_after else None
         self._begun = self._begun or self._step is not None
+        self.now = () if self._step is None else self._buckets.keys()
 
     def take(self, number: int, place: ItemPlace, gradient: Tensor) -> bool:
-        if not self.compresses(number):
+        if self._step is None or number not in self.now:
             return False
-        assert self._step is not None
         if place.loss_scale != 1.0:
             gradient.div_(place.loss_scale)
         self._buckets[number].take(self._step, place.lane, gradient)
         return True
-
-    def compresses(self, number: int) -> bool:
-        return self._step is not None and number in self._buckets
 
     def commit(self, used: Sequence[bool]) -> None:
         for bucket in self._buckets.values() if self._step is not None else ():

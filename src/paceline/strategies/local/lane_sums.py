@@ -93,7 +93,7 @@ class Int8Sum:
             with torch.no_grad():
                 out.copy_(int8_sum(self._comm, self._plan, sums.nodes, out.numel(), tag=tag))
 
-        return PendingSum(out, self._exchange.start_messages(exchange, out.device))
+        return PendingSum([out], self._exchange.start_messages(exchange, out.device))
 
     def close(self) -> None:
         self._exchange.close()

@@ -187,7 +187,7 @@ class PushedRounds(StrategyBase):
     def _leave(self, number: int, nodes: dict[int, Tensor]) -> None:
         for lane, node in reversed(nodes.items()):  # the first lane's may be shared memory, and has to come back last
             self._push(number, lane, node, self._used_bits(number))
-        if self._compressed.compresses(number):
+        if number in self._compressed.now:
             self._push_codes(number)
 
     def _push_codes(self, number: int) -> None:

@@ -63,7 +63,7 @@ class Zero1(ShardedStrategy):
     def _leave(self, number: int, roots: dict[int, Tensor]) -> None:
         assert self._pieces is not None
         assert self._set is not None
-        if self._compressed.compresses(number):
+        if number in self._compressed.now:
             self._departed.append(self._compressed.start(number))
             return
         shards = self._pieces.shards.buckets[number]

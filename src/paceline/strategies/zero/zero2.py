@@ -104,7 +104,7 @@ class Zero2(ShardedStrategy):
         assert self._pieces is not None
         plan = self._scatter_plans[self._sent[number]]
         self._sent[number] += 1
-        if self._compressed.compresses(number):  # lanes go together, when those of all workers are there
+        if number in self._compressed.now:  # lanes go together, when those of all workers are there
             if self._sent[number] == len(self._scatter_plans):
                 self._pending[number] = self._compressed.start(number)
             return
