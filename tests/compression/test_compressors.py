@@ -13,7 +13,7 @@ from torch import Tensor
 
 from paceline.collectives.canonical_sum import merges
 from paceline.compression import COMPRESSORS, BlockCompressor, Cast, Compression, Int8, PowerSgd, Sign, TopK
-from paceline.compression.block_codec import ByDecoding
+from paceline.compression.block_codec import BlockCodec, OwnedRows
 from paceline.compression.noise import uniform
 from paceline.compression.power_sgd import first_factor, orthonormal
 from paceline.compression.topk import largest
@@ -124,8 +124,8 @@ def test_an_owners_sum_is_decoding_adding_and_splitting_to_the_last_bit(
     parts = [encoded(codec, values, partial) for values in given]
     order = [(merge.left, merge.right) for merge in merges(tuple(range(lanes)))]
     wanted_out, wanted_lost, out, lost = (torch.full((rows, codec.block), math.nan) for _ in range(4))
-    wanted = ByDecoding.sum(codec, parts, order, partial, noise, residual, wanted_lost, wanted_out)
-    found = codec.sum(parts, order, partial, noise, residual, lost, out)
+    wanted = BlockCodec.sum(codec, parts, order, OwnedRows(partial, noise, residual, wanted_lost, wanted_out))
+    found = codec.sum(parts, order, OwnedRows(partial, noise, residual, lost, out))
     assert torch.equal(found, wanted)
     assert torch.equal(lost.view(torch.int32), wanted_lost.view(torch.int32))
     assert torch.equal(out.view(torch.int32), wanted_out.view(torch.int32))

@@ -10,8 +10,9 @@ decoded by themselves. What is not finite stays so: the sum must show it.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,50 +22,40 @@ from paceline.collectives.shared_memory.kernels import Merges
 Partial = Sequence[tuple[int, int]]  # rows at the ends of parameters: (row, elements that it has)
 
 
-class BlockCodec(Protocol):
+class OwnedRows(NamedTuple):
+    """Rows that a worker or server owns, in which it adds up all lanes' payloads."""
+
+    partial: Partial
+    noise: Tensor | None
+    residual: Tensor | None
+    lost: Tensor  # gets what encoding the sum loses
+    out: Tensor  # gets what it decodes to
+
+
+class BlockCodec(ABC):
     """Values are fp32, of shape (rows, block)."""
 
     @property
+    @abstractmethod
     def block(self) -> int: ...
 
     @property
+    @abstractmethod
     def row_bytes(self) -> int: ...
 
     @property
     def draws(self) -> bool:
         """Whether `encode` wants random numbers: one in [0, 1) for each value."""
-        ...
+        return False
 
+    @abstractmethod
     def encode(self, values: Tensor, partial: Partial, noise: Tensor | None = None) -> Tensor: ...
+
+    @abstractmethod
+    def decode(self, payload: Tensor, partial: Partial, out: Tensor) -> None: ...
 
     def split(self, values: Tensor, partial: Partial, noise: Tensor | None, residual: Tensor | None) -> Tensor:
         """Encode values plus residual; what that loses is left in `values`."""
-        ...
-
-    def decode(self, payload: Tensor, partial: Partial, out: Tensor) -> None: ...
-
-    def sum(
-        self,
-        parts: Sequence[Tensor],
-        merges: Merges,
-        partial: Partial,
-        noise: Tensor | None,
-        residual: Tensor | None,
-        lost: Tensor,
-        out: Tensor,
-    ) -> Tensor:
-        """What the owner of rows does with all lanes' payloads: decode, add along `merges` (to part 0) and to
-        the residual, encode. `out` gets what that decodes to, `lost` what it loses.
-        """
-        ...
-
-
-class ByDecoding:
-    """`split` and `sum` of a codec that has no faster way."""
-
-    def split(
-        self: BlockCodec, values: Tensor, partial: Partial, noise: Tensor | None, residual: Tensor | None
-    ) -> Tensor:
         if residual is not None:
             values.add_(residual)
         payload = self.encode(values, partial, noise)
@@ -73,23 +64,16 @@ class ByDecoding:
         values.sub_(sent)
         return payload
 
-    def sum(
-        self: BlockCodec,
-        parts: Sequence[Tensor],
-        merges: Merges,
-        partial: Partial,
-        noise: Tensor | None,
-        residual: Tensor | None,
-        lost: Tensor,
-        out: Tensor,
-    ) -> Tensor:
-        values = [lost, *(torch.empty_like(lost) for _ in parts[1:])]
+    def sum(self, parts: Sequence[Tensor], merges: Merges, rows: OwnedRows) -> Tensor:
+        """What the owner of rows does with all lanes' payloads: decode, add along `merges` (to part 0) and to
+        the residual, encode."""
+        values = [rows.lost, *(torch.empty_like(rows.lost) for _ in parts[1:])]
         for part, room in zip(parts, values, strict=True):
-            self.decode(part, partial, room)
+            self.decode(part, rows.partial, room)
         for left, right in merges:
             values[left].add_(values[right])
-        payload = self.split(lost, partial, noise, residual)
-        self.decode(payload, partial, out)
+        payload = self.split(rows.lost, rows.partial, rows.noise, rows.residual)
+        self.decode(payload, rows.partial, rows.out)
         return payload
 
 

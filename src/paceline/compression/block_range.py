@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from paceline.collectives.canonical_sum import merges
-from paceline.compression.block_codec import BlockCodec, Partial
+from paceline.compression.block_codec import BlockCodec, OwnedRows, Partial
 from paceline.compression.noise import uniform
 from paceline.world.determinism import mix
 
@@ -86,15 +86,14 @@ class OwnedSum:
         lost = torch.empty_like(out) if self._spare is None else self._spare
         self._spare = None
         values = out.view(-1, range.codec.block)
-        rows = range.codec.sum(
-            [lanes[lane].view(-1, range.codec.row_bytes) for lane in present],
-            steps,
+        owned = OwnedRows(
             range.partial,
             range.noise(round, BACK, out.device),
             None if self._now is None else self._now.view_as(values),
             lost.view_as(values),
             values,
         )
+        rows = range.codec.sum([lanes[lane].view(-1, range.codec.row_bytes) for lane in present], steps, owned)
         self._next = lost
         return rows
 

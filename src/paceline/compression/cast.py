@@ -12,14 +12,14 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from paceline.compression.block_codec import ByDecoding, Partial, clear_beyond
+from paceline.compression.block_codec import BlockCodec, Partial, clear_beyond
 from paceline.world.checked_values import one_word
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(frozen=True)
-class Cast(ByDecoding):
+class Cast(BlockCodec):
     to: Literal["bf16", "fp16"] = "bf16"
 
     def __post_init__(self) -> None:
@@ -33,10 +33,6 @@ class Cast(ByDecoding):
     @property
     def row_bytes(self) -> int:
         return 2 * self.block
-
-    @property
-    def draws(self) -> bool:
-        return False
 
     def encode(self, values: Tensor, partial: Partial, noise: Tensor | None = None) -> Tensor:
         dtype = _DTYPES[self.to]

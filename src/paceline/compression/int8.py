@@ -19,7 +19,8 @@ from torch import Tensor
 
 from paceline.collectives.shared_memory.kernels import CKernels, Merges, choose_kernels, merge_table
 from paceline.compression.block_codec import (
-    ByDecoding,
+    BlockCodec,
+    OwnedRows,
     Partial,
     clear_beyond,
     payload_like,
@@ -34,7 +35,7 @@ SMALLEST_SCALE = torch.finfo(torch.float32).tiny  # below, x / scale would overf
 
 
 @dataclass(frozen=True)
-class Int8(ByDecoding):
+class Int8(BlockCodec):
     block: int = 128
     rounding: Literal["nearest", "stochastic"] = "nearest"
 
@@ -67,27 +68,19 @@ class Int8(ByDecoding):
         kernels = in_c()
         given = [values] if residual is None else [values, residual]
         if kernels is None or noise is not None or not all(map(_is_plain, given)):
-            return ByDecoding.split(self, values, partial, noise, residual)
+            return super().split(values, partial, noise, residual)
         payload = payload_like(values, self.row_bytes)
         address = 0 if residual is None else residual.data_ptr()
         kernels.paceline_int8_split(values.data_ptr(), address, payload.data_ptr(), values.shape[0], self.block)
         clear_beyond(values, partial)
         return payload
 
-    def sum(
-        self,
-        parts: Sequence[Tensor],
-        merges: Merges,
-        partial: Partial,
-        noise: Tensor | None,
-        residual: Tensor | None,
-        lost: Tensor,
-        out: Tensor,
-    ) -> Tensor:
+    def sum(self, parts: Sequence[Tensor], merges: Merges, rows: OwnedRows) -> Tensor:
         kernels = in_c()
+        partial, noise, residual, lost, out = rows
         given = [*parts, lost, out, *([] if residual is None else [residual])]
         if kernels is None or noise is not None or not all(map(_is_plain, given)):
-            return ByDecoding.sum(self, parts, merges, partial, noise, residual, lost, out)
+            return super().sum(parts, merges, rows)
         payload = payload_like(lost, self.row_bytes)
         addresses = (ctypes.c_uint64 * len(parts))(*(part.data_ptr() for part in parts))
         address = 0 if residual is None else residual.data_ptr()

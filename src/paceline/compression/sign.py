@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from paceline.compression.block_codec import (
-    ByDecoding,
+    BlockCodec,
     Partial,
     clear_beyond,
     payload_like,
@@ -24,7 +24,7 @@ from paceline.compression.int8 import check_block
 
 
 @dataclass(frozen=True)
-class Sign(ByDecoding):
+class Sign(BlockCodec):
     block: int = 1024
 
     def __post_init__(self) -> None:
@@ -33,10 +33,6 @@ class Sign(ByDecoding):
     @property
     def row_bytes(self) -> int:
         return self.block // 8 + 4
-
-    @property
-    def draws(self) -> bool:
-        return False
 
     def encode(self, values: Tensor, partial: Partial, noise: Tensor | None = None) -> Tensor:
         """Values beyond the end of a parameter are zeros: they change no sum, only how many it is divided by."""
