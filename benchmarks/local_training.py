@@ -26,8 +26,8 @@ import paceline
 from paceline.compression import COMPRESSORS, Compression
 from paceline.sharding.footprint import Model
 from paceline.strategies.local.diloco import DilocoConfig
-from paceline.strategies.local.lane_sums import BLOCK
 from paceline.strategies.local.local_sgd import LocalSgdConfig
+from paceline.strategies.local.outer_step import BLOCK
 from paceline.strategies.registry import choose
 
 DEMO = Path(__file__).parents[1] / "examples" / "train_gpt.py"

@@ -130,7 +130,7 @@ def overflows(world: World, *, folder: str | None = None, resume: bool = False, 
                 norm = engine.clip_grad_norm_(1.0)
                 optimizer.step()
                 schedule.step()
-                if engine._training().item.last_of_step:  # type: ignore[union-attr]
+                if engine._training().now.item.last_of_step:  # type: ignore[union-attr]
                     told.append((engine.step, engine.stepped, engine.loss_scale, round(norm, 6)))
                     dtypes = {p.dtype for p in model.parameters() if type(p.data) is Tensor}  # fsdp's rows are masters
                     dtypes = dtypes or {torch.float16}

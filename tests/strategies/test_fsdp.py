@@ -340,7 +340,7 @@ def leaves_an_item_out(world: World, *, strategy: str, how: str) -> str:
     with Engine(world=world, lanes=2, strategy=strategy, timeout_s=20) as engine:
         model, optimizer, loader = prepared(engine, samples=16)
         for x, y in loader:
-            left_out = engine.step == 1 and engine._training().item.lane == 1
+            left_out = engine.step == 1 and engine._training().now.item.lane == 1
             if how == "before forward" and left_out:
                 continue
             loss = F.mse_loss(model(x), y)

@@ -91,7 +91,7 @@ def trains(
         while loader.epoch < epochs and (until is None or engine.step < until):
             for x, y in loader:
                 assert engine._objects.step is not None
-                item = engine._objects.step.item
+                item = engine._objects.step.now.item
                 assert item is not None
                 items += [[] for _ in range(engine.step + 1 - len(items))]
                 items[engine.step].append((item.lane, x, y))

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from paceline import TrainingArguments
 from paceline.errors import ConfigError, LoopError, NonFiniteLossError
 from paceline.trainer import Trainer
-from paceline.trainer.gathered_objects import Rows, packed, unpacked
+from paceline.trainer.evaluation import Rows, packed, unpacked
 from paceline.world import messages
 from tests.trainer.jobs import Classifier, Naming, Samples, accuracy, make_trainer
 

@@ -47,7 +47,6 @@ from paceline.engine.compilation import Compile
 from paceline.engine.config import config_of, counted, find_device
 from paceline.engine.group import Group
 from paceline.engine.loop import PreparedLoader
-from paceline.engine.metrics_log import MetricsLog
 from paceline.engine.one_line_errors import show_our_errors_in_one_line
 from paceline.engine.prepare import BetweenSteps, Preparation, PreparedObjects
 from paceline.engine.profiling import FOLDER, Profile
@@ -62,6 +61,7 @@ from paceline.optim.loss_scale import LossScale, OnNonFinite
 from paceline.optim.offload import OffloadName
 from paceline.optim.precision import Precision
 from paceline.parameter_server.replay import replay_of
+from paceline.tracking.run import MetricsLog
 from paceline.world import messages
 from paceline.world.checked_values import number, path_of
 from paceline.world.determinism import make_deterministic, mix, seed_everything

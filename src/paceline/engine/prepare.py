@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.utils.data import DataLoader, Dataset, IterableDataset, SequentialSampler
 
-from paceline.checkpoint.pretrained_weights import PretrainedWeights
+from paceline.checkpoint.weights_file import PretrainedWeights
 from paceline.data.loader import steps_of
 from paceline.data.step_source import StepSource
 from paceline.data.work_source import Assignment, WorkSource
@@ -65,10 +65,9 @@ from paceline.engine.strategy_table import StrategyTable
 from paceline.engine.vote import WeightsWatch
 from paceline.errors import CheckpointError, ConfigError, ReplicaError
 from paceline.mesh.full_tensors import FullTensors, ShardedTensors
-from paceline.mesh.peers import TensorParallelPeers
 from paceline.mesh.plans import Plan, shard
 from paceline.mesh.random_streams import ShardedRandomNumbers
-from paceline.mesh.tensor_parallel import replace_in
+from paceline.mesh.tensor_parallel import TensorParallelPeers, replace_in
 from paceline.optim.precision import Precision
 from paceline.optim.range_optimizer import check_elementwise
 from paceline.parameter_server.replay import Replay

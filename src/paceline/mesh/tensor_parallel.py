@@ -23,8 +23,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.nn import Parameter
 
+from paceline.collectives.communicator import Communicator
 from paceline.errors import ConfigError
 from paceline.mesh.mesh import Mesh
+from paceline.strategies.strategy import TensorPeers
 from paceline.torch_compat import own_parameters
 
 
@@ -165,3 +167,28 @@ def replace_in(groups: Sequence[dict[str, Any]], moved: Mapping[int, Parameter])
     """An optimizer made before its model was sharded trains what stands there now."""
     for group in groups:
         group["params"] = [moved.get(id(parameter), parameter) for parameter in group["params"]]
+
+
+class TensorParallelPeers(TensorPeers):
+    """The workers of the group: what they agree on, and sums in which each part counts once."""
+
+    def __init__(self, comm: Communicator, parallel: TensorParallel) -> None:
+        self._comm, self._parallel = comm, parallel
+        self._sharded: set[int] | None = None  # ids of parameters; they live as long as their models
+
+    def counts(self, parameter: Parameter) -> bool:
+        """What every worker of the group has alike is counted by its first."""
+        if self._sharded is None:
+            layouts = self._parallel.layouts()
+            self._sharded = {identity for identity, layout in layouts.items() if layout.dim is not None}
+        return self._comm.rank == 0 or id(parameter) in self._sharded
+
+    def gathered(self, norms: Tensor) -> Tensor:
+        rows, handle = self._comm.all_gather(norms)
+        handle.wait()
+        return rows.view(-1)
+
+    def all_true(self, here: bool) -> bool:
+        flags, handle = self._comm.all_gather(torch.tensor([here], dtype=torch.uint8))
+        handle.wait()
+        return bool(flags.all())

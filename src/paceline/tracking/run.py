@@ -8,8 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
+from paceline.errors import ConfigError, LoopError
 from paceline.tracking import choose
 from paceline.tracking.json_lines import WrittenByAnother
 from paceline.tracking.reporter import RunInfo
@@ -59,3 +63,67 @@ class RunReports:
 
     def close(self, *, ok: bool) -> None:
         self._reporters.close(ok=ok)
+
+
+class MetricsLog:
+    """`engine.log`: the values of a loop of one's own go where the Trainer's go.
+
+        engine = paceline.Engine(log_with=["tensorboard"], project_dir="runs")
+        engine.init_trackers("mnist", config={"lr": 1e-3})        runs/mnist: metrics.jsonl, and what log_with names
+        engine.log({"loss": engine.means["loss"]})                every worker calls it, the main one writes
+
+    In an elastic job the next main worker goes on where a lost one stopped, so all of them keep what they logged.
+    """
+
+    def __init__(
+        self,
+        log_with: str | Sequence[str] | None,
+        project_dir: Path,
+        *,
+        is_main: Callable[[], bool],
+        world: Callable[[], Mapping[str, Any]],
+        say: Callable[[str], None],
+    ) -> None:
+        self._log_with, self._folder = _names("log_with", log_with), project_dir
+        choose(self._log_with, main=False, argument="log_with")  # an error now, not after the data are loaded
+        self._is_main, self._world, self._say = is_main, world, say
+        self._reports: RunReports | None = None
+        self._history: list[Mapping[str, Any]] = []
+
+    def start(self, name: str, config: Mapping[str, Any], step: int) -> None:
+        """`step`: that the job has reached; lines of later ones in the folder no longer count."""
+        if self._reports is not None:
+            raise LoopError("engine.init_trackers() was called twice; an engine reports one run")
+        if not name or Path(name).name != name:
+            raise ConfigError(f"engine.init_trackers({name!r}): a run's name is that of a folder in project_dir")
+        run = RunInfo(name, self._folder / name, config, dict(self._world()), resumed_at=step or None)
+        self._reports = RunReports(self._log_with, run, is_main=self._is_main, world=self._world, say=self._say)
+
+    def log(self, values: Mapping[str, Any], step: int) -> None:
+        if self._reports is None:
+            raise LoopError("engine.log() has nowhere to write; call engine.init_trackers(name) before the loop")
+        numbers = {name: _number(name, value) for name, value in values.items()}
+        self._history.append({"step": step, **numbers})
+        self._reports.log(step, numbers, self._history)
+
+    def close(self) -> None:
+        if self._reports is not None:
+            self._reports.close(ok=True)
+            self._reports = None
+
+
+def _names(argument: str, value: Any) -> list[str]:
+    names = [] if value is None else [value] if isinstance(value, str) else value
+    if not isinstance(names, list | tuple) or not all(isinstance(name, str) and name for name in names):
+        raise ConfigError(f"{argument}: expected the name of a tracker, or several, not a {type(value).__name__}")
+    if value is not None and not names:
+        raise ConfigError(f"{argument} is empty; leave it out, or name trackers")
+    return list(names)
+
+
+def _number(name: str, value: Any) -> float:
+    if isinstance(value, Tensor) and value.numel() == 1:
+        value = value.item()
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ConfigError(f"engine.log(): {name!r} is a {type(value).__name__}, not a number")
+    return value

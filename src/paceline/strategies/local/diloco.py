@@ -18,8 +18,8 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from paceline.errors import ConfigError
-from paceline.strategies.local.lane_sums import WIRES, Wire
 from paceline.strategies.local.local_training import LocalMaker, Windows
+from paceline.strategies.local.outer_step import WIRES, Wire
 from paceline.strategies.registry import Job, Registered, register
 from paceline.world.checked_values import number, one_word, switch, whole_number
 

@@ -13,8 +13,8 @@ from functools import partial
 
 import torch
 
-from paceline.strategies.local.lane_sums import WIRES, Wire
 from paceline.strategies.local.local_training import LocalMaker, Windows
+from paceline.strategies.local.outer_step import WIRES, Wire
 from paceline.strategies.registry import Job, Registered, register
 from paceline.world.checked_values import one_word, whole_number
 
