@@ -23,6 +23,7 @@ from torch import Tensor
 from paceline.collectives.canonical_sum import Scatter, SumPlan, owner_ranges
 from paceline.collectives.communicator import Communicator, Work, wait_all
 from paceline.collectives.executor import Scratch
+from paceline.collectives.rounds import Everyone, Round, all_ranks
 from paceline.collectives.schedule import Hop, How, Receive, Schedule, Send, one, one_per_rank
 
 CANONICAL = "canonical"
@@ -41,7 +42,11 @@ def hops(rank: int, size: int) -> Iterator[Hop]:
     )
 
 
-DIRECT = Schedule("direct", chunks=one_per_rank, hops=hops)
+def rounds(size: int) -> Iterator[Round]:
+    yield Round(Everyone(all_ranks(size)), times=2)
+
+
+DIRECT = Schedule("direct", chunks=one_per_rank, hops=hops, rounds=rounds)
 
 
 def canonical_schedule(plan: SumPlan) -> Schedule:

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from paceline.collectives.rounds import Pairs, Round, span
 from paceline.collectives.schedule import Hop, How, Receive, Schedule, Send
 
 
@@ -62,4 +63,19 @@ def hops(rank: int, size: int) -> Iterator[Hop]:
         yield Hop(sends=(Send(rank + 1, whole),)) if has_guest else Hop()
 
 
-HALVING_DOUBLING = Schedule("halving-doubling", chunks=power_below, hops=hops)
+def rounds(size: int) -> Iterator[Round]:
+    core = power_below(size)
+    extra = size - core
+    places = span(0, core)
+    members = places + places.clip(max=extra)  # 0, 2, 4, … while ranks are folded, then one after another
+    folded = span(1, 2 * extra, 2)
+    distances = [1 << level for level in range(core.bit_length() - 1)]
+    halves = [Round(Pairs(members, members[places ^ d]), chunks=core // (2 * d)) for d in distances]
+    if extra:
+        yield Round(Pairs(folded, folded - 1), chunks=core)
+    yield from [*halves, *reversed(halves)]
+    if extra:
+        yield Round(Pairs(folded - 1, folded), chunks=core)
+
+
+HALVING_DOUBLING = Schedule("halving-doubling", chunks=power_below, hops=hops, rounds=rounds)

@@ -20,6 +20,7 @@ from collections.abc import Iterator
 from functools import lru_cache
 
 from paceline.collectives import ring_all_reduce, tree_all_reduce
+from paceline.collectives.rounds import Ring, Round, rows
 from paceline.collectives.schedule import Hop, Schedule
 from paceline.errors import ConfigError
 from paceline.world.world import Topology
@@ -34,8 +35,15 @@ def hierarchical(topology: Topology) -> Schedule:
             raise ConfigError(f"hosts with the ranks {topology.hosts} have {topology.size} ranks, not {size}")
         return hops_of_even_hosts(rank, topology) if topology.is_even else hops_by_first_ranks(rank, topology)
 
+    def rounds(size: int) -> Iterator[Round]:
+        hosts = rows(topology.hosts)
+        inside, across = Ring(hosts), Ring(hosts.T)
+        yield Round(inside, chunks=len(hosts), times=hosts.shape[1] - 1)
+        yield Round(across, times=2 * (len(hosts) - 1))
+        yield Round(inside, chunks=len(hosts), times=hosts.shape[1] - 1)
+
     chunks = topology.size if topology.is_even else len(topology.hosts)
-    return Schedule(NAME, chunks=lambda size: chunks, hops=hops)
+    return Schedule(NAME, chunks=lambda size: chunks, hops=hops, rounds=rounds if topology.is_even else None)
 
 
 def hops_of_even_hosts(rank: int, topology: Topology) -> Iterator[Hop]:

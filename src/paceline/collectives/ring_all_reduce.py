@@ -28,6 +28,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from paceline.collectives.rounds import Ring, Round, all_ranks
 from paceline.collectives.schedule import Hop, How, Receive, Schedule, Send, one, one_per_rank, whole_tensor
 
 
@@ -60,7 +61,16 @@ def unsplit_hops(rank: int, size: int) -> Iterator[Hop]:
         yield Hop(sends=(Send(right, whole, part=mine),), receives=(Receive(left, whole, How.KEEP, part=theirs),))
 
 
-RING = Schedule("ring", chunks=one_per_rank, hops=hops)
-RING_REDUCE_SCATTER = Schedule("ring-reduce-scatter", chunks=one_per_rank, hops=reduce_scatter_hops)
-RING_ALL_GATHER = Schedule("ring-all-gather", chunks=one_per_rank, hops=all_gather_hops)
-UNSPLIT_RING = Schedule("unsplit-ring", chunks=whole_tensor, hops=unsplit_hops)
+def rounds(size: int) -> Iterator[Round]:
+    yield Round(Ring(all_ranks(size)), times=2 * (size - 1))
+
+
+def half_rounds(size: int) -> Iterator[Round]:
+    """Of a reduce-scatter, an all-gather or the unsplit ring."""
+    yield Round(Ring(all_ranks(size)), times=size - 1)
+
+
+RING = Schedule("ring", chunks=one_per_rank, hops=hops, rounds=rounds)
+RING_REDUCE_SCATTER = Schedule("ring-reduce-scatter", chunks=one_per_rank, hops=reduce_scatter_hops, rounds=half_rounds)
+RING_ALL_GATHER = Schedule("ring-all-gather", chunks=one_per_rank, hops=all_gather_hops, rounds=half_rounds)
+UNSPLIT_RING = Schedule("unsplit-ring", chunks=whole_tensor, hops=unsplit_hops, rounds=half_rounds)

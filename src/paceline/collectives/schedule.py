@@ -19,6 +19,8 @@ import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+from paceline.collectives.rounds import Round
+
 Ranges = Sequence[tuple[int, int]]
 
 
@@ -82,6 +84,7 @@ class Schedule:
     chunks: Callable[[int], int]
     hops: Callable[[int, int], Iterable[Hop]]  # of (rank, size)
     cut: Callable[[int, int], Ranges] = cut_evenly  # of (elements, chunks)
+    rounds: Callable[[int], Iterable[Round]] | None = None  # of size: the hops of all ranks at once, as arrays
 
     def ranges(self, elements: int, size: int) -> Ranges:
         return self.cut(elements, self.chunks(size))

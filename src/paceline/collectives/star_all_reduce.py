@@ -22,6 +22,7 @@ from paceline.collectives.canonical_sum import SumPlan
 from paceline.collectives.communicator import Communicator
 from paceline.collectives.direct_all_reduce import sum_at_owners
 from paceline.collectives.executor import Scratch
+from paceline.collectives.rounds import Pairs, Round, span
 from paceline.collectives.schedule import Hop, How, Receive, Schedule, Send, one, whole_tensor
 
 CENTRE = 0
@@ -38,7 +39,14 @@ def hops(rank: int, size: int) -> Iterator[Hop]:
         yield Hop(receives=(Receive(CENTRE, whole, How.COPY),))
 
 
-STAR = Schedule("star", chunks=whole_tensor, hops=hops)
+def rounds(size: int) -> Iterator[Round]:
+    others = span(1, size)
+    centre = others * CENTRE
+    yield Round(Pairs(others, centre))
+    yield Round(Pairs(centre, others))
+
+
+STAR = Schedule("star", chunks=whole_tensor, hops=hops, rounds=rounds)
 
 
 def canonical_star(

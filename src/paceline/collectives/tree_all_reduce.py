@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from paceline.collectives.rounds import Pairs, Round, span
 from paceline.collectives.schedule import Hop, How, Receive, Schedule, Send, one, whole_tensor
 
 
@@ -43,4 +44,11 @@ def hops(rank: int, size: int) -> Iterator[Hop]:
     yield from broadcast_hops(rank, size)
 
 
-TREE = Schedule("tree", chunks=whole_tensor, hops=hops)
+def rounds(size: int) -> Iterator[Round]:
+    children = [span(1 << level, size, 2 << level) for level in range((size - 1).bit_length())]
+    up = [Round(Pairs(ranks, ranks - (1 << level))) for level, ranks in enumerate(children)]
+    down = [Round(Pairs(ranks - (1 << level), ranks)) for level, ranks in enumerate(children)]
+    yield from [*up, *reversed(down)]
+
+
+TREE = Schedule("tree", chunks=whole_tensor, hops=hops, rounds=rounds)
