@@ -34,7 +34,8 @@ def path(placed: Placed, source: int, target: int) -> list[tuple[int, int, int]]
     return [(level, a // below, b // below) for level, below in enumerate(placed.below) if a // below != b // below]
 
 
-def durations(messages: list[Message], placed: Placed) -> list[float]:
+def durations(messages: list[Message], placed: Placed) -> list[tuple[float, float]]:
+    """Latency, and what it takes from then on."""
     carried: dict[tuple[int, int, str, int], float] = defaultdict(float)
     ends: Counter[tuple[int, int, str]] = Counter()
     for beat, source, target, nbytes in messages:
@@ -47,7 +48,7 @@ def durations(messages: list[Message], placed: Placed) -> list[float]:
     for beat, source, target, _ in messages:
         passed = path(placed, source, target)
         if not passed:
-            found.append(0.0)
+            found.append((0.0, 0.0))
             continue
         queued = max(
             max(carried[beat, level, "out", out], carried[beat, level, "in", into])
@@ -56,7 +57,7 @@ def durations(messages: list[Message], placed: Placed) -> list[float]:
         )
         top = placed.levels[passed[-1][0]]
         further = max(ends[beat, source, "out"], ends[beat, target, "in"]) - 1
-        found.append(top.latency_s + further * top.message_s + queued)
+        found.append((top.latency_s, further * top.message_s + queued))
     return found
 
 
@@ -87,11 +88,12 @@ def run(messages: list[Message], placed: Placed, clocks: list[float]) -> list[fl
         for number in mine[beats[index], rank]:
             _, source, target, _ = messages[number]
             if rank == source:  # its link is busy for so long, whenever the other is ready
-                heapq.heappush(queue, (clock + takes[number], rank, index, number))
+                heapq.heappush(queue, (clock + takes[number][1], rank, index, number))
             here[number] += 1
             if here[number] == 2:
-                begins = max(entered[source, index], entered[target, index])
-                heapq.heappush(queue, (begins + takes[number], target, index, number))
+                latency, comes = takes[number]
+                begins = max(entered[source, index] + latency, entered[target, index])
+                heapq.heappush(queue, (begins + comes, target, index, number))
 
     for rank, clock in enumerate(clocks):
         enter(rank, 0, clock)

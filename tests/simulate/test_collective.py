@@ -88,8 +88,8 @@ def test_a_ring_in_one_formula_equals_hop_by_hop(rows: int, size: int, hops: int
     rng = np.random.default_rng(seed)
     sent = rng.choice(rng.uniform(0, 1, kinds), (rows, size))
     start = rng.exponential(float(rng.choice([0.01, 1, 100])), (rows, size))
-    move = np.roll(sent, 1, axis=1)
-    stay = np.maximum(move, sent)
+    taken = np.roll(sent, 1, axis=1)
+    move, stay = taken + rng.choice([0, 0.3], (rows, size)), np.maximum(taken, sent)
     wanted = start
     for _ in range(hops):
         wanted = np.maximum(wanted + stay, np.roll(wanted, 1, axis=1) + move)

@@ -5,13 +5,14 @@
 A beat is what the executor works on at once: a hop, or where chunks are cut into segments those hops of several
 segments that follow each other SKEW beats apart. In a beat
 
-    a message begins     when its sender and its receiver have both done the beat before
-    it takes             latency + further messages at its ends + bytes of the fullest link on its way / bandwidth
-    a worker is done     when all it receives has come and all it sends could have left
+    a message is there   a latency after its sender has done the beat before; receives are posted ahead
+    it then takes        further messages at its ends + bytes of the fullest link on its way / bandwidth
+    a worker is done     when all it receives is in, which begins once its own beat before is done, and all it sends
+                         could have left
 
-What is on a link in the same beat shares it, whenever inside the beat it begins: no message is slowed by others of other
-beats. Beats that are alike and rings of any length are taken in one step (`ring_time`), and a direct exchange by levels,
-so that work grows with the workers and not with the messages.
+What is on a link in the same beat shares it, whenever inside the beat it begins; no message is slowed by those of other
+beats. Beats that are alike and rings of any length are taken in one step (`ring_time`), and a direct exchange by
+levels, so that work grows with the workers and not with the messages.
 """
 
 from __future__ import annotations
@@ -159,10 +160,10 @@ class Traffic:
         for messages in (self.started, self.taken):
             np.add.at(messages, members.ravel(), load.messages * (size - 1.0))
 
-    def durations(self, sources: Ranks, targets: Ranks) -> Times:
-        """Of messages between these; 0 between ranks at one place."""
+    def durations(self, sources: Ranks, targets: Ranks) -> tuple[Times, Times]:
+        """Of messages between these: until they are there, and while they come. 0 between ranks at one place."""
         placed = self.placed
-        queued, fixed = np.zeros(len(sources)), np.zeros(len(sources))
+        queued, further, latency = np.zeros((3, len(sources)))
         together = np.maximum(self.started[sources], self.taken[targets]) - 1
         for level, links in enumerate(placed.links):
             a, b = links[sources], links[targets]
@@ -170,17 +171,19 @@ class Traffic:
             carried = np.maximum(self.out[level][a], self.into[level][b]) / placed.bandwidths[level]
             queued = np.where(crosses, np.maximum(queued, carried), queued)
             about = placed.levels[level]
-            fixed = np.where(crosses, about.latency_s + together * about.message_s, fixed)
-        return fixed + queued
+            latency = np.where(crosses, about.latency_s, latency)
+            further = np.where(crosses, together * about.message_s, further)
+        return latency, further + queued
 
-    def by_level(self, messages: float) -> list[float]:
-        """How long a message takes whose highest level this is, where all links of a level carry as much."""
-        found, queued = [], 0.0
+    def by_level(self, messages: float) -> tuple[Times, Times]:
+        """The same of a message whose highest level this is, where all links of a level carry as much."""
+        found: list[float] = []
+        queued = 0.0
         for level, about in enumerate(self.placed.levels):
             fullest = max(float(self.out[level].max(initial=0.0)), float(self.into[level].max(initial=0.0)))
             queued = max(queued, fullest / self.placed.bandwidths[level])
-            found.append(about.latency_s + (messages - 1) * about.message_s + queued)
-        return found
+            found.append((messages - 1) * about.message_s + queued)
+        return np.asarray([about.latency_s for about in self.placed.levels]), np.asarray(found)
 
 
 class BeatTime:
@@ -190,54 +193,56 @@ class BeatTime:
         self._placed = placed
         traffic = Traffic(beat, placed)
         self.traffic = traffic
-        self._parts: list[tuple[Pattern, tuple[Ranks, Ranks], Times]] = []
+        self._parts: list[tuple[Pattern, tuple[Ranks, Ranks], tuple[Times, Times]]] = []
         for load in beat:
             if isinstance(load.pattern, Everyone):
                 messages = float(max(traffic.started.max(), traffic.taken.max()))
-                times = np.asarray(traffic.by_level(messages))
-                self._parts.append((load.pattern, (load.pattern.members, load.pattern.members), times))
+                self._parts.append((load.pattern, (load.pattern.members,) * 2, traffic.by_level(messages)))
             else:
                 ends = load.pattern.messages()
                 self._parts.append((load.pattern, ends, traffic.durations(*ends)))
 
     def apply(self, clocks: Times, times: int) -> Times:
-        if len(self._parts) == 1 and isinstance(self._parts[0][0], Ring):
-            pattern, _, takes = self._parts[0]
-            return _around(clocks, pattern.members, takes.reshape(pattern.members.shape), times)
+        pattern, _, costs = self._parts[0]
+        if len(self._parts) == 1 and isinstance(pattern, Ring):
+            return _around(clocks, pattern.members, *costs, times)
         for _ in range(times):
             done = clocks.copy()
-            for pattern, (sources, targets), takes in self._parts:
+            for pattern, (sources, targets), (latency, takes) in self._parts:
                 if isinstance(pattern, Everyone):
-                    _to_everyone(clocks, done, pattern.members, takes, self._placed)
+                    _to_everyone(clocks, done, pattern.members, latency, takes, self._placed)
                 else:
-                    np.maximum.at(done, targets, np.maximum(clocks[sources], clocks[targets]) + takes)
+                    np.maximum.at(done, targets, np.maximum(clocks[sources] + latency, clocks[targets]) + takes)
                     np.maximum.at(done, sources, clocks[sources] + takes)
             clocks = done
         return clocks
 
 
-def _around(clocks: Times, members: Ranks, sent: Times, times: int) -> Times:
-    """`sent`: how long each member's message to the next one takes."""
-    move = np.roll(sent, 1, axis=1)
+def _around(clocks: Times, members: Ranks, latency: Times, takes: Times, times: int) -> Times:
+    """`latency` and `takes` are of each member's message to the next one."""
+    takes, latency = takes.reshape(members.shape), latency.reshape(members.shape)
+    taken = np.roll(takes, 1, axis=1)
+    move = np.roll(latency, 1, axis=1) + taken
     done = clocks.copy()
-    done[members] = after_hops(clocks[members], move, np.maximum(move, sent), times)
+    done[members] = after_hops(clocks[members], move, np.maximum(taken, takes), times)
     return done
 
 
-def _to_everyone(clocks: Times, done: Times, members: Ranks, by_level: Times, placed: Placed) -> None:
+def _to_everyone(clocks: Times, done: Times, members: Ranks, latency: Times, takes: Times, placed: Placed) -> None:
     """Every member waits for the last of the others, by how far they are."""
     rows = len(members)
     mine = clocks[members]
     found = done[members]
-    for level, takes in enumerate(by_level):
+    for level in range(len(takes)):
         inner = placed.links[level][members]
-        outer = placed.links[level + 1][members] if level + 1 < len(by_level) else np.zeros_like(inner)
+        outer = placed.links[level + 1][members] if level + 1 < len(takes) else np.zeros_like(inner)
         turn = np.arange(rows)[:, None]
         _, near = np.unique(inner + (inner.max() + 1) * turn, return_inverse=True)
         _, far = np.unique(outer + (outer.max() + 1) * turn, return_inverse=True)
         near, far = near.reshape(members.shape), far.reshape(members.shape)
         others = _latest_elsewhere(mine, near, far)
-        found = np.where(np.isfinite(others), np.maximum(found, np.maximum(mine, others) + takes), found)
+        there = np.maximum(mine, others + latency[level]) + takes[level]
+        found = np.where(np.isfinite(others), np.maximum(found, there), found)
     done[members] = found
 
 
@@ -250,7 +255,8 @@ def _latest_elsewhere(clocks: Times, near: Ranks, far: Ranks) -> Times:
     first = np.full(int(far.max()) + 1, -np.inf)
     np.maximum.at(first, group, latest)
     holder = np.full(len(first), -1, dtype=np.int64)
-    holder[group] = np.where(latest == first[group], np.arange(len(latest)), holder[group])
+    has_it = np.flatnonzero(latest == first[group])
+    holder[group[has_it]] = has_it  # of several one
     rest = np.where(holder[group] == np.arange(len(latest)), -np.inf, latest)
     second = np.full(len(first), -np.inf)
     np.maximum.at(second, group, rest)

@@ -9,6 +9,8 @@ A message takes the links of both ends up to the first switch that they share. A
 is on it at the same time takes as long as all its bytes. A message costs the latency of the highest level that it
 passes, and `message_s` for each further one that its sender starts or its receiver takes in at the same time.
 
+Workers that don't fill a unit are in one that is not full. More than that must fill all of them.
+
 Networks of common kinds are in networks.toml, with where their numbers are from. `payload` is the share of a link's
 bits that are not headers.
 """
@@ -16,6 +18,7 @@ bits that are not headers.
 from __future__ import annotations
 
 import difflib
+import math
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -71,7 +74,7 @@ class Network:
 
     def workers_below(self, level: int) -> int:
         """Workers behind one link of that level."""
-        return int(np.prod([each.units for each in self.levels[:level]], dtype=np.int64)) if level else 1
+        return math.prod(each.units or 1 for each in self.levels[:level])
 
     @property
     def per_host(self) -> int | None:

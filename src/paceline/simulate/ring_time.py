@@ -1,15 +1,15 @@
 """A ring of any length in one formula: when each member has finished H hops, of which every one is like the others.
 
-    t'[r] = max( t[r] + stay[r],  t[r-1] + move[r] )        one hop: wait for the left neighbour, take in its chunk
+    t'[r] = max( t[r] + stay[r],  t[r-1] + move[r] )        a hop: be done with the last, have the left one's chunk
 
 After H hops t[r] is the longest of all walks that end at r, each of H moves or stays. A walk from s passes every member
 between s and r once, and spends the hops that are left where staying is dearest:
 
     t_H[r] = max over s of   t_0[s]  +  Σ move (s, r]  +  (H - k) · max stay [s, r]            k = moves from s to r
 
-Costs take few values (inside a host, between hosts, between racks), so the inner maximum is tried for each of them: with
-a value v, s is any start from which a member that costs v is passed. That is a maximum over a window, for all r at once.
-N·log N for a whole ring, instead of the N·H of its messages. More than one lap never helps beyond reaching the dearest.
+Costs take few values (inside a host, between hosts, between racks), so the inner maximum is tried for each of them:
+with a value v, s is any start from which a member that costs v is passed, at most H moves away. That is a maximum over
+a window of a line, the ring unrolled, for all r at once: N·log N for a whole ring, instead of the N·H of its messages.
 """
 
 from __future__ import annotations
@@ -28,13 +28,11 @@ MOST_VALUES = 16
 
 
 def after_hops(start: Times, move: Times, stay: Times, hops: int) -> Times:
-    """Rows of rings; `stay` is at least `move` everywhere."""
+    """Rows of rings."""
     size = start.shape[1]
-    values = np.unique(stay)
     if hops == 0 or size == 1:
         return start
-    if len(values) == 1 and bool((move == values[0]).all()) and hops >= size - 1:
-        return np.broadcast_to(start.max(axis=1, keepdims=True) + hops * values[0], start.shape).copy()
+    values = np.unique(stay)
     if len(values) > MOST_VALUES or hops < 4:
         for _ in range(hops):
             start = np.maximum(start + stay, np.roll(start, 1, axis=1) + move)
@@ -44,18 +42,18 @@ def after_hops(start: Times, move: Times, stay: Times, hops: int) -> Times:
 
 def _longest_walk(start: Times, move: Times, stay: Times, hops: int, values: Times) -> Times:
     size = start.shape[1]
-    place = np.arange(3 * size)
+    laps = -(-hops // size)  # before the one in which walks end
+    place = np.arange((laps + 1) * size)
     around = place % size
-    # Subtracted from both ends of every walk, so that sums stay small beside the differences that matter.
-    lap = np.concatenate([move, move, move], axis=1).cumsum(axis=1)
+    passed = move[:, around].cumsum(axis=1)  # all moves up to a place; of two places the difference counts
     begun, dear = start[:, around], stay[:, around]
-    ends = place[2 * size :]
+    ends = place[laps * size :]
     best = np.full(start.shape, -np.inf)
     for value in values:
-        last = np.maximum.accumulate(np.where(dear >= value, place, -1), axis=1)[:, 2 * size :]
-        first = np.maximum(np.maximum(last - size + 1, ends - hops), 0)  # of a row without the value last is -1
-        longest = window_max(begun - lap + place * value, np.minimum(first, last.clip(min=0)), last.clip(min=0))
-        found = longest + lap[:, 2 * size :] + (hops - ends) * value
+        last = np.maximum.accumulate(np.where(dear >= value, place, -1), axis=1)[:, laps * size :]
+        first = np.broadcast_to(ends - hops, last.shape).clip(min=0)
+        longest = window_max(begun - passed + place * value, np.minimum(first, last.clip(min=0)), last.clip(min=0))
+        found = longest + passed[:, laps * size :] + (hops - ends) * value
         best = np.maximum(best, np.where(first <= last, found, -np.inf))
     return best
 
