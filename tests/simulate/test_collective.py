@@ -58,7 +58,10 @@ def test_a_ring_on_an_ideal_network_takes_the_alpha_beta_formula(
 @pytest.mark.parametrize("name", [*FLAT, "hierarchical"])
 @pytest.mark.parametrize("segments", [1, 3, 4])
 @pytest.mark.parametrize("depth", [1, 2, 3])
-def test_it_equals_the_reference_that_follows_every_message(name: str, segments: int, depth: int) -> None:
+def test_it_equals_the_reference_that_follows_every_message(
+    name: str, segments: int, depth: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(collectives, "LONG", 10**9)  # what that changes is the last test here
     for seed in range(6):
         rng = np.random.default_rng([seed, segments, depth, len(name)])
         per_host, per_rack = int(rng.integers(1, 4)), int(rng.integers(1, 3))

@@ -35,6 +35,7 @@ VERBS = {
     "checkpoint": "paceline.cli.checkpoint",
     "replay": "paceline.cli.replay",
     "chaos": "paceline.cli.chaos",
+    "simulate": "paceline.cli.simulate",
 }
 
 LONGEST_PATH = 200

@@ -31,6 +31,7 @@ from paceline.errors import ConfigError
 from paceline.simulate.network import Placed
 from paceline.simulate.ring_time import Times, after_hops
 
+STEADY = 1e-12
 MOST_BY_HOPS = 1024
 """Ranks of a schedule that has no rounds: its hops are asked for rank by rank."""
 
@@ -47,7 +48,7 @@ class Load:
 Beat = tuple[Load, ...]
 Counts = tuple[float, ...]
 
-LONG = 128
+LONG = 8
 """Turns of two kinds of beats from which on they are taken at their mean: a ring whose segments are odd in number."""
 
 
@@ -193,28 +194,30 @@ class BeatTime:
         self._placed = placed
         traffic = Traffic(beat, placed)
         self.traffic = traffic
-        self._parts: list[tuple[Pattern, tuple[Ranks, Ranks], tuple[Times, Times]]] = []
+        self._parts: list[_Messages | _Direct] = []
         for load in beat:
             if isinstance(load.pattern, Everyone):
                 messages = float(max(traffic.started.max(), traffic.taken.max()))
-                self._parts.append((load.pattern, (load.pattern.members,) * 2, traffic.by_level(messages)))
+                self._parts.append(_Direct(load.pattern.members, *traffic.by_level(messages), placed))
             else:
                 ends = load.pattern.messages()
-                self._parts.append((load.pattern, ends, traffic.durations(*ends)))
+                self._parts.append(_Messages(*ends, *traffic.durations(*ends)))
+        self._ring = beat[0].pattern if len(beat) == 1 and isinstance(beat[0].pattern, Ring) else None
 
     def apply(self, clocks: Times, times: int) -> Times:
-        pattern, _, costs = self._parts[0]
-        if len(self._parts) == 1 and isinstance(pattern, Ring):
-            return _around(clocks, pattern.members, *costs, times)
-        for _ in range(times):
+        if self._ring is not None:
+            (part,) = self._parts
+            assert isinstance(part, _Messages)
+            return _around(clocks, self._ring.members, part.latency, part.takes, times)
+        for turn in range(times):
             done = clocks.copy()
-            for pattern, (sources, targets), (latency, takes) in self._parts:
-                if isinstance(pattern, Everyone):
-                    _to_everyone(clocks, done, pattern.members, latency, takes, self._placed)
-                else:
-                    np.maximum.at(done, targets, np.maximum(clocks[sources] + latency, clocks[targets]) + takes)
-                    np.maximum.at(done, sources, clocks[sources] + takes)
+            for part in self._parts:
+                part.pass_on(clocks, done)
+            later = done - clocks
             clocks = done
+            most = float(later.max())
+            if times > 2 and most - float(later.min()) <= STEADY * most:
+                return done + most * (times - 1 - turn)  # every clock moves on as far: so it will from here on
         return clocks
 
 
@@ -228,39 +231,67 @@ def _around(clocks: Times, members: Ranks, latency: Times, takes: Times, times: 
     return done
 
 
-def _to_everyone(clocks: Times, done: Times, members: Ranks, latency: Times, takes: Times, placed: Placed) -> None:
-    """Every member waits for the last of the others, by how far they are."""
-    rows = len(members)
-    mine = clocks[members]
-    found = done[members]
-    for level in range(len(takes)):
-        inner = placed.links[level][members]
-        outer = placed.links[level + 1][members] if level + 1 < len(takes) else np.zeros_like(inner)
-        turn = np.arange(rows)[:, None]
-        _, near = np.unique(inner + (inner.max() + 1) * turn, return_inverse=True)
-        _, far = np.unique(outer + (outer.max() + 1) * turn, return_inverse=True)
-        near, far = near.reshape(members.shape), far.reshape(members.shape)
-        others = _latest_elsewhere(mine, near, far)
-        there = np.maximum(mine, others + latency[level]) + takes[level]
-        found = np.where(np.isfinite(others), np.maximum(found, there), found)
-    done[members] = found
+@dataclass(frozen=True)
+class _Messages:
+    sources: Ranks
+    targets: Ranks
+    latency: Times
+    takes: Times
+
+    def pass_on(self, clocks: Times, done: Times) -> None:
+        sent = clocks[self.sources]
+        np.maximum.at(done, self.targets, np.maximum(sent + self.latency, clocks[self.targets]) + self.takes)
+        np.maximum.at(done, self.sources, sent + self.takes)
 
 
-def _latest_elsewhere(clocks: Times, near: Ranks, far: Ranks) -> Times:
-    """For each the latest clock among those of its far group that are not in its near group; -inf: there is none."""
-    latest = np.full(int(near.max()) + 1, -np.inf)
-    np.maximum.at(latest, near.ravel(), clocks.ravel())
-    group = np.empty(len(latest), dtype=np.int64)
-    group[near.ravel()] = far.ravel()
-    first = np.full(int(far.max()) + 1, -np.inf)
-    np.maximum.at(first, group, latest)
-    holder = np.full(len(first), -1, dtype=np.int64)
-    has_it = np.flatnonzero(latest == first[group])
-    holder[group[has_it]] = has_it  # of several one
-    rest = np.where(holder[group] == np.arange(len(latest)), -np.inf, latest)
-    second = np.full(len(first), -np.inf)
-    np.maximum.at(second, group, rest)
-    return np.where(holder[far] == near, second[far], first[far])
+class _Direct:
+    """Every member of a row waits for the last of the others, by how far they are."""
+
+    def __init__(self, members: Ranks, latency: Times, takes: Times, placed: Placed) -> None:
+        self._members, self._latency, self._takes = members, latency, takes
+        self._levels = []
+        rows = np.arange(len(members))[:, None]
+        for level in range(len(takes)):
+            inner = placed.links[level][members]
+            outer = placed.links[level + 1][members] if level + 1 < len(takes) else np.zeros_like(inner)
+            self._levels.append(_Elsewhere(inner + (inner.max() + 1) * rows, outer + (outer.max() + 1) * rows))
+
+    def pass_on(self, clocks: Times, done: Times) -> None:
+        mine = clocks[self._members].ravel()
+        found = done[self._members].ravel()
+        for elsewhere, latency, takes in zip(self._levels, self._latency, self._takes, strict=True):
+            if elsewhere.any:
+                others = elsewhere.latest(mine)  # -inf where there are none, and then it is no later than `mine`
+                there = np.maximum(mine, others + latency) + takes
+                found = np.where(others > -np.inf, np.maximum(found, there), found)
+        done[self._members] = found.reshape(self._members.shape)
+
+
+class _Elsewhere:
+    """The latest clock among those of the same far group that are not in the same near group."""
+
+    def __init__(self, near: Ranks, far: Ranks) -> None:
+        _, self._near, size = np.unique(near.ravel(), return_inverse=True, return_counts=True)
+        _, self._far = np.unique(far.ravel(), return_inverse=True)
+        self._order = np.argsort(self._near, kind="stable")
+        self._starts = np.concatenate([[0], size.cumsum()[:-1]])
+        self._group = np.empty(len(size), dtype=np.int64)
+        self._group[self._near] = self._far
+        self.any = int(np.bincount(self._group).max()) > 1
+
+    def latest(self, clocks: Times) -> Times:
+        latest = np.maximum.reduceat(clocks[self._order], self._starts)
+        first = np.full(int(self._group.max()) + 1, -np.inf)
+        np.maximum.at(first, self._group, latest)
+        holder = np.empty(len(first), dtype=np.int64)
+        has_it = np.flatnonzero(latest == first[self._group])
+        holder[self._group[has_it]] = has_it  # of several one
+        latest[holder] = -np.inf
+        second = np.full(len(first), -np.inf)
+        np.maximum.at(second, self._group, latest)
+        elsewhere = first[self._group]
+        elsewhere[holder] = second
+        return elsewhere[self._near]
 
 
 class Collective:
@@ -285,14 +316,24 @@ class Collective:
         return cls(list(beats_of(rounds_of(schedule, size), chunk_bytes, segment_bytes)), placed)
 
     def run(self, clocks: Times) -> Times:
+        if clocks[0] == clocks.max() == clocks.min():
+            return clocks + self._together
+        return self._run(clocks)
+
+    def _run(self, clocks: Times) -> Times:
         for beat, times in self._beats:
             clocks = beat.apply(clocks, times)
         return clocks
 
     @cached_property
+    def _together(self) -> Times:
+        """When each is done, if all begin at 0."""
+        return self._run(np.zeros(self._placed.ranks))
+
+    @property
     def seconds(self) -> float:
         """When all begin together, until the last is done."""
-        return float(self.run(np.zeros(self._placed.ranks)).max())
+        return float(self._together.max())
 
     def link_bytes(self, level: int) -> tuple[Times, Times]:
         """Sent and received over each link of a level, in all."""

@@ -61,6 +61,7 @@ class Network:
     name: str
     levels: tuple[Level, ...]
     payload: float = 1.0
+    gpu: bool = False  # its workers compute there: the engine exchanges small buckets in another way
     about: str = ""
     source: str = ""
 
@@ -157,7 +158,7 @@ def network_named(name: str) -> Network:
     raise ConfigError(f"network={name!r} is not known; {hint}")
 
 
-KEYS = {"levels", "payload", "about", "source"}
+KEYS = {"levels", "payload", "gpu", "about", "source"}
 LEVEL_KEYS = {"name", "units", "gbit_s", "latency_us", "message_us"}
 
 
@@ -184,7 +185,7 @@ def network_of(name: str, told: Any) -> Network:
                 message_s=numbers["message_us"] / 1e6,
             )
         )
-    more = {key: told[key] for key in ("payload", "about", "source") if key in told}
+    more = {key: told[key] for key in ("payload", "gpu", "about", "source") if key in told}
     return Network(name, tuple(levels), **more)
 
 

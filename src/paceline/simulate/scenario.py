@@ -59,6 +59,7 @@ class Scenario:
     every: int | None = None  # local_sgd, diloco: steps of a window
     compute_ms: float = 100.0
     update_ms: float = 0.0  # the optimizer, of all parameters
+    other_ms: float = 0.0  # of the loop's body after a step: data, logs
     steps: int = 100
     # what is slow
     jitter: float = 0.0  # standard deviation of a micro-batch's time, as a share of it
@@ -70,8 +71,9 @@ class Scenario:
     hours: float = 24.0  # of the job that failures are looked at in
     mtbf_hours: float | None = None  # of one worker; None: nothing fails
     recovery: str = "elastic"
-    detect_s: float = 0.06
-    regroup_s: float = 0.12
+    detect_s: float = 0.02  # an exit is seen at once; a hang after the heartbeat's deadline
+    regroup_s: float = 0.19
+    commit_ms: float = 0.5  # elastic: what every step waits for its commit
     replace_s: float = 30.0  # until a fresh process has joined
     spares: int = 0  # workers that wait, and take over at once
     restart_s: float = 60.0  # all processes anew, and the checkpoint read
@@ -89,8 +91,8 @@ class Scenario:
             found = whole_number(name, _whole(getattr(self, name)), least=least, most=most)
             object.__setattr__(self, name, found)
         for name in (
-            "compute_ms", "update_ms", "jitter", "pause_ms", "detect_s", "regroup_s", "replace_s", "restart_s",
-            "checkpoint_s",
+            "compute_ms", "update_ms", "other_ms", "jitter", "pause_ms", "detect_s", "regroup_s", "commit_ms",
+            "replace_s", "restart_s", "checkpoint_s",
         ):  # fmt: skip
             object.__setattr__(self, name, number(name, getattr(self, name), least=0))
         number("bucket_mb", self.bucket_mb, above=0)
@@ -121,7 +123,7 @@ class Scenario:
             whole_number("every", self.every, least=1)
         if self.slow_workers > self.workers:
             raise ConfigError(f"slow_workers={self.slow_workers:,} of {self.workers:,} workers: there are fewer")
-        if self.compute_ms + self.update_ms == 0 and self.workers == 1:
+        if self.compute_ms + self.update_ms + self.other_ms == 0 and self.workers == 1:
             raise ConfigError("compute_ms=0 on one worker: a step would take no time")
         if self.algorithm == "hierarchical" and self.placed_hosts < 2:
             raise ConfigError(

@@ -1,0 +1,248 @@
+"""A job of many hours: steps, checkpoints, workers that die, and what each way to recover makes of that.
+
+    elastic    step ─ step ─ st✗ detect, regroup ─ the same step, by those left ─ slower steps ─ a fresh one joins
+    restart    step ─ step ─ st✗ detect ─ all processes anew, checkpoint read ─ the steps since then once more ─ step
+
+Failures come at random, each worker by itself (exponential, `mtbf_hours`). A survivor is not interrupted while it
+computes: it meets the end of its group when its own part of the step is done. Between two events the job makes the
+steps that the simulation of steps has found, over and over.
+
+Goodput is the share of the time that made steps of full speed which count: committed steps × a step's time / all time.
+What is missing from 1 was spent on one of
+
+    recovery       from a failure until the job works again
+    redone         work of steps that were lost
+    degraded       steps that take longer, because survivors have the lost workers' lanes as well
+    checkpoints    waits for their writing
+    commits        waits for the coordinator, in elastic jobs
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from paceline.simulate.scenario import Scenario
+from paceline.simulate.training import Step
+
+FEWEST = 1
+MOST_EVENTS = 2_000_000
+HOUR_S = 3600.0
+
+
+@dataclass(frozen=True)
+class Event:
+    """Something that stood in the way."""
+
+    kind: str
+    start: float
+    end: float
+
+
+@dataclass
+class Job:
+    """What became of it, in seconds."""
+
+    step_s: float
+    seconds: float = 0.0
+    steps: int = 0  # that count
+    failures: int = 0
+    recovery: float = 0.0
+    redone: float = 0.0
+    degraded: float = 0.0
+    checkpoints: float = 0.0
+    commits: float = 0.0
+    recoveries: list[float] = field(default_factory=list)  # from each failure to the next step that counts
+    events: list[Event] = field(default_factory=list)
+
+    @property
+    def goodput(self) -> float:
+        return self.steps * self.step_s / self.seconds if self.seconds else 0.0
+
+    @property
+    def recovery_median(self) -> float | None:
+        return float(np.median(self.recoveries)) if self.recoveries else None
+
+
+def best_interval(scenario: Scenario, step_s: float) -> int | None:
+    """Steps between checkpoints that cost least under restart: √(2 · cost · time between failures) (Young, 1974)."""
+    if scenario.mtbf_hours is None or not scenario.checkpoint_s:
+        return None
+    between = scenario.mtbf_hours * HOUR_S / scenario.workers
+    return max(1, round(math.sqrt(2 * scenario.checkpoint_s * between) / step_s))
+
+
+class _Life:
+    """A job under way."""
+
+    def __init__(self, scenario: Scenario, steps: Sequence[Step], seed: int) -> None:
+        self.scenario = scenario
+        self._rng = np.random.default_rng([scenario.seed, seed])
+        commit = scenario.commit_ms / 1e3 if scenario.recovery == "elastic" and scenario.workers > 1 else 0.0
+        self._commit = commit
+        self._plain = [step.takes for step in steps]
+        self._sums = [0.0, *itertools.accumulate(takes + commit for takes in self._plain)]
+        self.work = float(np.mean([step.compute for step in steps])) - scenario.other_ms / 1e3
+        self.job = Job(step_s=float(np.mean(self._plain)))
+        self.now, self.made = 0.0, 0  # `made` counts attempts that were committed, also those that a restart undoes
+        self.alive = scenario.workers
+        self.spares = scenario.spares
+        self._joining: list[float] = []
+        self.last_checkpoint = 0
+        self.next_failure = self._draw()
+
+    def _draw(self) -> float:
+        if self.scenario.mtbf_hours is None:
+            return math.inf
+        rate = self.alive / (self.scenario.mtbf_hours * HOUR_S)
+        return self.now + float(self._rng.exponential(1 / rate))
+
+    # -- steps -----------------------------------------------------------------------------------------------------
+
+    @property
+    def extra(self) -> float:
+        """What a step takes longer while lanes are dealt to fewer workers."""
+        scenario = self.scenario
+        most = -(-scenario.lanes * scenario.workers // self.alive)
+        return (most / scenario.lanes - 1) * self.work
+
+    def length(self, extra: float) -> float:
+        """Of the next step."""
+        place = self.made % len(self._plain)
+        return self._sums[place + 1] - self._sums[place] + extra
+
+    def make(self, count: int, extra: float) -> None:
+        """So many steps, which count."""
+        self.now += self._after(count) + count * extra
+        self.made += count
+        self.job.steps += count
+        self.job.commits += count * self._commit
+        self.job.degraded += count * extra
+
+    def _after(self, count: int) -> float:
+        """How long the next `count` steps take."""
+        size, place = len(self._plain), self.made % len(self._plain)
+        laps, rest = divmod(place + count, size)
+        return laps * self._sums[-1] + self._sums[rest] - self._sums[place]
+
+    def whole_steps(self, seconds: float, extra: float) -> int:
+        """Steps that end within `seconds` from here."""
+        size, place = len(self._plain), self.made % len(self._plain)
+        if extra:
+            count = 0
+            while self._after(count + 1) + (count + 1) * extra <= seconds:
+                count += 1
+            return count
+        laps, rest = divmod(seconds + self._sums[place], self._sums[-1])
+        return max(0, int(laps) * size + bisect.bisect_right(self._sums, rest) - 1 - place)
+
+    # -- events ----------------------------------------------------------------------------------------------------
+
+    def run(self, until: float) -> Job:
+        for _ in range(MOST_EVENTS):
+            if not self._stretch(until):
+                break
+        self.job.seconds = self.now
+        return self.job
+
+    def _stretch(self, until: float) -> bool:
+        """Steps up to the next event, and that event. False: the time is up, or is in the next step."""
+        self._take_in()
+        extra = self.extra
+        every = self.scenario.checkpoint_every
+        limit = min(until, self.next_failure, self._joining[0] if self._joining else math.inf)
+        fits = self.whole_steps(limit - self.now, extra)
+        to_checkpoint = every - self.job.steps % every if every else fits + 1
+        if fits >= to_checkpoint:
+            self.make(to_checkpoint, extra)
+            self._save()
+            return self.now < until
+        self.make(fits, extra)
+        ends = self.now + self.length(extra)
+        if self.next_failure <= min(ends, until):
+            self._fail(ends, extra)
+            return self.now < until
+        if ends > until:
+            return False
+        self.make(1, extra)  # a replacement joins after this step
+        if every and self.job.steps % every == 0:
+            self._save()
+        return True
+
+    def _save(self) -> None:
+        cost = self.scenario.checkpoint_s
+        if cost:
+            self.job.events.append(Event("checkpoint", self.now, self.now + cost))
+        self.now += cost
+        self.job.checkpoints += cost
+        self.last_checkpoint = self.job.steps
+
+    def _take_in(self) -> None:
+        """Replacements that are there join now, in one new generation."""
+        here = [time for time in self._joining if time <= self.now]
+        if not here:
+            return
+        self._joining = self._joining[len(here) :]
+        fresh = min(len(here), self.scenario.workers - self.alive)
+        self.spares += len(here) - fresh
+        if fresh:
+            self.alive += fresh
+            self._pause("a worker joins", self.scenario.regroup_s)
+
+    def _pause(self, kind: str, seconds: float) -> None:
+        self.job.events.append(Event(kind, self.now, self.now + seconds))
+        self.now += seconds
+        self.job.recovery += seconds
+
+    def _fail(self, ends: float, extra: float) -> None:
+        """A worker dies in the step that would end at `ends`, or while a checkpoint was written before it."""
+        job, scenario, died = self.job, self.scenario, max(self.next_failure, self.now)
+        job.failures += 1
+        begun = self.now
+        if scenario.recovery == "restart":
+            self._restart(died)
+            return
+        job.redone += died - begun  # this step is made once more
+        computes = max(0.0, min(begun + self.work + extra, ends) - died)  # what survivors still do before they notice
+        ready = died + max(scenario.detect_s, computes) + scenario.regroup_s
+        self._lose_one(died)
+        while self.next_failure <= ready:  # another one, into the recovery
+            again = self.next_failure
+            job.failures += 1
+            ready = max(ready, again + scenario.detect_s + scenario.regroup_s)
+            self._lose_one(again)
+        job.recovery += ready - died
+        job.events.append(Event("recovery", died, ready))
+        self.now = ready
+        job.recoveries.append(ready - died + self.length(self.extra))
+
+    def _lose_one(self, when: float) -> None:
+        if self.spares:
+            self.spares -= 1
+        else:
+            self.alive = max(FEWEST, self.alive - 1)
+        self._joining = sorted([*self._joining, when + self.scenario.replace_s])
+        now, self.now = self.now, when
+        self.next_failure = self._draw()
+        self.now = now
+
+    def _restart(self, died: float) -> None:
+        job, scenario = self.job, self.scenario
+        lost = job.steps - self.last_checkpoint
+        partly = died - self.now
+        self.now = died
+        self._pause("restart", scenario.detect_s + scenario.restart_s)
+        self.next_failure = self._draw()
+        again = self._after(lost)
+        job.steps -= lost
+        job.redone += partly + again
+        job.recoveries.append(self.now - died + again + self.length(0.0))
+
+
+def simulate_job(scenario: Scenario, steps: Sequence[Step], seed: int = 1) -> Job:
+    return _Life(scenario, steps, seed).run(scenario.hours * HOUR_S)
