@@ -61,9 +61,9 @@ def durations(messages: list[Message], placed: Placed) -> list[tuple[float, floa
     return found
 
 
-def run(messages: list[Message], placed: Placed, clocks: list[float]) -> list[float]:
+def run(messages: list[Message], placed: Placed, clocks: list[float], *, cut: bool) -> list[float]:
     """When each rank is done. A rank does its beats in order; each ends with the last event that it waits for."""
-    takes = durations(messages, placed)
+    takes = [(latency / (SKEW if cut else 1), comes) for latency, comes in durations(messages, placed)]
     beats = sorted({message[0] for message in messages})
     waits: Counter[tuple[int, int]] = Counter()
     mine: dict[tuple[int, int], list[int]] = defaultdict(list)

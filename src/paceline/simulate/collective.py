@@ -5,7 +5,8 @@
 A beat is what the executor works on at once: a hop, or where chunks are cut into segments those hops of several
 segments that follow each other SKEW beats apart. In a beat
 
-    a message is there   a latency after its sender has done the beat before; receives are posted ahead
+    a message is there   a latency after its sender has done the beat before. In segments the next hop is SKEW beats
+                         away and receives are posted ahead, so that a beat has its part of the latency
     it then takes        further messages at its ends + bytes of the fullest link on its way / bandwidth
     a worker is done     when all it receives is in, which begins once its own beat before is done, and all it sends
                          could have left
@@ -190,18 +191,19 @@ class Traffic:
 class BeatTime:
     """One beat on a network, ready to be applied to any clocks."""
 
-    def __init__(self, beat: Beat, placed: Placed) -> None:
-        self._placed = placed
+    def __init__(self, beat: Beat, placed: Placed, latency_share: float = 1.0) -> None:
         traffic = Traffic(beat, placed)
         self.traffic = traffic
         self._parts: list[_Messages | _Direct] = []
         for load in beat:
             if isinstance(load.pattern, Everyone):
                 messages = float(max(traffic.started.max(), traffic.taken.max()))
-                self._parts.append(_Direct(load.pattern.members, *traffic.by_level(messages), placed))
+                latency, takes = traffic.by_level(messages)
+                self._parts.append(_Direct(load.pattern.members, latency_share * latency, takes, placed))
             else:
                 ends = load.pattern.messages()
-                self._parts.append(_Messages(*ends, *traffic.durations(*ends)))
+                latency, takes = traffic.durations(*ends)
+                self._parts.append(_Messages(*ends, latency_share * latency, takes))
         self._ring = beat[0].pattern if len(beat) == 1 and isinstance(beat[0].pattern, Ring) else None
 
     def apply(self, clocks: Times, times: int) -> Times:
@@ -297,12 +299,12 @@ class _Elsewhere:
 class Collective:
     """One collective of `nbytes`, ready to be run again and again."""
 
-    def __init__(self, beats: Sequence[tuple[Beat, int]], placed: Placed) -> None:
+    def __init__(self, beats: Sequence[tuple[Beat, int]], placed: Placed, latency_share: float = 1.0) -> None:
         made: dict[int, BeatTime] = {}  # by id: beats that are alike are one object
         self._beats: list[tuple[BeatTime, int]] = []
         for beat, times in beats:
             if beat:
-                found = made.get(id(beat)) or made.setdefault(id(beat), BeatTime(beat, placed))
+                found = made.get(id(beat)) or made.setdefault(id(beat), BeatTime(beat, placed, latency_share))
                 self._beats.append((found, times))
         self._placed = placed
 
@@ -313,7 +315,9 @@ class Collective:
         if size == 1:
             return cls([], placed)
         chunk_bytes = nbytes / schedule.chunks(size)
-        return cls(list(beats_of(rounds_of(schedule, size), chunk_bytes, segment_bytes)), placed)
+        cut = segment_bytes is not None and chunk_bytes > segment_bytes
+        beats = list(beats_of(rounds_of(schedule, size), chunk_bytes, segment_bytes))
+        return cls(beats, placed, 1 / SKEW if cut else 1.0)
 
     def run(self, clocks: Times) -> Times:
         if clocks[0] == clocks.max() == clocks.min():
@@ -321,6 +325,8 @@ class Collective:
         return self._run(clocks)
 
     def _run(self, clocks: Times) -> Times:
+        if self._beats:
+            clocks = clocks + self._placed.network.call_s
         for beat, times in self._beats:
             clocks = beat.apply(clocks, times)
         return clocks

@@ -77,11 +77,11 @@ def buckets_of(scenario: Scenario) -> list[Bucket]:
 def roots_of(lanes: int, workers: int) -> int:
     """Partial sums that the worker with most is left with: its lanes as the fewest aligned parts of the tree."""
     most = 1
-    for worker in range(min(workers, 1 << lanes.bit_length())):  # from there on the places repeat
+    for worker in {*range(min(workers, 1 << lanes.bit_length())), workers - 1}:  # from there on places repeat
         low, high, parts = worker * lanes, (worker + 1) * lanes, 0
         while low < high:
-            length = low & -low or 1 << (high - low).bit_length()
-            while low + length > high:
+            length = low & -low or 1 << high.bit_length()
+            while low + length > high and worker < workers - 1:  # behind the last lane none are missing
                 length //= 2
             low, parts = low + length, parts + 1
         most = max(most, parts)
@@ -115,8 +115,9 @@ class Exchange:
     def across_hosts(self, bucket: Bucket) -> Collective:
         """Of hybrid: the owners of a range finish its sum, and all of them get it."""
         nbytes = bucket.parameters * self.scenario.gradient_bytes / self.groups.shape[1]
-        across = Everyone(self.groups.T)
-        return self._once("across", nbytes, lambda: self._direct(across, nbytes, 1, gathers=True))
+        across, groups = Everyone(self.groups.T), len(self.groups)
+        roots = roots_of(self.scenario.lanes * self.groups.shape[1], groups)
+        return self._once("across", nbytes, lambda: self._direct(across, nbytes, roots, gathers=True))
 
     @cached_property
     def vote(self) -> Collective:

@@ -7,8 +7,7 @@ Failures come at random, each worker by itself (exponential, `mtbf_hours`). A su
 computes: it meets the end of its group when its own part of the step is done. Between two events the job makes the
 steps that the simulation of steps has found, over and over.
 
-Goodput is the share of the time that made steps of full speed which count: committed steps × a step's time / all time.
-What is missing from 1 was spent on one of
+Goodput is the share of the time that made steps which count, at full speed. What is missing from 1 was spent on
 
     recovery       from a failure until the job works again
     redone         work of steps that were lost
@@ -32,6 +31,7 @@ from paceline.simulate.training import Step
 
 FEWEST = 1
 MOST_EVENTS = 2_000_000
+ENOUGH_FAILURES, MOST_LIVES = 200, 100
 HOUR_S = 3600.0
 
 
@@ -49,6 +49,7 @@ class Job:
     """What became of it, in seconds."""
 
     step_s: float
+    lives: int = 1  # jobs of as many hours that these are the sums of
     seconds: float = 0.0
     steps: int = 0  # that count
     failures: int = 0
@@ -62,7 +63,8 @@ class Job:
 
     @property
     def goodput(self) -> float:
-        return self.steps * self.step_s / self.seconds if self.seconds else 0.0
+        lost = self.recovery + self.redone + self.degraded + self.checkpoints + self.commits
+        return 1 - lost / self.seconds if self.seconds else 0.0
 
     @property
     def recovery_median(self) -> float | None:
@@ -207,9 +209,16 @@ class _Life:
         if scenario.recovery == "restart":
             self._restart(died)
             return
-        job.redone += died - begun  # this step is made once more
-        computes = max(0.0, min(begun + self.work + extra, ends) - died)  # what survivors still do before they notice
-        ready = died + max(scenario.detect_s, computes) + scenario.regroup_s
+        other = scenario.other_ms / 1e3
+        if died >= ends - other:  # the step is committed; the body goes on to its end
+            self.make(1, extra)
+            noticed = max(died + scenario.detect_s, ends)
+            job.recovery -= ends - died
+        else:
+            job.redone += died - begun  # this step is made once more
+            noticed = died + scenario.detect_s
+            noticed = max(noticed, min(begun + self.work + extra, ends - other))  # survivors compute to their end
+        ready = noticed + scenario.regroup_s
         self._lose_one(died)
         while self.next_failure <= ready:  # another one, into the recovery
             again = self.next_failure
@@ -219,7 +228,13 @@ class _Life:
         job.recovery += ready - died
         job.events.append(Event("recovery", died, ready))
         self.now = ready
-        job.recoveries.append(ready - died + self.length(self.extra))
+        job.recoveries.append(ready - died + self.length(self.extra) - other)
+        if (
+            scenario.checkpoint_every
+            and job.steps % scenario.checkpoint_every == 0
+            and job.steps > self.last_checkpoint
+        ):
+            self._save()
 
     def _lose_one(self, when: float) -> None:
         if self.spares:
@@ -244,5 +259,15 @@ class _Life:
         job.recoveries.append(self.now - died + again + self.length(0.0))
 
 
-def simulate_job(scenario: Scenario, steps: Sequence[Step], seed: int = 1) -> Job:
-    return _Life(scenario, steps, seed).run(scenario.hours * HOUR_S)
+def simulate_job(scenario: Scenario, steps: Sequence[Step], lives: int | None = None) -> Job:
+    """The sum of several lives: as many as it takes to see failures often enough for a mean."""
+    if lives is None:
+        expected = scenario.hours * scenario.workers / scenario.mtbf_hours if scenario.mtbf_hours else math.inf
+        lives = min(MOST_LIVES, max(1, math.ceil(ENOUGH_FAILURES / expected)))
+    jobs = [_Life(scenario, steps, seed).run(scenario.hours * HOUR_S) for seed in range(lives)]
+    total = Job(jobs[0].step_s, lives)
+    for name in ("seconds", "steps", "failures", "recovery", "redone", "degraded", "checkpoints", "commits"):
+        setattr(total, name, sum(getattr(job, name) for job in jobs))
+    total.recoveries = [seconds for job in jobs for seconds in job.recoveries]
+    total.events = max(jobs, key=lambda job: (job.failures > 0, -jobs.index(job))).events  # the first that was hurt
+    return total

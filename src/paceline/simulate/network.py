@@ -61,12 +61,14 @@ class Network:
     name: str
     levels: tuple[Level, ...]
     payload: float = 1.0
+    call_s: float = 0.0  # until a collective's first message starts, once
     gpu: bool = False  # its workers compute there: the engine exchanges small buckets in another way
     about: str = ""
     source: str = ""
 
     def __post_init__(self) -> None:
         number(f"network {self.name!r}: payload", self.payload, above=0, most=1)
+        number(f"network {self.name!r}: call_us", self.call_s * 1e6, least=0)
         if not self.levels:
             raise ConfigError(f"network {self.name!r} has no levels; give at least one, such as host")
         for level in self.levels[:-1]:
@@ -158,7 +160,7 @@ def network_named(name: str) -> Network:
     raise ConfigError(f"network={name!r} is not known; {hint}")
 
 
-KEYS = {"levels", "payload", "gpu", "about", "source"}
+KEYS = {"levels", "payload", "call_us", "gpu", "about", "source"}
 LEVEL_KEYS = {"name", "units", "gbit_s", "latency_us", "message_us"}
 
 
@@ -186,7 +188,8 @@ def network_of(name: str, told: Any) -> Network:
             )
         )
     more = {key: told[key] for key in ("payload", "gpu", "about", "source") if key in told}
-    return Network(name, tuple(levels), **more)
+    call_s = number(f"network {name!r}: call_us", told.get("call_us", 0.0)) / 1e6
+    return Network(name, tuple(levels), call_s=call_s, **more)
 
 
 def check_keys(where: str, told: Mapping[str, Any], known: set[str]) -> None:

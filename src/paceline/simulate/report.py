@@ -73,17 +73,18 @@ def _goodput(result: Result) -> Text:
     if scenario.mtbf_hours is None:
         return Text(f"over {scenario.hours:g} h without failures, with checkpoints")
     between = duration(scenario.mtbf_hours * 3600 / scenario.workers)
-    fails = f"{job.failures:,} failure{'s' * (job.failures != 1)}"
-    return Text(f"over {scenario.hours:g} h: {fails} (one in {between} on average), {scenario.recovery} recovery")
+    lives = f"mean of {job.lives} such jobs, " if job.lives > 1 else ""
+    fails = f"{job.failures / job.lives:,.1f} failures in {scenario.hours:g} h"
+    return Text(f"{fails}, one in {between} ({lives}{scenario.recovery} recovery)")
 
 
 def _losses(result: Result) -> list[Text]:
     scenario, job = result.scenario, result.job
     notes = []
-    lost = {name: getattr(job, name) for name in LOSSES if getattr(job, name) > 0}
+    lost = {name: getattr(job, name) / job.seconds for name in LOSSES if getattr(job, name) > 0}
     if lost:
-        told = ", ".join(f"{name} {_seconds(seconds)}" for name, seconds in lost.items())
-        notes.append(Text(f"lost: {told}"))
+        told = ", ".join(f"{name} {share:.2%}" for name, share in lost.items())
+        notes.append(Text(f"lost to {told}"))
     if (median := job.recovery_median) is not None:
         until = "the next step" if scenario.recovery == "elastic" else "the step that was reached"
         notes.append(Text(f"a failure costs {_seconds(median)} until {until} (median)"))

@@ -68,6 +68,7 @@ class Result:
             "goodput": job.goodput,
             "useful": self.useful,
             "job": {
+                "lives": job.lives,
                 "seconds": job.seconds,
                 "steps": job.steps,
                 "failures": job.failures,

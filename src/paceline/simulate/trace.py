@@ -45,7 +45,7 @@ def _steps(watch: Watch, first: int, prefix: str) -> list[dict[str, Any]]:
 
 def _job(result: Result, process: int, prefix: str) -> list[dict[str, Any]]:
     job = result.job
-    named = f"{prefix}the job, {result.scenario.hours:g} h, {job.failures:,} failures"
+    named = f"{prefix}the job, {result.scenario.hours:g} h"
     events = [_name("process_name", process, 0, named), _name("thread_name", process, 0, "events")]
     events += [_span(each.kind, process, 0, each.start, each.end, {}) for each in job.events[:MOST_EVENTS]]
     return events
