@@ -83,7 +83,7 @@ def test_it_equals_the_reference_that_follows_every_message(
 @given(
     rows=st.integers(1, 3),
     size=st.integers(2, 40),
-    hops=st.integers(0, 120),
+    hops=st.integers(0, 200),
     kinds=st.integers(1, 4),
     seed=st.integers(0, 2**32 - 1),
 )

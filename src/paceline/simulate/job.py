@@ -85,7 +85,8 @@ class _Life:
     def __init__(self, scenario: Scenario, steps: Sequence[Step], seed: int) -> None:
         self.scenario = scenario
         self._rng = np.random.default_rng([scenario.seed, seed])
-        commit = scenario.commit_ms / 1e3 if scenario.recovery == "elastic" and scenario.workers > 1 else 0.0
+        elastic = scenario.recovery == "elastic" and scenario.mtbf_hours is not None
+        commit = scenario.commit_ms / 1e3 if elastic else 0.0
         self._commit = commit
         self._plain = [step.takes for step in steps]
         self._sums = [0.0, *itertools.accumulate(takes + commit for takes in self._plain)]

@@ -9,7 +9,9 @@ between s and r once, and spends the hops that are left where staying is dearest
 
 Costs take few values (inside a host, between hosts, between racks), so the inner maximum is tried for each of them:
 with a value v, s is any start from which a member that costs v is passed, at most H moves away. That is a maximum over
-a window of a line, the ring unrolled, for all r at once: N·log N for a whole ring, instead of the N·H of its messages.
+a window of the ring unrolled to a line, for all r at once. From one lap to the next what is compared grows or shrinks
+by the same amount, so of a window of a lap or more its newest lap counts, or its oldest: two running maxima. A whole
+ring takes as many operations as it has members, instead of the N·H of its messages.
 """
 
 from __future__ import annotations
@@ -19,10 +21,9 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.collectives.rounds import Ranks
-
 Times: TypeAlias = NDArray[np.float64]
 
+FEW_HOPS = 16
 MOST_VALUES = 16
 """Of costs; with more a ring is walked hop by hop. A tree of switches gives one or two for each level."""
 
@@ -30,45 +31,53 @@ MOST_VALUES = 16
 def after_hops(start: Times, move: Times, stay: Times, hops: int) -> Times:
     """Rows of rings."""
     size = start.shape[1]
-    if hops == 0 or size == 1:
+    if size == 1:
         return start
     values = np.unique(stay)
-    if len(values) > MOST_VALUES or hops < 4:
+    if hops <= FEW_HOPS or hops < 2 * (size - 1) or len(values) > MOST_VALUES:
         for _ in range(hops):
             start = np.maximum(start + stay, np.roll(start, 1, axis=1) + move)
         return start
-    return _longest_walk(start, move, stay, hops, values)
-
-
-def _longest_walk(start: Times, move: Times, stay: Times, hops: int, values: Times) -> Times:
-    size = start.shape[1]
-    laps = -(-hops // size)  # before the one in which walks end
-    place = np.arange((laps + 1) * size)
-    around = place % size
-    passed = move[:, around].cumsum(axis=1)  # all moves up to a place; of two places the difference counts
-    begun, dear = start[:, around], stay[:, around]
-    ends = place[laps * size :]
+    passed = move.cumsum(axis=1)
+    lap = passed[:, -1:]
+    place = np.arange(size)
     best = np.full(start.shape, -np.inf)
     for value in values:
-        last = np.maximum.accumulate(np.where(dear >= value, place, -1), axis=1)[:, laps * size :]
-        first = np.broadcast_to(ends - hops, last.shape).clip(min=0)
-        longest = window_max(begun - passed + place * value, np.minimum(first, last.clip(min=0)), last.clip(min=0))
-        found = longest + passed[:, laps * size :] + (hops - ends) * value
-        best = np.maximum(best, np.where(first <= last, found, -np.inf))
+        grows = size * value - lap  # from one lap to the next
+        line = start - passed + place * value
+        newest = _newest_lap(line, grows, stay >= value)
+        oldest = _oldest_lap(line, grows, hops)
+        found = np.where(grows >= 0, newest, oldest) + passed + (hops - place) * value
+        best = np.maximum(best, np.where((stay >= value).any(axis=1, keepdims=True), found, -np.inf))
     return best
 
 
-def window_max(values: Times, first: Ranks, last: Ranks) -> Times:
-    """For each of a row's windows [first, last] the largest of the row's values in it."""
-    width = last - first + 1
-    level_of = np.frexp(width.astype(np.float64))[1] - 1  # ⌊log2⌋
-    out = np.empty(first.shape)
-    row = np.broadcast_to(np.arange(len(values))[:, None], first.shape)
-    for level in range(int(level_of.max()) + 1):
-        chosen = level_of == level
-        if chosen.any():
-            rows, low, high = row[chosen], first[chosen], last[chosen] - (1 << level) + 1
-            out[chosen] = np.maximum(values[rows, low], values[rows, high])
-        reach = 1 << level
-        values = np.maximum(values[:, :-reach], values[:, reach:]) if values.shape[1] > reach else values
-    return out
+def _newest_lap(line: Times, grows: Times, dear: NDArray[np.bool_]) -> Times:
+    """For each member the largest of the lap that ends with the last dear member before it, or itself."""
+    size = line.shape[1]
+    upto, from_on = _running_maxima(line)
+    twice = np.maximum.accumulate(np.where(np.concatenate([dear, dear], axis=1), np.arange(2 * size), -1), axis=1)
+    last = twice[:, size:].clip(min=0)  # unrolled: the lap of `place` begins at `size`
+    ends, laps_back = last % size, 1 - last // size
+    row = np.arange(len(line))[:, None]
+    before = from_on[row, ends + 1] - grows
+    newest: Times = np.maximum(upto[row, ends], before) - laps_back * grows
+    return newest
+
+
+def _oldest_lap(line: Times, grows: Times, hops: int) -> Times:
+    """For each member the largest of the lap that begins `hops` before it."""
+    size = line.shape[1]
+    upto, from_on = _running_maxima(line)
+    first = np.arange(size) - hops
+    begins, laps = first % size, first // size
+    after = np.concatenate([np.full((len(line), 1), -np.inf), upto], axis=1)[:, begins] + (laps + 1) * grows
+    oldest: Times = np.maximum(from_on[:, begins] + laps * grows, after)
+    return oldest
+
+
+def _running_maxima(line: Times) -> tuple[Times, Times]:
+    """Up to each place, and from each on; behind the last there is nothing."""
+    nothing = np.full((len(line), 1), -np.inf)
+    from_on = np.maximum.accumulate(line[:, ::-1], axis=1)[:, ::-1]
+    return np.maximum.accumulate(line, axis=1), np.concatenate([from_on, nothing], axis=1)
