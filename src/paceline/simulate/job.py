@@ -32,6 +32,8 @@ from paceline.simulate.training import Step
 FEWEST = 1
 MOST_EVENTS = 2_000_000
 ENOUGH_FAILURES, MOST_LIVES = 200, 100
+MOST_SHOWN = 500
+"""Events that are kept for a timeline."""
 HOUR_S = 3600.0
 
 
@@ -120,12 +122,29 @@ class _Life:
         return self._sums[place + 1] - self._sums[place] + extra
 
     def make(self, count: int, extra: float) -> None:
-        """So many steps, which count."""
-        self.now += self._after(count) + count * extra
+        """So many steps, which count, and the checkpoints that are due after some of them."""
+        job, every, cost = self.job, self.scenario.checkpoint_every, self.scenario.checkpoint_s
+        due = self._due(count)
+        first = every - job.steps % every if every else 0
+        for number in range(min(due, MOST_SHOWN - len(job.events)) if cost else 0):
+            ends = self.now + self._span(first + number * every, extra)
+            job.events.append(Event("checkpoint", ends - cost, ends))
+        self.now += self._span(count, extra)
         self.made += count
-        self.job.steps += count
-        self.job.commits += count * self._commit
-        self.job.degraded += count * extra
+        job.steps += count
+        job.commits += count * self._commit
+        job.degraded += count * extra
+        job.checkpoints += due * cost
+        if due:
+            self.last_checkpoint = job.steps - job.steps % every
+
+    def _due(self, count: int) -> int:
+        every = self.scenario.checkpoint_every
+        return (self.job.steps % every + count) // every if every else 0
+
+    def _span(self, count: int, extra: float) -> float:
+        """How long the next `count` steps take, with their checkpoints."""
+        return self._after(count) + count * extra + self._due(count) * self.scenario.checkpoint_s
 
     def _after(self, count: int) -> float:
         """How long the next `count` steps take."""
@@ -134,15 +153,9 @@ class _Life:
         return laps * self._sums[-1] + self._sums[rest] - self._sums[place]
 
     def whole_steps(self, seconds: float, extra: float) -> int:
-        """Steps that end within `seconds` from here."""
-        size, place = len(self._plain), self.made % len(self._plain)
-        if extra:
-            count = 0
-            while self._after(count + 1) + (count + 1) * extra <= seconds:
-                count += 1
-            return count
-        laps, rest = divmod(seconds + self._sums[place], self._sums[-1])
-        return max(0, int(laps) * size + bisect.bisect_right(self._sums, rest) - 1 - place)
+        """Steps that end, and whose checkpoints are written, within `seconds` from here."""
+        most = int(max(0.0, seconds) / (min(self._plain) + extra)) + 1
+        return bisect.bisect_right(range(1, most + 1), seconds, key=lambda count: self._span(count, extra))
 
     # -- events ----------------------------------------------------------------------------------------------------
 
@@ -157,33 +170,16 @@ class _Life:
         """Steps up to the next event, and that event. False: the time is up, or is in the next step."""
         self._take_in()
         extra = self.extra
-        every = self.scenario.checkpoint_every
         limit = min(until, self.next_failure, self._joining[0] if self._joining else math.inf)
-        fits = self.whole_steps(limit - self.now, extra)
-        to_checkpoint = every - self.job.steps % every if every else fits + 1
-        if fits >= to_checkpoint:
-            self.make(to_checkpoint, extra)
-            self._save()
-            return self.now < until
-        self.make(fits, extra)
+        self.make(self.whole_steps(limit - self.now, extra), extra)
         ends = self.now + self.length(extra)
         if self.next_failure <= min(ends, until):
             self._fail(ends, extra)
             return self.now < until
         if ends > until:
             return False
-        self.make(1, extra)  # a replacement joins after this step
-        if every and self.job.steps % every == 0:
-            self._save()
-        return True
-
-    def _save(self) -> None:
-        cost = self.scenario.checkpoint_s
-        if cost:
-            self.job.events.append(Event("checkpoint", self.now, self.now + cost))
-        self.now += cost
-        self.job.checkpoints += cost
-        self.last_checkpoint = self.job.steps
+        self.make(1, extra)  # a replacement joins after this step, or a checkpoint of it is what the time is up in
+        return self.now < until
 
     def _take_in(self) -> None:
         """Replacements that are there join now, in one new generation."""
@@ -213,8 +209,8 @@ class _Life:
         other = scenario.other_ms / 1e3
         if died >= ends - other:  # the step is committed; the body goes on to its end
             self.make(1, extra)
-            noticed = max(died + scenario.detect_s, ends)
-            job.recovery -= ends - died
+            noticed = max(died + scenario.detect_s, self.now)
+            job.recovery -= self.now - died
         else:
             job.redone += died - begun  # this step is made once more
             noticed = died + scenario.detect_s
@@ -230,12 +226,6 @@ class _Life:
         job.events.append(Event("recovery", died, ready))
         self.now = ready
         job.recoveries.append(ready - died + self.length(self.extra) - other)
-        if (
-            scenario.checkpoint_every
-            and job.steps % scenario.checkpoint_every == 0
-            and job.steps > self.last_checkpoint
-        ):
-            self._save()
 
     def _lose_one(self, when: float) -> None:
         if self.spares:

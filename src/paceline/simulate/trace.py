@@ -15,8 +15,6 @@ from paceline.simulate.result import Result
 from paceline.simulate.training import Watch
 
 TRACKS = {"compute": 0, "wire": 1}
-MOST_EVENTS = 50_000
-"""Of a job; a timeline with more is no longer looked at."""
 
 
 def write_trace(path: Path, found: Sequence[tuple[Result, Watch]]) -> int:
@@ -47,7 +45,7 @@ def _job(result: Result, process: int, prefix: str) -> list[dict[str, Any]]:
     job = result.job
     named = f"{prefix}the job, {result.scenario.hours:g} h"
     events = [_name("process_name", process, 0, named), _name("thread_name", process, 0, "events")]
-    events += [_span(each.kind, process, 0, each.start, each.end, {}) for each in job.events[:MOST_EVENTS]]
+    events += [_span(each.kind, process, 0, each.start, each.end, {}) for each in job.events]
     return events
 
 
