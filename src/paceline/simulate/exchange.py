@@ -31,11 +31,11 @@ from paceline.collectives.executor import SEGMENT_BYTES
 from paceline.collectives.gradient_exchange import HALVING_UP_TO
 from paceline.collectives.halving_doubling import HALVING_DOUBLING
 from paceline.collectives.ring_all_reduce import RING
-from paceline.collectives.rounds import Everyone, Pairs, Pattern, Ranks, all_ranks
+from paceline.collectives.rounds import Everyone, Pairs, Pattern, Ranks, Ring, all_ranks
 from paceline.collectives.schedule import Schedule
 from paceline.collectives.star_all_reduce import rounds as star_rounds
 from paceline.sharding.bucket import GradientSpec, plan_buckets
-from paceline.simulate.collective import Collective, Load
+from paceline.simulate.collective import Beat, Collective, Load
 from paceline.simulate.network import Placed
 from paceline.simulate.scenario import SERVER, Scenario
 from paceline.world.world import Topology
@@ -108,20 +108,23 @@ class Exchange:
         return self.all_reduce(nbytes)
 
     def of_weights(self, parameters: float) -> Collective:
-        """All-gather of their shards."""
+        """All-gather of their shards: the backend's own, or where weights are in shards pulls from their owners."""
         nbytes = parameters * self.scenario.weight_bytes
-        return self._once("all-gather", nbytes, lambda: self._scatter(nbytes, 1))
+        if self.scenario.strategy in IN_SHARDS:
+            return self._once("pulls", nbytes, lambda: self._scatter(nbytes, 1))
+        return self._once("all-gather", nbytes, lambda: self._collective([self._ring_gather(self.groups, nbytes)]))
 
     def across_hosts(self, bucket: Bucket) -> Collective:
         """Of hybrid: the owners of a range finish its sum, and all of them get it."""
         nbytes = bucket.parameters * self.scenario.gradient_bytes / self.groups.shape[1]
-        across, groups = Everyone(self.groups.T), len(self.groups)
+        across, groups = self.groups.T, len(self.groups)
         roots = roots_of(self.scenario.lanes * self.groups.shape[1], groups)
         return self._once("across", nbytes, lambda: self._direct(across, nbytes, roots, gathers=True))
 
     @cached_property
     def vote(self) -> Collective:
-        return self._collective([(Load(Everyone(all_ranks(self.scenario.workers)), 1, VOTE_BYTES),)])
+        workers = self.scenario.workers
+        return self._collective([self._ring_gather(all_ranks(workers), workers * VOTE_BYTES)])
 
     def all_reduce(self, nbytes: float) -> Collective:
         return self._once("all-reduce", nbytes, lambda: self._all_reduce(nbytes))
@@ -140,20 +143,26 @@ class Exchange:
             self._made[key] = make()
         return self._made[key]
 
-    def _collective(self, beats: Sequence[tuple[Load, ...]]) -> Collective:
-        if self.scenario.workers == 1:
-            return Collective([], self.placed)
-        return Collective([(beat, 1) for beat in beats], self.placed)
+    def _collective(self, beats: Sequence[tuple[Beat, int]]) -> Collective:
+        return Collective(beats if self.scenario.workers > 1 else [], self.placed)
+
+    def _ring_gather(self, members: Ranks, nbytes: float) -> tuple[Beat, int]:
+        """NCCL's and gloo's all-gather: neighbours pass on what they have got."""
+        size = members.shape[1]
+        return (Load(Ring(members), 1, nbytes / size),), size - 1
 
     def _scatter(self, nbytes: float, nodes: int) -> Collective:
-        """Slices of `nodes` tensors to the owners of their ranges; backwards it is an all-gather."""
-        return self._direct(Everyone(self.groups), nbytes, nodes, gathers=False)
+        """Slices of `nodes` tensors to the owners of their ranges; backwards these are pulls."""
+        return self._direct(self.groups, nbytes, nodes, gathers=False)
 
-    def _direct(self, pattern: Everyone, nbytes: float, nodes: int, *, gathers: bool) -> Collective:
-        size = pattern.members.shape[1]
-        beats = [(Load(pattern, nodes, nbytes / size),)]
-        if gathers:
-            beats.append((Load(pattern, 1, nbytes / size),))
+    def _direct(self, members: Ranks, nbytes: float, nodes: int, *, gathers: bool) -> Collective:
+        """Slices to their owners, and sums back: on GPUs an all-to-all and an all-gather, otherwise messages."""
+        size, pattern = members.shape[1], Everyone(members)
+        beats: list[tuple[Beat, int]] = [((Load(pattern, nodes, nbytes / size),), 1)]
+        if gathers and self.scenario.net.gpu:
+            beats.append(self._ring_gather(members, nbytes))
+        elif gathers:
+            beats.append(((Load(pattern, 1, nbytes / size),), 1))
         return self._collective(beats if size > 1 else [])
 
     def _all_reduce(self, nbytes: float) -> Collective:
@@ -161,7 +170,7 @@ class Exchange:
         workers, roots = scenario.workers, roots_of(scenario.lanes, scenario.workers)
         if scenario.strategy == "star":
             gather, back = (each.pattern for each in star_rounds(workers))
-            return self._collective([(Load(gather, roots, nbytes),), (Load(back, 1, nbytes),)])
+            return self._collective([((Load(gather, roots, nbytes),), 1), ((Load(back, 1, nbytes),), 1)])
         if scenario.algorithm is not None:
             return self._of_schedule(scenario.algorithm, nbytes)
         if workers == 2 and roots == 1:
@@ -169,7 +178,7 @@ class Exchange:
         pairwise = roots == 1 and workers & (workers - 1) == 0 and not scenario.net.gpu
         if pairwise and nbytes <= HALVING_UP_TO * workers:
             return Collective.of(HALVING_DOUBLING, workers, nbytes, self.placed, SEGMENT_BYTES)
-        return self._direct(Everyone(all_ranks(workers)), nbytes, roots, gathers=True)
+        return self._direct(all_ranks(workers), nbytes, roots, gathers=True)
 
     def _of_schedule(self, name: str, nbytes: float) -> Collective:
         workers = self.scenario.workers

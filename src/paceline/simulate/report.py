@@ -17,7 +17,8 @@ from paceline.simulate.result import Result
 from paceline.simulate.scenario import Scenario
 from paceline.world.terminal import duration
 
-COLOURS = {"compute": "green", "slowest": "yellow", "exposed": "red"}
+PARTS = {"compute": ("█", "green"), "slowest": ("▓", "yellow"), "exposed": ("▒", "red"), "lost": ("░", "magenta")}
+"""Of a step's time, and of a job's: a letter and a colour, since not every terminal has both."""
 LOSSES = ("recovery", "redone", "degraded", "checkpoints", "commits")
 BAR = 48
 
@@ -52,7 +53,8 @@ def _show_one(result: Result, out: Console) -> None:
     _line(out, "a step", _ms(result.step_s), _bar(parts, result.step_s))
     names = {"compute": "compute", "slowest": "waiting for the slowest worker", "exposed": "waiting for the network"}
     for key, seconds in parts.items():
-        note = Text(f"{'█ '}", style=COLOURS[key]).append(f"{names[key]} {_ms(seconds)}", style="default")
+        letter, colour = PARTS[key]
+        note = Text(f"{letter} ", style=colour).append(f"{names[key]} {_ms(seconds)}", style="default")
         if key == "exposed" and result.wire_s:
             note.append(f"  ({_ms(result.wire_s)} on the wire, {result.hidden:.0%} of it hidden)", style="dim")
         _line(out, "", "", note)
@@ -109,7 +111,8 @@ def _bar(parts: dict[str, float], whole: float, width: int = BAR) -> Text:
     for name, seconds in parts.items():
         total += seconds
         until = round(width * min(1.0, total / whole)) if whole else 0
-        bar.append("█" * (until - filled), style=COLOURS[name])
+        letter, colour = PARTS[name]
+        bar.append(letter * (until - filled), style=colour)
         filled = until
     return bar
 
@@ -127,11 +130,16 @@ def _show_several(results: Sequence[Result], out: Console) -> None:
     table.add_column("")
     for name in ("step", "scaling", *(("goodput", "a failure costs", "useful") if fails else ()), "work"):
         table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("a step's time", no_wrap=True)
-    longest = max(result.step_s for result in results)
+    table.add_column("where the time goes", no_wrap=True)
     most = max(result.useful * result.scenario.workers for result in results)
     for title, result in zip(titles, results, strict=True):
-        parts = {"compute": result.compute_s, "slowest": result.straggling_s, "exposed": result.exposed_s}
+        share = result.job.goodput / result.step_s
+        parts = {
+            "compute": result.compute_s * share,
+            "slowest": result.straggling_s * share,
+            "exposed": result.exposed_s * share,
+            "lost": 1 - result.job.goodput,
+        }
         median = result.job.recovery_median
         failing = (
             (f"{result.job.goodput:.1%}", _seconds(median) if median is not None else "–", f"{result.useful:.1%}")
@@ -142,8 +150,7 @@ def _show_several(results: Sequence[Result], out: Console) -> None:
         first = results[0].useful * results[0].scenario.workers
         style = "bold" if work == most else ""
         cells = [_ms(result.step_s), f"{result.scaling:.1%}", *failing, f"{work / first:.2f} ×"]
-        bar = _bar(parts, longest, 30) if longest < 50 * min(r.step_s for r in results) else Text("")
-        table.add_row(Text(title, style=style), *(Text(cell, style=style) for cell in cells), bar)
+        table.add_row(Text(title, style=style), *(Text(cell, style=style) for cell in cells), _bar(parts, 1.0, 30))
     out.print(table)
     out.print()
     best = max(zip(titles, results, strict=True), key=lambda pair: pair[1].useful * pair[1].scenario.workers)
@@ -151,8 +158,11 @@ def _show_several(results: Sequence[Result], out: Console) -> None:
 
 
 def _legend(results: Sequence[Result]) -> str:
-    bars = "█ compute, slowest worker, network"
-    return f"scaling: of as many single workers · work: against the first row · {bars} (green, yellow, red)"
+    names = {"compute": "compute", "slowest": "slowest worker", "exposed": "network"}
+    if any(result.job.goodput < 1 for result in results):
+        names["lost"] = "failures, checkpoints"
+    bars = " ".join(f"{PARTS[key][0]} {name}" for key, name in names.items())
+    return f"scaling: of as many single workers · work: against the first row · {bars}"
 
 
 def _verdict(title: str, best: Result, results: Sequence[Result], titles: Sequence[str]) -> str:

@@ -10,8 +10,9 @@ between s and r once, and spends the hops that are left where staying is dearest
 Costs take few values (inside a host, between hosts, between racks), so the inner maximum is tried for each of them:
 with a value v, s is any start from which a member that costs v is passed, at most H moves away. That is a maximum over
 a window of the ring unrolled to a line, for all r at once. From one lap to the next what is compared grows or shrinks
-by the same amount, so of a window of a lap or more its newest lap counts, or its oldest: two running maxima. A whole
-ring takes as many operations as it has members, instead of the N·H of its messages.
+by the same amount, so of a window of a lap or more its newest lap counts, or its oldest: two running maxima. Half a
+ring (H = N - 1, an all-gather) has windows that end or begin with a lap. Either takes as many operations as there are
+members, instead of the N·H of its messages.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ def after_hops(start: Times, move: Times, stay: Times, hops: int) -> Times:
     if size == 1:
         return start
     values = np.unique(stay)
-    if hops <= FEW_HOPS or hops < 2 * (size - 1) or len(values) > MOST_VALUES:
+    half = hops == size - 1
+    if hops <= FEW_HOPS or not (half or hops >= 2 * (size - 1)) or len(values) > MOST_VALUES:
         for _ in range(hops):
             start = np.maximum(start + stay, np.roll(start, 1, axis=1) + move)
         return start
@@ -45,10 +47,13 @@ def after_hops(start: Times, move: Times, stay: Times, hops: int) -> Times:
     for value in values:
         grows = size * value - lap  # from one lap to the next
         line = start - passed + place * value
-        newest = _newest_lap(line, grows, stay >= value)
-        oldest = _oldest_lap(line, grows, hops)
-        found = np.where(grows >= 0, newest, oldest) + passed + (hops - place) * value
-        best = np.maximum(best, np.where((stay >= value).any(axis=1, keepdims=True), found, -np.inf))
+        dear = stay >= value
+        if half:
+            longest = _since_itself(line, grows, dear)
+        else:
+            longest = np.where(grows >= 0, _newest_lap(line, grows, dear), _oldest_lap(line, grows, hops))
+        found = longest + passed + (hops - place) * value
+        best = np.maximum(best, np.where(dear.any(axis=1, keepdims=True), found, -np.inf))
     return best
 
 
@@ -63,6 +68,19 @@ def _newest_lap(line: Times, grows: Times, dear: NDArray[np.bool_]) -> Times:
     before = from_on[row, ends + 1] - grows
     newest: Times = np.maximum(upto[row, ends], before) - laps_back * grows
     return newest
+
+
+def _since_itself(line: Times, grows: Times, dear: NDArray[np.bool_]) -> Times:
+    """For each member the largest from behind its own place a lap ago up to the last dear member before it."""
+    size = line.shape[1]
+    place = np.arange(size)
+    last = np.maximum.accumulate(np.where(dear, place, -1), axis=1)  # of this lap; -1: it is in the one before
+    upto, from_on = _running_maxima(line)
+    row = np.arange(len(line))[:, None]
+    this_lap = np.maximum(upto[row, last], from_on[:, 1:] - grows)
+    _, up_to_last = _running_maxima(np.where(place <= last[:, -1:], line, -np.inf))
+    found: Times = np.where(last >= 0, this_lap, up_to_last[:, 1:] - grows)
+    return found
 
 
 def _oldest_lap(line: Times, grows: Times, hops: int) -> Times:
