@@ -27,7 +27,7 @@ WHOLE = ("workers", "parameters", "lanes", "accumulate", "servers", "checkpoint_
 
 def simulate(
     scenarios: Annotated[
-        list[Path] | None, typer.Argument(metavar="[FILE]...", help="Scenarios in TOML, YAML or JSON; flags go first.")
+        list[Path] | None, typer.Argument(metavar="FILE", help="Scenarios in TOML, YAML or JSON; flags go first.")
     ] = None,
     workers: Annotated[str | None, typer.Option("--workers", metavar="N,…", rich_help_panel=JOB)] = None,
     strategy: Annotated[str | None, typer.Option("--strategy", metavar="NAME,…", rich_help_panel=JOB)] = None,
@@ -77,7 +77,7 @@ def simulate(
     ] = False,
     jitter: Annotated[
         str | None,
-        typer.Option("--jitter", metavar="SHARE,…", help="Of a micro-batch's time, 0.05.", rich_help_panel=SLOW),
+        typer.Option("--jitter", metavar="SHARE,…", help="Standard deviation, of 1.", rich_help_panel=SLOW),
     ] = None,
     slow_workers: Annotated[int | None, typer.Option("--slow-workers", rich_help_panel=SLOW)] = None,
     slow_factor: Annotated[

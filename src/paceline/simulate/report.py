@@ -19,6 +19,7 @@ from paceline.world.terminal import duration
 
 PARTS = {"compute": ("█", "green"), "slowest": ("▓", "yellow"), "exposed": ("▒", "red"), "lost": ("░", "magenta")}
 """Of a step's time, and of a job's: a letter and a colour, since not every terminal has both."""
+SHOWN = 5e-5  # shares below are nothing to look at
 LOSSES = ("recovery", "redone", "degraded", "checkpoints", "commits")
 BAR = 48
 
@@ -83,7 +84,7 @@ def _goodput(result: Result) -> Text:
 def _losses(result: Result) -> list[Text]:
     scenario, job = result.scenario, result.job
     notes = []
-    lost = {name: getattr(job, name) / job.seconds for name in LOSSES if getattr(job, name) > 0}
+    lost = {name: getattr(job, name) / job.seconds for name in LOSSES if getattr(job, name) > SHOWN * job.seconds}
     if lost:
         told = ", ".join(f"{name} {share:.2%}" for name, share in lost.items())
         notes.append(Text(f"lost to {told}"))
@@ -127,7 +128,7 @@ def _show_several(results: Sequence[Result], out: Console) -> None:
     out.print()
     fails = any(result.scenario.mtbf_hours or result.scenario.checkpoint_every for result in results)
     table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
-    table.add_column("")
+    table.add_column("", no_wrap=True)
     for name in ("step", "scaling", *(("goodput", "a failure costs", "useful") if fails else ()), "work"):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("where the time goes", no_wrap=True)
