@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import io
 import itertools
 import json
@@ -15,11 +16,14 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from paceline.cli.main import app
+from paceline.engine.engine import Engine
 from paceline.errors import ConfigError
 from paceline.simulate import report
 from paceline.simulate.network import Level, Network, network_named, presets
 from paceline.simulate.result import simulate
-from paceline.simulate.scenario import Scenario, read_scenarios
+from paceline.simulate.scenario import STRATEGIES, WINDOWS, Scenario, read_scenarios
+from paceline.strategies.registry import choose
+from paceline.world import known_names
 
 TOML = """
 workers = 16
@@ -64,6 +68,7 @@ def run(*words: str) -> Any:
         (["--algorithm", "hierarchical", "--workers", "8", "--network", "dgx-a100"], "one host, and it needs two"),
         (["--recovery", "prayer"], "recovery='prayer' is not known; choose elastic or restart"),
         (["--servers", "2"], "servers=2 with strategy='ddp': only parameter_server has servers"),
+        (["--strategy", "parameter_server", "--servers", "100", "--workers", "100000"], "at most 8,388,608 pairs are"),
         (["--every", "4"], "every=4 with strategy='ddp': only local_sgd and diloco have it"),
         (["--slow-factor", "0.5"], "a slow worker takes at least as long as the others"),
         (["--slow-workers", "9"], "slow_workers=9 of 8 workers: there are fewer"),
@@ -102,6 +107,12 @@ def test_a_bad_file_is_said_in_one_line(name: str, text: str, said: str, tmp_pat
         read_scenarios(tmp_path / name, {})
     assert said in str(error.value)
     assert "\n" not in str(error.value)
+
+
+def test_names_and_defaults_are_the_engines() -> None:
+    assert set(STRATEGIES) == set(known_names.STRATEGIES)
+    assert inspect.signature(Engine).parameters["bucket_mib"].default == Scenario.bucket_mb
+    assert {name: choose(name).config.every for name in WINDOWS} == WINDOWS
 
 
 # -- what can ----------------------------------------------------------------------------------------------------------

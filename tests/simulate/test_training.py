@@ -97,6 +97,12 @@ def test_communication_hides_behind_backward_as_far_as_it_can() -> None:
     assert bound.exposed_s == pytest.approx(bound.wire_s, rel=0.05)
 
 
+def test_local_training_is_simulated_in_whole_windows() -> None:
+    result = simulate(small(strategy="local_sgd", steps=3))
+    assert len(result.steps) == 8
+    assert [step.wire > 0 for step in result.steps] == [False] * 7 + [True]
+
+
 # -- jobs --------------------------------------------------------------------------------------------------------------
 
 

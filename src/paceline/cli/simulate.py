@@ -38,7 +38,7 @@ def simulate(
     parameters: Annotated[str | None, typer.Option("--parameters", metavar="P,…", rich_help_panel=JOB)] = None,
     layers: Annotated[int | None, typer.Option("--layers", help="Of equal size; 24.", rich_help_panel=JOB)] = None,
     bucket_mb: Annotated[
-        str | None, typer.Option("--bucket-mb", metavar="MIB,…", help="25, as the engine's.", rich_help_panel=JOB)
+        str | None, typer.Option("--bucket-mb", metavar="MIB,…", help="16, as the engine's.", rich_help_panel=JOB)
     ] = None,
     gradient_bytes: Annotated[
         int | None, typer.Option("--gradient-bytes", help="Per parameter; 4.", rich_help_panel=JOB)

@@ -33,6 +33,8 @@ from paceline.errors import ConfigError
 from paceline.world.checked_values import number, whole_number
 
 GBIT = 1e9 / 8
+HOST = "host"
+"""The name of a first level whose workers are on one host."""
 
 
 @dataclass(frozen=True)
@@ -81,8 +83,8 @@ class Network:
 
     @property
     def per_host(self) -> int | None:
-        """Workers of a full host; None: all are on one."""
-        return self.levels[0].units
+        """Workers of a full host; None: all are on one. Where no level is a host every worker is on its own."""
+        return self.levels[0].units if self.levels[0].name == HOST else 1
 
     def for_workers(self, workers: int) -> Placed:
         """The links between the first so many workers; a unit that is not full is the only one of its level."""

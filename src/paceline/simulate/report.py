@@ -14,7 +14,7 @@ from rich.text import Text
 from paceline.simulate.job import best_interval
 from paceline.simulate.network import presets
 from paceline.simulate.result import Result
-from paceline.simulate.scenario import Scenario
+from paceline.simulate.scenario import Scenario, counted
 from paceline.world.terminal import duration
 
 PARTS = {"compute": ("█", "green"), "slowest": ("▓", "yellow"), "exposed": ("▒", "red"), "lost": ("░", "magenta")}
@@ -41,12 +41,12 @@ def show(results: Sequence[Result], out: Console) -> None:
 
 def _show_one(result: Result, out: Console) -> None:
     scenario, job = result.scenario, result.job
-    hosts = f"{result.hosts:,} host{'s' * (result.hosts > 1)}"
+    hosts = counted(result.hosts, "host")
     out.print(Text(f"{scenario.title}", style="bold"), f"· {hosts} · {_network(scenario)}", soft_wrap=True)
     gradients = scenario.parameters * scenario.gradient_bytes
     out.print(
         f"{_count(scenario.parameters)} parameters, {_bytes(gradients)} of gradients in {result.buckets} buckets · "
-        f"{_way(scenario)} · {scenario.steps} steps simulated",
+        f"{_way(scenario)} · {len(result.steps)} steps simulated",
         style="dim", soft_wrap=True,
     )  # fmt: skip
     out.print()
@@ -181,7 +181,7 @@ def _titles(scenarios: Sequence[Scenario]) -> tuple[list[str], str]:
     else:
         names = []
     said: dict[str, Callable[[Scenario], str]] = {
-        "workers": lambda s: f"{s.workers:,} workers",
+        "workers": lambda s: counted(s.workers, "worker"),
         "strategy": lambda s: s.strategy,
         "algorithm": lambda s: s.algorithm or "exact",
         "network": lambda s: s.net.name,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -85,7 +84,7 @@ class Result:
 
 def simulate(scenario: Scenario, watch: Watch | None = None) -> Result:
     training = Training(scenario, watch)
-    steps = training.run(scenario.steps)
+    steps = training.run(-(-scenario.steps // scenario.window) * scenario.window)  # whole windows
 
     def mean(name: str) -> float:
         return float(np.mean([getattr(step, name) for step in steps]))
@@ -112,8 +111,3 @@ def watched(scenario: Scenario, workers: int, steps: int) -> Watch:
     first = [worker for worker in range(min(workers, scenario.workers)) if worker not in chosen]
     chosen = chosen[:workers]
     return Watch(np.asarray(sorted({*first[: workers - len(chosen)], *chosen}), dtype=np.int64), steps)
-
-
-def ranked(results: Sequence[Result]) -> list[Result]:
-    """Best first, by what the workers' time is worth; of different numbers of workers by what all make together."""
-    return sorted(results, key=lambda result: -result.useful * result.scenario.workers)

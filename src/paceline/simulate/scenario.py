@@ -32,6 +32,7 @@ from paceline.simulate.network import Network, check_keys, network_named, networ
 from paceline.world.checked_values import number, one_word, whole_number
 
 MOST_WORKERS = 2**20
+MOST_PAIRS = 2**23
 SERVER = "parameter_server"
 STRATEGIES = (*FOOTPRINTS, SERVER)
 RECOVERIES = ("elastic", "restart")
@@ -52,7 +53,7 @@ class Scenario:
     layers: int = 24  # of equal size: the units of fsdp, and what buckets are filled with
     gradient_bytes: int = 4
     weight_bytes: int = 4
-    bucket_mb: float = 25.0  # MiB, the engine's bucket_mib
+    bucket_mb: float = 16.0  # MiB, the engine's bucket_mib
     lanes: int = 1  # of each worker
     accumulate: int = 1
     servers: int = 0
@@ -117,6 +118,11 @@ class Scenario:
                 )
         if self.servers and self.strategy != SERVER:
             raise ConfigError(f"servers={self.servers} with strategy={self.strategy!r}: only {SERVER} has servers")
+        if self.workers * max(1, self.servers) > MOST_PAIRS:
+            raise ConfigError(
+                f"servers={self.servers:,} with {self.workers:,} workers: each talks to each, and at most "
+                f"{MOST_PAIRS:,} pairs are simulated"
+            )
         if self.every is not None and self.strategy not in WINDOWS:
             raise ConfigError(f"every={self.every} with strategy={self.strategy!r}: only local_sgd and diloco have it")
         if self.every is not None:
@@ -154,7 +160,13 @@ class Scenario:
     def title(self) -> str:
         if self.name:
             return self.name
-        return " · ".join([f"{self.workers:,} workers", self.strategy, *filter(None, [self.algorithm]), self.net.name])
+        return " · ".join(
+            [counted(self.workers, "worker"), self.strategy, *filter(None, [self.algorithm]), self.net.name]
+        )
+
+
+def counted(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'s' * (number != 1)}"
 
 
 def _whole(value: Any) -> Any:
