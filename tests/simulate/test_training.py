@@ -194,6 +194,7 @@ def test_elastic_recovery_beats_a_restart_and_spares_beat_waiting() -> None:
     assert restart.job.goodput < elastic.job.goodput < spared.job.goodput
 
 
+@pytest.mark.slow
 def test_ten_thousand_workers_and_a_hundred_steps_need_no_loop_over_messages() -> None:
     """The time is told in the docs; here it only has to end well within the test's limit."""
     result = simulate(Scenario(workers=10_000, network="dgx-a100", parameters=10**9, jitter=0.05, steps=100))
