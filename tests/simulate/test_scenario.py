@@ -173,6 +173,15 @@ def test_the_command_compares_files_and_writes_a_timeline_that_perfetto_reads(tm
         assert all(later[0] >= first[1] - 0.01 for first, later in itertools.pairwise(track))
 
 
+def test_the_example_says_what_the_docs_say() -> None:
+    made = read_scenarios(Path(__file__).parents[2] / "examples" / "simulate_recovery.toml", {"steps": 5})
+    goodput = {scenario.name: simulate(scenario).job.goodput for scenario in made}
+    assert list(goodput) == ["restart", "restart, 4 × the checkpoints", "elastic", "elastic, 8 spares"]
+    assert (
+        goodput["elastic, 8 spares"] > goodput["elastic"] > goodput["restart"] > goodput["restart, 4 × the checkpoints"]
+    )
+
+
 def test_lists_with_commas_are_a_product() -> None:
     result = run("--workers", "8,16", "--strategy", "ddp,zero2", "--network", "dgx-a100", "--steps", "2")
     assert result.exit_code == 0, result.exception
