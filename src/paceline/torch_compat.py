@@ -272,3 +272,4 @@ OPTIMIZER_HOOKS = (
     "_optimizer_load_state_dict_post_hooks",
 )
 STEP_WAS_CALLED = "_opt_called"  # an attribute that schedulers look for, to see that optimizer.step() came before them
+SCALES_BY_ITSELF = "_step_supports_amp_scaling"  # an attribute that torch's GradScaler asks an optimizer for

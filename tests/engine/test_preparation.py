@@ -165,7 +165,7 @@ def test_a_schedule_over_the_steps_is_taken_before_and_after_prepare(kind: str, 
 def test_a_number_of_steps_that_may_be_chosen_is_only_spoken_of(capsys: pytest.CaptureFixture[str]) -> None:
     with Engine(lanes=2) as engine:
         prepares("OneCycleLR", engine, lambda loader: 20, batches=10)
-    assert "the OneCycleLR is made for 20 steps, 2 × len(loader), but" in capsys.readouterr().out
+    assert "the OneCycleLR is made for 20 steps, 2 × len(loader), but" in capsys.readouterr().err
     with Engine(lanes=2) as engine:
         prepares("OneCycleLR", engine, lambda loader: 300, after=True)  # by a loop that never asked for len(loader)
     assert "OneCycleLR" not in capsys.readouterr().out

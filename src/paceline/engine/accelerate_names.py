@@ -90,8 +90,11 @@ class AccelerateNames:
     @property
     def sync_gradients(self) -> bool:
         """Whether the item that the loop has is this worker's last of the step, with which the optimizer acts."""
-        item = None if self._objects.step is None else self._objects.step.now.item
-        return item is None or item.last_of_step
+        step = self._objects.step
+        if step is None:
+            return True
+        step.was_asked_for = True
+        return step.now.item is None or step.now.item.last_of_step
 
     @property
     def optimizer_step_was_skipped(self) -> bool:

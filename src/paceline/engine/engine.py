@@ -269,17 +269,18 @@ class Engine(AccelerateNames):
 
     @property
     def means(self) -> dict[str, float]:
+        self._asked_for_step()
         return self._training().means
 
     @property
     def step(self) -> int:
         """Committed steps."""
-        return self._objects.step.step if self._objects.step is not None else 0
+        return 0 if (step := self._asked_for_step()) is None else step.step
 
     @property
     def stepped(self) -> bool:
         """True after an item whose step acted: the moment for logging, evaluation, saving."""
-        return self._objects.step is not None and self._objects.step.stepped
+        return (step := self._asked_for_step()) is not None and step.stepped
 
     @property
     def step_samples(self) -> int:
@@ -317,6 +318,7 @@ class Engine(AccelerateNames):
     @property
     def stop_requested(self) -> bool:
         """All workers have agreed that a signal ends the training: after this step when asked inside the loop."""
+        self._asked_for_step()
         return self._stops.agreed
 
     def exit_if_stopped(self) -> None:
@@ -533,6 +535,13 @@ class Engine(AccelerateNames):
     def _note(self, text: str, area: str = "engine") -> None:
         self._group.note(text, area)
 
+    def _asked_for_step(self) -> TrainStep | None:
+        """By the script, which therefore does not count the loop's items alone."""
+        step = self._objects.step
+        if step is not None:
+            step.was_asked_for = True
+        return step
+
     def _training(self) -> TrainStep:
         if self._objects.step is None:
             raise rules.nothing_to_train()
@@ -551,7 +560,10 @@ class Engine(AccelerateNames):
 
     def _give_up_after(self, error: BaseException | None) -> None:
         """After an error in the loop's body nothing waits until the others have read this worker's shards."""
-        left_early = self._objects.loader is not None and self._objects.loader.left_early
-        stopped = error is None or isinstance(error, SystemExit)
-        if left_early and not stopped and not self._group.recovery.is_elastic:
+        loader = self._objects.loader
+        if loader is None:
+            return
+        if error is None or isinstance(error, SystemExit):
+            loader.tell_items_counted()
+        elif loader.left_early and not self._group.recovery.is_elastic:
             self._group.comm.give_up()

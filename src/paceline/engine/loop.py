@@ -182,6 +182,7 @@ class PreparedLoader:
 
         Without an item: the loop was ended by `engine.stop()` or a signal.
         """
+        self._step.was_asked_for = True
         for _ in ("what is left of this epoch", "the next one"):
             if self._stepping is None:
                 self._stepping = iter(self)
@@ -298,6 +299,7 @@ class PreparedLoader:
     def run_update(self, optimizer: Optimizer, loss_fn: Callable[[Any], Any]) -> None:
         """`engine.update`: all items of the step that is under way, for an update by `optimizer`; until it counts."""
         step = self._step
+        step.was_asked_for = True
         step.retract_item()
         while True:
             for item, batch in self._rest_of_step():
@@ -331,6 +333,7 @@ class PreparedLoader:
         group, boundary = self._group, self._boundary
         if self.in_loop:  # it has joined the others in front of it
             return True
+        self.tell_items_counted()
         group.recovery.loop += 1
         if not group.recovery.admitted:
             return self._join(any_loop=False)
@@ -393,6 +396,20 @@ class PreparedLoader:
         step = self._step
         where = f"inside step {step.step + 1}" if step.inside_step else f"after step {step.step}"
         self._group.comm.leave_note(f"it left its training loop {where}", votes=step.votes)
+
+    def tell_items_counted(self) -> None:
+        """The script goes on, or ends well, after a loop that it has left early without a look at steps."""
+        lanes, workers = self._config.lanes, self._group.world.size // self._config.mesh.cp
+        left = self.in_loop or self.left_early
+        whole = left and not self._step.inside_step and self._step.broken is None
+        if self._step.was_asked_for or lanes <= workers or not (whole and self._step.rounds and self._group.is_main):
+            return
+        self._step.was_asked_for = True  # said once
+        messages.logger("engine").warning(
+            f"paceline: the training loop was left early, after step {self._step.step}. If it counts items, that is "
+            f"another step on another number of workers, as {lanes} lanes are on {counted(workers, 'worker')}. Count "
+            "steps: `if engine.stepped and engine.step == …: break`, or call engine.stop()"
+        )
 
     def _tell_phase(self, name: str) -> None:
         """What the launcher names when this worker fails: the step it is in, or the last one after the loop."""

@@ -44,6 +44,7 @@ from paceline.engine.facts import chosen_by_script, facts_of_process, job_facts
 from paceline.engine.group import Group
 from paceline.engine.loop import PreparedLoader
 from paceline.engine.memory_check import check_memory, cost_of_lanes
+from paceline.engine.outside_modules import OutsideModules
 from paceline.engine.peer_checks import PeerChecks, SequencePeers
 from paceline.engine.replaying_source import ReplayingSource
 from paceline.engine.replicas import (
@@ -74,7 +75,9 @@ from paceline.parameter_server.replay import Replay
 from paceline.strategies.meta_device import Given, check_states, fill, is_on_meta, module_names, moved
 from paceline.strategies.registry import Job
 from paceline.strategies.strategy import TensorPeers
+from paceline.world import messages
 from paceline.world.checked_values import path_of
+from paceline.world.determinism import own_generators
 
 
 @dataclass
@@ -94,6 +97,10 @@ class PreparedObjects:
     registered: list[Any] = field(default_factory=list)  # saved and loaded with these
     random_numbers: ShardedRandomNumbers | None = None
     whole: FullTensors = field(default_factory=FullTensors)  # of what tensor parallelism has sharded
+    outside: OutsideModules = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.outside = OutsideModules(self.models)
 
     def training(self) -> TrainStep:
         if self.step is None:
@@ -114,6 +121,7 @@ class PreparedObjects:
         return {name: self.whole.full(p, p.grad).clone() for name, p in named.items() if p.grad is not None}
 
     def close(self) -> None:
+        self.outside.close()
         for part in (self.loader, self.step, self.recomputed, self.causal_masks, self.compiled, self.random_numbers):
             if part is not None:
                 part.close()
@@ -297,7 +305,8 @@ class Preparation:
                 check_belong_together(own.models, own.optimizers, [thing])
                 if own.loader is not None and own.loader.was_measured:
                     counted = "the items of this worker's loop"
-                    self._check_schedules([thing], own.loader, own.loader.source.steps, counted)
+                    if_meant = "call engine.steps_per_epoch(loader) before prepare(): who knows it is not asked"
+                    self._check_schedules([thing], own.loader, own.loader.source.steps, counted, if_meant)
                 own.step.adopt_scheduler(thing)
         elif not isinstance(thing, DataLoader):
             raise ConfigError(
@@ -355,7 +364,8 @@ class Preparation:
         if group.parallel is not None and group.tensor_peers.size > 1:
             peers = PeerChecks(group.sequences, group.tensor_peers, group.parallel)
         compiled = NotCompiled() if own.compiled is None else own.compiled
-        own.step = TrainStep(config, group, *trained, strategies, self._stops, passes, compiled, peers)
+        copies = own.outside.copies
+        own.step = TrainStep(config, group, *trained, strategies, self._stops, passes, compiled, peers, copies)
         if group.device.type == "cuda":
             own.causal_masks = CausalMasks(own.models)
         for optimizer in own.optimizers:
@@ -497,7 +507,8 @@ class Preparation:
         source = self._replayed(make_source(loader, self._assignment(), lambda: group.comm, step), step)
         self._compare(loader)
         counted = "batches, of which a step takes one for each lane and micro-batch"
-        self._check_schedules(self._objects.schedulers, loader, source.steps, counted)
+        if_meant = "give the scheduler to a prepare() of its own after the loader's"
+        self._check_schedules(self._objects.schedulers, loader, source.steps, counted, if_meant)
         if self._opinion is not None:
             check_second_opinion(config, source)
         own = self._objects
@@ -506,6 +517,12 @@ class Preparation:
             begun_elsewhere=lambda: own.has_history or has_history(own.optimizers, own.schedulers),
         )  # fmt: skip
         group.note(self._described(source) + which)
+        if config.lanes > 1 and group.is_main and (found := own_generators(loader.dataset)):
+            messages.logger("engine").warning(
+                f"paceline: the {type(loader.dataset).__name__} has a random generator of its own, {min(found)!r}. "
+                "What samples draw from it depends on those that their worker had before: draw from torch, numpy or "
+                "random without a generator, which are seeded for every item"
+            )
         return own.loader
 
     def _assignment(self) -> Assignment:
@@ -536,19 +553,21 @@ class Preparation:
             )
         return steps
 
-    def _check_schedules(self, schedulers: Sequence[Any], loader: Any, steps: int | None, counted: str) -> None:
+    def _check_schedules(
+        self, schedulers: Sequence[Any], loader: Any, steps: int | None, counted: str, if_meant: str
+    ) -> None:
         """That none was made over len(loader), where this is not the number of steps.
 
-        In a short epoch it may be a coincidence, and is only said.
+        In a short epoch it may be a coincidence, and is a warning.
         """
         if steps is None or self._objects.steps_were_asked or (length := length_of(loader)) is None:
             return
         for scheduler in schedulers:
-            text = told_of_schedule(scheduler, length, steps, self._config.accumulate, counted)
+            text = told_of_schedule(scheduler, length, steps, self._config.accumulate, counted, if_meant)
             if text is not None and length >= NO_COINCIDENCE:
                 raise ConfigError(text)
-            if text is not None:
-                self._group.note(f"paceline: {text}")
+            if text is not None and self._group.is_main:
+                messages.logger("engine").warning(f"paceline: {text}")
 
     def _compare(self, loader: DataLoader[Any]) -> None:
         """Whether every worker was given the same; found by what it leads to, the difference has cost an epoch."""

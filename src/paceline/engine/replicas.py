@@ -65,13 +65,18 @@ def hash_of(state: Mapping[str, Tensor], full_tensor: FullTensorOf = Tensor.deta
 WRAPPERS = ("DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule")
 
 
+def wrapper_of(module: nn.Module) -> str | None:
+    """Its name, if it is one of torch's that sum gradients between processes."""
+    return min({kind.__name__ for kind in type(module).__mro__} & {*WRAPPERS}, default=None)
+
+
 def check_bare(models: Sequence[nn.Module]) -> None:
     """Models whose parameters have their size, and whose gradients no other library sums."""
     for model in models:
         for module in model.modules():
-            if wrapper := {kind.__name__ for kind in type(module).__mro__} & {*WRAPPERS}:
+            if wrapper := wrapper_of(module):
                 raise ConfigError(
-                    f"engine.prepare() got a model in a {min(wrapper)} of torch: its gradients would be summed twice; "
+                    f"engine.prepare() got a model in a {wrapper} of torch: its gradients would be summed twice; "
                     "give the model itself, and say Engine(strategy=…): 'ddp', 'zero2', 'fsdp' …"
                 )
         for name, parameter in model.named_parameters():

@@ -6,7 +6,8 @@ The table of all rules is docs/concepts/loop.md.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Sequence
 from types import FrameType
 from typing import Any, NoReturn, Protocol
 
@@ -15,7 +16,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from paceline.data.sharded_sampler import WorkItem
-from paceline.engine.vote import LaneReport
+from paceline.engine.vote import WATCHED, HostReading, LaneReport, can_be_summed, sum_of_bits
 from paceline.errors import LoopError, NonFiniteLossError
 from paceline.input_file import one_line
 from paceline.optim.loss_scale import OnNonFinite
@@ -171,14 +172,22 @@ def has_history(optimizers: Sequence[Optimizer], schedulers: Sequence[Any]) -> b
     return stepped or any(getattr(scheduler, "last_epoch", 0) > 0 for scheduler in schedulers)
 
 
-def learning_rates(optimizers: Sequence[Optimizer]) -> list[float]:
-    return [float(group["lr"]) for o in optimizers for group in o.param_groups if "lr" in group]
+SETTINGS = {"lr": "learning rate", "weight_decay": "weight decay", "momentum": "momentum"}
+"""Of a parameter group: what schedules change."""
 
 
-def check_learning_rates(before: Sequence[float], now: Sequence[float], step: int) -> None:
+def learning_rates(optimizers: Sequence[Optimizer]) -> list[tuple[str, float]]:
+    """And the other settings that schedules change."""
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    return [(name, float(group[name])) for name in SETTINGS for group in groups if name in group]
+
+
+def check_learning_rates(before: Sequence[tuple[str, float]], now: Sequence[tuple[str, float]], step: int) -> None:
     if before != now:
+        name = next((old[0] for old, new in zip(before, now, strict=False) if old != new), "lr")
+        values = [[value for key, value in rates if key == name] for rates in (before, now)]
         raise LoopError(
-            f"the learning rate changed inside step {step + 1} (from {before} to {now}): "
+            f"the {SETTINGS[name]} changed inside step {step + 1} (from {values[0]} to {values[1]}): "
             "the body runs once per item, not once per step. Hand the scheduler to engine.prepare(), or change the "
             "rate only when engine.stepped is true"
         )
@@ -206,10 +215,12 @@ NO_COINCIDENCE = 50
 """Batches in an epoch from which on a multiple of them is no number of steps that somebody has just chosen."""
 
 
-def told_of_schedule(scheduler: Any, length: int, steps: int, accumulate: int, counted: str) -> str | None:
+def told_of_schedule(
+    scheduler: Any, length: int, steps: int, accumulate: int, counted: str, if_meant: str
+) -> str | None:
     """Of a schedule over as many steps as there are batches: lanes and micro-batches take several of them in one step.
 
-    `length` of the loader is what the script saw; `counted` says what that counts.
+    `length` of the loader is what the script saw; `counted` says what that counts; `if_meant`: what to do to have it.
     """
     whole = length_of_schedule(scheduler)
     if whole is None or whole < 1:
@@ -223,7 +234,7 @@ def told_of_schedule(scheduler: Any, length: int, steps: int, accumulate: int, c
                     f"the {type(scheduler).__name__} is made for {whole} steps, {epochs} × {seen}, but len(loader) "
                     f"counts {counted}, and an epoch has {steps} steps: it would not end with the training. Write "
                     f"engine.steps_per_epoch(loader) for {seen}, the same at any number of workers; if {whole} steps "
-                    "are meant, give the scheduler to a prepare() of its own after the loader's"
+                    f"are meant, {if_meant}"
                 )
     return None
 
@@ -251,6 +262,17 @@ def check_all_are_clipped(given: Any, optimizers: Sequence[Optimizer]) -> None:
             f"engine.clip_grad_norm_(parameters, max_norm) got {len(trained & clipped)} of {len(trained)} parameters "
             "that are trained: the norm is that of the whole gradient, of which a worker may have a part; give "
             "model.parameters() of all prepared models"
+        )
+
+
+class NoGradScaler:
+    """What a prepared optimizer answers to a GradScaler that asks whether it scales by itself."""
+
+    def __bool__(self) -> bool:
+        raise LoopError(
+            "a GradScaler of torch finds no gradient before a step's last item, and would change the scale between "
+            "lanes. Leave it out, and write Engine(precision='fp16'): the engine scales the loss, "
+            "engine.clip_grad_norm_() clips without the scale, and optimizer.step() skips what is not finite"
         )
 
 
@@ -292,4 +314,64 @@ class ParameterPlaces:
                     f"another parameter stands where {self._name_of(parameter)!r} was in engine.prepare(), as after "
                     "load_state_dict(…, assign=True): the model would use it, and the optimizer train the old one. "
                     "Load without assign, or replace parameters before engine.prepare()"
+                )
+
+
+WHOLE_STEPS, THEN_EVERY = 3, 8
+"""All weights are looked at in the first steps of a job (an average of them moves from the second on), then a part."""
+
+
+class WeightsInStep:
+    """Weights don't change between the items of a step: some of its lanes would see others, as the workers have them.
+
+        backward of this worker's first item ──► sum over bits ─┐
+        backward of its last item            ──► sum over bits ─┴─► not the same: refused
+
+    Nor do copies, as averages are: they would have as many updates in a step as this worker has items. A clamp that
+    finds nothing to do changes no bit, and is no harm. All are looked at in the first steps, since who edits weights in
+    every item does so from the start; then a part, in a step out of several.
+    """
+
+    def __init__(self, copies: Callable[[], Iterable[tuple[str, Tensor]]]) -> None:
+        """`copies` finds those of the weights, by name."""
+        self._find_copies = copies
+        self._copies: list[tuple[str, weakref.ref[Tensor]]] | None = None
+        self._weights: list[tuple[str, Tensor]] = []
+        self._looks_at: list[tuple[str, Tensor]] = []  # in this step
+        self._steps = 0
+
+    def watch(self, named: Sequence[tuple[str, Tensor]]) -> None:
+        """These are the weights that must not change."""
+        self._weights = [pair for pair in named if can_be_summed(pair[1])]
+
+    def look(self, item: WorkItem, seen: list[list[HostReading]]) -> None:
+        """Before a backward of the item; what the first one that runs and the last one see is added to `seen`."""
+        if not seen and not item.last_of_step:
+            self._looks_at = self._of_this_step()
+        elif not seen or not item.last_of_step:
+            return
+        limit = None if self._steps <= WHOLE_STEPS else WATCHED
+        seen.append([HostReading(sum_of_bits(tensor.detach().view(-1)[:limit])) for _, tensor in self._looks_at])
+
+    def _of_this_step(self) -> list[tuple[str, Tensor]]:
+        if self._copies is None:
+            found = self._find_copies()
+            self._copies = [(name, weakref.ref(tensor)) for name, tensor in found if can_be_summed(tensor)]
+        self._steps += 1
+        if self._steps > WHOLE_STEPS and self._steps % THEN_EVERY:
+            return []
+        copies = [(name, tensor) for name, copy in self._copies if (tensor := copy()) is not None]
+        if self._steps <= WHOLE_STEPS:
+            return self._weights + copies
+        return [some[self._steps // THEN_EVERY % len(some)] for some in (self._weights, copies) if some]
+
+    def check(self, seen: Sequence[Sequence[HostReading]], step: int) -> None:
+        """At the end of the step, which is that after so many."""
+        for name, first, last in zip([name for name, _ in self._looks_at], seen[0], seen[-1], strict=True):
+            if first.read() != last.read():
+                raise LoopError(
+                    f"{name} changed inside step {step + 1}: the loop's body runs once per item, so that lanes would "
+                    "be computed from different weights, and averages have as many updates as this worker has items. "
+                    "Change weights, and averages of them, where engine.stepped is true; what forward itself changes "
+                    "must be a buffer, of which every lane starts from the step's"
                 )

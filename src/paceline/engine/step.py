@@ -27,7 +27,7 @@ import enum
 import math
 import time
 import types
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
@@ -42,6 +42,7 @@ from paceline.data.sharded_sampler import WorkItem
 from paceline.elastic.faults import begin_step, fault_point, flips_due, ordered
 from paceline.engine import rules
 from paceline.engine.config import EngineConfig
+from paceline.engine.forward_state import ForwardState
 from paceline.engine.group import Group
 from paceline.engine.lane_buffers import LaneBuffers
 from paceline.engine.stop_signals import StopSignals
@@ -63,6 +64,7 @@ from paceline.errors import GenerationEnded, LoopError
 from paceline.optim.loss_scale import MovingScale
 from paceline.strategies.registry import LaneAssignment
 from paceline.strategies.strategy import Agreement, ItemPlace, Strategy, Tally
+from paceline.torch_compat import SCALES_BY_ITSELF
 from paceline.world import messages
 from paceline.world.determinism import mix, seed_everything
 
@@ -149,8 +151,9 @@ class StepState:
     losses: list[tuple[ItemState, LaneReport, HostReading]] = field(default_factory=list)  # on their way to the host
     means: list[tuple[LaneReport, int, HostReading, float]] = field(default_factory=list)  # likewise
     left_out: set[tuple[int, int]] = field(default_factory=set)  # (lane, micro-batch) that had no backward
-    learning_rates: list[float] | None = None
+    learning_rates: list[tuple[str, float]] | None = None
     gradient_versions: list[tuple[Parameter, int]] = field(default_factory=list)
+    weights_seen: list[list[HostReading]] = field(default_factory=list)  # in this worker's first and last item
     acted: set[int] = field(default_factory=set)  # optimizers
     empty: bool = False  # all workers leave it out: Σ weight was 0, or the loss was not finite and is skipped
     overflowed: bool = False  # the scaled gradient was not finite: no worker applies it
@@ -269,7 +272,9 @@ class TrainStep:
         passes: OnePass,
         compiled: Blocks,
         peers: NoPeers,
+        copies: Callable[[], Iterable[tuple[str, Tensor]]] = tuple,
     ) -> None:
+        """`copies` finds those of the models, by name: they must not change inside a step either."""
         self._config, self._group, self._stops = config, group, stops
         self._compiled, self._peers = compiled, peers
         self.models, self._optimizers, self._schedulers = models, optimizers, schedulers
@@ -279,6 +284,8 @@ class TrainStep:
         self.buffers = LaneBuffers(models)
         self.voting = self._new_voting()
         self._places = rules.ParameterPlaces(models, optimizers, strategies.name_of)
+        self._weights = rules.WeightsInStep(copies)
+        self._forward_state = ForwardState(models) if config.lanes > 1 and config.compile is None else None
         self._original_steps: dict[int, Callable[..., Any]] = {}
         self.now = StepState()
         self.step = self.left_out_steps = 0
@@ -293,6 +300,7 @@ class TrainStep:
         self.means: dict[str, float] = {}
         self.stop_wanted = self.stop_agreed = False
         self.broken: str | None = None
+        self.was_asked_for = False  # by the script, which does not count the loop's items alone
         self.replayed: ReplayedSteps | None = None
         self.timing = Timing()
         self._ended: float | None = None  # the last backward
@@ -381,6 +389,8 @@ class TrainStep:
             if self.now.lanes_apart:
                 self.strategy().start_lane(item.lane)
         self._compiled.begin_item()
+        if self._forward_state is not None:
+            self._forward_state.before()
         self._fault_point("forward")
         place = (item.epoch, item.step, item.lane, item.micro_batch, self.update)
         seed_everything(mix(self._config.seed, "model", *place))
@@ -413,6 +423,13 @@ class TrainStep:
         active.start_step(before, plan)
         if remade or not self.voting.watching:
             self.voting.watch([(self.strategies.name_of(p), p) for p in active.replicas])
+            self._weights.watch(self._still_in_step(active))
+
+    def _still_in_step(self, active: Strategy) -> list[tuple[str, Parameter]]:
+        """Weights that no lane may change for the others: all that are whole here."""
+        trained, parts = {id(p) for p in active.parameters}, {id(p) for p in active.frozen}
+        others = [p for model in self.models for p in model.parameters() if id(p) not in trained | parts]
+        return [(repr(self.strategies.name_of(p)), p) for p in (*active.replicas, *others)]
 
     # -- run items ---------------------------------------------------------------------------------------------------
 
@@ -446,6 +463,10 @@ class TrainStep:
             now.losses.append((of_item, report, HostReading(loss)))
         if last:
             self._finish_forward(item)
+        if not (item.first_of_step and item.last_of_step) and self._config.lanes > 1 and not now.lanes_apart:
+            self._weights.look(item, now.weights_seen)
+        if self._forward_state is not None:
+            self._look_at_forward(self._forward_state)
         place = now.place(item, scale)
         self._fault_point("backward")
         started = time.perf_counter()
@@ -459,6 +480,12 @@ class TrainStep:
             of_item.ran_last, of_item.before = True, None
             active.finish_backward(place)
             self._drop_gradients_of_others(active)
+
+    def _look_at_forward(self, state: ForwardState) -> None:
+        """What it has kept, in this worker's first items."""
+        state.after()
+        if state.is_done:
+            self._forward_state = None
 
     def _drop_gradients_of_others(self, active: Strategy) -> None:
         """A loss may reach parameters of an optimizer that is not being updated; those gradients are nobody's."""
@@ -558,6 +585,8 @@ class TrainStep:
     def _vote(self, active: Strategy) -> StepVote:
         now = self.now
         now.read_losses()
+        if now.weights_seen:
+            self._weights.check(now.weights_seen, self.step)
         if now.watched:
             for lane, check in (active.lane_checks or {}).items():
                 now.reports[lane].check = check
@@ -765,6 +794,7 @@ class TrainStep:
         # A scheduler made before prepare() has wrapped step() already and warns when the mark of that is gone.
         if getattr(original, "_wrapped_by_lr_sched", False):
             acts_once_per_step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+        setattr(optimizer, SCALES_BY_ITSELF, rules.NoGradScaler())
         # A bound method, because a scheduler made later looks at `step.__func__`.
         optimizer.step = types.MethodType(acts_once_per_step, optimizer)  # type: ignore[method-assign]
 
@@ -880,6 +910,8 @@ class TrainStep:
         self.strategies.load(optimizer, state, round=self.rounds)
 
     def close(self) -> None:
+        if self._forward_state is not None:
+            self._forward_state.close()
         self.strategies.close()
 
     # -- parts -------------------------------------------------------------------------------------------------------

@@ -2,7 +2,7 @@
 
     step, update       a worker that is elsewhere is named instead of mixing its gradients in
     stop               honoured by all at the end of the same step; and whether a signal asked for it
-    rates              a checksum of the learning rates: under zero and fsdp a difference would not show in the weights
+    rates              a checksum of learning rates and the like: a difference would not show in weights in shards
     check              a 64-bit sum over a rotating part of the weights: replicas that drift apart are named
     used               which parameters got a gradient here
     lanes              weight, loss and running means of every lane that this worker computed
@@ -120,8 +120,9 @@ class StepVote:
     rates: int = 0
 
 
-def checksum_of_rates(rates: Sequence[float]) -> int:
-    return zlib.crc32(struct.pack(f"<{len(rates)}d", *rates))
+def checksum_of_rates(rates: Sequence[tuple[str, float]]) -> int:
+    """Of settings by name."""
+    return zlib.crc32(struct.pack(f"<{len(rates)}d", *(value for _, value in rates)))
 
 
 def name_key(name: str) -> int:
@@ -253,6 +254,18 @@ class Voting:
         return votes
 
 
+def can_be_summed(tensor: Tensor) -> bool:
+    return tensor.is_contiguous() and tensor.element_size() in (2, 4, 8)
+
+
+def sum_of_bits(part: Tensor) -> Tensor:
+    """Of a flat tensor, as whole numbers."""
+    size = part.element_size()
+    if part.numel() * size % 8 == 0 and part.storage_offset() * size % 8 == 0:
+        return part.view(torch.int64).sum()  # twice as fast as sums that are widened
+    return part.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[size]).sum(dtype=torch.int64)
+
+
 class WeightsWatch:
     """The rotating check: every call looks at the next WATCHED elements of the parameters."""
 
@@ -261,7 +274,7 @@ class WeightsWatch:
             (name, tensor, low, min(low + WATCHED, tensor.numel()))
             for name, tensor in named
             for low in range(0, tensor.numel(), WATCHED)
-            if tensor.is_contiguous() and tensor.element_size() in (2, 4, 8)
+            if can_be_summed(tensor)
         ]
 
     def check(self, step: int) -> int:
@@ -271,11 +284,7 @@ class WeightsWatch:
 
     def _sum(self, number: int) -> Tensor:
         _, tensor, low, high = self._parts[number]
-        part = tensor.detach().view(-1)[low:high]
-        size = part.element_size()
-        if part.numel() * size % 8 == 0 and part.storage_offset() * size % 8 == 0:
-            return part.view(torch.int64).sum()  # twice as fast as sums that are widened
-        return part.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[size]).sum(dtype=torch.int64)
+        return sum_of_bits(tensor.detach().view(-1)[low:high])
 
     def check_many(self, step: int) -> int:
         """Of as much as a step may cost: all of a small model, and of a large one the next parts in turn."""

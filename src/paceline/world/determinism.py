@@ -54,6 +54,29 @@ def seed_everything(seed: int, device: torch.device | None = None) -> None:
         torch.cuda.manual_seed(seed)
 
 
+def own_generators(thing: object) -> dict[str, object]:
+    """The random generators in an object's attributes, which `seed_everything` does not reach."""
+    import torch
+
+    kinds: tuple[type, ...] = (torch.Generator, random.Random)
+    if "numpy" in sys.modules:
+        numbers = sys.modules["numpy"].random
+        kinds += (numbers.Generator, numbers.RandomState)
+    return {name: value for name, value in getattr(thing, "__dict__", {}).items() if isinstance(value, kinds)}
+
+
+def state_of(generator: object) -> str:
+    """To see whether it was drawn from."""
+    import torch
+
+    if isinstance(generator, torch.Generator):
+        return str(generator.get_state().tolist())
+    if isinstance(generator, random.Random):
+        return repr(generator.getstate())
+    of_numpy = getattr(generator, "bit_generator", None)
+    return repr(generator.get_state() if of_numpy is None else of_numpy.state)  # type: ignore[attr-defined]
+
+
 @contextmanager
 def drawing_from(seed: int) -> Iterator[None]:
     """What is drawn inside comes from `seed`; outside, the CPU's random states go on as if nothing had been drawn."""
