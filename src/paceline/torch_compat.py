@@ -208,20 +208,29 @@ def apply_to_tensors(model: nn.Module, change: Callable[[Tensor], Tensor]) -> No
     _apply(model)(change)
 
 
+def each_operator(see: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]) -> Any:
+    """Inside this context `see(operator, args, kwargs)` is called in place of each operator, and has to run it."""
+    mode = resolve("torch.utils._python_dispatch:TorchDispatchMode", "a look at each operator")
+    require(mode)
+
+    class Seen(mode):  # type: ignore[misc,valid-type]
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            return see(func, args, kwargs or {})
+
+    return Seen()
+
+
 def memory_written_by(run: Callable[[], Any]) -> set[int]:
     """The `memory_id` of every tensor that is written to while `run` runs."""
-    mode = resolve("torch.utils._python_dispatch:TorchDispatchMode", _META)
-    require(mode)
     written: set[int] = set()
 
-    class Writes(mode):  # type: ignore[misc,valid-type]
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            for argument, value in zip(func._schema.arguments, args, strict=False):
-                if argument.alias_info is not None and argument.alias_info.is_write and isinstance(value, Tensor):
-                    written.add(memory_id(value))
-            return func(*args, **(kwargs or {}))
+    def see(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        for argument, value in zip(operator._schema.arguments, args, strict=False):
+            if argument.alias_info is not None and argument.alias_info.is_write and isinstance(value, Tensor):
+                written.add(memory_id(value))
+        return operator(*args, **kwargs)
 
-    with Writes():
+    with each_operator(see):
         run()
     return written
 

@@ -36,6 +36,7 @@ VERBS = {
     "replay": "paceline.cli.replay",
     "chaos": "paceline.cli.chaos",
     "simulate": "paceline.cli.simulate",
+    "verify": "paceline.cli.verify",
 }
 
 LONGEST_PATH = 200
@@ -188,8 +189,8 @@ def main() -> None:
     """One line for whatever a person or their machine can put right; a traceback is a fault of ours."""
     try:
         _check_folder()
-        # Path("") is the current folder, so an empty path is seen in the words alone; run and chaos pass words on.
-        if sys.argv[1:2] not in (["run"], ["chaos"]) and "" in sys.argv[1:]:
+        # Path("") is the current folder, so an empty path is seen in the words alone; these verbs pass words on.
+        if sys.argv[1:2] not in (["run"], ["chaos"], ["verify"]) and "" in sys.argv[1:]:
             raise ConfigError("a word of the command line is empty (a variable of the shell that is not set?)")
         sys.exit(app(prog_name="paceline", standalone_mode=False) or 0)
     except PacelineError as error:

@@ -341,7 +341,7 @@ def run(
     settings = _settings(lanes, threads, backend, seed, strategy, precision, activation_checkpointing, offload)
     settings = _with_mesh(settings, worker_count * (host_count or 1), tp, cp)
     job = Job(
-        script=_find(script, arguments or [], module),
+        script=find_script(script, arguments or [], module),
         workers=worker_count,
         servers=server_count,
         settings=settings,
@@ -434,7 +434,7 @@ def _may_grow(max_workers: int | None, workers: int, servers: int, coordinator: 
     return True
 
 
-def _find(target: str, arguments: Sequence[str], is_module: bool) -> Script:
+def find_script(target: str, arguments: Sequence[str], is_module: bool) -> Script:
     here = os.getcwd()
     if is_module:
         top = target.partition(".")[0]

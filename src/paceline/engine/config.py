@@ -8,6 +8,7 @@ life.
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -26,6 +27,7 @@ from paceline.optim.offload import PARAMETERS, OffloadName, check_offload
 from paceline.optim.precision import Precision, precision_of
 from paceline.strategies.fsdp.hybrid import HybridConfig
 from paceline.strategies.registry import STRATEGIES, Chosen, choose
+from paceline.verify.request import Request
 from paceline.world.checked_values import number, one_word, seconds, switch, whole_number
 from paceline.world.determinism import default_threads
 from paceline.world.known_names import AUTO, BACKENDS, MOST_LANES, MOST_THREADS, SEEDS
@@ -233,6 +235,7 @@ def config_of(
             check(given)
     mesh = mesh_of(seat, mesh)
     strategy = _or(one_of("strategy", strategy, told.strategy), _by_mesh(mesh) or "ddp")
+    strategy, default_lanes = as_verified(told.verify, strategy, default_lanes=seat.size // mesh.model)
     is_auto = isinstance(strategy, str) and strategy == AUTO and offload is None and told.offload is None
     if isinstance(strategy, str) and strategy == AUTO:  # until it is settled; ddp has no offload
         strategy = "ddp" if is_auto else "zero3" if PARAMETERS in (offload, told.offload) else "zero2"
@@ -240,7 +243,7 @@ def config_of(
     offload = one_of("offload", offload, told.offload)  # type: ignore[arg-type]
     flag: recomputing.Wanted = told.activation_checkpointing
     again = one_of("activation_checkpointing", activation_checkpointing, flag)
-    lanes = one_of("lanes", lanes, told.lanes) or seat.size // mesh.model
+    lanes = one_of("lanes", lanes, told.lanes) or default_lanes
     backend = _or(_or(backend, told.backend), default_backend(seat, device))
     check_backend(seat, one_word("backend", backend, BACKENDS))
     config = EngineConfig(
@@ -264,6 +267,16 @@ def config_of(
     able = [entry.name for entry in STRATEGIES.values() if entry.takes_offload]
     check_offload(offload, device, config.strategy.name, able)
     return config
+
+
+def as_verified(folder: str | None, strategy: str | object, default_lanes: int) -> tuple[str | object, int]:
+    """In a job of `paceline verify`: the strategy of its setting, and lanes that are the same in all of them."""
+    if folder is None:
+        return strategy, default_lanes
+    request = Request.read(Path(folder))
+    if request.strategy is None or (not isinstance(strategy, str) and choose(strategy).name == request.strategy):
+        return strategy, request.lanes
+    return request.strategy, request.lanes
 
 
 def mesh_of(seat: World, mesh: Mesh | None) -> Mesh:

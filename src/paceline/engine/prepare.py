@@ -269,6 +269,7 @@ class Preparation:
         self._config, self._group, self._objects, self._between = config, group, objects, between
         self._stops, self._opinion, self._replay, self._record_folder = stops, opinion, replay, record_folder
         self._given: Given = {}
+        self._watched: Callable[[WorkSource], WorkSource] = lambda source: source  # by `paceline verify`, if it is
 
     def prepare(
         self, objects: tuple[Any, ...], weights: str | Path | None = None, plan: Plan = None
@@ -364,14 +365,28 @@ class Preparation:
         if group.parallel is not None and group.tensor_peers.size > 1:
             peers = PeerChecks(group.sequences, group.tensor_peers, group.parallel)
         compiled = NotCompiled() if own.compiled is None else own.compiled
+<<<<<<< HEAD
         copies = own.outside.copies
         own.step = TrainStep(config, group, *trained, strategies, self._stops, passes, compiled, peers, copies)
+=======
+        own.step = self._new_step(config, group, *trained, strategies, self._stops, passes, compiled, peers)
+>>>>>>> 374de09 (verify: one script at several settings, and the first thing that differs)
         if group.device.type == "cuda":
             own.causal_masks = CausalMasks(own.models)
         for optimizer in own.optimizers:
             own.step.adopt(optimizer)
         for scheduler in own.schedulers:
             own.step.adopt_scheduler(scheduler)
+
+    def _new_step(self, *parts: Any) -> TrainStep:
+        folder = self._group.seat.settings.verify
+        if folder is None:
+            return TrainStep(*parts)
+        from paceline.engine.recorded_step import RecordedStep  # for `paceline verify` alone
+
+        recorded = RecordedStep(*parts, folder=Path(folder), full=self._objects.full_tensor)
+        self._watched = recorded.watch
+        return recorded
 
     def _shard_models(self, plan: Plan) -> None:
         """By tensor parallelism; from here on models and optimizers are as small as this worker's part of them."""
@@ -504,7 +519,8 @@ class Preparation:
 
     def _training_loader(self, loader: DataLoader[Any], which: str) -> PreparedLoader:
         step, config, group = self._objects.training(), self._config, self._group
-        source = self._replayed(make_source(loader, self._assignment(), lambda: group.comm, step), step)
+        made = make_source(loader, self._assignment(), lambda: group.comm, step)
+        source = self._watched(self._replayed(made, step))
         self._compare(loader)
         counted = "batches, of which a step takes one for each lane and micro-batch"
         if_meant = "give the scheduler to a prepare() of its own after the loader's"

@@ -199,6 +199,13 @@ def hash_telling_environment(file: Path) -> dict[str, str]:
     return variables | {"PACELINE_HASH_FILE": str(file.absolute())}
 
 
+def verify_environment(folder: Path, lanes: int) -> dict[str, str]:
+    """For a job that records itself there: thread pools of libraries are as large at any number of workers."""
+    variables = {name: value for name, value in os.environ.items() if name != "PACELINE_FAULTS"}
+    threads = max(1, len(os.sched_getaffinity(0)) // lanes)
+    return {"OMP_NUM_THREADS": str(threads)} | variables | {"PACELINE_VERIFY": str(folder.absolute())}
+
+
 def visible_accelerators() -> list[str] | None:
     """CUDA_VISIBLE_DEVICES as a list, None where it is unset and every device is visible."""
     devices = os.environ.get("CUDA_VISIBLE_DEVICES")

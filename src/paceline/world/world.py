@@ -60,6 +60,7 @@ class LaunchSettings:
     replay: str | None = None  # a run folder: do again what its log says, instead of training
     tp: int | None = None  # workers of a tensor-parallel group
     cp: int | None = None  # likewise, that share a sequence
+    verify: str | None = None  # a folder: `paceline verify` compares what workers write there
 
     def __post_init__(self) -> None:
         for name, value, least, most in (
