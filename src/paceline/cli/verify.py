@@ -56,6 +56,8 @@ def verify(
     from paceline.world import environment
 
     counts, names = _counts(workers), _names(strategies)
+    if len(counts) * len(names or [None]) == 1:
+        raise ConfigError("one setting has nothing to be compared with; give more --workers, or --strategies")
     find_script(script, arguments or [], module)
     if not tolerance > 0:
         raise ConfigError(f"--tolerance {tolerance:g}: numbers that are not the same are some way apart, above 0")

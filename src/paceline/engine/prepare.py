@@ -365,12 +365,8 @@ class Preparation:
         if group.parallel is not None and group.tensor_peers.size > 1:
             peers = PeerChecks(group.sequences, group.tensor_peers, group.parallel)
         compiled = NotCompiled() if own.compiled is None else own.compiled
-<<<<<<< HEAD
-        copies = own.outside.copies
-        own.step = TrainStep(config, group, *trained, strategies, self._stops, passes, compiled, peers, copies)
-=======
-        own.step = self._new_step(config, group, *trained, strategies, self._stops, passes, compiled, peers)
->>>>>>> 374de09 (verify: one script at several settings, and the first thing that differs)
+        parts = (strategies, self._stops, passes, compiled, peers, own.outside.copies)
+        own.step = self._new_step(config, group, *trained, *parts)
         if group.device.type == "cuda":
             own.causal_masks = CausalMasks(own.models)
         for optimizer in own.optimizers:

@@ -83,7 +83,7 @@ class RecordedStep(TrainStep):
         super()._count()
         if is_new:
             self.drain()
-            self.recorder.end_step(rules.learning_rates(self._optimizers), empty=self.now.empty)
+            self.recorder.end_step(rules.learning_rates(self._optimizers), update=self.update, empty=self.now.empty)
 
     def end_item(self) -> None:
         super().end_item()

@@ -149,8 +149,8 @@ def _of_operators(found: Difference, parted: Parting) -> Cause:
         case _:
             return Cause(
                 "an operator that depends on more than its inputs",
-                f"{theirs} gave other results than in the reference for the same inputs, and each run again the same: "
-                "a fused kernel whose result depends on threads, on alignment or on the length that it is given",
+                f"{theirs} gave other results in {at} than in the reference for the same inputs, and each run the same "
+                "again: a fused kernel whose result depends on threads, alignment or the length that it is given",
                 "choose another implementation of the operator, or fix what it depends on (--threads)",
             )
 

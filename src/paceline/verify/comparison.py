@@ -36,7 +36,7 @@ class Difference:
     workers: tuple[int, ...] = ()  # of the other run, that are unlike
     values: tuple[Any, Any] | None = None  # of the reference and of the other, where they are numbers
     inside: bool = False  # the workers of one run are unlike each other
-    more: Mapping[str, Any] = field(default_factory=dict)
+    more: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
 
 def first_difference(a: Run, b: Run, tolerance: float) -> Difference | None:

@@ -21,7 +21,7 @@ from paceline.verify.causes import Cause, likely_cause
 from paceline.verify.comparison import KEPT, Difference, differences_in, first_difference
 from paceline.verify.parting import Parting, parting
 from paceline.verify.record import Run, Setting, Step, read_run
-from paceline.verify.request import Look, Place, Request
+from paceline.verify.request import Look, Place, Request, operators_file, record_file, values_file
 
 POLL_S = 0.05
 
@@ -219,7 +219,7 @@ def repeats(first: Run, again: Run, steps: int) -> bool | None:
 
 
 def steps_in(folder: Path) -> int:
-    file = folder / "worker-0.jsonl"
+    file = folder / record_file(0)
     return file.read_text().count('{"kind": "step"') if file.exists() else 0
 
 
@@ -233,16 +233,16 @@ def error_in(log: Path, code: int) -> str:
 
 
 def _no_step(script: str, folder: Path) -> str:
-    if not any(folder.glob("worker-*.jsonl")):
+    if not (folder / record_file(0)).exists():
         return (
-            f"{script} ran to its end without paceline: verify follows a training loop of paceline.Engine (or a "
-            "Trainer), with a model, an optimizer and a loader given to prepare()"
+            f"{script} ran to its end and trained nothing with paceline: verify follows a training loop of "
+            "paceline.Engine (or a Trainer), with a model, an optimizer and a loader given to prepare()"
         )
     return f"{script} prepared its training and ended before the first step, so there is nothing to compare"
 
 
 def _parting(item: Place, ours: Path, theirs: Path) -> Parting | None:
-    name = f"operators-{'-'.join(map(str, item))}.json"
+    name = operators_file(item)
     if not ((ours / name).exists() and (theirs / name).exists()):
         return None
     return parting(*(json.loads((folder / name).read_text()) for folder in (ours, theirs)))
@@ -253,7 +253,7 @@ def _elements(look: Look, found: Difference, ours: Path, theirs: Path) -> Iterat
     from safetensors.torch import load_file
 
     def values(folder: Path, worker: int) -> dict[str, Any]:
-        file = folder / f"values-{worker}.safetensors"
+        file = folder / values_file(worker)
         return load_file(file) if file.exists() else {}
 
     workers = found.workers or (0,)

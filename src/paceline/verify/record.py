@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from paceline.verify.request import Place
+from paceline.verify.request import Place, record_file
 
 
 @dataclass(frozen=True)
@@ -67,6 +67,7 @@ class Run:
     seconds: float = 0.0
     code: int = 0
     error: str | None = None  # what the launcher said of a run that failed
+    in_updates: bool = False  # its steps have several: then each is recorded like a step of its own
 
     @property
     def workers(self) -> int:
@@ -95,7 +96,7 @@ def read_run(setting: Setting, folder: Path) -> Run:
     """What there is: a run that failed, or was stopped, has the steps up to there."""
     run = Run(setting)
     for worker in range(setting.workers):
-        file = folder / f"worker-{worker}.jsonl"
+        file = folder / record_file(worker)
         for text in file.read_text().splitlines() if file.exists() else []:
             try:
                 line = json.loads(text)
@@ -121,6 +122,7 @@ def _take(run: Run, worker: int, line: dict[str, Any]) -> None:
             None if loss is None else float.fromhex(loss), line.get("weight"), line["gradients"],
         )  # fmt: skip
     else:
+        run.in_updates |= line["update"] > 0
         sketches = {name: tuple(values) for name, values in line["sketches"].items()}
         step.after[worker] = After(
             tuple(line["rates"]), line["gradients"], line["buffers"], line["weights"], sketches, line["empty"]

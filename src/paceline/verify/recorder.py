@@ -26,9 +26,10 @@ from torch.nn import Parameter
 
 from paceline.data.sharded_sampler import WorkItem
 from paceline.verify.operators import OperatorTrace, fingerprint, leaves
-from paceline.verify.request import Look, Place, Request
+from paceline.verify.request import Look, Request, operators_file, record_file, values_file
 
 SKETCH = 16
+BEHIND = 64  # steps that the loop may be behind what is fetched
 
 Named = Mapping[str, Tensor]
 
@@ -82,7 +83,7 @@ class Recorder:
         """`state`: parameters and buffers by name, as they are here; `full` is called by all workers in order."""
         self._request, self._state, self._full = request, state, full
         self._about, self._in_bits = about, about["reduction"] != "fast"
-        self._file = (request.folder / f"worker-{about['worker']}.jsonl").open("a", encoding="utf-8")
+        self._file = (request.folder / record_file(about["worker"])).open("a", encoding="utf-8")
         self._data: dict[tuple[int, ...], dict[str, str]] = {}
         self._item: dict[str, Any] = {}
         self._gradients: dict[str, str] = {}
@@ -109,6 +110,8 @@ class Recorder:
     def fetched(self, pairs: Iterator[tuple[WorkItem, Any]]) -> Iterator[tuple[WorkItem, Any]]:
         """The same pairs; perhaps in the thread that fetches ahead."""
         for item, batch in pairs:
+            for old in [key for key in self._data if key[:2] < (item.epoch, item.step - BEHIND)]:
+                self._data.pop(old, None)
             self._data[_key(item)] = {path: fingerprint(leaf) for path, leaf in leaves(batch)}
             yield item, batch
 
@@ -133,7 +136,7 @@ class Recorder:
             return
         self._hook_gradients()
         self._gradients = {}
-        data = self._data.pop(_key(item), {})
+        data = self._data.get(_key(item), {})  # kept: several updates of a step have the same items
         self._item = {
             "step": self.steps + 1,
             "place": [item.lane, item.micro_batch, update],
@@ -170,7 +173,7 @@ class Recorder:
         if self._look is not None:
             self._keep("gradient", whole, local)
 
-    def end_step(self, rates: Sequence[float], *, empty: bool) -> None:
+    def end_step(self, rates: Sequence[float], *, update: int, empty: bool) -> None:
         """Right after the update, before the script does anything else."""
         self.leave_item()
         state = self._state()
@@ -186,8 +189,8 @@ class Recorder:
             self._write_kept()
         self.steps = Recorder.made = self.steps + 1
         self._write(
-            "step", step=self.steps, empty=empty, rates=list(rates), gradients=self._reduced, sketches=sketches,
-            **after,
+            "step", step=self.steps, update=update, empty=empty, rates=list(rates), gradients=self._reduced,
+            sketches=sketches, **after,
         )  # fmt: skip
         self._after, self._reduced = self._fingerprints(), None
 
@@ -229,14 +232,6 @@ class Recorder:
     def _write(self, kind: str, **values: Any) -> None:
         self._file.write(json.dumps({"kind": kind, **values}) + "\n")
         self._file.flush()
-
-
-def values_file(worker: int) -> str:
-    return f"values-{worker}.safetensors"
-
-
-def operators_file(place: Place) -> str:
-    return f"operators-{'-'.join(map(str, place))}.json"
 
 
 def _key(item: WorkItem) -> tuple[int, ...]:

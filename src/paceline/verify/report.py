@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -108,10 +109,10 @@ def _show_same(outcome: Outcome, out: Console) -> None:
     first = outcome.runs[0]
     after = next(iter(first.steps.values())).after[0]
     tensors = len(after.weights) + len(after.buffers)
-    exact = all(run.in_bits for run in outcome.runs)
+    exact, noun = all(run.in_bits for run in outcome.runs), "update" if first.in_updates else "step"
     how = "every bit is the same" if exact else "all are the same within the tolerance"
     out.print(
-        f"✓ {_counted(len(outcome.runs), 'setting')}, {_counted(first.made, 'step')}, {_counted(tensors, 'tensor')}: "
+        f"✓ {_counted(len(outcome.runs), 'setting')}, {_counted(first.made, noun)}, {_counted(tensors, 'tensor')}: "
         f"{how}.",
         style="bold green",
     )
@@ -139,7 +140,8 @@ def title(reference: Run, other: Run, found: Difference | None) -> str:
         return f"the script fails with {other.name()}, and not with {reference.name()}"
     if found.step == 0:
         return f"{other.name()} differs from {reference.name()} before the first step"
-    return f"{other.name()} differs from {reference.name()} in step {found.step}"
+    number = f"update {found.step}, counting those of all optimizers" if other.in_updates else f"step {found.step}"
+    return f"{other.name()} differs from {reference.name()} in {number}"
 
 
 def told(plan: Plan, outcome: Outcome) -> Iterator[tuple[str, str]]:
@@ -206,6 +208,11 @@ def first_words(found: Difference) -> str:
             return f"lanes: {found.values}"
 
 
+def _finite(value: float) -> float | str:
+    """JSON has no NaN and no infinity."""
+    return value if math.isfinite(value) else repr(value)
+
+
 def _how_many(element: Element) -> str:
     if element.differing == element.elements:
         return "as all its elements do" if element.elements > 1 else "its only element"
@@ -260,7 +267,7 @@ def _finding(outcome: Outcome, at: int) -> dict[str, Any]:
         if found is None or found.place is None
         else dict(zip(("lane", "micro_batch", "update"), found.place, strict=True)),
         "workers": None if found is None else list(found.workers),
-        "element": None if element is None else vars(element),
+        "element": None if element is None else vars(element) | {"values": [_finite(one) for one in element.values]},
         "operators": None if parted is None else list(parted.operators),
         "repeats": outcome.repeats,
         "cause": None if cause is None else vars(cause),

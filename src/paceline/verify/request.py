@@ -46,3 +46,21 @@ class Request:
             item = None if look["item"] is None else tuple(look["item"])
             look = Look(look["step"], tuple((kind, name) for kind, name in look["tensors"]), item)
         return cls(**values | {"folder": folder, "look": look})
+
+
+# What workers leave in the folder.
+
+
+def record_file(worker: int) -> str:
+    """A line for each item and step."""
+    return f"worker-{worker}.jsonl"
+
+
+def values_file(worker: int) -> str:
+    """Of the tensors that a closer look wants."""
+    return f"values-{worker}.safetensors"
+
+
+def operators_file(item: Place) -> str:
+    """By the worker that had the item."""
+    return f"operators-{'-'.join(map(str, item))}.json"
