@@ -104,6 +104,7 @@ def options() -> Iterator[tuple[tuple[str, ...], str, type]]:
 WRONG = {int: ("nan", "-1", HUGE, "1e3", ""), float: ("nan", "inf", "-inf", "-1", "1e999", ""), str: ("",)}
 COMPLETE = {
     ("run",): ["train.py"],
+    ("verify",): ["train.py"],
     ("chaos",): ["--", "run", "train.py"],
     ("checkpoint", "export"): ["here", "there.safetensors"],
     ("checkpoint", "diff"): ["here", "there"],

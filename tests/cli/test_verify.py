@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 
 from paceline.cli import chaos
 from paceline.cli.main import main
+from tests.examples.running import EXAMPLES
 from tests.faults.jobs import BorrowedPopen
 from tests.verify.running import PLANTED
 
@@ -153,3 +155,12 @@ def test_a_difference_is_code_1_and_json_says_where(call: Call) -> None:
     assert (finding["step"], finding["item"]["lane"], finding["element"]["name"]) == (1, 1, "0.weight")
     assert finding["operators"][1].startswith("aten.mul at planted.py:")
     assert finding["repeats"] is True
+
+
+@pytest.mark.job
+@pytest.mark.timeout(300)
+def test_the_hello_world_keeps_the_promise_as_a_person_asks_for_it() -> None:
+    words = [sys.executable, "-m", "paceline", "verify", str(EXAMPLES / "hello.py"), "--steps", "3"]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=280)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "✓ 2 settings, 3 steps, 2 tensors: every bit is the same." in done.stdout

@@ -87,6 +87,10 @@ class Outcome:
         return all(state in ("reference", "same") for state in self.states)
 
 
+Tell = Callable[[Outcome, str, int], None]
+"""What there is so far, which run is under way, and its step."""
+
+
 class Verification:
     """`start` starts a job, `environment` gives its variables, `tell` hears what is going on."""
 
@@ -95,12 +99,14 @@ class Verification:
         plan: Plan,
         start: Start,
         environment: Callable[[Path], dict[str, str]],
-        tell: Callable[[str, int | None], None] = lambda text, step: None,
+        tell: Tell = lambda outcome, text, step: None,
     ) -> None:
         self._plan, self._start, self._environment, self._tell = plan, start, environment, tell
 
+        self._out = Outcome()
+
     def outcome(self) -> Outcome:
-        out = Outcome()
+        out = self._out
         for setting in self._plan.settings:
             if out.runs and setting.workers > (lanes := out.runs[0].about["lanes"]):
                 raise ConfigError(
@@ -162,7 +168,11 @@ class Verification:
         )
         try:
             while process.poll() is None:
-                self._tell(str(setting) + ("" if look is None else ", a closer look"), steps_in(folder))
+                self._tell(
+                    self._out,
+                    f"{setting}{'' if look is None else f', a closer look at step {look.step}'}",
+                    steps_in(folder),
+                )
                 time.sleep(POLL_S)
         finally:
             if process.poll() is None:

@@ -6,14 +6,14 @@ import hashlib
 import json
 import math
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from paceline.verify import comparison
 from paceline.verify.causes import lane
 from paceline.verify.comparison import Difference
-from paceline.verify.jobs import Element, Outcome, Plan
+from paceline.verify.jobs import Element, Outcome, Plan, Tell
 from paceline.verify.record import Run
 
 if TYPE_CHECKING:
@@ -24,15 +24,23 @@ WIDEST = 120
 
 
 @contextmanager
-def progress(plan: Plan, *, shown: bool) -> Iterator[Callable[[str, int | None], None]]:
-    """One line while runs are under way, on a terminal; it is gone when they are done."""
+def progress(plan: Plan, *, shown: bool) -> Iterator[Tell]:
+    """The table as it grows, with a line about the run that is under way; on a terminal, and gone when all are done."""
     if not shown:
-        yield lambda text, step: None
+        yield lambda outcome, text, step: None
         return
-    from rich.console import Console
+    from rich.console import Console, Group
+    from rich.live import Live
+    from rich.spinner import Spinner
 
-    with Console(highlight=False).status("paceline verify") as status:
-        yield lambda text, step: status.update(f"{text} · step {step or 0}/{plan.steps}")
+    spinner = Spinner("dots")
+    with Live(spinner, console=Console(highlight=False), transient=True, refresh_per_second=8) as live:
+
+        def tell(outcome: Outcome, text: str, step: int) -> None:
+            spinner.update(text=f"{text} · step {step}/{plan.steps}")
+            live.update(Group(_table(outcome), spinner) if outcome.states else spinner)
+
+        yield tell
 
 
 def show(plan: Plan, outcome: Outcome) -> None:
@@ -65,7 +73,7 @@ def _table(outcome: Outcome) -> Any:
         "differs": ("✗", "bold red"),
         "failed": ("✗", "bold red"),
     }
-    for run, state, against in zip(outcome.runs, outcome.states, outcome.against, strict=True):
+    for run, state, against in zip(outcome.runs, outcome.states, outcome.against, strict=False):
         mark, style = marks[state]
         words = _verdict(outcome, run, state, against)
         table.add_row(
