@@ -50,6 +50,16 @@ def _(values: Tensor) -> Tensor:
     return torch.empty_like(values[0])
 
 
+class ByNorm(torch.optim.SGD):
+    """Every tensor moves by the same length, whatever its gradient's: which zero and fsdp refuse."""
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for p in self.param_groups[0]["params"]:
+            if p.grad is not None:
+                p.sub_(0.01 * p.grad / p.grad.norm())
+
+
 class ByLength(torch.optim.Optimizer):
     """A fused kernel in rounds of 131,072 elements, whose last, short one is rounded in another order."""
 
@@ -89,9 +99,9 @@ if BUG == "model_seeded_by_rank":
 model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 1))
 if BUG == "update_by_shard_length":
     model = nn.Sequential(nn.Linear(8, 20_000), nn.ReLU(), nn.Linear(20_000, 1))
-optimizer = (
-    ByLength(model.parameters()) if BUG == "update_by_shard_length" else torch.optim.SGD(model.parameters(), 0.1)
-)
+optimizer = (ByNorm if BUG == "update_by_norm" else torch.optim.SGD)(model.parameters(), 0.1)
+if BUG == "update_by_shard_length":
+    optimizer = ByLength(model.parameters())  # type: ignore[assignment]
 loader = torch.utils.data.DataLoader(Reshuffling(), batch_size=BATCH)
 own_generator, running_mean, items = torch.Generator().manual_seed(7), torch.zeros(8), 0
 if BUG == "wrong_bucket_order":
@@ -114,7 +124,8 @@ for _ in range(3):
             x = x + 0.01 * scatter_add(torch.cat([x, 1e3 * x, -1e3 * x]))
         loss = mse_loss(model(x), y)
         if BUG == "averaged_averages":
-            weight = BATCH / len(engine._training().own_lanes)  # a mean over this worker's lanes, then over workers
+            size, lanes = engine.world.size, engine.config.lanes  # a mean over this worker's lanes, then over workers
+            weight = BATCH / ((rank + 1) * lanes // size - rank * lanes // size)
         if BUG == "rank_dependent_branch":
             if rank == 0:
                 loss = loss + 1e-3 * model[0].weight.square().mean()

@@ -78,11 +78,19 @@ def test_a_script_without_a_bug_is_the_same_at_every_setting(tmp_path: Path) -> 
 
 @pytest.mark.job
 @pytest.mark.timeout(300)
-def test_what_the_engine_refuses_is_told_with_its_words(tmp_path: Path) -> None:
+def test_a_model_that_the_engine_refuses_is_told_with_its_words(tmp_path: Path) -> None:
     _, outcome = verified(tmp_path, str(PLANTED), "model_seeded_by_rank")
     assert outcome.states == ["reference", "failed"]
     assert outcome.difference is None
     assert "'0.bias' has other values on worker 1 than on worker 0" in str(outcome.runs[1].error)
+
+
+@pytest.mark.job
+@pytest.mark.timeout(300)
+def test_an_optimizer_that_shards_refuse_is_told_with_its_words(tmp_path: Path) -> None:
+    _, outcome = verified(tmp_path, str(PLANTED), "update_by_norm", workers=(2,), strategies=("ddp", "zero2"))
+    assert outcome.states == ["reference", "failed"]
+    assert "optimizer ByNorm can't run on ranges of parameters" in str(outcome.runs[1].error)
 
 
 @pytest.mark.job

@@ -89,7 +89,10 @@ def _table(outcome: Outcome) -> Any:
 
 def _verdict(outcome: Outcome, run: Run, state: str, against: int | None) -> str:
     if state == "reference":
-        return "what the others are compared with"
+        is_first = run is outcome.runs[0]
+        return (
+            "what the others are compared with" if is_first else "trains other numbers, so it is compared with itself"
+        )
     assert against is not None
     if state == "failed":
         return f"failed in step {run.made + 1}" if run.made else "failed before its first step"
