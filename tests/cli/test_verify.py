@@ -114,6 +114,15 @@ def test_what_could_not_be_run_is_one_line_and_code_2(script: str, said: str, ca
 
 @pytest.mark.job
 @pytest.mark.timeout(300)
+def test_lanes_that_the_script_contradicts_are_told(call: Call, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(loop(engine="lanes=4"))
+    code, _, err = call("train.py", "--lanes", "3")
+    assert (code, err.count("\n")) == (2, 1)
+    assert "the script says lanes=4 and the launcher says --lanes 3" in err
+
+
+@pytest.mark.job
+@pytest.mark.timeout(300)
 def test_a_script_that_fails_at_one_setting_is_code_1_with_its_error(call: Call, tmp_path: Path) -> None:
     bug = "if engine.world.rank == 1 and engine.step == 2: raise ValueError('bad day')"
     (tmp_path / "train.py").write_text(loop(first=bug))

@@ -66,7 +66,8 @@ def verify(
     if most < max(counts):
         raise ConfigError(f"--lanes {lanes} with {max(counts)} workers: every worker needs at least one")
     with tempfile.TemporaryDirectory(prefix="paceline-verify-") as folder:
-        plan = Plan(words, settings_of(counts, names), steps, most, tolerance, Path(folder))
+        options = () if lanes is None else ("--lanes", str(lanes))  # a script that says otherwise is told so
+        plan = Plan(words, settings_of(counts, names), steps, most, tolerance, Path(folder), options)
         with report.progress(plan, shown=not json and sys.stdout.isatty()) as tell:
             outcome = Verification(plan, start, lambda of: environment.verify_environment(of, most), tell).outcome()
     if json:

@@ -87,7 +87,7 @@ class RecordedStep(TrainStep):
 
     def end_item(self) -> None:
         super().end_item()
-        if self.phase is Phase.BETWEEN_STEPS and self.recorder.is_done:
+        if self.now.phase is Phase.BETWEEN_STEPS and self.recorder.is_done:
             raise SystemExit(0)  # on all workers, after the same step
 
     def close(self) -> None:

@@ -151,7 +151,7 @@ def _of_operators(found: Difference, parted: Parting) -> Cause:
                 "an operator that depends on more than its inputs",
                 f"{theirs} gave other results in {at} than in the reference for the same inputs, and each run the same "
                 "again: a fused kernel whose result depends on threads, alignment or the length that it is given",
-                "choose another implementation of the operator, or fix what it depends on (--threads)",
+                "choose another implementation of the operator, or fix what it depends on, such as Engine(threads=…)",
             )
 
 

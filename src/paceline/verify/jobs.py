@@ -48,6 +48,7 @@ class Plan:
     lanes: int
     tolerance: float
     folder: Path  # of all runs
+    options: tuple[str, ...] = ()  # of `paceline run`
 
     @property
     def script(self) -> str:
@@ -163,9 +164,8 @@ class Verification:
         Request(folder, self._plan.steps, self._plan.lanes, setting.strategy, look).write()
         words = [word.replace("{folder}", str(folder / "files")) for word in self._plan.command]
         log, begun = folder / "log.txt", time.monotonic()
-        process: Process = self._start(
-            ["run", "--workers", str(setting.workers), *words], log, self._environment(folder)
-        )
+        job = ["run", "--workers", str(setting.workers), *self._plan.options, *words]
+        process: Process = self._start(job, log, self._environment(folder))
         try:
             while process.poll() is None:
                 self._tell(
