@@ -83,7 +83,8 @@ class RecordedStep(TrainStep):
         super()._count()
         if is_new:
             self.drain()
-            self.recorder.end_step(rules.learning_rates(self._optimizers), update=self.update, empty=self.now.empty)
+            rates = [value for _, value in rules.learning_rates(self._optimizers)]
+            self.recorder.end_step(rates, update=self.update, empty=self.now.empty)
 
     def end_item(self) -> None:
         super().end_item()

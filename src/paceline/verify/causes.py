@@ -56,8 +56,8 @@ def likely_cause(
         case c.RATES:
             return Cause(
                 "learning rates",
-                f"worker {found.workers[0]} has another learning rate: a schedule that counts this worker's items or "
-                "depends on the number of workers",
+                f"worker {found.workers[0]} has another learning rate, decay or momentum: a schedule that counts the "
+                "items of this worker, or depends on the number of workers",
                 "make the schedule over engine.steps_per_epoch(loader), and give the scheduler to engine.prepare()",
             )
         case c.GRADIENT:
