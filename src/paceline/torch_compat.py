@@ -220,6 +220,28 @@ def each_operator(see: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]) ->
     return Seen()
 
 
+_PLAN = "paceline plan"
+
+
+def fake_tensors(**options: Any) -> Any:
+    """A mode in which tensors have no memory. Looked up when it is used: importing it takes time."""
+    return resolve("torch._subclasses.fake_tensor:FakeTensorMode", _PLAN)(**options)
+
+
+def watching_operators(note: Callable[[Any, Any, Any, Any], None]) -> Any:
+    """A context in which every operator of this thread, and of its backward, is told: (it, args, kwargs, result)."""
+    mode = resolve("torch.utils._python_dispatch:TorchDispatchMode", _PLAN)
+    require(mode)
+
+    class Watching(mode):  # type: ignore[misc,valid-type]
+        def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            out = operator(*args, **(kwargs or {}))
+            note(operator, args, kwargs or {}, out)
+            return out
+
+    return Watching()
+
+
 def memory_written_by(run: Callable[[], Any]) -> set[int]:
     """The `memory_id` of every tensor that is written to while `run` runs."""
     written: set[int] = set()

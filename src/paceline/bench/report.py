@@ -297,3 +297,30 @@ def show_network(result: dict[str, Any], out: Console) -> None:
 
 def _mbit(bytes_per_s: float) -> str:
     return f"{8 * bytes_per_s / 1e6:,.0f}"
+
+
+def show_hardware(profile: dict[str, Any], console: Console) -> None:
+    """Rates by the number of workers that are busy at once, and what exchanges cost."""
+    dtypes = list(next(iter(profile["rates"].values()))["flops"])
+    table = table_of("busy at once", *(f"{dtype} GFLOP/s" for dtype in dtypes), "memory GB/s", "update GB/s")
+    for count, rates in profile["rates"].items():
+        numbers = [*(rates["flops"][dtype] for dtype in dtypes), rates["memory_bandwidth"], rates["update_bandwidth"]]
+        table.add_row(f"{count} workers", *(f"{number / 1e9:,.1f}" for number in numbers))
+    console.print(table)
+    if profile["exchanges"]:
+        exchanges = table_of("exchange", "workers", "fixed, ms", "per MB of gradients, ms", "per tensor, µs")
+        for backend, by_workers in profile["exchanges"].items():
+            for count, costs in by_workers.items():
+                for strategy, cost in costs.items():
+                    numbers = [1e3 * cost["fixed_s"], 1e9 * cost["per_byte_s"], 1e6 * cost["per_tensor_s"]]
+                    cells = [f"{number:,.3g}" for number in numbers]
+                    exchanges.add_row(f"{strategy} over {backend}", count, *cells)
+        console.print(exchanges)
+    reduced = table_of("all-reduce", "workers", "bytes", "µs", "bus bandwidth, GB/s")
+    for backend, by_workers in profile["collectives"].items():
+        for count, rows in by_workers.items():
+            for row in rows:
+                cells = [f"{row['bytes']:,}", f"{1e6 * row['seconds']:,.0f}", f"{row['bus_bandwidth'] / 1e9:.2f}"]
+                reduced.add_row(backend, count, *cells)
+    if profile["collectives"]:
+        console.print(reduced)

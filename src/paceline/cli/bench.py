@@ -1,10 +1,11 @@
-"""`paceline bench step | collectives | memory | network`: measurements beside what people use today.
+"""`paceline bench step | collectives | memory | network | hardware`: measurements beside what people use today.
 
     paceline bench step --workload mlp25m --against torch-ddp --workers 2 --json step.json
     paceline bench step --reduction exact --against paceline-exact-no-overlap
     paceline bench collectives --operation all_reduce --operation all_gather --png collectives.png
     paceline bench memory --workers 4 --strategy zero2 --against torch-fsdp2
     paceline bench network --workers 4 --parameters 25_000_000 --step-ms 120
+    paceline bench hardware --json here.json
 
 What each side's figures include is written in docs/benchmarks.md. Other measurements are scripts in the repository's
 folder benchmarks/.
@@ -252,6 +253,37 @@ def network(
     result["estimates"] = network_bench.estimates(result)
     write_json(result, json_file)
     show_network(result, console())
+
+
+@app.command()
+def hardware(
+    workers: Annotated[
+        list[int] | None,
+        typer.Option(callback=_that_the_host_carries, help="may be repeated [default: 2 and 4]", show_default=False),
+    ] = None,
+    backend: Annotated[
+        list[str] | None, typer.Option(help="may be repeated: paceline, gloo [default: both]", show_default=False)
+    ] = None,
+    steps: Annotated[int, typer.Option(max=MOST, help="timed steps of each strategy and model")] = 8,
+    threads: Annotated[int, typer.Option(max=MOST, help="of a worker")] = 1,
+    json_file: JsonFile = None,
+) -> None:
+    """This machine for `paceline plan`: what workers compute, and what each strategy's exchange costs.
+
+    About 40 s for each number of workers. Nothing else should run meanwhile.
+    """
+    from paceline.bench import hardware as hardware_bench
+    from paceline.bench.report import check_writable, console, show_hardware, write_json
+
+    check_writable(json_file)
+    found = hardware_bench.measure_hardware(
+        workers or [2, 4], backend or list(hardware_bench.BACKENDS), steps, threads,
+        tell=lambda line: print(line, flush=True),
+    )  # fmt: skip
+    if isinstance(found, int):
+        raise typer.Exit(found)
+    write_json(found, json_file)
+    show_hardware(found, console())
 
 
 def _ours(reduction: str) -> str:

@@ -30,6 +30,7 @@ from paceline.input_file import one_line
 VERBS = {
     "run": "paceline.cli.run",
     "doctor": "paceline.cli.doctor",
+    "plan": "paceline.cli.plan",
     "bench": "paceline.cli.bench",
     "data": "paceline.cli.data",
     "checkpoint": "paceline.cli.checkpoint",

@@ -38,7 +38,7 @@ from paceline.collectives.byte_count import Traffic
 from paceline.collectives.gradient_exchange import Reduction
 from paceline.elastic.faults import arm, tell_hash
 from paceline.engine import activation_checkpointing as recomputing
-from paceline.engine import rules
+from paceline.engine import rules, run_residuals
 from paceline.engine.accelerate_names import AccelerateNames, refuse_argument, refuse_name
 from paceline.engine.assembly import Assembly
 from paceline.engine.boundary import Operation, check_boundary
@@ -151,6 +151,7 @@ class Engine(AccelerateNames):
             is_main=lambda: self.is_main_process,
             world=self.resolved,
             say=self._note,
+            at_end=self.store_residuals,
         )
         self._group = Group(seat, self.config, self.device)
         self._put_together(opinion, record_folder)
@@ -173,7 +174,13 @@ class Engine(AccelerateNames):
         group.ends_with_it.append(self._saver)
         parts = (config, group, self._objects, self._between)
         recorded = record_folder if self._replay is None else None
-        self._preparation = Preparation(*parts, self._stops, opinion, self._replay, recorded)
+        of_preparation = (*parts, self._stops, opinion, self._replay, recorded)
+        if told.plan is None:
+            self._preparation = Preparation(*of_preparation)
+        else:  # `paceline plan` runs this script
+            from paceline.engine.script_profile import ScriptPreparation
+
+            self._preparation = ScriptPreparation(*of_preparation).order(Path(told.plan))
         group.connect(Assembly(*parts, self._preparation, self._saver))
 
     def resolved(self) -> dict[str, Any]:
@@ -531,6 +538,11 @@ class Engine(AccelerateNames):
         check_boundary(self._objects.step, operation)
         self._between.drain()
         return self._replay is None and self._group.recovery.admitted
+
+    def store_residuals(self, folder: Path, times: Sequence[tuple[int, float]]) -> None:
+        """At the end of a run, in its folder: what it measured beside what was predicted (`paceline plan`)."""
+        if self._objects.step is not None and self._replay is None:
+            run_residuals.store(folder, times, self.config, self.world, self.device, self._objects.step)
 
     def _note(self, text: str, area: str = "engine") -> None:
         self._group.note(text, area)

@@ -14,14 +14,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from paceline.checkpoint.manifest import size_text
 from paceline.collectives.communicator import Communicator
 from paceline.engine.config import EngineConfig, counted
 from paceline.errors import ConfigError
-from paceline.optim.range_optimizer import state_bytes
+from paceline.planner.model_sizes import frozen_bytes, sizes_of
 from paceline.sharding.footprint import Footprint, Model, residuals
 from paceline.strategies.registry import STRATEGIES, Chosen
 from paceline.world import out_of_memory
@@ -143,7 +143,7 @@ def check_memory(
 
 def cost_of_lanes(config: EngineConfig, world: World, optimizers: Sequence[Optimizer]) -> str | None:
     """What a strategy whose lanes are apart holds for them, where a worker has several; for one line at the start."""
-    model, most = _model(optimizers), -(-config.summed_lanes // world.size)
+    model, most = sizes_of(optimizers), -(-config.summed_lanes // world.size)
     if not config.strategy.entry.lanes_apart or model is None or most == 1:
         return None
     sizes = world.size, config.summed_lanes
@@ -168,7 +168,7 @@ def fit_of(
     limit = _limit_of(device)
     whom = None if limit is None else f"{world.host_rank} {limit.shared_by}"  # host names need not be unique
     sharers = comm.gather_json(whom).count(whom)  # all workers take part, whatever they find
-    model = _model(optimizers)
+    model = sizes_of(optimizers)
     if limit is None or model is None or not config.strategy.has_footprint:
         return None
     if device.type != "cpu":
@@ -176,7 +176,7 @@ def fit_of(
     shares_memory = comm.backend == "paceline"
     per_host = world.size if shares_memory else 1
     on_host = world.size if world.size % world.local_size else world.local_size  # hosts that are not even: nobody's
-    model = replace(model, frozen=_frozen_bytes(models, optimizers, low_precision=config.precision.is_low))
+    model = replace(model, frozen=frozen_bytes(models, optimizers, low_precision=config.precision.is_low))
     compressed = config.compression is not None and config.compression.feedback
     sizes = (world.size, config.summed_lanes, config.accumulate, per_host, on_host)
     return Fit(config.strategy, model, limit, sharers, *sizes, compressed)
@@ -186,32 +186,6 @@ def _limit_of(device: torch.device) -> MemoryLimit | None:
     if device.type == "cuda":
         return MemoryLimit(torch.cuda.get_device_properties(device).total_memory, f"{device}")
     return memory_limit()
-
-
-def _model(optimizers: Sequence[Optimizer]) -> Model | None:
-    """All trained parameters as if they were alike: the bytes of each, rounded down."""
-    trained: dict[int, Tensor] = {}
-    state = 0.0
-    for optimizer in optimizers:
-        each = state_bytes(optimizer)
-        mine = {id(p): p for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
-        if each is None:
-            return None
-        state += each * sum(p.numel() for p in mine.values())
-        trained |= mine
-    elements = sum(p.numel() for p in trained.values())
-    if not elements:
-        return None
-    weight = sum(p.numel() * p.element_size() for p in trained.values()) / elements
-    return Model(elements, weight=int(weight), gradient=4, state=int(state / elements))
-
-
-def _frozen_bytes(models: Sequence[nn.Module], optimizers: Sequence[Optimizer], *, low_precision: bool) -> int:
-    """Of parameters and buffers; in low precision a number takes two bytes at least."""
-    trained = {id(p) for o in optimizers for group in o.param_groups for p in group["params"] if p.requires_grad}
-    rest = {id(t): t for model in models for t in (*model.parameters(), *model.buffers()) if id(t) not in trained}
-    lowered = [min(t.element_size(), 2) if low_precision else t.element_size() for t in rest.values()]
-    return sum(t.numel() * size for t, size in zip(rest.values(), lowered, strict=True))
 
 
 def _gib(number: int) -> str:

@@ -279,7 +279,7 @@ class Preparation:
         if weights is not None:
             models = [thing for thing in objects if isinstance(thing, nn.Module)]
             self._open_weights(path_of("weights", weights), models, trains=trains)
-        place = _place_of_training_data(objects) if trains else None
+        place = place_of_training_data(objects) if trains else None
         objects = tuple(as_loader(thing, self._config, trains=at == place) for at, thing in enumerate(objects))
         for thing in objects:
             self._adopt(thing)
@@ -612,7 +612,7 @@ class Preparation:
         )
 
 
-def _place_of_training_data(objects: Sequence[Any]) -> int | None:
+def place_of_training_data(objects: Sequence[Any]) -> int | None:
     """Of the loader or dataset that trains, among what `prepare` was given with an optimizer."""
     data = [at for at, thing in enumerate(objects) if isinstance(thing, DataLoader | Dataset | StepSource)]
     return next((at for at in data if not _in_plain_order(objects[at])), data[0] if data else None)

@@ -6,6 +6,7 @@ main one starts them anew, with what the lost one had not written yet (`WrittenB
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +18,8 @@ from paceline.errors import ConfigError, LoopError
 from paceline.tracking import choose
 from paceline.tracking.json_lines import WrittenByAnother
 from paceline.tracking.reporter import RunInfo
+
+AtEnd = Callable[[Path, Sequence[tuple[int, float]]], None]  # of the run's folder, and (step, second) of each line
 
 
 class RunReports:
@@ -30,11 +33,13 @@ class RunReports:
         is_main: Callable[[], bool],
         world: Callable[[], Mapping[str, Any]],
         say: Callable[[str], None],
+        at_end: AtEnd | None = None,
     ) -> None:
         self._report_to, self._run, self._is_main, self._world, self._say = report_to, run, is_main, world, say
         self.is_reporting = is_main()
         self._reporters = choose(report_to, main=self.is_reporting)
         self._written: WrittenByAnother | None = None  # where this worker has taken over
+        self._at_end, self._times = at_end, list[tuple[int, float]]()
         self._reporters.start(run)
 
     @property
@@ -43,6 +48,7 @@ class RunReports:
 
     def log(self, step: int, values: Mapping[str, float], history: Iterable[Mapping[str, Any]]) -> None:
         """`history`: all that this worker has logged, this line included."""
+        self._times.append((step, time.monotonic()))
         if self.take_over(history) or (self._written is not None and self._written.has(step, values)):
             return
         self._reporters.log(step, values)
@@ -62,6 +68,8 @@ class RunReports:
         return True
 
     def close(self, *, ok: bool) -> None:
+        if ok and self.is_reporting and self._at_end is not None:
+            self._at_end(self._run.folder, self._times)
         self._reporters.close(ok=ok)
 
 
@@ -83,7 +91,9 @@ class MetricsLog:
         is_main: Callable[[], bool],
         world: Callable[[], Mapping[str, Any]],
         say: Callable[[str], None],
+        at_end: AtEnd | None = None,
     ) -> None:
+        self._at_end = at_end
         self._log_with, self._folder = _names("log_with", log_with), project_dir
         choose(self._log_with, main=False, argument="log_with")  # an error now, not after the data are loaded
         self._is_main, self._world, self._say = is_main, world, say
@@ -97,7 +107,9 @@ class MetricsLog:
         if not name or Path(name).name != name:
             raise ConfigError(f"engine.init_trackers({name!r}): a run's name is that of a folder in project_dir")
         run = RunInfo(name, self._folder / name, config, dict(self._world()), resumed_at=step or None)
-        self._reports = RunReports(self._log_with, run, is_main=self._is_main, world=self._world, say=self._say)
+        self._reports = RunReports(
+            self._log_with, run, is_main=self._is_main, world=self._world, say=self._say, at_end=self._at_end
+        )
 
     def log(self, values: Mapping[str, Any], step: int) -> None:
         if self._reports is None:

@@ -101,6 +101,7 @@ class TrainingReports(NoReports):
             is_main=lambda: engine.is_main_process,
             world=engine.resolved,
             say=partial(engine._note, area="trainer"),
+            at_end=engine.store_residuals,
         )
         self._bar = engine.bar(state.max_steps) if shows else NoBar()
         self._began = time.monotonic()

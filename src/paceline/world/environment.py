@@ -100,6 +100,18 @@ def replay_environment(folder: Path, *, lanes: int, threads: int, seed: int) -> 
     }
 
 
+def plan_environment(order: Path, *, threads: int) -> dict[str, str]:
+    """What makes a process the only worker of a job, whose step is profiled as the order says."""
+    return {
+        "PACELINE_RANK": "0",
+        "PACELINE_WORLD_SIZE": "1",
+        "PACELINE_SERVERS": "0",
+        "PACELINE_THREADS": str(threads),
+        "PACELINE_PLAN": str(order),
+        "OMP_NUM_THREADS": str(threads),
+    }
+
+
 # glibc gives large blocks back to the kernel as they are freed, and a step's gradients and activations are faulted in
 # anew in every step: up to a quarter of the time of a small model on the CPU.
 KEEPING_MEMORY = {"MALLOC_TRIM_THRESHOLD_": str(2**40), "MALLOC_MMAP_THRESHOLD_": str(2**30)}

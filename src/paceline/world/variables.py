@@ -6,6 +6,7 @@ PACELINE_* settings, which fix the same things as the flags of `paceline run`:
 PACELINE_LANES, _THREADS, _BACKEND, _SEED, _STRATEGY, _PRECISION, _ACTIVATION_CHECKPOINTING, _OFFLOAD
 PACELINE_REPLAY           the folder of a recorded run that one process does again (`paceline replay`)
 PACELINE_VERIFY           the folder in which a job is told what to record (`paceline verify`)
+PACELINE_PLAN             what to profile of a script that is not trained (`paceline plan SCRIPT`)
 PACELINE_HOST_ADDRESS     the address that tensors leave this host from
 PACELINE_INCARNATION, _VAULT, _COPIES, _MEMBERS, _ACROSS_HOSTS     of an elastic job, by `paceline run` alone
 """

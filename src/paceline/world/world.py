@@ -58,6 +58,7 @@ class LaunchSettings:
     activation_checkpointing: str | None = None
     offload: str | None = None
     replay: str | None = None  # a run folder: do again what its log says, instead of training
+    plan: str | None = None  # an order of `paceline plan`: profile the loop's body, instead of training
     tp: int | None = None  # workers of a tensor-parallel group
     cp: int | None = None  # likewise, that share a sequence
     verify: str | None = None  # a folder: `paceline verify` compares what workers write there

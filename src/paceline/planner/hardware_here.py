@@ -1,0 +1,86 @@
+"""This machine, looked at for a second: enough to rank, not to predict. `paceline bench hardware` measures it well."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import torch
+
+from paceline.errors import ConfigError
+from paceline.planner.hardware import Hardware, Link, Rates, device_names, hardware_named
+from paceline.world.host_limits import memory_limit, usable_cores
+
+SIDE = 768  # of matrices
+COPIED = 64 * 2**20
+ENOUGH_S = 0.15
+
+
+def rate_of(run: Callable[[], object], work: float, enough_s: float = ENOUGH_S) -> float:
+    """Of `work` done by `run`, a second: the best of several, since everything else only slows it."""
+    best = 0.0
+    run()
+    until = time.perf_counter() + enough_s
+    while True:
+        started = time.perf_counter()
+        run()
+        ended = time.perf_counter()
+        best = max(best, work / (ended - started))
+        if ended > until:
+            return best
+
+
+def rates_here(dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16)) -> Rates:
+    flops = {}
+    for dtype in dtypes:
+        a, b = torch.randn(SIDE, SIDE).to(dtype), torch.randn(SIDE, SIDE).to(dtype)
+        flops[str(dtype).removeprefix("torch.")] = rate_of(lambda a=a, b=b: a @ b, 2.0 * SIDE**3)  # type: ignore[misc]
+    source, target = torch.zeros(COPIED // 4), torch.zeros(COPIED // 4)
+    bandwidth = rate_of(lambda: target.copy_(source), 2.0 * COPIED)
+    tiny = torch.zeros(16)
+    operator_s = 1 / rate_of(lambda: [tiny.add_(1.0) for _ in range(100)], 100.0)
+    return Rates(flops, bandwidth, operator_s, update_bandwidth=update_rate())
+
+
+def update_rate(elements: int = 2**21) -> float:
+    """Bytes that AdamW reads and writes a second."""
+    parameter = torch.nn.Parameter(torch.zeros(elements))
+    parameter.grad = torch.zeros(elements)
+    optimizer = torch.optim.AdamW([parameter], fused=True)
+    return rate_of(optimizer.step, elements * (4 + 4 + 1.5 * 8.0))
+
+
+def memory_here() -> int:
+    limit = memory_limit()
+    if limit is None:
+        raise ConfigError("nothing says how much memory this machine has; give --memory-gib")
+    return limit.bytes
+
+
+def quick_hardware(threads: int = 1) -> Hardware:
+    if torch.cuda.is_available():
+        name = torch.cuda.get_device_name()
+        known = next((one for one in device_names() if one.lower() in name.lower()), None)
+        if known is None:
+            raise ConfigError(
+                f"{name} is not among the known devices ({', '.join(device_names())}); measure it with paceline bench "
+                "hardware --json FILE and give --hardware FILE"
+            )
+        return hardware_named(known)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        rates = rates_here()
+    finally:
+        torch.set_num_threads(before)
+    link = Link("shared memory", rates.memory_bandwidth / 3, 50e-6)
+    cores = usable_cores()
+    shared = {count: _shared(rates, cores, threads, count) for count in sorted({1, cores, 2 * cores})}
+    return Hardware("this machine", "cpu", memory_here(), shared, link, cores=cores, threads=threads)
+
+
+def _shared(rates: Rates, cores: int, threads: int, workers: int) -> Rates:
+    """Each worker's part, if cores are all that they share."""
+    part = min(1.0, cores / (workers * threads))
+    flops = {dtype: part * rate for dtype, rate in rates.flops.items()}
+    return Rates(flops, part * rates.memory_bandwidth, rates.operator_s / part, part * rates.updates)

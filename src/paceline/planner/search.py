@@ -1,0 +1,336 @@
+"""Every strategy × micro-batch × accumulation × precision × checkpointing: which fit, which is fastest, and why.
+
+    plan = search(profile, hardware, Request(workers=8, per_host=8))
+    plan.fitting[0]        the fastest that fits, with `why` and the `flags` to start it with
+    plan.too_large         what does not fit, smallest first
+
+The global batch stays what it is (`samples · accumulate · lanes`), so that every row trains the same thing: a smaller
+micro-batch is accumulated more often. Strategies that train other numbers than ddp are tried when they are named.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+import paceline.strategies  # noqa: F401 (they register themselves)
+from paceline.errors import ConfigError
+from paceline.planner.hardware import Hardware
+from paceline.planner.memory_model import PARTS, Memory, memory_of
+from paceline.planner.model_profile import ModelProfile, Variant
+from paceline.planner.step_time_model import StepTime, step_time
+from paceline.planner.traffic import Sizes, StepTraffic, step_traffic
+from paceline.sharding.footprint import FOOTPRINTS
+from paceline.strategies.registry import STRATEGIES, Chosen, choose
+
+PROCESS_BYTES = {"cpu": 256 * 2**20, "cuda": 640 * 2**20}
+"""What a worker has besides tensors: libraries on a host; on a GPU a context and libraries' workspaces."""
+ALIKE = 0.03  # of a step: what a plan can't tell apart
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is planned for. `global_batch`: samples of a step; None: the given micro-batch on every lane."""
+
+    workers: int = 1
+    per_host: int = 0  # 0: all of them
+    lanes: int = 0  # 0: as many as workers
+    global_batch: int | None = None
+    strategies: tuple[str, ...] = ()
+    precisions: tuple[str, ...] = ("fp32",)
+    checkpointing: tuple[bool, ...] = (False, True)
+    micro_batches: tuple[int, ...] = ()
+    backend: str | None = None
+    bucket_mib: float = 16.0
+    memory_bytes: int | None = None  # of a worker; None: the hardware's
+
+    def __post_init__(self) -> None:
+        if self.workers < 1:
+            raise ConfigError(f"--workers {self.workers}: there is at least one")
+        if self.per_host and (self.workers % self.per_host and self.per_host < self.workers):
+            raise ConfigError(f"--per-host {self.per_host}: {self.workers} workers don't fill hosts of that size")
+        if self.lanes and self.lanes < self.workers:
+            raise ConfigError(f"--lanes {self.lanes}: fewer than {self.workers} workers leave some without work")
+
+    @property
+    def on_host(self) -> int:
+        return min(self.per_host or self.workers, self.workers)
+
+    @property
+    def all_lanes(self) -> int:
+        return self.lanes or self.workers
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One way to train, and what it is predicted to need."""
+
+    strategy: str
+    samples: int  # of a micro-batch
+    accumulate: int
+    precision: str
+    recomputed: bool
+    lanes: int
+    memory: Memory
+    traffic: StepTraffic
+    time: StepTime
+    room: int  # bytes that a worker has
+
+    @property
+    def global_batch(self) -> int:
+        return self.samples * self.accumulate * self.lanes
+
+    @property
+    def samples_per_s(self) -> float:
+        return self.global_batch / self.time.step_s
+
+    @property
+    def over(self) -> int:
+        """Bytes that are missing; negative where it fits."""
+        return self.memory.peak - self.room
+
+    @property
+    def fits(self) -> bool:
+        return self.over <= 0
+
+    @property
+    def settings(self) -> str:
+        checkpointing = ", activations made again" if self.recomputed else ""
+        times = f" × {self.accumulate}" if self.accumulate > 1 else ""
+        return f"{self.strategy}, {self.precision}, micro-batch {self.samples}{times}{checkpointing}"
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "strategy": self.strategy,
+            "micro_batch": self.samples,
+            "accumulate": self.accumulate,
+            "precision": self.precision,
+            "activation_checkpointing": self.recomputed,
+            "global_batch": self.global_batch,
+            "fits": self.fits,
+            "memory": self.memory.parts() | {"model_state": self.memory.model_state, "peak": self.memory.peak},
+            "room": self.room,
+            "sent_bytes": list(self.traffic.sent),
+            "sent_is_counted": self.traffic.counted,
+            "compute_s": self.time.compute_s,
+            "update_s": self.time.update_s,
+            "communication_s": self.time.communication_s,
+            "hidden_s": self.time.hidden_s,
+            "exposed_s": self.time.exposed_s,
+            "step_s": self.time.step_s,
+            "samples_per_s": self.samples_per_s,
+        }
+
+
+@dataclass(frozen=True)
+class Plan:
+    model: ModelProfile
+    hardware: Hardware
+    request: Request
+    fitting: tuple[Candidate, ...]  # fastest first
+    too_large: tuple[Candidate, ...]  # smallest first
+    left_out: tuple[str, ...] = ()
+
+    @property
+    def best(self) -> Candidate:
+        if not self.fitting:
+            raise ConfigError(self.why_nothing_fits())
+        return self.fitting[0]
+
+    def best_of(self, strategy: str) -> Candidate | None:
+        return next((one for one in self.fitting if one.strategy == strategy), None)
+
+    def why(self) -> str:
+        """Why the first is first: what it saves against the best of another strategy."""
+        best = self.best
+        others = {one.strategy: one for one in reversed(self.fitting) if one.strategy != best.strategy}
+        others = {name: one for name, one in others.items() if one.samples_per_s < best.samples_per_s * (1 - 1e-9)}
+        if not others:
+            if any(one.strategy != best.strategy for one in self.too_large):
+                return f"{best.strategy} is the only strategy that fits"
+            return f"{best.strategy} is the only strategy that was asked for, with the fastest micro-batch"
+        rival = max(others.values(), key=lambda one: one.samples_per_s)
+        ahead = best.samples_per_s / rival.samples_per_s - 1
+        per_sample = {
+            name: getattr(rival.time, name) / rival.global_batch - getattr(best.time, name) / best.global_batch
+            for name in ("compute_s", "update_s", "exposed_s")
+        }
+        most = max(per_sample, key=lambda name: per_sample[name])
+        told = {
+            "compute_s": "computes less",
+            "update_s": "each worker updates its part alone",
+            "exposed_s": "waits less for other workers",
+        }[most]
+        numbers = f"{1e3 * getattr(best.time, most):.3g} ms a step against {1e3 * getattr(rival.time, most):.3g}"
+        near = "" if ahead > ALIKE else "; so near that only a measurement can tell"
+        return f"{ahead:.0%} faster than {rival.strategy}: {told} ({numbers}){near}"
+
+    def flags(self) -> str:
+        """What to start the best with; batch_size and accumulate belong to the script."""
+        best, request = self.best, self.request
+        words = ["paceline run", f"--workers {request.on_host}", f"--strategy {best.strategy}"]
+        if request.all_lanes != request.workers:
+            words.append(f"--lanes {request.all_lanes}")
+        if best.precision != "fp32":
+            words.append(f"--precision {best.precision}")
+        if best.recomputed:
+            words.append("--activation-checkpointing blocks")
+        script = f"batch_size={best.samples}" + (
+            f", Engine(accumulate={best.accumulate})" if best.accumulate > 1 else ""
+        )
+        return f"{' '.join(words)} SCRIPT    with {script}"
+
+    def why_nothing_fits(self) -> str:
+        if not self.too_large:
+            return "nothing to plan: no strategy takes these settings"
+        smallest = self.too_large[0]
+        part = max(PARTS, key=lambda name: getattr(smallest.memory, name))
+        return (
+            f"nothing fits: {smallest.settings} needs {gib(smallest.memory.peak)} on each worker, "
+            f"{gib(smallest.over)} more than the {gib(smallest.room)} it has; the largest part is "
+            f"{PARTS[part]} ({gib(getattr(smallest.memory, part))}). {self._would_fit(smallest)}"
+        )
+
+    def _would_fit(self, smallest: Candidate) -> str:
+        more = [self.request.workers * factor for factor in (2, 4, 8, 16, 32, 64)]
+        for workers in more if smallest.strategy in ("fsdp", "zero3", "hybrid", "zero2", "zero1") else ():
+            sharded = smallest.memory.model_state * self.request.workers // workers
+            rest = smallest.memory.peak - smallest.memory.model_state
+            if sharded + rest <= smallest.room and not self.hardware.shares_memory:
+                return f"It would on about {workers} workers, or on devices with {gib(smallest.memory.peak)}"
+        if smallest.samples > 1:
+            return f"Smaller micro-batches than {smallest.samples} may fit (--micro-batches 1), or more memory does"
+        return f"It needs devices with at least {gib(smallest.memory.peak + PROCESS_BYTES[self.hardware.device])}"
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "kind": "paceline plan",
+            "model": {
+                "name": self.model.name,
+                "parameters": self.model.parameters,
+                "profiled_by": self.model.how,
+                "blocks": self.model.blocks,
+            },
+            "hardware": {
+                "name": self.hardware.name,
+                "source": self.hardware.source,
+                "measured": self.hardware.is_measured,
+            },
+            "workers": self.request.workers,
+            "per_host": self.request.on_host,
+            "lanes": self.request.all_lanes,
+            "best": None if not self.fitting else self.best.to_json() | {"why": self.why(), "flags": self.flags()},
+            "fitting": [one.to_json() for one in self.fitting],
+            "too_large": [one.to_json() for one in self.too_large],
+            "left_out": list(self.left_out),
+        }
+
+
+def gib(number: float) -> str:
+    return f"{number / 2**30:.2f} GiB" if abs(number) >= 2**28 else f"{number / 2**20:.1f} MiB"
+
+
+def micro_batches(global_batch: int, lanes: int, given: int) -> list[int]:
+    """Sizes that fill the global batch when they are accumulated: the lane's share, a half of it, a quarter, …"""
+    each = max(1, global_batch // lanes)
+    sizes = [each]
+    while sizes[-1] > 1 and sizes[-1] % 2 == 0 and len(sizes) < 6:
+        sizes.append(sizes[-1] // 2)
+    return sizes if given in sizes or each % given else sorted({*sizes, given}, reverse=True)
+
+
+def strategies_for(request: Request, hardware: Hardware) -> tuple[list[Chosen], list[str]]:
+    if request.strategies:
+        unknown = [name for name in request.strategies if name not in FOOTPRINTS]
+        if unknown:
+            raise ConfigError(
+                f"strategy {unknown[0]!r} can't be planned for: no footprint is known; choose among "
+                f"{', '.join(FOOTPRINTS)}"
+            )
+        return [choose(name) for name in request.strategies], []
+    known = [choose(name) for name in FOOTPRINTS if name in STRATEGIES]
+    alike = [one for one in known if one.is_synchronous and one.entry.bits_of_ddp]
+    several_hosts = request.on_host < request.workers
+    left_out = []
+    if not several_hosts:
+        alike = [one for one in alike if one.name != "hybrid"]
+    if request.workers == 1:
+        alike = [one for one in alike if one.name == "ddp"]
+        left_out.append("one worker: strategies are all alike")
+    return alike, left_out
+
+
+def sizes_for(request: Request, hardware: Hardware, accumulate: int, precision: str) -> Sizes:
+    backend = request.backend or ("nccl" if hardware.device == "cuda" else "paceline")
+    together = request.on_host == request.workers
+    if backend == "paceline" and not together:
+        backend = "gloo"
+    return Sizes(
+        request.workers,
+        request.all_lanes,
+        accumulate,
+        backend,
+        int(request.bucket_mib * 2**20),
+        torch.float32 if precision == "fp32" else torch.bfloat16,
+        shares_memory=backend == "paceline" and together and request.workers > 1,
+    )
+
+
+def search(model: ModelProfile, hardware: Hardware, request: Request) -> Plan:
+    chosen, left_out = strategies_for(request, hardware)
+    lanes = request.all_lanes
+    global_batch = request.global_batch or lanes * model.samples
+    sharers = request.on_host if hardware.shares_memory else 1
+    room = (request.memory_bytes or hardware.memory_bytes // sharers) - PROCESS_BYTES[hardware.device]
+    found: list[Candidate] = []
+    for variant, step in model.passes.items():
+        if variant.recomputed not in request.checkpointing or variant.precision not in request.precisions:
+            continue
+        accumulate, rest = divmod(global_batch, lanes * variant.samples)
+        if rest or not accumulate:
+            continue
+        sizes = sizes_for(request, hardware, accumulate, variant.precision)
+        for strategy in chosen:
+            if variant.precision != "fp32" and not strategy.entry.takes_low_precision:
+                continue
+            traffic = step_traffic(strategy.name, model, step, sizes)
+            memory = memory_of(strategy, model, step, sizes, variant.precision, request.on_host)
+            low = variant.precision != "fp32"
+            time = step_time(strategy.name, model, step, sizes, traffic, hardware, request.on_host, low)
+            found.append(
+                Candidate(
+                    strategy.name,
+                    variant.samples,
+                    accumulate,
+                    variant.precision,
+                    variant.recomputed,
+                    lanes,
+                    memory,
+                    traffic,
+                    time,
+                    room,
+                )
+            )
+    if not found:
+        raise ConfigError(
+            f"no micro-batch fills a global batch of {global_batch} on {lanes} lanes; give --global-batch a multiple "
+            f"of {lanes}, or --micro-batches that divide it"
+        )
+    fitting = sorted((one for one in found if one.fits), key=lambda one: (-one.samples_per_s, one.memory.peak))
+    too_large = sorted((one for one in found if not one.fits), key=lambda one: one.memory.peak)
+    return Plan(model, hardware, request, tuple(fitting), tuple(too_large), tuple(left_out))
+
+
+def variants_for(request: Request, samples: int) -> Sequence[Variant]:
+    lanes = request.all_lanes
+    global_batch = request.global_batch or lanes * samples
+    sizes = list(request.micro_batches) or micro_batches(global_batch, lanes, samples)
+    return [
+        Variant(size, precision, again)
+        for precision in sorted(request.precisions, key=lambda name: name != "fp32")
+        for size in sizes
+        for again in request.checkpointing
+    ]
