@@ -70,7 +70,7 @@ def enter(run: MemoryRun, world: World, workload: Workload) -> Loop:
         return peers[run.contestant]()
     options = engine_options(run.backend, run.bucket_mib)
     strategy = strategies()[run.contestant].config
-    return _Paceline(workload, world, MOST_STEPS, batches=1, strategy=strategy, **options)
+    return CountedLoop(workload, world, MOST_STEPS, batches=1, strategy=strategy, **options)
 
 
 class _ShowsAll:
@@ -83,7 +83,7 @@ class _ShowsAll:
         return 0
 
 
-class _Paceline(_ShowsAll, PacelineLoop):
+class CountedLoop(_ShowsAll, PacelineLoop):
     pass
 
 

@@ -281,7 +281,7 @@ def measure(run: MemoryRun, world: World, workload: Workload = MLP50M) -> dict[s
     torch.set_num_threads(1)
     if not run.keep_memory:
         keep_no_free_memory()
-    _use_everything_once()
+    use_everything_once()
     at_start = Resident.now().pss
     reset_peak()
     with meeting(world) if run.contestant in PEERS else nullcontext():
@@ -294,7 +294,7 @@ def measure(run: MemoryRun, world: World, workload: Workload = MLP50M) -> dict[s
             reset_peak()
             _step(loop)
             peak = peak_pss()
-            figures = _counted(loop, f"worker {world.rank}")
+            figures = counted_once(loop, f"worker {world.rank}")
             figures["private_buffers"] += loop.hidden_bytes()
         finally:
             loop.close()
@@ -314,7 +314,7 @@ def formula(run: MemoryRun, parameters: int) -> int | None:
     return footprint(like, Model(parameters), workers=run.workers, lanes=run.workers).held
 
 
-def _use_everything_once() -> None:
+def use_everything_once() -> None:
     """What libraries load and allocate at first use is no contestant's memory."""
     layer = torch.nn.Linear(256, 256)
     optimizer = adamw(layer)
@@ -328,7 +328,7 @@ def _step(loop: Loop) -> None:
     loop.update()
 
 
-def _counted(loop: Loop, worker: str) -> dict[str, Any]:
+def counted_once(loop: Loop, worker: str) -> dict[str, Any]:
     activations = Activations(loop.model, worker)
     with saved_tensors_hooks(activations.pack, lambda tensor: tensor):
         loss = loop.forward()

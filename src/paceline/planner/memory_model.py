@@ -3,7 +3,8 @@
     weights, gradients, master weights, optimizer state     by `sharding/footprint.py`, as every strategy tells it
     frozen                                                  weights and buffers that no optimizer trains
     activations                                             what autograd keeps, found by running on fake tensors
-    temporary                                               results beyond these, at the worst moment of a pass
+    temporary                                               results beyond these, at the worst moment of a pass; and
+                                                            on a CPU what libraries take in a step
     communication                                           buffers of buckets, or of gathered units, under way
 
 On the CPU the workers of a host have one memory between them, so all of them have to fit; a GPU has its own.
@@ -19,9 +20,12 @@ from paceline.planner.model_sizes import GRADIENT_BYTES
 from paceline.planner.traffic import Sizes, full_order
 from paceline.sharding.bucket import plan_buckets
 from paceline.sharding.footprint import Model
+from paceline.sharding.unit import Unit, unit_buckets
 from paceline.strategies.registry import Chosen
 
 MASTER_BYTES = 4
+LIBRARIES_BYTES = 32 * 10**6
+"""What a worker on a CPU takes in a step besides tensors: workspaces of libraries, threads. Measured."""
 
 
 @dataclass(frozen=True)
@@ -90,28 +94,43 @@ def memory_of(
         master_weights=masters,
         optimizer_state=held.optimizer_state - masters,
         activations=step.saved_bytes,
-        temporary=step.temporary_bytes,
+        temporary=step.temporary_bytes + (0 if sizes.backend == "nccl" else LIBRARIES_BYTES),
         communication=communication_bytes(strategy.name, model, step, sizes),
         inputs=step.input_bytes,
     )
 
 
 def communication_bytes(strategy: str, model: ModelProfile, step: PassProfile, sizes: Sizes) -> int:
-    """Buffers beside the gradients that a strategy keeps, while its exchange is under way."""
+    """Buffers beside the gradients that a strategy keeps, while its exchange is under way.
+
+    What is held is known from the code; how many buckets are on their way at the worst moment was measured, with 2
+    and 4 workers in shared memory (docs/accuracy.md).
+    """
     if sizes.workers == 1:
         return 0
     buckets = plan_buckets(model.specs, full_order(step, len(model.specs)), sizes.bucket_bytes)
     largest = max(bucket.elements * bucket.dtype.itemsize for bucket in buckets)
-    share = -(-largest // sizes.workers)
-    in_shards = strategy in ("fsdp", "hybrid") or (strategy == "zero3" and not sizes.shares_memory)
-    if in_shards:  # a unit that is used and the next one, and the gradients of a unit
-        units = sorted(sum(model.specs[number].elements for number in unit) for unit in model.units)
-        whole = sum(units[-2:]) * sizes.weight_dtype.itemsize
-        return whole + GRADIENT_BYTES * units[-1]
-    if strategy == "star":
-        return largest * (sizes.workers - 1)
-    if strategy == "zero2":  # lanes' gradients, bucket by bucket
-        return 2 * largest + share
-    if sizes.shares_memory:
-        return share
-    return (sizes.workers - 1) * share
+    alone = max((b.elements * b.dtype.itemsize for b in buckets if b.alone), default=0)
+    if strategy in ("fsdp", "hybrid") or (strategy == "zero3" and not sizes.shares_memory):
+        return _of_units(model, sizes)
+    if strategy == "star":  # the others' roots at worker 0, and messages on their way to it
+        return (sizes.workers - 1) * largest * 5 // 2
+    if strategy in ("zero2", "zero3"):  # every lane leaves by itself: two buckets, and parts of others that arrive
+        return (4 + sizes.workers) * largest // 2
+    if strategy == "zero1":
+        return alone
+    return 0 if sizes.shares_memory else (sizes.workers - 1) * -(-largest // sizes.workers)
+
+
+def _of_units(model: ModelProfile, sizes: Sizes) -> int:
+    """A unit that is used and the next one; the gradients of two; and what packed gradients travel in."""
+    units = [Unit("", None, unit) for unit in model.units]
+    elements = sorted(sum(model.specs[number].elements for number in unit) for unit in model.units)
+    packed = sum(
+        bucket.elements
+        for unit in units
+        for bucket in unit_buckets(model.specs, unit, sizes.bucket_bytes)
+        if not bucket.alone
+    )
+    in_use = sum(elements[-2:]) if len(elements) > 1 else elements[0]
+    return in_use * sizes.weight_dtype.itemsize + GRADIENT_BYTES * (in_use + packed)

@@ -239,10 +239,11 @@ class PassRecorder:
             self._read_again.add(self._number[id(tensor)])
         else:
             self._saved[id(storage)] = storage.nbytes()
-            self._kept.append(storage)
         return tensor
 
     def _note(self, operator: Any, args: Any, kwargs: Mapping[str, Any], out: Any) -> None:
+        if operator.namespace == "prim":  # what fake tensors ask about themselves
+            return
         inputs, outputs = list(tensors_in((args, kwargs))), list(tensors_in(out))
         self._hear_of(inputs, outputs, is_view=operator.is_view)
         if operator.is_view or not outputs:
@@ -427,7 +428,8 @@ def samples_in(batch: Any) -> int:
 def explained(error: BaseException) -> NotTraceableError:
     """Where a model looked at values that fake tensors don't have."""
     frames = [f for f in traceback.extract_tb(error.__traceback__) if "/torch/" not in f.filename]
-    own = next((f for f in reversed(frames) if "/paceline/planner/" not in f.filename), None)
+    ours = f"/{__package__.partition('.')[0]}/"
+    own = next((f for f in reversed(frames) if ours not in f.filename), None)
     where = "" if own is None else f" at {own.filename}:{own.lineno} ({own.line})"
     text = str(error).strip().splitlines()
     return NotTraceableError(

@@ -223,7 +223,7 @@ def _memory_plot(rows: Sequence[Candidate]) -> str:
 
 
 def _html_table(plan: Plan) -> str:
-    heads = ("", "strategy", "micro-batch", "precision", "checkpointing", plan.model.unit, "step", "compute", "update",
+    heads = ("", "strategy", "micro-batch", "precision", "ckpt", plan.model.unit, "step, ms", "compute", "update",
              "exposed", "hidden", "peak", "model state", "sent")  # fmt: skip
     out = ["<table><tr>", *(f"<th>{head}</th>" for head in heads), "</tr>"]
     for place, one in enumerate(plan.fitting, start=1):
@@ -231,7 +231,7 @@ def _html_table(plan: Plan) -> str:
         cells: list[Any] = [
             place, one.strategy, f"{one.samples} × {one.accumulate}", one.precision, "yes" if one.recomputed else "no",
             number_text(one.samples_per_s * plan.model.units_per_sample),
-            *(f"{1e3 * each:,.4g} ms" for each in
+            *(f"{1e3 * each:,.2f}" for each in
               (time.step_s, time.compute_s, time.update_s, time.exposed_s, time.hidden_s)),
             gib(one.memory.peak), gib(one.memory.model_state), gib(one.traffic.most) if one.traffic.most else "–",
         ]  # fmt: skip

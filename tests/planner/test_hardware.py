@@ -1,0 +1,112 @@
+"""Hardware by name, by file, and what is said where neither is any good."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paceline.bench.hardware import merged
+from paceline.bench.hardware_measure import SHAPES, fitted
+from paceline.errors import ConfigError
+from paceline.planner.hardware import Exchange, Hardware, Link, Rates, hardware_named, link_named, read_hardware
+
+
+def machine(**changed: Any) -> Hardware:
+    rates = {1: Rates({"float32": 100e9}, 10e9, 1e-6, 8e9), 4: Rates({"float32": 50e9}, 4e9, 2e-6, 4e9)}
+    exchanges = {"paceline": {2: {"ddp": Exchange(1e-3, 1e-9, 1e-5)}}}
+    given = {"name": "box", "device": "cpu", "memory_bytes": 8 * 2**30, "rates": rates}
+    return Hardware(**given | {"inside": Link("memory", 3e9, 5e-5), "exchanges": exchanges} | changed)
+
+
+def test_a_profile_survives_its_file(tmp_path: Path) -> None:
+    file = tmp_path / "here.json"
+    file.write_text(machine().to_json())
+    assert read_hardware(file) == machine()
+    assert hardware_named(str(file)).is_measured
+
+
+def test_names_are_found_however_they_are_written() -> None:
+    assert hardware_named("h100").name == hardware_named("NVIDIA H100").name
+    assert hardware_named("rtx-4090").name == "NVIDIA GeForce RTX 4090 24 GB"
+    assert link_named("infiniband 400").name == "InfiniBand 400"
+
+
+def test_between_two_measured_numbers_of_workers_seconds_are_interpolated_and_beyond_they_take_turns() -> None:
+    found = machine()
+    assert found.rates_for(1).flops["float32"] == 100e9
+    assert 50e9 < found.rates_for(2).flops["float32"] < 100e9
+    assert found.rates_for(8).flops["float32"] == pytest.approx(25e9)
+    assert found.rates_for(8).memory_bandwidth == pytest.approx(2e9)
+
+
+def test_a_gpu_is_its_worker_s_alone() -> None:
+    device = hardware_named("A100")
+    assert device.rates_for(8) == device.rates_for(1)
+
+
+def test_an_operator_takes_as_long_as_what_is_slower() -> None:
+    rates = Rates({"float32": 1e9, "bfloat16": 2e9}, 1e8)
+    assert rates.seconds(1000, 1, "float32") == 1e-6
+    assert rates.seconds(1000, 1000, "float32") == 1e-5
+    assert rates.seconds(1000, 1, "float16") == 1e-6  # of which nothing is known: as fp32
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("H9000", r"hardware 'H9000' is not known; choose one of H100, .*, or measure it: paceline bench hardware"),
+        ("no.json", r"hardware profile no\.json: "),
+    ],
+)
+def test_what_is_not_known_is_refused_with_what_is(name: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        hardware_named(name)
+    with pytest.raises(ConfigError, match=r"network 'string' is not known; choose one of NVLink 4"):
+        hardware_named("H100", "string")
+
+
+def test_hosts_without_a_network_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"16 workers, 8 on each host: nothing says how hosts are connected"):
+        hardware_named("H100").link_of(16, 8)
+    assert hardware_named("H100", "InfiniBand 200").link_of(16, 8).bandwidth == pytest.approx(0.8 * 25e9)
+
+
+def test_files_that_are_no_profiles_are_refused(tmp_path: Path) -> None:
+    told = json.loads(machine().to_json())
+    for name, change, said in (
+        ("other", {"kind": "something"}, "is no hardware profile of this version"),
+        ("cut", {"rates": None}, "is damaged"),
+        ("zero", {"memory_bytes": 0}, "not positive"),
+    ):
+        file = tmp_path / f"{name}.json"
+        file.write_text(json.dumps(told | change))
+        with pytest.raises(ConfigError, match=said):
+            read_hardware(file)
+
+
+def test_costs_of_three_models_give_their_coefficients_back() -> None:
+    wanted = Exchange(2e-3, 3e-10, 4e-6)
+    costs = [wanted.seconds(4 * layers * elements, layers) for layers, elements in SHAPES]
+    assert fitted(costs) == pytest.approx(
+        {"fixed_s": wanted.fixed_s, "per_byte_s": wanted.per_byte_s, "per_tensor_s": wanted.per_tensor_s}
+    )
+    assert min(fitted([3e-3, 1e-3, 2e-3]).values()) >= 0  # noise gives no negative cost
+
+
+def test_what_workers_measured_becomes_a_profile_that_can_be_read(tmp_path: Path) -> None:
+    rates = {"flops": {"float32": 1e9}, "memory_bandwidth": 1e9, "operator_s": 1e-6, "update_bandwidth": 1e9}
+    cost = {"fixed_s": 1e-3, "per_byte_s": 1e-9, "per_tensor_s": 1e-6}
+    alone = {"name": "cpu", "memory_bytes": 2**30, "cores": 2, "threads": 1, "torch": "2", "rates": rates}
+    profile = merged({}, alone | {"exchanges": {}, "collectives": {}, "link": None}, 1)
+    link = {"name": "paceline", "bandwidth": 1e9, "latency_s": 1e-4}
+    two = {"exchanges": {"paceline": {"ddp": cost}}, "collectives": {"paceline": []}, "link": link}
+    profile = merged(profile, alone | two, 2)
+    file = tmp_path / "here.json"
+    file.write_text(json.dumps(profile))
+    found = read_hardware(file)
+    assert found.exchange("ddp", "paceline", 2) == Exchange(**cost)
+    assert found.exchange("ddp", "gloo", 2) is None
+    assert sorted(found.rates) == [1, 2]

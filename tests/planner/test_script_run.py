@@ -1,0 +1,92 @@
+"""`paceline plan SCRIPT`: the script's own loop is profiled, on fake tensors or for real, and nothing is trained."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from paceline.errors import ConfigError
+from paceline.planner.model_profile import Variant
+from paceline.planner.script_run import profile_script
+from paceline.planner.search import Request
+
+pytestmark = pytest.mark.job
+
+SCRIPT = """
+import torch, paceline
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+engine = paceline.Engine()
+model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 4))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+data = TensorDataset(torch.randn(64, 16), torch.randint(4, (64,)))
+model, optimizer, loader = engine.prepare(model, optimizer, DataLoader(data, batch_size=8, shuffle=True))
+total = 0.0
+for x, y in loader:
+    loss = nn.functional.cross_entropy(model(x), y)
+    LOOKS
+    engine.mean("loss", loss)
+    engine.backward(loss)
+    engine.clip_grad_norm_(1.0)
+    optimizer.step()
+    optimizer.zero_grad()
+    total += loss.item()
+    print(f"{loss:.3f}", engine.means["loss"], engine.step)
+print("trained")
+"""
+
+
+def script(folder: Path, looks: str = "pass") -> Path:
+    file = folder / "train.py"
+    file.write_text(SCRIPT.replace("LOOKS", looks))
+    return file
+
+
+def test_a_loop_is_profiled_in_every_variant(tmp_path: Path) -> None:
+    request = Request(workers=2, checkpointing=(False,), precisions=("fp32", "bf16"))
+    profile, why = profile_script(script(tmp_path), [], request, timed=False, threads=1, fused_attention=False)
+    assert why is None
+    assert profile.how == "the script's loop on fake tensors"
+    assert set(profile.passes) == {Variant(n, p) for n in (8, 4, 2, 1) for p in ("fp32", "bf16")}
+    assert profile.samples == 8
+    assert profile.state_bytes == 4  # momentum
+    assert profile.passes[Variant(8)].flops == 2 * 8 * (2 * 16 * 32 + 3 * 32 * 4)
+
+
+def test_a_loop_that_looks_at_its_loss_runs_for_real_and_says_why(tmp_path: Path) -> None:
+    file = script(tmp_path, looks="assert loss.item() < 100")
+    profile, why = profile_script(file, [], Request(workers=2), timed=False, threads=1, fused_attention=False)
+    assert why is not None
+    assert "DataDependent" in why
+    assert list(profile.passes) == [Variant(8)]
+    assert profile.passes[Variant(8)].measured_s is not None
+    assert profile.how == "a real step, recorded, timed here"
+
+
+def test_a_script_that_prepares_nothing_is_refused_with_what_it_needs(tmp_path: Path) -> None:
+    file = tmp_path / "nothing.py"
+    file.write_text("print('hello')\n")
+    with pytest.raises(ConfigError, match=r"could not be profiled.*ended without a step.*engine\.prepare") as error:
+        profile_script(file, [], Request(), timed=False, threads=1, fused_attention=False)
+    assert "\n" not in str(error.value)
+    with pytest.raises(ConfigError, match="there is no script"):
+        profile_script(tmp_path / "none.py", [], Request(), timed=False, threads=1, fused_attention=False)
+
+
+def test_the_command_plans_a_script(tmp_path: Path) -> None:
+    words = [sys.executable, "-m", "paceline.cli.main", "plan", str(script(tmp_path)), "--workers", "2"]
+    out = tmp_path / "plan.json"
+    done = subprocess.run(
+        [*words, "--hardware", "L4", "--json", str(out), "--html", str(tmp_path / "plan.html")],
+        capture_output=True, text=True, check=False, timeout=110,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "first choice" in done.stdout
+    assert "trained" not in done.stdout
+    assert json.loads(out.read_text())["model"]["name"] == "train.py"
+    assert (tmp_path / "plan.html").read_text().startswith("<!doctype html>")
