@@ -20,6 +20,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from torch import Tensor, nn
@@ -52,6 +53,7 @@ from paceline.planner.search import variants_for
 from paceline.strategies.meta_device import is_on_meta
 
 TIMED = 3
+STEPS = 1000  # of an epoch, for schedules that never act
 
 
 class ScriptPreparation(Preparation):
@@ -78,7 +80,7 @@ class ScriptPreparation(Preparation):
         return tuple(ProfiledLoader(loader, step) if at == place else thing for at, thing in enumerate(objects))
 
     def steps_per_epoch(self, loader: Any) -> int:
-        return 1000  # of a schedule that never acts
+        return STEPS
 
 
 class ProfiledLoader:
@@ -88,6 +90,7 @@ class ProfiledLoader:
         self._loader, self._step = loader, step
         self.dataset = getattr(loader, "dataset", None)
         self.batch_size = getattr(loader, "batch_size", None)
+        self.epoch, self.source = 0, SimpleNamespace(steps=STEPS, steps_left=STEPS)  # what a Trainer plans with
 
     def __len__(self) -> int:
         return len(self._loader)
@@ -148,8 +151,8 @@ class ProfiledStep:
         self._variant, self._precision = Variant(0), "fp32"
         self._started, self._seconds = 0.0, list[float]()
         self.means: dict[str, float] = defaultdict(float)
-        self.step, self.rounds, self.round, self.stepped, self.inside_step = 0, 0, 0, False, True
-        self.item = None
+        self.step, self.rounds, self.round, self.stepped, self.inside_step = 0, 0, 0, False, False
+        self.item, self.broken = None, None
 
     # -- one pass ----------------------------------------------------------------------------------------------------
 

@@ -29,7 +29,9 @@ FORMAT = 1
 ATTAINED_FLOPS = 0.62
 ATTAINED_BANDWIDTH = 0.8
 ATTAINED_LINK = 0.8
-"""Of peaks in data sheets: what is assumed, not measured. Operators run one by one; torch.compile does better."""
+LAUNCH_S = 4e-6
+"""Of peaks in data sheets, and seconds to launch a kernel: what is assumed, not measured. Operators run one by one;
+torch.compile does better."""
 
 
 @dataclass(frozen=True)
@@ -198,6 +200,7 @@ def hardware_named(name: str, network: str | None = None) -> Hardware:
     rates = Rates(
         {dtype: ATTAINED_FLOPS * rate for dtype, rate in told["flops"].items()},
         ATTAINED_BANDWIDTH * told["memory_bandwidth"],
+        LAUNCH_S,
     )
     between = None if network is None else link_named(network)
     return Hardware(

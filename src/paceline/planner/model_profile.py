@@ -150,6 +150,7 @@ class PassRecorder:
         self._saved: dict[int, int] = {}
         self._read_again: set[int] = set()
         self._used: dict[int, None] = {}
+        self._in_backward = False
         self._inputs: dict[int, int] = {}
         self._kept: list[Any] = []
         self._stack = ExitStack()
@@ -183,8 +184,8 @@ class PassRecorder:
         return batch
 
     def backward(self, loss: Tensor, samples: int) -> PassProfile:
-        saved, read_again = sum(self._saved.values()), frozenset(self._read_again)
-        self._work = Counter()
+        saved = sum(self._saved.values())
+        self._work, self._in_backward = Counter(), True
         hooks = [p.register_post_accumulate_grad_hook(self._final) for p in self._trained]  # type: ignore[no-untyped-call]
         try:
             loss.backward()  # type: ignore[no-untyped-call]
@@ -202,7 +203,7 @@ class PassRecorder:
             saved_bytes=saved,
             peak_bytes=self._peak,
             input_bytes=sum(self._inputs.values()),
-            read_again=read_again,
+            read_again=frozenset(self._read_again),
             used=tuple(self._used),
         )
 
@@ -257,7 +258,9 @@ class PassRecorder:
         for tensor in inputs:
             known = self._known.get(id(tensor.untyped_storage()))
             number = self._number.get(id(tensor)) if known is None else known[1]
-            if number is not None:
+            if number is not None and self._in_backward:
+                self._read_again.add(number)  # also where a block is made again
+            elif number is not None:
                 self._used.setdefault(number)
         for tensor in outputs:
             storage = tensor.untyped_storage()

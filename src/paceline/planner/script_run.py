@@ -67,7 +67,8 @@ def profile_script(
             return from_json(input_file.read_json(out)), why
     raise ConfigError(
         f"{script} could not be profiled. On fake tensors: {why}. For real: {again}. It has to train with an Engine: "
-        "engine.prepare(model, optimizer, loader), a loop over the loader and engine.backward(loss)"
+        "engine.prepare(model, optimizer, loader), a loop over the loader and engine.backward(loss); for a Trainer "
+        "give --model module:function"
     )
 
 

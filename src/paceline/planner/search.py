@@ -275,6 +275,7 @@ def sizes_for(request: Request, hardware: Hardware, accumulate: int, precision: 
         backend,
         int(request.bucket_mib * 2**20),
         torch.float32 if precision == "fp32" else torch.bfloat16,
+        on_host=request.on_host if request.workers % request.on_host == 0 else None,
         shares_memory=backend == "paceline" and together and request.workers > 1,
     )
 

@@ -83,8 +83,14 @@ def step_time(
     link = hardware.link_of(sizes.workers, per_host)
     sent = traffic.most or _read_in_memory(strategy, model, sizes)
     total = sent / link.bandwidth + _latencies(strategy, traffic, sizes) * link.latency_s
-    exposed = total if hardware.shares_memory else _exposed(strategy, model, step, sizes, total, one)
-    return StepTime(items * one, update, total, exposed, False)
+    if traffic.across is not None:  # sums between groups come when backward is over
+        inside, after = hardware.inside, traffic.across / link.bandwidth
+        total = (sent - traffic.across) / inside.bandwidth
+        total += _latencies(strategy, traffic, sizes) * inside.latency_s
+    else:
+        after = 0.0
+    exposed = total if hardware.shares_memory else _exposed(strategy, model, step, sizes, total, one, items)
+    return StepTime(items * one, update, total + after, exposed + after, False)
 
 
 def update_s(strategy: str, model: ModelProfile, sizes: Sizes, rates: Rates, low_precision: bool) -> float:
@@ -114,13 +120,15 @@ def _read_in_memory(strategy: str, model: ModelProfile, sizes: Sizes) -> int:
     return 2 * each if strategy == "ddp" else each
 
 
-def _exposed(strategy: str, model: ModelProfile, step: PassProfile, sizes: Sizes, total: float, one: float) -> float:
-    """Buckets leave as backward finishes them, and travel one after another beside it."""
+def _exposed(
+    strategy: str, model: ModelProfile, step: PassProfile, sizes: Sizes, total: float, one: float, items: int
+) -> float:
+    """Buckets leave as the last item's backward finishes them, and travel one after another beside it."""
     works = [_weight(stretch.work) for stretch in step.backward]
     everything = sum(works) + _weight(step.forward)
     backward_s = one * sum(works) / everything if everything else 0.0
     if strategy in ("fsdp", "zero3", "hybrid"):
-        return _exposed_units(model, step, total, one)
+        return _exposed_units(model, step, total, one, items)
     if strategy == "star":
         return total
     buckets = plan_buckets(model.specs, full_order(step, len(model.specs)), sizes.bucket_bytes)
@@ -137,14 +145,14 @@ def _exposed(strategy: str, model: ModelProfile, step: PassProfile, sizes: Sizes
     return max(0.0, at - backward_s) + (total - scattered)
 
 
-def _exposed_units(model: ModelProfile, step: PassProfile, total: float, one: float) -> float:
+def _exposed_units(model: ModelProfile, step: PassProfile, total: float, one: float, items: int) -> float:
     """The next unit is gathered while one is used: the first gather waits, and so do the last unit's gradients."""
     pulls = pulls_of(model, step)
     sizes = [sum(model.specs[number].elements for number in unit) for unit in model.units]
     moved = sum(size * (count + 1) for size, count in zip(sizes, pulls, strict=True))
     first = next((place for place, count in enumerate(pulls) if count), 0)
-    ends = total * 2 * sizes[first] / max(1, moved)
-    return min(total, max(ends, total - one))
+    ends = total * 2 * sizes[first] / max(1, moved * items)
+    return min(total, max(ends, total - items * one))
 
 
 def _weight(work: Work) -> float:

@@ -33,11 +33,15 @@ REQUEST_BYTES = 16  # for a unit's weights: two numbers
 
 @dataclass(frozen=True)
 class StepTraffic:
-    """`sent`: bytes of each worker in a step. `messages`: buckets and units that are exchanged, one after another."""
+    """`sent`: bytes of each worker in a step. `messages`: buckets and units that are exchanged, one after another.
+
+    `across`: of `sent`, what leaves a group of workers that share weights (hybrid); None: there are no groups.
+    """
 
     sent: tuple[int, ...]
     messages: int
     counted: bool = True
+    across: int | None = None
 
     @property
     def most(self) -> int:
@@ -54,6 +58,7 @@ class Sizes:
     backend: str = "gloo"
     bucket_bytes: int = 16 * 2**20
     weight_dtype: torch.dtype = torch.float32
+    on_host: int | None = None  # workers of each host
     shares_memory: bool = False  # all workers are on one host, on the CPU, with backend "paceline"
 
     @property
@@ -74,8 +79,20 @@ def step_traffic(strategy: str, model: ModelProfile, step: PassProfile, sizes: S
         return _whole_weights(strategy, buckets, sizes)
     if strategy in ("zero3", "fsdp"):
         return _in_units(model, step, sizes)
-    formula = footprint(strategy, Model(model.parameters), workers=sizes.workers, lanes=sizes.lanes)
-    return StepTraffic((formula.sent,) * sizes.workers, len(model.specs), counted=False)
+    told = Model(model.parameters, weight=sizes.weight_dtype.itemsize)
+    sent = footprint(
+        strategy,
+        told,
+        workers=sizes.workers,
+        lanes=sizes.lanes,
+        accumulate=sizes.accumulate,
+        shard_over=sizes.on_host,
+    ).sent
+    across = None
+    if strategy == "hybrid" and sizes.on_host:
+        hosts = sizes.workers // sizes.on_host
+        across = 2 * (hosts - 1) * -(-4 * model.parameters // sizes.on_host) // hosts
+    return StepTraffic((sent,) * sizes.workers, sum(pulls_of(model, step)), counted=False, across=across)
 
 
 def full_order(step: PassProfile, parameters: int) -> list[int]:
