@@ -234,9 +234,9 @@ def sweep(settings: Sequence[Setting], steps: int, hardware_steps: int) -> Resul
 
 def error_of(row: Result, quantity: str) -> float | None:
     """Relative; None: it can't be measured here, as what a backend's own collective sends."""
-    predicted, measured = row["predicted"][quantity], row["measured"][quantity]
-    if quantity == "sent_bytes" and not row["predicted"]["counted"]:
+    if quantity not in row["measured"] or (quantity == "sent_bytes" and not row["predicted"]["counted"]):
         return None
+    predicted, measured = row["predicted"][quantity], row["measured"][quantity]
     if measured == 0:
         return 0.0 if predicted == 0 else float("inf")
     return float(predicted / measured - 1)
@@ -267,6 +267,7 @@ def summary(rows: Sequence[Result]) -> list[Result]:
 def choices(rows: Sequence[Result]) -> list[Result]:
     """For each workload and number of workers: the planner's first choice beside what was fastest."""
     out = []
+    rows = [row for row in rows if "step_s" in row["measured"]]
     for workload, workers in dict.fromkeys((row["workload"], row["workers"]) for row in rows):
         group = [row for row in rows if (row["workload"], row["workers"]) == (workload, workers)]
         chosen = min(group, key=lambda row: row["predicted"]["step_s"])
@@ -320,33 +321,37 @@ def _rows_of(rows: Sequence[Result]) -> list[str]:
         "| setting | step, ms | | error | peak, MB | | error | state, MB | | error | sent, bytes | | |",
         "|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
     ]
+    columns = (("step_s", 1e3, 1), ("peak", 1e-6, 1), ("model_state", 1e-6, 1), ("sent_bytes", 1, 0))
     for row in rows:
         cells = [f"{row['workload']}, {row['workers']}, {row['strategy']}"]
-        for quantity, scale, digits in (
-            ("step_s", 1e3, 1),
-            ("peak", 1e-6, 1),
-            ("model_state", 1e-6, 1),
-            ("sent_bytes", 1, 0),
-        ):
-            predicted, measured = (scale * row[side][quantity] for side in ("predicted", "measured"))
-            error = error_of(row, quantity)
-            told = (
-                "not counted"
-                if error is None
-                else f"{error:+.1%}"
-                if quantity != "sent_bytes"
-                else "="
-                if error == 0
-                else f"{error:+.2%}"
-            )
-            cells += [f"{predicted:,.{digits}f}", f"{measured:,.{digits}f}", told]
+        for quantity, scale, digits in columns:
+            if quantity not in row["measured"]:
+                cells += ["", "", ""]
+                continue
+            cells += [f"{scale * row[side][quantity]:,.{digits}f}" for side in ("predicted", "measured")]
+            cells.append(_error_text(quantity, error_of(row, quantity)))
         lines.append(f"| {' | '.join(cells)} |")
     return lines
 
 
+def _error_text(quantity: str, error: float | None) -> str:
+    if error is None:
+        return "not counted"
+    if quantity == "sent_bytes":
+        return "=" if error == 0 else f"{error:+.3%}"
+    return f"{error:+.1%}"
+
+
 def _notes(result: Result) -> list[str]:
     disturbed = sum(row["measured"]["busy_elsewhere"] > 0.08 for row in result["rows"])
+    untimed = sum("step_s" not in row["measured"] for row in result["rows"])
+    left_out = [
+        f"Step times of {untimed} settings are left out: the machine was busy with other work. Memory and bytes don't "
+        "depend on that. `python benchmarks/accuracy.py` on a quiet machine measures everything.",
+        "",
+    ]
     return [
+        *(left_out if untimed else []),
         f"Each pair is predicted, measured. Of {len(result['rows'])} settings {disturbed} were measured while other "
         'work had more than 8 % of the cores. Bytes are those of the busiest worker in a step over gloo; "not counted" '
         "is gloo's own all-reduce of two workers, whose bytes can't be seen from outside. Peak is the kernel's for one "
