@@ -183,6 +183,7 @@ def work(told: Result, folder: Path) -> None:
     gloo.step()  # it cuts other buckets, and gathers units whose order is not known yet
     gloo._engine.barrier()
     before = gloo._engine._group.comm.traffic
+    gloo._engine.barrier()  # none asks for weights of the next step before all have looked
     for _ in range(GLOO_STEPS):
         gloo.step()
     gloo._engine.barrier()

@@ -38,6 +38,7 @@ def trains(world: World, *, seed: int, strategy: str, lanes: int, accumulate: in
             if engine.stepped and first is None:  # it gathers units whose order is not known yet
                 engine.barrier()
                 first = engine._group.comm.traffic.sent_bytes
+                engine.barrier()  # none asks for weights of the next step before all have looked
         if strategy != "fsdp":
             return sent
         # Who asks for weights early is answered before our own step begins: all steps together are exact.
