@@ -179,8 +179,9 @@ def work(told: Result, folder: Path) -> None:
     peak = peak_pss()
     figures = counted_once(loop, f"worker {world.rank}")
     loop.close()
-    gloo = CountedLoop(workload, world, GLOO_STEPS + 2, strategy=told["strategy"], backend="gloo", batches=1)
-    gloo.step()  # it cuts other buckets, and gathers units whose order is not known yet
+    gloo = CountedLoop(workload, world, GLOO_STEPS + 3, strategy=told["strategy"], backend="gloo", batches=1)
+    for _ in range(2):  # the first gathers units whose order is not known yet; before the second buckets are cut anew,
+        gloo.step()  # and state moves to its new owners
     gloo._engine.barrier()
     before = gloo._engine._group.comm.traffic
     gloo._engine.barrier()  # none asks for weights of the next step before all have looked
