@@ -299,7 +299,7 @@ def page(result: Result) -> str:
         f"torch {machine['torch']}, {machine['cpu']}, {machine['cores']} cores, one thread for each worker, all on one "
         "host.",
         "",
-        "Predicted first, then measured: the planner saw the models on fake tensors, one pass of one process, and "
+        "The planner saw the models on fake tensors, one pass of one process, and "
         "`paceline bench hardware`; it saw no step of the settings below.",
         "",
         "| | median error | worst error | aim | |",
@@ -310,8 +310,10 @@ def page(result: Result) -> str:
         verdict = "reached" if one["reached"] else "**missed**"
         errors = f"{one['median']:.1%} | {one['worst']:.1%} ({one['where']})"
         lines.append(f"| {NAMES[one['quantity']]} ({one['of']} settings) | {errors} | {aim} | {verdict} |")
-    lines += ["", "| first choice | planner | fastest measured | behind by |", "|---|---|---|---:|"]
-    for one in choices(rows):
+    found = choices(rows)
+    if found:
+        lines += ["", "| first choice | planner | fastest measured | behind by |", "|---|---|---|---:|"]
+    for one in found:
         name = f"{one['workload']}, {one['workers']} workers"
         lines.append(f"| {name} | {one['chosen']} | {one['best']} | {one['behind']:.1%} |")
     lines += ["", *_rows_of(rows), "", *_notes(result)]
@@ -349,7 +351,8 @@ def _notes(result: Result) -> list[str]:
     untimed = sum("step_s" not in row["measured"] for row in result["rows"])
     left_out = [
         f"Step times of {untimed} settings are left out: the machine was busy with other work. Memory and bytes don't "
-        "depend on that. `python benchmarks/accuracy.py` on a quiet machine measures everything.",
+        "depend on that. Here predictions were made after the planner's constants for buffers had been found with these "
+        "measurements; `python benchmarks/accuracy.py` on a quiet machine predicts first, and measures everything.",
         "",
     ]
     return [
