@@ -352,7 +352,7 @@ def _notes(result: Result) -> list[str]:
     left_out = [
         f"Step times of {untimed} settings are left out: the machine was busy with other work. Memory and bytes don't "
         "depend on that. Here predictions were made after the planner's constants for buffers had been found with "
-        "these measurements; `python benchmarks/accuracy.py` on a quiet machine predicts first, and measures everything.",
+        "these measurements; `python benchmarks/accuracy.py` on a quiet machine predicts first and measures all.",
         "",
     ]
     return [
