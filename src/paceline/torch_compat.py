@@ -230,16 +230,13 @@ def fake_tensors(**options: Any) -> Any:
 
 def watching_operators(note: Callable[[Any, Any, Any, Any], None]) -> Any:
     """A context in which every operator of this thread, and of its backward, is told: (it, args, kwargs, result)."""
-    mode = resolve("torch.utils._python_dispatch:TorchDispatchMode", _PLAN)
-    require(mode)
 
-    class Watching(mode):  # type: ignore[misc,valid-type]
-        def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            out = operator(*args, **(kwargs or {}))
-            note(operator, args, kwargs or {}, out)
-            return out
+    def see(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        out = operator(*args, **kwargs)
+        note(operator, args, kwargs, out)
+        return out
 
-    return Watching()
+    return each_operator(see)
 
 
 def memory_written_by(run: Callable[[], Any]) -> set[int]:
