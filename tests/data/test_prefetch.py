@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import OrderedDict, UserDict, namedtuple
 from collections.abc import Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +11,6 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
-from paceline.data import fetching as prefetch_module
 from paceline.data.fetching import Prefetch, to_device
 from paceline.data.global_order import Sequential
 from paceline.data.sharded_sampler import BatchPlan, WorkItem, work_items
@@ -57,22 +55,6 @@ def test_on_the_cpu_items_pass_through_as_they_are_and_nothing_is_asked_for_ahea
     counted = Prefetch(items(), CPU, ahead=ahead)
     next(counted)
     assert items.asked == 1
-
-
-def test_the_time_spent_on_waiting_for_data_is_counted_and_the_body_s_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = 0.0
-
-    def slow_items() -> Iterator[tuple[WorkItem, Any]]:
-        nonlocal now
-        for pair in Items(3)():
-            now += 2.0
-            yield pair
-
-    monkeypatch.setattr(prefetch_module, "time", SimpleNamespace(perf_counter=lambda: now))
-    prefetch = Prefetch(slow_items(), CPU, ahead=False)
-    for _ in prefetch:
-        now += 10.0
-    assert prefetch.waited_s == 6.0
 
 
 def test_closing_closes_what_the_items_come_from() -> None:

@@ -38,6 +38,8 @@ VERBS = {
     "chaos": "paceline.cli.chaos",
     "simulate": "paceline.cli.simulate",
     "verify": "paceline.cli.verify",
+    "top": "paceline.cli.top",
+    "trace": "paceline.cli.trace",
 }
 
 LONGEST_PATH = 200

@@ -573,7 +573,7 @@ class Loops:
 
 
 class Prefetch:
-    """Iterates (item, batch on the device); `waited_s` is the time spent on waiting for data so far.
+    """Iterates (item, batch on the device).
 
         copy stream       batch 1 ▓▓   batch 2 ▓▓   batch 3 ▓▓
         compute stream            step on batch 1 ▓▓▓▓▓▓  step on batch 2 ▓▓▓▓▓▓
@@ -586,7 +586,6 @@ class Prefetch:
         self._items, self._device = items, device
         self._copies = torch.Stream(device=device) if ahead and device.type != "cpu" else None
         self._next: Pair | Exception | None = None
-        self.waited_s = 0.0
 
     def __iter__(self) -> Prefetch:
         return self
@@ -612,13 +611,10 @@ class Prefetch:
 
     def _fetched(self) -> Pair | Exception:
         """The next pair, or what came in its place: a failure ahead must not keep this batch from being used."""
-        began = time.perf_counter()
         try:
             item, batch = next(self._items)
         except Exception as error:
             return error
-        finally:
-            self.waited_s += time.perf_counter() - began
         if self._copies is None:
             return item, batch
         with self._copies:

@@ -163,6 +163,11 @@ class NoRecovery:
         """Those tensors of this worker's part of the state that are watched."""
         return ()
 
+    @property
+    def about_generation(self) -> Sequence[str]:
+        """About the generation that this worker is in, in words: who is in it, and why it began."""
+        return ()
+
     def is_main(self, world: World) -> bool:
         return world.is_main
 
@@ -225,6 +230,12 @@ class Recovery(NoRecovery):
     @property
     def changed(self) -> bool:  # type: ignore[override]
         return self.agent.changed
+
+    @property
+    def about_generation(self) -> Sequence[str]:
+        now = self.agent.now
+        who = f"generation {now.number}: workers {', '.join(map(str, now.members))}"
+        return (who, now.why) if now.why else (who,)
 
     def is_main(self, world: World) -> bool:
         return self.admitted and self.agent.now.main == self.agent.slot

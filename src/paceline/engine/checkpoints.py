@@ -345,8 +345,15 @@ class Save:
 
 
 class Saver:
-    def __init__(self, config: EngineConfig, around: Callable[[], Surroundings], state: Callable[[], JobState]) -> None:
-        self._config, self._around, self._state = config, around, state
+    def __init__(
+        self,
+        config: EngineConfig,
+        around: Callable[[], Surroundings],
+        state: Callable[[], JobState],
+        timed: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
+    ) -> None:
+        """`timed`: the time inside it is counted as that of a checkpoint."""
+        self._config, self._around, self._state, self._timed = config, around, state, timed
         self._writer, self._room = AsyncWriter(), SnapshotBuffer()
         self._under_way: Save | None = None
 
@@ -358,7 +365,8 @@ class Saver:
         while True:
             world = self._around().world
             try:
-                return self._save_once(folder, extra, about, files)
+                with self._timed():
+                    return self._save_once(folder, extra, about, files)
             except CheckpointError:
                 if self._around().world is world:
                     raise
@@ -405,10 +413,11 @@ class Saver:
         busy = any(self._around().told(self._writer.busy))
         if busy and drop:
             return False
-        self._all_done()
-        save = self._begun(folder, extra, about, files)
-        fault_point("snapshot", save.step)
-        copied = Save(**{**vars(save), "portion": save.portion.copied(self._room)})
+        with self._timed():
+            self._all_done()
+            save = self._begun(folder, extra, about, files)
+            fault_point("snapshot", save.step)
+            copied = Save(**{**vars(save), "portion": save.portion.copied(self._room)})
 
         def work() -> None:
             copied.write()

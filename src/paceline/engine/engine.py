@@ -26,6 +26,7 @@ import math
 import signal
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
 
@@ -57,6 +58,8 @@ from paceline.engine.stop_signals import StoppedOnRequest, StopSignals
 from paceline.errors import ConfigError, LoopError
 from paceline.mesh.mesh import Mesh
 from paceline.mesh.plans import Plan
+from paceline.monitor.events import Part
+from paceline.monitor.recorder import Recorder, record_steps
 from paceline.optim.loss_scale import LossScale, OnNonFinite
 from paceline.optim.offload import OffloadName
 from paceline.optim.precision import Precision
@@ -154,6 +157,7 @@ class Engine(AccelerateNames):
             at_end=self.store_residuals,
         )
         self._group = Group(seat, self.config, self.device)
+        self._recorder: Recorder | None = None
         self._put_together(opinion, record_folder)
         torch.set_num_threads(self.config.threads)
         if reduction == "exact":
@@ -170,7 +174,7 @@ class Engine(AccelerateNames):
         self._stops = StopSignals(group.world.name, tells=tells, is_server=group.world.is_server)
         self._objects = PreparedObjects()
         self._between = BetweenSteps(config, group, self._objects)
-        self._saver = Saver(config, self._between.surroundings, self._between.job_state)
+        self._saver = Saver(config, self._between.surroundings, self._between.job_state, self._time_saving)
         group.ends_with_it.append(self._saver)
         parts = (config, group, self._objects, self._between)
         recorded = record_folder if self._replay is None else None
@@ -475,10 +479,22 @@ class Engine(AccelerateNames):
     def init_trackers(self, project_name: str, config: Mapping[str, Any] | None = None) -> None:
         """Begin the reports of a run, in `project_dir/project_name`; after `load_state`, if the job goes on."""
         self._metrics_log.start(project_name, config or {}, self.step)
+        self.record_events(self._project_dir / project_name)
 
     def log(self, values: Mapping[str, Any], step: int | None = None) -> None:
         """Numbers by name, of a step that is done; called by every worker, written once."""
         self._metrics_log.log(values, self.step if step is None else step)
+
+    def record_events(self, folder: Path) -> None:
+        """From now on where each step's time goes is written to `folder/events`: what `paceline top` reads.
+
+        `init_trackers` and the Trainer call it, on every worker.
+        """
+        if self._recorder is not None:
+            self._recorder.close()
+        seat = self._group.seat
+        about = {"worker": seat.rank, "step": self.step, "joins": not self._group.recovery.admitted, **self.resolved()}
+        self._recorder = record_steps(folder, about, self._group, lambda: self._objects.step, self.device)
 
     def profile(
         self,
@@ -519,6 +535,8 @@ class Engine(AccelerateNames):
             self._note(f"paceline: {counted(compiled.graphs, 'graph')} compiled for {compiled.kinds}")
         self._objects.close()
         self._metrics_log.close()
+        if self._recorder is not None:
+            self._recorder.close()
         group.close()
 
     end_training = close
@@ -543,6 +561,10 @@ class Engine(AccelerateNames):
         """At the end of a run, in its folder: what it measured beside what was predicted (`paceline plan`)."""
         if self._objects.step is not None and self._replay is None:
             run_residuals.store(folder, times, self.config, self.world, self.device, self._objects.step)
+
+    def _time_saving(self) -> AbstractContextManager[None]:
+        step = self._objects.step
+        return nullcontext() if step is None else step.timing.inside(Part.CHECKPOINT)
 
     def _note(self, text: str, area: str = "engine") -> None:
         self._group.note(text, area)

@@ -35,6 +35,7 @@ from paceline.engine.sources import check_same_order
 from paceline.engine.step import Phase, TrainStep
 from paceline.engine.stop_signals import StopSignals
 from paceline.errors import LoopError
+from paceline.monitor.events import Part
 from paceline.world import messages
 from paceline.world.checked_values import whole_number
 from paceline.world.determinism import mix, seed_everything
@@ -61,7 +62,6 @@ class PreparedLoader:
         self.source = source
         self._step, self._config, self._group, self._boundary, self._stops = step, config, group, boundary, stops
         self._items: Prefetch | None = None
-        self._waited_s = 0.0  # before this step
         self._step_items: list[tuple[WorkItem, Any]] = []
         self._stepping: Generator[Any] | None = None  # the loop of `next_step`, which stands still after each step
         self._was_stopped = False
@@ -139,6 +139,8 @@ class PreparedLoader:
         early = True
         self._open_record()
         self._fetch()
+        step.timing.enter(Part.OTHER)
+        step.timing.begin()
         self._group.loop = self
         try:
             while (pair := self._next_pair()) is not None:
@@ -146,7 +148,6 @@ class PreparedLoader:
                 step.begin_item(item)
                 if self._recovers():
                     continue
-                self._note_wait(item)
                 self._step_items = [(item, batch)]
                 self._hand_out(item)
                 yield batch
@@ -211,6 +212,7 @@ class PreparedLoader:
         """The next item; None when the epoch is over, for the workers that there are now."""
         while True:
             assert self._items is not None
+            self._step.timing.enter(Part.DATA)
             if self._group.recovery.loop_is_over:
                 self._group.recovery.loop_is_over = False
                 return None
@@ -242,7 +244,8 @@ class PreparedLoader:
         if (item := self._step.item_done()) is not None:
             self._end_step(item)  # it counts, and the body has not given it back yet
         self._handed_out.clear()
-        self._group.recovery.recover()
+        with self._step.timing.inside(Part.RECOVERY):
+            self._group.recovery.recover()
         self._fetch()
 
     def check_collective(self) -> None:
@@ -265,7 +268,6 @@ class PreparedLoader:
     def _fetch(self) -> None:
         """Items from the committed place on, for the lanes that this worker has now."""
         self._drop_items()
-        self._waited_s = 0.0
         items = self._group.sequences.items(self.source.items(), self._group.device)
         self._items = Prefetch(items, self._group.device, ahead=self.source.fetches_ahead)
 
@@ -273,12 +275,6 @@ class PreparedLoader:
         if self._items is not None:
             self._items.close()
             self._items = None
-
-    def _note_wait(self, item: WorkItem) -> None:
-        assert self._items is not None
-        self._step.timing.waited_for_data_s = self._items.waited_s - self._waited_s
-        if item.last_of_step:
-            self._waited_s = self._items.waited_s
 
     def _end_step(self, item: WorkItem) -> None:
         """The step is done: its samples are used."""
@@ -291,8 +287,10 @@ class PreparedLoader:
         self.source.commit(item)
         if in_updates:
             recovery.ends_updates(step.rounds)
+        step.timing.enter(Part.OTHER)
         for listener in self._group.after_step:
             listener()
+        step.timing.begin()
 
     # -- engine.update -----------------------------------------------------------------------------------------------
 
@@ -321,6 +319,7 @@ class PreparedLoader:
     def _rest_of_step(self) -> list[tuple[WorkItem, Any]]:
         """All items of the current step, fetching those not handed out yet."""
         assert self._items is not None
+        self._step.timing.enter(Part.DATA)
         while not self._step_items[-1][0].last_of_step:
             self._step_items.append(next(self._items))
             self._hand_out(self._step_items[-1][0])

@@ -61,6 +61,7 @@ from paceline.engine.vote import (
     name_key,
 )
 from paceline.errors import GenerationEnded, LoopError
+from paceline.monitor.events import Part
 from paceline.optim.loss_scale import MovingScale
 from paceline.strategies.registry import LaneAssignment
 from paceline.strategies.strategy import Agreement, ItemPlace, Strategy, Tally
@@ -91,14 +92,52 @@ MOVES: dict[Phase, tuple[Phase, ...]] = {
 """Besides these, a group that is over leads from anywhere to LOST, and a new group to BETWEEN_STEPS."""
 
 
-@dataclass
 class Timing:
-    """Seconds of the last step."""
+    """Where the time of a step goes, of the one that is under way or the last: at every moment one part of it runs.
 
-    backward_s: float = 0.0
-    exposed_s: float = 0.0  # from the end of the last backward until the gradient was there
-    left_during_backward: int = 0  # buckets
-    waited_for_data_s: float = 0.0
+    So the parts add up to its wall time, which begins where the step before ended, or the loop.
+    """
+
+    def __init__(self) -> None:
+        self.left_during_backward = 0  # buckets
+        self._part, self._since = Part.OTHER, time.perf_counter()
+        self.begin()
+
+    def begin(self) -> None:
+        """A step, at the moment of the last mark."""
+        self.began = self._since
+        self.parts = [0.0] * len(Part)
+        self.arrived = self.voted = 0.0  # at the vote, and when all were there
+        self.hidden_s = 0.0  # how much of backward ran while buckets were on their way
+
+    def enter(self, part: Part) -> float:
+        """From now on the time is this part's."""
+        now = time.perf_counter()
+        self.parts[self._part] += now - self._since
+        self._part, self._since = part, now
+        return now
+
+    @contextmanager
+    def inside(self, part: Part) -> Iterator[None]:
+        before = self._part
+        self.enter(part)
+        try:
+            yield
+        finally:
+            self.enter(before)
+
+    @property
+    def waited_for_data_s(self) -> float:
+        return self.parts[Part.DATA]
+
+    @property
+    def backward_s(self) -> float:
+        return self.parts[Part.BACKWARD]
+
+    @property
+    def exposed_s(self) -> float:
+        """From the end of a backward until its gradient was there."""
+        return self.parts[Part.EXCHANGE] + self.parts[Part.VOTE]
 
 
 @dataclass
@@ -303,7 +342,6 @@ class TrainStep:
         self.was_asked_for = False  # by the script, which does not count the loop's items alone
         self.replayed: ReplayedSteps | None = None
         self.timing = Timing()
-        self._ended: float | None = None  # the last backward
         self._traffic = Traffic(), Traffic()  # before the last step, and after it
 
     # -- where it is -------------------------------------------------------------------------------------------------
@@ -371,6 +409,7 @@ class TrainStep:
         """Hand out `item`; `optimizers`: for an update by these alone, by `engine.update`."""
         if optimizers is None or not self._updating:
             self.end_item()
+        self.timing.enter(Part.FORWARD)
         with self.or_lost():
             if item.first_of_step and self.now.phase is not Phase.LOST:
                 self._plan_lanes(item, optimizers or self._optimizers)
@@ -469,14 +508,15 @@ class TrainStep:
             self._look_at_forward(self._forward_state)
         place = now.place(item, scale)
         self._fault_point("backward")
-        started = time.perf_counter()
+        self.timing.enter(Part.BACKWARD)
         active.start_backward(place, last=last)
         # The gradient is Σ w·∇loss / Σ w. Dividing by the step's samples before backward keeps small precisions in
         # range, and where w counts samples it is the whole scaling: no second pass over the gradient.
         torch.autograd.backward(loss, torch.full_like(loss, weight / item.step_samples * scale))
-        self._ended = time.perf_counter()
-        self.timing.backward_s = self._ended - started
+        ended = self.timing.enter(Part.EXCHANGE if last else Part.FORWARD)
         if last:
+            if active.first_left:
+                self.timing.hidden_s += ended - active.first_left
             of_item.ran_last, of_item.before = True, None
             active.finish_backward(place)
             self._drop_gradients_of_others(active)
@@ -540,6 +580,7 @@ class TrainStep:
         """The item's part of the step is done; with the last item's the step has its gradient."""
         self.now.move(Phase.RAN)
         if not item.last_of_step:
+            self.timing.enter(Part.OTHER)
             return
         if self._collect(item):
             self.now.move(Phase.COLLECTED)
@@ -559,7 +600,7 @@ class TrainStep:
         self.passes.check_part(self.round)
         self._fault_point("exchange")
         vote = self._vote(active)
-        votes = self.voting.cast(vote) if now.agreement is Agreement.NOW else [vote]
+        votes = self._cast(vote)
         reports, flags = lanes_in_order(votes), any_used(votes)
         used, changed = flags[: len(active.parameters)], flags[len(active.parameters) :]
         tally = self._tally(item, reports, used)
@@ -578,8 +619,7 @@ class TrainStep:
         self.stop_agreed = any(stops)
         self._stops.agreed = self._stops.agreed or Stop.REQUESTED in stops
         now.check, now.gradient_versions = vote.check, rules.gradient_versions(active.parameters)
-        if self._ended is not None:
-            self.timing.exposed_s = time.perf_counter() - self._ended
+        self.timing.enter(Part.OTHER)
         return True
 
     def _vote(self, active: Strategy) -> StepVote:
@@ -600,6 +640,15 @@ class TrainStep:
             stop=Stop.vote(asked=asked, wanted=self.stop_wanted, later=agreement is Agreement.LATER),
             check=self.voting.check(self.step) if agreement is Agreement.NOW else 0,
         )
+
+    def _cast(self, vote: StepVote) -> list[StepVote]:
+        if self.now.agreement is not Agreement.NOW:
+            return [vote]
+        timing = self.timing
+        timing.arrived = timing.enter(Part.VOTE)
+        votes = self.voting.cast(vote)
+        timing.voted = timing.enter(Part.EXCHANGE)
+        return votes
 
     def _tally(self, item: WorkItem, reports: Sequence[LaneReport], used: Sequence[bool]) -> Tally:
         why, agreed, loss_scale = "the step is skipped", self.now.agreement is Agreement.NOW, self._scale
@@ -638,7 +687,7 @@ class TrainStep:
         self._clip = max_norm
         if self.now.phase is Phase.ITEM:
             raise LoopError("engine.clip_grad_norm_() belongs between engine.backward() and optimizer.step()")
-        with self.or_lost():
+        with self.timing.inside(Part.OPTIMIZER), self.or_lost():
             if self.now.overflowed:
                 self._norm = math.inf
             elif self.now.phase is Phase.COLLECTED:
@@ -674,7 +723,7 @@ class TrainStep:
         if self.now.phase is Phase.LOST:
             return None
         result = None
-        with self.or_lost():
+        with self.timing.inside(Part.OPTIMIZER), self.or_lost():
             try:
                 result = self._update_with(optimizer)
             except BaseException as error:
@@ -756,7 +805,6 @@ class TrainStep:
         """The body left the item without a backward: it counts as empty."""
         now, item, active = self.now, self.now.item, self.strategy()
         assert item is not None
-        self._ended = None
         if not item.shadow:
             now.take_item_back(now.report(item.lane))
             now.left_out.add((item.lane, item.micro_batch))

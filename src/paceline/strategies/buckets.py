@@ -15,6 +15,7 @@ a gradient is sharded; `NotCompressed`, what a strategy asks where no gradient i
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -69,7 +70,7 @@ class GradientBuckets:
         self._before: tuple[list[bool], list[int | None]] = [], []  # used, versions of what is held: before the item
         self._observed_order: list[int] | None = [] if rebuilds else None
         self._plan: SumPlan | None = None
-        self.left_during_backward = 0
+        self.left_during_backward, self.first_left = 0, 0.0
         self.lane_checks: dict[int, int] | None = None  # of each lane's gradients, where they are wanted
         self._set_buckets(expected_order(len(self.parameters)))
 
@@ -87,7 +88,7 @@ class GradientBuckets:
         """Put the lane's gradients so far back into `.grad`; with `last`, buckets may leave as they fill."""
         if not self._armed:
             self._before = list(self.used), [None if held is None else version_of(held) for held in self._held]
-        self._armed = True
+        self._armed, self.first_left = True, 0.0
         self._place = place
         self._start_leaving()
         leaves_now = place.last_of_lane if self._by_lane else place.last_of_step
@@ -168,6 +169,8 @@ class GradientBuckets:
         self._missing[number] -= 1
         while self._next < len(self.sums) and self._missing[self._next] == 0:
             self._take(self._next, self._place)
+            if not self.first_left:
+                self.first_left = time.perf_counter()
             self._let_leave(self._next)
             self.left_during_backward += 1
 
@@ -328,6 +331,10 @@ class InBuckets(StrategyBase):
     @property
     def left_during_backward(self) -> int:
         return self._buckets.left_during_backward
+
+    @property
+    def first_left(self) -> float:
+        return self._buckets.first_left
 
     @property
     def lane_checks(self) -> Mapping[int, int] | None:

@@ -102,6 +102,11 @@ class Strategy(Protocol):
         ...
 
     @property
+    def first_left(self) -> float:
+        """When the first bucket left the last backward, by `time.perf_counter`; 0: none did."""
+        ...
+
+    @property
     def lane_checks(self) -> Mapping[int, int] | None:
         """By lane, a sum over the bits of its gradient, of a step in which lanes are watched; None: they are not."""
         ...
@@ -231,6 +236,10 @@ class StrategyBase:
     @property
     def traffic(self) -> Traffic:
         return Traffic()
+
+    @property
+    def first_left(self) -> float:
+        return 0.0
 
     @property
     def lane_checks(self) -> Mapping[int, int] | None:

@@ -103,6 +103,7 @@ class TrainingReports(NoReports):
             say=partial(engine._note, area="trainer"),
             at_end=engine.store_residuals,
         )
+        engine.record_events(run.folder)
         self._bar = engine.bar(state.max_steps) if shows else NoBar()
         self._began = time.monotonic()
 

@@ -137,6 +137,10 @@ class PushedRounds(StrategyBase):
     def left_during_backward(self) -> int:
         return self._buckets.left_during_backward
 
+    @property
+    def first_left(self) -> float:
+        return self._buckets.first_left
+
     def agreement(self, round: int) -> Agreement:
         if not self._clock.deterministic:
             return Agreement.NEVER

@@ -1,0 +1,94 @@
+"""What a worker writes of each step, and how: a header line of JSON, then records of 96 bytes.
+
+    RUN/events/worker-2.0        slot 2 of the job, its first process
+    {"format": "paceline events", "version": 1, "worker": 2, "host": …, "clock": …, "time": …}
+    ┌──────────────────────────────────────┬───────────────────────────────────────────┐
+    │ kind  rank  generation  step  began  │ STEP: seconds by part, …     NOTE: a text │
+    └──────────────────────────────────────┴───────────────────────────────────────────┘
+
+A step's time is cut by marks of one monotonic clock: at every moment exactly one `Part` runs, so the parts add up to
+the wall time. `arrived` and `voted` are the two ends of the step's vote, an all-gather: from `arrived` on a worker
+waits for the others, and `voted` is the same moment everywhere, up to the latency: it aligns the clocks of hosts.
+"""
+
+from __future__ import annotations
+
+import enum
+import struct
+from typing import NamedTuple
+
+FOLDER = "events"
+FORMAT = "paceline events"
+VERSION = 1
+LONGEST_HEADER = 4096
+
+
+class Part(enum.IntEnum):
+    """Of a step's wall time on one worker."""
+
+    DATA = 0  # the loop waits for an item, and copies it to the device
+    FORWARD = 1  # from there to `engine.backward`
+    BACKWARD = 2
+    EXCHANGE = 3  # communication that no computing hides: after backward, but for the vote
+    VOTE = 4  # likewise, in the step's vote: waiting for the worker that comes last
+    OPTIMIZER = 5  # clipping, commit, update
+    CHECKPOINT = 6  # what of saving the loop waits for
+    RECOVERY = 7  # going on with other workers, in an elastic job
+    OTHER = 8  # the script's own
+
+
+class Kind(enum.IntEnum):
+    STEP = 1
+    NOTE = 2  # a generation begins, records were dropped
+    END = 3  # the worker has left in good order
+
+
+class StepRecord(NamedTuple):
+    rank: int
+    generation: int
+    step: int
+    began: float  # of the worker's monotonic clock, as the two below
+    arrived: float  # at the vote; 0: there was none
+    voted: float
+    parts: tuple[float, ...]
+    hidden_s: float  # how much of backward ran while buckets were on their way
+
+
+_HEAD = struct.Struct("<BxHIQd")
+_STEP = struct.Struct(f"<dd{len(Part)}ffff")
+_TEXT_BYTES = 72
+RECORD_BYTES = _HEAD.size + _TEXT_BYTES
+assert _STEP.size <= _TEXT_BYTES
+
+DTYPE = [
+    ("kind", "u1"),
+    ("_", "u1"),
+    ("rank", "<u2"),
+    ("generation", "<u4"),
+    ("step", "<u8"),
+    ("began", "<f8"),
+    ("arrived", "<f8"),
+    ("voted", "<f8"),
+    ("parts", "<f4", (len(Part),)),
+    ("hidden_s", "<f4"),
+    ("memory", "<f4"),
+    ("device_memory", "<f4"),
+    ("_rest", f"V{_TEXT_BYTES - _STEP.size}"),
+]
+"""Of a record, for numpy: a file is read at once."""
+
+
+def pack_step(record: StepRecord, memory: float, device_memory: float) -> bytes:
+    """`memory` and `device_memory` in bytes."""
+    head = _HEAD.pack(Kind.STEP, record.rank, record.generation, record.step, record.began)
+    rest = _STEP.pack(record.arrived, record.voted, *record.parts, record.hidden_s, memory, device_memory)
+    return head + rest.ljust(_TEXT_BYTES, b"\0")
+
+
+def pack_note(kind: Kind, rank: int, generation: int, step: int, at: float, text: str) -> bytes:
+    cut = text.encode()[:_TEXT_BYTES].decode(errors="ignore").encode()  # never half a letter
+    return _HEAD.pack(kind, rank, generation, step, at) + cut.ljust(_TEXT_BYTES, b"\0")
+
+
+def text_of(record: bytes) -> str:
+    return record[_HEAD.size : RECORD_BYTES].rstrip(b"\0").decode(errors="replace")

@@ -1,0 +1,212 @@
+"""The events of a run are read: the files of its workers, on one time axis.
+
+    worker-0.0   ▓▓▓▓▓▓▓▓▓▓░░░░        a job that was resumed from a checkpoint: what it had done beyond that no longer
+    worker-0.1             ▓▓▓▓▓▓▓     counts
+    worker-1.0   ▓▓▓▓▓▓▓
+    worker-1.1         ▓▓▓▓▓▓▓▓▓▓▓     an elastic job's replacement of worker 1 joins: what both wrote counts
+
+Clocks of one boot are one clock. Those of two hosts are aligned by the votes of their common steps: a vote is an
+all-gather, so it ends everywhere when its last worker has come. The median over steps of the difference of these ends
+is the difference of the clocks, up to the network's latency, however late any worker was. Workers that never vote
+together (asynchronous strategies) are aligned by the calendar time of their hosts.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from paceline.errors import DataError
+from paceline.input_file import cause_of, one_line, open_input, parse_json
+from paceline.monitor.events import DTYPE, FOLDER, FORMAT, LONGEST_HEADER, RECORD_BYTES, VERSION, Kind, text_of
+
+_NAME = re.compile(r"worker-(\d+)\.(\d+)")
+_RECORD = np.dtype(DTYPE)
+assert _RECORD.itemsize == RECORD_BYTES
+
+Records = npt.NDArray[Any]
+
+
+@dataclass(frozen=True)
+class Note:
+    """Something that happened: a generation began, records were dropped."""
+
+    worker: int
+    time: float
+    step: int
+    text: str
+
+
+@dataclass
+class WorkerFile:
+    """What one process wrote. Times are its own clock's; `offset` makes them the run's."""
+
+    path: Path
+    header: dict[str, Any]
+    steps: Records
+    notes: list[tuple[float, int, str]]
+    has_ended: bool
+    cut_bytes: int  # of a record that was being written
+    offset: float = 0.0
+
+    @property
+    def worker(self) -> int:
+        return int(self.header["worker"])
+
+    @property
+    def began(self) -> float:
+        return float(self.header["clock"]) + self.offset
+
+
+@dataclass
+class RunEvents:
+    """`workers` has each worker's steps in order, each step once, with times in seconds since 1970."""
+
+    folder: Path
+    workers: dict[int, Records]
+    notes: list[Note]
+    headers: dict[int, dict[str, Any]]
+    has_ended: bool
+    problems: list[str] = field(default_factory=list)
+    """Files that were left out, a line each."""
+
+    @property
+    def last_step(self) -> int:
+        return max((int(steps["step"][-1]) for steps in self.workers.values() if len(steps)), default=0)
+
+
+def read_run(folder: Path) -> RunEvents:
+    files, problems = _files_of(folder)
+    _align(files)
+    workers: dict[int, Records] = {}
+    for file in sorted(files, key=lambda one: one.began):
+        steps = file.steps.copy()
+        for name in ("began", "arrived", "voted"):
+            steps[name] += np.where(steps[name] > 0, file.offset, 0.0)
+        _supersede(workers, file)
+        before = workers.get(file.worker)
+        workers[file.worker] = steps if before is None else _joined(before, steps)
+    notes = [Note(file.worker, at + file.offset, step, text) for file in files for at, step, text in file.notes]
+    newest = {file.worker: file for file in sorted(files, key=lambda one: one.began)}
+    return RunEvents(
+        folder,
+        dict(sorted(workers.items())),
+        sorted(notes, key=lambda note: note.time),
+        {worker: file.header for worker, file in sorted(newest.items())},
+        has_ended=all(file.has_ended for file in newest.values()),
+        problems=problems,
+    )
+
+
+def _files_of(folder: Path) -> tuple[list[WorkerFile], list[str]]:
+    named = one_line(str(folder), 200)
+    if not folder.is_dir():
+        raise DataError(f"{named}: there is no such run; name the folder that holds its metrics.jsonl")
+    paths = sorted(path for path in folder.glob(f"{FOLDER}/worker-*") if _NAME.fullmatch(path.name))
+    if not paths:
+        raise DataError(
+            f"{named} has no events: runs write them to {FOLDER}/ from the Trainer, or after engine.init_trackers()"
+        )
+    files, problems = [], []
+    for path in paths:
+        try:
+            files.append(read_file(path))
+        except (OSError, ValueError) as error:
+            problems.append(f"{one_line(str(path), 200)} can't be read: {cause_of(error)}")
+    if not files:
+        raise DataError(problems[0])
+    return files, problems
+
+
+def read_file(path: Path) -> WorkerFile:
+    """ValueError: it is not what a worker writes, or what a newer version does."""
+    with open_input(path) as file:
+        line = file.readline(LONGEST_HEADER)
+        data = file.read()
+    if not line:
+        raise ValueError("it is empty: its worker ended before it wrote anything")
+    if not line.endswith(b"\n"):
+        raise ValueError("its header is cut")
+    header = parse_json(line)
+    if not isinstance(header, dict) or header.get("format") != FORMAT:
+        raise ValueError("it has no header of paceline's events")
+    version = header.get("version")
+    if type(version) is not int or version > VERSION:
+        raise ValueError(
+            f"it has version {version!r} of the format, and this paceline reads up to {VERSION}; update it"
+        )
+    if type(header.get("worker")) is not int or not all(type(header.get(key)) is float for key in ("clock", "time")):
+        raise ValueError("its header lacks the worker or its clock")
+    whole = len(data) - len(data) % RECORD_BYTES
+    records = np.frombuffer(data[:whole], dtype=_RECORD)
+    steps = records[records["kind"] == Kind.STEP]
+    sane = np.isfinite(steps["began"]) & np.isfinite(steps["parts"]).all(axis=1) & (steps["parts"] >= 0).all(axis=1)
+    notes = [
+        (float(records["began"][at]), int(records["step"][at]), one_line(text_of(records[at].tobytes())))
+        for at in np.flatnonzero(records["kind"] == Kind.NOTE)
+    ]
+    ended = bool((records["kind"] == Kind.END).any())
+    return WorkerFile(path, header, steps[sane], notes, ended, len(data) - whole)
+
+
+def _supersede(workers: dict[int, Records], file: WorkerFile) -> None:
+    """A job begins again at some step: what workers did beyond it before that moment no longer counts."""
+    if file.header.get("joins"):
+        return
+    first = int(file.header.get("step", 0))
+    for worker, steps in workers.items():
+        workers[worker] = steps[(steps["step"] <= first) | (steps["began"] > file.began)]
+
+
+def _joined(before: Records, after: Records) -> Records:
+    """Of a slot's processes, one after another; a step that both have counts as the later one did it."""
+    if len(after):
+        before = before[before["step"] < after["step"][0]]
+    return np.concatenate([before, after])
+
+
+# -- clocks ------------------------------------------------------------------------------------------------------------
+
+
+def _align(files: Sequence[WorkerFile]) -> None:
+    """Set the offsets: of one file per boot by its votes or the calendar, and of the others of that boot alike."""
+    by_boot: dict[str, list[WorkerFile]] = {}
+    for file in files:
+        by_boot.setdefault(str(file.header.get("boot") or file.path), []).append(file)
+    boots = list(by_boot.values())
+    anchor = boots[0][0]
+    calendar = float(anchor.header["time"]) - float(anchor.header["clock"])
+    for boot in boots:
+        difference = 0.0 if boot is boots[0] else _difference(boots[0], boot)
+        for file in boot:
+            file.offset = calendar + difference
+
+
+def _difference(reference: Sequence[WorkerFile], others: Sequence[WorkerFile]) -> float:
+    """What to add to the others' clock to get the reference's."""
+    found = [vote_difference(one.steps, other.steps) for one in reference for other in others]
+    known = [one for one in found if one is not None]
+    if known:
+        return float(np.median(known))
+    one, other = reference[0].header, others[0].header
+    return float(other["time"]) - float(other["clock"]) - (float(one["time"]) - float(one["clock"]))
+
+
+def vote_difference(one: Records, other: Records) -> float | None:
+    """Of two clocks, by the votes that both have ended; None: there is none."""
+    one, other = (steps[steps["voted"] > 0] for steps in (one, other))
+    _, at, also = np.intersect1d(_place(one), _place(other), return_indices=True)
+    if not len(at):
+        return None
+    return float(np.median(one["voted"][at] - other["voted"][also]))
+
+
+def _place(steps: Records) -> npt.NDArray[Any]:
+    """A generation and a step: what both workers did in it they did together."""
+    return steps["generation"].astype(np.int64) << 40 | steps["step"].astype(np.int64)

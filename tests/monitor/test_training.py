@@ -1,0 +1,108 @@
+"""Workers that train write where their time goes, and a delay that is put into one of them is named."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+
+import paceline
+from paceline.monitor.attribution import join, straggler
+from paceline.monitor.events import Part
+from paceline.monitor.run_events import RunEvents, read_run
+from paceline.world.world import World
+from tests.workers import run_workers
+
+DELAY_S = 0.03
+STEPS = 24
+
+
+class Points(Dataset[Any]):
+    def __init__(self, delay_s: float) -> None:
+        self._delay_s = delay_s
+
+    def __len__(self) -> int:
+        return 2 * 3 * STEPS
+
+    def __getitem__(self, index: int) -> Any:
+        time.sleep(self._delay_s / 2)  # two of them in a batch
+        return torch.full((8,), index / 100), torch.tensor([index % 3 / 3])
+
+
+def train(
+    world: World, *, folder: str, slow: int, part: str, strategy: str = "ddp", lanes: int | None = None
+) -> dict[str, Any]:
+    def delays(here: str) -> float:
+        return DELAY_S if world.rank == slow and part == here else 0.0
+
+    threads = threading.active_count()
+    with paceline.Engine(world=world, project_dir=folder, seed=1, strategy=strategy, lanes=lanes) as engine:
+        model = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 1))
+        model.register_forward_hook(lambda *_: time.sleep(delays("forward")))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer.register_step_pre_hook(lambda *_: time.sleep(delays("optimizer")))
+        model, optimizer, loader = engine.prepare(model, optimizer, DataLoader(Points(delays("data")), batch_size=2))
+        engine.init_trackers("run")
+        walls, began = [], time.perf_counter()
+        for points, labels in loader:
+            loss = (model(points) - labels).square().mean()
+            loss.register_hook(lambda _: time.sleep(delays("backward")))
+            engine.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            if engine.stepped:
+                now = time.perf_counter()
+                walls.append(now - began)
+                began = now
+        hash = engine.weights_hash()
+    return {"hash": hash, "walls": walls, "threads": threading.active_count() - threads}
+
+
+def train_on(workers: int, folder: Path, **options: Any) -> tuple[RunEvents, list[dict[str, Any]]]:
+    results = run_workers(train, workers, folder=str(folder), **options)
+    for result in results:
+        assert result.error is None, result.traceback
+    return read_run(folder / "run"), [result.value for result in results]
+
+
+@pytest.mark.workers
+@pytest.mark.parametrize(
+    ("slow", "part"),
+    [(1, Part.DATA), (2, Part.FORWARD), (0, Part.BACKWARD), (1, Part.OPTIMIZER)],
+    ids=lambda value: getattr(value, "name", None),
+)
+def test_the_worker_that_is_late_is_named_with_the_part_of_the_step(slow: int, part: Part, tmp_path: Path) -> None:
+    run, results = train_on(3, tmp_path, slow=slow, part=part.name.lower())
+    found = straggler(join(run))
+    assert found is not None
+    assert (found.worker, found.part) == (slow, part), str(found)
+    assert found.late_s > 0.5 * DELAY_S
+    assert run.has_ended
+    assert [one["threads"] for one in results] == [0, 0, 0]
+
+
+@pytest.mark.workers
+@pytest.mark.parametrize("lanes", [2, 4])
+def test_the_parts_of_a_step_add_up_to_its_wall_time(lanes: int, tmp_path: Path) -> None:
+    run, results = train_on(2, tmp_path, slow=1, part="forward", lanes=lanes)
+    for steps, result in zip(run.workers.values(), results, strict=True):
+        assert len(steps) == len(result["walls"])
+        parts = steps["parts"].astype(float).sum(axis=1)
+        assert abs(parts[1:].sum() / sum(result["walls"][1:]) - 1) < 0.02
+        ends = steps["began"] + parts
+        assert np.abs(ends[:-1] - steps["began"][1:]).max() < 1e-3  # consecutive
+        assert (steps["step"] == np.arange(1, len(steps) + 1)).all()
+
+
+@pytest.mark.workers
+def test_events_change_no_bit(tmp_path: Path) -> None:
+    _, late = train_on(2, tmp_path / "late", slow=1, part="data")
+    _, other = train_on(2, tmp_path / "other", slow=0, part="forward")
+    assert len({one["hash"] for one in [*late, *other]}) == 1
